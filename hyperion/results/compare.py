@@ -1,0 +1,103 @@
+"""Comparing two sets of relaunches: what became slower, and is it more than chance and more than noise?"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hyperion.errors import HyperionError
+from hyperion.results.folders import find_run
+from hyperion.results.metrics import metric_named
+from hyperion.results.statistics import holm, welch_p_value
+from hyperion.results.store import RUN, Run
+
+RELAUNCHES = 5
+SMALLEST_CHANGE = 0.03
+SIGNIFICANCE = 0.05
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One metric of one variant in the two sets.
+
+    Args:
+        change: relative change of the median from A to B, positive where B is better.
+        spread: largest relative range among the relaunches of one side.
+        p_value: Welch's test on the logarithms, corrected by Holm over all metrics compared; None with too few relaunches.
+        verdict: regression, improvement, same, or unconfirmed (moved, but fewer than five relaunches a side).
+    """
+
+    name: str
+    metric: str
+    median_a: float
+    median_b: float
+    change: float
+    spread: float
+    p_value: float | None
+    verdict: str
+
+
+def relaunches(name: str) -> list[Run]:
+    """The runs behind a command-line name: one run, or every run in a folder of runs."""
+    folder = Path(name)
+    if folder.is_dir() and not (folder / RUN).is_file():
+        runs = sorted(path.parent for path in folder.glob(f"*/{RUN}") if not path.parent.is_symlink())
+        if not runs:
+            raise HyperionError("no run in this folder", where=folder, next_step="name a run, or a folder of relaunches")
+        return [Run.open(run) for run in runs]
+    return [Run.open(find_run(name))]
+
+
+def compare(runs_a: list[Run], runs_b: list[Run]) -> list[Comparison]:
+    """Compare every metric with a better direction that all runs of both sides hold, worst change first.
+
+    A change is confirmed only over at least five relaunches a side, at 5 % after Holm's correction over all metrics, and
+    when it exceeds both 3 % and the spread between relaunches.
+
+    Raises:
+        HyperionError: the two sides share no value.
+    """
+    values_a, values_b = _values(runs_a), _values(runs_b)
+    shared = [key for key, a in values_a.items() if len(a) == len(runs_a) and len(values_b.get(key, ())) == len(runs_b)]
+    if not shared:
+        raise HyperionError(
+            "the two sides share no comparable value",
+            where=f"{runs_a[0].folder} and {runs_b[0].folder}",
+            next_step="compare runs of the same profile and data source",
+        )
+    enough = min(len(runs_a), len(runs_b)) >= RELAUNCHES
+    p_values = holm([welch_p_value(values_a[key], values_b[key]) for key in shared]) if enough else [None] * len(shared)
+    compared = [_compared(key, values_a[key], values_b[key], p) for key, p in zip(shared, p_values, strict=True)]
+    return sorted(compared, key=lambda comparison: comparison.change)
+
+
+def _values(runs: list[Run]) -> dict[tuple, list[float]]:
+    values = defaultdict(list)
+    for run in runs:
+        for row in run.rows():
+            # A logarithm needs a positive value; a zero (no tokens, no loss) says nothing about speed.
+            if row.value is not None and row.value > 0 and metric_named(row.metric).direction != "none":
+                values[row.key].append(row.value)
+    return values
+
+
+def _compared(key: tuple, a: list[float], b: list[float], p_value: float | None) -> Comparison:
+    metric = key[-1]
+    median_a, median_b = float(np.median(a)), float(np.median(b))
+    change = median_b / median_a - 1
+    if metric_named(metric).direction == "lower":
+        change = median_a / median_b - 1
+    spread = max((max(side) - min(side)) / float(np.median(side)) for side in (a, b))
+    name = " ".join(str(part) for part in key[1:5] if part not in ("", "{}"))
+    return Comparison(name, metric, median_a, median_b, change, spread, p_value, _verdict(change, spread, p_value))
+
+
+def _verdict(change: float, spread: float, p_value: float | None) -> str:
+    if abs(change) <= max(SMALLEST_CHANGE, spread if p_value is not None else 0):
+        return "same"
+    if p_value is None:
+        return "unconfirmed"
+    if p_value >= SIGNIFICANCE:
+        return "same"
+    return "improvement" if change > 0 else "regression"

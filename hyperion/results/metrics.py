@@ -1,0 +1,71 @@
+"""The metric registry: each metric's name, unit, direction, and what a row of it must carry. One table, nothing else."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hyperion.errors import HyperionError
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a metric means and what a row must bring along to be stored.
+
+    Args:
+        name: the field's term, units included where they are not obvious.
+        unit: the unit of `value`, `limit`, `predicted` and the confidence interval.
+        direction: which way is better. A limit bounds the good side: a maximum for "higher", a minimum for "lower".
+        needs_limit: the row states a limit, or in `limit_source` the reason why it has none.
+        needs_interval: the row states n and a 95 % confidence interval of the value.
+        needs_check: the row names a check with its error and tolerance.
+        meaning: one line for tables and reports.
+    """
+
+    name: str
+    unit: str
+    direction: Literal["higher", "lower", "none"]
+    meaning: str
+    needs_limit: bool = False
+    needs_interval: bool = False
+    needs_check: bool = False
+
+
+_METRICS = (
+    Metric("gemm_tflops", "TFLOPS", "higher", "matrix product rate, 2·M·N·K over the median time", True, True, True),
+    Metric("bandwidth_gb_s", "GB/s", "higher", "bytes read and written over the median time", True, True, True),
+    Metric("speedup", "ratio", "higher", "interleaved A/B ratio of times, above 1 where A is faster", True, True),
+    Metric("roofline_ridge_flop_per_byte", "FLOP/byte", "none", "arithmetic intensity where the two measured roofs meet"),
+    Metric("step_time_s", "s", "lower", "one optimizer step, median", True, True),
+    Metric("tokens_per_s", "tokens/s", "higher", "tokens the loader delivered over training time, padding not counted", True, True),
+    Metric("images_per_s", "images/s", "higher", "images the loader delivered over training time", True, True),
+    Metric("mfu", "fraction", "higher", "model FLOPs over time, divided by the device's peak for the dtype", True),
+    Metric("peak_memory_gib", "GiB", "lower", "most device memory allocated by tensors at once", True),
+    Metric("peak_rss_gib", "GiB", "lower", "most resident host memory of the process", True),
+    Metric("training_loss", "nats", "lower", "mean training loss of the epoch", True),
+    Metric("validation_loss", "nats", "lower", "mean loss per predicted unit on the held-out split", True),
+    Metric("perplexity_token", "perplexity", "lower", "exp of the mean negative log-likelihood per token", True, True),
+    Metric("perplexity_word", "perplexity", "lower", "exp of the total negative log-likelihood per word and <eos>", True, True),
+    Metric("accuracy", "fraction", "higher", "share of held-out images classified correctly", True, True),
+    Metric("learning_rate", "1", "none", "learning rate of the epoch's last step"),
+    Metric("excess_loss_nats", "nats", "lower", "loss above the floor that a perfect model reaches", True),
+    Metric("count", "items", "none", "items counted, verified where an expected count is known"),
+    Metric("share", "fraction", "none", "share of a whole"),
+    Metric("channel_mean", "fraction", "none", "mean pixel value of a colour channel, 0 to 1", needs_check=True),
+    Metric("experiment_time_s", "s", "lower", "wall time of the whole experiment, set-up included"),
+)
+
+REGISTRY: dict[str, Metric] = {metric.name: metric for metric in _METRICS}
+
+
+def metric_named(name: str) -> Metric:
+    """The registered metric.
+
+    Raises:
+        HyperionError: no such metric; the message lists the close ones.
+    """
+    if name not in REGISTRY:
+        raise HyperionError(
+            f"unknown metric {name!r}",
+            where="hyperion/results/metrics.py",
+            next_step=f"use one of {', '.join(sorted(REGISTRY))}, or register the new metric with its unit and direction",
+        )
+    return REGISTRY[name]

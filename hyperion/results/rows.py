@@ -1,0 +1,210 @@
+"""One tidy row per value: its columns, its rules, and its form as CSV."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+
+from hyperion.errors import HyperionError
+from hyperion.results.metrics import metric_named
+
+SCHEMA_VERSION = 1
+
+
+class RowError(HyperionError):
+    """A row that breaks the rules of its metric."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One measured, counted or computed value with its limit, statistics, check and circumstances.
+
+    Args:
+        notebook, experiment, variant: where the value comes from; the notebook by its file's stem.
+        dtype: number format of the arithmetic, or "" where there is none.
+        params: shapes, batch, world size, epoch: whatever tells this row from its sisters (JSON values).
+        rank: the rank it was taken on; None for a value of the whole run.
+        metric, value: a registered metric; value None needs `value_reason` (unsupported, unavailable, no peak …).
+        n, ci_low, ci_high: number of samples behind the value and the 95 % confidence interval.
+        predicted: the library's estimate, written before the first sample.
+        limit, limit_source: the bound physics or information theory sets, and where it comes from or why there is none.
+        check, check_error, check_tolerance: what was verified, how far off it was, how far it may be.
+        data_source: mirror, cache, download, synthetic, or "" where no data set is involved.
+        clock_mhz, power_w, throttle: the device's state during the samples; None when unreadable.
+    """
+
+    notebook: str
+    experiment: str
+    variant: str
+    metric: str
+    value: float | None
+    dtype: str = ""
+    params: dict = field(default_factory=dict)
+    rank: int | None = None
+    value_reason: str = ""
+    n: int | None = None
+    ci_low: float | None = None
+    ci_high: float | None = None
+    predicted: float | None = None
+    limit: float | None = None
+    limit_source: str = ""
+    check: str = ""
+    check_error: float | None = None
+    check_tolerance: float | None = None
+    data_source: str = ""
+    clock_mhz: float | None = None
+    power_w: float | None = None
+    throttle: str | None = None
+
+    @property
+    def unit(self) -> str:
+        return metric_named(self.metric).unit
+
+    @property
+    def key(self) -> tuple:
+        """What identifies the row within its run."""
+        return (self.notebook, self.experiment, self.variant, self.dtype, _json(self.params), self.rank, self.metric)
+
+    @property
+    def fraction_of_limit(self) -> float | None:
+        """How near the value is to its limit, at most 1: value/limit where higher is better, limit/value where lower is."""
+        direction = metric_named(self.metric).direction
+        if self.value is None or self.limit is None or direction == "none":
+            return None
+        best, other = (self.limit, self.value) if direction == "higher" else (self.value, self.limit)
+        return other / best if best else None
+
+    def validate(self) -> None:
+        """Hold the row against its metric's rules.
+
+        Raises:
+            RowError: names the row, the broken rule and the remedy.
+        """
+        metric = metric_named(self.metric)
+        for name in ("notebook", "experiment", "variant"):
+            self._demand(bool(getattr(self, name)), f"{name} is empty", "name where the value comes from")
+        for column in _FLOATS:
+            number = getattr(self, column)
+            self._demand(number is None or math.isfinite(number), f"{column} is {number}", "store null and its reason")
+        _json(self.params)
+        if self.value is None:
+            self._demand(bool(self.value_reason), "value is null without a reason", "give value_reason")
+            return
+        self._demand(not self.value_reason, "has both a value and a reason for having none", "leave one of them out")
+        if metric.needs_limit:
+            self._demand(bool(self.limit_source), "states neither a limit nor why it has none", "fill limit_source")
+        if metric.needs_interval:
+            known = None not in (self.n, self.ci_low, self.ci_high)
+            self._demand(known, "lacks n or the 95 % confidence interval", "measure at least 30 samples")
+        if None not in (self.ci_low, self.ci_high):
+            self._demand(self.ci_low <= self.value <= self.ci_high, "lies outside its own interval", "recompute it")
+        if metric.needs_check:
+            self._demand(bool(self.check), "lacks its check", "verify the output and name the check")
+        self._demand_check_passed()
+        self._demand_within_limit(metric.direction)
+
+    def _demand_check_passed(self) -> None:
+        if not self.check:
+            return
+        known = None not in (self.check_error, self.check_tolerance)
+        self._demand(known, f"check {self.check!r} lacks its error or tolerance", "record both")
+        self._demand(
+            self.check_error <= self.check_tolerance,
+            f"failed its check {self.check!r}: error {self.check_error:.4g} above tolerance {self.check_tolerance:.4g}",
+            "the output is wrong: find out why before timing it",
+        )
+
+    def _demand_within_limit(self, direction: str) -> None:
+        if self.limit is None or direction == "none":
+            return
+        beyond = self.value > self.limit if direction == "higher" else self.value < self.limit
+        self._demand(
+            not beyond,
+            f"is {self.value:.6g} {self.unit}, beyond its limit {self.limit:.6g} ({self.limit_source})",
+            "a value past the limit is a failed measurement: check synchronisation, the FLOP or byte count and the device",
+        )
+
+    def _demand(self, condition: bool, fault: str, next_step: str) -> None:
+        if not condition:
+            where = f"{self.notebook} / {self.experiment} / {self.variant} {self.dtype} {_json(self.params)}".strip()
+            raise RowError(f"row of {self.metric} {fault}", where=where, next_step=next_step)
+
+
+_FLOATS = ("value", "ci_low", "ci_high", "predicted", "limit", "check_error", "check_tolerance", "clock_mhz", "power_w")
+_INTEGERS = ("rank", "n")
+# The order of the file: who, what, how sure, how near the limit, under which circumstances.
+COLUMNS = (
+    "notebook", "experiment", "variant", "dtype", "params", "rank", "metric", "value", "unit", "value_reason", "n",
+    "ci_low", "ci_high", "predicted", "limit", "limit_source", "check", "check_error", "check_tolerance",
+    "data_source", "clock_mhz", "power_w", "throttle",
+)  # fmt: skip
+assert set(COLUMNS) == {f.name for f in fields(Row)} | {"unit"}
+
+
+def rows_to_csv(rows: Iterable[Row]) -> str:
+    """CSV text of the rows; floats are written with repr, so reading them back gives the same bits."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for row in rows:
+        writer.writerow([_cell(getattr(row, column)) for column in COLUMNS])
+    return text.getvalue()
+
+
+def rows_from_csv(text: str, where: object = "rows.csv") -> list[Row]:
+    """Rows of a CSV text, each validated.
+
+    Raises:
+        RowError: another header, a missing cell, a number that is none, a unit that is not the metric's, a broken rule.
+    """
+    reader = csv.reader(io.StringIO(text))
+    header = next(reader, None)
+    if header != list(COLUMNS):
+        remedy = "read it with the version of Hyperion that wrote it, or run again"
+        raise RowError(f"header is not that of schema {SCHEMA_VERSION}: {header}", where=where, next_step=remedy)
+    return [_parse(cells, f"{where}, row {number}") for number, cells in enumerate(reader, 1)]
+
+
+def _parse(cells: list[str], where: str) -> Row:
+    if len(cells) != len(COLUMNS):
+        raise RowError(f"{len(cells)} cells instead of {len(COLUMNS)}", where=where, next_step="run the experiment again")
+    named = dict(zip(COLUMNS, cells, strict=True))
+    unit = named.pop("unit")
+    try:
+        values = {name: _typed(name, text) for name, text in named.items()}
+        row = Row(**values)
+    except ValueError as error:
+        raise RowError(f"unreadable cell: {error}", where=where, next_step="run the experiment again") from error
+    if unit != row.unit:
+        raise RowError(f"unit {unit!r} where {row.metric} has {row.unit!r}", where=where, next_step="run it again")
+    row.validate()
+    return row
+
+
+def _typed(name: str, text: str):
+    if name in _FLOATS:
+        return float(text) if text else None
+    if name in _INTEGERS:
+        return int(text) if text else None
+    if name == "params":
+        params = json.loads(text)
+        if not isinstance(params, dict):
+            raise ValueError(f"params is no JSON object: {text!r}")
+        return params
+    if name == "throttle":
+        return text or None
+    return text
+
+
+def _cell(value) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        return _json(value)
+    return repr(float(value)) if isinstance(value, float) else str(value)
+
+
+def _json(params: dict) -> str:
+    return json.dumps(params, sort_keys=True, allow_nan=False)
