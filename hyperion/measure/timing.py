@@ -1,0 +1,180 @@
+"""The one timing core: warm up until flat, flush the cache, sample on the device's own clock, stop when sure.
+
+Every speed in Hyperion goes through `time_interleaved`. On an accelerator each sample is a pair of device events and a
+batch of samples costs one synchronisation; on a CPU the same interface reads the monotonic clock.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from hyperion.hardware import Device, Sampler, Telemetry
+from hyperion.results import Estimate, median_estimate
+
+MINIMUM_SAMPLES = 30
+RELATIVE_INTERVAL = 0.01
+_WARM_WINDOW_S = 0.03
+_WARM_TOLERANCE = 0.02
+_BATCH_S = 0.1
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Raw samples of one function and how they were taken.
+
+    Args:
+        samples_s: seconds of each timed call, in the order taken.
+        warmup_s: medians of the warm-up windows, in seconds.
+        warm: whether the warm-up ended because the windows' medians had become flat, rather than at its time limit.
+        cold: whether the last-level cache was flushed before each sample.
+        stopped: why sampling ended: "interval" (95 % CI within 1 % of the median) or "time limit".
+        telemetry: median clock and power, and throttle state, over the samples.
+    """
+
+    samples_s: np.ndarray
+    warmup_s: tuple[float, ...]
+    warm: bool
+    cold: bool
+    stopped: str
+    telemetry: Telemetry = field(repr=False)
+
+    @property
+    def estimate(self) -> Estimate:
+        """Median seconds with its 95 % bootstrap interval."""
+        return median_estimate(self.samples_s)
+
+
+def time_function(
+    function: Callable[[], object],
+    device: Device,
+    *,
+    cold: bool = True,
+    minimum_samples: int = MINIMUM_SAMPLES,
+    time_limit_s: float = 5.0,
+) -> Timing:
+    """Time one function; see `time_interleaved`."""
+    return time_interleaved([function], device, cold=cold, minimum_samples=minimum_samples, time_limit_s=time_limit_s)[0]
+
+
+def time_interleaved(
+    functions: list[Callable[[], object]],
+    device: Device,
+    *,
+    cold: bool = True,
+    minimum_samples: int = MINIMUM_SAMPLES,
+    time_limit_s: float = 5.0,
+) -> list[Timing]:
+    """Time functions in turn (A B A B …), so that a drift of clock or temperature meets all of them alike.
+
+    Sampling goes on until the 95 % interval of every median lies within 1 %, or until `time_limit_s` has gone by; at
+    least `minimum_samples` of each are taken in any case.
+
+    Args:
+        functions: each enqueues or does one unit of work and rewrites its output.
+        cold: flush the last-level cache before each sample.
+        time_limit_s: seconds after which sampling stops once the minimum is reached; warm-up takes at most half as long.
+    """
+    clock = _clock(device)
+    flush = _cache_flush(device) if cold else None
+    warmups = [_warm_up(clock, function, time_limit_s / 2) for function in functions]
+    samples: list[list[float]] = [[] for _ in functions]
+    started, stopped = time.monotonic(), ""
+    with Sampler(device) as sampler:
+        batch = 1
+        while not stopped:
+            batch_started = time.monotonic()
+            for series, new in zip(samples, clock.sample(functions, flush, batch), strict=True):
+                series.extend(new)
+            per_round = (time.monotonic() - batch_started) / batch
+            enough = len(samples[0]) >= minimum_samples
+            if enough and all(_relative_half_width(series) <= RELATIVE_INTERVAL for series in samples):
+                stopped = "interval"
+            elif enough and time.monotonic() - started > time_limit_s:
+                stopped = "time limit"
+            batch = max(1, min(minimum_samples, int(_BATCH_S / per_round)))
+    telemetry = sampler.telemetry
+    return [
+        Timing(np.array(series), tuple(windows), warm, cold, stopped, telemetry)
+        for series, (windows, warm) in zip(samples, warmups, strict=True)
+    ]
+
+
+class _EventClock:
+    """Device events around each call; one synchronisation for the whole batch keeps the queue full between samples."""
+
+    def __init__(self, device: Device):
+        self.device = torch.device(device.torch_device)
+
+    def sample(self, functions, flush, count: int) -> list[list[float]]:
+        pairs: list[list[tuple]] = [[] for _ in functions]
+        with torch.cuda.device(self.device):
+            for _ in range(count):
+                for function, series in zip(functions, pairs, strict=True):
+                    if flush is not None:
+                        flush()
+                    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                    start.record()
+                    function()
+                    end.record()
+                    series.append((start, end))
+            torch.cuda.synchronize()
+        return [[start.elapsed_time(end) / 1e3 for start, end in series] for series in pairs]
+
+
+class _HostClock:
+    """The monotonic clock around each call: on a CPU a call has done its work when it returns."""
+
+    def sample(self, functions, flush, count: int) -> list[list[float]]:
+        samples: list[list[float]] = [[] for _ in functions]
+        for _ in range(count):
+            for function, series in zip(functions, samples, strict=True):
+                if flush is not None:
+                    flush()
+                start = time.perf_counter_ns()
+                function()
+                series.append((time.perf_counter_ns() - start) / 1e9)
+        return samples
+
+
+def _clock(device: Device) -> _EventClock | _HostClock:
+    return _HostClock() if device.kind == "cpu" else _EventClock(device)
+
+
+def _cache_flush(device: Device) -> Callable[[], object]:
+    # Twice the last-level cache, read and not written: lines left dirty would be written back inside the timed region.
+    count = max(2 * device.last_level_cache_bytes, 1 << 24) // 4
+    buffer = torch.ones(count, dtype=torch.float32, device=device.torch_device)
+    total = torch.empty((), dtype=torch.float32, device=device.torch_device)
+    return lambda: torch.sum(buffer, dim=0, out=total)
+
+
+def _warm_up(clock, function, limit_s: float) -> tuple[list[float], bool]:
+    """Run windows of calls until the last three windows' medians agree within 2 %; (medians in s, whether they came to agree)."""
+    medians: list[float] = []
+    clock.sample([function], None, 1)  # the first call compiles, loads and allocates: it says nothing about the second
+    deadline = time.monotonic() + limit_s
+    count = 1
+    while True:
+        started = time.monotonic()
+        medians.append(float(np.median(clock.sample([function], None, count)[0])))
+        count = max(1, min(1000, int(_WARM_WINDOW_S * count / max(time.monotonic() - started, 1e-6))))
+        last = medians[-3:]
+        if len(last) == 3 and max(last) - min(last) <= _WARM_TOLERANCE * min(last):
+            return medians, True
+        if time.monotonic() > deadline:
+            return medians, False
+
+
+def _relative_half_width(samples: list[float]) -> float:
+    """Half the 95 % interval of the median by order statistics, relative: cheap enough to ask after every batch.
+
+    Source: Conover, Practical Nonparametric Statistics, 3rd edition, section 3.2.
+    """
+    ordered = np.sort(samples)
+    n = len(ordered)
+    reach = 1.96 * np.sqrt(n) / 2
+    low, high = ordered[max(0, int(n / 2 - reach))], ordered[min(n - 1, int(np.ceil(n / 2 + reach)))]
+    return float((high - low) / 2 / np.median(ordered))
