@@ -1,9 +1,10 @@
-"""Repairs for third-party packages that are known not to import beside a matching torch, applied as narrowly as possible.
+"""Repairs for third-party packages known not to import beside a matching torch, applied as narrowly as possible.
 
-torchvision's wheel on PyPI is linked against CUDA. Beside a CPU build of torch its operator library cannot be loaded, and
-`import torchvision` then dies with "operator torchvision::nms does not exist" while it registers shapes for two operators
-that the library would have declared. transformers and peft import torchvision when it is installed, so they die with it.
-Declaring the two schemas first lets all three import; calling the operators still raises torchvision's own explanation.
+torchvision's wheel on PyPI is linked against CUDA. Beside a CPU build of torch its operator library cannot be loaded,
+and `import torchvision` then dies with "operator torchvision::nms does not exist" while it registers shapes for two
+operators that the library would have declared. transformers and peft import torchvision when it is installed, so they
+die with it. Declaring the two schemas first lets all three import; calling the operators still raises torchvision's
+own explanation.
 """
 
 import ctypes
@@ -88,8 +89,8 @@ class _TorchvisionFinder:
 def watch_torchvision() -> None:
     """Make every later import of torchvision in this process, also one inside transformers or peft, prepared.
 
-    Costs nothing until torchvision is imported (torch is not loaded before). Called by `import hyperion`, so that notebook
-    kernels, ranks and test processes are all covered.
+    Costs nothing until torchvision is imported (torch is not loaded before). Called by `import hyperion`, so that
+    notebook kernels, ranks and test processes are all covered.
     """
     if not any(isinstance(finder, _TorchvisionFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _TorchvisionFinder())

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -34,27 +35,34 @@ def write_atomically(path: Path, content: bytes) -> None:
 def commit(folder: Path, contents: dict[str, bytes]) -> None:
     """Add or replace several files of a vouched folder as one transaction.
 
-    The new files are written beside the old ones, then the manifest that will vouch for them, then all are renamed. A
-    process killed in between leaves a pending manifest, and the next writer or reader finishes the renames.
+    The new files and the manifest that will vouch for them are written beside the old ones, then the list of renames,
+    then all are renamed. A process killed in between leaves that list, and the next writer or reader finishes it. Nothing
+    after the list needs disk space.
 
     Args:
         contents: bytes by path relative to `folder`.
+
+    Raises:
+        StoreError: the folder is not writable or the disk is full; the old files are untouched.
     """
     make_folder(folder)
     with locked(folder, create=True):
         manifest = read_manifest(folder)
-        temporaries: list[Path] = []
-        moves = {}
+        manifest |= {
+            name: {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)} for name, content in contents.items()
+        }
+        vouching = json.dumps({"schema": 1, "files": manifest}, indent=1, sort_keys=True).encode()
+        moves: dict[str, str] = {}
         try:
-            for name, content in contents.items():
-                temporaries.append(_write_beside(folder / name, content))
-                moves[str(temporaries[-1].relative_to(folder))] = name
-                manifest[name] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
-            pending = json.dumps({"schema": 1, "files": manifest, "moves": moves}, indent=1, sort_keys=True)
-            write_atomically(folder / PENDING, pending.encode())
+            for name, content in (contents | {MANIFEST: vouching}).items():
+                _remove_strays(folder / name)
+                moves[str(_write_beside(folder / name, content).relative_to(folder))] = name
+            write_atomically(folder / PENDING, json.dumps(moves, indent=1).encode())
         except BaseException:
-            for temporary in temporaries:
-                temporary.unlink(missing_ok=True)
+            # Once the list of renames is in place the change is made, whatever interrupted us: its files must stay.
+            if not (folder / PENDING).exists():
+                for temporary in moves:
+                    (folder / temporary).unlink(missing_ok=True)
             raise
         _finish(folder)
 
@@ -69,6 +77,12 @@ def read_verified(folder: Path, name: str) -> bytes:
         manifest = read_manifest(folder)
         _verify_entry(folder, name, manifest)
         return (folder / name).read_bytes()
+
+
+def vouched_names(folder: Path) -> set[str]:
+    """Names of the files that the manifest vouches for."""
+    with locked(folder):
+        return set(read_manifest(folder))
 
 
 def verify_folder(folder: Path) -> list[str]:
@@ -110,19 +124,27 @@ def locked(folder: Path, name: str = LOCK, create: bool = False) -> Iterator[Non
     if not create and not (path.exists() and os.access(path, os.W_OK)):
         yield
         return
-    with open(path, "a") as lock:
+    try:
+        lock = open(path, "a")  # noqa: SIM115 - closed below; only the opening may be explained as a fault of the folder
+    except OSError as error:
+        raise _explained(error, path) from error
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def _finish(folder: Path) -> None:
-    pending = json.loads((folder / PENDING).read_text())
-    for temporary, name in pending.pop("moves").items():
+    for temporary, name in json.loads((folder / PENDING).read_text()).items():
         if (folder / temporary).exists():
             os.replace(folder / temporary, folder / name)
             _sync_folder((folder / name).parent)
-    write_atomically(folder / MANIFEST, json.dumps(pending, indent=1, sort_keys=True).encode())
     (folder / PENDING).unlink()
+
+
+def _remove_strays(path: Path) -> None:
+    # Left by a writer killed before its list of renames. The caller holds the folder's lock, so nobody is writing them.
+    for stray in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        stray.unlink(missing_ok=True)
 
 
 def _verify_entry(folder: Path, name: str, manifest: dict) -> None:

@@ -88,7 +88,7 @@ class Row:
         for column in _FLOATS:
             number = getattr(self, column)
             self._demand(number is None or math.isfinite(number), f"{column} is {number}", "store null and its reason")
-        _json(self.params)
+        self._demand(_is_json(self.params), f"has params that are no JSON object: {self.params!r}", "use plain values")
         if self.value is None:
             self._demand(bool(self.value_reason), "value is null without a reason", "give value_reason")
             return
@@ -128,7 +128,7 @@ class Row:
 
     def _demand(self, condition: bool, fault: str, next_step: str) -> None:
         if not condition:
-            where = f"{self.notebook} / {self.experiment} / {self.variant} {self.dtype} {_json(self.params)}".strip()
+            where = f"{self.notebook} / {self.experiment} / {self.variant} {self.dtype} {self.params}".strip()
             raise RowError(f"row of {self.metric} {fault}", where=where, next_step=next_step)
 
 
@@ -145,12 +145,14 @@ assert set(COLUMNS) == {f.name for f in fields(Row)} | {"unit"}
 
 def rows_to_csv(rows: Iterable[Row]) -> str:
     """CSV text of the rows; floats are written with repr, so reading them back gives the same bits."""
+    return "".join([_line(COLUMNS), *(_line([_cell(getattr(row, column)) for column in COLUMNS]) for row in rows)])
+
+
+def _line(cells: Iterable[str]) -> str:
+    # Python's default line end "\r\n" is what makes the writer quote a lone "\r" inside a cell; on disk a line ends in "\n".
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for row in rows:
-        writer.writerow([_cell(getattr(row, column)) for column in COLUMNS])
-    return text.getvalue()
+    csv.writer(text).writerow(cells)
+    return text.getvalue().removesuffix("\r\n") + "\n"
 
 
 def rows_from_csv(text: str, where: object = "rows.csv") -> list[Row]:
@@ -204,6 +206,13 @@ def _cell(value) -> str:
     if isinstance(value, dict):
         return _json(value)
     return repr(float(value)) if isinstance(value, float) else str(value)
+
+
+def _is_json(params: dict) -> bool:
+    try:
+        return json.loads(_json(params)) == params
+    except (TypeError, ValueError):
+        return False
 
 
 def _json(params: dict) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from hyperion.results.files import WRITER_LOCK, StoreError, commit, locked, read_verified, verify_folder
+from hyperion.results.files import WRITER_LOCK, StoreError, commit, locked, read_verified, verify_folder, vouched_names
 from hyperion.results.rows import SCHEMA_VERSION, Row, RowError, rows_from_csv, rows_to_csv
 
 ROWS, RUN, EXPERIMENTS, PREDICTIONS = "rows.csv", "run.json", "experiments.json", "predictions.json"
@@ -18,6 +18,8 @@ ROWS, RUN, EXPERIMENTS, PREDICTIONS = "rows.csv", "run.json", "experiments.json"
 class Prediction:
     """A value foretold before the first sample: the reader's guess and the library's estimate, either of them None.
 
+    The fields notebook to metric are those of the row it foretells.
+
     Args:
         basis: what the estimate was computed from (ceilings and shapes), or why there is none.
         input_hash: hash of what the experiment depends on; another configuration is another prediction.
@@ -26,6 +28,8 @@ class Prediction:
     notebook: str
     experiment: str
     variant: str
+    dtype: str
+    params: dict
     metric: str
     guess: float | None
     estimate: float | None
@@ -142,7 +146,7 @@ class Run:
 
     def predictions(self, notebook: str | None = None, experiment: str | None = None) -> list[Prediction]:
         """Predictions written so far, of one notebook or experiment if named."""
-        if not (self.folder / PREDICTIONS).exists():
+        if PREDICTIONS not in vouched_names(self.folder):
             return []
         predictions = [Prediction(**entry) for entry in json.loads(read_verified(self.folder, PREDICTIONS))]
         return [
@@ -166,7 +170,7 @@ class Run:
         return names
 
     def _experiments(self) -> dict:
-        if not (self.folder / EXPERIMENTS).exists():
+        if EXPERIMENTS not in vouched_names(self.folder):
             return {}
         return json.loads(read_verified(self.folder, EXPERIMENTS))
 
@@ -175,8 +179,9 @@ def _samples_name(notebook: str, experiment: str) -> str:
     return f"samples/{notebook}.{experiment}.parquet"
 
 
-def _prediction_key(prediction: Prediction) -> tuple:
-    return (prediction.notebook, prediction.experiment, prediction.variant, prediction.metric, prediction.input_hash)
+def _prediction_key(p: Prediction) -> tuple:
+    params = json.dumps(p.params, sort_keys=True)
+    return (p.notebook, p.experiment, p.variant, p.dtype, params, p.metric, p.input_hash)
 
 
 def _json(value) -> bytes:
