@@ -1,0 +1,47 @@
+# Every target sets up first if needed. Variables, all optional:
+#   PROFILE      smoke | full | study | replay     (chosen from the machine when left out)
+#   ONLY         one notebook and what it needs, as ONLY=01_hardware_exploration
+#   TIME_BUDGET  minutes after which to stop cleanly; a later call goes on
+#   RUN          the run folder to continue or to report on
+#   DATA_SOURCE  auto | mirror | cache | download | synthetic
+#   PYTHON       use this environment (a container's, a cluster module's) instead of .venv: PYTHON=/path/to/python
+#   TORCH        build to install instead of the detected one: cpu | cuda | rocm
+export PROFILE ONLY TIME_BUDGET RUN DATA_SOURCE PYTHON TORCH
+
+enter = sh hyperion/install/enter.sh
+
+.DEFAULT_GOAL := help
+.PHONY: help reproduce test setup fetch lab report lint clean
+
+help: ## this list
+	@echo "make reproduce    sets up if needed, then runs the notebooks;   make test    sets up if needed, then tests"
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@sed -n 's/^#   /  /p' Makefile
+
+reproduce: ## run every notebook, keep rows and reports in results/, go on where the last call stopped
+	@$(enter) run hyperion reproduce $${PROFILE:+--profile "$$PROFILE"} $${ONLY:+--only "$$ONLY"} \
+		$${TIME_BUDGET:+--time-budget "$$TIME_BUDGET"} $${RUN:+--run "$$RUN"} \
+		$${DATA_SOURCE:+--data-source "$$DATA_SOURCE"}
+
+test: ## run the tests
+	@$(enter) --extra dev run pytest
+
+setup: ## make or repair the environment, nothing else
+	@$(enter) --extra dev --extra lab setup
+
+fetch: ## stage all data and tokenizers while there is a network (on a login node)
+	@$(enter) run hyperion fetch $${DATA_SOURCE:+--data-source "$$DATA_SOURCE"}
+
+lab: ## JupyterLab on loopback with its token
+	@$(enter) --extra lab run hyperion lab
+
+report: ## tables and pictures of a run (RUN=, else the latest)
+	@$(enter) run hyperion report $${RUN:+"$$RUN"}
+
+lint: ## style of library, tests and notebooks
+	@$(enter) --extra dev run ruff check .
+
+clean: ## remove the environments and caches; data/ and results/ stay
+	rm -rf .venv .overlay .setup.lock build dist hyperion.egg-info .pytest_cache .ruff_cache .hypothesis
+	find hyperion tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	@echo "data/ and results/ are left as they are: they are yours."

@@ -1,0 +1,145 @@
+"""Which accelerator a machine has, read from the kernel's own files: no torch, no vendor tool is needed or run."""
+
+import os
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+AMD, NVIDIA = "0x1002", "0x10de"
+# PCI display classes (PCI Code and ID Assignment): VGA 0x0300, 3D 0x0302, other display 0x0380, accelerator 0x1200.
+DISPLAY_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
+COMPUTE_CLASSES = ("0x0302", "0x0380", "0x1200")  # data-centre cards: nobody has one by accident
+
+# Architectures in PyTorch's ROCm wheels: PYTORCH_ROCM_ARCH in pytorch/pytorch, .ci/docker/manywheel/build.sh (2026).
+ROCM_WHEEL_ARCHS = {
+    "gfx900", "gfx906", "gfx908", "gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1101", "gfx1102",
+    "gfx1150", "gfx1151", "gfx1200", "gfx1201",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was read. Paths are relative to the root that was searched."""
+
+    system: str = "Linux"
+    amd_archs: tuple[str, ...] = ()  # of the GPUs that the amdgpu driver lists, e.g. ("gfx90a", "gfx90a")
+    kfd: str = "absent"  # absent | ok | denied: the device file that every ROCm program opens
+    rocm_version: tuple[int, int] | None = None  # of the installed ROCm, e.g. (7, 1)
+    nvidia_driver: str | None = None  # e.g. "580.159.04"; "" when loaded without telling its version
+    pci: tuple[tuple[str, str], ...] = ()  # (vendor, class) of display devices
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The decision: kind is 'rocm', 'cuda' or 'cpu'."""
+
+    kind: str
+    evidence: str
+    rocm_version: tuple[int, int] | None = None
+    note: str | None = None  # something the reader should know, such as a second vendor's GPU
+    problem: str | None = None  # a GPU is there and cannot be used: the cause
+    remedy: str | None = None
+
+
+def collect_facts(root: Path = Path("/"), system: str | None = None) -> Facts:
+    """Read the facts below `root`, which a test may point at a folder of its own."""
+    return Facts(
+        system=system or platform.system(),
+        amd_archs=_kfd_archs(root),
+        kfd=_kfd_access(root / "dev/kfd"),
+        rocm_version=_rocm_version(root),
+        nvidia_driver=_nvidia_driver(root),
+        pci=_pci_displays(root),
+    )
+
+
+def _read(path: Path) -> str:
+    """The file's text, or nothing when this machine does not have it or does not let us read it."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _kfd_archs(root: Path) -> tuple[str, ...]:
+    """Architectures in the amdgpu driver's topology: a node with SIMDs is a GPU, 90010 reads gfx90a (step in hex)."""
+    found = []
+    for properties in sorted(root.glob("sys/class/kfd/kfd/topology/nodes/*/properties")):
+        values = dict(line.split(None, 1) for line in _read(properties).splitlines() if " " in line)
+        version = int(values.get("gfx_target_version", "0"))
+        if int(values.get("simd_count", "0")) and version:
+            found.append(f"gfx{version // 10000}{version // 100 % 100}{version % 100:x}")
+    return tuple(found)
+
+
+def _kfd_access(path: Path) -> str:
+    if not path.exists():
+        return "absent"
+    return "ok" if os.access(path, os.R_OK | os.W_OK) else "denied"
+
+
+def _rocm_version(root: Path) -> tuple[int, int] | None:
+    """Major and minor of the newest ROCm below /opt."""
+    texts = [_read(path) for path in root.glob("opt/rocm*/.info/version")]
+    versions = [match for match in (re.match(r"(\d+)\.(\d+)", text) for text in texts) if match]
+    return max(((int(match[1]), int(match[2])) for match in versions), default=None)
+
+
+def _nvidia_driver(root: Path) -> str | None:
+    match = re.search(r"Kernel Module\D*([\d.]+)", _read(root / "proc/driver/nvidia/version"))
+    if match:
+        return match[1]
+    return "" if (root / "dev/nvidia0").exists() or (root / "proc/driver/nvidia/gpus").is_dir() else None
+
+
+def _pci_displays(root: Path) -> tuple[tuple[str, str], ...]:
+    found = []
+    for device in sorted(root.glob("sys/bus/pci/devices/*")):
+        vendor, kind = _read(device / "vendor").strip(), _read(device / "class").strip()[:6]
+        if vendor in (AMD, NVIDIA) and kind in DISPLAY_CLASSES:
+            found.append((vendor, kind))
+    return tuple(found)
+
+
+def decide(facts: Facts) -> Machine:
+    """Turn facts into the build this machine needs. An unusable data-centre GPU is a problem, not a CPU."""
+    if facts.system != "Linux":
+        return Machine("cpu", f"{facts.system}: GPU builds are set up on Linux only")
+    usable = sorted({arch for arch in facts.amd_archs if arch in ROCM_WHEEL_ARCHS})
+    if facts.nvidia_driver is not None:
+        note = f"an AMD GPU ({', '.join(usable)}) is there too: TORCH=rocm chooses it" if usable else None
+        return Machine("cuda", f"NVIDIA driver {facts.nvidia_driver or 'loaded'}".strip(), note=note)
+    if usable:
+        return _decide_amd(facts, f"{len(facts.amd_archs)} AMD GPU(s), {', '.join(usable)}")
+    note = None
+    if facts.amd_archs:
+        note = f"PyTorch's ROCm wheels hold no code for {', '.join(sorted(set(facts.amd_archs)))}: using the CPU"
+    return _decide_without_driver(facts, note)
+
+
+def _decide_amd(facts: Facts, evidence: str) -> Machine:
+    problem = remedy = None
+    if facts.kfd == "denied":
+        problem = "the AMD GPU's /dev/kfd may not be opened by this user"
+        remedy = "have the user added to the groups render and video, log in again; or run on the CPU with TORCH=cpu"
+    elif facts.kfd == "absent":
+        problem = "the amdgpu driver lists an AMD GPU, but /dev/kfd is not here"
+        remedy = "start the container with --device=/dev/kfd --device=/dev/dri; or run on the CPU with TORCH=cpu"
+    return Machine("rocm", evidence, rocm_version=facts.rocm_version, problem=problem, remedy=remedy)
+
+
+def _decide_without_driver(facts: Facts, note: str | None) -> Machine:
+    """No driver is loaded: a data-centre card on the PCI bus is a fault to name, a desktop's display is only noted."""
+    for vendor, kind in facts.pci:
+        name, flags = ("AMD", "--device=/dev/kfd --device=/dev/dri") if vendor == AMD else ("NVIDIA", "--gpus all")
+        if kind in COMPUTE_CLASSES and not facts.amd_archs:
+            return Machine(
+                "rocm" if vendor == AMD else "cuda",
+                f"PCI device of vendor {vendor}, class {kind}",
+                rocm_version=facts.rocm_version,
+                problem=f"an {name} GPU is on the PCI bus, but its driver is not visible here",
+                remedy=f"load the driver, or start the container with {flags}; or run on the CPU with TORCH=cpu",
+            )
+        note = note or f"an {name} display is on the PCI bus without a compute driver: using the CPU"
+    return Machine("cpu", "no AMD or NVIDIA GPU with a driver", note=note)
