@@ -1,0 +1,151 @@
+"""What the operating system tells about the CPU: usable cores, last-level cache, instruction sets, clocks.
+
+Linux' /proc and /sys are read below `root`, so that tests can hand in the tree of another machine.
+"""
+
+import os
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+# Instruction sets that change the peak or the native data types; the full flag list would only add noise.
+RELEVANT_FLAGS = (
+    "avx", "avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8",
+    "amx_fp16", "asimd", "sve", "sve2", "bf16", "i8mm", "hypervisor",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CpuFacts:
+    """The CPU as this process may use it. Clocks in MHz, sizes in bytes; None where the system does not tell.
+
+    `cores` counts physical cores in the affinity mask, capped by the cgroup's CPU quota; a virtual machine's CPUs
+    count as the cores it says they are. `nominal_clock_mhz` is the base clock; `max_clock_mhz` is cpufreq's maximum.
+    """
+
+    name: str
+    vendor: str
+    family: int | None
+    model: int | None
+    machine: str
+    cores: int
+    threads: int
+    memory_bytes: int
+    last_level_cache_bytes: int | None
+    flags: tuple[str, ...]
+    nominal_clock_mhz: float | None
+    max_clock_mhz: float | None
+
+
+def read_cpu(root: Path = Path("/"), usable: set[int] | None = None) -> CpuFacts:
+    """Read the CPU. `usable` overrides the affinity mask of this process (for tests)."""
+    import psutil
+
+    if usable is None:
+        usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    info = _cpuinfo(root)
+    flags = set((info.get("flags") or info.get("Features") or "").split())
+    name = info.get("model name") or platform.processor() or platform.machine() or "unknown CPU"
+    threads = _within_quota(len(usable), _cgroup_quota(root))
+    return CpuFacts(
+        name=" ".join(name.split()),
+        vendor=info.get("vendor_id", ""),
+        family=_integer(info.get("cpu family")),
+        model=_integer(info.get("model")),
+        machine=platform.machine(),
+        cores=_within_quota(_physical_cores(root, usable), _cgroup_quota(root)),
+        threads=threads,
+        memory_bytes=_memory_limit(root, psutil.virtual_memory().total),
+        last_level_cache_bytes=_last_level_cache(root, usable),
+        flags=tuple(flag for flag in RELEVANT_FLAGS if flag in flags),
+        nominal_clock_mhz=_nominal_clock(root, info),
+        max_clock_mhz=_khz(root / "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq"),
+    )
+
+
+def _text(path: Path) -> str | None:
+    """A small system file's text, or None where it is absent or may not be read."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return None
+
+
+def _integer(text: str | None) -> int | None:
+    return int(text) if text and text.isdigit() else None
+
+
+def _khz(path: Path) -> float | None:
+    value = _integer(_text(path))
+    return value / 1000 if value else None
+
+
+def _cpuinfo(root: Path) -> dict[str, str]:
+    """The first processor's block of /proc/cpuinfo."""
+    block = (_text(root / "proc/cpuinfo") or "").split("\n\n")[0]
+    pairs = (line.split(":", 1) for line in block.splitlines() if ":" in line)
+    return {key.strip(): value.strip() for key, value in pairs}
+
+
+def _nominal_clock(root: Path, info: dict[str, str]) -> float | None:
+    """Base clock: cpufreq's, else the one in the model name, else the time-stamp counter's (bogomips / 2 on x86)."""
+    base = _khz(root / "sys/devices/system/cpu/cpu0/cpufreq/base_frequency")
+    if base:
+        return base
+    named = re.search(r"@ *([\d.]+) *GHz", info.get("model name", ""))
+    if named:
+        return float(named.group(1)) * 1000
+    if info.get("vendor_id") in ("GenuineIntel", "AuthenticAMD") and "bogomips" in info:
+        return float(info["bogomips"]) / 2
+    return None
+
+
+def _physical_cores(root: Path, usable: set[int]) -> int:
+    """Distinct cores among the usable logical CPUs (SMT siblings share one set of arithmetic units)."""
+    siblings = set()
+    for cpu in usable:
+        topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        siblings.add(_text(topology / "thread_siblings_list") or f"cpu{cpu}")
+    return len(siblings)
+
+
+def _cgroup_quota(root: Path) -> float | None:
+    """CPUs' worth of time this cgroup may use (v2, then v1), or None when unlimited."""
+    text = _text(root / "sys/fs/cgroup/cpu.max")
+    if text:
+        quota, period = text.split()
+        return None if quota == "max" else int(quota) / int(period)
+    quota = _text(root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us")
+    period = _integer(_text(root / "sys/fs/cgroup/cpu/cpu.cfs_period_us"))
+    return int(quota) / period if quota and quota != "-1" and period else None
+
+
+def _within_quota(count: int, quota: float | None) -> int:
+    # Rounded up: a limit derived from it must never lie below what the machine can do.
+    return count if quota is None else max(1, min(count, -int(-quota // 1)))
+
+
+def _memory_limit(root: Path, physical_bytes: int) -> int:
+    limit = _integer(_text(root / "sys/fs/cgroup/memory.max"))
+    return min(physical_bytes, limit) if limit else physical_bytes
+
+
+def _last_level_cache(root: Path, usable: set[int]) -> int | None:
+    """Bytes of all last-level caches that the usable CPUs reach (one per socket or core complex), or None."""
+    instances: dict[str, int] = {}
+    for cpu in usable:
+        levels = {}
+        for index in (root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index*"):
+            level, size = _integer(_text(index / "level")), _cache_size(_text(index / "size"))
+            if level and size and _text(index / "type") != "Instruction":
+                levels[level] = (size, _text(index / "shared_cpu_list") or str(cpu))
+        if levels:
+            size, shared_by = levels[max(levels)]
+            instances[shared_by] = size
+    return sum(instances.values()) or None
+
+
+def _cache_size(text: str | None) -> int | None:
+    found = re.fullmatch(r"(\d+)([KMG]?)", text or "")
+    return int(found.group(1)) * {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}[found.group(2)] if found else None

@@ -1,0 +1,119 @@
+"""Which data types a device multiplies, and which of its peaks limits a matrix product of each.
+
+Sources: the vendors' instruction set references; AMD, "Data types and precision support" (rocm.docs.amd.com, 2025-10).
+"""
+
+from typing import TYPE_CHECKING
+
+from hyperion.errors import HyperionError
+
+if TYPE_CHECKING:
+    from hyperion.hardware.device import Device
+
+PATHS = ("fp64_vector", "fp64_matrix", "fp32_vector", "fp32_matrix", "tf32", "fp16", "bf16", "fp8", "int8")
+FP8_OCP = ("fp8_e4m3fn", "fp8_e5m2")
+FP8_FNUZ = ("fp8_e4m3fnuz", "fp8_e5m2fnuz")
+DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", *FP8_OCP, *FP8_FNUZ, "int8")
+
+_ALIASES = {
+    "float64": "fp64", "double": "fp64", "float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16",
+    "bfloat16": "bf16", "float8_e4m3fn": "fp8_e4m3fn", "float8_e5m2": "fp8_e5m2",
+    "float8_e4m3fnuz": "fp8_e4m3fnuz", "float8_e5m2fnuz": "fp8_e5m2fnuz",
+}  # fmt: skip
+
+# GPUs whose matrix units take fp64 and fp32 operands; elsewhere those products run on the vector units.
+_FP64_MATRIX = {"sm_80", "sm_90", "sm_100", "sm_103", "gfx90a", "gfx940", "gfx941", "gfx942", "gfx950"}
+_FP32_MATRIX = {"gfx908", "gfx90a", "gfx940", "gfx941", "gfx942", "gfx950"}
+_CDNA3 = {"gfx940", "gfx941", "gfx942"}
+
+
+def canonical_dtype(name: str) -> str:
+    """One spelling per data type: 'torch.bfloat16' and 'bfloat16' become 'bf16'. Raises HyperionError if unknown."""
+    short = str(name).removeprefix("torch.").lower()
+    short = _ALIASES.get(short, short)
+    if short not in DTYPES:
+        raise HyperionError(f"Unknown data type {name!r}.", next_step=f"Use one of {', '.join(DTYPES)}.")
+    return short
+
+
+def supports(device: "Device", dtype_name: str) -> tuple[bool, str]:
+    """Whether the device multiplies matrices of this type, and why (or why not). 'fp8' asks for any fp8 format."""
+    dtype = canonical_dtype(dtype_name)
+    rules = {"cuda": _cuda_supports, "rocm": _rocm_supports, "cpu": _cpu_supports}
+    return rules[device.kind](device, dtype)
+
+
+def fp8_format(device: "Device") -> str | None:
+    """The 4-bit-exponent fp8 type the device multiplies: 'fp8_e4m3fn' (OCP), 'fp8_e4m3fnuz' (CDNA 3), or None."""
+    for dtype in ("fp8_e4m3fn", "fp8_e4m3fnuz"):
+        if supports(device, dtype)[0]:
+            return dtype
+    return None
+
+
+def gemm_path(dtype_name: str, device: "Device") -> str:
+    """The peak, one of PATHS, that limits a matrix product of this type on this device: fp32 runs on the matrix units
+    of CDNA (where a GCD may beat its vector peak), and on the vector units of NVIDIA GPUs, Radeon cards and CPUs."""
+    dtype = canonical_dtype(dtype_name)
+    if dtype == "fp64":
+        return "fp64_matrix" if device.arch in _FP64_MATRIX else "fp64_vector"
+    if dtype == "fp32":
+        return "fp32_matrix" if device.arch in _FP32_MATRIX else "fp32_vector"
+    return "fp8" if dtype.startswith("fp8") else dtype
+
+
+def _cuda_supports(device: "Device", dtype: str) -> tuple[bool, str]:
+    capability = int(device.arch.removeprefix("sm_"))
+    if dtype in ("fp64", "fp32"):
+        return True, "native"
+    if dtype in FP8_FNUZ:
+        return False, "fnuz fp8 formats exist on AMD CDNA 3 only; NVIDIA GPUs multiply float8_e4m3fn and float8_e5m2"
+    first = {"fp16": 70, "int8": 75, "bf16": 80, "tf32": 80}.get(dtype, 89)
+    if capability >= first:
+        return True, f"tensor cores of {device.arch}"
+    if dtype in ("fp16", "bf16") and capability >= 53:
+        return True, f"without tensor cores on {device.arch} (they take {dtype} from sm_{first} on)"
+    return False, f"{device.arch} has no {dtype} tensor cores (from sm_{first} on)"
+
+
+def _rocm_supports(device: "Device", dtype: str) -> tuple[bool, str]:
+    arch = device.arch
+    matrix = arch in _FP32_MATRIX or arch.startswith(("gfx11", "gfx12"))
+    if dtype in ("fp64", "fp32"):
+        return True, "native"
+    if dtype == "tf32":
+        if arch in _CDNA3:
+            return True, "XF32 matrix instructions of CDNA 3"
+        why = "CDNA 4 removed the XF32 instructions" if arch == "gfx950" else f"{arch} has no TF32 or XF32 instructions"
+        return False, f"{why}; the product runs in fp32 or is emulated in bf16"
+    if dtype.startswith("fp8"):
+        return _rocm_fp8(arch, dtype)
+    if not matrix and dtype in ("bf16", "int8"):
+        return dtype == "bf16", f"no {dtype} matrix instructions on {arch}" + ("; emulated" if dtype == "bf16" else "")
+    return True, f"matrix instructions of {arch}" if matrix else f"packed vector instructions of {arch}"
+
+
+def _rocm_fp8(arch: str, dtype: str) -> tuple[bool, str]:
+    if arch in _CDNA3:
+        if dtype in FP8_OCP:
+            return False, f"{arch} multiplies the fnuz fp8 formats; use float8_e4m3fnuz or float8_e5m2fnuz"
+        return True, f"fnuz fp8 matrix instructions of {arch}"
+    if arch == "gfx950" or arch.startswith("gfx12"):
+        if dtype in FP8_FNUZ:
+            return False, f"{arch} multiplies the OCP fp8 formats; use float8_e4m3fn or float8_e5m2"
+        return True, f"OCP fp8 matrix instructions of {arch}"
+    return False, f"{arch} has no fp8 matrix instructions"
+
+
+def _cpu_supports(device: "Device", dtype: str) -> tuple[bool, str]:
+    flags = set(device.isa)
+    if dtype in ("fp64", "fp32"):
+        return True, "native"
+    if dtype == "tf32":
+        return False, "TF32 is a format of GPU matrix units; a CPU multiplies in fp32"
+    if dtype.startswith("fp8"):
+        return False, "no CPU instruction multiplies fp8; it would be converted to fp32 first"
+    native = {"bf16": ("amx_bf16", "avx512_bf16", "bf16"), "fp16": ("amx_fp16", "avx512_fp16"),
+              "int8": ("amx_int8", "avx512_vnni", "avx_vnni", "i8mm")}[dtype]  # fmt: skip
+    present = [flag for flag in native if flag in flags]
+    return True, f"native ({present[0]})" if present else "emulated: converted to wider types first"

@@ -1,0 +1,247 @@
+"""Data sheet peaks: units x operations per clock x clock, with the published value, its source and its date.
+
+The numbers are in specs.toml (GPUs) and cpu_specs.toml (CPUs), validated when they are loaded. A device gets an entry
+only when its name, architecture, compute units and memory all agree; else it has no peak, and the reason says why.
+"""
+
+import functools
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from hyperion.errors import HyperionError
+from hyperion.hardware.precision import PATHS
+from hyperion.hardware.schema import Cell, CpuRules, DeviceEntry, SpecificationFile
+
+if TYPE_CHECKING:
+    from hyperion.hardware.device import Device
+
+SPECS_FILE = Path(__file__).with_name("specs.toml")
+CPU_SPECS_FILE = Path(__file__).with_name("cpu_specs.toml")
+MEMORY_TOLERANCE = 0.06  # drivers and ECC keep a few percent of the data sheet's memory
+
+
+class SpecificationError(HyperionError):
+    """A specification file that is not valid."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    """One peak in TFLOPS (TOPS for int8), dense.
+
+    derived_tflops is at the clock of the published value (a CPU's at its nominal clock), limit_tflops at the maximum
+    clock. reason says why limit_tflops is None; note is what a reader should know beside the number.
+    """
+
+    path: str
+    published_tflops: float | None = None
+    derived_tflops: float | None = None
+    limit_tflops: float | None = None
+    formula: str | None = None
+    source: str | None = None
+    date: str | None = None
+    reason: str | None = None
+    note: str | None = None
+
+    @property
+    def nominal_tflops(self) -> float | None:
+        """The estimate for predictions: the published value, else the derived one. Never a limit."""
+        return self.published_tflops if self.published_tflops is not None else self.derived_tflops
+
+    @property
+    def limit_source(self) -> str | None:
+        """Where the limit comes from, for a result row: 'fp16: 132 x 4096 ops/clock x 1980 MHz; <document>'."""
+        return None if self.limit_tflops is None else f"{self.path}: {self.formula}; {self.source}"
+
+
+@dataclass(frozen=True)
+class Specification:
+    """The data sheet of one device. Bandwidths in GB/s (1e9 bytes); link_gb_s is one direction.
+
+    memory_bandwidth_gb_s is the published value; memory_bandwidth_limit_gb_s the larger of it and bus width x rate.
+    A missing value has its reason in memory_bandwidth_source or link.
+    """
+
+    name: str
+    peaks: dict[str, Peak]
+    memory_bandwidth_gb_s: float | None
+    memory_bandwidth_limit_gb_s: float | None
+    memory_bandwidth_source: str
+    link_gb_s: float | None
+    link: str
+
+    def peak(self, path: str) -> Peak:
+        """The peak of one of precision.PATHS; a limit of None has its reason. Raises HyperionError for another path."""
+        if path not in self.peaks:
+            raise HyperionError(f"Unknown peak {path!r}.", next_step=f"Use one of {', '.join(PATHS)}.")
+        return self.peaks[path]
+
+
+def specification(device: "Device") -> Specification | None:
+    """The device's data sheet, or None for an unknown or altered device; `lookup` also gives the reason."""
+    return lookup(device)[0]
+
+
+def peak(device: "Device", path: str) -> Peak:
+    """The device's peak on this path. Always a Peak: for an unknown device an empty one that carries the reason."""
+    found, reason = lookup(device)
+    return Peak(path, reason=reason) if found is None else found.peak(path)
+
+
+def lookup(device: "Device") -> tuple[Specification | None, str]:
+    """(data sheet, '') for a known device, else (None, why there is none)."""
+    if device.kind == "cpu":
+        return _cpu_specification(device, load_cpu_rules()), ""
+    entries = load_specifications()
+    named = [entry for entry in entries.device if _same_name(device.name, entry)]
+    if not named:
+        return None, f"no data sheet entry for {device.name!r} ({device.arch}) in {SPECS_FILE.name}"
+    differences = []
+    for entry in named:
+        difference = _difference(device, entry)
+        if difference is None:
+            return _gpu_specification(device, entry, entries), ""
+        differences.append(f"{entry.name}: {difference}")
+    return None, f"{device.name!r} is partitioned or another model than its data sheet's: {'; '.join(differences)}"
+
+
+def data_sheet_cache_bytes(name: str, arch: str) -> int | None:
+    """Last-level cache of the data sheet (an Infinity Cache where there is one), or None for an unknown name."""
+    for entry in load_specifications().device:
+        if entry.arch == arch and any(_plain(name) == _plain(match) for match in entry.matches):
+            return int(entry.last_level_cache_mib * 2**20)
+    return None
+
+
+@functools.cache
+def load_specifications(path: Path = SPECS_FILE) -> SpecificationFile:
+    """Read and validate the GPU file. Raises SpecificationError naming file, device and field."""
+    return _load(path, SpecificationFile)
+
+
+@functools.cache
+def load_cpu_rules(path: Path = CPU_SPECS_FILE) -> CpuRules:
+    """Read and validate the CPU file. Raises SpecificationError naming file and field."""
+    return _load(path, CpuRules)
+
+
+def _load(path: Path, schema):
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        return schema.model_validate(content)
+    except tomllib.TOMLDecodeError as error:
+        raise SpecificationError(
+            f"{path.name} is not valid TOML: {error}", where=path.name, next_step="Correct the file at that line."
+        ) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = _place(content, first["loc"])
+        raise SpecificationError(
+            f"{path.name} breaks its schema: {first['msg']} (and {error.error_count() - 1} more)",
+            where=f"{path.name}, {place}",
+            next_step="Correct the field; the header of specs.toml explains every one.",
+        ) from error
+
+
+def _place(content: dict, location: tuple) -> str:
+    """'device NVIDIA H200 SXM: paths.fp8.ops' for a pydantic location, whose list index alone tells little."""
+    parts = list(location)
+    if len(parts) > 1 and isinstance(parts[1], int):
+        entry = content[parts[0]][parts[1]]
+        label = entry.get("name", parts[1]) if isinstance(entry, dict) else parts[1]
+        return f"{parts[0]} {label}: " + ".".join(str(part) for part in parts[2:])
+    return ".".join(str(part) for part in parts)
+
+
+def _plain(name: str) -> str:
+    return " ".join(name.replace("/", " / ").split()).casefold()
+
+
+def _same_name(name: str, entry: DeviceEntry) -> bool:
+    return any(_plain(name) == _plain(match) for match in entry.matches)
+
+
+def _difference(device: "Device", entry: DeviceEntry) -> str | None:
+    """What sets this device apart from the entry of its name, or None when they are the same."""
+    if device.kind != entry.kind or device.arch != entry.arch:
+        return f"architecture {device.arch}, expected {entry.arch}"
+    if device.compute_units not in (entry.enumerated_units or [entry.compute_units]):
+        return f"{device.compute_units} compute units, expected {entry.compute_units}"
+    memory_gib = device.memory_bytes / 2**30
+    if abs(memory_gib / entry.memory_gib - 1) > MEMORY_TOLERANCE:
+        return f"{memory_gib:.1f} GiB of memory, expected {entry.memory_gib:g}"
+    return None
+
+
+def _gpu_specification(device: "Device", entry: DeviceEntry, entries: SpecificationFile) -> Specification:
+    memory = entry.memory
+    memory_source = entries.sources[memory.source or entry.source]
+    return Specification(
+        name=entry.name,
+        peaks={path: _gpu_peak(device, entry, path, cell, entries) for path, cell in entry.paths.items()},
+        memory_bandwidth_gb_s=memory.bandwidth_gb_s,
+        memory_bandwidth_limit_gb_s=max(memory.bandwidth_gb_s, memory.derived_gb_s),
+        memory_bandwidth_source=f"{memory.bus_bits} bits x {memory.rate_gbps:g} Gbps / 8; {memory_source.cited}",
+        link_gb_s=entry.link.gb_s,
+        link=entry.link.to or entry.link.reason or "",
+    )
+
+
+def _gpu_peak(device: "Device", entry: DeviceEntry, path: str, cell: Cell, entries: SpecificationFile) -> Peak:
+    if cell.ops is None:
+        return Peak(path, reason=cell.reason)
+    source = entries.sources[cell.source or entry.source]
+    # The driver may allow more than the data sheet (factory overclocks); a limit below the true maximum would be wrong.
+    clock_mhz = max((clock for clock in (entry.max_clock_mhz, device.max_clock_mhz) if clock), default=None)
+    ops = cell.limit_ops or cell.ops
+    return Peak(
+        path=path,
+        published_tflops=cell.published,
+        derived_tflops=tera(entry.compute_units, cell.ops, cell.clock_mhz),
+        limit_tflops=tera(entry.compute_units, ops, clock_mhz),
+        formula=f"{entry.compute_units} x {ops} ops/clock x {clock_mhz:g} MHz" if clock_mhz else None,
+        source=source.cited,
+        date=source.date,
+        reason=None if clock_mhz else entry.max_clock_reason,
+        note=cell.note,
+    )
+
+
+def _cpu_specification(device: "Device", rules: CpuRules) -> Specification:
+    """A CPU's peaks: cores x operations per cycle of its instruction set x clock; no memory bandwidth."""
+    return Specification(
+        name=device.name,
+        peaks={path: _cpu_peak(device, rules, path) for path in PATHS},
+        memory_bandwidth_gb_s=None,
+        memory_bandwidth_limit_gb_s=None,
+        memory_bandwidth_source="unknown: the system does not tell how many memory channels of which speed are fitted",
+        link_gb_s=None,
+        link="a CPU has no GPU-to-GPU link",
+    )
+
+
+def _cpu_peak(device: "Device", rules: CpuRules, path: str) -> Peak:
+    rule = rules.best(path, device.isa, device.vendor, device.family)
+    if rule is None:
+        native = path in ("fp32_vector", "fp64_vector", "bf16", "fp16", "int8")
+        why = f"no {path} instructions known for {device.arch} with {', '.join(device.isa) or 'no listed flags'}"
+        return Peak(path, reason=why if native else f"a CPU has no {path} path")
+    source, ops, clock_mhz = rules.sources[rule.source], rule.ops[path], device.max_clock_mhz
+    return Peak(
+        path=path,
+        derived_tflops=tera(device.compute_units, ops, device.nominal_clock_mhz),
+        limit_tflops=tera(device.compute_units, ops, clock_mhz),
+        formula=f"{device.compute_units} cores x {ops} ops/cycle x {clock_mhz:g} MHz" if clock_mhz else None,
+        source=source.cited,
+        date=source.date,
+        reason=None if clock_mhz else "the maximum CPU clock is not readable (no cpufreq, as in most virtual machines)",
+        note=rule.note,
+    )
+
+
+def tera(units: int | None, ops_per_clock: int, clock_mhz: float | None) -> float | None:
+    """units x operations per clock x MHz in tera-operations per second, or None when a factor is unknown."""
+    return units * ops_per_clock * clock_mhz * 1e6 / 1e12 if units and clock_mhz else None

@@ -1,0 +1,123 @@
+"""Clock, power, temperature and throttling of a device, now or as medians over a region. Unreadable is None, never 0."""
+
+import functools
+import statistics
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hyperion.hardware.device import Device
+
+QUANTITIES = ("clock_mhz", "memory_clock_mhz", "power_w", "temperature_c", "throttle")
+
+
+@dataclass(frozen=True)
+class Telemetry:
+    """One reading, or the medians of `samples` readings.
+
+    throttle is 'none' or the slow-down reasons joined by '+'. power_scope is 'device', or 'module' where the reading
+    covers both dies of an MI250X. unreadable names each missing quantity with its reason.
+    """
+
+    clock_mhz: float | None = None
+    memory_clock_mhz: float | None = None
+    power_w: float | None = None
+    temperature_c: float | None = None
+    throttle: str | None = None
+    power_scope: str | None = None
+    unreadable: dict[str, str] = field(default_factory=dict)
+    samples: int = 1
+
+
+Reader = Callable[[], Telemetry]
+
+
+def unreadable(reason: str, samples: int = 1) -> Telemetry:
+    """A reading without any value, for this reason."""
+    return Telemetry(unreadable=dict.fromkeys(QUANTITIES, reason), samples=samples)
+
+
+def from_raw(raw: dict[str, float | str | None], reason: str, power_scope: str = "device") -> Telemetry:
+    """A reading from what a library returned; zeros and missing values become None with `reason`."""
+    values = {name: raw.get(name) or None for name in QUANTITIES}
+    missing = {name: reason for name, value in values.items() if value is None}
+    return Telemetry(**values, power_scope=power_scope if values["power_w"] else None, unreadable=missing)
+
+
+def read(device: "Device") -> Telemetry:
+    """The device's state now. Never raises for an unreadable quantity: it is None and named in `unreadable`."""
+    return reader_for(device)()
+
+
+@functools.cache
+def reader_for(device: "Device") -> Reader:
+    """The open connection (NVML, amdsmi, sysfs, cpufreq) that reads this device."""
+    from hyperion.hardware import readers
+
+    return {"cuda": readers.nvml_reader, "rocm": readers.amd_reader, "cpu": readers.cpu_reader}[device.kind](device)
+
+
+class Sampler:
+    """Reads a device about `1 / interval_s` times a second beside the code in its `with` block.
+
+        with Sampler(device) as sampler:
+            work()
+        sampler.telemetry            # medians over the block
+
+    At least one reading is taken however short the block. An error in the reader is raised when the block ends.
+    """
+
+    def __init__(self, device: "Device", interval_s: float = 0.1, reader: Reader | None = None):
+        self._read = reader or reader_for(device)
+        self._interval_s = interval_s
+        self._readings: list[Telemetry] = []
+        self._stop = threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
+
+    def __enter__(self) -> "Sampler":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self._error is not None and exception[0] is None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._readings.append(self._read())
+                if self._stop.wait(self._interval_s):
+                    return
+        except Exception as error:  # handed to the caller's thread by __exit__
+            self._error = error
+
+    @property
+    def telemetry(self) -> Telemetry:
+        """Medians over the readings so far; throttle joins every reason seen."""
+        return median_of(list(self._readings))
+
+
+def median_of(readings: list[Telemetry]) -> Telemetry:
+    """Medians of the readable values of several readings; a quantity read at no moment keeps its reason."""
+    if not readings:
+        return unreadable("no reading was taken", samples=0)
+    medians = {}
+    for name in ("clock_mhz", "memory_clock_mhz", "power_w", "temperature_c"):
+        values = [value for reading in readings if (value := getattr(reading, name)) is not None]
+        medians[name] = statistics.median(values) if values else None
+    states = [reading.throttle for reading in readings if reading.throttle is not None]
+    reasons = sorted({reason for state in states for reason in state.split("+")} - {"none"})
+    medians["throttle"] = ("+".join(reasons) or "none") if states else None
+    reason_of = {name: why for reading in readings for name, why in reading.unreadable.items()}
+    scopes = [reading.power_scope for reading in readings if reading.power_scope]
+    return Telemetry(
+        **medians,
+        power_scope=scopes[0] if scopes else None,
+        unreadable={name: reason_of[name] for name, value in medians.items() if value is None and name in reason_of},
+        samples=len(readings),
+    )
