@@ -28,7 +28,11 @@ def write_atomically(path: Path, content: bytes) -> None:
         StoreError: the folder is not writable or the disk is full; the old file is untouched.
     """
     temporary = _write_beside(path, content)
-    os.replace(temporary, path)
+    try:
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     _sync_folder(path.parent)
 
 

@@ -1,0 +1,127 @@
+"""Rows: every rule refuses by name, and the CSV gives back the same bits."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hyperion.errors import HyperionError
+from hyperion.results import REGISTRY, Row, RowError, rows_from_csv, rows_to_csv
+
+NUMBER = st.floats(allow_nan=False, allow_infinity=False)
+TEXT = st.text(max_size=20)
+NAME = st.text(min_size=1, max_size=20)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | NUMBER | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+FREE_METRICS = [m.name for m in REGISTRY.values() if not (m.needs_limit or m.needs_interval or m.needs_check)]
+
+
+@st.composite
+def rows(draw):
+    low, value, high = sorted(draw(st.tuples(NUMBER, NUMBER, NUMBER)))
+    known = draw(st.booleans())
+    error, tolerance = sorted(draw(st.tuples(NUMBER, NUMBER)))
+    return Row(
+        notebook=draw(NAME), experiment=draw(NAME), variant=draw(NAME), dtype=draw(TEXT),
+        params=draw(st.dictionaries(TEXT, JSON, max_size=3)), rank=draw(st.none() | st.integers(0, 4096)),
+        metric="count", value=value if known else None, value_reason="" if known else draw(NAME),
+        n=draw(st.none() | st.integers(1, 10**9)), ci_low=low, ci_high=high, predicted=draw(st.none() | NUMBER),
+        limit=draw(st.none() | NUMBER), limit_source=draw(TEXT), check=draw(TEXT), check_error=error,
+        check_tolerance=tolerance, data_source=draw(TEXT), clock_mhz=draw(st.none() | NUMBER),
+        power_w=draw(st.none() | NUMBER), throttle=draw(st.none() | NAME),
+    )  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(rows(), max_size=4))
+def test_csv_gives_back_the_same_rows_bit_for_bit(written):
+    read = rows_from_csv(rows_to_csv(written).encode().decode())
+    assert read == written
+    for before, after in zip(written, read, strict=True):
+        for name in ("value", "ci_low", "limit", "predicted", "check_error"):
+            if getattr(before, name) is not None:
+                # Equality alone would take 0.0 for -0.0.
+                assert float.hex(getattr(before, name)) == float.hex(getattr(after, name))
+
+
+def test_a_carriage_return_survives_and_lines_end_in_newline(row):
+    text = rows_to_csv([row(value=None, value_reason='a\rb\r\nc\nd,"e"')])
+    assert rows_from_csv(text)[0].value_reason == 'a\rb\r\nc\nd,"e"'
+    assert text.splitlines(keepends=True)[0].endswith("throttle\n")
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"notebook": ""}, "notebook is empty"),
+        ({"experiment": ""}, "experiment is empty"),
+        ({"variant": ""}, "variant is empty"),
+        ({"value": math.nan}, "value is nan"),
+        ({"ci_high": math.inf}, "ci_high is inf"),
+        ({"predicted": -math.inf}, "predicted is -inf"),
+        ({"params": {"m": math.nan}}, "params that are no JSON"),
+        ({"params": {"m": {1, 2}}}, "params that are no JSON"),
+        ({"params": {1: "a key that JSON would turn into a string"}}, "params that are no JSON"),
+        ({"value": None}, "null without a reason"),
+        ({"value_reason": "unsupported"}, "both a value and a reason"),
+        ({"limit": None, "limit_source": ""}, "neither a limit nor why"),
+        ({"n": None}, "lacks n or the 95 % confidence interval"),
+        ({"ci_low": None}, "lacks n or the 95 % confidence interval"),
+        ({"ci_high": 99.5, "ci_low": 99.0}, "outside its own interval"),
+        ({"check": "", "check_error": None, "check_tolerance": None}, "lacks its check"),
+        ({"check_error": None}, "lacks its error or tolerance"),
+        ({"check_tolerance": None}, "lacks its error or tolerance"),
+        ({"check_error": 0.02}, "failed its check 'slice against float64': error 0.02 above tolerance 0.01"),
+        ({"limit": 99.0}, "beyond its limit 99 (MI250X GCD datasheet)"),
+    ],
+)
+def test_each_rule_refuses_by_name(row, changes, fault):
+    row().validate()
+    with pytest.raises(RowError) as refusal:
+        row(**changes).validate()
+    assert fault in str(refusal.value)
+    assert "gemm_tflops" in str(refusal.value)
+    assert refusal.value.next_step
+
+
+def test_a_lower_is_better_metric_is_bounded_from_below():
+    loss = {"notebook": "02", "experiment": "language_model", "variant": "lm", "metric": "validation_loss"}
+    Row(**loss, value=3.0, limit=2.5, limit_source="entropy floor").validate()
+    with pytest.raises(RowError, match="beyond its limit"):
+        Row(**loss, value=2.4, limit=2.5, limit_source="entropy floor").validate()
+    assert Row(**loss, value=5.0, limit=2.5, limit_source="entropy floor").fraction_of_limit == 0.5
+
+
+def test_unknown_metric_is_refused_with_the_names_there_are(row):
+    with pytest.raises(HyperionError, match=r"unknown metric 'speed'") as refusal:
+        row(metric="speed").validate()
+    assert "gemm_tflops" in refusal.value.next_step
+
+
+def test_fraction_of_limit_is_null_without_a_limit(row):
+    assert row().fraction_of_limit == pytest.approx(100 / 191.5)
+    assert row(limit=None).fraction_of_limit is None
+    assert row(value=None, value_reason="unsupported").fraction_of_limit is None
+
+
+@pytest.mark.parametrize(
+    ("edit", "fault"),
+    [
+        (lambda text: text.replace("notebook,", "note,", 1), "header is not that of schema"),
+        (lambda text: text.rsplit(",", 1)[0] + "\n", "cells instead of"),
+        (lambda text: text.replace("TFLOPS", "GFLOPS"), "unit 'GFLOPS' where gemm_tflops has 'TFLOPS'"),
+        (lambda text: text.replace("191.5", "fast"), "unreadable cell"),
+        (lambda text: text.replace('"{""k', '"[{""k').replace('64}"', '64}]"'), "params is no JSON object"),
+        (lambda text: text.replace("100.0,", "300.0,", 1), "outside its own interval"),
+    ],
+)
+def test_an_unreadable_csv_is_refused_naming_row_and_fault(row, edit, fault):
+    text = rows_to_csv([row()])
+    assert edit(text) != text
+    with pytest.raises(RowError) as refusal:
+        rows_from_csv(edit(text), where="some/rows.csv")
+    assert fault in str(refusal.value)

@@ -1,0 +1,91 @@
+"""Statistics against published or computable values."""
+
+import numpy as np
+import pytest
+
+from hyperion.results import (
+    holm,
+    mean_estimate,
+    median_estimate,
+    proportion_estimate,
+    ratio_estimate,
+    welch_p_value,
+)
+
+
+def coverage(truth, estimates):
+    return np.mean([e.ci_low <= truth <= e.ci_high for e in estimates])
+
+
+def test_the_bootstrap_interval_covers_the_median_95_times_in_100():
+    random = np.random.default_rng(1)
+    # The median of a log-normal is exp(0) = 1: skewed, as times are.
+    estimates = [median_estimate(random.lognormal(0, 0.3, 40), seed=i) for i in range(400)]
+    assert 0.92 <= coverage(1.0, estimates) <= 0.985
+
+
+def test_the_ratio_interval_covers_the_ratio_and_cancels_shared_drift():
+    random = np.random.default_rng(2)
+    estimates, widths_unpaired = [], []
+    for seed in range(300):
+        drift = np.exp(np.linspace(0, 0.5, 40))
+        a = drift * random.lognormal(0, 0.02, 40)
+        b = 1.1 * drift * random.lognormal(0, 0.02, 40)
+        estimates.append(ratio_estimate(a, b, seed=seed))
+        widths_unpaired.append(ratio_estimate(a, random.permutation(b), seed=seed))
+    assert coverage(1.1, estimates) >= 0.9
+    assert np.median([e.value for e in estimates]) == pytest.approx(1.1, rel=0.01)
+    assert np.median([e.ci_high - e.ci_low for e in estimates]) < 0.6 * np.median(
+        [e.ci_high - e.ci_low for e in widths_unpaired]
+    )
+
+
+def test_a_ratio_of_unpaired_series_is_refused():
+    with pytest.raises(ValueError, match="3 samples of A beside 2 of B"):
+        ratio_estimate([1, 2, 3], [1, 2])
+
+
+def test_nothing_is_estimated_from_nothing_or_from_nan():
+    for bad in ([], [1.0, np.nan], [np.inf]):
+        with pytest.raises(ValueError, match="nothing to estimate from"):
+            median_estimate(bad)
+
+
+def test_estimates_are_reproducible_and_contain_their_value():
+    samples = np.random.default_rng(3).exponential(1, 7)
+    assert median_estimate(samples, seed=5) == median_estimate(samples, seed=5)
+    for estimate in (median_estimate(samples), median_estimate([2.0]), mean_estimate([2.0])):
+        assert estimate.ci_low <= estimate.value <= estimate.ci_high
+
+
+def test_mapping_a_time_to_a_rate_swaps_the_ends():
+    rate = median_estimate([1.0, 2.0, 4.0]).map(lambda time: 8 / time)
+    assert (rate.value, rate.ci_low, rate.ci_high) == (4.0, 2.0, 8.0)
+
+
+def test_mean_interval_against_the_t_table():
+    # mean 3, standard deviation sqrt(2.5), t(0.975, 4) = 2.776445
+    estimate = mean_estimate([1, 2, 3, 4, 5])
+    assert estimate.ci_high - estimate.value == pytest.approx(2.776445 * np.sqrt(2.5 / 5), rel=1e-6)
+
+
+def test_wilson_interval_against_its_formula():
+    # Newcombe, Statistics in Medicine 17 (1998) 857-872, Table I: 81/263: 0.2553 to 0.3662; 0/20: 0 to 0.1611.
+    first, second = proportion_estimate(81, 263), proportion_estimate(0, 20)
+    assert (first.ci_low, first.ci_high) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert (second.ci_low, second.ci_high) == pytest.approx((0.0, 0.1611), abs=5e-5)
+
+
+def test_holm_against_a_hand_example():
+    # Sorted 0.005, 0.01, 0.03, 0.04 times 4, 3, 2, 1, made monotone: 0.02, 0.03, 0.06, 0.06.
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.9]) == pytest.approx([1.0, 1.0])
+    assert holm([]) == []
+
+
+def test_welch_against_the_formula():
+    # On the logs 0 1 2 and 2 4 6: t = -3 / sqrt(1/3 + 4/3) = -2.32379, 2.94118 degrees of freedom.
+    p = welch_p_value(np.exp([0.0, 1.0, 2.0]), np.exp([2.0, 4.0, 6.0]))
+    assert p == pytest.approx(0.1047, abs=5e-4)
+    assert welch_p_value([2.0, 2.0], [2.0, 2.0]) == 1.0
+    assert welch_p_value([2.0, 2.0], [3.0, 3.0]) == 0.0

@@ -1,0 +1,166 @@
+"""The run folder: transactions that survive kills and company."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pandas as pd
+import pytest
+
+from hyperion.results import Prediction, RowError, Run, StoreError
+from hyperion.results.files import MANIFEST
+
+WRITER = """
+import sys
+import pandas as pd
+from pathlib import Path
+from hyperion.results import Row, Run
+run = Run.open(Path(sys.argv[1]))
+name, rounds = sys.argv[2], int(sys.argv[3])
+for i in range(rounds):
+    rows = [Row(notebook="nb", experiment=f"{name}{i % 7}", variant=str(v), metric="count", value=i) for v in range(20)]
+    run.record("nb", f"{name}{i % 7}", rows, pd.DataFrame({"i": [i] * 100}), input_hash=str(i))
+    print(i, flush=True)
+"""
+
+
+def writer(run, name, rounds):
+    # stderr goes to the test's own: a writer that fails says why.
+    return subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(run.folder), name, str(rounds)], stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_record_and_read_back(new_run, row, samples):
+    run = new_run()
+    run.record(row().notebook, "gemm", [row(), row(dtype="float32")], samples, input_hash="h1", source="mirror")
+    again = Run.open(run.folder)
+    assert again.rows() == [row(), row(dtype="float32")]
+    assert again.information()["profile"] == "smoke"
+    assert again.finished(row().notebook, "gemm") == {"input_hash": "h1", "rows": 2, "source": "mirror"}
+    assert again.finished(row().notebook, "bandwidth") is None
+    pd.testing.assert_frame_equal(again.samples(row().notebook, "gemm"), samples)
+    run.record(row().notebook, "gemm", [row(dtype="float16")], samples, input_hash="h2")
+    assert again.rows(experiment="gemm") == [row(dtype="float16")]
+    assert "rows.csv" in again.verify()
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ([{"value": None}], "null without a reason"),
+        ([{"experiment": "bandwidth"}], "row belongs to"),
+        ([{}, {}], "two rows with the same key"),
+    ],
+)
+def test_one_bad_row_stores_nothing(new_run, row, samples, changes, fault):
+    run = new_run()
+    with pytest.raises(RowError, match=fault):
+        run.record(
+            row().notebook, "gemm", [row(dtype="float64")] + [row(**c) for c in changes], samples, input_hash="h"
+        )
+    assert run.rows() == [] and run.finished(row().notebook, "gemm") is None
+
+
+def test_create_refuses_a_folder_with_a_run_and_open_one_without(new_run, tmp_path):
+    new_run()
+    with pytest.raises(StoreError, match="already holds a run"):
+        new_run()
+    with pytest.raises(StoreError, match="no run here"):
+        Run.open(tmp_path)
+
+
+def test_another_schema_is_refused(new_run):
+    run = new_run()
+    run.write({"run.json": json.dumps({"schema": 99}).encode()})
+    with pytest.raises(StoreError, match="schema 99"):
+        Run.open(run.folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["rows.csv", "run.json", "experiments.json", "predictions.json", "samples/nb.e.parquet"]
+)
+@pytest.mark.parametrize("damage", ["truncated", "edited", "missing"])
+def test_a_damaged_file_is_refused_by_name(new_run, samples, name, damage):
+    run = new_run()
+    run.predict([prediction()])
+    run.record("nb", "e", [], samples, input_hash="h")
+    path = run.folder / name
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(content[:-1] if damage == "truncated" else content[:-2] + b"x" + content[-1:])
+    with pytest.raises(StoreError) as refusal:
+        again = Run(run.folder)
+        again.information(), again.rows(), again.finished("nb", "e"), again.predictions(), again.samples("nb", "e")
+    assert name in str(refusal.value)
+    with pytest.raises(StoreError):
+        run.verify()
+
+
+def prediction(**changes):
+    fields = {"notebook": "nb", "experiment": "e", "variant": "v", "dtype": "float32", "metric": "gemm_tflops"}
+    values = {"params": {"n": 64}, "guess": 1.0, "estimate": 2.0, "basis": "datasheet", "input_hash": "h"}
+    return Prediction(**fields | values | changes)
+
+
+def test_a_prediction_is_never_changed(new_run):
+    run = new_run()
+    run.predict([prediction()])
+    run.predict([prediction(guess=9.0), prediction(variant="w")])
+    assert run.predictions("nb", "e") == [prediction(), prediction(variant="w")]
+
+
+def test_a_prediction_interrupted_among_its_renames_still_stands(new_run, monkeypatch):
+    """Killed before the renames, predictions.json is not there yet; a reader must finish, not start anew."""
+    run, rename, calls = new_run(), os.replace, []
+
+    def replace(source, target):
+        calls.append(target)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        with pytest.raises(KeyboardInterrupt):
+            run.predict([prediction()])
+    assert not (run.folder / "predictions.json").exists()
+    run.predict([prediction(guess=9.0)])
+    assert run.predictions() == [prediction()]
+
+
+def test_killed_at_random_moments_the_run_stays_whole(new_run):
+    run, moments = new_run(), random.Random(0)
+    for round_ in range(6):
+        process = writer(run, "e", 10_000)
+        committed = int(process.stdout.readline())
+        time.sleep(moments.uniform(0, 0.25))
+        process.send_signal(signal.SIGKILL)
+        committed = max([committed, *map(int, process.stdout.read().split())])
+        process.wait()
+        assert "rows.csv" in run.verify()
+        by_experiment = {
+            row.experiment: [r for r in run.rows() if r.experiment == row.experiment] for row in run.rows()
+        }
+        assert all(len(rows) == 20 and len({r.value for r in rows}) == 1 for rows in by_experiment.values()), round_
+        # What the writer said was stored is stored; at most the one in flight is there as well.
+        assert run.finished("nb", f"e{committed % 7}")["input_hash"] in (str(committed), str(committed + 7))
+        for experiment, rows in by_experiment.items():
+            assert run.finished("nb", experiment)["input_hash"] == str(int(rows[0].value))
+            assert set(run.samples("nb", experiment)["i"]) == {int(rows[0].value)}
+    assert not [name for name in json.loads((run.folder / MANIFEST).read_text())["files"] if ".tmp" in name]
+
+
+def test_writers_side_by_side_lose_nothing(new_run):
+    run = new_run()
+    processes = [writer(run, name, 7) for name in "abcd"]
+    assert [process.communicate(timeout=120) and process.returncode for process in processes] == [0] * 4
+    assert {row.experiment for row in run.rows()} == {f"{name}{i}" for name in "abcd" for i in range(7)}
+    assert len(run.rows()) == 4 * 7 * 20
+    assert len(run.verify()) == 2 + 1 + 4 * 7  # run.json and rows.csv, experiments.json, samples
