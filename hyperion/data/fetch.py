@@ -1,0 +1,50 @@
+"""Stage everything while there is a network, and check what is staged: `make fetch` and `hyperion verify-data`."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from hyperion.data.cifar10 import URL, stage_cifar10
+from hyperion.data.faults import DataError
+from hyperion.data.prepare import open_prepared
+from hyperion.data.staging import processed_root
+from hyperion.data.tokenizer import stage_tokenizer
+from hyperion.data.wikitext2 import stage_wikitext2
+
+
+class Report(NamedTuple):
+    """What became of one thing: `status` is 'ok' or 'failed', `detail` how or why."""
+
+    name: str
+    status: str
+    detail: str
+
+
+def fetch_all(cifar10_url: str = URL) -> list[Report]:
+    """Stage all data and the tokenizer in the cache; afterwards the source 'cache' serves them without any connection.
+
+    What is there already is verified, the rest is copied from the mirror where one is named, else downloaded. A failure
+    does not stop the others.
+    """
+    return [
+        _report("wikitext-2", stage_wikitext2),
+        _report("gpt2 tokenizer", stage_tokenizer),
+        _report("cifar-10", lambda: stage_cifar10(cifar10_url)),
+    ]
+
+
+def verify_processed() -> list[Report]:
+    """Check every product in data/processed/: hashes, token ids against the vocabulary, labels and pixels."""
+    folders = sorted(folder for folder in processed_root().glob("[!.]*") if folder.is_dir())
+    return [_report(folder.name, lambda folder=folder: _describe(folder)) for folder in folders]
+
+
+def _describe(folder) -> str:
+    arrays, manifest = open_prepared(folder)
+    return f"{len(arrays)} files, source {manifest.source}"
+
+
+def _report(name: str, action: Callable[[], str]) -> Report:
+    try:
+        return Report(name, "ok", action())
+    except DataError as error:
+        return Report(name, "failed", str(error))

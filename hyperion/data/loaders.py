@@ -1,0 +1,233 @@
+"""Batches on the device: deterministic order from a seed, resumed bit for bit from an epoch and a position."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from hyperion.data.faults import DataError
+from hyperion.data.packing import IGNORE_INDEX
+
+CROP_PADDING = 4
+
+
+class _Resumable:
+    """An endless sequence of batches in epochs: (seed, epoch, position) alone decides the next batch."""
+
+    def __init__(self, records: int, batch_size: int, seed: int, drop_last: bool):
+        self.batch_size, self.seed, self.epoch, self.position = batch_size, seed, 0, 0
+        self.records = records
+        self.batches_per_epoch = records // batch_size if drop_last else -(-records // batch_size)
+        if self.batches_per_epoch < 1:
+            raise DataError(
+                f"{records} records fill no batch of {batch_size}",
+                next_step="use a smaller batch, or keep the last batch",
+            )
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return self.batches_per_epoch
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What is left of the current epoch, or the next epoch where nothing is left."""
+        self._turn_page()
+        for _ in range(self.position, self.batches_per_epoch):
+            yield self.next_batch()
+
+    def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next batch, across the ends of epochs."""
+        self._turn_page()
+        self.position += 1
+        return self._batch(self.epoch, self.position - 1)
+
+    def state_dict(self) -> dict:
+        """Where the sequence stands, JSON-able; the end of an epoch is the start of the next one."""
+        ended = self.position == self.batches_per_epoch
+        epoch, position = (self.epoch + 1, 0) if ended else (self.epoch, self.position)
+        return {"epoch": epoch, "position": position, **self._identity()}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on where `state` was taken.
+
+        Raises:
+            DataError: the state belongs to other data, another batch size or another seed.
+        """
+        for key, mine in self._identity().items():
+            if state.get(key) != mine:
+                raise DataError(
+                    f"loader state has {key} {state.get(key)}, this loader has {mine}",
+                    next_step="resume with the data, batch size and seed of the checkpoint",
+                )
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+
+    def _identity(self) -> dict:
+        return {"records": self.records, "batch_size": self.batch_size, "seed": self.seed}
+
+    def _turn_page(self) -> None:
+        if self.position == self.batches_per_epoch:
+            self.epoch, self.position = self.epoch + 1, 0
+
+    def _batch(self, epoch: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+
+class LanguageBatches(_Resumable):
+    """Shuffled windows of a token stream: inputs and targets int64 [batch, length], targets one token ahead.
+
+    The stream lies on the device. Each epoch cuts it at a new random offset below `sequence_length`, so that a window's
+    borders differ between epochs, and shuffles the windows; an epoch leaves out at most 2 * sequence_length tokens and
+    the windows that fill no whole batch, which change from epoch to epoch.
+
+    Args:
+        tokens: token ids [tokens].
+
+    Raises:
+        DataError: too few tokens for one batch.
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        sequence_length: int,
+        batch_size: int,
+        seed: int = 0,
+        device: str | torch.device = "cpu",
+    ):
+        super().__init__((len(tokens) - 1) // sequence_length - 1, batch_size, seed, drop_last=True)
+        self.sequence_length = sequence_length
+        self._tokens = torch.from_numpy(np.asarray(tokens).astype(np.int32)).to(device)
+        self._steps = torch.arange(sequence_length + 1, device=device)
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0))
+
+    @property
+    def tokens_per_batch(self) -> int:
+        """Target tokens in every batch."""
+        return self.batch_size * self.sequence_length
+
+    def _identity(self) -> dict:
+        return {**super()._identity(), "sequence_length": self.sequence_length}
+
+    def _batch(self, epoch: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._order[0] != epoch:
+            generator = np.random.default_rng((self.seed, epoch))
+            offset = generator.integers(self.sequence_length)
+            self._order = (epoch, offset + self.sequence_length * generator.permutation(self.records))
+        starts = self._order[1][position * self.batch_size : (position + 1) * self.batch_size]
+        starts = torch.from_numpy(starts).to(self._tokens.device)
+        windows = self._tokens[starts[:, None] + self._steps].long()
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+class ImageBatches(_Resumable):
+    """Batches of images float32 [batch, 3, 32, 32], normalised on the device, and labels int64 [batch].
+
+    Args:
+        images: uint8 [N, 3, 32, 32], kept on the device as they are.
+        labels: integers [N].
+        normalisation: mean and standard deviation by channel in units of full scale, those of the TRAIN images.
+        augment: random changes, of 'crop' (shift by up to 4 pixels, black border) and 'flip' (left to right); take
+            them from ImageSet.augmentations, because a flip changes the class of some sets.
+        shuffle: a new order every epoch, else the order of the files (evaluation).
+        drop_last: leave out the records that fill no whole batch, else end the epoch with a smaller one.
+
+    Raises:
+        DataError: unknown augmentation, or too few records for one batch.
+    """
+
+    def __init__(
+        self,
+        images: np.ndarray,
+        labels: np.ndarray,
+        batch_size: int,
+        normalisation: tuple[Sequence[float], Sequence[float]],
+        *,
+        seed: int = 0,
+        augment: Sequence[str] = (),
+        shuffle: bool = True,
+        drop_last: bool = True,
+        device: str | torch.device = "cpu",
+    ):
+        super().__init__(len(images), batch_size, seed, drop_last)
+        if unknown := set(augment) - {"crop", "flip"}:
+            raise DataError(f"unknown augmentation {sorted(unknown)}", next_step="use 'crop' and 'flip'")
+        self.augment, self.shuffle = tuple(augment), shuffle
+        self._images = torch.from_numpy(np.array(images)).to(device)
+        self._labels = torch.from_numpy(np.array(labels, dtype=np.int64)).to(device)
+        mean, deviation = (torch.tensor(values, device=device).view(1, 3, 1, 1) * 255 for values in normalisation)
+        self._mean, self._deviation = mean, deviation
+        self._order: tuple[int, np.ndarray] = (-1, np.empty(0))
+
+    def _identity(self) -> dict:
+        return {**super()._identity(), "augment": list(self.augment), "shuffle": self.shuffle}
+
+    def _batch(self, epoch: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._order[0] != epoch:
+            generator = np.random.default_rng((self.seed, epoch))
+            self._order = (epoch, generator.permutation(self.records) if self.shuffle else np.arange(self.records))
+        rows = self._order[1][position * self.batch_size : (position + 1) * self.batch_size]
+        rows = torch.from_numpy(rows).to(self._images.device)
+        images = self._images[rows]
+        if self.augment:
+            images = self._augmented(images, np.random.default_rng((self.seed, epoch, position)))
+        return (images.float() - self._mean) / self._deviation, self._labels[rows]
+
+    def _augmented(self, images: torch.Tensor, generator: np.random.Generator) -> torch.Tensor:
+        """One gather that shifts and flips each image [N, 3, H, W] on its own."""
+        count, channels, height, width = images.shape
+        shifts = generator.integers(0, 2 * CROP_PADDING + 1, size=(2, count))
+        flips = generator.random(count) < 0.5
+        if "crop" not in self.augment:
+            shifts[:] = CROP_PADDING
+        if "flip" not in self.augment:
+            flips[:] = False
+        columns = np.where(flips[:, None], np.arange(width)[::-1], np.arange(width)) + shifts[1][:, None]
+        rows = np.arange(height) + shifts[0][:, None]
+        rows, columns = (torch.from_numpy(index).to(images.device) for index in (rows, columns))
+        padded = torch.nn.functional.pad(images, [CROP_PADDING] * 4)
+        image = torch.arange(count, device=images.device)[:, None, None, None]
+        channel = torch.arange(channels, device=images.device)[None, :, None, None]
+        return padded[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
+
+
+def evaluation_windows(
+    tokens: np.ndarray,
+    context: int,
+    stride: int,
+    prefix_id: int,
+    batch_size: int = 1,
+    device: str | torch.device = "cpu",
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Windows that score every token exactly once, each with up to `context` tokens before it.
+
+    Windows start `stride` apart (the last one is moved back to end with the stream); a target that an earlier window
+    has scored is IGNORE_INDEX. Only the first token has nothing before it but `prefix_id`. Total negative log
+    likelihood = sum over all targets that are not IGNORE_INDEX, of which there are exactly len(tokens).
+
+    Args:
+        tokens: token ids [tokens].
+        context: window length; every token but those near the start sees at least context - stride tokens before it.
+
+    Yields:
+        inputs and targets int64 [<= batch_size, min(context, tokens)].
+
+    Raises:
+        DataError: a stride that would leave tokens out, or no tokens.
+    """
+    if not 1 <= stride <= context or not len(tokens):
+        raise DataError(
+            f"stride {stride} with context {context} on {len(tokens)} tokens cannot score every token once",
+            next_step="use 1 <= stride <= context and at least one token",
+        )
+    stream = torch.from_numpy(np.concatenate([[prefix_id], np.asarray(tokens, dtype=np.int64)])).to(device)
+    length = min(context, len(tokens))
+    last = len(tokens) - length
+    starts = np.append(np.arange(0, last, stride), last)
+    scored_until = np.concatenate([[0], starts[:-1] + length])
+    steps = torch.arange(length, device=device)
+    for first in range(0, len(starts), batch_size):
+        begin, done = (
+            torch.from_numpy(values[first : first + batch_size]).to(device)[:, None]
+            for values in (starts, scored_until)
+        )
+        index = begin + steps
+        yield stream[index], torch.where(index >= done, stream[index + 1], IGNORE_INDEX)

@@ -1,0 +1,91 @@
+"""Where data comes from: mirror, cache, download, synthetic, in that order, and never in silence."""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from hyperion.data.faults import DataError, DataUnavailable
+from hyperion.data.staging import cache_root
+
+ORDER = ("mirror", "cache", "download", "synthetic")
+SOURCES = ("auto", *ORDER)
+FETCH_HINT = (
+    "run `make fetch` on a machine with a network, set HYPERION_DATA_MIRROR=/folder/of/data, or ask for made-up data "
+    "with data_source=synthetic"
+)
+
+
+class Sourced(Protocol):
+    """Anything that knows what it is and where it came from."""
+
+    name: str
+    source: str
+    detail: str
+
+
+T = TypeVar("T", bound=Sourced)
+
+
+def mirror_root() -> Path:
+    """The folder named by HYPERION_DATA_MIRROR.
+
+    Raises:
+        DataUnavailable: the variable is not set.
+        DataError: it names something that is no folder; a mirror somebody asked for is never skipped.
+    """
+    named = os.environ.get("HYPERION_DATA_MIRROR")
+    if not named:
+        raise DataUnavailable(
+            "no mirror: HYPERION_DATA_MIRROR is not set", next_step="set HYPERION_DATA_MIRROR=/folder/of/data"
+        )
+    root = Path(named).expanduser()
+    if not root.is_dir():
+        raise DataError(
+            f"HYPERION_DATA_MIRROR names {named}, which is not a folder",
+            where=root,
+            next_step="correct HYPERION_DATA_MIRROR, or unset it to use the cache, a download or synthetic data",
+        )
+    return root
+
+
+def take(name: str, wanted: str, suppliers: Mapping[str, Callable[[], T]], allow_synthetic: bool = True) -> T:
+    """Get `name` from the wanted source, or for 'auto' from the first that has it, and print which one it was.
+
+    Args:
+        name: what is loaded, for messages.
+        wanted: one of SOURCES.
+        suppliers: a function for every source of ORDER that can supply `name`; it raises DataUnavailable when its
+            source has nothing, and DataError when what it has is wrong.
+        allow_synthetic: whether 'auto' may end at synthetic data. Asking for 'synthetic' by name is always allowed.
+
+    Raises:
+        DataError: unknown source, wrong data, or nothing found where synthetic data are not allowed.
+    """
+    if wanted not in SOURCES:
+        raise DataError(f"unknown data source {wanted!r}", where=name, next_step=f"choose one of {', '.join(SOURCES)}")
+    if wanted != "auto":
+        result = suppliers[wanted]()
+        _announce(name, result, {})
+        return result
+    refused: dict[str, str] = {}
+    for source in (source for source in ORDER if source in suppliers):
+        if source == "synthetic" and not allow_synthetic:
+            refused[source] = "not allowed in this profile unless asked for by name"
+            continue
+        try:
+            result = suppliers[source]()
+        except DataUnavailable as reason:
+            refused[source] = reason.what
+            continue
+        _announce(name, result, refused)
+        return result
+    reasons = "; ".join(f"{source}: {reason}" for source, reason in refused.items())
+    raise DataError(f"no source has {name} ({reasons})", where=cache_root(), next_step=FETCH_HINT)
+
+
+def _announce(name: str, result: Sourced, refused: Mapping[str, str]) -> None:
+    rule = "=" * 100
+    lines = [rule, f"  DATA  {name}: source = {result.source.upper()}, {result.name} ({result.detail})"]
+    lines += [f"        not {source}: {reason}" for source, reason in refused.items()]
+    print("\n".join([*lines, rule]), flush=True)

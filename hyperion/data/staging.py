@@ -1,0 +1,91 @@
+"""Folders that appear whole or not at all, however many processes stage the same one at once."""
+
+import contextlib
+import errno
+import hashlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from hyperion.data.faults import DataError
+from hyperion.paths import data_folder
+
+
+def cache_root() -> Path:
+    """Folder of raw data staged earlier, laid out like a mirror."""
+    return data_folder() / "raw"
+
+
+def processed_root() -> Path:
+    """Folder of the pipelines' products."""
+    return data_folder() / "processed"
+
+
+@contextlib.contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """Yield an empty working folder that becomes `target` when the block ends without an error.
+
+    The folder lies beside `target` under a name of its own, is flushed to disk and renamed. A process that finds
+    `target` already made by another one drops its own copy: callers verify what they load, whoever made it. An error,
+    a full disk included, leaves nothing behind.
+
+    Raises:
+        DataError: the disk is full or the folder is not writable.
+    """
+    work = target.with_name(f".{target.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.part")
+    try:
+        work.mkdir(parents=True)
+        yield work
+        for path in (work, *sorted(work.rglob("*"))):
+            _flush(path)
+        _take_the_name(work, target)
+    except OSError as error:
+        raise _explained(error, target) from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def sha256_of(path: Path) -> str:
+    """Hex sha256 of a file, read in pieces."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def md5_of(path: Path) -> str:
+    """Hex md5 of a file: only for the checksums that publishers state as md5."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "md5").hexdigest()
+
+
+def _take_the_name(work: Path, target: Path) -> None:
+    try:
+        os.rename(work, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        return  # another process staged it first
+    _flush(target.parent)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _explained(error: OSError, target: Path) -> DataError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DataError(
+            "the disk is full; nothing was staged",
+            where=target,
+            next_step="free some space, or name another disk with HYPERION_DATA=/some/folder",
+        )
+    return DataError(
+        f"cannot stage data: {error.strerror or error}",
+        where=error.filename or target,
+        next_step="make the folder writable, or name another one with HYPERION_DATA=/some/folder",
+    )
