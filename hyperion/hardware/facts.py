@@ -39,6 +39,8 @@ class GpuFacts:
     uuid: str | None = None
     pci_address: str | None = None
     max_clock_mhz: float | None = None
+    memory_clock_mhz: float | None = None
+    memory_bus_bits: int | None = None
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ def _read_gpus(torch) -> tuple[tuple[GpuFacts, ...], str | None]:
 
 def _read_gpu(properties) -> GpuFacts:
     clock_khz = getattr(properties, "clock_rate", None)
+    memory_clock_khz = getattr(properties, "memory_clock_rate", None)
     uuid = getattr(properties, "uuid", None)
     return GpuFacts(
         name=properties.name,
@@ -114,6 +117,8 @@ def _read_gpu(properties) -> GpuFacts:
         uuid=str(uuid) if uuid is not None else None,
         pci_address=_pci_address(properties),
         max_clock_mhz=clock_khz / 1000 if clock_khz else None,
+        memory_clock_mhz=memory_clock_khz / 1000 if memory_clock_khz else None,
+        memory_bus_bits=getattr(properties, "memory_bus_width", None) or None,
     )
 
 

@@ -28,8 +28,8 @@ def source_hash(folder: Path | None = None) -> str:
     """sha256 over the names and contents of all .py and .toml files of the library, in sorted order."""
     folder = folder or package_folder()
     digest = hashlib.sha256()
-    files = {file.relative_to(folder).as_posix(): file for pattern in ("*.py", "*.toml") for file in folder.rglob(pattern)}
-    for name, file in sorted(files.items()):
+    files = (*folder.rglob("*.py"), *folder.rglob("*.toml"))
+    for name, file in sorted((file.relative_to(folder).as_posix(), file) for file in files):
         content = file.read_bytes()
         digest.update(f"{name}\0{len(content)}\0".encode())
         digest.update(content)

@@ -1,171 +1,183 @@
 """The form of specs.toml and cpu_specs.toml, checked on load: every cell is complete or says why it is empty."""
 
-from typing import Annotated, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import dataclasses
+import re
+import types
+import typing
+from dataclasses import dataclass
 
 from hyperion.hardware.precision import PATHS
 
 AGREEMENT = 0.01  # published and derived value of a cell agree within this, or a note says why not
-Positive = Annotated[float, Field(gt=0)]
-PositiveInt = Annotated[int, Field(gt=0, strict=True)]
-Text = Annotated[str, Field(min_length=1)]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class SchemaFault(ValueError):
+    """What is wrong with a table, and at which place in the file."""
+
+    def __init__(self, what: str, place: str):
+        super().__init__(what)
+        self.what, self.place = what, place
 
 
-class Source(_Strict):
+@dataclass(frozen=True)
+class Source:
     """A vendor's document. date: YYYY, YYYY-MM or YYYY-MM-DD."""
 
-    publisher: Literal["AMD", "NVIDIA", "Intel"]
-    title: Text
-    url: Annotated[str, Field(pattern=r"^https://")]
-    date: Annotated[str, Field(pattern=r"^20\d\d(-[01]\d(-[0-3]\d)?)?$")]
+    publisher: str
+    title: str
+    url: str
+    date: str
+
+    def __post_init__(self):
+        _require(self.publisher in ("AMD", "NVIDIA", "Intel"), "publisher must be the vendor: AMD, NVIDIA or Intel")
+        _require(self.url.startswith("https://"), "url must start with https://")
+        _require(re.fullmatch(r"20\d\d(-[01]\d(-[0-3]\d)?)?", self.date), "date must be YYYY, YYYY-MM or YYYY-MM-DD")
 
     @property
     def cited(self) -> str:
         return f"{self.publisher}, {self.title} ({self.date}), {self.url}"
 
 
-class Cell(_Strict):
+@dataclass(frozen=True)
+class Cell:
     """One peak of one device; the header of specs.toml explains the fields."""
 
-    ops: PositiveInt | None = None
-    limit_ops: PositiveInt | None = None
-    clock_mhz: Positive | None = None
-    published: Positive | None = None
+    ops: int | None = None
+    limit_ops: int | None = None
+    clock_mhz: float | None = None
+    published: float | None = None
     source: str | None = None
-    note: Text | None = None
-    reason: Text | None = None
+    note: str | None = None
+    reason: str | None = None
 
-    @model_validator(mode="after")
-    def _complete(self):
+    def __post_init__(self):
         if self.ops is None:
-            if not self.reason:
-                raise ValueError("a cell without ops needs a reason")
-            if self.model_dump(exclude_none=True).keys() != {"reason"}:
-                raise ValueError("a cell with a reason and no ops takes no other field")
-            return self
-        if self.reason:
-            raise ValueError("a cell with ops takes a note, not a reason")
-        if (self.clock_mhz is None or self.published is None) and not self.note:
-            raise ValueError("a cell without clock_mhz or published needs a note that says why")
-        if self.limit_ops is not None and self.limit_ops < self.ops:
-            raise ValueError("limit_ops must not be below ops")
-        return self
+            others = (self.limit_ops, self.clock_mhz, self.published, self.source, self.note)
+            _require(self.reason, "a cell without ops needs a reason")
+            _require(all(value is None for value in others), "a cell with a reason takes no other field")
+            return
+        _require(not self.reason, "a cell with ops takes a note, not a reason")
+        _require(self.note or (self.clock_mhz and self.published), "without clock_mhz or published a note must say why")
+        _require(self.limit_ops is None or self.limit_ops >= self.ops, "limit_ops must not be below ops")
 
 
-class Memory(_Strict):
+@dataclass(frozen=True)
+class Memory:
     """Device memory: published bandwidth beside bus width and rate per pin."""
 
-    bandwidth_gb_s: Positive
-    bus_bits: PositiveInt
-    rate_gbps: Positive
+    bandwidth_gb_s: float
+    bus_bits: int
+    rate_gbps: float
     source: str | None = None
-    note: Text | None = None
+    note: str | None = None
+
+    def __post_init__(self):
+        agrees = abs(self.derived_gb_s / self.bandwidth_gb_s - 1) <= AGREEMENT
+        derived = f"bus x rate gives {self.derived_gb_s:.0f} GB/s, not {self.bandwidth_gb_s:g}"
+        _require(agrees or self.note, f"{derived}; correct it or add a note that says why")
 
     @property
     def derived_gb_s(self) -> float:
         return self.bus_bits * self.rate_gbps / 8
 
-    @model_validator(mode="after")
-    def _agrees(self):
-        if abs(self.derived_gb_s / self.bandwidth_gb_s - 1) > AGREEMENT and not self.note:
-            derived = f"bus x rate gives {self.derived_gb_s:.0f} GB/s"
-            raise ValueError(f"{derived}, not {self.bandwidth_gb_s:g}; correct it or add a note that says why")
-        return self
 
-
-class Link(_Strict):
+@dataclass(frozen=True)
+class Link:
     """GPU-to-GPU bandwidth in one direction and to whom, or the reason it is unknown."""
 
-    gb_s: Positive | None = None
-    to: Text | None = None
-    reason: Text | None = None
+    gb_s: float | None = None
+    to: str | None = None
+    reason: str | None = None
 
-    @model_validator(mode="after")
-    def _complete(self):
-        if (self.gb_s is None) == (self.reason is None) or (self.gb_s is None) != (self.to is None):
-            raise ValueError("a link has gb_s and to, or a reason")
-        return self
+    def __post_init__(self):
+        known = self.gb_s is not None and self.to is not None and self.reason is None
+        unknown = self.gb_s is None and self.to is None and self.reason is not None
+        _require(known or unknown, "a link has gb_s and to, or a reason")
 
 
-class DeviceEntry(_Strict):
+@dataclass(frozen=True)
+class DeviceEntry:
     """One device as PyTorch enumerates it. enumerated_units: what PyTorch may count when it is not compute_units."""
 
-    name: Text
-    kind: Literal["cuda", "rocm"]
-    arch: Annotated[str, Field(pattern=r"^(sm_\d+|gfx[0-9a-f]{3,5})$")]
-    matches: Annotated[list[Text], Field(min_length=1)]
-    compute_units: PositiveInt
-    enumerated_units: list[PositiveInt] | None = None
-    memory_gib: Positive
-    max_clock_mhz: Positive | None = None
-    max_clock_reason: Text | None = None
-    last_level_cache_mib: Positive
+    name: str
+    kind: str
+    arch: str
+    matches: list[str]
+    compute_units: int
+    memory_gib: float
+    last_level_cache_mib: float
     source: str
     memory: Memory
     link: Link
-    paths: dict[Literal[PATHS], Cell]
+    paths: dict[str, Cell]
+    enumerated_units: list[int] | None = None
+    max_clock_mhz: float | None = None
+    max_clock_reason: str | None = None
 
-    @model_validator(mode="after")
-    def _complete(self):
-        missing = set(PATHS) - set(self.paths)
-        if missing:
-            raise ValueError(f"paths missing: {', '.join(sorted(missing))}")
-        if (self.max_clock_mhz is None) == (self.max_clock_reason is None):
-            raise ValueError("exactly one of max_clock_mhz and max_clock_reason is needed")
+    def __post_init__(self):
+        _require(self.kind in ("cuda", "rocm"), "kind must be cuda or rocm")
+        _require(re.fullmatch(r"sm_\d+|gfx[0-9a-f]{3,5}", self.arch), "arch must look like sm_90 or gfx90a")
+        _require(self.matches, "matches must name the device as PyTorch does")
+        _require(set(self.paths) == set(PATHS), f"paths must be exactly {', '.join(PATHS)}")
+        one_clock = (self.max_clock_mhz is None) != (self.max_clock_reason is None)
+        _require(one_clock, "exactly one of max_clock_mhz and max_clock_reason is needed")
         for path, cell in self.paths.items():
-            if cell.clock_mhz and self.max_clock_mhz and cell.clock_mhz > self.max_clock_mhz:
-                raise ValueError(f"{path}: clock_mhz is above the device's max_clock_mhz")
-            if cell.clock_mhz and cell.published:
-                derived = self.compute_units * cell.ops * cell.clock_mhz / 1e6
-                if abs(derived / cell.published - 1) > AGREEMENT:
-                    raise ValueError(f"{path}: units x ops x clock gives {derived:.1f}, not {cell.published:g}")
-        return self
+            self._check_value(path, cell)
+
+    def _check_value(self, path: str, cell: Cell) -> None:
+        if cell.clock_mhz and self.max_clock_mhz:
+            _require(cell.clock_mhz <= self.max_clock_mhz, f"{path}: clock_mhz is above the device's max_clock_mhz")
+        if cell.clock_mhz and cell.published:
+            derived = self.compute_units * cell.ops * cell.clock_mhz / 1e6
+            agrees = abs(derived / cell.published - 1) <= AGREEMENT
+            _require(agrees, f"{path}: units x ops x clock gives {derived:.1f}, not {cell.published:g}")
 
 
-class SpecificationFile(_Strict):
+@dataclass(frozen=True)
+class SpecificationFile:
     """specs.toml."""
 
     sources: dict[str, Source]
-    device: Annotated[list[DeviceEntry], Field(min_length=1)]
+    device: list[DeviceEntry]
 
-    @model_validator(mode="after")
-    def _sources_exist(self):
+    def __post_init__(self):
+        names = [entry.name for entry in self.device]
+        _require(names and len(set(names)) == len(names), "there must be devices, each with a name of its own")
         for entry in self.device:
             used = [entry.source, entry.memory.source, *(cell.source for cell in entry.paths.values())]
-            unknown = {name for name in used if name is not None} - self.sources.keys()
-            if unknown:
-                raise ValueError(f"{entry.name}: unknown source {', '.join(sorted(unknown))}")
-        names = [entry.name for entry in self.device]
-        if len(set(names)) != len(names):
-            raise ValueError("two devices have the same name")
-        return self
+            unknown = sorted({name for name in used if name is not None} - self.sources.keys())
+            _require(not unknown, f"{entry.name}: unknown source {', '.join(unknown)}")
 
 
-class CpuRule(_Strict):
+@dataclass(frozen=True)
+class CpuRule:
     """Operations per cycle of a core that has all these flags, for a vendor's family or for any CPU."""
 
-    flags: Annotated[list[Text], Field(min_length=1)]
+    flags: list[str]
+    source: str
+    note: str
+    ops: dict[str, int]
     vendor: str | None = None
     family: int | None = None
-    source: str
-    note: Text
-    ops: dict[Literal[PATHS], PositiveInt]
+
+    def __post_init__(self):
+        _require(self.flags and self.ops and set(self.ops) <= set(PATHS), f"ops must be of {', '.join(PATHS)}")
 
     def holds(self, flags: set[str], vendor: str, family: int | None) -> bool:
         own = self.vendor is None or (self.vendor == vendor and self.family == family)
         return own and flags.issuperset(self.flags)
 
 
-class CpuRules(_Strict):
+@dataclass(frozen=True)
+class CpuRules:
     """cpu_specs.toml."""
 
     sources: dict[str, Source]
     rule: list[CpuRule]
+
+    def __post_init__(self):
+        unknown = sorted({rule.source for rule in self.rule} - self.sources.keys())
+        _require(not unknown, f"unknown source {', '.join(unknown)}")
 
     def best(self, path: str, flags: tuple[str, ...], vendor: str, family: int | None) -> CpuRule | None:
         """The rule for a path: the CPU's own family's before the general ones, then the one with most operations."""
@@ -173,3 +185,55 @@ class CpuRules(_Strict):
         own = {frozenset(rule.flags) for rule in fitting if rule.vendor}
         fitting = [rule for rule in fitting if rule.vendor or frozenset(rule.flags) not in own]
         return max(fitting, key=lambda rule: rule.ops[path], default=None)
+
+
+def build(form, value, place: str = ""):
+    """`value` from TOML as `form` (a dataclass above, list, dict, int, float or str, or one of them | None).
+
+    Numbers must be above 0 and texts not empty. Raises SchemaFault with the place of the first fault.
+    """
+    if isinstance(form, types.UnionType):
+        return build(typing.get_args(form)[0], value, place)
+    if typing.get_origin(form) is list:
+        _expect(isinstance(value, list), "must be a list", place)
+        return [build(typing.get_args(form)[0], item, f"{place} {_label(item, i)}") for i, item in enumerate(value)]
+    if typing.get_origin(form) is dict:
+        _expect(isinstance(value, dict), "must be a table", place)
+        return {key: build(typing.get_args(form)[1], item, f"{place}.{key}") for key, item in value.items()}
+    if dataclasses.is_dataclass(form):
+        return _build_table(form, value, place)
+    if form is str:
+        _expect(isinstance(value, str) and value.strip(), "must be a text that is not empty", place)
+        return value
+    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+    fits = number and (form is float or isinstance(value, int))
+    _expect(fits, f"must be {form.__name__} above 0, not {value!r}", place)
+    return form(value)
+
+
+def _build_table(form, value, place: str):
+    _expect(isinstance(value, dict), "must be a table", place)
+    fields = {field.name: field for field in dataclasses.fields(form)}
+    hints = typing.get_type_hints(form)
+    unknown = sorted(value.keys() - fields.keys())
+    _expect(not unknown, f"unknown field {', '.join(unknown)}", place)
+    missing = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in value]
+    _expect(not missing, f"missing field {', '.join(missing)}", place)
+    built = {name: build(hints[name], item, f"{place}.{name}".lstrip(".")) for name, item in value.items()}
+    try:
+        return form(**built)
+    except SchemaFault as fault:
+        raise SchemaFault(fault.what, place) from None
+
+
+def _label(item, index: int):
+    return item["name"] if isinstance(item, dict) and isinstance(item.get("name"), str) else index
+
+
+def _expect(holds, what: str, place: str) -> None:
+    if not holds:
+        raise SchemaFault(what, place)
+
+
+def _require(holds, what: str) -> None:
+    _expect(holds, what, "")

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import ValidationError
-
 from hyperion.errors import HyperionError
 from hyperion.hardware.precision import PATHS
-from hyperion.hardware.schema import Cell, CpuRules, DeviceEntry, SpecificationFile
+from hyperion.hardware.schema import Cell, CpuRules, DeviceEntry, SchemaFault, SpecificationFile, build
 
 if TYPE_CHECKING:
     from hyperion.hardware.device import Device
@@ -128,32 +126,19 @@ def load_cpu_rules(path: Path = CPU_SPECS_FILE) -> CpuRules:
     return _load(path, CpuRules)
 
 
-def _load(path: Path, schema):
+def _load(path: Path, form):
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-        return schema.model_validate(content)
+        return build(form, tomllib.loads(path.read_text(encoding="utf-8")))
     except tomllib.TOMLDecodeError as error:
         raise SpecificationError(
             f"{path.name} is not valid TOML: {error}", where=path.name, next_step="Correct the file at that line."
         ) from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = _place(content, first["loc"])
+    except SchemaFault as fault:
         raise SpecificationError(
-            f"{path.name} breaks its schema: {first['msg']} (and {error.error_count() - 1} more)",
-            where=f"{path.name}, {place}",
+            f"{path.name}: {fault.what}",
+            where=f"{path.name}, {fault.place or 'whole file'}",
             next_step="Correct the field; the header of specs.toml explains every one.",
-        ) from error
-
-
-def _place(content: dict, location: tuple) -> str:
-    """'device NVIDIA H200 SXM: paths.fp8.ops' for a pydantic location, whose list index alone tells little."""
-    parts = list(location)
-    if len(parts) > 1 and isinstance(parts[1], int):
-        entry = content[parts[0]][parts[1]]
-        label = entry.get("name", parts[1]) if isinstance(entry, dict) else parts[1]
-        return f"{parts[0]} {label}: " + ".".join(str(part) for part in parts[2:])
-    return ".".join(str(part) for part in parts)
+        ) from fault
 
 
 def _plain(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Clock, power, temperature and throttling of a device, now or as medians over a region. Unreadable is None, never 0."""
+"""Clock, power, temperature and throttling of a device, now or over a region. What is unreadable is None, never 0."""
 
 import functools
 import statistics
