@@ -1,0 +1,168 @@
+"""Folders step-00000100/ with a manifest: written whole or not at all, verified by size and sha256 before use.
+
+Whoever saves writes any files into the folder that `saving` yields (one state, or the many files of a sharded
+checkpoint); the hashes, the manifest and the rename that makes it a checkpoint happen here.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from hyperion.checkpoints.states import EARLIER, CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = "hyperion-checkpoint-1"
+UNFINISHED = ".unfinished-"
+T = TypeVar("T")
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Where the checkpoint of that step stands."""
+    return Path(folder) / f"step-{step:08d}"
+
+
+@contextmanager
+def saving(folder: Path, step: int, keep: int = 2) -> Iterator[Path]:
+    """A new folder to write a checkpoint's files into; it becomes folder/step-<step> when the block ends without an
+    error.
+
+    Until then, and after any error, the checkpoints that were there are untouched. Afterwards the newest `keep` remain.
+    A folder of checkpoints belongs to one run at a time: what an earlier, killed save left unfinished is removed.
+
+    Raises:
+        CheckpointError: the folder cannot be written (full disk, no permission); names it and the cause.
+    """
+    if keep < 1 or step < 0:
+        raise CheckpointError(
+            f"step {step}, keep {keep}", where=folder, next_step="give a step of 0 or more and keep 1 or more"
+        )
+    folder = Path(folder)
+    target = checkpoint_path(folder, step)
+    new = folder / f"{UNFINISHED}{target.name}"
+    try:
+        for left_over in folder.glob(f"{UNFINISHED}*"):
+            shutil.rmtree(left_over)
+        new.mkdir(parents=True)
+        yield new
+        _seal(new, step)
+        replaced = None
+        if target.exists():  # the same step again, after a resume: a folder cannot be renamed over another
+            replaced = target.rename(folder / f"{UNFINISHED}replaced-{target.name}")
+        new.rename(target)
+        _flush(folder)
+        for old in ([replaced] if replaced else []) + _newest_first(folder)[keep:]:
+            shutil.rmtree(old)
+    except OSError as error:
+        shutil.rmtree(new, ignore_errors=True)
+        raise CheckpointError(
+            f"the checkpoint of step {step} could not be written: {error.strerror or error}",
+            where=folder,
+            next_step="free space or name another folder, then start again: it resumes from the checkpoint before, if any",
+        ) from error
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+
+
+def newest_good(folder: Path, read: Callable[[Path], T]) -> T | None:
+    """What `read` returns for the newest checkpoint it accepts; stderr names each newer one that it refused, and why.
+
+    Returns:
+        None when there is no checkpoint at all.
+
+    Raises:
+        CheckpointError: there are checkpoints, and `read` refused every one.
+    """
+    refused = []
+    for path in _newest_first(Path(folder)):
+        try:
+            return read(path)
+        except CheckpointError as error:
+            refused.append(error)
+            print(f"WARNING: checkpoint refused. {error}", file=sys.stderr)
+    if refused:
+        raise CheckpointError(
+            f"none of {len(refused)} checkpoints can be used; the newest: {refused[0].what}",
+            where=refused[0].where,
+            next_step=f"restore {folder} from a copy, or remove it to start from the beginning",
+        )
+    return None
+
+
+def verify(path: Path) -> dict:
+    """Check one checkpoint folder against its manifest: every file, no other file, sizes, sha256.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        CheckpointError: names the file and what is wrong with it.
+    """
+    path = Path(path)
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        entries = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
+        int(manifest["step"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"the manifest cannot be read ({type(error).__name__}: {error})", where=path / MANIFEST, next_step=EARLIER
+        ) from error
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(
+            f"format {manifest.get('format')!r} is not {FORMAT}", where=path / MANIFEST, next_step=EARLIER
+        )
+    present = set(_files(path))
+    for name in sorted(present | set(entries)):
+        if name not in entries:
+            raise CheckpointError("a file that the manifest does not list", where=path / name, next_step=EARLIER)
+        if name not in present:
+            raise CheckpointError("a file that the manifest lists is missing", where=path / name, next_step=EARLIER)
+        size, digest = entries[name]
+        if (found := (path / name).stat().st_size) != size:
+            raise CheckpointError(
+                f"{found} bytes instead of {size}: cut off or edited", where=path / name, next_step=EARLIER
+            )
+        if _sha256(path / name) != digest:
+            raise CheckpointError(
+                "the sha256 differs from the manifest's: edited or damaged", where=path / name, next_step=EARLIER
+            )
+    return manifest
+
+
+def _seal(new: Path, step: int) -> None:
+    """Write the manifest of all files below, and force everything to the disk."""
+    files = {name: {"bytes": (new / name).stat().st_size, "sha256": _sha256(new / name)} for name in _files(new)}
+    manifest = {"format": FORMAT, "step": step, "files": files}
+    (new / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    for path in [*new.rglob("*"), new]:
+        _flush(path)
+
+
+def _files(path: Path) -> list[str]:
+    """Relative names of all files of a checkpoint but its manifest."""
+    names = (file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir())
+    return sorted(name for name in names if name != MANIFEST)
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    return sorted((path for path in folder.glob("step-*") if path.is_dir()), reverse=True)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """fsync a file, or a folder's entries."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,109 @@
+"""A nested state as two files: tensors as safetensors, everything else as JSON. Neither format can execute code."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from hyperion.errors import HyperionError
+
+TENSOR_MARK = "$tensor"  # {"$tensor": name} in the JSON stands for the tensor of that name
+EARLIER = "remove this checkpoint; the one before it is used when there is one"
+
+
+class CheckpointError(HyperionError):
+    """A checkpoint that cannot be written, or must not be used."""
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    """Write state.json and tensors.safetensors into an existing folder.
+
+    Args:
+        folder: where to; not made here and not made durable here (see `saving`).
+        state: dicts with string keys, lists, tuples (read back as lists), None, bool, int, finite float, str and
+            tensors, nested.
+
+    Raises:
+        CheckpointError: a value is none of these, or a float is not finite.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    tree = _to_tree(state, "", tensors)
+    (folder / "state.json").write_text(json.dumps(tree, allow_nan=False), encoding="utf-8")
+    path = folder / "tensors.safetensors"
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:  # a full disk arrives as this, not as OSError
+        raise CheckpointError(
+            f"the tensors could not be written: {error}", where=path, next_step="free space, then start again"
+        ) from error
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The state that write_state wrote, tensors on the CPU.
+
+    Raises:
+        CheckpointError: a file is missing or is not of its format; the file and what it looks like are named.
+    """
+    path = folder / "tensors.safetensors"
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path.name} holds no tensors: {_looks_like(path, error)}", where=path, next_step=EARLIER
+        ) from error
+    path = folder / "state.json"
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        return _from_tree(tree, tensors)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{path.name} holds no state: {_looks_like(path, error)}", where=path, next_step=EARLIER
+        ) from error
+
+
+def _to_tree(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` as JSON, its tensors moved into `tensors` under the path that leads to them."""
+    if isinstance(value, torch.Tensor):
+        # A copy of its own: safetensors refuses tensors that share storage, and training goes on while bytes are
+        # written.
+        tensors[name] = value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        return {TENSOR_MARK: name}
+    if isinstance(value, dict):
+        if wrong := [key for key in value if not isinstance(key, str) or key == TENSOR_MARK]:
+            raise CheckpointError(
+                f"key {wrong[0]!r} cannot be stored", where=name or "state", next_step="use other strings as keys"
+            )
+        return {key: _to_tree(item, f"{name}/{key}" if name else key, tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_tree(item, f"{name}/{index}", tensors) for index, item in enumerate(value)]
+    if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and abs(value) < float("inf")):
+        return value
+    raise CheckpointError(
+        f"{type(value).__name__} {value!r} cannot be stored",
+        where=name,
+        next_step="store tensors, finite numbers and text",
+    )
+
+
+def _from_tree(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(tree, dict):
+        if set(tree) == {TENSOR_MARK}:
+            return tensors[tree[TENSOR_MARK]]
+        return {key: _from_tree(item, tensors) for key, item in tree.items()}
+    if isinstance(tree, list):
+        return [_from_tree(item, tensors) for item in tree]
+    return tree
+
+
+def _looks_like(path: Path, error: Exception) -> str:
+    """What a file that could not be read is, in words."""
+    if not path.is_file():
+        return "the file is missing"
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start[:1] == b"\x80" or start == b"PK\x03\x04":
+        return "it is a pickle (or a zip around one), which could run code; it was not opened"
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,121 @@
+"""ResNet-18 with the CIFAR stem: a 3x3 first convolution of stride 1 and no max-pool, for 32 x 32 images.
+
+Shape suffixes: B batch, C channels, Y rows, X columns, K classes.
+
+He et al. 2015 (arXiv 1512.03385), basic blocks [2, 2, 2, 2] of widths w, 2w, 4w, 8w. The ImageNet stem (7x7, stride 2,
+max-pool) would leave 8 x 8 pixels of a CIFAR image before the first block.
+"""
+
+from collections.abc import Iterator
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hyperion.errors import HyperionError
+from hyperion.models.layout import Layout, ModelFlops
+
+BLOCKS_PER_STAGE = (2, 2, 2, 2)
+IMAGE_SIZE = 32  # pixels on a side, of CIFAR-10
+
+
+def _conv3x3(channels_in: int, channels_out: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(channels_in, channels_out, kernel_size=3, stride=stride, padding=1, bias=False)
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions with BatchNorm, added to the input; a 1x1 projection where the shape changes."""
+
+    def __init__(self, channels_in: int, channels_out: int, stride: int):
+        super().__init__()
+        self.conv1 = _conv3x3(channels_in, channels_out, stride)
+        self.norm1 = nn.BatchNorm2d(channels_out)
+        self.conv2 = _conv3x3(channels_out, channels_out)
+        self.norm2 = nn.BatchNorm2d(channels_out)
+        self.shortcut = nn.Identity()
+        if stride != 1 or channels_in != channels_out:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels_in, channels_out, kernel_size=1, stride=stride, bias=False),
+                nn.BatchNorm2d(channels_out),
+            )
+
+    def forward(self, x_BCYX: Tensor) -> Tensor:
+        y_BCYX = F.relu(self.norm1(self.conv1(x_BCYX)))
+        return F.relu(self.norm2(self.conv2(y_BCYX)) + self.shortcut(x_BCYX))
+
+
+class ResNet18(nn.Module):
+    """ResNet-18 for small images (see the module's docstring).
+
+    Attributes:
+        name: `resnet18` at the published width of 64, else `resnet18_w<width>`: a narrower net never bears the full
+            name.
+    """
+
+    def __init__(self, num_classes: int, width: int):
+        super().__init__()
+        if num_classes < 1 or width < 1:
+            raise HyperionError(
+                f"num_classes is {num_classes} and width is {width}",
+                where="resnet18",
+                next_step="give 1 or more of each",
+            )
+        self.name = "resnet18" if width == 64 else f"resnet18_w{width}"
+        self.conv1 = _conv3x3(3, width)
+        self.norm1 = nn.BatchNorm2d(width)
+        self.blocks = nn.ModuleList(BasicBlock(*shape) for shape in _block_shapes(width))
+        self.classifier = nn.Linear(8 * width, num_classes)
+        self.initialize()
+
+    def initialize(self) -> None:
+        """He's normal initialisation for ReLU, by fan-out; BatchNorm and the classifier keep torch's defaults."""
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, images_BCYX: Tensor) -> Tensor:
+        """Class logits_BK of normalised float images [B, 3, 32, 32] (other sizes of 8 pixels or more work too)."""
+        x_BCYX = F.relu(self.norm1(self.conv1(images_BCYX)))
+        for block in self.blocks:
+            x_BCYX = block(x_BCYX)
+        return self.classifier(x_BCYX.mean(dim=(2, 3)))
+
+    def layout(self) -> Layout:
+        """Names of the stem, the eight residual blocks and the head."""
+        return Layout(
+            stem=("conv1", "norm1"),
+            blocks=tuple(f"blocks.{i}" for i in range(len(self.blocks))),
+            head=("classifier",),
+        )
+
+
+def _block_shapes(width: int) -> Iterator[tuple[int, int, int]]:
+    """(channels in, channels out, stride) of each block: every stage but the first halves the image and doubles the
+    width.
+    """
+    channels = width
+    for stage, blocks in enumerate(BLOCKS_PER_STAGE):
+        for block in range(blocks):
+            out = width * 2**stage
+            yield channels, out, 2 if stage > 0 and block == 0 else 1
+            channels = out
+
+
+def resnet18(num_classes: int = 10, width: int = 64) -> ResNet18:
+    """ResNet-18 with the CIFAR stem: 11,173,962 parameters at width 64 and 10 classes."""
+    return ResNet18(num_classes, width)
+
+
+def flops_per_image(num_classes: int = 10, width: int = 64, image_size: int = IMAGE_SIZE) -> ModelFlops:
+    """FLOPs per image of convolutions and the classifier (a multiply-add is 2): 1.1108e9 forward at width 64.
+
+    The backward pass forms two products for each of the forward pass, but no gradient of the image itself. Norms, ReLU
+    and pooling are not counted. Agrees with torch's FlopCounterMode (tested).
+    """
+    first = 2 * 9 * 3 * width * image_size**2
+    forward, side = first, image_size
+    for channels_in, channels_out, stride in _block_shapes(width):
+        side = -(-side // stride)  # rounded up, as padding 1 does for an odd side
+        shortcut = channels_in if stride != 1 or channels_in != channels_out else 0
+        forward += 2 * side**2 * channels_out * (9 * channels_in + 9 * channels_out + shortcut)
+    forward += 2 * 8 * width * num_classes
+    return ModelFlops(forward, 3 * forward - first)

@@ -1,0 +1,233 @@
+"""A minimalist causal Transformer language model: GPT-2's architecture without dropout.
+
+Shape suffixes: B batch, T positions of a sequence, D width, N heads, H width of a head (D = N * H), V vocabulary, M
+tokens of a batch or of one chunk of it; L is the number of layers.
+
+Token and learned position embeddings, L pre-norm blocks (causal self-attention, then a GELU MLP, each added to the
+residual stream), a last LayerNorm, and a head that shares the token embedding's weight. With `gpt2_124m` it has GPT-2's
+124,439,808 parameters and computes what `transformers.GPT2LMHeadModel` computes (a test compares their logits).
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hyperion.data.packing import IGNORE_INDEX
+from hyperion.errors import HyperionError
+from hyperion.models.layout import Layout, ModelFlops
+
+LOSS_CHUNK_TOKENS = 16384  # logits exist for at most this many tokens at once: 3.3 GB in float32 at V = 50257
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Shape of a TransformerLM: `context` is the longest sequence in tokens, `width` is D; the MLP is 4 D wide."""
+
+    vocab_size: int
+    context: int
+    width: int
+    heads: int
+    layers: int
+
+    def __post_init__(self):
+        for name in ("vocab_size", "context", "width", "heads", "layers"):
+            if getattr(self, name) < 1:
+                raise HyperionError(
+                    f"{name} is {getattr(self, name)}", where="TransformerConfig", next_step="give 1 or more"
+                )
+        if self.width % self.heads:
+            raise HyperionError(
+                f"width {self.width} is not a multiple of heads {self.heads}",
+                where="TransformerConfig",
+                next_step="choose a width that every head gets an equal part of",
+            )
+
+    @property
+    def head_width(self) -> int:
+        """H: features of one attention head."""
+        return self.width // self.heads
+
+    @property
+    def parameter_count(self) -> int:
+        """Parameters of the model, the tied head counted once: D (V + T + 2) + L (12 D^2 + 13 D)."""
+        D = self.width
+        return D * (self.vocab_size + self.context + 2) + self.layers * (12 * D * D + 13 * D)
+
+
+NAMED_CONFIGS = {
+    "lm_d128_h4_l2": TransformerConfig(vocab_size=50257, context=128, width=128, heads=4, layers=2),
+    "lm_d256_h4_l2": TransformerConfig(vocab_size=50257, context=256, width=256, heads=4, layers=2),
+    "gpt2_124m": TransformerConfig(vocab_size=50257, context=1024, width=768, heads=12, layers=12),
+}
+
+
+def named_config(name: str, **changes: int) -> TransformerConfig:
+    """The configuration of that name, with fields such as vocab_size or context changed.
+
+    Raises:
+        HyperionError: no configuration has that name.
+    """
+    if name not in NAMED_CONFIGS:
+        raise HyperionError(
+            f"no Transformer configuration is named {name!r}",
+            where="hyperion/models/transformer.py",
+            next_step=f"choose one of {', '.join(NAMED_CONFIGS)}",
+        )
+    return replace(NAMED_CONFIGS[name], **changes)
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention in which position t sees positions 0..t only.
+
+    Query, key and value are separate layers and the number of heads is read from their output, so that a
+    column-parallel split over heads needs no change here.
+    """
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.head_width = width // heads
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.output = nn.Linear(width, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        q_BNTH, k_BNTH, v_BNTH = (
+            layer(x_BTD).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        y_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, is_causal=True)
+        return self.output(y_BNTH.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """D -> 4 D -> D with GELU (the tanh form, as in GPT-2)."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = CausalSelfAttention(width, heads)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = FeedForward(width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+
+class TransformerLM(nn.Module):
+    """Causal language model over token ids (see the module's docstring)."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab_size, config.width)
+        self.position_embedding = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.layers))
+        self.final_norm = nn.LayerNorm(config.width)
+        self.initialize()
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """GPT-2's initialisation: normal(0, 0.02), biases zero.
+
+        The 2 L layers that write to the residual stream get 0.02 / sqrt(2 L), so that its variance does not grow with
+        depth.
+        """
+        residual = {id(layer) for block in self.blocks for layer in (block.attention.output, block.mlp.down)}
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                std = 0.02 / math.sqrt(2 * self.config.layers) if id(module) in residual else 0.02
+                module.weight.normal_(0.0, std)
+            if isinstance(module, nn.Linear):
+                module.bias.zero_()
+
+    def forward(self, inputs_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Logits of the next token, or the negative log-likelihood of given targets.
+
+        Args:
+            inputs_BT: int64 token ids, T <= context.
+            targets_BT: int64 ids of the tokens that follow; IGNORE_INDEX is not scored.
+
+        Returns:
+            logits_BTV in the precision of the head when there are no targets; else float32 nll_BT in nats, zero where
+            the target is IGNORE_INDEX. Training and evaluation both pass through this one call, so that wrappers see
+            every use.
+        """
+        T = inputs_BT.shape[1]
+        if self.config.context < T:
+            raise HyperionError(
+                f"a sequence of {T} tokens is longer than the model's context of {self.config.context}",
+                where="TransformerLM.forward",
+                next_step="cut the sequence or build the model with a longer context",
+            )
+        positions_T = torch.arange(T, device=inputs_BT.device)
+        x_BTD = self.token_embedding(inputs_BT) + self.position_embedding(positions_T)
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        x_BTD = self.final_norm(x_BTD)
+        if targets_BT is None:
+            return F.linear(x_BTD, self.token_embedding.weight)
+        return self._nll(x_BTD.flatten(0, 1), targets_BT.flatten()).view_as(targets_BT)
+
+    def _nll(self, x_MD: Tensor, targets_M: Tensor) -> Tensor:
+        """Negative log-likelihood per token in float32, chunk by chunk.
+
+        More than one chunk in training recomputes each chunk's logits in the backward pass instead of keeping them.
+        """
+        chunks = list(zip(x_MD.split(LOSS_CHUNK_TOKENS), targets_M.split(LOSS_CHUNK_TOKENS), strict=True))
+        if len(chunks) == 1 or not torch.is_grad_enabled():
+            return torch.cat([_chunk_nll(x, self.token_embedding.weight, targets) for x, targets in chunks])
+        return torch.cat(
+            [
+                checkpoint(_chunk_nll, x, self.token_embedding.weight, targets, use_reentrant=False)
+                for x, targets in chunks
+            ]
+        )
+
+    def loss(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Mean negative log-likelihood in nats over the targets that are not IGNORE_INDEX (float32 scalar)."""
+        return self(inputs_BT, targets_BT).sum() / (targets_BT != IGNORE_INDEX).sum()
+
+    def layout(self) -> Layout:
+        """Names of the stem, the blocks and the head; the head's matrix is the token embedding's."""
+        return Layout(
+            stem=("token_embedding", "position_embedding"),
+            blocks=tuple(f"blocks.{i}" for i in range(self.config.layers)),
+            head=("final_norm",),
+            tied=(("head", "token_embedding"),),
+        )
+
+
+def _chunk_nll(x_MD: Tensor, weight_VD: Tensor, targets_M: Tensor) -> Tensor:
+    logits_MV = F.linear(x_MD, weight_VD).float()  # softmax over a large vocabulary is not safe in 16 bits
+    return F.cross_entropy(logits_MV, targets_M, ignore_index=IGNORE_INDEX, reduction="none")
+
+
+def flops_per_token(config: TransformerConfig, sequence_length: int | None = None) -> ModelFlops:
+    """FLOPs per token at that sequence length (default: the whole context).
+
+    forward = L (24 D^2 + 4 T D) + 2 V D: the blocks' 12 D^2 weights, attention's two T x T products per head (counted whole,
+    as the field does, though a causal kernel may skip half), and the head. The backward pass forms two products for
+    each one of the forward pass. Norms, GELU, softmax and lookups are not counted. Agrees with torch's FlopCounterMode
+    (tested).
+    """
+    D, T = config.width, sequence_length or config.context
+    forward = config.layers * (24 * D * D + 4 * T * D) + 2 * config.vocab_size * D
+    return ModelFlops(forward, 3 * forward)

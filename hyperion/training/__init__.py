@@ -1,0 +1,18 @@
+"""Training: a loop over an Engine, with precision, schedules, optimizers, seeds and evaluation."""
+
+from hyperion.training.engine import Engine, ImageEngine, LanguageEngine, StepMetrics, TorchEngine
+from hyperion.training.evaluate import ImageEvaluation, LanguageEvaluation, evaluate_images, evaluate_language
+from hyperion.training.history import EpochRecord, History
+from hyperion.training.loop import Batches, NonFiniteError, Plan, train
+from hyperion.training.optimizers import adamw, decay_groups, sgd_nesterov
+from hyperion.training.precision import Precision, choose_precision
+from hyperion.training.schedules import WarmupCosine
+from hyperion.training.seeds import rng_state, seed_everything, set_rng_state
+from hyperion.training.signals import EXIT_CODE, Interrupted, StopFlag
+
+__all__ = [
+    "EXIT_CODE", "Batches", "Engine", "EpochRecord", "History", "ImageEngine", "ImageEvaluation", "Interrupted",
+    "LanguageEngine", "LanguageEvaluation", "NonFiniteError", "Plan", "Precision", "StepMetrics", "StopFlag", "TorchEngine",
+    "WarmupCosine", "adamw", "choose_precision", "decay_groups", "evaluate_images", "evaluate_language", "rng_state",
+    "seed_everything", "set_rng_state", "sgd_nesterov", "train",
+]  # fmt: skip
