@@ -130,10 +130,11 @@ def install_packages(root: Path, python: Path, choice: Choice) -> None:
     packages = plan_packages(choice, lambda wanted: pip.report(python, ["--no-deps", *wanted])[0])
     # PyTorch's indexes hold few versions of the common packages: there, pins would find nothing and are applied after.
     source = ["--index-url", packages.index] if packages.index else ["--constraint", requirements]
-    pip.install(python, [*packages.requirements, *source], f"torch for {choice.label} from {packages.reason}")
-    pins = ["--quiet", "--requirement", requirements, *packages.requirements]
+    purpose = f"torch for {choice.label} from {packages.reason}"
+    pip.install(python, [*packages.requirements, *source], purpose, progress=True)
+    pins = ["--requirement", requirements, *packages.requirements]
     pip.install(python, pins, "the pinned packages of requirements.txt (1 to 3 minutes)")
-    pip.install(python, ["--quiet", "--no-deps", "--no-build-isolation", "--editable", str(root)], "hyperion, editable")
+    pip.install(python, ["--no-deps", "--no-build-isolation", "--editable", str(root)], "hyperion, editable")
 
 
 def verify(python: Path, machine: Machine, choice: Choice) -> None:

@@ -87,7 +87,7 @@ def _rocm_version(root: Path) -> tuple[int, int] | None:
 
 
 def _nvidia_driver(root: Path) -> str | None:
-    match = re.search(r"Kernel Module\D*([\d.]+)", _read(root / "proc/driver/nvidia/version"))
+    match = re.search(r"Kernel Module\b.*?\s(\d+\.[\d.]+)\s", _read(root / "proc/driver/nvidia/version"))
     if match:
         return match[1]
     return "" if (root / "dev/nvidia0").exists() or (root / "proc/driver/nvidia/gpus").is_dir() else None

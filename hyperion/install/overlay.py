@@ -110,7 +110,7 @@ def _fill(root: Path, folder: Path, found: Interpreter, lacking: list[str]) -> N
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     packages = folder / "packages"
-    arguments = ["--quiet", "--no-deps", "--target", str(packages), *exact]
+    arguments = ["--no-deps", "--target", str(packages), *exact]
     pip.install(found.python, arguments, f"{len(exact)} packages beside {found.python}, in {folder}")
     _write(folder, {"covers": lacking})
 

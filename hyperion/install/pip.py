@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,14 +14,15 @@ from hyperion.errors import HyperionError
 ASKING = ("--dry-run", "--quiet", "--retries", "1", "--timeout", "8")
 
 
-def install(python: Path, arguments: Sequence[str], purpose: str) -> None:
-    """`pip install` with its output shown.
+def install(python: Path, arguments: Sequence[str], purpose: str, progress: bool = False) -> None:
+    """`pip install`, showing its errors, and with `progress` on a terminal all it says.
 
     Raises:
         HyperionError: pip failed; its own last words stand above on the terminal.
     """
     print(f"hyperion: {purpose}", flush=True)
-    command = [str(python), "-m", "pip", "install", *arguments]
+    volume = [] if progress and sys.stdout.isatty() else ["-qq"]
+    command = [str(python), "-m", "pip", "install", *volume, *arguments]
     done = subprocess.run(command, env=clean_environment(), check=False)
     if done.returncode:
         raise HyperionError(

@@ -14,8 +14,9 @@ from hyperion.install.machine import Machine
 TORCH, TORCHVISION = "2.13.0", "0.28.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 ROCM_INDEX = "https://download.pytorch.org/whl/rocm{major}.{minor}"
-# Newest first: the wheel brings its own ROCm libraries and needs an amdgpu driver no more than about a year older than
-# they are (AMD's user and kernel-space support matrix), so the newest wheel at or below the machine's ROCm is taken.
+# A wheel brings its own ROCm libraries; they work with amdgpu drivers about a year older or newer than they are (AMD's
+# user and kernel-space support matrix). So: the newest wheel at or below the machine's ROCm, else the oldest of its
+# major version.
 ROCM_WHEELS = {
     (7, 2): (TORCH, TORCHVISION),
     (7, 1): (TORCH, TORCHVISION),
@@ -110,16 +111,21 @@ def _explicit_gpu(machine: Machine, kind: str) -> Choice:
 
 
 def _wheel_for(installed: tuple[int, int] | None) -> tuple[int, int]:
-    """The newest ROCm wheel at or below the machine's ROCm; the newest of all when it does not tell its version."""
-    fitting = [wheel for wheel in sorted(ROCM_WHEELS, reverse=True) if installed is None or wheel <= installed]
-    if not fitting:
+    """The ROCm wheel for the machine's ROCm; the newest of all when it does not tell its version."""
+    if installed is None:
+        return max(ROCM_WHEELS)
+    same_major = [wheel for wheel in ROCM_WHEELS if wheel[0] == installed[0]]
+    at_or_below = [wheel for wheel in same_major or ROCM_WHEELS if wheel <= installed]
+    if at_or_below:
+        return max(at_or_below)
+    if not same_major:
         oldest = ".".join(map(str, min(ROCM_WHEELS)))
         raise HyperionError(
             f"ROCm {'.'.join(map(str, installed))} is older than any wheel with torch >= 2.9 (ROCm {oldest})",
             where="/opt/rocm/.info/version",
             next_step="use a container or module that brings its own torch: make reproduce PYTHON=/path/to/python",
         )
-    return fitting[0]
+    return min(same_major)
 
 
 def plan_packages(choice: Choice, resolve: Callable[[tuple[str, ...]], dict]) -> Packages:

@@ -1,0 +1,55 @@
+"""What an interpreter says about itself, and whether its torch opens the GPU."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hyperion.errors import HyperionError
+from hyperion.install import interpreter
+from hyperion.install.plan import Build
+
+
+def test_inspection_reads_the_real_torch_without_importing_it():
+    found = interpreter.inspect(Path(sys.executable))
+    assert found.torch == Build(str(torch.__version__), torch.version.cuda, torch.version.hip)
+    assert found.version == sys.version_info[:3] and found.torchvision and "numpy" in found.packages
+
+
+@pytest.mark.parametrize(("python", "cause"), [("/no/such/python", "cannot be run"), ("/bin/false", "does not work")])
+def test_an_interpreter_that_does_not_run_is_named(python, cause):
+    with pytest.raises(HyperionError, match=f"{python} {cause}"):
+        interpreter.inspect(Path(python))
+
+
+def test_an_old_python_is_refused(tmp_path):
+    old = tmp_path / "python3"
+    answer = '{"version": [3, 10, 13], "base": "/usr", "torch": null, "torchvision": false, "packages": {}}'
+    old.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    old.chmod(0o755)
+    with pytest.raises(HyperionError, match=r"is Python 3\.10\.13"):
+        interpreter.inspect(old)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine's torch opens a GPU")
+def test_a_gpu_build_that_opens_no_gpu_is_refused_with_the_masks(monkeypatch):
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "7")
+    with pytest.raises(HyperionError, match="opens no GPU") as caught:
+        interpreter.check_gpu_opens(Path(sys.executable), dict(os.environ), Build("2.13.0", cuda="13.0"))
+    assert "HIP_VISIBLE_DEVICES" in caught.value.where
+
+
+@pytest.mark.parametrize(
+    ("version", "requirement", "inside"),
+    [
+        ("2.13.0+cpu", "torch>=2.9", True),
+        ("2.9", "torch>=2.9.0", True),
+        ("2.8.1", "torch>=2.9", False),
+        ("2.11.0a0+git1", "torch>=2.9", True),
+        ("26.0.1", "pyarrow>=18", True),
+    ],
+)
+def test_ranges_compare_release_numbers(version, requirement, inside):
+    assert interpreter.in_range(version, requirement) is inside

@@ -1,0 +1,78 @@
+"""Entry: the shell that finds a Python, the lock, and what passes through to the command."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from hyperion.install import __main__ as command
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTER = ROOT / "hyperion/install/enter.sh"
+
+
+def test_the_environments_exit_code_and_arguments_pass_through(tmp_path):
+    code = "import os, sys; print(sys.argv[1:], os.environ['PYTHONNOUSERSITE']); sys.exit(7)"
+    (tmp_path / "answer.py").write_text(code)
+    done = subprocess.run(
+        ["sh", str(ENTER), "run", "answer", "--flag", "two words"],
+        env=os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(tmp_path), "TORCH": "cpu"},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert (done.returncode, done.stdout) == (7, "['--flag', 'two words'] 1\n"), done.stderr
+
+
+def test_an_older_python3_is_passed_over_or_the_way_out_is_named(tmp_path):
+    fake = tmp_path / "python3"
+    fake.write_text("#!/bin/sh\nexit 1\n")  # what `sys.version_info < (3, 11)` answers there
+    fake.chmod(0o755)
+    script = tmp_path / "hyperion/install/enter.sh"
+    script.parent.mkdir(parents=True)
+    script.write_text(ENTER.read_text())
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "dirname").symlink_to("/usr/bin/dirname")
+    paths = {"PATH": f"{tmp_path}:{tools}"}
+    done = subprocess.run(["/bin/sh", str(script), "setup"], env=paths, capture_output=True, text=True)
+    assert done.returncode == 2 and "no Python >= 3.11 found" in done.stderr and "PYTHON=" in done.stderr
+    (tools / "python3.12").write_text('#!/bin/sh\n[ "$1" = -m ] && echo "$@"\nexit 0\n')
+    (tools / "python3.12").chmod(0o755)
+    done = subprocess.run(["/bin/sh", str(script), "setup"], env=paths, capture_output=True, text=True)
+    assert done.stdout == "-m hyperion.install setup\n"
+
+
+def test_a_named_python_that_is_too_old_is_refused():
+    paths = os.environ | {"PYTHON": "/bin/false"}
+    done = subprocess.run(["sh", str(ENTER), "setup"], env=paths, capture_output=True, text=True)
+    assert done.returncode == 2 and "PYTHON=/bin/false" in done.stderr
+
+
+def test_set_up_refusals_reach_the_user_without_a_traceback(capsys):
+    assert command.main(["--torch", "metal", "setup"]) == 2
+    assert "TORCH=metal is not a build" in capsys.readouterr().err
+
+
+def test_two_set_ups_wait_for_each_other(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    order, inside = [], threading.Event()
+
+    def second():
+        inside.wait(10)
+        with command._alone():
+            order.append("second")
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    with command._alone():
+        inside.set()
+        said = ""
+        while "waiting" not in said:
+            said += capfd.readouterr().err
+            time.sleep(0.01)
+        order.append("first")
+    thread.join(10)
+    assert order == ["first", "second"]

@@ -1,0 +1,149 @@
+"""An environment that is already there: kept as it is, completed beside it, refused when it cannot serve."""
+
+import os
+import subprocess
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from hyperion.errors import HyperionError
+from hyperion.install import environment, interpreter, overlay, plan
+from hyperion.install.machine import Machine
+from hyperion.install.plan import Choice, choose
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU_CHOICE = Choice("cpu")
+NO_GPU = Machine("cpu", "no AMD or NVIDIA GPU with a driver")
+AMD = Machine("rocm", "8 AMD GPU(s), gfx90a", rocm_version=(7, 1))
+
+
+def write(root: Path, path: str, text: str = "") -> None:
+    target = root / path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text)
+
+
+@pytest.fixture(scope="module")
+def site_python(tmp_path_factory):
+    """A site's environment: real interpreter and pip, with torch, torchvision and numpy as small stand-in packages.
+
+    Shared by the tests of this file, which is itself a test: none of them may change it.
+    """
+    folder = tmp_path_factory.mktemp("site") / "site env"
+    venv.create(folder, with_pip=True, symlinks=True)
+    site = next(folder.glob("lib/python*/site-packages"))
+    for name, version in (("torch", "2.11.0"), ("torchvision", "0.26.0"), ("numpy", "2.5.2")):
+        write(site, f"{name}/__init__.py")
+        write(site, f"{name}/version.py", f"__version__ = '{version}'\ncuda = None\nhip = None\n")
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        write(site, f"{name}-{version}.dist-info/METADATA", metadata)
+        write(site, f"{name}-{version}.dist-info/RECORD", f"{name}/__init__.py,,\n")
+        write(site, f"{name}-{version}.dist-info/INSTALLER", "pip\n")
+    return folder / "bin/python"
+
+
+def wheel(folder: Path, name: str, version: str, needs: str = "") -> None:
+    """A real wheel of one small module."""
+    info = f"{name}-{version}.dist-info"
+    requires = f"Requires-Dist: {needs}\n" if needs else ""
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{name}.py", f"__version__ = '{version}'\n")
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+
+
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+    """pip sees one folder of wheels and no network."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    return wheels
+
+
+@pytest.fixture
+def small_checkout(tmp_path):
+    root = tmp_path / "checkout"
+    root.mkdir()
+    dependencies = ["torch>=2.9", "torchvision>=0.24", "numpy>=2.0", "tinypack>=1.2"]
+    lines = f"[project]\nname = 'x'\nversion = '0'\ndependencies = {dependencies}\n"
+    (root / "pyproject.toml").write_text(lines + "[project.optional-dependencies]\ndev = ['tinytest>=3']\n")
+    (root / "requirements.txt").write_text("tinypack==1.3\ntinytest==3.0\n")
+    return root
+
+
+def listing(python: Path) -> list[str]:
+    return environment.site_entries(python.parent.parent)
+
+
+def test_missing_packages_are_laid_over_and_nothing_there_changes(site_python, offline, small_checkout):
+    wheel(offline, "tinypack", "1.3", "numpy>=1.0")
+    wheel(offline, "tinypack", "1.4", "numpy>=1.0")
+    wheel(offline, "numpy", "9.0")
+    wheel(offline, "torch", "9.0")
+    before = listing(site_python)
+    variables = overlay.ensure_overlay(small_checkout, site_python, [], NO_GPU, CPU_CHOICE)
+    code = "import tinypack, numpy, torch; print(tinypack.__version__, numpy.__file__, torch.__file__)"
+    words = subprocess.run([site_python, "-c", code], env=variables, capture_output=True, text=True).stdout
+    assert words.startswith("1.3 "), "the pinned version is preferred"
+    assert words.count("site env") == 2, "numpy and torch stay the site's own"
+    assert listing(site_python) == before
+    assert variables["PYTHONNOUSERSITE"] == "1"
+
+
+def test_a_second_call_fetches_nothing_and_extras_are_added_when_needed(site_python, offline, small_checkout):
+    wheel(offline, "tinypack", "1.3")
+    wheel(offline, "tinytest", "3.0")
+    overlay.ensure_overlay(small_checkout, site_python, ["dev"], NO_GPU, CPU_CHOICE)
+    for path in offline.iterdir():
+        path.unlink()
+    variables = overlay.ensure_overlay(small_checkout, site_python, [], NO_GPU, CPU_CHOICE)
+    subprocess.run([site_python, "-c", "import tinypack, tinytest"], env=variables, check=True)
+
+
+def test_a_pin_that_conflicts_with_the_site_gives_way(site_python, offline, small_checkout):
+    wheel(offline, "tinypack", "1.3", "numpy<2")
+    wheel(offline, "tinypack", "1.2", "numpy>=2")
+    variables = overlay.ensure_overlay(small_checkout, site_python, [], NO_GPU, CPU_CHOICE)
+    code = "import tinypack; print(tinypack.__version__)"
+    assert subprocess.run([site_python, "-c", code], env=variables, capture_output=True, text=True).stdout == "1.2\n"
+
+
+def test_without_a_network_the_missing_are_named_with_the_command(site_python, offline, small_checkout):
+    with pytest.raises(HyperionError, match=r"lacks tinypack>=1\.2") as caught:
+        overlay.ensure_overlay(small_checkout, site_python, [], NO_GPU, CPU_CHOICE)
+    assert "-m pip install 'tinypack>=1.2'" in caught.value.next_step
+    assert not list((small_checkout / ".overlay").glob("*/packages"))
+
+
+def test_a_numpy_out_of_range_is_refused_not_replaced(site_python, offline, small_checkout):
+    text = (small_checkout / "pyproject.toml").read_text().replace("numpy>=2.0", "numpy>=3.0")
+    (small_checkout / "pyproject.toml").write_text(text)
+    with pytest.raises(HyperionError, match=r"numpy 2\.5\.2 .* out of range: numpy>=3\.0"):
+        overlay.ensure_overlay(small_checkout, site_python, [], NO_GPU, CPU_CHOICE)
+
+
+def test_a_site_build_that_does_not_fit_the_machine_is_refused(site_python, offline, small_checkout):
+    with pytest.raises(HyperionError, match="cannot use this machine's AMD GPU"):
+        overlay.ensure_overlay(small_checkout, site_python, [], AMD, choose(AMD))
+
+
+def test_an_environment_without_torch_is_refused(tmp_path, small_checkout):
+    venv.create(tmp_path / "bare", with_pip=False)
+    with pytest.raises(HyperionError, match="has no torch"):
+        overlay.ensure_overlay(small_checkout, tmp_path / "bare/bin/python", [], NO_GPU, CPU_CHOICE)
+
+
+def test_every_requirement_in_pyproject_is_a_lower_bound_that_the_pins_meet():
+    pins = dict(line.split("==") for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line)
+    pins = {overlay._name(name): version for name, version in pins.items()}
+    pins |= {"torch": plan.TORCH, "torchvision": plan.TORCHVISION}
+    for requirement in overlay.requirements(ROOT, ["lab", "dev"]):
+        assert interpreter.in_range(pins[overlay._name(requirement)], requirement), requirement
