@@ -9,12 +9,14 @@ from hyperion.hardware.facts import Facts, collect_facts
 
 
 def fingerprint(facts: Facts | None = None) -> dict:
-    """The environment as a JSON-able dict. The host name is hashed; no absolute path and no user name occurs.
+    """The environment as a JSON-able dict. Host name and GPU UUIDs are hashed; no path and no user name occurs.
 
     Keys: python, torch, cuda, hip, driver, collectives (nccl or rccl), packages, os, kernel, machine, cpu, gpus,
     visible_devices, host_hash, source (hash, commit, modified).
     """
     content = (facts or collect_facts()).to_json()
+    for gpu in content["gpus"]:
+        gpu["uuid"] = gpu["uuid"] and hashlib.sha256(gpu["uuid"].encode()).hexdigest()[:12]
     content["source"] = {"hash": source_hash(), **git_state()}
     return content
 

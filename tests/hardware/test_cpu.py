@@ -1,0 +1,107 @@
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hyperion.hardware.cpu import _cache_size, read_cpu
+
+
+def machine(
+    root: Path, cpuinfo: str, siblings: dict[int, str], caches: dict[int, tuple[str, str]], files: dict[str, str]
+) -> Path:
+    """A tree of /proc and /sys: per CPU its SMT siblings and its level-3 cache (size, shared by)."""
+    content = {"proc/cpuinfo": cpuinfo, **files}
+    for cpu, text in siblings.items():
+        content[f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"] = text
+    for cpu, (size, shared) in caches.items():
+        folder = f"sys/devices/system/cpu/cpu{cpu}/cache"
+        for index, (level, kind, bytes_, by) in enumerate(
+            [("1", "Instruction", "64K", str(cpu)), ("2", "Unified", "1024K", str(cpu)), ("3", "Unified", size, shared)]
+        ):
+            for name, text in (("level", level), ("type", kind), ("size", bytes_), ("shared_cpu_list", by)):
+                content[f"{folder}/index{index}/{name}"] = text
+    for name, text in content.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text + "\n")
+    return root
+
+
+EPYC = """processor\t: 0
+vendor_id\t: AuthenticAMD
+cpu family\t: 25
+model\t\t: 17
+model name\t: AMD EPYC 9374F 32-Core Processor
+cpu MHz\t\t: 4100.123
+flags\t\t: fpu avx avx2 fma avx512f avx512_bf16 avx512_vnni
+bogomips\t: 7699.99
+
+processor\t: 1
+vendor_id\t: SomethingElse"""
+SMT = {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}
+ONE_L3 = dict.fromkeys(SMT, ("32768K", "0-3"))
+
+
+def test_a_server_is_read(tmp_path):
+    files = {
+        "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq": "4300000",
+        "sys/devices/system/cpu/cpu0/cpufreq/base_frequency": "3850000",
+    }
+    cpu = read_cpu(machine(tmp_path, EPYC, SMT, ONE_L3, files), usable={0, 1, 2, 3})
+    assert (cpu.name, cpu.vendor, cpu.family) == ("AMD EPYC 9374F 32-Core Processor", "AuthenticAMD", 25)
+    assert (cpu.cores, cpu.threads) == (2, 4)
+    assert cpu.last_level_cache_bytes == 32 * 2**20
+    assert (cpu.nominal_clock_mhz, cpu.max_clock_mhz) == (3850.0, 4300.0)
+    assert cpu.flags == ("avx", "avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni")
+
+
+def test_only_usable_cores_and_their_caches_count(tmp_path):
+    caches = {0: ("32768K", "0,2"), 2: ("32768K", "0,2"), 1: ("16384K", "1,3"), 3: ("16384K", "1,3")}
+    root = machine(tmp_path, EPYC, SMT, caches, {})
+    assert read_cpu(root, usable={0, 2}).cores == 1
+    assert read_cpu(root, usable={0, 2}).last_level_cache_bytes == 32 * 2**20
+    assert read_cpu(root, usable={0, 1}).last_level_cache_bytes == 48 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"sys/fs/cgroup/cpu.max": "max 100000"}, 4),
+        ({"sys/fs/cgroup/cpu.max": "150000 100000"}, 2),  # one and a half CPUs: the limit must not lie too low
+        ({"sys/fs/cgroup/cpu.max": "20000 100000"}, 1),
+        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 4),
+        ({"sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000", "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000"}, 3),
+    ],
+)
+def test_a_cgroup_quota_caps_the_cores(tmp_path, files, cores):
+    no_smt = {cpu: str(cpu) for cpu in range(4)}
+    assert read_cpu(machine(tmp_path, EPYC, no_smt, ONE_L3, files), usable={0, 1, 2, 3}).cores == cores
+
+
+def test_a_memory_limit_of_the_cgroup_is_the_memory(tmp_path):
+    root = machine(tmp_path, EPYC, SMT, ONE_L3, {"sys/fs/cgroup/memory.max": str(2**30)})
+    assert read_cpu(root, usable={0}).memory_bytes == 2**30
+
+
+def test_the_nominal_clock_comes_from_the_name_or_the_time_stamp_counter(tmp_path):
+    assert read_cpu(machine(tmp_path / "tsc", EPYC, SMT, ONE_L3, {}), usable={0}).nominal_clock_mhz == 3849.995
+    named = EPYC.replace("32-Core Processor", "@ 2.10GHz")
+    assert read_cpu(machine(tmp_path / "name", named, SMT, ONE_L3, {}), usable={0}).nominal_clock_mhz == 2100.0
+
+
+def test_an_empty_system_gives_nulls_and_no_zeros(tmp_path):
+    cpu = read_cpu(tmp_path, usable={0, 1})
+    assert cpu.cores == 2 and cpu.name
+    nulls = (cpu.family, cpu.last_level_cache_bytes, cpu.nominal_clock_mhz, cpu.max_clock_mhz)
+    assert nulls == (None, None, None, None)
+
+
+@given(st.integers(1, 4096), st.sampled_from([("", 1), ("K", 2**10), ("M", 2**20), ("G", 2**30)]))
+def test_cache_sizes_are_binary(number, unit):
+    assert _cache_size(f"{number}{unit[0]}") == number * unit[1]
+
+
+@given(st.text(alphabet="0123456789KMGTkm .-", max_size=6))
+def test_any_cache_text_is_a_positive_size_or_none(text):
+    size = _cache_size(text)
+    assert size is None or size >= 0

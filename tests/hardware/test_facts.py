@@ -1,0 +1,39 @@
+import json
+from types import SimpleNamespace
+
+from hyperion.hardware import collect_facts
+from hyperion.hardware.facts import _read_gpu
+from tests.hardware.machines import facts
+
+
+def test_this_machine_is_read_and_fits_json():
+    here = collect_facts()
+    assert here.python and here.torch and here.cpu.cores >= 1
+    assert json.loads(json.dumps(here.to_json()))["torch"] == here.torch
+
+
+def test_injected_facts_fit_json():
+    content = json.loads(json.dumps(facts("MI250X").to_json()))
+    assert content["gpus"][0]["multi_processor_count"] == 110 and content["hip"] == "7.2.0"
+
+
+def test_torch_properties_become_facts():
+    properties = SimpleNamespace(
+        name="NVIDIA H200", total_memory=150109880320, multi_processor_count=132, major=9, minor=0, L2_cache_size=62914560,
+        gcnArchName="NVIDIA H200", uuid="64654e92-a282-8d45-eb16-fb2f7ea2b584", pci_bus_id=0x1B, pci_device_id=6,
+        pci_domain_id=0, clock_rate=1980000, memory_clock_rate=3201000, memory_bus_width=6016,
+    )  # fmt: skip
+    read = _read_gpu(properties)
+    assert read.pci_address == "0000:1b:06.0"
+    assert (read.max_clock_mhz, read.memory_clock_mhz, read.memory_bus_bits) == (1980.0, 3201.0, 6016)
+
+
+def test_an_older_torch_leaves_nulls():
+    properties = SimpleNamespace(name="GPU", total_memory=1, multi_processor_count=1, major=8, minor=0)
+    read = _read_gpu(properties)
+    assert (read.uuid, read.pci_address, read.max_clock_mhz, read.l2_cache_bytes) == (None, None, None, None)
+
+
+def test_visible_device_variables_are_recorded(monkeypatch):
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "3")
+    assert collect_facts().visible_devices["ROCR_VISIBLE_DEVICES"] == "3"

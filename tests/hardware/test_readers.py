@@ -1,0 +1,139 @@
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hyperion.hardware import detect, detect_cpu
+from hyperion.hardware.readers import (
+    NVML_SLOWDOWNS,
+    _nvml_handle,
+    amd_reader,
+    cpu_reader,
+    gcd_position,
+    interpret_amd,
+    interpret_amdsmi,
+    nvml_reader,
+    nvml_throttle,
+    read_amd_sysfs,
+)  # fmt: skip
+from tests.hardware.machines import facts, gpu
+
+ADDRESSES = ("0000:c1:00.0", "0000:c6:00.0", "0000:c9:00.0", "0000:ce:00.0")
+
+
+def amd_node(root, power_uw: dict[str, int]) -> None:
+    """A sysfs tree of MI250X dies, each with its average power in microwatts."""
+    for address in ADDRESSES:
+        sensors = {
+            "freq1_label": "sclk", "freq1_input": "1700000000", "freq2_label": "mclk", "freq2_input": "1600000000",
+            "temp1_label": "edge", "temp1_input": "41000", "temp2_label": "junction", "temp2_input": "47000",
+            "power1_average": str(power_uw[address]),
+        }  # fmt: skip
+        folder = root / "sys/bus/pci/devices" / address
+        (folder / "hwmon/hwmon3").mkdir(parents=True)
+        (folder / "device").write_text("0x7408\n")
+        for name, text in sensors.items():
+            (folder / "hwmon/hwmon3" / name).write_text(text + "\n")
+
+
+def die(address: str):
+    return detect(facts(gpus=(gpu("MI250X", pci_address=address),)))
+
+
+def test_only_the_first_die_of_a_module_has_power_and_it_is_the_modules(tmp_path):
+    amd_node(tmp_path, {ADDRESSES[0]: 480_000_000, ADDRESSES[1]: 0, ADDRESSES[2]: 500_000_000, ADDRESSES[3]: 0})
+    first, second, third, fourth = (amd_reader(die(address), tmp_path)() for address in ADDRESSES)
+    assert (first.power_w, first.power_scope) == (480.0, "module")
+    assert (third.power_w, third.power_scope) == (500.0, "module")
+    for odd in (second, fourth):
+        assert odd.power_w is None and odd.power_scope is None and "second die" in odd.unreadable["power_w"]
+        assert (odd.clock_mhz, odd.memory_clock_mhz, odd.temperature_c) == (1700.0, 1600.0, 47.0)
+        assert odd.throttle is None
+
+
+def test_a_number_on_the_second_die_is_not_believed():
+    assert interpret_amd({"power_w": 333.0, "clock_mhz": 1700.0}, "second").power_w is None
+    assert interpret_amd({"power_w": 333.0}, "device").power_scope == "device"
+
+
+def test_other_amd_gpus_report_for_themselves(tmp_path):
+    amd_node(tmp_path, dict.fromkeys(ADDRESSES, 300_000_000))
+    assert gcd_position(detect(facts("MI210")), tmp_path) == "device"
+    assert gcd_position(detect(facts("MI300X")), tmp_path) == "device"
+    assert gcd_position(die("0000:ff:00.0"), tmp_path) == "first"
+
+
+def test_sysfs_without_sensors_reads_nothing(tmp_path):
+    assert read_amd_sysfs("0000:01:00.0", tmp_path) == {}
+    reading = amd_reader(detect(facts("MI300X")), tmp_path)()
+    assert reading.power_w is None and reading.clock_mhz is None and reading.unreadable
+
+
+def test_without_an_address_nothing_is_guessed_from_the_index():
+    blind = dataclasses.replace(detect(facts("MI300X")), pci_address=None)
+    assert "PCI address" in amd_reader(blind)().unreadable["clock_mhz"]
+
+
+def test_amdsmi_marks_of_absence_are_nulls():
+    metrics = {
+        "current_gfxclk": 0xFFFF, "average_gfxclk_frequency": 1650, "current_uclk": "N/A", "current_socket_power": 0,
+        "average_socket_power": 0xFFFF, "temperature_hotspot": 51, "throttle_status": 0,
+    }  # fmt: skip
+    assert interpret_amdsmi(metrics) == {
+        "clock_mhz": 1650.0, "memory_clock_mhz": None, "power_w": None, "temperature_c": 51.0, "throttle": "none",
+    }  # fmt: skip
+    assert interpret_amdsmi({"throttle_status": 0x12})["throttle"] == "status_0x12"
+    assert interpret_amdsmi({"throttle_status": "N/A"})["throttle"] is None
+
+
+@given(st.sets(st.sampled_from(sorted(NVML_SLOWDOWNS))), st.sampled_from([0, 1, 2, 0x100, 0x103]))
+def test_every_nvml_slowdown_is_named_whatever_else_is_set(bits, others):
+    named = nvml_throttle(sum(bits) | others)
+    assert set(named.split("+")) == ({NVML_SLOWDOWNS[bit] for bit in bits} or {"none"})
+
+
+def test_nvml_finds_the_gpu_by_uuid_or_address_never_by_index():
+    asked = []
+    nvml = SimpleNamespace(
+        nvmlDeviceGetHandleByUUID=lambda uuid: asked.append(uuid) or "by uuid",
+        nvmlDeviceGetHandleByPciBusId=lambda address: asked.append(address) or "by address",
+    )
+    device = detect(facts("H200"))
+    assert _nvml_handle(nvml, device) == "by uuid"
+    assert _nvml_handle(nvml, dataclasses.replace(device, uuid=None)) == "by address"
+    assert _nvml_handle(nvml, dataclasses.replace(device, uuid=None, pci_address=None)) is None
+    assert asked == ["GPU-64654e92-a282-8d45-eb16-fb2f7ea2b584", "0000:c1:00.0"]
+
+
+def test_an_nvidia_gpu_that_nvml_does_not_know_is_null_with_nvmls_reason():
+    reading = nvml_reader(detect(facts("H200")))()
+    assert reading.power_w is None and reading.unreadable["power_w"].startswith("NVML")
+
+
+@pytest.mark.parametrize(
+    ("isa", "files", "clock"),
+    [
+        ((), {"proc/cpuinfo": "cpu MHz\t: 3000.0\ncpu MHz\t: 3200.0\n"}, 3100.0),
+        (("hypervisor",), {"proc/cpuinfo": "cpu MHz\t: 2596.1\n"}, None),  # a constant there, no reading
+        ((), {}, None),
+    ],
+)
+def test_cpu_clock_from_cpuinfo_only_where_it_moves(tmp_path, isa, files, clock):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    reading = cpu_reader(dataclasses.replace(detect_cpu(facts()), isa=isa), tmp_path)()
+    assert reading.clock_mhz == clock
+    assert reading.power_w is None and "rights" in reading.unreadable["power_w"]
+
+
+def test_cpu_clock_from_cpufreq(tmp_path):
+    import os
+
+    for cpu in os.sched_getaffinity(0):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/cpufreq"
+        folder.mkdir(parents=True)
+        (folder / "scaling_cur_freq").write_text("3400000\n")
+    assert cpu_reader(detect_cpu(facts()), tmp_path)().clock_mhz == 3400.0
