@@ -1,4 +1,4 @@
-"""Facts of machines this project has to know, as torch reports them there; the tests of every vendor branch inject them."""
+"""Facts of the machines this project has to know, as torch reports them; tests of every vendor branch inject them."""
 
 from hyperion.hardware.cpu import CpuFacts
 from hyperion.hardware.facts import Facts, GpuFacts

@@ -29,6 +29,13 @@ def test_every_value_has_a_vendor_document_with_a_date():
             assert name is None or sheet.sources[name].publisher == vendor
 
 
+def test_no_source_is_listed_without_being_cited():
+    sheet = load_specifications()
+    cited = {entry.source for entry in sheet.device} | {entry.memory.source for entry in sheet.device}
+    cited |= {cell.source for entry in sheet.device for cell in entry.paths.values()}
+    assert sheet.sources.keys() == cited - {None}
+
+
 def test_the_devices_asked_for_are_there():
     assert len(load_specifications().device) >= 15
     assert all(specification(detect(facts(machine))) for machine in GPUS)
