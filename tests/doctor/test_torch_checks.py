@@ -71,8 +71,14 @@ def test_a_copy_that_drops_a_bit_is_caught():
 
 
 @pytest.mark.parametrize(
-    "multiply", [lambda a, b: (a @ b) * 1.01, lambda a, b: a.bfloat16().float() @ b, lambda a, b: a @ b * float("nan")]
+    "multiply",
+    [
+        lambda a, b: a @ b * 1.001,
+        lambda a, b: a.bfloat16().float() @ b.bfloat16().float(),
+        lambda a, b: a @ b * float("nan"),
+        lambda a, b: a @ b.T,
+    ],
 )
 def test_a_wrong_or_imprecise_product_is_caught(multiply):
-    result = torch_checks.check_arithmetic("cpu", multiply=lambda a, b: multiply(a, b) + 0.05)
+    result = torch_checks.check_arithmetic("cpu", multiply=multiply)
     assert result.status == "fail" and "off by" in result.evidence and result.remedy
