@@ -79,8 +79,8 @@ def download(url: str, path: Path, md5: str | None = None, sha256: str | None = 
             announced = answer.headers.get("Content-Length")
             received = _copy(answer, file, [digest for digest, _ in digests.values()], path.name, announced)
     except NETWORK_FAULTS as error:
-        if isinstance(error, OSError) and (error.filename or error.errno in (errno.ENOSPC, errno.EDQUOT)):
-            raise  # the fault of the local disk, not of the network
+        if _is_local(error):
+            raise
         raise DataUnavailable(f"download failed: {error}", where=url, next_step="try again, or set a mirror") from error
     if announced is not None and received != int(announced):
         raise DataUnavailable(
@@ -120,6 +120,13 @@ def _copy(answer: http.client.HTTPResponse, file, digests: list, name: str, anno
             if time.monotonic() - started > DOWNLOAD_LIMIT_S:
                 raise TimeoutError(f"{received} bytes in {DOWNLOAD_LIMIT_S:g} s is too slow")
     return received
+
+
+def _is_local(error: Exception) -> bool:
+    """Whether a fault is the local disk's: opening names a file, writing a full disk has an errno of its own."""
+    if not isinstance(error, OSError) or isinstance(error, urllib.error.URLError):
+        return False
+    return error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _quarantine(path: Path) -> Path:

@@ -1,0 +1,79 @@
+"""A data folder of its own for every test, hosts that answer, refuse or keep silent, and a full-size archive of CIFAR-10's layout."""
+
+import functools
+import http.server
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cifar10_files import FLAT_PIXELS, write_layout
+
+
+@pytest.fixture(autouse=True)
+def data_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str) -> Path:
+    """HYPERION_DATA for this test alone: no mirror, an empty cache, a hub that refuses."""
+    for name in ("HYPERION_DATA_MIRROR", "HYPERION_OFFLINE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HYPERION_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("HF_ENDPOINT", refused)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def refused() -> Iterator[str]:
+    """Address of a port that is taken but does not listen."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+@pytest.fixture
+def silent() -> Iterator[tuple[str, list]]:
+    """Address of a host that accepts and never answers, and the connections it has accepted so far."""
+    accepted: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def accept() -> None:
+            while True:
+                try:
+                    accepted.append(server.accept()[0])
+                except OSError:
+                    return  # the test is over
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}", accepted
+        server.shutdown(socket.SHUT_RDWR)
+    for connection in accepted:
+        connection.close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Path], str]]:
+    """A function that serves a folder over HTTP and returns its address."""
+    servers = []
+
+    def start(folder: Path, handler: type = http.server.SimpleHTTPRequestHandler) -> str:
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(handler, directory=str(folder)))
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(scope="session")
+def flat_layouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an archive of CIFAR-10's full size and true channel means whose pictures are all one colour."""
+    root = tmp_path_factory.mktemp("flat")
+    image = np.repeat(np.array(FLAT_PIXELS, np.uint8), 1024).reshape(1, 3, 32, 32)
+    images = np.broadcast_to(image, (10_000, 3, 32, 32))
+    names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
+    write_layout(root, "cifar-10-python.tar.gz", {name: (images, np.arange(10_000) % 10) for name in names})
+    return root

@@ -1,0 +1,95 @@
+import hashlib
+import http.server
+import time
+
+import pytest
+
+from hyperion.data import network
+from hyperion.data.faults import DataUnavailable
+from hyperion.data.staging import cache_root
+
+
+def test_a_silent_host_is_given_up_and_remembered(silent):
+    address, accepted = silent
+    for _ in range(2):
+        with pytest.raises(DataUnavailable, match="no answer|timed out") as caught:
+            network.require_network(address)
+        assert address in str(caught.value) and "make fetch" in str(caught.value)
+    assert len(accepted) == 1
+
+
+def test_a_refused_port_is_named(refused):
+    with pytest.raises(DataUnavailable, match=f"no network: {refused}/ .*refused"):
+        network.require_network(refused)
+
+
+def test_a_name_that_does_not_resolve_is_named():
+    with pytest.raises(DataUnavailable, match="no network: http://host.invalid/"):
+        network.require_network("http://host.invalid/file")
+
+
+@pytest.mark.parametrize("switch", network.OFFLINE_SWITCHES)
+def test_an_offline_switch_is_obeyed_before_any_connection(switch, silent, monkeypatch):
+    address, accepted = silent
+    monkeypatch.setenv(switch, "1")
+    with pytest.raises(DataUnavailable, match=f"offline: {switch}=1"):
+        network.require_network(address)
+    assert not accepted
+
+
+def test_any_status_counts_as_an_answer(serve, tmp_path):
+    network.require_network(serve(tmp_path / "nothing here") + "/some/file")
+
+
+def test_a_download_with_the_right_checksum_arrives(serve, tmp_path):
+    content = bytes(range(256)) * 20_000
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "file.bin").write_bytes(content)
+    url = serve(tmp_path / "served") + "/file.bin"
+    sums = {name: hashlib.new(name, content).hexdigest() for name in ("md5", "sha256")}
+    network.download(url, tmp_path / "copy.bin", **sums)
+    assert (tmp_path / "copy.bin").read_bytes() == content
+
+
+def test_a_download_with_a_wrong_checksum_is_quarantined(serve, tmp_path):
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "file.bin").write_bytes(b"a login page")
+    with pytest.raises(DataUnavailable, match="expected 00; kept as quarantine/copy.bin"):
+        network.download(serve(tmp_path / "served") + "/file.bin", tmp_path / "copy.bin", md5="00")
+    assert not (tmp_path / "copy.bin").exists()
+    (kept,) = (cache_root() / "quarantine").iterdir()
+    assert kept.read_bytes() == b"a login page"
+
+
+def test_a_missing_file_is_named(serve, tmp_path):
+    with pytest.raises(DataUnavailable, match="404"):
+        network.download(serve(tmp_path) + "/absent.bin", tmp_path / "copy.bin")
+
+
+class _Interrupted(http.server.SimpleHTTPRequestHandler):
+    """Announces 1000 bytes and sends 10; `pause_s` later it hangs up."""
+
+    pause_s = 0.0
+
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "1000")
+        self.end_headers()
+        self.wfile.write(b"0123456789")
+        self.wfile.flush()
+        time.sleep(self.pause_s)
+
+
+class _Stalling(_Interrupted):
+    pause_s = 2.0
+
+
+def test_a_download_that_breaks_off_is_an_error(serve, tmp_path):
+    with pytest.raises(DataUnavailable, match="10 of 1000 bytes|IncompleteRead|10 bytes read"):
+        network.download(serve(tmp_path, _Interrupted) + "/file", tmp_path / "copy.bin")
+
+
+def test_a_download_that_stalls_is_given_up(serve, tmp_path, monkeypatch):
+    monkeypatch.setattr(network, "STALL_LIMIT_S", 0.2)
+    with pytest.raises(DataUnavailable, match="timed out"):
+        network.download(serve(tmp_path, _Stalling) + "/file", tmp_path / "copy.bin")
