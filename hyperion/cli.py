@@ -1,0 +1,269 @@
+"""The `hyperion` command. Every option of `make reproduce` is also a variable: PROFILE=smoke means --profile smoke."""
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hyperion.errors import HyperionError
+
+app = typer.Typer(
+    help="Hyperion: an executable book of ML-systems engineering.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_REGRESSION = 1
+# What a wrong option raises: click's class, from click itself or from the copy of it that newer typers bring along.
+_UsageError = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+RunName = Annotated[str, typer.Argument(help="A run: its folder or name, `latest`, or a reference machine's name.")]
+
+
+def main() -> int:
+    """Run the command line; returns the exit code. An error a user can put right is told in its own words."""
+    try:
+        code = app(standalone_mode=False)
+    except HyperionError as error:
+        print(f"hyperion: {error}", file=sys.stderr)
+        return error.exit_code
+    except typer.Exit as ending:
+        return ending.exit_code
+    except (typer.Abort, KeyboardInterrupt):
+        return 130
+    except _UsageError as error:
+        error.show()
+        return error.exit_code
+    return code or 0
+
+
+@app.command()
+def reproduce(
+    profile: Annotated[
+        str,
+        typer.Option(
+            envvar="PROFILE",
+            help="smoke (minutes on a CPU), full (real sizes), study (more seeds), replay (no measuring: the numbers of a "
+            "reference machine), or auto: smoke on a CPU, full on an accelerator.",
+        ),
+    ] = "auto",
+    only: Annotated[
+        str | None,
+        typer.Option(
+            envvar="ONLY", help="One chapter and what it needs: --only 01_hardware_exploration.", show_default="all"
+        ),
+    ] = None,
+    data_source: Annotated[
+        str,
+        typer.Option(
+            envvar="DATA_SOURCE",
+            help="mirror (folder in HYPERION_DATA_MIRROR), cache, download or synthetic; auto takes the first there is.",
+        ),
+    ] = "auto",
+    run: Annotated[
+        str | None,
+        typer.Option(
+            envvar="RUN",
+            help="`new` starts a run, another name continues or starts that one under results/.",
+            show_default="the newest of the same profile, data source, seed, device and versions",
+        ),
+    ] = None,
+    time_budget: Annotated[
+        str | None,
+        typer.Option(
+            envvar="TIME_BUDGET",
+            help="Stop cleanly rather than take longer: 360, 6m, 1h30m. A later call goes on.",
+            show_default="no end",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(envvar="SEED", help="Seeds everything that is drawn.")] = 0,
+    replay_of: Annotated[
+        str | None,
+        typer.Option(
+            envvar="REPLAY_OF",
+            help="With profile replay: the reference machine.",
+            show_default="the first that holds the chapter",
+        ),
+    ] = None,
+) -> None:
+    """Execute the notebooks in order; a second call runs only what failed or changed.
+
+    Results go to results/<run>/ (HYPERION_RESULTS names another folder): rows, samples, tables and pictures by subject,
+    executed notebooks and their HTML. results/latest points to the newest finished run.
+
+    Exit codes: 0 all done; 1 a notebook failed (the others went on); 2 the request cannot be met; 3 the time budget ended
+    first; 130 or 143 stopped by Ctrl-C or SIGTERM. After each of them the same command goes on where it ended.
+    """
+    from hyperion.reproduce import Request
+    from hyperion.reproduce import reproduce as run_book
+    from hyperion.reproduce.stopping import seconds_of
+
+    # An empty variable (make passes those) is one not given.
+    request = Request(
+        profile=profile or "auto",
+        data_source=data_source or "auto",
+        only=only or None,
+        run=run or None,
+        time_budget_s=seconds_of(time_budget) if time_budget else None,
+        seed=seed,
+        replay_of=replay_of or None,
+    )
+    raise typer.Exit(run_book(request))
+
+
+@app.command()
+def compare(
+    a: Annotated[str, typer.Argument(help="The earlier run, or a folder of at least five relaunches of it.")],
+    b: Annotated[str, typer.Argument(help="The later run, or a folder of relaunches.")],
+    everything: Annotated[bool, typer.Option("--all", help="Also list what stayed the same.")] = False,
+) -> None:
+    """Compare two runs, metric by metric; exit code 1 on a confirmed regression.
+
+    A change is confirmed over at least five relaunches a side, at 5 % after Holm's correction, when it exceeds 3 % and the
+    spread between relaunches. With fewer relaunches it is listed as unconfirmed.
+    """
+    from hyperion.results import compare as compare_runs
+    from hyperion.results import relaunches
+
+    side_a, side_b = relaunches(a), relaunches(b)
+    compared = compare_runs(side_a, side_b)
+    table = Table(*("variant", "metric", "A", "B", "change", "spread", "p (Holm)", "verdict"), pad_edge=False)
+    for c in compared:
+        if everything or c.verdict != "same":
+            p = "" if c.p_value is None else f"{c.p_value:.2g}"
+            numbers = (f"{c.median_a:.5g}", f"{c.median_b:.5g}", f"{c.change:+.1%}", f"{c.spread:.1%}", p)
+            table.add_row(c.name.replace("[", "\\["), c.metric, *numbers, c.verdict)
+    console = _console()
+    if table.row_count:
+        console.print(table)
+    counts = {v: sum(c.verdict == v for c in compared) for v in ("regression", "improvement", "unconfirmed", "same")}
+    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    console.print(f"{len(compared)} values, {len(side_a)} against {len(side_b)} relaunches: {told}", markup=False)
+    if counts["regression"]:
+        raise typer.Exit(_REGRESSION)
+
+
+@app.command()
+def verify(run: RunName = "latest") -> None:
+    """Check every file of a run against its manifest and every row against its metric's rules."""
+    from hyperion.results import Run, find_run
+
+    store = Run.open(find_run(run))
+    names = store.verify()
+    print(f"{store.folder}: {len(names)} files and {len(store.rows())} rows are as they were written")
+
+
+@app.command()
+def report(run: RunName = "latest") -> None:
+    """Write a run's report: one HTML page of tables and pictures, made from its rows alone."""
+    from hyperion.book import write_report
+    from hyperion.results import Run, find_run
+
+    print(f"report: {write_report(Run.open(find_run(run)))}")
+
+
+@app.command()
+def fetch() -> None:
+    """Stage all data and tokenizers while there is a network; afterwards nothing needs one."""
+    from hyperion.data import fetch_all
+
+    _report_of(fetch_all())
+
+
+@app.command("verify-data")
+def verify_data() -> None:
+    """Check the prepared data in data/processed/: hashes, token ids, labels and pixels."""
+    from hyperion.data import verify_processed
+
+    _report_of(verify_processed())
+
+
+@app.command()
+def lab(
+    port: Annotated[
+        int | None, typer.Option(help="Port on loopback.", show_default="the first free one from 8888")
+    ] = None,
+) -> None:
+    """JupyterLab on this checkout, on loopback with a token; prints the ssh line for a remote node."""
+    from hyperion.paths import project_root
+    from hyperion.reproduce.lab import serve_lab
+
+    serve_lab(project_root(), port)
+
+
+@app.command()
+def doctor() -> None:
+    """Check this machine and installation; each finding comes with its evidence and its remedy."""
+    from hyperion.doctor import run_checks
+
+    colours = {"ok": "green", "warn": "yellow", "fail": "red"}
+    console, results = _console(), run_checks()
+    for result in results:
+        colour = colours.get(result.status, "white")
+        console.print(f"[{colour}]{result.status:<5}[/] {result.id}: ", end="")
+        console.print(result.evidence, markup=False, highlight=False, soft_wrap=True)
+        if result.remedy:
+            console.print(f"      next:  {result.remedy}", markup=False, highlight=False, soft_wrap=True)
+    if any(result.status == "fail" for result in results):
+        raise typer.Exit(1)
+
+
+@app.command()
+def env() -> None:
+    """Print this machine's fingerprint as it goes into run.json: versions, device, driver."""
+    import json
+
+    from hyperion.hardware import fingerprint
+
+    print(json.dumps(fingerprint(), indent=1, sort_keys=True))
+
+
+@app.command()
+def clean(
+    runs: Annotated[
+        bool, typer.Option("--runs", help="Also your own runs under results/ (never results/reference/).")
+    ] = False,
+    data: Annotated[bool, typer.Option("--data", help="Also downloaded and prepared data.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list.")] = False,
+) -> None:
+    """Remove caches and build products; runs and data only when asked. Nothing in git is touched."""
+    from hyperion.paths import data_folder, project_root, results_folder
+    from hyperion.reproduce.housekeeping import removable, remove
+
+    for path in removable(project_root(), results_folder(), data_folder(), runs=runs, staged_data=data):
+        if not dry_run:
+            remove(path)
+        print(f"{'would remove' if dry_run else 'removed'} {path}")
+
+
+@app.command()
+def publish(
+    run: RunName,
+    name: Annotated[str, typer.Argument(help="The machine's name: h200.")],
+) -> None:
+    """Make a run the reference of a machine, results/reference/NAME/, for everybody to replay and compare with."""
+    from hyperion.reproduce.publishing import publish as publish_run
+    from hyperion.results import Run, find_run
+
+    folder, left_out = publish_run(Run.open(find_run(run)), name)
+    print(f"published: {folder}")
+    if left_out:
+        print(f"left out for their size: {', '.join(left_out)}")
+
+
+def _report_of(reports: list) -> None:
+    for entry in reports:
+        print(f"{entry.status:<7} {entry.name}: {entry.detail}")
+    if any(entry.status != "ok" for entry in reports):
+        raise typer.Exit(1)
+
+
+def _console() -> Console:
+    """Standard output; where it is no terminal, wide enough for its tables."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

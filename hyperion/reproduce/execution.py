@@ -1,0 +1,123 @@
+"""Execute one notebook with papermill and say what came of it."""
+
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hyperion.reproduce.kernels import KERNEL, kernel_manager_class
+from hyperion.reproduce.notebooks import Notebook
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a notebook failed.
+
+    Args:
+        summary: one line.
+        cell: number of the cell as the executed copy shows it, In [n]; None when no cell is to blame.
+        traceback: text of the kernel's traceback, "" when there is none.
+    """
+
+    summary: str
+    cell: int | None = None
+    traceback: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An executed notebook (an nbformat node, None when the kernel never started) and its fault, if it had one."""
+
+    document: object | None
+    fault: Fault | None
+
+
+def execute(
+    notebook: Notebook,
+    parameters: dict,
+    scratch: Path,
+    *,
+    on_cell: Callable[[int], object],
+    on_line: Callable[[str], object],
+) -> Outcome:
+    """Run a notebook from a fresh kernel, in its own folder as JupyterLab does.
+
+    Args:
+        parameters: values for the cell tagged `parameters`.
+        scratch: node-local folder for the kernel's files.
+        on_cell: called before each code cell with the number of code cells done. What it raises ends the notebook.
+        on_line: called with each line of output that a reader of the driver's output must see.
+    """
+    import papermill
+    from nbclient.exceptions import CellTimeoutError, DeadKernelError
+    from papermill.exceptions import PapermillExecutionError
+
+    copy = scratch / notebook.path.name
+    done = 0
+
+    def cell_starts(cell, cell_index: int) -> None:
+        on_cell(done)
+
+    def cell_executed(cell, cell_index: int, execute_reply) -> None:
+        nonlocal done
+        done += 1
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # nbformat and papermill on themselves; the kernel's own warnings are output
+            papermill.execute_notebook(
+                notebook.path,
+                copy,
+                parameters=parameters,
+                kernel_name=KERNEL,
+                cwd=notebook.path.parent,
+                progress_bar=False,
+                autosave_cell_every=0,
+                stdout_file=LineFilter(on_line),
+                stderr_file=LineFilter(on_line),
+                kernel_manager_class=kernel_manager_class(scratch),
+                on_cell_start=cell_starts,
+                on_cell_executed=cell_executed,
+            )
+        fault = None
+    except PapermillExecutionError as error:
+        trace = _COLOURS.sub("", "\n".join(error.traceback))
+        fault = Fault(f"{error.ename}: {error.evalue}".strip(), error.exec_count, trace)
+    except (DeadKernelError, CellTimeoutError) as error:
+        fault = Fault(f"the kernel died: {error}. Out of memory? `dmesg` and the batch system's log tell.", done + 1)
+    except RuntimeError as error:  # nbclient: the kernel did not come up
+        fault = Fault(f"the kernel did not start: {error}")
+    return Outcome(_read(copy), fault)
+
+
+class LineFilter:
+    """Takes a cell's output as it comes and passes on the lines that must not drown in the executed copy.
+
+    These are lines that start with BANNER or WARNING, and blocks fenced by lines of `=`, as the data room announces its
+    source.
+    """
+
+    def __init__(self, on_line: Callable[[str], object]):
+        self._on_line, self._rest, self._fenced = on_line, "", False
+
+    def write(self, text: str) -> None:
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            fence = len(line) >= 40 and not line.strip("=")
+            if fence or self._fenced or line.startswith(("BANNER", "WARNING")):
+                self._on_line(line)
+            self._fenced = self._fenced != fence
+
+    def flush(self) -> None:
+        """Nothing is held back but an unfinished line."""
+
+
+def _read(copy: Path) -> object | None:
+    import nbformat
+
+    return nbformat.read(copy, as_version=4) if copy.is_file() else None

@@ -1,0 +1,64 @@
+"""What is kept of an executed notebook besides its rows, and how its fault is told."""
+
+import hashlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import hyperion
+from hyperion.dependencies import reached_source_hash
+from hyperion.reproduce.execution import Fault
+from hyperion.reproduce.ledger import Ledger
+from hyperion.reproduce.notebooks import Notebook
+from hyperion.reproduce.pages import kept_copy, page
+from hyperion.results import rows_to_csv
+
+_LINES_OF_TRACEBACK = 40
+
+
+def kept_files(notebook: Notebook, document, folder: Path, root: Path) -> dict[str, bytes]:
+    """The executed copy and its page, by path in the run; the machine's own paths are replaced in both."""
+    import nbformat
+
+    package = Path(hyperion.__file__).resolve().parent.parent
+    replacements = {str(folder): f"results/{folder.name}", str(root): ".", str(package): "."}
+    replacements |= {sys.prefix: "<python>", sys.base_prefix: "<python>"}
+    home = os.path.expanduser("~")
+    if home != "/":
+        replacements[home] = "~"
+    copy = kept_copy(document, replacements)
+    return {
+        f"notebooks/{notebook.stem}.ipynb": nbformat.writes(copy).encode(),
+        f"notebooks/{notebook.stem}.html": page(copy, notebook.stem).encode(),
+    }
+
+
+def show_fault(say: Callable[[str], object], notebook: Notebook, fault: Fault, folder: Path) -> None:
+    """Tell what failed, in which cell, and where the executed copy lies."""
+    cell = "" if fault.cell is None else f", cell In [{fault.cell}]"
+    say(f"FAILED {notebook.path.parent.name}/{notebook.path.name}{cell}: {fault.summary}")
+    for line in fault.traceback.splitlines()[-_LINES_OF_TRACEBACK:]:
+        say(f"    {line}")
+    say(f"    the executed copy: {folder / 'notebooks' / notebook.path.name}")
+
+
+def export_subjects(ledger: Ledger) -> str:
+    """Have the book write the run's tables and pictures by subject, unless they were made from these very rows.
+
+    Returns:
+        "" or the traceback: a picture that cannot be drawn must not cost the measurements still to come.
+    """
+    rows = hashlib.sha256(rows_to_csv(ledger.run.rows()).encode()).hexdigest()[:16]
+    digest = f"{rows} {reached_source_hash('hyperion.book')}"
+    if ledger.exported == digest:
+        return ""
+    try:
+        from hyperion.book import export_run
+
+        export_run(ledger.run)
+    except Exception:
+        return f"FAILED to export tables and pictures:\n{traceback.format_exc()}"
+    ledger.keep_exported(digest)
+    return ""

@@ -1,0 +1,94 @@
+"""The kernel a notebook runs in: this very interpreter and this checkout, whatever else the machine has installed."""
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import hyperion
+
+KERNEL = "python3"
+# A Unix socket's name has at most 107 bytes; jupyter_client appends "/kernel-ipc-5" to the folder's.
+_LONGEST_FOLDER = 80
+
+
+def library_environment() -> dict[str, str]:
+    """This process's whole environment, with this checkout importable and the user's own site packages left out."""
+    checkout = str(Path(hyperion.__file__).resolve().parent.parent)
+    path = os.pathsep.join(filter(None, [checkout, os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONNOUSERSITE": "1"}
+
+
+def scratch_folder() -> tempfile.TemporaryDirectory:
+    """A folder on this node, for this call only: sockets, Jupyter's run-time files, the executed copy in the making."""
+    base = tempfile.gettempdir()
+    return tempfile.TemporaryDirectory(
+        prefix="hyperion-", dir=base if len(base) < _LONGEST_FOLDER - 20 else "/tmp", ignore_cleanup_errors=True
+    )
+
+
+def kernel_manager_class(scratch: Path) -> type:
+    """A kernel manager that knows one kernel, this interpreter, and talks to it over Unix sockets in `scratch`.
+
+    Sockets in a private folder, unlike TCP ports, neither collide with another call's nor are open to a shared node's
+    other users.
+    """
+    from jupyter_client.kernelspec import KernelSpecManager
+    from jupyter_client.manager import AsyncKernelManager
+    from traitlets import default
+
+    folder = scratch / "kernels" / KERNEL
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "kernel.json").write_text(json.dumps(_specification(scratch)))
+
+    class ThisInterpreter(AsyncKernelManager):
+        @default("kernel_spec_manager")
+        def _only_ours(self) -> KernelSpecManager:
+            return KernelSpecManager(kernel_dirs=[str(scratch / "kernels")], ensure_native_kernel=False)
+
+        @default("transport")
+        def _sockets(self) -> str:
+            return "ipc"
+
+        @default("connection_file")
+        def _in_scratch(self) -> str:
+            return str(scratch / "kernel.json")
+
+    return ThisInterpreter
+
+
+def _specification(scratch: Path) -> dict:
+    ours = library_environment()
+    own = {
+        "PYTHONPATH": ours["PYTHONPATH"],
+        "PYTHONNOUSERSITE": ours["PYTHONNOUSERSITE"],
+        # No start-up files or locks from a home folder that other nodes share.
+        "IPYTHONDIR": str(scratch / "ipython"),
+        "JUPYTER_RUNTIME_DIR": str(scratch / "jupyter"),
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        **_node_local_caches(scratch),
+    }
+    return {
+        # ipykernel's own log: on a stop it tells of sockets it was about to close. What cells print is not its log.
+        "argv": [sys.executable, "-s", "-m", "ipykernel_launcher", "--log-level=CRITICAL", "-f", "{connection_file}"],
+        "display_name": "Python 3 (ipykernel)",
+        "language": "python",
+        # jupyter_client expands $NAME in these values.
+        "env": {name: value.replace("$", "$$") for name, value in own.items()},
+    }
+
+
+def _node_local_caches(scratch: Path) -> dict[str, str]:
+    """Folders for compilers' caches that outlive this call, on this node, where the user named none."""
+    folder = Path(tempfile.gettempdir()) / f"hyperion-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():  # somebody else took the name: trust nothing in it
+        folder = scratch / "caches"
+    names = {
+        "TRITON_CACHE_DIR": "triton",
+        "TORCHINDUCTOR_CACHE_DIR": "inductor",
+        "MIOPEN_USER_DB_PATH": "miopen",
+        "MIOPEN_CUSTOM_CACHE_DIR": "miopen",
+    }
+    return {name: str(folder / sub) for name, sub in names.items() if name not in os.environ}

@@ -1,0 +1,88 @@
+"""What a run remembers of each notebook, so that the next call knows what is left to do."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hyperion.results import Run, StoreError
+
+LEDGER = "reproduce.json"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One notebook's latest go in a run.
+
+    Args:
+        status: done, failed, interrupted or unfinished.
+        hash: what the result depends on, as `hashes.notebook_hash` gives it.
+        seconds: wall time of that go.
+        rows: rows it left in the run.
+        note: one line on a failure.
+    """
+
+    status: str
+    hash: str
+    seconds: float
+    rows: int
+    note: str = ""
+
+
+class Ledger:
+    """The notebooks of one run and the setting they share; each change is one transaction with the files it is about."""
+
+    def __init__(self, run: Run, setting: dict, entries: dict[str, Entry], exported: str = ""):
+        self.run, self.setting, self.entries = run, setting, entries
+        self.exported = exported  # digest of the rows and the code that the tables and pictures were last made from
+
+    @classmethod
+    def new(cls, run: Run, setting: dict) -> "Ledger":
+        ledger = cls(run, setting, {})
+        run.write({LEDGER: ledger._content()})
+        return ledger
+
+    @classmethod
+    def of(cls, run: Run) -> "Ledger":
+        """The ledger of an existing run.
+
+        Raises:
+            StoreError: it was edited.
+        """
+        content = json.loads(run.read(LEDGER))
+        entries = {stem: Entry(**entry) for stem, entry in content["notebooks"].items()}
+        return cls(run, content["setting"], entries, content["exported"])
+
+    def keep(self, stem: str, entry: Entry, files: dict[str, bytes] | None = None) -> None:
+        """Write a notebook's entry together with its executed copy."""
+        self.entries[stem] = entry
+        self.run.write({**(files or {}), LEDGER: self._content()})
+
+    def keep_exported(self, digest: str) -> None:
+        """Write down what the tables and pictures were made from."""
+        self.exported = digest
+        self.run.write({LEDGER: self._content()})
+
+    def is_done(self, stem: str, digest: str) -> bool:
+        """Whether the notebook finished in this run and nothing it depends on has changed since."""
+        entry = self.entries.get(stem)
+        return entry is not None and (entry.status, entry.hash) == ("done", digest)
+
+    def _content(self) -> bytes:
+        entries = {stem: asdict(entry) for stem, entry in self.entries.items()}
+        content = {"setting": self.setting, "notebooks": entries, "exported": self.exported}
+        return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
+
+
+def peek(folder: Path) -> dict:
+    """A run's ledger as it stands on disk, for choosing among runs; nothing is verified yet.
+
+    Raises:
+        StoreError: it is no ledger.
+    """
+    path = folder / LEDGER
+    try:
+        content = json.loads(path.read_text())
+        return {"setting": dict(content["setting"]), "notebooks": dict(content["notebooks"])}
+    except (ValueError, KeyError, TypeError) as error:
+        remedy = "start afresh with RUN=new, or delete that run"
+        raise StoreError(f"edited or damaged: {error!r}", where=path, next_step=remedy) from error

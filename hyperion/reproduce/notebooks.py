@@ -1,0 +1,138 @@
+"""The book: which notebooks there are, in which order, and what each needs and produces."""
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hyperion.errors import HyperionError
+
+_REMEDY = (
+    'give the notebook metadata {"hyperion": {"needs": [], "optional": [], "produces": [...], "time_budget_s": {...}}}'
+)
+# What a notebook is expected to take where its metadata name no time for the profile (a replay, say).
+DEFAULT_SECONDS = 60.0
+
+
+class BookError(HyperionError):
+    """A notebook that cannot be read or placed in the book, or a chapter that does not exist."""
+
+
+@dataclass(frozen=True)
+class Notebook:
+    """One chapter as it lies in the checkout.
+
+    Args:
+        path: the .ipynb file.
+        needs: stems of the notebooks that must have finished before.
+        optional: stems of notebooks whose rows are used when they are there.
+        produces: experiments whose rows it must leave behind.
+        time_budget_s: seconds it may take, by profile.
+        cells: (cell type, source) in order.
+    """
+
+    path: Path
+    needs: tuple[str, ...]
+    optional: tuple[str, ...]
+    produces: tuple[str, ...]
+    time_budget_s: dict[str, float] = field(hash=False)
+    cells: tuple[tuple[str, str], ...] = field(repr=False)
+
+    @property
+    def stem(self) -> str:
+        return self.path.stem
+
+    @property
+    def code(self) -> list[str]:
+        """Sources of the code cells that have any."""
+        return [source for kind, source in self.cells if kind == "code" and source.strip()]
+
+    def budget_s(self, profile: str) -> float:
+        """Seconds the metadata give it in a profile."""
+        return float(self.time_budget_s.get(profile, DEFAULT_SECONDS))
+
+
+def read_book(root: Path) -> list[Notebook]:
+    """The notebooks of a checkout in the book's order: phase by phase, each by file name.
+
+    Raises:
+        BookError: no notebook, one that is no JSON or lacks its metadata, two of the same name, or a need that is
+            unknown or stands later in the book.
+    """
+    paths = sorted(root.glob("phase*/[0-9][0-9]_*.ipynb"), key=lambda path: (_phase_number(path), path.name))
+    if not paths:
+        raise BookError("no notebooks here", where=root / "phase*", next_step="run this inside a checkout of Hyperion")
+    book = [read_notebook(path) for path in paths]
+    seen: list[str] = []
+    for notebook in book:
+        if notebook.stem in seen:
+            raise BookError(
+                f"two notebooks are called {notebook.stem}", where=notebook.path, next_step="rename one of them"
+            )
+        for need in (*notebook.needs, *notebook.optional):
+            if need not in seen:
+                remedy = f"name a chapter that stands before it: {', '.join(seen) or 'there is none'}"
+                raise BookError(
+                    f"{notebook.stem} builds on {need!r}, which is no earlier chapter",
+                    where=notebook.path,
+                    next_step=remedy,
+                )
+        seen.append(notebook.stem)
+    return book
+
+
+def read_notebook(path: Path) -> Notebook:
+    """One notebook with its metadata.
+
+    Raises:
+        BookError: the file is no notebook, or its metadata lack what the book needs to know.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        cells = tuple((cell["cell_type"], "".join(cell["source"])) for cell in document["cells"])
+        metadata = document["metadata"].get("hyperion")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BookError(
+            f"not a notebook: {error!r}", where=path, next_step="restore it: git checkout -- <file>"
+        ) from error
+    if not isinstance(metadata, dict):
+        raise BookError("notebook lacks metadata.hyperion", where=path, next_step=_REMEDY)
+    try:
+        return Notebook(
+            path=path,
+            needs=tuple(metadata["needs"]),
+            optional=tuple(metadata.get("optional", ())),
+            produces=tuple(metadata["produces"]),
+            time_budget_s={profile: float(seconds) for profile, seconds in metadata["time_budget_s"].items()},
+            cells=cells,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise BookError(f"metadata.hyperion is incomplete: {error!r}", where=path, next_step=_REMEDY) from error
+
+
+def select(book: list[Notebook], only: str | None) -> list[Notebook]:
+    """The whole book, or one chapter and all it needs, in the book's order.
+
+    Args:
+        only: a chapter's stem; its file name or path will do as well.
+
+    Raises:
+        BookError: no such chapter; the message lists them.
+    """
+    if not only:
+        return book
+    by_stem = {notebook.stem: notebook for notebook in book}
+    wanted = Path(only).name.removesuffix(".ipynb")
+    if wanted not in by_stem:
+        raise BookError(f"no chapter {only!r}", next_step=f"use ONLY= with one of: {', '.join(by_stem)}")
+    waiting, chosen = [wanted], set()
+    while waiting:
+        stem = waiting.pop()
+        chosen.add(stem)
+        waiting.extend(need for need in by_stem[stem].needs if need not in chosen)
+    return [notebook for notebook in book if notebook.stem in chosen]
+
+
+def _phase_number(path: Path) -> tuple[int, str]:
+    number = re.match(r"phase(\d+)", path.parent.name)
+    return (int(number.group(1)) if number else 0, path.parent.name)

@@ -1,0 +1,135 @@
+"""Which run folder does this call work in? Its own, whole, and no other live call's."""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from hyperion.errors import HyperionError
+from hyperion.reproduce.ledger import LEDGER, Ledger, peek
+from hyperion.results import Run, StoreError, new_run_folder
+from hyperion.results.files import make_folder
+from hyperion.results.folders import checked_name
+
+NEW = "new"
+_DRIVER_LOCK = ".driver.lock"
+
+
+@contextlib.contextmanager
+def claimed_run(results: Path, name: str | None, setting: dict, information: dict) -> Iterator[tuple[Ledger, bool]]:
+    """Continue a run or start one, and keep every other call out of it until the end.
+
+    Args:
+        results: folder of all runs.
+        name: None continues the newest run of the same setting; `new` starts one; anything else names the run.
+        setting: profile, data source, seed, device and versions; runs of another setting are not continued.
+        information: run.json of a new run.
+
+    Yields:
+        The run's ledger, and whether the run was there before.
+
+    Raises:
+        HyperionError: the named run is in use or has another setting.
+        StoreError: the folder cannot be written, or a file of the run to be continued was edited.
+    """
+    make_folder(results)
+    if name and name != NEW:
+        folder, lock = _claim_named(results / checked_name(name))
+    else:
+        folder, lock = _claim_newest(results, setting) if name is None else (None, None)
+        if folder is None:
+            folder = new_run_folder(setting["profile"], results)
+            lock = _try_lock(folder)
+    try:
+        existed = (folder / "run.json").is_file()
+        yield (_continued(folder, setting) if existed else _started(folder, setting, information)), existed
+    finally:
+        os.close(lock)
+
+
+def earlier_seconds(results: Path, setting: dict, stem: str) -> float | None:
+    """What a notebook took in the newest run of this setting in which it finished; None when there is none."""
+    for path in _newest_first(results):
+        ledger = peek(path.parent)
+        entry = ledger["notebooks"].get(stem)
+        if ledger["setting"] == setting and entry is not None and entry["status"] == "done":
+            return entry["seconds"]
+    return None
+
+
+def in_use(folder: Path) -> bool:
+    """Whether a live call works in this run folder."""
+    if not (folder / _DRIVER_LOCK).exists():
+        return False
+    lock = _try_lock(folder)
+    if lock is None:
+        return True
+    os.close(lock)
+    return False
+
+
+def _claim_named(folder: Path) -> tuple[Path, int]:
+    make_folder(folder)
+    lock = _try_lock(folder)
+    if lock is None:
+        remedy = "wait for it, or choose another name: RUN=<name>, RUN=new"
+        raise HyperionError("another call is working in this run", where=folder, next_step=remedy)
+    return folder, lock
+
+
+def _claim_newest(results: Path, setting: dict) -> tuple[Path | None, int | None]:
+    """The newest run of this setting that no live call works in."""
+    for path in _newest_first(results):
+        if peek(path.parent)["setting"] == setting:
+            lock = _try_lock(path.parent)
+            if lock is not None:
+                return path.parent, lock
+    return None, None
+
+
+def _newest_first(results: Path) -> list[Path]:
+    ledgers = [path for path in results.glob(f"*/{LEDGER}") if not path.parent.is_symlink()]
+    return sorted(ledgers, key=lambda path: (path.parent / "run.json").stat().st_mtime_ns, reverse=True)
+
+
+def _try_lock(folder: Path) -> int | None:
+    """A lock that the system gives back when this process ends, however it ends. None when another call holds it."""
+    lock = os.open(folder / _DRIVER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    return lock
+
+
+def _started(folder: Path, setting: dict, information: dict) -> Ledger:
+    try:
+        return Ledger.new(Run.create(folder, information), setting)
+    except BaseException:
+        # A folder without a run in it would only puzzle; what else is in it is not ours.
+        with contextlib.suppress(OSError):
+            for name in (_DRIVER_LOCK, ".lock"):
+                (folder / name).unlink(missing_ok=True)
+            folder.rmdir()
+        raise
+
+
+def _continued(folder: Path, setting: dict) -> Ledger:
+    run = Run.open(folder)
+    try:
+        run.verify()
+    except HyperionError as error:
+        remedy = "start afresh with RUN=new (an edited result is never built upon), or restore the file"
+        raise StoreError(f"this run cannot be continued: {error.what}", where=error.where, next_step=remedy) from error
+    if not (folder / LEDGER).is_file():
+        return Ledger.new(run, setting)
+    ledger = Ledger.of(run)
+    differing = [key for key in setting if ledger.setting.get(key) != setting[key]]
+    if differing:
+        told = ", ".join(f"{key} {ledger.setting.get(key)!r} there, {setting[key]!r} now" for key in differing)
+        raise HyperionError(
+            f"the run has another setting: {told}", where=folder, next_step="name another run, or RUN=new"
+        )
+    return ledger
