@@ -89,8 +89,9 @@ def _bigram_terms(
     place = np.minimum(np.searchsorted(pairs, keys), len(pairs) - 1)
     count = np.where(pairs[place] == keys, pair_counts[place], 0)
     seen = before_counts[before]
-    bigram = count / np.maximum(seen, 1)
-    terms = np.column_stack([bigram, _unigram_terms(train, tokens, vocab_size)])
+    lower = _unigram_terms(train, tokens, vocab_size)
+    bigram = np.where(seen > 0, count / np.maximum(seen, 1), lower[:, 0])  # after a token never seen: the unigram
+    terms = np.column_stack([bigram, lower])
     return terms, np.searchsorted(BUCKET_EDGES, seen, side="right")
 
 

@@ -4,6 +4,7 @@ import io
 import pickle
 import tarfile
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -13,7 +14,7 @@ FLAT_PIXELS = (125, 123, 114)  # the channel means of CIFAR-10, as levels
 class Python2Pickler(pickle._Pickler):
     """Writes what Python 2 and NumPy 1 wrote: byte strings, and NumPy's old module names."""
 
-    dispatch = dict(pickle._Pickler.dispatch)
+    dispatch: ClassVar = dict(pickle._Pickler.dispatch)
 
     def save_bytes(self, content: bytes) -> None:
         self.write(b"T" + len(content).to_bytes(4, "little") + content)

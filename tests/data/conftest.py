@@ -1,4 +1,4 @@
-"""A data folder of its own for every test, hosts that answer, refuse or keep silent, and a full-size archive of CIFAR-10's layout."""
+"""A data folder for every test, hosts that answer, refuse or keep silent, and a full-size CIFAR-10 archive."""
 
 import functools
 import http.server

@@ -12,19 +12,19 @@ from hyperion.data.staging import cache_root
 def test_a_silent_host_is_given_up_and_remembered(silent):
     address, accepted = silent
     for _ in range(2):
-        with pytest.raises(DataUnavailable, match="no answer|timed out") as caught:
+        with pytest.raises(DataUnavailable, match=r"no answer|timed out") as caught:
             network.require_network(address)
         assert address in str(caught.value) and "make fetch" in str(caught.value)
     assert len(accepted) == 1
 
 
 def test_a_refused_port_is_named(refused):
-    with pytest.raises(DataUnavailable, match=f"no network: {refused}/ .*refused"):
+    with pytest.raises(DataUnavailable, match=rf"no network: {refused}/ .*refused"):
         network.require_network(refused)
 
 
 def test_a_name_that_does_not_resolve_is_named():
-    with pytest.raises(DataUnavailable, match="no network: http://host.invalid/"):
+    with pytest.raises(DataUnavailable, match=r"no network: http://host.invalid/"):
         network.require_network("http://host.invalid/file")
 
 
@@ -54,7 +54,7 @@ def test_a_download_with_the_right_checksum_arrives(serve, tmp_path):
 def test_a_download_with_a_wrong_checksum_is_quarantined(serve, tmp_path):
     (tmp_path / "served").mkdir()
     (tmp_path / "served" / "file.bin").write_bytes(b"a login page")
-    with pytest.raises(DataUnavailable, match="expected 00; kept as quarantine/copy.bin"):
+    with pytest.raises(DataUnavailable, match=r"expected 00; kept as quarantine/copy.bin"):
         network.download(serve(tmp_path / "served") + "/file.bin", tmp_path / "copy.bin", md5="00")
     assert not (tmp_path / "copy.bin").exists()
     (kept,) = (cache_root() / "quarantine").iterdir()
@@ -85,7 +85,7 @@ class _Stalling(_Interrupted):
 
 
 def test_a_download_that_breaks_off_is_an_error(serve, tmp_path):
-    with pytest.raises(DataUnavailable, match="10 of 1000 bytes|IncompleteRead|10 bytes read"):
+    with pytest.raises(DataUnavailable, match=r"10 of 1000 bytes|IncompleteRead|10 bytes read"):
         network.download(serve(tmp_path, _Interrupted) + "/file", tmp_path / "copy.bin")
 
 

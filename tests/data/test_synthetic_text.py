@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 
@@ -58,7 +60,7 @@ def test_the_likelihood_of_a_text_is_computed_word_by_word():
     lines = LANGUAGE.sample(3, seed=1)
     ranks, q, p = LANGUAGE.ranks(lines), LANGUAGE.probabilities, LANGUAGE.echo_probability
     total = -sum(np.log(q[rank]) for rank in ranks[0])
-    for above, row in zip(ranks, ranks[1:], strict=False):
+    for above, row in itertools.pairwise(ranks):
         total -= sum(np.log(p * (x == y) + (1 - p) * q[y]) for x, y in zip(above, row, strict=True))
     assert LANGUAGE.true_negative_log_likelihood(lines) == pytest.approx(total)
 
@@ -77,7 +79,7 @@ def test_the_floor_lies_well_below_what_short_histories_reach():
     assert floor <= LANGUAGE.unigram_entropy_nats_per_unit() - 1
     assert floor <= LANGUAGE.bigram_entropy_nats_per_unit() - 0.5
     entropies = [LANGUAGE.ngram_entropy_nats_per_unit(order) for order in range(1, 17)]
-    assert all(a >= b for a, b in zip(entropies, entropies[1:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(entropies))
     assert entropies[0] - entropies[7] < 0.05, "eight units of history tell only where the line ends"
     assert entropies[15] == pytest.approx(LANGUAGE.unigram_entropy_nats_per_word() * 15 / 16)
     assert floor < entropies[15] - 2, "sixteen units do"

@@ -55,7 +55,7 @@ def test_damage_is_named_and_stops_auto(damaged):
     path = damaged / "wiki.test.tokens"
     content = path.read_bytes()
     path.write_bytes(content.removesuffix(b" \n"))
-    with pytest.raises(DataError, match="wiki.test.tokens has 4357 lines, expected 4358"):
+    with pytest.raises(DataError, match=r"wiki.test.tokens has 4357 lines, expected 4358"):
         load_wikitext2()
     path.write_bytes(content.replace(b"Robert", b"Rob ert", 1))
     with pytest.raises(DataError, match="245570 words with one <eos> a line, expected 245569"):
@@ -64,7 +64,7 @@ def test_damage_is_named_and_stops_auto(damaged):
     with pytest.raises(DataError, match="not UTF-8: byte 0xf6 at offset 6"):
         load_wikitext2()
     path.unlink()
-    with pytest.raises(DataError, match="cannot read wiki.test.tokens"):
+    with pytest.raises(DataError, match=r"cannot read wiki.test.tokens"):
         load_wikitext2()
 
 

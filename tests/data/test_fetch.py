@@ -1,0 +1,48 @@
+import shutil
+
+import pytest
+
+from hyperion.data import fetch_all, load_cifar10, load_tokenizer, load_wikitext2, prepare_images, verify_processed
+from hyperion.data.staging import cache_root
+from hyperion.data.synthetic_images import synthetic_images
+
+
+@pytest.mark.mirror
+def test_after_fetching_the_cache_serves_everything_without_a_connection(mirror, monkeypatch, silent):
+    monkeypatch.setenv("HYPERION_DATA_MIRROR", str(mirror))
+    assert [(report.name, report.status) for report in fetch_all()] == [
+        ("wikitext-2", "ok"),
+        ("gpt2 tokenizer", "ok"),
+        ("cifar-10", "ok"),
+    ]
+    assert {report.detail for report in fetch_all()} == {"present"}
+    monkeypatch.delenv("HYPERION_DATA_MIRROR")
+    address, accepted = silent
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    loaded = (load_wikitext2(), load_tokenizer("auto"), load_cifar10(url=address))
+    assert [thing.source for thing in loaded] == ["cache"] * 3 and not accepted
+
+
+def test_each_failure_is_reported_and_stops_nothing_else(refused):
+    reports = fetch_all(cifar10_url=refused + "/file")
+    assert [report.status for report in reports] == ["failed"] * 3
+    assert all("no network" in report.detail and "next:" in report.detail for report in reports)
+    assert not list(cache_root().iterdir())
+
+
+@pytest.mark.mirror
+def test_damage_in_the_cache_is_reported(mirror, monkeypatch, refused):
+    shutil.copytree(mirror / "wikitext-2", cache_root() / "wikitext-2")
+    (cache_root() / "wikitext-2" / "wiki.test.tokens").write_text("cut\n")
+    report = fetch_all(cifar10_url=refused + "/file")[0]
+    assert report.status == "failed" and "has 1 lines, expected 4358" in report.detail
+
+
+def test_products_are_verified():
+    assert verify_processed() == []
+    folder = prepare_images(synthetic_images({"train": 20, "test": 10})).folder
+    (report,) = verify_processed()
+    assert (report.name, report.status, report.detail) == (folder.name, "ok", "4 files, source synthetic")
+    (folder / "train_labels.npy").write_bytes(b"")
+    (report,) = verify_processed()
+    assert report.status == "failed" and "train_labels.npy holds 0 bytes" in report.detail

@@ -1,0 +1,159 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hyperion.data.faults import DataError
+from hyperion.data.loaders import ImageBatches, LanguageBatches, evaluation_windows
+from hyperion.data.packing import IGNORE_INDEX
+
+TOKENS = np.arange(1000, dtype=np.uint16)
+GENERATOR = np.random.default_rng(0)
+IMAGES = GENERATOR.integers(1, 256, (50, 3, 32, 32), dtype=np.uint8)
+LABELS = np.arange(50) % 10
+IDENTITY = ((0.0,) * 3, (1 / 255,) * 3)  # leaves the levels 0 .. 255 as they are
+
+
+def _language(seed: int = 0, **changes) -> LanguageBatches:
+    return LanguageBatches(**{"tokens": TOKENS, "sequence_length": 16, "batch_size": 4, "seed": seed} | changes)
+
+
+def _images(**changes) -> ImageBatches:
+    options = {
+        "images": IMAGES,
+        "labels": LABELS,
+        "batch_size": 8,
+        "normalisation": IDENTITY,
+        "augment": ("crop", "flip"),
+    }
+    return ImageBatches(**options | changes)
+
+
+def test_windows_are_shuffled_disjoint_and_one_ahead():
+    batches = _language()
+    inputs, targets = zip(*batches, strict=True)
+    inputs, targets = torch.cat(inputs), torch.cat(targets)
+    assert inputs.dtype == torch.int64 and inputs.shape == (4 * len(batches), 16)
+    assert torch.equal(targets, inputs + 1) and torch.equal(inputs[:, 1:], inputs[:, :-1] + 1)
+    assert len(inputs.unique()) == inputs.numel() >= 1000 - 2 * 16 - 4 * 16
+    assert not torch.equal(inputs[:, 0], inputs[:, 0].sort().values)
+    assert batches.tokens_per_batch == 64
+
+
+def test_epochs_differ_and_seeds_decide():
+    one, other = _language(), _language()
+    epochs = [torch.cat([inputs for inputs, _ in one]) for _ in range(2)]
+    assert not torch.equal(*epochs) and not torch.equal(epochs[0][:, 0] % 16, epochs[1][:, 0] % 16)
+    assert torch.equal(epochs[0], torch.cat([inputs for inputs, _ in other]))
+    assert not torch.equal(epochs[0], torch.cat([inputs for inputs, _ in _language(seed=1)]))
+
+
+@pytest.mark.parametrize("make", [_language, _images])
+@pytest.mark.parametrize("taken", [0, 1, 5, 6, 14, 15, 20])
+def test_resuming_gives_the_same_batches_bit_for_bit(make, taken):
+    whole, first, second = make(), make(), make()
+    expected = [whole.next_batch() for _ in range(taken + 20)][taken:]
+    for _ in range(taken):
+        first.next_batch()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for (x, y), (a, b) in zip(expected, (second.next_batch() for _ in range(20)), strict=True):
+        assert torch.equal(x, a) and torch.equal(y, b)
+
+
+def test_a_loop_over_epochs_goes_on_in_the_middle_and_at_the_end():
+    batches = _language()
+    size = len(batches)
+    for number, _ in enumerate(batches):
+        if number == 4:
+            state = batches.state_dict()
+    assert batches.state_dict() == {**state, "epoch": 1, "position": 0}
+    again = _language()
+    again.load_state_dict(state)
+    assert (again.epoch, again.position) == (0, 5)
+    assert len(list(again)) == size - 5 and len(list(again)) == size and again.epoch == 1
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"batch_size": 2}, {"tokens": TOKENS[:500]}, {"sequence_length": 8}])
+def test_a_state_of_other_data_is_refused(change):
+    with pytest.raises(DataError, match="loader state has"):
+        _language(**change).load_state_dict(_language().state_dict())
+
+
+def test_too_little_data_is_an_error():
+    with pytest.raises(DataError, match="fill no batch of 4"):
+        _language(tokens=TOKENS[:70])
+
+
+def test_images_are_normalised_with_the_given_statistics():
+    mean, deviation = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
+    batches = _images(normalisation=(mean, deviation), augment=(), shuffle=False)
+    images, labels = batches.next_batch()
+    expected = (IMAGES[:8] / 255 - np.reshape(mean, (1, 3, 1, 1))) / np.reshape(deviation, (1, 3, 1, 1))
+    assert images.dtype == torch.float32 and labels.dtype == torch.int64
+    np.testing.assert_allclose(images.numpy(), expected, atol=1e-5)
+    assert labels.tolist() == LABELS[:8].tolist()
+
+
+@pytest.mark.parametrize(("drop_last", "sizes"), [(True, [8] * 6), (False, [8] * 6 + [2])])
+def test_the_last_batch_is_dropped_or_kept(drop_last, sizes):
+    batches = _images(drop_last=drop_last)
+    assert len(batches) == len(sizes) and [len(labels) for _, labels in batches] == sizes
+
+
+def test_an_epoch_shows_every_image_once():
+    batches = _images(drop_last=False, augment=())
+    images = torch.cat([images for images, _ in batches]).round().to(torch.uint8).numpy()
+    assert {image.tobytes() for image in images} == {image.tobytes() for image in IMAGES}
+
+
+@pytest.mark.parametrize("augment", [("crop",), ("flip",), ("crop", "flip")])
+def test_augmented_images_are_shifts_and_flips_of_their_own_image(augment):
+    images, _ = _images(augment=augment, shuffle=False, batch_size=50, drop_last=False).next_batch()
+    found = images.round().to(torch.uint8).numpy()
+    padded = np.pad(IMAGES, ((0, 0), (0, 0), (4, 4), (4, 4)))
+    shifts = range(9) if "crop" in augment else [4]
+    flips, seen = (False, True) if "flip" in augment else (False,), set()
+    for image, border in zip(found, padded, strict=True):
+        candidates = {
+            (y, x, flip): border[:, y : y + 32, x : x + 32][:, :, :: -1 if flip else 1]
+            for y in shifts
+            for x in shifts
+            for flip in flips
+        }
+        matching = [key for key, candidate in candidates.items() if np.array_equal(candidate, image)]
+        assert len(matching) == 1
+        seen.update(matching)
+    assert len(seen) >= min(len(candidates), 20)
+
+
+def test_an_unknown_augmentation_is_an_error():
+    with pytest.raises(DataError, match=r"unknown augmentation \['mixup'\]"):
+        _images(augment=("mixup",))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 60), st.integers(1, 20), st.data())
+def test_every_token_is_scored_exactly_once_after_the_right_past(count, context, data):
+    stride = data.draw(st.integers(1, context))
+    tokens = np.arange(1, count + 1)
+    stream = [0, *range(1, count + 1)]
+    scored = []
+    for inputs, targets in evaluation_windows(tokens, context, stride, 0, batch_size=data.draw(st.integers(1, 4))):
+        assert inputs.shape == targets.shape and inputs.shape[1] == min(context, count)
+        for row, answers in zip(inputs.tolist(), targets.tolist(), strict=True):
+            assert row == stream[row[0] : row[0] + len(row)]
+            for position, (token, answer) in enumerate(zip(row, answers, strict=True)):
+                if answer != IGNORE_INDEX:
+                    assert answer == token + 1
+                    assert position >= min(token, context - stride), "too little of the past is visible"
+                    scored.append(answer)
+    assert sorted(scored) == tokens.tolist()
+
+
+@pytest.mark.parametrize(("tokens", "stride"), [(TOKENS, 0), (TOKENS, 9), (TOKENS[:0], 4)])
+def test_windows_that_would_leave_tokens_out_are_refused(tokens, stride):
+    with pytest.raises(DataError, match="cannot score every token once"):
+        next(evaluation_windows(tokens, 8, stride, 0))
