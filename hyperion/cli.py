@@ -24,7 +24,7 @@ RunName = Annotated[str, typer.Argument(help="A run: its folder or name, `latest
 def main() -> int:
     """Run the command line; returns the exit code. An error a user can put right is told in its own words."""
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="hyperion", standalone_mode=False)
     except HyperionError as error:
         print(f"hyperion: {error}", file=sys.stderr)
         return error.exit_code
@@ -44,8 +44,8 @@ def reproduce(
         str,
         typer.Option(
             envvar="PROFILE",
-            help="smoke (minutes on a CPU), full (real sizes), study (more seeds), replay (no measuring: the numbers of a "
-            "reference machine), or auto: smoke on a CPU, full on an accelerator.",
+            help="smoke (minutes on a CPU), full (real sizes), study (more seeds), replay (nothing measured: the numbers of "
+            "a reference machine), or auto: smoke on a CPU, full on an accelerator.",
         ),
     ] = "auto",
     only: Annotated[
@@ -58,7 +58,7 @@ def reproduce(
         str,
         typer.Option(
             envvar="DATA_SOURCE",
-            help="mirror (folder in HYPERION_DATA_MIRROR), cache, download or synthetic; auto takes the first there is.",
+            help="mirror (folder in HYPERION_DATA_MIRROR), cache, download or synthetic; auto: the first there is.",
         ),
     ] = "auto",
     run: Annotated[
@@ -92,8 +92,8 @@ def reproduce(
     Results go to results/<run>/ (HYPERION_RESULTS names another folder): rows, samples, tables and pictures by subject,
     executed notebooks and their HTML. results/latest points to the newest finished run.
 
-    Exit codes: 0 all done; 1 a notebook failed (the others went on); 2 the request cannot be met; 3 the time budget ended
-    first; 130 or 143 stopped by Ctrl-C or SIGTERM. After each of them the same command goes on where it ended.
+    Exit codes: 0 all done; 1 a notebook failed (the others went on); 2 the request cannot be met; 3 the time budget
+    ended first; 130 or 143 stopped by Ctrl-C or SIGTERM. After each of them the same command goes on where it ended.
     """
     from hyperion.reproduce import Request
     from hyperion.reproduce import reproduce as run_book
@@ -120,8 +120,8 @@ def compare(
 ) -> None:
     """Compare two runs, metric by metric; exit code 1 on a confirmed regression.
 
-    A change is confirmed over at least five relaunches a side, at 5 % after Holm's correction, when it exceeds 3 % and the
-    spread between relaunches. With fewer relaunches it is listed as unconfirmed.
+    A change is confirmed over at least five relaunches a side, at 5 % after Holm's correction, when it exceeds 3 % and
+    the spread between relaunches. With fewer relaunches it is listed as unconfirmed.
     """
     from hyperion.results import compare as compare_runs
     from hyperion.results import relaunches

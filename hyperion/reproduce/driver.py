@@ -14,8 +14,8 @@ from hyperion.paths import project_root, results_folder
 from hyperion.reproduce import summary
 from hyperion.reproduce.execution import Fault, execute
 from hyperion.reproduce.hashes import notebook_hash, rows_digest
-from hyperion.reproduce.kernels import scratch_folder
 from hyperion.reproduce.keeping import export_subjects, kept_files, show_fault
+from hyperion.reproduce.kernels import scratch_folder
 from hyperion.reproduce.ledger import Entry, Ledger
 from hyperion.reproduce.machine import Machine, ask_machine
 from hyperion.reproduce.notebooks import Notebook, read_book, select
@@ -227,7 +227,7 @@ class _Call:
         if self.deadline is not None and time.monotonic() + expected > self.deadline:
             left = max(self.deadline - time.monotonic(), 0)
             display.say(
-                f"{notebook.stem}: expected to take {told(expected)}, {told(left)} of the time budget left: stopping here"
+                f"{notebook.stem}: expected to take {told(expected)}, {told(left)} of the budget left: stopping here"
             )
             raise BudgetSpent
 

@@ -29,7 +29,7 @@ class Entry:
 
 
 class Ledger:
-    """The notebooks of one run and the setting they share; each change is one transaction with the files it is about."""
+    """The notebooks of one run and the setting they share; each change is one transaction with its files."""
 
     def __init__(self, run: Run, setting: dict, entries: dict[str, Entry], exported: str = ""):
         self.run, self.setting, self.entries = run, setting, entries

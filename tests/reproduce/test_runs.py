@@ -1,0 +1,86 @@
+import os
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from hyperion.errors import HyperionError
+from hyperion.reproduce.ledger import Entry
+from hyperion.reproduce.runs import claimed_run, earlier_seconds, in_use
+from hyperion.results import Row, StoreError
+
+SETTING = {"profile": "smoke", "seed": 0}
+
+
+def claim(results: Path, name=None, setting=SETTING):
+    return claimed_run(results, name, setting, {"profile": setting["profile"]})
+
+
+def test_the_newest_run_of_the_same_setting_is_continued(tmp_path):
+    with claim(tmp_path) as (first, existed):
+        assert not existed
+    with claim(tmp_path, setting=SETTING | {"seed": 1}) as (other, existed):
+        assert not existed and other.run.folder != first.run.folder
+    with claim(tmp_path) as (again, existed):
+        assert existed and again.run.folder == first.run.folder
+
+
+def test_two_calls_at_once_get_two_folders(tmp_path):
+    with claim(tmp_path) as (first, _), claim(tmp_path) as (second, _):
+        assert first.run.folder != second.run.folder
+        assert in_use(first.run.folder) and in_use(second.run.folder)
+        with pytest.raises(HyperionError, match="another call"), claim(tmp_path, first.run.folder.name):
+            pass
+    assert not in_use(first.run.folder)
+
+
+def test_new_and_named_runs(tmp_path):
+    with claim(tmp_path, "mine") as (ledger, existed):
+        assert not existed and ledger.run.folder == tmp_path / "mine"
+    with claim(tmp_path, "mine") as (_, existed):
+        assert existed
+    with claim(tmp_path, "new") as (ledger, existed):
+        assert not existed and ledger.run.folder != tmp_path / "mine"
+    with pytest.raises(HyperionError, match="another setting: seed 0 there, 7 now"):
+        with claim(tmp_path, "mine", SETTING | {"seed": 7}):
+            pass
+    with pytest.raises(HyperionError, match="cannot name"), claim(tmp_path, "latest"):
+        pass
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "reproduce.json"])
+def test_an_edited_run_is_never_built_upon(tmp_path, name):
+    with claim(tmp_path) as (ledger, _):
+        row = Row(notebook="n", experiment="e", variant="v", metric="count", value=1.0)
+        ledger.run.record("n", "e", [row], pd.DataFrame({"x": [1]}), input_hash="h")
+        path = ledger.run.folder / name
+    path.write_text(path.read_text().replace("1", "2", 1) + " ")
+    with pytest.raises(StoreError) as caught, claim(tmp_path):
+        pass
+    assert str(path) in str(caught.value) and "RUN=new" in caught.value.next_step
+    with claim(tmp_path, "new"):
+        pass
+
+
+def test_a_results_folder_that_cannot_be_written_is_named_and_left_alone(tmp_path):
+    blocker = tmp_path / "results"
+    blocker.write_text("a file where the folder should be")
+    with pytest.raises(StoreError) as caught, claim(blocker):
+        pass
+    assert str(blocker) in str(caught.value)
+    assert os.listdir(tmp_path) == ["results"]
+
+
+def test_a_run_that_cannot_be_started_leaves_no_folder(tmp_path):
+    with pytest.raises(ValueError), claimed_run(tmp_path, None, SETTING, {"not json-able": float("nan")}):
+        pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_earlier_durations_come_from_the_newest_run_of_the_setting(tmp_path):
+    with claim(tmp_path) as (ledger, _):
+        ledger.keep("01_x", Entry("done", "h", 12.0, 1))
+        ledger.keep("02_y", Entry("failed", "h", 9.0, 1))
+    assert earlier_seconds(tmp_path, SETTING, "01_x") == 12.0
+    assert earlier_seconds(tmp_path, SETTING, "02_y") is None
+    assert earlier_seconds(tmp_path, SETTING | {"seed": 5}, "01_x") is None

@@ -1,0 +1,91 @@
+"""Every notebook in git has the book's anatomy, and none carries what one machine left in it."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import hyperion
+from hyperion.reproduce import read_book
+
+ROOT = Path(hyperion.__file__).resolve().parent.parent
+PATHS = sorted(ROOT.glob("phase*/*.ipynb"))
+PARAMETERS = {"profile": "auto", "data_source": "auto", "output": None, "seed": 0}
+LONGEST_CELL = 20
+PROSE_PER_CODE_CELL = 0.7
+ABSOLUTE_PATH = re.compile(r"""["'(\s=](/(home|root|Users|tmp|mnt|scratch|data|workspace|work|opt|usr|var)/|[A-Z]:\\)""")
+INSTALLS = re.compile(r"(^|[!%\s])(pip3?|conda|mamba|apt|apt-get|uv)\s+(install|add)\b")
+FORKS = {"multiprocessing", "torch.multiprocessing", "concurrent.futures", "subprocess"}
+
+pytestmark = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+
+
+def cells_of(path: Path, kind: str) -> list[dict]:
+    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == kind]
+
+
+def sources_of(path: Path, kind: str) -> list[str]:
+    return ["".join(cell["source"]) for cell in cells_of(path, kind)]
+
+
+def syntax_of(source: str) -> ast.AST:
+    return ast.parse("\n".join(line for line in source.splitlines() if not line.lstrip().startswith(("%", "!"))))
+
+
+def test_no_outputs_or_counts_in_git(path):
+    for cell in cells_of(path, "code"):
+        assert cell["outputs"] == [] and cell["execution_count"] is None, "strip it: nbstripout <file>"
+    assert "widgets" not in json.loads(path.read_text())["metadata"]
+
+
+def test_one_parameters_cell_with_the_four_parameters_and_guesses(path):
+    tagged = [cell for cell in cells_of(path, "code") if "parameters" in cell["metadata"].get("tags", [])]
+    assert len(tagged) == 1
+    assigned = {}
+    for statement in ast.parse("".join(tagged[0]["source"])).body:
+        assert isinstance(statement, ast.Assign), "parameters are plain assignments"
+        assigned[statement.targets[0].id] = ast.literal_eval(statement.value)
+    assert {name: assigned.get(name, "absent") for name in PARAMETERS} == PARAMETERS
+    others = {name: value for name, value in assigned.items() if name not in PARAMETERS}
+    assert all(name.startswith("guess_") and value is None for name, value in others.items()), others
+
+
+def test_cells_are_small(path):
+    for source in sources_of(path, "code"):
+        assert len(source.splitlines()) <= LONGEST_CELL, f"move it into the library:\n{source}"
+
+
+def test_prose_goes_with_the_code(path):
+    prose, code = sources_of(path, "markdown"), sources_of(path, "code")
+    assert len(prose) >= PROSE_PER_CODE_CELL * len(code)
+    assert prose[0].startswith("# ")
+
+
+def test_no_absolute_paths_no_installs(path):
+    for source in sources_of(path, "code") + sources_of(path, "markdown"):
+        assert not ABSOLUTE_PATH.search(source), source
+        assert not INSTALLS.search(source), source
+
+
+def test_no_classes_and_no_processes_from_the_kernel(path):
+    for source in sources_of(path, "code"):
+        for node in ast.walk(syntax_of(source)):
+            assert not isinstance(node, ast.ClassDef), f"class {node.name} belongs into the library"
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not FORKS & set(names), "processes go through the library"
+            assert not (isinstance(node, ast.Attribute) and node.attr in ("fork", "system", "popen")), source
+        assert not any(line.lstrip().startswith("!") for line in source.splitlines()), "no shell lines"
+
+
+def test_metadata_are_complete(path):
+    notebook = next(notebook for notebook in read_book(ROOT) if notebook.path == path)
+    assert notebook.produces
+    assert {"smoke", "full"} <= set(notebook.time_budget_s)
+    assert notebook.time_budget_s["full"] <= 360, "at most 6 minutes on one H200"
+    document = json.loads(path.read_text())
+    assert document["metadata"]["kernelspec"]["name"] == "python3"
+    for experiment in notebook.produces:
+        assert any(f'"{experiment}"' in source for source in sources_of(path, "code")), f"{experiment} is never run"
