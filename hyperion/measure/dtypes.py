@@ -44,7 +44,11 @@ FORMATS = {
 def matmul_precision(number_format: NumberFormat) -> Iterator[None]:
     """Let float32 products use TF32 units only where the format says so, and 16-bit ones accumulate in float32."""
     matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision, matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
+    before = (
+        matmul.fp32_precision,
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+    )
     matmul.fp32_precision = "tf32" if number_format.name == "tf32" else "ieee"
     matmul.allow_fp16_reduced_precision_reduction = False
     matmul.allow_bf16_reduced_precision_reduction = False

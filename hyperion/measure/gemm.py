@@ -1,7 +1,5 @@
 """Matrix products: rate, correctness, and the library that did them."""
 
-from dataclasses import dataclass
-
 import torch
 
 from hyperion.hardware import Device
@@ -10,42 +8,27 @@ from hyperion.measure.timing import Timing, time_function, time_interleaved
 from hyperion.measure.verify import Verification, verify_product
 
 
-@dataclass(frozen=True)
-class GemmMeasurement:
-    """One verified, timed product C[M,N] = A[M,K]·B[K,N].
-
-    Args:
-        flops: 2·M·N·K.
-        bytes: least traffic to memory, each operand read and the output written once.
-        backend: the BLAS library PyTorch calls for it.
-    """
-
-    m: int
-    n: int
-    k: int
-    dtype: str
-    flops: int
-    bytes: int
-    backend: str
-    timing: Timing
-    verification: Verification
-
-
 class Gemm:
     """Operands of one product on a device: standard normal inputs, B as the transposed weight of a Linear layer.
 
     Args:
         m, n, k: sizes of C[M,N] = A[M,K]·B[K,N].
         dtype: a name of `FORMATS`.
+
+    Attributes:
+        flops: 2·M·N·K.
+        backend: the BLAS library PyTorch calls for it.
     """
 
     def __init__(self, m: int, n: int, k: int, dtype: str, device: Device, seed: int = 0):
-        self.m, self.n, self.k, self.format, self.device = m, n, k, FORMATS[dtype], device
+        self.format, self.device = FORMATS[dtype], device
         generator = torch.Generator(device.torch_device).manual_seed(seed)
         normal = {"generator": generator, "device": device.torch_device, "dtype": torch.float32}
         self.a_MK = torch.randn(m, k, **normal).to(self.format.storage)
         self.b_KN = torch.randn(n, k, **normal).to(self.format.storage).T
         self.c_MN = torch.empty(m, n, dtype=self.format.storage, device=device.torch_device)
+        self.flops = 2 * m * n * k
+        self.backend = blas_backend(device)
 
     def __call__(self) -> torch.Tensor:
         return torch.mm(self.a_MK, self.b_KN, out=self.c_MN)
@@ -57,13 +40,12 @@ class Gemm:
             self()
         return verify_product(self.a_MK, self.b_KN, self.c_MN, self.format.gemm_tolerance)
 
-    def measure(self, *, cold: bool, time_limit_s: float = 5.0) -> GemmMeasurement:
-        """Time the product, then verify the output the timed calls left."""
+    def measure(self, time_limit_s: float = 5.0) -> tuple[Timing, Verification]:
+        """Time the product with flushed caches, then verify the output that the timed calls left."""
         self.c_MN.fill_(float("nan"))
         with matmul_precision(self.format):
-            timing = time_function(self, self.device, cold=cold, time_limit_s=time_limit_s)
-        verification = verify_product(self.a_MK, self.b_KN, self.c_MN, self.format.gemm_tolerance)
-        return self._measurement(timing, verification)
+            timing = time_function(self, self.device, time_limit_s=time_limit_s)
+        return timing, verify_product(self.a_MK, self.b_KN, self.c_MN, self.format.gemm_tolerance)
 
     def compare_with_plain_loop(self, calls: int = 10, time_limit_s: float = 3.0) -> tuple[Timing, Timing]:
         """This harness (cold, one call a sample) interleaved with the loop anybody would write: `calls` products, one clock.
@@ -80,19 +62,16 @@ class Gemm:
             harness, plain = time_interleaved([self, plain_loop], self.device, time_limit_s=time_limit_s)
         return harness, _per_call(plain, calls)
 
-    def _measurement(self, timing: Timing, verification: Verification) -> GemmMeasurement:
-        m, n, k = self.m, self.n, self.k
-        traffic = (m * k + k * n + m * n) * self.format.bytes
-        name = self.format.name
-        return GemmMeasurement(m, n, k, name, 2 * m * n * k, traffic, blas_backend(self.device), timing, verification)
-
 
 def blas_backend(device: Device) -> str:
     """The library behind torch.mm here: its row says so, since a change of library is a change of machine."""
     if device.kind == "cpu":
         return "MKL" if torch.backends.mkl.is_available() else "OpenBLAS or built-in BLAS"
     preferred = str(torch.backends.cuda.preferred_blas_library()).rsplit(".", 1)[-1].lower()
-    names = {"cuda": {"cublas": "cuBLAS", "cublaslt": "cuBLASLt"}, "rocm": {"cublas": "rocBLAS", "cublaslt": "hipBLASLt"}}
+    names = {
+        "cuda": {"cublas": "cuBLAS", "cublaslt": "cuBLASLt"},
+        "rocm": {"cublas": "rocBLAS", "cublaslt": "hipBLASLt"},
+    }
     name = names[device.kind].get(preferred, f"{preferred} choice of PyTorch")
     return f"{name} + TunableOp" if torch.cuda.tunable.is_enabled() else name
 

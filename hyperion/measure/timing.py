@@ -56,7 +56,9 @@ def time_function(
     time_limit_s: float = 5.0,
 ) -> Timing:
     """Time one function; see `time_interleaved`."""
-    return time_interleaved([function], device, cold=cold, minimum_samples=minimum_samples, time_limit_s=time_limit_s)[0]
+    return time_interleaved([function], device, cold=cold, minimum_samples=minimum_samples, time_limit_s=time_limit_s)[
+        0
+    ]
 
 
 def time_interleaved(
@@ -145,7 +147,7 @@ def _clock(device: Device) -> _EventClock | _HostClock:
 
 def _cache_flush(device: Device) -> Callable[[], object]:
     # Twice the last-level cache, read and not written: lines left dirty would be written back inside the timed region.
-    count = max(2 * device.last_level_cache_bytes, 1 << 24) // 4
+    count = max(2 * (device.last_level_cache_bytes or 0), 1 << 24) // 4
     buffer = torch.ones(count, dtype=torch.float32, device=device.torch_device)
     total = torch.empty((), dtype=torch.float32, device=device.torch_device)
     return lambda: torch.sum(buffer, dim=0, out=total)

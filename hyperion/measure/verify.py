@@ -27,7 +27,9 @@ def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
     return difference / scale if scale else difference
 
 
-def verify_product(a_MK: torch.Tensor, b_KN: torch.Tensor, c_MN: torch.Tensor, tolerance: float, size: int = 128) -> Verification:
+def verify_product(
+    a_MK: torch.Tensor, b_KN: torch.Tensor, c_MN: torch.Tensor, tolerance: float, size: int = 128
+) -> Verification:
     """Check C = A·B on `size` rows and columns spread over the whole output against a float64 product.
 
     Args:
@@ -39,7 +41,9 @@ def verify_product(a_MK: torch.Tensor, b_KN: torch.Tensor, c_MN: torch.Tensor, t
     return Verification("float64 slice", relative_error(c_MN[rows][:, columns].cpu(), reference), tolerance)
 
 
-def verify_elementwise(output: torch.Tensor, operation, inputs: tuple[torch.Tensor, ...], tolerance: float) -> Verification:
+def verify_elementwise(
+    output: torch.Tensor, operation, inputs: tuple[torch.Tensor, ...], tolerance: float
+) -> Verification:
     """Check an element-wise operation on 65,536 elements spread over the whole output against float64.
 
     Args:

@@ -137,5 +137,7 @@ def _failure(job: Job, worker, tail: list[str]) -> JobError:
     cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
     remedy = "read the traceback above"
     if code == -signal.SIGKILL:
-        remedy = "the system kills with SIGKILL when memory runs out: choose smaller sizes, or free memory, and run again"
+        remedy = (
+            "the system kills with SIGKILL when memory runs out: choose smaller sizes, or free memory, and run again"
+        )
     return JobError(f"{job.entry} {cause}\n" + "".join(tail), where=f"worker process {worker.pid}", next_step=remedy)

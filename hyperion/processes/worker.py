@@ -6,8 +6,10 @@ import json
 import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
+from hyperion.errors import HyperionError
 from hyperion.results.files import write_atomically
 
 _PR_SET_PDEATHSIG = 1
@@ -18,7 +20,11 @@ def main(request_file: str, answer_file: str) -> None:
     request = json.loads(Path(request_file).read_text())
     _die_with(request["launcher"])
     module, function = request["entry"].split(":")
-    answer = getattr(importlib.import_module(module), function)(**request["params"])
+    try:
+        answer = getattr(importlib.import_module(module), function)(**request["params"])
+    except HyperionError as error:
+        traceback.print_exc()
+        sys.exit(error.exit_code)
     write_atomically(Path(answer_file), json.dumps(answer).encode())
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from tqdm import tqdm
 
 from hyperion.checkpoints import CheckpointError, checkpoint_path, newest_good, read_state, saving, verify, write_state
 from hyperion.errors import HyperionError
@@ -84,7 +83,7 @@ def train(
     validation: Callable[[], Iterable] | None = None,
     folder: Path | None = None,
     on_epoch: Sequence[Callable[[EpochRecord], object]] = (),
-    progress: bool = False,
+    report: Callable[[int, int, str], object] = lambda done, total, note: None,
 ) -> History:
     """Train as planned; resume when `folder` holds a checkpoint, with the same losses as an uninterrupted run.
 
@@ -92,7 +91,7 @@ def train(
         validation: makes a fresh iterable of held-out batches for engine.evaluate.
         folder: of this run's checkpoints; None saves nothing.
         on_epoch: called with each epoch's record.
-        progress: show a progress bar with the time left.
+        report: told (steps done, steps in all, the newest loss) whenever losses are read.
 
     Returns:
         The history of the whole run, earlier parts included.
@@ -103,37 +102,36 @@ def train(
         CheckpointError: no checkpoint of the folder can be used, or one could not be written.
     """
     with StopFlag() as stop:
-        return _Run(engine, batches, plan, validation, folder, on_epoch, stop).run(progress)
+        return _Run(engine, batches, plan, validation, folder, on_epoch, stop, report).run()
 
 
 class _Run:
     """The state of one call of `train`."""
 
-    def __init__(self, engine, batches, plan, validation, folder, on_epoch, stop: StopFlag):
+    def __init__(self, engine, batches, plan, validation, folder, on_epoch, stop: StopFlag, report):
         self.engine, self.batches, self.plan = engine, batches, plan
         self.validation, self.folder, self.on_epoch, self.stop = validation, folder, on_epoch, stop
+        self.report = report
         self.total_steps = plan.total_steps(len(batches))
         self.history = History(engine.item)
         self.meter = EpochMeter(engine.device)
         self.step = self.steps_in_epoch = self.saved_at = 0
         self.learning_rate = 0.0
-        self.unread: list[
-            tuple[StepMetrics, Any]
-        ] = []  # steps whose numbers are still on the device, with their batches
+        # Steps whose numbers are still on the device, with their batches.
+        self.unread: list[tuple[StepMetrics, Any]] = []
 
-    def run(self, progress: bool) -> History:
+    def run(self) -> History:
         self.restore()
-        with tqdm(total=self.total_steps, initial=self.step, desc="training", unit="step", disable=not progress) as bar:
-            while self.step < self.total_steps or self.steps_in_epoch:
-                self.train_epoch(bar)
-                self.finish_epoch()
+        while self.step < self.total_steps or self.steps_in_epoch:
+            self.train_epoch()
+            self.finish_epoch()
         if self.folder is not None and self.saved_at != self.step:
             self.save()
         if self.stop.requested:
             self.save_and_leave()
         return self.history
 
-    def train_epoch(self, bar: tqdm) -> None:
+    def train_epoch(self) -> None:
         """What is left of the epoch; nothing when it was interrupted after its last step."""
         left = min(len(self.batches) - self.steps_in_epoch, self.total_steps - self.step)
         if left == 0:
@@ -147,10 +145,9 @@ class _Run:
             self.step += 1
             self.steps_in_epoch += 1
             left -= 1
-            bar.update()
             if len(self.unread) == SYNC_STEPS or self.engine.device.kind == "cpu":
                 self.read_losses()
-                bar.set_postfix(loss=f"{self.history.losses[-1]:.4f}", refresh=False)
+                self.report(self.step, self.total_steps, f"loss {self.history.losses[-1]:.4f}")
             if self.stop.requested:
                 self.save_and_leave()
             if left and self.plan.checkpoint_every and self.step % self.plan.checkpoint_every == 0:

@@ -1,0 +1,119 @@
+"""How fast does this machine multiply matrices, by dtype and size, and how near its peak is that?"""
+
+import pandas as pd
+import torch
+
+from hyperion.experiments.columns import (
+    datasheet_ceilings,
+    gemm_limit,
+    out_of_memory_reason,
+    sample_frame,
+    timed_columns,
+)
+from hyperion.experiments.context import Context, Experiment, Forecast, Result
+from hyperion.measure import FORMATS, Gemm, Timing, Verification
+from hyperion.results import Row, ratio_estimate
+
+VARIANT = "torch.mm"
+
+
+def forecast(context: Context) -> list[Forecast]:
+    """The roofline's rate for each cell: datasheet peak and datasheet bandwidth, nothing else."""
+    return [
+        _forecast(context, dtype, size)
+        for size in sorted(context.sizes["sizes"], reverse=True)
+        for dtype in _dtypes(context)
+    ]
+
+
+def run(context: Context, report) -> Result:
+    """Time every dtype and size with flushed caches, verify each, then hold the harness against a plain loop."""
+    rows: list[Row] = []
+    frames: list[pd.DataFrame] = []
+    cells = [(dtype, size) for dtype in context.sizes["dtypes"] for size in context.sizes["sizes"]]
+    for done, (dtype, size) in enumerate(cells):
+        report(done, len(cells), f"{dtype} {size}")
+        row, frame = _measure_cell(context, dtype, size)
+        rows.append(row)
+        frames.append(frame)
+    cross_rows, cross_frames = _cross_check(context, report)
+    report(len(cells), len(cells), "done")
+    return Result(rows + cross_rows, pd.concat(frames + cross_frames, ignore_index=True))
+
+
+EXPERIMENT = Experiment(forecast, run)
+
+
+def _dtypes(context: Context) -> list[str]:
+    return [dtype for dtype in context.sizes["dtypes"] if context.device.supports(dtype)[0]]
+
+
+def _params(size: int) -> dict:
+    return {"m": size, "n": size, "k": size, "cache": "cold"}
+
+
+def _forecast(context: Context, dtype: str, size: int) -> Forecast:
+    ceilings, basis = datasheet_ceilings(context.device, dtype)
+    estimate = None
+    if ceilings is not None:
+        flops, traffic = 2 * size**3, 3 * size**2 * FORMATS[dtype].bytes
+        estimate = flops / ceilings.least_time_s(flops, traffic) / 1e12
+    return Forecast(
+        variant=VARIANT, metric="gemm_tflops", estimate=estimate, basis=basis, dtype=dtype, params=_params(size)
+    )
+
+
+def _measure_cell(context: Context, dtype: str, size: int) -> tuple[Row, pd.DataFrame]:
+    supported, reason = context.device.supports(dtype)
+    if not supported:
+        return _absent(context, dtype, size, f"unsupported: {reason}"), pd.DataFrame()
+    try:
+        product = Gemm(size, size, size, dtype, context.device, seed=context.seed)
+        timing, verification = product.measure(context.sizes["time_limit_s"])
+    except torch.OutOfMemoryError as error:
+        return _absent(context, dtype, size, out_of_memory_reason(error)), pd.DataFrame()
+    row = _rate_row(context, VARIANT, product, _params(size), timing, verification)
+    return row, sample_frame(timing, VARIANT, dtype, _params(size))
+
+
+def _rate_row(
+    context: Context, variant: str, product: Gemm, params: dict, timing: Timing, verification: Verification
+) -> Row:
+    rate = timing.estimate.map(lambda seconds: product.flops / seconds / 1e12)
+    limit, limit_source = gemm_limit(context.device, product.format.name)
+    return context.row(
+        variant, "gemm_tflops", rate.value, dtype=product.format.name, params=params, limit=limit,
+        limit_source=f"{limit_source}; by {product.backend}", **timed_columns(rate, timing, verification),
+    )  # fmt: skip
+
+
+def _absent(context: Context, dtype: str, size: int, reason: str) -> Row:
+    return context.row(VARIANT, "gemm_tflops", None, dtype=dtype, params=_params(size), value_reason=reason)
+
+
+def _cross_check(context: Context, report) -> tuple[list[Row], list[pd.DataFrame]]:
+    """The harness against the loop anybody would write, interleaved, over every size of one dtype."""
+    dtype, calls = context.sizes["cross_check_dtype"], context.sizes["cross_check_calls"]
+    rows, frames = [], []
+    for done, size in enumerate(context.sizes["sizes"]):
+        report(done, len(context.sizes["sizes"]), f"cross-check {dtype} {size}")
+        product = Gemm(size, size, size, dtype, context.device, seed=context.seed + 1)
+        harness, plain = product.compare_with_plain_loop(calls, context.sizes["time_limit_s"])
+        ratio = ratio_estimate(harness.samples_s, plain.samples_s)
+        params = _params(size) | {"plain_loop_calls": calls}
+        rows.append(
+            context.row(
+                "harness over plain loop",
+                "speedup",
+                ratio.value,
+                dtype=dtype,
+                params=params,
+                limit_source="no limit: two clocks on the same product",
+                **timed_columns(ratio, harness),
+            )  # fmt: skip
+        )
+        verification = product.verify()
+        for name, timing in (("harness", harness), ("plain loop", plain)):
+            rows.append(_rate_row(context, name, product, params, timing, verification))
+            frames.append(sample_frame(timing, name, dtype, params))
+    return rows, frames

@@ -1,0 +1,151 @@
+"""The language baseline: a small causal Transformer, trained and scored against what counting achieves."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from hyperion.data import PreparedText, TextCorpus
+from hyperion.data.loaders import LanguageBatches, evaluation_windows
+from hyperion.experiments import datasets
+from hyperion.experiments.context import Context, Experiment, Forecast, Result
+from hyperion.experiments.language_rows import perplexity_rows, text_floor
+from hyperion.experiments.training_rows import epoch_rows, loss_curve, steady_rows, step_forecasts
+from hyperion.models import TransformerConfig, TransformerLM, flops_per_token, named_config
+from hyperion.results import Row
+from hyperion.training import (
+    History,
+    LanguageEngine,
+    Plan,
+    WarmupCosine,
+    adamw,
+    choose_precision,
+    evaluate_language,
+    seed_everything,
+    train,
+)
+
+# A logit is written in 16 or 32 bits, read for the softmax, and its gradient is written and read twice.
+_LOGIT_BYTES = 20
+
+
+def forecast(context: Context) -> list[Forecast]:
+    """Tokens per second of a steady step."""
+    vocabulary = _vocabulary(context)
+    if vocabulary is None:
+        basis = "no estimate: the vocabulary's size is not known in this run"
+        return [Forecast(variant=context.sizes["model"], metric="tokens_per_s", estimate=None, basis=basis)]
+    sizes, config = context.sizes, _config(context, vocabulary)
+    tokens = sizes["batch_size"] * sizes["sequence_length"]
+    dtype = choose_precision(context.device, sizes["precision"]).dtype
+    return step_forecasts(
+        context, sizes["model"], dtype, "token", tokens, flops_per_token(config), tokens * vocabulary * _LOGIT_BYTES,
+        config.parameter_count,
+    )  # fmt: skip
+
+
+def run(context: Context, report) -> Result:
+    """Train, score every token of valid and test once, then time the steady step."""
+    seed_everything(context.seed)
+    corpus, tokenizer, prepared = datasets.text(context)
+    sizes, device = context.sizes, context.device
+    length = sizes["sequence_length"]
+    batches = LanguageBatches(prepared.tokens["train"], length, sizes["batch_size"], context.seed, device.torch_device)
+    engine = _engine(context, tokenizer.vocab_size, _total_steps(sizes, len(batches)))
+
+    def validation() -> Iterable:
+        return _windows(prepared.tokens["valid"], context, tokenizer.eos_id, stride=length)
+
+    history = train(
+        engine, batches, _plan(sizes), validation=validation, folder=context.workspace, report=report
+    )
+    rows = epoch_rows(context, sizes["model"], engine.precision.dtype, engine, history, corpus.source)
+    rows += _validation_rows(context, corpus, prepared, engine, history)
+    for split in ("valid", "test"):
+        report(len(history.losses), len(history.losses), f"scoring {split}")
+        rows += _scored_rows(context, corpus, prepared, engine, tokenizer, split)
+    config = engine.model.config
+    tokens = batches.tokens_per_batch
+    rows += steady_rows(
+        context, sizes["model"], engine, batches.next_batch(), tokens, flops_per_token(config, length), corpus.source
+    )
+    return Result(rows, loss_curve(history), corpus.source)
+
+
+EXPERIMENT = Experiment(forecast, run, isolated=True)
+
+
+def _vocabulary(context: Context) -> int | None:
+    counted = [r.value for r in context.upstream if r.experiment == "text_pipeline" and r.params.get("what") == "vocabulary"]
+    return int(counted[0]) if counted else None
+
+
+def _config(context: Context, vocabulary: int) -> TransformerConfig:
+    return named_config(context.sizes["model"], vocab_size=vocabulary, context=context.sizes["sequence_length"])
+
+
+def _plan(sizes: dict) -> Plan:
+    return Plan(
+        epochs=sizes.get("epochs"),
+        steps=sizes.get("steps"),
+        evaluate_every=sizes["evaluate_every"],
+        checkpoint_every=sizes["checkpoint_every"],
+    )
+
+
+def _total_steps(sizes: dict, steps_per_epoch: int) -> int:
+    return _plan(sizes).total_steps(steps_per_epoch)
+
+
+def _engine(context: Context, vocabulary: int, total_steps: int) -> LanguageEngine:
+    sizes, device = context.sizes, context.device
+    model = TransformerLM(_config(context, vocabulary)).to(device.torch_device)
+    schedule = WarmupCosine(sizes["learning_rate"], sizes["warmup_steps"], total_steps)
+    precision = choose_precision(device, sizes["precision"])
+    print(f"{sizes['model']}, vocabulary {vocabulary}: {total_steps} steps in {precision}")
+    return LanguageEngine(model, adamw(model, sizes["learning_rate"], sizes["weight_decay"]), schedule, precision, device)
+
+
+def _windows(tokens: np.ndarray, context: Context, eos_id: int, stride: int) -> Iterable:
+    sizes = context.sizes
+    return evaluation_windows(
+        tokens, sizes["sequence_length"], stride, eos_id, sizes["evaluation_batch_size"], context.device.torch_device
+    )
+
+
+def _validation_rows(
+    context: Context, corpus: TextCorpus, prepared: PreparedText, engine: LanguageEngine, history: History
+) -> list[Row]:
+    floor = text_floor(corpus, "valid")
+    return [
+        context.row(
+            context.sizes["model"], "validation_loss", record.evaluation["loss"], dtype=engine.precision.dtype,
+            params={"epoch": record.epoch, "step": record.step, "stride": context.sizes["sequence_length"]},
+            limit=floor.per(len(prepared.tokens["valid"])), limit_source=floor.source, data_source=corpus.source,
+        )  # fmt: skip
+        for record in history.epochs
+        if record.evaluation is not None
+    ]
+
+
+def _scored_rows(
+    context: Context, corpus: TextCorpus, prepared: PreparedText, engine: LanguageEngine, tokenizer, split: str
+) -> list[Row]:
+    sizes = context.sizes
+    windows = _windows(prepared.tokens[split], context, tokenizer.eos_id, sizes["stride"])
+    scored = evaluate_language(engine.model, windows, engine.precision, engine.device)
+    params = {
+        "split": split, "context": sizes["sequence_length"], "stride": sizes["stride"], "step": engine.steps,
+        "tokenizer": tokenizer.name, "tokenizer_sha256": tokenizer.sha256[:16],
+    }  # fmt: skip
+    words, floor = prepared.steps[split]["read"]["words_with_eos"], text_floor(corpus, split)
+    rows = perplexity_rows(
+        context, sizes["model"], engine.precision.dtype, params, scored.total_nll_nats, scored.tokens, words, floor,
+        corpus.source, scored.standard_error_nats,
+    )  # fmt: skip
+    if floor.total_nll_nats is not None:
+        excess = (scored.total_nll_nats - floor.total_nll_nats) / scored.tokens
+        columns = {"limit": 0.0, "limit_source": floor.source, "data_source": corpus.source}
+        rows.append(
+            context.row(sizes["model"], "excess_loss_nats", excess, dtype=engine.precision.dtype, params=params, **columns)
+        )
+    return rows

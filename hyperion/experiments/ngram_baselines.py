@@ -1,0 +1,55 @@
+"""What counting alone achieves on the held-out text: the perplexities that a neural model must beat."""
+
+import math
+
+import pandas as pd
+
+from hyperion.data import Baseline, bigram_baseline, unigram_baseline
+from hyperion.experiments import datasets
+from hyperion.experiments.context import Context, Experiment, Forecast, Result
+from hyperion.experiments.language_rows import perplexity_rows, text_floor
+from hyperion.results import Row
+
+_VARIANTS = {"unigram": "unigram", "interpolated bigram": "bigram_interpolated"}
+
+
+def forecast(context: Context) -> list[Forecast]:
+    """The unigram perplexity of tokens spread by Zipf's law over the vocabulary: an upper estimate, by entropy."""
+    rows = [r for r in context.upstream if r.experiment == "text_pipeline" and r.params.get("what") == "vocabulary"]
+    if not rows:
+        basis = "no estimate: the vocabulary's size is not known in this run"
+        estimate = None
+    else:
+        vocabulary = int(rows[0].value)
+        weights = [1 / rank for rank in range(1, vocabulary + 1)]
+        total = math.fsum(weights)
+        estimate = math.exp(-math.fsum(w / total * math.log(w / total) for w in weights))
+        basis = f"entropy of Zipf's law with exponent 1 over {vocabulary} tokens"
+    return [
+        Forecast(variant="unigram", metric="perplexity_token", estimate=estimate, basis=basis, params={"split": "valid"})
+    ]
+
+
+def run(context: Context, report) -> Result:
+    """Fit on the train split, score every token of valid and test."""
+    corpus, tokenizer, prepared = datasets.text(context)
+    train = prepared.tokens["train"]
+    rows: list[Row] = []
+    for done, split in enumerate(("valid", "test")):
+        report(done, 2, split)
+        scored = prepared.tokens[split]
+        baselines: list[Baseline] = [
+            unigram_baseline(train, scored, tokenizer.vocab_size),
+            bigram_baseline(train, scored, tokenizer.vocab_size, tokenizer.eos_id),
+        ]
+        floor = text_floor(corpus, split)
+        for baseline in baselines:
+            rows += perplexity_rows(
+                context, _VARIANTS[baseline.name], "", {"split": split}, baseline.total_nll_nats, baseline.tokens,
+                prepared.steps[split]["read"]["words_with_eos"], floor, corpus.source,
+            )  # fmt: skip
+    columns = [{"variant": r.variant, "split": r.params["split"], "metric": r.metric, "value": r.value} for r in rows]
+    return Result(rows, pd.DataFrame(columns), corpus.source)
+
+
+EXPERIMENT = Experiment(forecast, run)

@@ -1,0 +1,61 @@
+"""The first roofline: where do the two ceilings measured in this run meet?"""
+
+import pandas as pd
+
+from hyperion.errors import HyperionError
+from hyperion.experiments.columns import datasheet_ceilings
+from hyperion.experiments.context import Context, Experiment, Forecast, Result
+from hyperion.results import Row
+
+
+def forecast(context: Context) -> list[Forecast]:
+    """The ridge of the datasheet's roofline, for each dtype measured."""
+    forecasts = []
+    for dtype in reversed(_measured_dtypes(context)):
+        ceilings, basis = datasheet_ceilings(context.device, dtype)
+        forecasts.append(
+            Forecast(
+                variant="measured ceilings",
+                metric="roofline_ridge_flop_per_byte",
+                estimate=ceilings.ridge_flop_per_byte if ceilings else None,
+                basis=basis,
+                dtype=dtype,
+            )  # fmt: skip
+        )
+    return forecasts
+
+
+def run(context: Context, report) -> Result:
+    """The ridge of each dtype, from the best rows of `gemm` and `bandwidth` in this run.
+
+    Raises:
+        HyperionError: one of the two has not run.
+    """
+    bandwidth = _stream_ceiling(context)
+    rows, points = [], []
+    for dtype in _measured_dtypes(context):
+        gemm = context.best_upstream("gemm_tflops", dtype)
+        ridge = gemm.value * 1e3 / bandwidth.value
+        rows.append(context.row("measured ceilings", "roofline_ridge_flop_per_byte", ridge, dtype=dtype))
+        points.append({"dtype": dtype, "tflops": gemm.value, "bandwidth_gb_s": bandwidth.value, "ridge": ridge})
+    return Result(rows, pd.DataFrame(points))
+
+
+EXPERIMENT = Experiment(forecast, run)
+
+
+def _measured_dtypes(context: Context) -> list[str]:
+    return list(dict.fromkeys(r.dtype for r in context.upstream if r.metric == "gemm_tflops" and r.value is not None))
+
+
+def _stream_ceiling(context: Context) -> Row:
+    """The fastest stream among the largest arrays: smaller ones may owe their rate to a cache."""
+    streams = [row for row in context.upstream if row.metric == "bandwidth_gb_s" and row.value is not None]
+    if not streams or not _measured_dtypes(context):
+        raise HyperionError(
+            "a roofline needs both ceilings",
+            where=context.notebook,
+            next_step="run gemm and bandwidth in this run first",
+        )
+    largest = max(row.params["elements"] for row in streams)
+    return max((row for row in streams if row.params["elements"] == largest), key=lambda row: row.value)

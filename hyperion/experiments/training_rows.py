@@ -1,0 +1,137 @@
+"""Rows and curves that every trained baseline has: epochs, steady speed, memory, and the roofline they are held against."""
+
+
+import pandas as pd
+import torch
+
+from hyperion.experiments.columns import gemm_limit, timed_columns
+from hyperion.experiments.context import Context, Forecast
+from hyperion.hardware import Device, gemm_path, peak
+from hyperion.measure import Ceilings, time_function
+from hyperion.models import ModelFlops
+from hyperion.results import Row
+from hyperion.training import Engine, EpochRecord, History
+
+_NO_LIMIT = "no limit: "
+# Weight, gradient and two moments in float32: AdamW reads all four and writes all but the gradient.
+_ADAMW_BYTES_A_PARAMETER = 7 * 4
+
+
+def epoch_rows(context: Context, variant: str, dtype: str, engine: Engine, history: History, source: str) -> list[Row]:
+    """Training loss, learning rate, throughput, peak memory and, where it was evaluated, the held-out loss of each epoch."""
+    rows = []
+    for record in history.epochs:
+        values = {
+            "training_loss": (record.loss, _NO_LIMIT + "a model may fit what it is trained on exactly"),
+            "learning_rate": (record.learning_rate, ""),
+            f"{engine.item}s_per_s": (record.items_per_s, _NO_LIMIT + "see the steady step of this model"),
+            record.peak_memory_metric: (record.peak_memory_gib, _NO_LIMIT + "see the forecast of parameters and logits"),
+        }
+        for metric, (value, limit_source) in values.items():
+            reason = "" if value is not None else "no step of this epoch was timed, or the system cannot tell"
+            rows.append(
+                context.row(
+                    variant,
+                    metric,
+                    value,
+                    dtype=dtype,
+                    params=_epoch_params(record),
+                    value_reason=reason,
+                    limit_source=limit_source,
+                    data_source=source,
+                )
+            )
+    return rows
+
+
+def _epoch_params(record: EpochRecord) -> dict:
+    return {"epoch": record.epoch, "step": record.step}
+
+
+def loss_curve(history: History) -> pd.DataFrame:
+    """The loss of every optimizer step, and the held-out numbers of every epoch that was evaluated."""
+    steps = pd.DataFrame({"kind": "step", "step": range(1, len(history.losses) + 1), "loss": history.losses})
+    epochs = pd.DataFrame(
+        [{"kind": "evaluation", "step": r.step, **r.evaluation} for r in history.epochs if r.evaluation is not None]
+    )
+    return pd.concat([steps, epochs], ignore_index=True)
+
+
+def steady_rows(
+    context: Context, variant: str, engine: Engine, batch, items: int, flops: ModelFlops, source: str
+) -> list[Row]:
+    """One optimizer step on a batch that lies ready: time, throughput, MFU. Changes the engine: call it last.
+
+    Args:
+        items: tokens or images of `batch`.
+        flops: of one item.
+    """
+    device, dtype = engine.device, engine.precision.dtype
+    timing = time_function(
+        lambda: engine.train_step(batch), device, cold=False, time_limit_s=context.sizes["steady_time_limit_s"]
+    )
+    step = timing.estimate
+    work = flops.forward_backward * items
+    limit_tflops, limit_source = gemm_limit(device, _gemm_dtype(dtype))
+    floor = None if limit_tflops is None else work / (limit_tflops * 1e12)
+    shared = {"dtype": dtype, "params": {"batch": items, "step": "steady"}, "data_source": source}
+    rate = step.map(lambda seconds: items / seconds)
+    return [
+        context.row(
+            variant, "step_time_s", step.value, limit=floor, limit_source=f"model FLOPs at {limit_source}",
+            **shared, **timed_columns(step, timing),
+        ),
+        context.row(
+            variant, f"{engine.item}s_per_s", rate.value, limit=None if floor is None else items / floor,
+            limit_source=f"model FLOPs at {limit_source}", **shared, **timed_columns(rate, timing),
+        ),
+        _mfu_row(context, variant, device, dtype, step.map(lambda seconds: work / seconds / 1e12), shared, timing),
+    ]  # fmt: skip
+
+
+def _mfu_row(context: Context, variant: str, device: Device, dtype: str, tflops, shared: dict, timing) -> Row:
+    """Model FLOPs utilisation against the published peak; null with the reason where the device has none."""
+    published = peak(device, gemm_path(_gemm_dtype(dtype), device))
+    if published.published_tflops is None:
+        reason = f"no peak to divide by: {published.reason or 'no published value'}"
+        return context.row(variant, "mfu", None, value_reason=reason, **shared)
+    share = tflops.map(lambda rate: rate / published.published_tflops)
+    limit = published.limit_tflops / published.published_tflops if published.limit_tflops else None
+    return context.row(
+        variant, "mfu", share.value, limit=limit, limit_source=f"the peak at the maximum clock; {published.limit_source}",
+        **shared, **timed_columns(share, timing),
+    )  # fmt: skip
+
+
+def _gemm_dtype(dtype: str) -> str:
+    """The format that float32 products really use here."""
+    return "tf32" if dtype == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32" else dtype
+
+
+def step_forecasts(
+    context: Context, variant: str, dtype: str, item: str, items: int, flops: ModelFlops, extra_bytes: float, parameters: int
+) -> list[Forecast]:
+    """Throughput and memory from the ceilings measured earlier in this run and the model's shapes.
+
+    Args:
+        extra_bytes: traffic of one step beside the optimizer's (logits, activations).
+    """
+    params = {"batch": items, "step": "steady"}
+    gemm = context.best_upstream("gemm_tflops", dtype)
+    stream = max(
+        (row for row in context.upstream if row.metric == "bandwidth_gb_s" and row.value), key=lambda row: row.value, default=None
+    )
+    if gemm is None or stream is None:
+        estimate, basis = None, "no estimate: this run has measured no ceilings (01_hardware_exploration)"
+    else:
+        ceilings = Ceilings(gemm.value, stream.value, "measured")
+        arithmetic = flops.forward_backward * items / (ceilings.tflops * 1e12)
+        traffic = (_ADAMW_BYTES_A_PARAMETER * parameters + extra_bytes) / (ceilings.bandwidth_gb_s * 1e9)
+        estimate = items / (arithmetic + traffic)
+        basis = (
+            f"{arithmetic * 1e3:.3g} ms of products at the measured {ceilings.tflops:.4g} TFLOPS, "
+            f"then {traffic * 1e3:.3g} ms of optimizer and logits at {ceilings.bandwidth_gb_s:.4g} GB/s"
+        )
+    return [Forecast(variant=variant, metric=f"{item}s_per_s", estimate=estimate, basis=basis, dtype=dtype, params=params)]
+
+
