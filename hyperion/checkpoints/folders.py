@@ -63,7 +63,7 @@ def saving(folder: Path, step: int, keep: int = 2) -> Iterator[Path]:
         raise CheckpointError(
             f"the checkpoint of step {step} could not be written: {error.strerror or error}",
             where=folder,
-            next_step="free space or name another folder, then start again: it resumes from the checkpoint before, if any",
+            next_step="free space or name another folder, then start again: it resumes from the checkpoint before",
         ) from error
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)

@@ -223,7 +223,7 @@ def _chunk_nll(x_MD: Tensor, weight_VD: Tensor, targets_M: Tensor) -> Tensor:
 def flops_per_token(config: TransformerConfig, sequence_length: int | None = None) -> ModelFlops:
     """FLOPs per token at that sequence length (default: the whole context).
 
-    forward = L (24 D^2 + 4 T D) + 2 V D: the blocks' 12 D^2 weights, attention's two T x T products per head (counted whole,
+    forward = L (24 D^2 + 4 T D) + 2 V D: the weights of the blocks, two T x T products per head (counted whole,
     as the field does, though a causal kernel may skip half), and the head. The backward pass forms two products for
     each one of the forward pass. Norms, GELU, softmax and lookups are not counted. Agrees with torch's FlopCounterMode
     (tested).

@@ -144,6 +144,7 @@ class TorchEngine:
         try:
             set_model_state_dict(self.model, state["model"])
             set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+            self._lay_out_moments()
             self.steps = int(state["steps"])
             self._items_seen.fill_(int(state["items_seen"]))
         except (RuntimeError, KeyError, ValueError, AttributeError) as error:
@@ -152,6 +153,13 @@ class TorchEngine:
                 where=folder,
                 next_step="use the configuration it was saved with, or another checkpoint folder",
             ) from error
+
+    def _lay_out_moments(self) -> None:
+        """Give each moment the memory layout of its parameter: fused optimizers walk both in memory order."""
+        for parameter, moments in self.optimizer.state.items():
+            for name, moment in moments.items():
+                if torch.is_tensor(moment) and moment.shape == parameter.shape:
+                    moments[name] = torch.empty_like(parameter, dtype=moment.dtype).copy_(moment)
 
 
 class LanguageEngine(TorchEngine):

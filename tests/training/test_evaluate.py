@@ -1,0 +1,81 @@
+"""Held-out numbers are sums over every token or image, each once."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hyperion.data.loaders import ImageBatches, evaluation_windows
+from hyperion.errors import HyperionError
+from hyperion.hardware import detect_cpu
+from hyperion.models import TransformerConfig, TransformerLM, resnet18
+from hyperion.training import Precision, evaluate_images, evaluate_language
+
+FP32, CPU = Precision("fp32", "test"), detect_cpu()
+TOKENS = np.random.default_rng(0).integers(1, 13, 101)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return TransformerLM(TransformerConfig(vocab_size=13, context=8, width=16, heads=2, layers=1))
+
+
+def nll_of_every_token(model, context, stride):
+    """One token at a time in float64: each sees what its window holds before it."""
+    stream, nll = [0, *TOKENS.tolist()], []
+    exact = model.double().eval()
+    start = 0
+    for target in range(1, len(stream)):
+        while target > start + context:
+            start = min(start + stride, len(TOKENS) - context)
+        logits_V = exact(torch.tensor([stream[start:target]]))[0, -1]
+        nll.append(F.cross_entropy(logits_V, torch.tensor(stream[target])).item())
+    model.float()
+    return np.array(nll)
+
+
+@pytest.mark.parametrize("stride", [1, 3, 8])
+def test_every_token_is_scored_once_with_its_context(model, stride):
+    with torch.no_grad():
+        expected = nll_of_every_token(model, 8, stride)
+    found = evaluate_language(model, evaluation_windows(TOKENS, 8, stride, prefix_id=0, batch_size=5), FP32, CPU)
+    assert found.tokens == 101
+    assert found.total_nll_nats == pytest.approx(expected.sum(), rel=1e-6)
+    assert found.standard_error_nats == pytest.approx(expected.std() / math.sqrt(101), rel=1e-4)
+    assert found.loss == pytest.approx(expected.mean(), rel=1e-6)
+    assert found.perplexity_token == pytest.approx(math.exp(expected.mean()), rel=1e-5)
+    assert found.perplexity_word(40) == pytest.approx(math.exp(expected.sum() / 40), rel=1e-4)
+
+
+def test_evaluation_leaves_training_mode_and_gradients_alone(model):
+    model.train()
+    evaluate_language(model, evaluation_windows(TOKENS, 8, 8, prefix_id=0), FP32, CPU)
+    assert model.training
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_images_are_counted_once():
+    torch.manual_seed(0)
+    model = resnet18(width=4)
+    images = np.random.default_rng(0).integers(0, 256, (23, 3, 32, 32), dtype=np.uint8)
+    labels = np.arange(23) % 10
+    half = ([0.5] * 3, [0.25] * 3)
+    batches = ImageBatches(images, labels, 5, half, shuffle=False, drop_last=False)
+    found = evaluate_images(model, batches, FP32, CPU)
+    model.eval()
+    with torch.no_grad():
+        logits_BK = model((torch.from_numpy(images).float() / 255 - 0.5) / 0.25)
+    assert found.images == 23
+    assert found.loss == pytest.approx(F.cross_entropy(logits_BK, torch.from_numpy(labels)).item(), rel=1e-5)
+    assert found.accuracy == (logits_BK.argmax(dim=1).numpy() == labels).mean()
+    assert found.standard_error == pytest.approx(math.sqrt(found.accuracy * (1 - found.accuracy) / 23))
+
+
+def test_nothing_to_evaluate_is_an_error(model):
+    with pytest.raises(HyperionError, match="no tokens"):
+        evaluate_language(model, [], FP32, CPU)
+    with pytest.raises(HyperionError, match="no images"):
+        evaluate_images(resnet18(width=4), [], FP32, CPU)

@@ -1,0 +1,298 @@
+"""The loop: what it records, that a resumed run is the same run, and how it stops."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hyperion.checkpoints import CheckpointError, read_state
+from hyperion.errors import HyperionError
+from hyperion.hardware import detect
+from hyperion.training import EXIT_CODE, Interrupted, NonFiniteError, Plan, seed_everything, train
+from tests.training.small import STEPS, small_batches, small_engine, small_validation
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """An uninterrupted run of STEPS steps."""
+    engine = small_engine()
+    return train(engine, small_batches(), Plan(steps=STEPS), validation=small_validation), engine
+
+
+def test_the_history_holds_every_step_and_epoch(whole):
+    history, engine = whole
+    assert len(history.losses) == STEPS == engine.steps
+    assert [(record.epoch, record.step, record.steps) for record in history.epochs] == [
+        (1, 7, 7), (2, 14, 7), (3, 21, 7), (4, 24, 3),
+    ]  # fmt: skip
+    first, last = history.epochs[0], history.epochs[-1]
+    assert first.items == 7 * 80 and engine.tokens_seen == STEPS * 80
+    assert first.timed_steps == 4 and history.epochs[1].timed_steps == 7  # three steps warm up, once a process
+    assert history.epochs[1].items_per_s == pytest.approx(560 / history.epochs[1].time_s)
+    assert first.loss == pytest.approx(sum(history.losses[:7]) / 7)
+    assert last.learning_rate == pytest.approx(3e-4)
+    assert first.peak_memory_metric == "peak_rss_gib"
+    assert first.peak_memory_gib is None or first.peak_memory_gib > 0.05
+    assert first.evaluation["tokens"] == 100
+    assert last.evaluation["loss"] < first.evaluation["loss"]
+    assert history.item == "token"
+
+
+def test_the_same_seed_gives_the_same_losses(whole):
+    assert train(small_engine(), small_batches(), Plan(steps=STEPS)).losses == whole[0].losses
+
+
+def test_another_seed_gives_other_losses(whole):
+    assert train(small_engine(seed=1), small_batches(), Plan(steps=STEPS)).losses != whole[0].losses
+
+
+class Stop(Exception):
+    """Ends a run the way a crash does: nothing is saved."""
+
+
+class Crashing:
+    """A loader that fails after so many batches."""
+
+    def __init__(self, batches, after):
+        self.batches, self.after = batches, after
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        for batch in self.batches:
+            if self.after == 0:
+                raise Stop
+            self.after -= 1
+            yield batch
+
+    def state_dict(self):
+        return self.batches.state_dict()
+
+    def load_state_dict(self, state):
+        self.batches.load_state_dict(state)
+
+
+@pytest.mark.parametrize("crash_after, resumed_at", [(5, 3), (7, 6), (8, 6), (14, 12), (23, 21)])
+def test_a_crashed_run_resumes_bit_for_bit(whole, tmp_path, crash_after, resumed_at):
+    plan = Plan(steps=STEPS, checkpoint_every=3)
+    with pytest.raises(Stop):
+        train(
+            small_engine(), Crashing(small_batches(), crash_after), plan, validation=small_validation, folder=tmp_path
+        )
+    seed_everything(99)
+    random.random()
+    engine = small_engine(seed=99)
+    resumed = train(engine, small_batches(), plan, validation=small_validation, folder=tmp_path)
+    assert resumed.resumed_at == [resumed_at]
+    assert resumed.losses == whole[0].losses
+    assert [r.evaluation for r in resumed.epochs] == [r.evaluation for r in whole[0].epochs]
+    assert [(r.step, r.steps, r.items, r.loss) for r in resumed.epochs] == [
+        (r.step, r.steps, r.items, r.loss) for r in whole[0].epochs
+    ]
+    assert engine.tokens_seen == STEPS * 80
+    for ours, theirs in zip(engine.model.parameters(), whole[1].model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path):
+    plan = Plan(epochs=1)
+    first = train(small_engine(), small_batches(), plan, folder=tmp_path)
+    again = train(small_engine(seed=1), small_batches(), plan, folder=tmp_path)
+    assert again.losses == first.losses and again.epochs == first.epochs
+
+
+def test_more_epochs_go_on_where_it_ended(tmp_path):
+    train(small_engine(), small_batches(), Plan(epochs=2), folder=tmp_path)
+    longer = train(small_engine(seed=1), small_batches(), Plan(epochs=3), folder=tmp_path)
+    assert longer.losses == train(small_engine(), small_batches(), Plan(epochs=3)).losses
+
+
+def test_a_damaged_checkpoint_costs_only_the_steps_since_the_one_before(whole, tmp_path, capsys):
+    train(small_engine(), small_batches(), Plan(steps=STEPS, checkpoint_every=6), folder=tmp_path)
+    newest = tmp_path / f"step-{STEPS:08d}" / "engine" / "tensors.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-10])
+    resumed = train(small_engine(), small_batches(), Plan(steps=STEPS, checkpoint_every=6), folder=tmp_path)
+    assert resumed.resumed_at == [18]
+    assert resumed.losses == whole[0].losses
+    assert "cut off or edited" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    from hyperion.models import TransformerConfig, TransformerLM
+    from hyperion.training import LanguageEngine, adamw
+
+    train(small_engine(), small_batches(), Plan(steps=3), folder=tmp_path)
+    ours = small_engine()
+    model = TransformerLM(TransformerConfig(vocab_size=19, context=8, width=32, heads=2, layers=2))
+    other = LanguageEngine(model, adamw(model, 1e-3), ours.schedule, ours.precision, ours.device)
+    with pytest.raises(CheckpointError, match="does not fit this model"):
+        train(other, small_batches(), Plan(steps=6), folder=tmp_path)
+
+
+def run_child(folder):
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.training.small", str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def end_at_batch(child, number, with_signal):
+    """Send the signal once the child has asked for that many batches; the lines it printed."""
+    for seen, _ in enumerate(iter(child.stdout.readline, ""), start=1):
+        if seen == number:
+            os.kill(child.pid, with_signal)
+            break
+    return child.communicate(timeout=60)
+
+
+def losses_after_resume(folder):
+    plan = Plan(steps=STEPS, checkpoint_every=3)
+    return train(small_engine(seed=1), small_batches(), plan, validation=small_validation, folder=folder).losses
+
+
+def test_sigkill_at_a_random_step_then_the_same_losses(whole, tmp_path):
+    strike = random.SystemRandom().randint(2, STEPS)
+    print("killed at batch", strike)
+    child = run_child(tmp_path)
+    end_at_batch(child, strike, signal.SIGKILL)
+    assert child.returncode == -signal.SIGKILL
+    assert losses_after_resume(tmp_path) == whole[0].losses
+
+
+def test_sigterm_saves_and_leaves_with_its_own_code(whole, tmp_path):
+    child = run_child(tmp_path)
+    _, err = end_at_batch(child, 5, signal.SIGTERM)
+    assert "stopped by SIGTERM after step" in err
+    saved = int(sorted(path.name for path in tmp_path.glob("step-*"))[-1].removeprefix("step-"))
+    assert saved >= 4
+    assert losses_after_resume(tmp_path) == whole[0].losses
+
+
+def test_interrupted_carries_the_exit_code():
+    assert EXIT_CODE == Interrupted("x").exit_code == 75
+
+
+def terminate_self():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_sigterm_during_the_evaluation_saves_and_evaluates_after_the_resume(whole, tmp_path):
+    def interrupted_validation():
+        terminate_self()
+        return small_validation()
+
+    plan = Plan(steps=STEPS, checkpoint_every=100)
+    with pytest.raises(Interrupted, match="after step 7"):
+        train(small_engine(), small_batches(), plan, validation=interrupted_validation, folder=tmp_path)
+    resumed = train(small_engine(seed=1), small_batches(), plan, validation=small_validation, folder=tmp_path)
+    assert resumed.losses == whole[0].losses
+    assert [r.evaluation for r in resumed.epochs] == [r.evaluation for r in whole[0].epochs]
+
+
+def test_sigterm_after_the_last_step_is_not_lost(tmp_path):
+    with pytest.raises(Interrupted, match="after step 3 of 3"):
+        train(
+            small_engine(), small_batches(), Plan(steps=3), folder=tmp_path, on_epoch=[lambda record: terminate_self()]
+        )
+    assert len(train(small_engine(), small_batches(), Plan(steps=3), folder=tmp_path).losses) == 3
+
+
+def test_sigterm_without_a_folder_says_that_nothing_was_saved():
+    engine = small_engine()
+    step = engine.train_step
+
+    def step_then_term(batch):
+        terminate_self()
+        return step(batch)
+
+    engine.train_step = step_then_term
+    with pytest.raises(Interrupted, match="nothing was saved"):
+        train(engine, small_batches(), Plan(steps=3))
+
+
+def test_a_loss_that_is_no_number_stops_and_keeps_the_batch(tmp_path):
+    engine = small_engine()
+    step, seen = engine.train_step, []
+
+    def poisoned(batch):
+        seen.append(batch)
+        if len(seen) == 5:
+            with torch.no_grad():
+                engine.model.final_norm.weight[0] = float("nan")
+        return step(batch)
+
+    engine.train_step = poisoned
+    plan = Plan(steps=STEPS, checkpoint_every=2)
+    with pytest.raises(NonFiniteError, match="step 5: loss nan") as caught:
+        train(engine, small_batches(), plan, folder=tmp_path)
+    saved = read_state(caught.value.where.parent)
+    assert saved["step"] == 5
+    assert all(torch.equal(a, b) for a, b in zip(saved["batch"], seen[4], strict=True))
+    assert train(small_engine(seed=1), small_batches(), plan, folder=tmp_path).resumed_at == [4]
+
+
+def test_progress_is_reported():
+    seen = []
+    train(small_engine(), small_batches(), Plan(steps=3), report=lambda *progress: seen.append(progress))
+    assert [(done, total) for done, total, _ in seen] == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_callbacks_see_each_epoch():
+    seen = []
+    history = train(small_engine(), small_batches(), Plan(epochs=2), on_epoch=[seen.append])
+    assert seen == history.epochs
+
+
+def test_evaluation_comes_as_often_as_planned():
+    history = train(small_engine(), small_batches(), Plan(epochs=5, evaluate_every=2), validation=small_validation)
+    assert [record.evaluation is not None for record in history.epochs] == [False, True, False, True, True]
+
+
+@pytest.mark.parametrize("fields", [{}, {"epochs": 1, "steps": 1}, {"epochs": 0}, {"steps": 5, "checkpoint_every": 0}])
+def test_impossible_plans_are_refused(fields):
+    with pytest.raises(HyperionError):
+        Plan(**fields)
+
+
+def test_a_loader_that_ends_early_is_an_error():
+    class Short(Crashing):
+        def __len__(self):
+            return 9
+
+    with pytest.raises(HyperionError, match="ended 2 batches early"):
+        train(small_engine(), Short(small_batches(), -1), Plan(epochs=1))
+
+
+@pytest.fixture
+def deterministic_gpu():
+    """The GPU, with torch held to operations that repeat bit for bit."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU here")
+    seed_everything(0, deterministic=True)
+    yield detect()
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+def test_a_crashed_run_resumes_bit_for_bit_on_a_gpu(deterministic_gpu, tmp_path):
+    device = deterministic_gpu
+
+    def batches():
+        return small_batches(device.torch_device)
+
+    whole = train(small_engine(device=device), batches(), Plan(steps=STEPS))
+    plan = Plan(steps=STEPS, checkpoint_every=3)
+    with pytest.raises(Stop):
+        train(small_engine(device=device), Crashing(batches(), 11), plan, folder=tmp_path)
+    resumed = train(small_engine(seed=9, device=device), batches(), plan, folder=tmp_path)
+    assert resumed.resumed_at == [9]
+    assert resumed.losses == whole.losses
+    assert whole.epochs[0].peak_memory_metric == "peak_memory_gib"
+    assert whole.epochs[0].peak_memory_gib > 0

@@ -1,0 +1,43 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from hyperion.checkpoints import read_state, write_state
+from hyperion.training import rng_state, seed_everything, set_rng_state
+
+
+def draws():
+    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(3).tolist()]
+
+
+def test_a_seed_repeats_every_generator():
+    seed_everything(11)
+    first = draws()
+    seed_everything(11)
+    assert draws() == first
+    seed_everything(12)
+    assert draws() != first
+
+
+def test_the_state_survives_a_file(tmp_path):
+    seed_everything(3)
+    draws()
+    np.random.randn(1)  # numpy keeps the second half of a pair of normal numbers
+    write_state(tmp_path, rng_state())
+    expected = draws()
+    set_rng_state(read_state(tmp_path))
+    assert draws() == expected
+
+
+@pytest.fixture
+def restore_determinism():
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def test_deterministic_mode_is_torchs(restore_determinism):
+    seed_everything(0, deterministic=True)
+    assert torch.are_deterministic_algorithms_enabled()

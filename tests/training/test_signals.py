@@ -1,0 +1,40 @@
+import os
+import signal
+import threading
+
+import pytest
+
+from hyperion.training import Interrupted, StopFlag
+
+
+def test_sigterm_sets_the_flag_and_the_old_handler_comes_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with StopFlag() as stop:
+        assert not stop.requested
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_watched_batches_end_when_asked():
+    with StopFlag() as stop:
+        seen = []
+        with pytest.raises(Interrupted):
+            for batch in stop.watch([1, 2, 3]):
+                seen.append(batch)
+                if batch == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+        assert seen == [1, 2]
+
+
+def test_another_thread_leaves_the_handlers_alone():
+    before, flags = signal.getsignal(signal.SIGTERM), []
+
+    def enter():
+        with StopFlag() as stop:
+            flags.append((stop.requested, signal.getsignal(signal.SIGTERM) is before))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert flags == [(False, True)]
