@@ -74,9 +74,11 @@ class _Resumable:
 class LanguageBatches(_Resumable):
     """Shuffled windows of a token stream: inputs and targets int64 [batch, length], targets one token ahead.
 
-    The stream lies on the device. Each epoch cuts it at a new random offset below `sequence_length`, so that a window's
-    borders differ between epochs, and shuffles the windows; an epoch leaves out at most 2 * sequence_length tokens and
-    the windows that fill no whole batch, which change from epoch to epoch.
+    The stream lies on the device. Each epoch cuts it into windows of sequence_length + 1 tokens of their own (the last one
+    is only a target) from a new random offset, and shuffles them; at most two windows' worth of tokens and the windows
+    that fill no whole batch are left out, others each epoch. Windows that lay sequence_length apart would all start at
+    the same place of a line in text whose lines have a length that divides it (the synthetic text: 16), and a model would
+    learn the places of newlines instead of the text.
 
     Args:
         tokens: token ids [tokens].
@@ -93,7 +95,7 @@ class LanguageBatches(_Resumable):
         seed: int = 0,
         device: str | torch.device = "cpu",
     ):
-        super().__init__((len(tokens) - 1) // sequence_length - 1, batch_size, seed, drop_last=True)
+        super().__init__((len(tokens) - sequence_length) // (sequence_length + 1), batch_size, seed, drop_last=True)
         self.sequence_length = sequence_length
         self._tokens = torch.from_numpy(np.asarray(tokens).astype(np.int32)).to(device)
         self._steps = torch.arange(sequence_length + 1, device=device)
@@ -110,8 +112,8 @@ class LanguageBatches(_Resumable):
     def _batch(self, epoch: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self._order[0] != epoch:
             generator = np.random.default_rng((self.seed, epoch))
-            offset = generator.integers(self.sequence_length)
-            self._order = (epoch, offset + self.sequence_length * generator.permutation(self.records))
+            own = self.sequence_length + 1
+            self._order = (epoch, generator.integers(own) + own * generator.permutation(self.records))
         starts = self._order[1][position * self.batch_size : (position + 1) * self.batch_size]
         starts = torch.from_numpy(starts).to(self._tokens.device)
         windows = self._tokens[starts[:, None] + self._steps].long()

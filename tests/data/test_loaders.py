@@ -38,7 +38,8 @@ def test_windows_are_shuffled_disjoint_and_one_ahead():
     inputs, targets = torch.cat(inputs), torch.cat(targets)
     assert inputs.dtype == torch.int64 and inputs.shape == (4 * len(batches), 16)
     assert torch.equal(targets, inputs + 1) and torch.equal(inputs[:, 1:], inputs[:, :-1] + 1)
-    assert len(inputs.unique()) == inputs.numel() >= 1000 - 2 * 16 - 4 * 16
+    assert len(inputs.unique()) == inputs.numel() >= (1000 - 2 * 17 - 4 * 17) * 16 / 17
+    assert set((inputs[:, 0] % 16).tolist()) == set(range(16)), "windows start at every place of a line of 16"
     assert not torch.equal(inputs[:, 0], inputs[:, 0].sort().values)
     assert batches.tokens_per_batch == 64
 
@@ -46,7 +47,7 @@ def test_windows_are_shuffled_disjoint_and_one_ahead():
 def test_epochs_differ_and_seeds_decide():
     one, other = _language(), _language()
     epochs = [torch.cat([inputs for inputs, _ in one]) for _ in range(2)]
-    assert not torch.equal(*epochs) and not torch.equal(epochs[0][:, 0] % 16, epochs[1][:, 0] % 16)
+    assert not torch.equal(*epochs) and not torch.equal(epochs[0][:, 0] % 17, epochs[1][:, 0] % 17)
     assert torch.equal(epochs[0], torch.cat([inputs for inputs, _ in other]))
     assert not torch.equal(epochs[0], torch.cat([inputs for inputs, _ in _language(seed=1)]))
 
