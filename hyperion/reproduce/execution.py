@@ -52,11 +52,13 @@ def execute(
         on_line: called with each line of output that a reader of the driver's output must see.
     """
     import papermill
+    from jupyter_core.utils import ensure_event_loop
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
     from papermill.exceptions import PapermillExecutionError
 
     copy = scratch / notebook.path.name
     done = 0
+    ensure_event_loop().set_exception_handler(_pass_over_abandoned)
 
     def cell_starts(cell, cell_index: int) -> None:
         on_cell(done)
@@ -115,6 +117,12 @@ class LineFilter:
 
     def flush(self) -> None:
         """Nothing is held back but an unfinished line."""
+
+
+def _pass_over_abandoned(loop, context: dict) -> None:
+    """A stop abandons the task that waits for the cell; that the kernel died under it is then no news."""
+    if "never retrieved" not in context.get("message", ""):
+        loop.default_exception_handler(context)
 
 
 def _read(copy: Path) -> object | None:

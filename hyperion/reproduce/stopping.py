@@ -1,16 +1,21 @@
 """How a call ends before its end: signals, and a budget of time."""
 
 import contextlib
+import math
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 
 from hyperion.errors import HyperionError
 
+# Longer than a kernel takes to end after it was interrupted, asked and killed.
+_SHUTDOWN_S = 10.0
 
-class Stopped(BaseException):
-    """A signal asked this call to stop; like KeyboardInterrupt it is no Exception, so that no handler keeps it."""
+
+class Stopped(KeyboardInterrupt):
+    """A signal asked this call to stop. A KeyboardInterrupt, because that is what asyncio lets out of its callbacks."""
 
     def __init__(self, number: int):
         self.number = number
@@ -28,16 +33,19 @@ class BudgetSpent(BaseException):
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """Turn the first SIGINT or SIGTERM into `Stopped`; later ones are ignored while the kernel is being shut down."""
+    """Turn SIGINT or SIGTERM into `Stopped`; those that follow at once are ignored while the kernel is being shut down."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may handle signals: whoever runs a call elsewhere keeps its own handling
         return
     numbers = (signal.SIGINT, signal.SIGTERM)
 
+    first = -math.inf
+
     def stop(number: int, frame) -> None:
-        for other in numbers:
-            signal.signal(other, signal.SIG_IGN)
-        raise Stopped(number)
+        nonlocal first
+        if time.monotonic() - first > _SHUTDOWN_S:
+            first = time.monotonic()
+            raise Stopped(number)
 
     before = {number: signal.signal(number, stop) for number in numbers}
     try:

@@ -41,9 +41,9 @@ def test_new_and_named_runs(tmp_path):
         assert existed
     with claim(tmp_path, "new") as (ledger, existed):
         assert not existed and ledger.run.folder != tmp_path / "mine"
-    with pytest.raises(HyperionError, match="another setting: seed 0 there, 7 now"):
-        with claim(tmp_path, "mine", SETTING | {"seed": 7}):
-            pass
+    other = SETTING | {"seed": 7}
+    with pytest.raises(HyperionError, match="another setting: seed 0 there, 7 now"), claim(tmp_path, "mine", other):
+        pass
     with pytest.raises(HyperionError, match="cannot name"), claim(tmp_path, "latest"):
         pass
 

@@ -8,7 +8,8 @@ from hyperion.reproduce.stopping import Stopped, seconds_of, stoppable, told
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("90", 90), ("90s", 90), ("6m", 360), ("1h30m", 5400), ("1.5h", 5400), (" 2M ", 120), ("1m5s", 65)]
+    ("text", "seconds"),
+    [("90", 90), ("90s", 90), ("6m", 360), ("1h30m", 5400), ("1.5h", 5400), (" 2M ", 120), ("1m5s", 65)],
 )
 def test_durations(text, seconds):
     assert seconds_of(text) == seconds

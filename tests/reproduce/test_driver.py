@@ -1,0 +1,197 @@
+"""The driver on a small real book: real papermill, real kernels, real signals."""
+
+import io
+import json
+import os
+import signal
+import sys
+
+import pytest
+from rich.console import Console
+
+from hyperion.errors import HyperionError
+from hyperion.reproduce import Request, reproduce
+from hyperion.reproduce.machine import Machine
+from hyperion.reproduce.pages import demand_no_machine_paths
+from hyperion.results import Run
+from tests.reproduce.small_book import MACHINE, make_book, recording, start_driver, write_notebook
+
+NVIDIA_SWITCHES = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """An empty checkout that is the working folder."""
+    (tmp_path / "pyproject.toml").write_text("")
+    (tmp_path / "phase1_hardware").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("HYPERION_RESULTS", "HYPERION_DATA_MIRROR"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def call(machine: Machine = MACHINE, **request) -> tuple[int, str]:
+    """One call in this process: its exit code and what it printed."""
+    text = io.StringIO()
+    return reproduce(Request(**request), machine=machine, console=Console(file=text, width=160)), text.getvalue()
+
+
+def the_run(root) -> Run:
+    (folder,) = [path.parent for path in root.glob("results/2*/run.json")]
+    return Run.open(folder)
+
+
+def statuses(run: Run) -> dict:
+    return {stem: entry["status"] for stem, entry in json.loads(run.read("reproduce.json"))["notebooks"].items()}
+
+
+def test_a_failure_stops_what_depends_on_it_and_a_second_call_does_only_the_rest(root):
+    make_book(root, second=["print('BANNER: synthetic')\nraise ValueError('planted')"])
+    code, text = call()
+    run = the_run(root)
+    assert code == 1
+    assert statuses(run) == {"01_first": "done", "02_second": "failed", "04_alone": "done"}
+    assert "BANNER: synthetic" in text and "predicted 20 s" in text and "blocked by 02_second" in text
+    assert "02_second.ipynb, cell In [3]: ValueError: planted" in text and "----> 2 raise ValueError" in text
+    assert not (root / "results/latest").exists()
+    assert {f"notebooks/02_second.{kind}" for kind in ("ipynb", "html")} <= set(run.verify())
+    for name in run.verify():
+        demand_no_machine_paths(name, run.read(name))
+        assert str(root).encode() not in run.read(name)
+
+    write_notebook(root / "phase1_hardware", "02_second", [recording("02_second")], needs=["01_first"])
+    code, text = call()
+    assert code == 0 and "2 of 4 notebooks to run" in text and text.count("up to date") == 2
+    assert the_run(root).folder == run.folder == (root / "results/latest").resolve()
+
+    code, text = call(only="03_third")
+    assert code == 0 and text.count("up to date") == 3 and "04_alone" not in text
+
+
+def test_the_kernel_is_this_interpreter_in_the_notebooks_folder_with_the_whole_environment(root, monkeypatch):
+    for name in NVIDIA_SWITCHES:
+        monkeypatch.setenv(name, "7")
+    facts = (
+        "import os, site, sys\nfrom pathlib import Path\n"
+        f"facts = [sys.executable == {sys.executable!r}, Path.cwd().name == 'phase1_hardware',\n"
+        f"         all(os.environ[name] == '7' for name in {NVIDIA_SWITCHES}), not site.ENABLE_USER_SITE,\n"
+        "         not Path(output).is_absolute(), (profile, data_source, seed) == ('smoke', 'synthetic', 3)]"
+    )
+    write_notebook(root / "phase1_hardware", "01_first", [facts, recording("01_first", "sum(facts)")])
+    assert call(data_source="synthetic", seed=3)[0] == 0
+    (row,) = the_run(root).rows()
+    assert row.value == 6
+
+
+def test_running_without_the_declared_rows_is_a_failure_and_so_is_a_dead_kernel(root):
+    phase = root / "phase1_hardware"
+    write_notebook(phase, "01_first", [recording("01_first")], produces=["counting", "weighing"])
+    write_notebook(phase, "02_dead", ["import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"])
+    code, text = call()
+    assert code == 1 and "ran, but left no rows of: weighing" in text and "the kernel died" in text
+    assert statuses(the_run(root)) == {"01_first": "failed", "02_dead": "failed"}
+
+
+def test_changed_upstream_rows_make_a_notebook_stale(root):
+    make_book(root)
+    assert call(only="02_second")[0] == 0
+    write_notebook(root / "phase1_hardware", "01_first", ["1", recording("01_first")])
+    assert "02_second │ up to date" in call(only="02_second")[1].replace("  ", " ")  # other text, same rows
+    write_notebook(root / "phase1_hardware", "01_first", [recording("01_first", "2")])
+    assert "02_second: done" in call(only="02_second")[1]
+
+
+def test_the_time_budget_stops_before_a_notebook_and_between_cells(root):
+    write_notebook(root / "phase1_hardware", "01_first", ["import time\ntime.sleep(1)", recording("01_first")])
+    code, text = call(time_budget_s=4.0)
+    assert code == 3 and "expected to take 5 s" in text and "unfinished" in text
+    notebook = root / "phase1_hardware/01_first.ipynb"
+    notebook.write_text(notebook.read_text().replace('"smoke": 5', '"smoke": 0.1'))
+    code, text = call(time_budget_s=0.5)
+    assert code == 3 and statuses(the_run(root)) == {"01_first": "unfinished"}
+    assert the_run(root).rows() == []
+
+
+def test_bad_requests_are_errors_before_anything_is_made(root, monkeypatch):
+    make_book(root)
+    with pytest.raises(HyperionError, match="no chapter"):
+        call(only="nope")
+    monkeypatch.setenv("HYPERION_DATA_MIRROR", str(root / "nowhere"))
+    with pytest.raises(HyperionError, match="HYPERION_DATA_MIRROR") as caught:
+        call()
+    assert caught.value.where == str(root / "nowhere")
+    assert not (root / "results").exists()
+
+
+def test_replay_skips_what_no_reference_holds_and_says_so(root):
+    make_book(root)
+    machine = Machine("replay", {}, MACHINE.setting, {"profile": "replay"})
+    code, text = call(machine, profile="replay")
+    assert code == 0 and text.count("skipped") >= 4 and "no rows of it in the reference runs (none)" in text
+    with pytest.raises(HyperionError, match="no reference run of 'h900'"):
+        call(machine, profile="replay", replay_of="h900")
+
+
+def test_replay_runs_what_a_reference_holds(root):
+    write_notebook(root / "phase1_hardware", "01_first", ["assert profile == 'replay:h100'", recording("01_first")])
+    assert call(only="01_first")[0] == 1  # the assertion: this is no replay
+    reference = Run.create(root / "results/reference/h100", {})
+    for name in ("rows.csv", "experiments.json"):
+        reference.write({name: the_run_with_rows(root).read(name)})
+    machine = Machine("replay", {}, MACHINE.setting, {"profile": "replay"})
+    assert call(machine, profile="replay")[0] == 0
+
+
+def the_run_with_rows(root) -> Run:
+    """A run that holds 01_first's rows, recorded here."""
+    namespace = {"output": Run.create(root / "elsewhere" / os.urandom(4).hex(), {}).folder}
+    exec(recording("01_first"), namespace)  # the very cell of the notebook
+    return namespace["run"]
+
+
+def upto(process, mark: str) -> None:
+    for line in process.stdout:
+        if mark in line:
+            return
+    raise AssertionError(f"ended without {mark!r}: {process.stderr.read()}")
+
+
+WAITING = """print('BANNER waiting', flush=True)
+import time
+from pathlib import Path
+while not Path('go').exists():
+    time.sleep(0.05)"""
+
+
+@pytest.mark.slow
+def test_any_end_leaves_a_run_that_the_next_call_finishes_with_the_same_rows(root):
+    cells = [recording("01_first", experiment="kept"), WAITING, recording("01_first")]
+    write_notebook(root / "phase1_hardware", "01_first", cells, produces=["kept", "counting"])
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)):
+        process = start_driver(root)
+        upto(process, "BANNER waiting")
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == code, err
+        assert number == signal.SIGKILL or ("interrupted" in out and "goes on from here" in out)
+        assert "Traceback" not in err
+        assert [row.experiment for row in the_run(root).rows()] == ["kept"]
+        the_run(root).verify()
+    (root / "phase1_hardware/go").write_text("")
+    assert call()[0] == 0
+    assert [row.experiment for row in the_run(root).rows()] == ["kept", "counting"]
+
+
+def test_two_calls_at_once_work_in_folders_of_their_own(root):
+    write_notebook(root / "phase1_hardware", "01_first", [WAITING, recording("01_first")])
+    processes = [start_driver(root), start_driver(root)]
+    for process in processes:
+        upto(process, "BANNER waiting")
+    (root / "phase1_hardware/go").write_text("")
+    ends = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], ends
+    runs = [Run.open(path.parent) for path in root.glob("results/2*/run.json")]
+    assert len(runs) == 2
+    for run in runs:
+        run.verify()
+        assert len(run.rows()) == 1

@@ -1,0 +1,26 @@
+import pytest
+
+from hyperion.reproduce.ledger import Entry, Ledger, peek
+from hyperion.results import Run, StoreError
+
+
+def test_entries_survive_and_answer_what_is_done(tmp_path):
+    ledger = Ledger.new(Run.create(tmp_path, {}), {"profile": "smoke"})
+    ledger.keep("01_x", Entry("done", "abc", 1.5, 3), {"notebooks/01_x.html": b"page"})
+    ledger.keep("02_y", Entry("failed", "abc", 1.5, 0, "why"))
+    ledger.keep_exported("rows and code")
+    again = Ledger.of(Run.open(tmp_path))
+    assert (
+        again.entries == ledger.entries and again.setting == {"profile": "smoke"} and again.exported == "rows and code"
+    )
+    assert again.is_done("01_x", "abc") and not again.is_done("01_x", "other")
+    assert not again.is_done("02_y", "abc") and not again.is_done("03_z", "abc")
+    assert Run.open(tmp_path).read("notebooks/01_x.html") == b"page"
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"setting": {}}'])
+def test_a_damaged_ledger_is_named(tmp_path, damage):
+    (tmp_path / "reproduce.json").write_text(damage)
+    with pytest.raises(StoreError) as caught:
+        peek(tmp_path)
+    assert caught.value.where == tmp_path / "reproduce.json" and "RUN=new" in caught.value.next_step
