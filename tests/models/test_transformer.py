@@ -187,11 +187,11 @@ def test_agrees_with_transformers_gpt2():
             fused = source[f"h.{i}.attn.c_attn.{part}"].chunk(3, dim=-1)  # GPT-2 keeps q, k, v in one matrix
             layers = dict(zip(("query", "key", "value"), fused, strict=True))
             layers["output"] = source[f"h.{i}.attn.c_proj.{part}"]
-            state |= {f"blocks.{i}.attention.{name}.{part}": tensor.T for name, tensor in layers.items()}
+            state |= {f"blocks.{i}.attention.{name}.{part}": tensor.t() for name, tensor in layers.items()}
             state[f"blocks.{i}.attention_norm.{part}"] = source[f"h.{i}.ln_1.{part}"]
             state[f"blocks.{i}.mlp_norm.{part}"] = source[f"h.{i}.ln_2.{part}"]
-            state[f"blocks.{i}.mlp.up.{part}"] = source[f"h.{i}.mlp.c_fc.{part}"].T
-            state[f"blocks.{i}.mlp.down.{part}"] = source[f"h.{i}.mlp.c_proj.{part}"].T
+            state[f"blocks.{i}.mlp.up.{part}"] = source[f"h.{i}.mlp.c_fc.{part}"].t()
+            state[f"blocks.{i}.mlp.down.{part}"] = source[f"h.{i}.mlp.c_proj.{part}"].t()
     ours.load_state_dict(state)
     tokens = torch.randint(0, 23, (2, 16))
     with torch.no_grad():
