@@ -26,6 +26,16 @@ class Chapter:
         self.notebook, self.profile, self.data_source = notebook, load_profile(profile), data_source
         self.results, self.seed, self.reference = run, seed, reference
 
+    @property
+    def on_accelerator(self) -> bool:
+        """Whether the rows come from a GPU: this machine's, or the reference machine's in replay."""
+        return bool((self.reference or self.results).information()["environment"]["gpus"])
+
+    def sizes(self, experiment: str) -> dict:
+        """What the profile says of an experiment; in replay, what the reference run's profile says of it."""
+        profile = self.profile if self.reference is None else load_profile(self.reference.information()["profile"])
+        return profile.sizes(self.notebook, experiment)
+
     def predict(self, experiment: str, guess: float | None = None) -> pd.DataFrame:
         """Write down the reader's guess (of the first line) and the library's estimates; what is written stays.
 
@@ -83,11 +93,10 @@ class Chapter:
             return run_isolated(context, report) if chosen.isolated else chosen.run(context, report)
 
     def _context(self, experiment: str) -> Context:
-        sizes = self.profile.sizes(self.notebook, experiment)
         return Context(
             notebook=self.notebook,
             experiment=experiment,
-            sizes=sizes,
+            sizes=self.sizes(experiment),
             seed=self.seed,
             data_source=self.data_source,
             allow_synthetic=self.profile.allow_synthetic,

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import torch
 
+from hyperion.experiments.context import Result
 from hyperion.models import TransformerConfig, TransformerLM
 
 
@@ -33,6 +34,22 @@ def mutation_score(check: Callable[[object], bool], clean: object, mutants: Mapp
 def solved(score: pd.DataFrame) -> bool:
     """Whether every subject was judged rightly."""
     return bool(score["right"].all())
+
+
+def judge_number(answer: float | None, expected: float, hint: str, tolerance: float = 0.01) -> str:
+    """Mark a number.
+
+    Args:
+        answer: the reader's, None while there is none.
+        expected: the right one.
+        hint: shown when the answer is wrong.
+        tolerance: relative difference that still counts as right.
+    """
+    if answer is None:
+        return "not answered yet: set `answer` and run the cell again"
+    if abs(answer - expected) <= tolerance * abs(expected):
+        return "right"
+    return f"{answer:g} is not it. Hint: {hint}"
 
 
 class ToyDevice:
@@ -83,6 +100,14 @@ def judge_timer(my_timer: Callable[[ToyDevice], float]) -> pd.DataFrame:
         "takes fewer than 10 samples": (device.launches >= 10, f"{device.launches} launches"),
     }
     return pd.DataFrame([{"fault": name, "right": bool(free), "seen": seen} for name, (free, seen) in faults.items()])
+
+
+def sample_tokens(result: Result) -> tuple[np.ndarray, int]:
+    """A sound stretch of tokens int64 [N] from the result of `text_pipeline`, and the vocabulary's size."""
+    samples = result.samples
+    tokens = samples.loc[samples["kind"] == "stretch", "token_id"].to_numpy(dtype=np.int64)
+    vocabulary = next(row.value for row in result.rows if row.params["what"] == "vocabulary")
+    return tokens, int(vocabulary)
 
 
 def judge_token_check(my_check: Callable[[np.ndarray], bool], tokens: np.ndarray, vocab_size: int) -> pd.DataFrame:

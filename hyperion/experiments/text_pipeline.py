@@ -11,6 +11,7 @@ from hyperion.results import Row
 # One line of WikiText-2 is one sample in the padded variant; a normal paragraph is about as long as the window.
 _PADDING_GUESS = 0.45
 _SHOWN_LINES = 4
+_STRETCH_TOKENS = 2000
 
 
 def forecast(context: Context) -> list[Forecast]:
@@ -30,7 +31,8 @@ def run(context: Context, report) -> Result:
     rows = [row for split in prepared.steps for row in _split_rows(context, prepared, split)]
     columns = {"params": {"what": "vocabulary"} | _tokenizer_params(tokenizer), "data_source": corpus.source}
     rows.append(context.row(prepared.manifest.name, "count", float(tokenizer.vocab_size), **columns))
-    return Result(rows, pd.concat([_histogram(prepared, tokenizer), _lines(corpus)]), corpus.source)
+    samples = pd.concat([_histogram(prepared, tokenizer), _lines(corpus), _stretch(prepared)], ignore_index=True)
+    return Result(rows, samples, corpus.source)
 
 
 EXPERIMENT = Experiment(forecast, run)
@@ -83,3 +85,9 @@ def _histogram(prepared: PreparedText, tokenizer: Tokenizer) -> pd.DataFrame:
 def _lines(corpus: TextCorpus) -> pd.DataFrame:
     shown = [line for line in corpus.splits["train"] if line.strip()][:_SHOWN_LINES]
     return pd.DataFrame({"kind": "line", "split": "train", "text": shown})
+
+
+def _stretch(prepared: PreparedText) -> pd.DataFrame:
+    """The first tokens of the train split, in order: what the chapter's exercise breaks."""
+    ids = np.asarray(prepared.tokens["train"][:_STRETCH_TOKENS], dtype=np.int64)
+    return pd.DataFrame({"kind": "stretch", "split": "train", "token_id": ids})

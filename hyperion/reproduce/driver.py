@@ -184,7 +184,8 @@ class _Call:
             code = FAILED
         if code == FINISHED:
             set_latest(self.run_store.folder)
-        self._print(f"results: {_shown(self.run_store.folder)}   pages: {_shown(self.run_store.folder / 'notebooks')}")
+        folder = _shown(self.run_store.folder)
+        self._print(f"results: {folder}   report: {folder}/report.html   executed notebooks: {folder}/notebooks/")
         if code != FINISHED:
             self._print("not finished: the same command goes on from here")
         return code

@@ -45,7 +45,7 @@ def show_fault(say: Callable[[str], object], notebook: Notebook, fault: Fault, f
 
 
 def export_subjects(ledger: Ledger) -> str:
-    """Have the book write the run's tables and pictures by subject, unless they were made from these very rows.
+    """Have the book write the run's tables, pictures and report, unless they were made from these very rows.
 
     Returns:
         "" or the traceback: a picture that cannot be drawn must not cost the measurements still to come.
@@ -55,9 +55,10 @@ def export_subjects(ledger: Ledger) -> str:
     if ledger.exported == digest:
         return ""
     try:
-        from hyperion.book import export_run
+        from hyperion.book import export_run, write_report
 
         export_run(ledger.run)
+        write_report(ledger.run)
     except Exception:
         return f"FAILED to export tables and pictures:\n{traceback.format_exc()}"
     ledger.keep_exported(digest)

@@ -51,7 +51,10 @@ def claimed_run(results: Path, name: str | None, setting: dict, information: dic
 def earlier_seconds(results: Path, setting: dict, stem: str) -> float | None:
     """What a notebook took in the newest run of this setting in which it finished; None when there is none."""
     for path in _newest_first(results):
-        ledger = peek(path.parent)
+        try:
+            ledger = peek(path.parent)
+        except StoreError:
+            continue  # another run's damage: it is refused where that run is to be continued, not where time is guessed
         entry = ledger["notebooks"].get(stem)
         if ledger["setting"] == setting and entry is not None and entry["status"] == "done":
             return entry["seconds"]

@@ -44,7 +44,9 @@ def relaunches(name: str) -> list[Run]:
     if folder.is_dir() and not (folder / RUN).is_file():
         runs = sorted(path.parent for path in folder.glob(f"*/{RUN}") if not path.parent.is_symlink())
         if not runs:
-            raise HyperionError("no run in this folder", where=folder, next_step="name a run, or a folder of relaunches")
+            raise HyperionError(
+                "no run in this folder", where=folder, next_step="name a run, or a folder of relaunches"
+            )
         return [Run.open(run) for run in runs]
     return [Run.open(find_run(name))]
 

@@ -53,7 +53,8 @@ def commit(folder: Path, contents: dict[str, bytes]) -> None:
     with locked(folder, create=True):
         manifest = read_manifest(folder)
         manifest |= {
-            name: {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)} for name, content in contents.items()
+            name: {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
+            for name, content in contents.items()
         }
         vouching = json.dumps({"schema": 1, "files": manifest}, indent=1, sort_keys=True).encode()
         moves: dict[str, str] = {}
@@ -113,7 +114,9 @@ def read_manifest(folder: Path) -> dict[str, dict]:
         return json.loads(path.read_text())["files"]
     except (ValueError, KeyError, TypeError) as error:
         raise StoreError(
-            f"unreadable manifest: {error}", where=path, next_step="restore the file, or move the folder away and run again"
+            f"unreadable manifest: {error}",
+            where=path,
+            next_step="restore the file, or move the folder away and run again",
         ) from error
 
 
@@ -198,7 +201,9 @@ def make_folder(folder: Path) -> None:
 def _explained(error: OSError, path: Path) -> StoreError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StoreError(
-            "the disk is full; nothing was changed", where=path, next_step="free some space and run the same command again"
+            "the disk is full; nothing was changed",
+            where=path,
+            next_step="free some space and run the same command again",
         )
     return StoreError(
         f"cannot write: {error.strerror or error}",

@@ -41,7 +41,8 @@ def checked_name(name: str) -> str:
     """
     if not _NAME.fullmatch(name) or name in (LATEST, reference_folder().name):
         raise HyperionError(
-            f"{name!r} cannot name a run", next_step="use letters, digits, '.', '_' and '-', and neither latest nor reference"
+            f"{name!r} cannot name a run",
+            next_step="use letters, digits, '.', '_' and '-', and neither latest nor reference",
         )
     return name
 
@@ -66,5 +67,7 @@ def find_run(name: str) -> Path:
             return place.resolve()
     known = sorted(p.parent.name for root in (results_folder(), reference_folder()) for p in root.glob("*/run.json"))
     raise HyperionError(
-        f"no run {name!r}", where=" or ".join(map(str, places)), next_step=f"name one of: {', '.join(known) or 'none so far'}"
+        f"no run {name!r}",
+        where=" or ".join(map(str, places)),
+        next_step=f"name one of: {', '.join(known) or 'none so far'}",
     )

@@ -171,7 +171,9 @@ def rows_from_csv(text: str, where: object = "rows.csv") -> list[Row]:
 
 def _parse(cells: list[str], where: str) -> Row:
     if len(cells) != len(COLUMNS):
-        raise RowError(f"{len(cells)} cells instead of {len(COLUMNS)}", where=where, next_step="run the experiment again")
+        raise RowError(
+            f"{len(cells)} cells instead of {len(COLUMNS)}", where=where, next_step="run the experiment again"
+        )
     named = dict(zip(COLUMNS, cells, strict=True))
     unit = named.pop("unit")
     try:

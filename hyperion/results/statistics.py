@@ -109,5 +109,7 @@ def _resampled(n: int, seed: int) -> np.ndarray:
 def _finite(samples) -> np.ndarray:
     values = np.asarray(samples, dtype=np.float64).ravel()
     if len(values) == 0 or not np.isfinite(values).all():
-        raise ValueError(f"{len(values)} samples, {int(np.isfinite(values).sum())} of them finite: nothing to estimate from")
+        raise ValueError(
+            f"{len(values)} samples, {int(np.isfinite(values).sum())} of them finite: nothing to estimate from"
+        )
     return values

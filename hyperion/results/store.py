@@ -52,7 +52,9 @@ class Run:
         """
         folder = Path(folder)
         if (folder / RUN).exists():
-            raise StoreError("folder already holds a run", where=folder, next_step="name a new folder, or continue this run")
+            raise StoreError(
+                "folder already holds a run", where=folder, next_step="name a new folder, or continue this run"
+            )
         run = cls(folder)
         run.write({RUN: _json({"schema": SCHEMA_VERSION, **information}), ROWS: rows_to_csv([]).encode()})
         return run
@@ -66,7 +68,9 @@ class Run:
         """
         folder = Path(folder)
         if not (folder / RUN).is_file():
-            raise StoreError("no run here: run.json is missing", where=folder, next_step="name a folder made by `make reproduce`")
+            raise StoreError(
+                "no run here: run.json is missing", where=folder, next_step="name a folder made by `make reproduce`"
+            )
         run = cls(folder)
         schema = run.information().get("schema")
         if schema != SCHEMA_VERSION:
@@ -116,7 +120,9 @@ class Run:
             if (row.notebook, row.experiment) != (notebook, experiment):
                 raise RowError(f"row belongs to {row.notebook}/{row.experiment}", where=f"{notebook}/{experiment}")
         if len({row.key for row in rows}) != len(rows):
-            raise RowError("two rows with the same key", where=f"{notebook}/{experiment}", next_step="tell them apart in params")
+            raise RowError(
+                "two rows with the same key", where=f"{notebook}/{experiment}", next_step="tell them apart in params"
+            )
         with locked(self.folder, WRITER_LOCK, create=True):
             kept = [row for row in self.rows() if (row.notebook, row.experiment) != (notebook, experiment)]
             finished = self._experiments() | {

@@ -81,6 +81,9 @@ def test_earlier_durations_come_from_the_newest_run_of_the_setting(tmp_path):
     with claim(tmp_path) as (ledger, _):
         ledger.keep("01_x", Entry("done", "h", 12.0, 1))
         ledger.keep("02_y", Entry("failed", "h", 9.0, 1))
+    (tmp_path / "damaged").mkdir()
+    for name in ("run.json", "reproduce.json"):
+        (tmp_path / "damaged" / name).write_text("{")
     assert earlier_seconds(tmp_path, SETTING, "01_x") == 12.0
     assert earlier_seconds(tmp_path, SETTING, "02_y") is None
     assert earlier_seconds(tmp_path, SETTING | {"seed": 5}, "01_x") is None

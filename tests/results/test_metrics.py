@@ -9,7 +9,7 @@ from hyperion.results import REGISTRY, metric_named
 def test_every_metric_is_fully_described():
     for name, metric in REGISTRY.items():
         assert name == metric.name == name.lower() and metric.unit and metric.meaning
-    for name in ("gemm_tflops", "bandwidth_gb_s", "tokens_per_s", "perplexity_token", "accuracy"):
+    for name in ("gemm_tflops", "bandwidth_gb_s", "step_time_s", "perplexity_token", "accuracy"):
         assert metric_named(name).needs_limit and metric_named(name).needs_interval
 
 

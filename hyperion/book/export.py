@@ -1,0 +1,51 @@
+"""A run's rows by subject: benchmarks/<subject>/ with CSV, JSON and PNG of each experiment."""
+
+import json
+
+from hyperion.book.material import Material, subject_of
+from hyperion.book.outline import picture_path
+from hyperion.book.plots import ALL, PLOTS, draw
+from hyperion.results import Row, Run, rows_to_csv
+from hyperion.results.rows import COLUMNS
+
+
+def export_run(run: Run) -> list[str]:
+    """Write benchmarks/<subject>/<experiment>.csv and .json with the same rows, and the figures, as one transaction.
+
+    Made from rows and samples alone, so the same rows give the same bytes.
+
+    Returns:
+        The paths written, relative to the run.
+    """
+    material = Material(run)
+    contents = tables(material) | pictures(material)
+    run.write(contents)
+    return sorted(contents)
+
+
+def tables(material: Material) -> dict[str, bytes]:
+    """CSV and JSON of every experiment by path."""
+    contents = {}
+    for experiment in dict.fromkeys(name for _, name in material.experiments):
+        rows = material.of(experiment)
+        stem = f"benchmarks/{subject_of(experiment)}/{experiment}"
+        contents[f"{stem}.csv"] = rows_to_csv(rows).encode()
+        contents[f"{stem}.json"] = rows_to_json(rows).encode()
+    return contents
+
+
+def pictures(material: Material) -> dict[str, bytes]:
+    """PNG of every figure that the run has rows for, by path."""
+    present = {name for _, name in material.experiments} | {ALL}
+    drawn = {plot: draw(plot.name, material) for plot in PLOTS if plot.experiment in present}
+    return {picture_path(_place(plot.experiment), plot.name): content for plot, content in drawn.items() if content}
+
+
+def rows_to_json(rows: list[Row]) -> str:
+    """The rows as a JSON list of objects with the columns of rows.csv."""
+    lines = [{column: getattr(row, column) for column in COLUMNS} for row in rows]
+    return json.dumps(lines, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _place(experiment: str) -> str:
+    return "predictions" if experiment == ALL else experiment

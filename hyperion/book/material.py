@@ -1,0 +1,88 @@
+"""What every figure and page is made from: the rows, samples and predictions of one run, and the machine's name."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import pandas as pd
+
+from hyperion.book.machines import machine_name, replayed_from
+from hyperion.results import Prediction, Row, Run
+
+# The subject, a folder under benchmarks/, that an experiment belongs to.
+SUBJECTS = {
+    "gemm": "hardware",
+    "bandwidth": "hardware",
+    "roofline": "hardware",
+    "text_pipeline": "data",
+    "image_pipeline": "data",
+    "leakage": "baseline",
+    "ngram_baselines": "baseline",
+    "language_model": "baseline",
+    "image_classifier": "baseline",
+}
+
+
+def subject_of(experiment: str) -> str:
+    """The subject of an experiment; one that no table places is a subject of its own."""
+    return SUBJECTS.get(experiment, experiment)
+
+
+def select(rows: Iterable[Row], **wanted) -> list[Row]:
+    """Rows whose columns have the wanted values, `select(rows, metric="accuracy", dtype="bf16")`."""
+    return [row for row in rows if all(getattr(row, column) == value for column, value in wanted.items())]
+
+
+def measured(rows: Iterable[Row]) -> list[Row]:
+    """Rows that have a value."""
+    return [row for row in rows if row.value is not None]
+
+
+@dataclass(frozen=True)
+class Material:
+    """Verified rows, samples and predictions of a run, read once.
+
+    Args:
+        run: the run; a damaged file in it raises StoreError on first use.
+    """
+
+    run: Run
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        return self.run.rows()
+
+    @cached_property
+    def predictions(self) -> list[Prediction]:
+        return self.run.predictions()
+
+    @cached_property
+    def information(self) -> dict:
+        return self.run.information()
+
+    @cached_property
+    def experiments(self) -> list[tuple[str, str]]:
+        """(notebook, experiment) pairs in the order of the rows."""
+        return list(dict.fromkeys((row.notebook, row.experiment) for row in self.rows))
+
+    @property
+    def replayed(self) -> list[str]:
+        """Reference machines that experiments of this run were replayed from."""
+        return sorted({replayed_from(self.run, *pair) for pair in self.experiments} - {""})
+
+    @property
+    def data_sources(self) -> list[str]:
+        return sorted({row.data_source for row in self.rows} - {""})
+
+    def of(self, experiment: str, **wanted) -> list[Row]:
+        """Rows of an experiment, whichever notebook ran it."""
+        return select(self.rows, experiment=experiment, **wanted)
+
+    def samples(self, experiment: str) -> pd.DataFrame:
+        """Raw samples of an experiment, empty when it has not run."""
+        frames = [self.run.samples(*pair) for pair in self.experiments if pair[1] == experiment]
+        return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+
+    def machine(self, experiment: str) -> str:
+        """Name for titles of the machine that an experiment of this run was measured on."""
+        return next(machine_name(self.run, *pair) for pair in self.experiments if pair[1] == experiment)

@@ -1,0 +1,74 @@
+"""Every figure of the book by name: which experiment it belongs to, and how it is drawn."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from matplotlib.figure import Figure
+
+from hyperion.book import plots_data, plots_hardware, plots_predictions, plots_training
+from hyperion.book.material import Material
+from hyperion.book.style import png, styled
+from hyperion.errors import HyperionError
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One figure.
+
+    Args:
+        name: its file's stem.
+        experiment: the experiment it belongs to; `ALL` for one that spans the run.
+        caption: what the reader should see in it.
+        draw: makes it, or None when the run holds nothing for it.
+    """
+
+    name: str
+    experiment: str
+    caption: str
+    draw: Callable[[Material], Figure | None]
+
+
+PLOTS = (
+    Plot("gemm", "gemm", "Small products cannot fill the machine; large ones approach the limit of their number format.",
+         plots_hardware.gemm),
+    Plot("gemm_cross_check", "gemm", "The same products timed by our harness and by the loop anybody would write.",
+         plots_hardware.gemm_cross_check),
+    Plot("bandwidth", "bandwidth", "Streams that outgrow the caches run at the memory's own rate.", plots_hardware.bandwidth),
+    Plot("roofline", "roofline", "Left of the ridge memory decides, right of it arithmetic.", plots_hardware.roofline),
+    Plot("token_histogram", "text_pipeline", "A few tokens make up much of any text.", plots_data.token_histogram),
+    Plot("image_grid", "image_pipeline", "What the classifier gets to see.", plots_data.image_grid),
+    Plot("leakage", "leakage", "Nobody can predict an independent draw; a loss below ln V would mean that the model peeks.",
+         plots_training.leakage),
+    Plot("language_model", "language_model", "A model earns its cost once it passes the counting models.",
+         plots_training.language_model),
+    Plot("perplexity", "language_model", "Trained and counted models on the same held-out tokens.", plots_training.perplexity),
+    Plot("image_classifier", "image_classifier", "Held-out accuracy between chance and the best possible.",
+         plots_training.image_classifier),
+    Plot("throughput", "image_classifier", "What training delivers per second, and the memory it takes.",
+         plots_training.throughput),
+    Plot("predictions", ALL, "Every prediction beside its measurement.", plots_predictions.predictions),
+)  # fmt: skip
+
+
+def plots_of(experiment: str) -> list[Plot]:
+    """The figures that belong to an experiment."""
+    return [plot for plot in PLOTS if plot.experiment == experiment]
+
+
+def draw(name: str, material: Material, **options) -> bytes | None:
+    """PNG bytes of a figure, None when the run holds nothing to draw in it.
+
+    Args:
+        options: passed to the figure, `published=True` for gemm and bandwidth.
+
+    Raises:
+        HyperionError: there is no such figure.
+    """
+    chosen = next((plot for plot in PLOTS if plot.name == name), None)
+    if chosen is None:
+        raise HyperionError(f"no figure {name!r}", next_step=f"use one of {', '.join(plot.name for plot in PLOTS)}")
+    with styled():
+        figure = chosen.draw(material, **options)
+        return None if figure is None else png(figure)

@@ -1,0 +1,57 @@
+"""Tables that others published, as published: source and known defects travel with every line, and nothing is stored as ours."""
+
+import functools
+import tomllib
+from pathlib import Path
+
+import pandas as pd
+
+_FILE = Path(__file__).with_name("published_mi250x.toml")
+
+
+def published_gemm() -> pd.DataFrame:
+    """The MI250X matrix product table: columns dtype, n, tflops, percent_of_peak (NaN without a peak), source, defects."""
+    section = _content()["gemm"]
+    peaks = section["peak_tflops"]
+    lines = [
+        {"dtype": dtype, "n": n, "tflops": tflops, "percent_of_peak": 100 * tflops / peaks.get(dtype, float("nan"))}
+        for dtype, column in section["tflops"].items()
+        for n, tflops in zip(section["n"], column, strict=True)
+    ]
+    return _marked(lines, section)
+
+
+def published_bandwidth() -> pd.DataFrame:
+    """The MI250X bandwidth table: columns elements, gb_s, percent_of_peak, source, defects."""
+    section = _content()["bandwidth"]
+    lines = [
+        {"elements": elements, "gb_s": rate, "percent_of_peak": 100 * rate / section["peak_gb_s"]}
+        for elements, rate in zip(section["elements"], section["gb_s"], strict=True)
+    ]
+    return _marked(lines, section)
+
+
+def published_baseline() -> pd.DataFrame:
+    """The MI250X training step table: columns model, input, *_ms, memory_mib, samples_per_s, source, defects."""
+    section = _content()["baseline"]
+    lines = [{column: model[column] for column in section["columns"]} for model in section["models"]]
+    table = _marked(lines, section)
+    table["defects"] = ["; ".join(model["defects"] + section["defects"]) for model in section["models"]]
+    return table
+
+
+def published_source() -> dict[str, str]:
+    """Title, machine and place of the published tables."""
+    return dict(_content()["source"])
+
+
+def _marked(lines: list[dict], section: dict) -> pd.DataFrame:
+    source, defects = published_source(), "; ".join(section["defects"])
+    table = pd.DataFrame(lines).assign(source=f"{source['title']}; {source['machine']}", defects=defects)
+    table.attrs = {"title": section["title"], "defects": defects}
+    return table
+
+
+@functools.cache
+def _content() -> dict:
+    return tomllib.loads(_FILE.read_text(encoding="utf-8"))

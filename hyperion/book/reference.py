@@ -1,0 +1,67 @@
+"""The page of a reference machine: README.md with tables and pictures that reads well on a code host."""
+
+import pandas as pd
+
+from hyperion.book.export import pictures
+from hyperion.book.formats import percent
+from hyperion.book.machines import device_name
+from hyperion.book.material import Material
+from hyperion.book.outline import Section, banner, environment, headlines, missing, sections
+from hyperion.book.tables import markdown
+from hyperion.results import Run
+
+README = "README.md"
+# Longer tables are folded away: the page is read for its pictures first.
+_UNFOLDED_LINES = 12
+
+
+def reference_readme(run: Run) -> dict[str, bytes]:
+    """README.md of a run and the pictures it shows, by path relative to the run."""
+    material = Material(run)
+    told = sections(material)
+    return {README: _page(material, told).encode()} | pictures(material)
+
+
+def _page(material: Material, told: list[Section]) -> str:
+    information = material.information
+    parts = [
+        f"# {device_name(information)}",
+        f"Every number and picture below is made from the rows of [`rows.csv`](rows.csv) (profile `{information.get('profile')}`"
+        f"{_sources(material)}); raw samples lie in `samples/`, hashes in `MANIFEST`.",
+    ]
+    if banner(material):
+        parts.append(f"> **{banner(material)}**")
+    parts += ["## At a glance", markdown(_headline_table(material))]
+    for section in told:
+        parts += [f"## {section.title}", *_body(section)]
+    absent = missing(material)
+    if len(absent):
+        parts += ["## Not measured, or without a limit", _folded(f"{len(absent)} entries and why", markdown(absent))]
+    parts += ["## Environment", markdown(environment(material))]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _sources(material: Material) -> str:
+    return f", data source `{', '.join(material.data_sources)}`" if material.data_sources else ""
+
+
+def _headline_table(material: Material) -> pd.DataFrame:
+    return pd.DataFrame(
+        [
+            {"": h.label, "best": h.value, "% of limit": percent(h.fraction), "limit": h.limit}
+            for h in headlines(material)
+        ]
+    )
+
+
+def _body(section: Section) -> list[str]:
+    parts = [f"![{picture.caption}]({picture.path})\n\n*{picture.caption}*" for picture in section.pictures]
+    for caption, table in section.tables:
+        folded = len(table) > _UNFOLDED_LINES
+        parts.append(_folded(caption, markdown(table)) if folded else f"**{caption}**\n\n{markdown(table)}")
+    return parts
+
+
+def _folded(summary: str, body: str) -> str:
+    escaped = summary.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return f"<details>\n<summary>{escaped}</summary>\n\n{body.strip()}\n\n</details>"

@@ -1,0 +1,141 @@
+"""The report: one HTML page with everything in it, to be opened offline or sent to somebody."""
+
+import base64
+from html import escape
+from pathlib import Path
+
+from hyperion.book.formats import number, percent
+from hyperion.book.machines import device_name
+from hyperion.book.material import Material
+from hyperion.book.outline import Headline, Picture, Section, banner, environment, headlines, missing, sections
+from hyperion.book.published import published_bandwidth, published_baseline, published_gemm, published_source
+from hyperion.book.report_css import STYLE
+from hyperion.book.tables import html
+from hyperion.results import Run
+
+REPORT = "report.html"
+_UNFOLDED_LINES = 12
+_PNG_WIDTH = slice(16, 20)
+
+
+def write_report(run: Run) -> Path:
+    """Write report.html into the run; it fetches nothing. Returns its path."""
+    run.write({REPORT: report_page(Material(run)).encode()})
+    return run.folder / REPORT
+
+
+def report_page(material: Material) -> str:
+    """The whole page as HTML, the same for the same rows."""
+    told = sections(material)
+    title = f"Hyperion on {escape(_machine(material))}"
+    body = [
+        _header(material, title),
+        _cards(headlines(material)),
+        _contents(told),
+        *(_section(section) for section in told),
+        _missing(material),
+        _published(),
+        f'<section id="environment"><h2>Environment</h2>{html(environment(material))}</section>',
+        _footer(material),
+    ]
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{STYLE}</style></head>\n<body><main>\n"
+        + "\n".join(body)
+        + "\n</main></body></html>\n"
+    )
+
+
+def _machine(material: Material) -> str:
+    return f"{', '.join(material.replayed)} (replay)" if material.replayed else device_name(material.information)
+
+
+def _header(material: Material, title: str) -> str:
+    information = material.information
+    sources = ", ".join(material.data_sources) or "none"
+    facts = (
+        f"run {escape(material.run.folder.name)} · profile {escape(str(information.get('profile')))} · data {sources}"
+    )
+    warning = f'<p class="banner">{escape(banner(material))}</p>' if banner(material) else ""
+    return f'<header><h1>{title}</h1><p class="facts">{facts}</p>{warning}</header>'
+
+
+def _cards(found: list[Headline]) -> str:
+    return f'<section class="cards">{"".join(map(_card, found))}</section>'
+
+
+def _card(headline: Headline) -> str:
+    value, _, unit = headline.value.partition(" ")
+    gauge = ""
+    if headline.fraction is not None:
+        width = f"{100 * headline.fraction:.1f}"
+        gauge = (
+            f'<div class="gauge"><i style="width:{width}%"></i></div><p>{percent(headline.fraction)} % of its limit</p>'
+        )
+    return (
+        f'<div class="card"><h3>{escape(headline.label)}</h3><p class="value">{escape(value)} <span>{escape(unit)}</span></p>'
+        f'{gauge}<p class="limit" title="{escape(headline.limit)}">{escape(headline.limit)}</p></div>'
+    )
+
+
+def _contents(told: list[Section]) -> str:
+    links = [(section.experiment, section.title) for section in told]
+    links += [("missing", "Not measured"), ("published", "Published MI250X tables"), ("environment", "Environment")]
+    return "<nav>" + "".join(f'<a href="#{anchor}">{escape(title)}</a>' for anchor, title in links) + "</nav>"
+
+
+def _section(section: Section) -> str:
+    parts = [_figure(picture) for picture in section.pictures]
+    for caption, table in section.tables:
+        # Where there are pictures, they are read first; numbers are one click away.
+        opened = "" if section.pictures or len(table) > _UNFOLDED_LINES else " open"
+        parts.append(f"<details{opened}><summary>{escape(caption)}</summary>{html(table)}</details>")
+    return f'<section id="{section.experiment}"><h2>{escape(section.title)}</h2>{"".join(parts)}</section>'
+
+
+def _figure(picture: Picture) -> str:
+    content = base64.b64encode(picture.content).decode()
+    # Drawn smaller than their pixels: sharp on fine screens, and lettering of one size all down the page.
+    width = round(int.from_bytes(picture.content[_PNG_WIDTH], "big") / 1.2)
+    return (
+        f'<figure><img alt="{escape(picture.caption)}" width="{width}" src="data:image/png;base64,{content}">'
+        f"<figcaption>{escape(picture.caption)}</figcaption></figure>"
+    )
+
+
+def _missing(material: Material) -> str:
+    absent = missing(material)
+    told = html(absent) if len(absent) else "<p>Nothing: every value was measured and every limit is known.</p>"
+    return f'<section id="missing"><h2>Not measured, or without a limit</h2>{told}</section>'
+
+
+def _published() -> str:
+    source = published_source()
+    gemm = published_gemm().pivot(index="n", columns="dtype", values="tflops")[["fp32", "fp16", "bf16"]].reset_index()
+    gemm.columns = ["N", *(f"{dtype} [TFLOPS]" for dtype in gemm.columns[1:])]
+    streams = published_bandwidth()[["elements", "gb_s", "percent_of_peak"]]
+    streams.columns = ["elements", "GB/s", "% of 1638 GB/s"]
+    models = published_baseline().drop(columns="source")
+    parts = []
+    for table, defects in (
+        (gemm, published_gemm().attrs["defects"]),
+        (streams, published_bandwidth().attrs["defects"]),
+    ):
+        shown = table.map(lambda value: f"{value:g}" if isinstance(value, float) and value < 1000 else number(value))
+        parts.append(f'<div class="half">{html(shown)}<p class="defects">Known defects: {escape(defects)}.</p></div>')
+    models = models.map(lambda value: value if isinstance(value, str) else f"{value:,g}")
+    return (
+        '<section id="published" class="published"><h2>Published MI250X tables</h2>'
+        f"<p><b>Not measured by this run.</b> As published: {escape(source['title'])}; {escape(source['machine'])}. "
+        f"Found in {escape(source['found_in'])}.</p>"
+        f'<div class="halves">{"".join(parts)}</div>{html(models)}</section>'
+    )
+
+
+def _footer(material: Material) -> str:
+    names = material.run.verify()
+    return (
+        f"<footer>Built from {len(material.rows)} rows. {len(names)} files of the run were checked against its manifest "
+        "before this page was written.</footer>"
+    )

@@ -1,0 +1,138 @@
+"""One look for every figure: colour-blind safe colours with a marker each, PNG bytes that do not change between calls."""
+
+import io
+import textwrap
+from collections.abc import Iterable
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from PIL import Image
+
+from hyperion.results import Row
+
+DPI = 120
+# A code host shows pictures of this size at once; a photograph that is larger does with 256 colours.
+LARGEST_BYTES = 140_000
+INK, MUTED, GRID = "#1b1f24", "#6a737d", "#e3e6ea"
+# Okabe and Ito, Color Universal Design, 2008; yellow is left out because it vanishes on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5b5b5b")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_FIXED = {
+    "fp64": 6, "fp32": 0, "tf32": 5, "fp16": 4, "bf16": 1, "fp8": 3, "int8": 2,
+    "copy": 0, "scale": 4, "add": 2, "triad": 1,
+}  # fmt: skip
+_STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9.5,
+    "text.color": INK,
+    "axes.edgecolor": "#b4bac2",
+    "axes.labelcolor": INK,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5.5,
+    "errorbar.capsize": 2.5,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+}
+
+
+def look(name: str, position: int = 0) -> dict[str, str]:
+    """Colour and marker of a named series; dtypes and memory operations look the same in every figure."""
+    index = _FIXED.get(name.split("_")[0], position % len(COLOURS))
+    return {"color": COLOURS[index], "marker": MARKERS[index]}
+
+
+def styled():
+    """Context in which a figure is built and drawn with the book's style."""
+    return mpl.rc_context(_STYLE)
+
+
+def new_figure(
+    title: str, machine: str, panels: int = 1, *, width: float = 0, height: float = 4.2
+) -> tuple[Figure, list[Axes]]:
+    """A figure that says what it shows and on which machine, with a row of panels. Sizes in inches."""
+    figure = Figure(figsize=(width or (7.6 if panels == 1 else 10.4), height), dpi=DPI, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06, wspace=0.04)
+    figure.suptitle(f"{title}  ·  {machine}", x=0.012, ha="left", fontsize=11.5, fontweight="bold")
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    return figure, list(axes)
+
+
+def add_notes(figure: Figure, notes: Iterable[str]) -> None:
+    """Small print under the panels: what is not drawn, and why."""
+    width = int(figure.get_figwidth() * 17.5)
+    lines = [line for note in dict.fromkeys(notes) for line in textwrap.wrap(note, width)]
+    if lines:
+        figure.supxlabel("\n".join(lines), x=0.012, ha="left", fontsize=8, color=MUTED)
+
+
+def errors_of(rows: list[Row]) -> list[list[float]] | None:
+    """Distances below and above the values for error bars, None when a row has no interval."""
+    if any(row.ci_low is None or row.ci_high is None for row in rows):
+        return None
+    return [[row.value - row.ci_low for row in rows], [row.ci_high - row.value for row in rows]]
+
+
+def limit_line(axes: Axes, value: float, label: str, colour: str) -> None:
+    """A dashed line across the panel with its name on it, at the right end."""
+    axes.axhline(value, color=colour, linestyle=(0, (5, 3)), linewidth=1.2, zorder=1.5)
+    axes.annotate(
+        label, (1, value), xycoords=("axes fraction", "data"), xytext=(-2, 3), textcoords="offset points",
+        ha="right", va="bottom", fontsize=8, color=colour,
+    )  # fmt: skip
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as PNG bytes, the same for the same figure: no date, no version inside."""
+    buffer = io.BytesIO()
+    with styled():
+        figure.savefig(buffer, format="png", metadata={"Software": None})
+    if buffer.tell() > LARGEST_BYTES:
+        reduced = Image.open(buffer).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+        buffer = io.BytesIO()
+        reduced.save(buffer, format="png", optimize=True)
+    return buffer.getvalue()
+
+
+def log_ticks(axis: Axis) -> None:
+    """Ticks of a logarithmic axis at 1, 2 and 5 where it spans little, else at the decades, as plain numbers."""
+    low, high = sorted(axis.get_view_interval())
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
+    axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
+def whole_numbers(axis: Axis) -> None:
+    """Ticks at whole numbers only, for epochs."""
+    axis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
+
+
+def spread_labels(axes: Axes, labels: Iterable[tuple[float, str, str]], gap_points: float = 11) -> None:
+    """Labels (y, text, colour) at the panel's right edge, moved apart where their lines lie too close to each other."""
+    axes.figure.draw_without_rendering()
+    scale = 72 / axes.figure.dpi
+    placed: float | None = None
+    for y, text, colour in sorted(labels):
+        wanted = axes.transData.transform((1, y))[1] * scale
+        shifted = wanted if placed is None else max(wanted, placed + gap_points)
+        placed = shifted
+        axes.annotate(
+            text, (1, y), xycoords=("axes fraction", "data"), xytext=(4, shifted - wanted), textcoords="offset points",
+            va="center", fontsize=8.5, color=colour, annotation_clip=False,
+        )  # fmt: skip

@@ -1,0 +1,181 @@
+"""Rows as tables: a numeric frame to compute with, a readable one to look at, Markdown for pages.
+
+A table holds one metric, so that its header can carry the unit. What tells its rows apart (variant, dtype, parameters)
+becomes columns; what they share is left to the caption.
+"""
+
+import json
+from collections.abc import Iterable
+
+import pandas as pd
+
+from hyperion.book.formats import interval, number, number_within, percent
+from hyperion.errors import HyperionError
+from hyperion.results import Row, metric_named
+
+
+def metrics_of(rows: Iterable[Row]) -> list[str]:
+    """Metric names in the order of the rows."""
+    return list(dict.fromkeys(row.metric for row in rows))
+
+
+def prediction_error(row: Row) -> float | None:
+    """Signed error of the prediction relative to the value, above 0 where too much was predicted; None without either."""
+    if row.value in (None, 0) or row.predicted is None:
+        return None
+    return row.predicted / row.value - 1
+
+
+def tidy(rows: Iterable[Row]) -> pd.DataFrame:
+    """All rows as numbers, one line a row: its columns, each parameter as `params.<name>`, and the derived columns
+    `fraction_of_limit` and `prediction_error` (signed, relative)."""
+    return pd.DataFrame(
+        [
+            {
+                **{name: getattr(row, name) for name in ("notebook", "experiment", "variant", "dtype")},
+                **{f"params.{name}": value for name, value in row.params.items()},
+                **{name: getattr(row, name) for name in ("rank", "metric", "value", "unit", "value_reason", "n")},
+                **{name: getattr(row, name) for name in ("ci_low", "ci_high", "predicted", "limit", "limit_source")},
+                "fraction_of_limit": row.fraction_of_limit,
+                "prediction_error": prediction_error(row),
+                **{name: getattr(row, name) for name in ("check", "check_error", "check_tolerance", "data_source")},
+                **{name: getattr(row, name) for name in ("clock_mhz", "power_w", "throttle")},
+            }
+            for row in rows
+        ]
+    )
+
+
+def metric_table(rows: Iterable[Row], metric: str) -> pd.DataFrame:
+    """One metric's rows as text: what tells them apart, value with 95 % interval, share of the limit, prediction and its
+    signed error, check. A missing value shows its reason; a column that nothing fills is left out.
+
+    Raises:
+        HyperionError: no row has this metric.
+    """
+    chosen = [row for row in rows if row.metric == metric]
+    if not chosen:
+        raise HyperionError(f"no row of {metric}", next_step="run the experiment that produces it")
+    unit = metric_named(metric).unit
+    identity = pd.DataFrame([_identity(row) for row in chosen], dtype=object)
+    differing = [c for c in identity if identity[c].map(_text).nunique() > 1 or len(chosen) == 1 and c == "variant"]
+    values = pd.DataFrame([_value_columns(row, metric, "" if unit == "1" else f" [{unit}]") for row in chosen])
+    values = values[[column for column in values if values[column].ne("").any()]]
+    return pd.concat([identity[differing].map(_text), values], axis=1)
+
+
+def shared_identity(rows: Iterable[Row]) -> str:
+    """What all rows have in common of variant, dtype and parameters, for captions: "cache cold · dtype fp32"."""
+    identity = pd.DataFrame([_identity(row) for row in rows], dtype=object)
+    shared = [c for c in identity if identity[c].map(_text).nunique() == 1 and identity[c].map(_text).iloc[0]]
+    return " · ".join(f"{column} {_text(identity[column].iloc[0])}" for column in shared if column != "variant")
+
+
+def epoch_table(rows: Iterable[Row]) -> pd.DataFrame:
+    """Rows with an `epoch` parameter, one line a variant and epoch, one column a metric with its unit."""
+    lines: dict[tuple, dict[str, str]] = {}
+    for row in rows:
+        if "epoch" not in row.params:
+            continue
+        line = lines.setdefault(
+            (row.variant, row.params["epoch"]), {"model": row.variant, "epoch": row.params["epoch"]}
+        )
+        unit = metric_named(row.metric).unit
+        header = row.metric + ("" if unit in ("1", "fraction") else f" [{unit}]")
+        line[header] = number_within(row.value, row.ci_low, row.ci_high) if row.value is not None else row.value_reason
+    return pd.DataFrame(lines.values()).fillna("")
+
+
+def markdown(table: pd.DataFrame) -> str:
+    """A table as GitHub-flavoured Markdown, numbers to the right."""
+    header = [str(column) for column in table.columns]
+    body = [
+        [str(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in table.itertuples(index=False)
+    ]
+    aligned = ["---:" if _numeric(table[column]) else "---" for column in table.columns]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [header, aligned, *body]) + "\n"
+
+
+def html(table: pd.DataFrame) -> str:
+    """A table as HTML, numbers to the right."""
+    numeric = [_numeric(table[column]) for column in table.columns]
+    styled = table.map(_escaped)
+    head = "".join(f"<th{_right(n)}>{_escaped(column)}</th>" for column, n in zip(table.columns, numeric, strict=True))
+    lines = (
+        "".join(f"<td{_right(n)}>{cell}</td>" for cell, n in zip(line, numeric, strict=True))
+        for line in styled.itertuples(index=False)
+    )
+    body = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def tables_of(rows: list[Row]) -> list[tuple[str, pd.DataFrame]]:
+    """(caption, table) of an experiment: its epochs in one table, then each metric of the other rows in one of its own."""
+    tables = []
+    epochs = epoch_table(rows)
+    if len(epochs):
+        tables.append(("by epoch", epochs))
+    others = [row for row in rows if "epoch" not in row.params]
+    for metric in metrics_of(others):
+        chosen = [row for row in others if row.metric == metric]
+        shared = shared_identity(chosen)
+        caption = f"{metric}: {metric_named(metric).meaning}" + (f" ({shared})" if shared else "")
+        tables.append((caption, metric_table(chosen, metric)))
+    return tables
+
+
+def _identity(row: Row) -> dict:
+    named = {"variant": row.variant, "dtype": row.dtype, "rank": row.rank}
+    params = dict(row.params)
+    if {"m", "n", "k"} <= params.keys():
+        m, n, k = (params.pop(name) for name in "mnk")
+        named["M, N, K"] = f"{m}" if m == n == k else f"{m} × {n} × {k}"
+    return named | params
+
+
+def _value_columns(row: Row, metric: str, unit: str) -> dict[str, str]:
+    shown = number_within(row.value, row.ci_low, row.ci_high) if row.value is not None else "none"
+    return {
+        f"{metric}{unit}": shown,
+        "95 % interval": interval(row.value, row.ci_low, row.ci_high) if row.ci_low != row.ci_high else "",
+        "n": "" if row.n is None else f"{row.n:,}",
+        f"limit{unit}": number(row.limit),
+        "% of limit": percent(row.fraction_of_limit),
+        f"predicted{unit}": number(row.predicted),
+        "prediction error [%]": percent(prediction_error(row), signed=True),
+        "check error / tolerance": _check(row),
+        "why there is none": row.value_reason,
+    }
+
+
+def _check(row: Row) -> str:
+    if not row.check or row.check_error is None:
+        return ""
+    return f"{number(row.check_error, 2)} / {number(row.check_tolerance, 2)}"
+
+
+def _text(value) -> str:
+    if value is None or value != value:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int) or isinstance(value, float) and value.is_integer():
+        return f"{value:,.0f}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _numeric(column: pd.Series) -> bool:
+    """Whether a column is to be read downwards as numbers."""
+    cells = [str(cell) for cell in column if str(cell) not in ("", "none")]
+    return bool(cells) and all(cell[0] in "+-0123456789" for cell in cells)
+
+
+def _right(numeric: bool) -> str:
+    return ' class="number"' if numeric else ""
+
+
+def _escaped(cell) -> str:
+    text = str(cell)
+    for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;")):
+        text = text.replace(character, entity)
+    return text

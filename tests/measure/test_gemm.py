@@ -1,0 +1,60 @@
+"""Products are right, and a wrong one is caught by the check that every production measurement runs."""
+
+import pytest
+import torch
+
+from hyperion.hardware import detect_cpu
+from hyperion.measure import FORMATS, Gemm, matmul_precision, relative_error, verify_product
+
+
+@pytest.fixture(scope="module")
+def cpu():
+    return detect_cpu()
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", "fp16", "bf16"])
+def test_every_format_agrees_with_float64_within_its_tolerance(cpu, dtype):
+    product = Gemm(96, 80, 112, dtype, cpu)
+    verification = product.verify()
+    assert verification.passed
+    # The tolerance is no blank cheque: it lies within a hundred rounding steps of the format.
+    assert verification.tolerance <= 100 * torch.finfo(FORMATS[dtype].storage).eps
+
+
+def test_counts_two_operations_for_each_pair(cpu):
+    assert Gemm(3, 5, 7, "fp32", cpu).flops == 2 * 3 * 5 * 7
+
+
+def test_measuring_verifies_what_the_timed_calls_left(cpu):
+    timing, verification = Gemm(64, 64, 64, "fp32", cpu).measure(time_limit_s=0.05)
+    assert verification.passed and len(timing.samples_s) >= 30 and timing.cold
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda c: c.mul_(1.01),
+        lambda c: c[-1].zero_(),
+        lambda c: c[:, -1].fill_(float("nan")),
+        lambda c: c.copy_(torch.zeros_like(c)),
+        lambda c: c.copy_(c.T.clone()),
+    ],
+    ids=["scaled", "last row unwritten", "a NaN column", "never written", "transposed"],
+)
+def test_planted_faults_are_caught(cpu, fault):
+    product = Gemm(64, 64, 64, "fp32", cpu)
+    product()
+    fault(product.c_MN)
+    assert not verify_product(product.a_MK, product.b_KN, product.c_MN, FORMATS["fp32"].gemm_tolerance).passed
+
+
+def test_precision_flags_are_given_back(cpu):
+    before = torch.backends.cuda.matmul.fp32_precision
+    with matmul_precision(FORMATS["tf32"]):
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    assert torch.backends.cuda.matmul.fp32_precision == before
+
+
+def test_relative_error_of_nothing_and_of_nan():
+    assert relative_error(torch.zeros(3), torch.zeros(3)) == 0
+    assert not relative_error(torch.tensor([float("nan")]), torch.ones(1)) <= 1e9
