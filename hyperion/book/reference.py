@@ -2,7 +2,6 @@
 
 import pandas as pd
 
-from hyperion.book.export import pictures
 from hyperion.book.formats import percent
 from hyperion.book.machines import device_name
 from hyperion.book.material import Material
@@ -19,7 +18,8 @@ def reference_readme(run: Run) -> dict[str, bytes]:
     """README.md of a run and the pictures it shows, by path relative to the run."""
     material = Material(run)
     told = sections(material)
-    return {README: _page(material, told).encode()} | pictures(material)
+    pictures = {picture.path: picture.content for section in told for picture in section.pictures}
+    return {README: _page(material, told).encode()} | pictures
 
 
 def _page(material: Material, told: list[Section]) -> str:

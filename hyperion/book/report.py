@@ -134,7 +134,7 @@ def _published() -> str:
 
 
 def _footer(material: Material) -> str:
-    names = material.run.verify()
+    names = [name for name in material.run.verify() if name != REPORT]
     return (
         f"<footer>Built from {len(material.rows)} rows. {len(names)} files of the run were checked against its manifest "
         "before this page was written.</footer>"

@@ -1,0 +1,95 @@
+"""A made-up run with every experiment of the book in it: test data, with valid rows, of no machine that exists."""
+
+import numpy as np
+import pandas as pd
+
+from hyperion.results import Prediction, Run
+from tests.book.made_up_hardware import HARDWARE, PEAKS, bandwidth_rows, gemm_rows, roofline_rows, time_samples
+from tests.book.made_up_learning import (
+    CORE,
+    DATA,
+    classifier_rows,
+    image_rows,
+    image_samples,
+    language_rows,
+    leakage_rows,
+    perplexity_row,
+    step_samples,
+    text_rows,
+    text_samples,
+)
+
+GPU = {
+    "python": "3.12.3",
+    "torch": "2.11.0+cu128",
+    "cuda": "12.8",
+    "hip": None,
+    "driver": "570.86",
+    "cpu": {"name": "Test CPU", "cores": 16},
+    "gpus": [{"name": "NVIDIA Test GPU", "total_memory_bytes": 150 * 10**9}],
+    "packages": {"numpy": "2.5.0", "pandas": "3.1.1"},
+    "os": "Ubuntu 24.04",
+    "kernel": "6.8",
+    "host_hash": "0123456789ab",
+    "source": {"hash": "f" * 64, "commit": "0" * 40, "modified": False},
+}
+
+
+def made_up_run(folder, *, source="mirror", peaks=None, bandwidth=4800.0, environment=GPU, replay=""):
+    """Record every experiment of the book into a new run."""
+    random = np.random.default_rng(0)
+    peaks = PEAKS if peaks is None else peaks
+    run = Run.create(folder, {"profile": "full", "data_source": "auto", "seed": 0, "environment": environment})
+    synthetic = source == "synthetic"
+    run.predict(
+        [
+            Prediction(
+                notebook=HARDWARE,
+                experiment="gemm",
+                variant="torch.mm",
+                dtype="bf16",
+                metric="gemm_tflops",
+                params={"m": 16384, "n": 16384, "k": 16384, "cache": "cold"},
+                guess=500.0,
+                estimate=940.0,
+                basis="roofline",
+                input_hash="h",
+            )
+        ]
+    )
+    hardware = {
+        "gemm": gemm_rows(random, peaks),
+        "bandwidth": bandwidth_rows(random, bandwidth),
+        "roofline": roofline_rows(random, peaks),
+    }
+    for experiment, rows in hardware.items():
+        run.record(HARDWARE, experiment, rows, time_samples(rows), input_hash=f"{replay}h")
+    chapters = [
+        (DATA, "text_pipeline", text_rows(source), text_samples(random)),
+        (DATA, "image_pipeline", image_rows(source), image_samples(random)),
+        (
+            CORE,
+            "ngram_baselines",
+            [
+                perplexity_row("ngram_baselines", "unigram", 812.4, source),
+                perplexity_row("ngram_baselines", "bigram_interpolated", 262.7, source),
+            ],
+            pd.DataFrame({"x": [1]}),
+        ),
+        (CORE, "leakage", leakage_rows(), step_samples(random, 4.1, 150)),
+        (
+            CORE,
+            "language_model",
+            language_rows(random, source, 2.9 if synthetic else None),
+            step_samples(random, 3.2, 2000),
+        ),
+        (
+            CORE,
+            "image_classifier",
+            classifier_rows(random, source, 0.95 if synthetic else None),
+            step_samples(random, 0.1, 900),
+        ),
+    ]
+    for notebook, experiment, rows, samples in chapters:
+        run.record(notebook, experiment, rows, samples, input_hash=f"{replay}h", source=source)
+    return run

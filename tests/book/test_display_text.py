@@ -1,0 +1,42 @@
+"""Sentences take their numbers from rows, and fail where a row is missing."""
+
+import pytest
+
+from hyperion.book.display_text import fill, pick
+from hyperion.errors import HyperionError
+
+
+def test_pick_finds_the_one_row(material):
+    assert pick(material.rows, "gemm_tflops", dtype="bf16", m=1024, variant="torch.mm").params["m"] == 1024
+    assert pick(material.rows, "perplexity_token", best=True).value == 38.2
+    best = pick(material.rows, "gemm_tflops", best=True)
+    assert best.value == max(r.value for r in material.of("gemm", metric="gemm_tflops") if r.value)
+
+
+def test_pick_refuses_none_and_several(material):
+    with pytest.raises(HyperionError, match="no measured row of gemm_tflops, dtype='fp8'"):
+        pick(material.rows, "gemm_tflops", dtype="fp8")
+    with pytest.raises(HyperionError, match=r"\d+ rows of gemm_tflops"):
+        pick(material.rows, "gemm_tflops", dtype="bf16")
+
+
+def test_fill_writes_values_with_units(material):
+    row = pick(material.rows, "bandwidth_gb_s", variant="copy", elements=500_000_000)
+    text = fill(
+        "{copy.variant}: {copy.value} of {copy.limit}, {copy.share}; off by {copy.error}; {n}", copy=row, n=1 / 3
+    )
+    share = f"{100 * row.value / 4800:.1f} %"
+    assert (
+        text
+        == f"copy: {row.value:,.0f} GB/s of 4,800 GB/s, {share}; off by {100 * (4800 / row.value - 1):+.1f} %; 0.3333"
+    )
+    accuracy = pick(material.rows, "accuracy", split="test")
+    assert fill("{a.value} on {a.split}", a=accuracy) == "91.7 % on test"
+
+
+def test_fill_fails_where_the_row_lacks_what_the_text_says(material, cpu_material):
+    row = pick(cpu_material.rows, "gemm_tflops", best=True)
+    with pytest.raises(HyperionError, match=r"speaks of best.share.*no data sheet entry"):
+        fill("{best.share} of the limit", best=row)
+    with pytest.raises(HyperionError, match="speaks of 'worst'"):
+        fill("{worst.value}", best=row)

@@ -1,0 +1,25 @@
+"""Export by subject: CSV and JSON hold the same rows, and nothing changes between two calls."""
+
+import json
+import shutil
+
+from hyperion.book.export import export_run
+from hyperion.results import Row, Run, rows_from_csv
+
+
+def test_csv_and_json_hold_the_same_rows_and_pictures_lie_beside(run, tmp_path):
+    copy = Run.open(shutil.copytree(run.folder, tmp_path / "copy"))
+    names = export_run(copy)
+    assert {name.split("/")[1] for name in names} == {"hardware", "data", "baseline", "predictions"}
+    assert {"benchmarks/hardware/gemm.png", "benchmarks/baseline/perplexity.png"} <= set(names)
+    exported = []
+    for name in (name for name in names if name.endswith(".csv")):
+        rows = rows_from_csv(copy.read(name).decode())
+        lines = json.loads(copy.read(name.removesuffix("csv") + "json"))
+        units = [line.pop("unit") for line in lines]
+        assert [Row(**line) for line in lines] == rows and units == [row.unit for row in rows]
+        exported += rows
+    assert exported and sorted(r.key for r in exported if r.rank is None) == sorted(r.key for r in copy.rows())
+    before = {name: copy.read(name) for name in names}
+    assert export_run(copy) == names and {name: copy.read(name) for name in names} == before
+    assert set(names) <= set(copy.verify())

@@ -1,0 +1,29 @@
+"""The published tables are shown number by number, each with source and defects."""
+
+from hyperion.book.published import published_bandwidth, published_baseline, published_gemm, published_source
+
+
+def test_the_tables_are_as_published():
+    gemm = published_gemm().set_index(["dtype", "n"])["tflops"]
+    assert (
+        len(gemm) == 12 and gemm["fp16", 8192] == 128.22 and gemm["fp32", 1024] == 12.46 and gemm["bf16", 2048] == 64.51
+    )
+    streams = published_bandwidth()
+    assert streams["gb_s"].tolist() == [796, 992, 1249, 1266, 1261, 1269]
+    assert streams["percent_of_peak"].max().round() == 77
+    assert published_baseline()["total_ms"].tolist() == [56.32, 5.44, 12.52]
+
+
+def test_every_line_carries_source_and_defects():
+    for table in (published_gemm(), published_bandwidth(), published_baseline()):
+        assert table["source"].str.contains("MI250X").all() and table["defects"].str.len().gt(20).all()
+    assert "without warm-up" in published_gemm()["defects"].iloc[0]
+    vit = published_baseline().set_index("model").loc["Vision Transformer"]
+    assert "not a Vision Transformer" in vit["defects"]
+    assert "GCD" in published_source()["machine"]
+
+
+def test_peaks_are_those_of_one_gcd():
+    table = published_gemm().set_index(["dtype", "n"])
+    assert round(table.loc[("fp16", 8192), "percent_of_peak"]) == 67
+    assert table.loc["fp32", "percent_of_peak"].isna().all()

@@ -1,0 +1,70 @@
+"""The report is one page that needs nothing else and hides nothing."""
+
+import re
+import shutil
+from html.parser import HTMLParser
+
+import pytest
+
+from hyperion.book.material import Material
+from hyperion.book.outline import banner
+from hyperion.book.report import report_page, write_report
+from hyperion.results import Run, StoreError
+from tests.book.made_up import made_up_run
+
+
+class Balanced(HTMLParser):
+    """Fails on a tag closed out of order."""
+
+    VOID = ("meta", "img", "br", "link", "input")
+
+    def __init__(self):
+        super().__init__()
+        self.open = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+@pytest.fixture(scope="module")
+def page(material):
+    return report_page(material)
+
+
+def test_the_page_stands_alone(page):
+    assert not re.search(r"https?://|<script|<link|@import|url\(", page)
+    assert page.count("data:image/png;base64,") == 12
+    parser = Balanced()
+    parser.feed(page)
+    assert parser.open == []
+
+
+def test_it_shows_headlines_missing_values_environment_and_published_tables(page):
+    for expected in ("NVIDIA Test GPU", "% of its limit", "unsupported: torch.mm takes no fp8", "2.11.0+cu128", "570.86",
+                     "Not measured by this run.", "not a Vision Transformer", "without warm-up", "data mirror"):  # fmt: skip
+        assert expected in page, expected
+
+
+def test_synthetic_data_and_replay_are_announced(cpu_material, tmp_path):
+    assert "Synthetic data: made by code" in banner(cpu_material)
+    replayed = Material(made_up_run(tmp_path / "replay", replay="replay:h200:"))
+    assert "Replay: measured on h200" in banner(replayed) and "h200 (replay)" in replayed.machine("gemm")
+
+
+def test_the_written_page_is_vouched_for_and_the_same_each_time(page, run, tmp_path):
+    copy = Run.open(shutil.copytree(run.folder, tmp_path / run.folder.name))
+    path = write_report(copy)
+    assert path.read_bytes() == copy.read("report.html") == page.encode()
+    assert path.name in copy.verify()
+
+
+def test_edited_rows_are_refused(run, tmp_path):
+    copy = Run.open(shutil.copytree(run.folder, tmp_path / "copy"))
+    with open(copy.folder / "rows.csv", "a") as rows:
+        rows.write("edited")
+    with pytest.raises(StoreError, match=r"truncated or edited"):
+        write_report(copy)
