@@ -180,9 +180,7 @@ def open_chapter(
         run = Run.create(folder, run_information(name, data_source, seed))
     reference = _reference(machine, notebook) if name == REPLAY else None
     if reference is not None:
-        print(
-            f"BANNER: replay. Every number below was measured on {reference.folder.name}, none on this machine."
-        )
+        print(f"BANNER: replay. Every number below was measured on {reference.folder.name}, none on this machine.")
     else:
         print(f"{device.name}: profile {name}, rows go to {folder.name}")
     return Chapter(notebook, name, data_source, run, seed, reference)

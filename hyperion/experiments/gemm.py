@@ -110,7 +110,7 @@ def _cross_check(context: Context, report) -> tuple[list[Row], list[pd.DataFrame
                 params=params,
                 limit_source="no limit: two clocks on the same product",
                 **timed_columns(ratio, harness),
-            )  # fmt: skip
+            )
         )
         verification = product.verify()
         for name, timing in (("harness", harness), ("plain loop", plain)):

@@ -57,7 +57,14 @@ def forecast(context: Context) -> list[Forecast]:
     traffic = batch * 32 * 32 * sizes["width"] * _ACTIVATION_BYTES_PER_WIDTH_AND_PIXEL
     dtype = choose_precision(context.device, sizes["precision"]).dtype
     return step_forecasts(
-        context, model.name, dtype, "image", batch, flops_per_image(CLASSES, sizes["width"]), traffic, parameter_count(model)
+        context,
+        model.name,
+        dtype,
+        "image",
+        batch,
+        flops_per_image(CLASSES, sizes["width"]),
+        traffic,
+        parameter_count(model),
     )
 
 
@@ -83,7 +90,10 @@ def run(context: Context, report) -> Result:
     )  # fmt: skip
     name, dtype, source = engine.model.name, engine.precision.dtype, image_set.source
     rows = epoch_rows(context, name, dtype, engine, history, source)
-    limit, limit_source = image_set.bayes_accuracy, "share of labels that were not flipped: no classifier can know the rest"
+    limit, limit_source = (
+        image_set.bayes_accuracy,
+        "share of labels that were not flipped: no classifier can know the rest",
+    )
     if limit is None:
         limit, limit_source = 1.0, "every image classified correctly"
     for record in history.epochs:

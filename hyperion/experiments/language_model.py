@@ -55,9 +55,7 @@ def run(context: Context, report) -> Result:
     def validation() -> Iterable:
         return _windows(prepared.tokens["valid"], context, tokenizer.eos_id, stride=length)
 
-    history = train(
-        engine, batches, _plan(sizes), validation=validation, folder=context.workspace, report=report
-    )
+    history = train(engine, batches, _plan(sizes), validation=validation, folder=context.workspace, report=report)
     rows = epoch_rows(context, sizes["model"], engine.precision.dtype, engine, history, corpus.source)
     rows += _validation_rows(context, corpus, prepared, engine, history)
     for split in ("valid", "test"):
@@ -75,7 +73,9 @@ EXPERIMENT = Experiment(forecast, run, isolated=True)
 
 
 def _vocabulary(context: Context) -> int | None:
-    counted = [r.value for r in context.upstream if r.experiment == "text_pipeline" and r.params.get("what") == "vocabulary"]
+    counted = [
+        r.value for r in context.upstream if r.experiment == "text_pipeline" and r.params.get("what") == "vocabulary"
+    ]
     return int(counted[0]) if counted else None
 
 
@@ -102,7 +102,9 @@ def _engine(context: Context, vocabulary: int, total_steps: int) -> LanguageEngi
     schedule = WarmupCosine(sizes["learning_rate"], sizes["warmup_steps"], total_steps)
     precision = choose_precision(device, sizes["precision"])
     print(f"{sizes['model']}, vocabulary {vocabulary}: {total_steps} steps in {precision}")
-    return LanguageEngine(model, adamw(model, sizes["learning_rate"], sizes["weight_decay"]), schedule, precision, device)
+    return LanguageEngine(
+        model, adamw(model, sizes["learning_rate"], sizes["weight_decay"]), schedule, precision, device
+    )
 
 
 def _windows(tokens: np.ndarray, context: Context, eos_id: int, stride: int) -> Iterable:
@@ -118,10 +120,15 @@ def _validation_rows(
     floor = text_floor(corpus, "valid")
     return [
         context.row(
-            context.sizes["model"], "validation_loss", record.evaluation["loss"], dtype=engine.precision.dtype,
+            context.sizes["model"],
+            "validation_loss",
+            record.evaluation["loss"],
+            dtype=engine.precision.dtype,
             params={"epoch": record.epoch, "step": record.step, "stride": context.sizes["sequence_length"]},
-            limit=floor.per(len(prepared.tokens["valid"])), limit_source=floor.source, data_source=corpus.source,
-        )  # fmt: skip
+            limit=floor.per(len(prepared.tokens["valid"])),
+            limit_source=floor.source,
+            data_source=corpus.source,
+        )
         for record in history.epochs
         if record.evaluation is not None
     ]
@@ -146,6 +153,8 @@ def _scored_rows(
         excess = (scored.total_nll_nats - floor.total_nll_nats) / scored.tokens
         columns = {"limit": 0.0, "limit_source": floor.source, "data_source": corpus.source}
         rows.append(
-            context.row(sizes["model"], "excess_loss_nats", excess, dtype=engine.precision.dtype, params=params, **columns)
+            context.row(
+                sizes["model"], "excess_loss_nats", excess, dtype=engine.precision.dtype, params=params, **columns
+            )
         )
     return rows

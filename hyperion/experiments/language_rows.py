@@ -58,9 +58,17 @@ def perplexity_rows(
         least = floor.per(count)
         rows.append(
             context.row(
-                variant, metric, math.exp(mean), dtype=dtype, params=params | {"units": count}, n=tokens,
-                ci_low=math.exp(mean - half), ci_high=math.exp(mean + half),
-                limit=None if least is None else math.exp(least), limit_source=floor.source, data_source=data_source,
-            )  # fmt: skip
-        )  # fmt: skip
+                variant,
+                metric,
+                math.exp(mean),
+                dtype=dtype,
+                params=params | {"units": count},
+                n=tokens,
+                ci_low=math.exp(mean - half),
+                ci_high=math.exp(mean + half),
+                limit=None if least is None else math.exp(least),
+                limit_source=floor.source,
+                data_source=data_source,
+            )
+        )
     return rows

@@ -26,7 +26,9 @@ def forecast(context: Context) -> list[Forecast]:
         estimate = math.exp(-math.fsum(w / total * math.log(w / total) for w in weights))
         basis = f"entropy of Zipf's law with exponent 1 over {vocabulary} tokens"
     return [
-        Forecast(variant="unigram", metric="perplexity_token", estimate=estimate, basis=basis, params={"split": "valid"})
+        Forecast(
+            variant="unigram", metric="perplexity_token", estimate=estimate, basis=basis, params={"split": "valid"}
+        )
     ]
 
 

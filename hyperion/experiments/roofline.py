@@ -20,7 +20,7 @@ def forecast(context: Context) -> list[Forecast]:
                 estimate=ceilings.ridge_flop_per_byte if ceilings else None,
                 basis=basis,
                 dtype=dtype,
-            )  # fmt: skip
+            )
         )
     return forecasts
 

@@ -18,9 +18,7 @@ def forecast(context: Context) -> list[Forecast]:
     """The share of padding when every line is padded to the window."""
     params = {"split": "train", "what": "padding"}
     basis = "lines are as often short headings as full paragraphs, so nearly half of every window stays empty"
-    return [
-        Forecast(variant="padded lines", metric="share", estimate=_PADDING_GUESS, basis=basis, params=params)
-    ]
+    return [Forecast(variant="padded lines", metric="share", estimate=_PADDING_GUESS, basis=basis, params=params)]
 
 
 def run(context: Context, report) -> Result:
@@ -39,7 +37,11 @@ EXPERIMENT = Experiment(forecast, run)
 
 
 def _tokenizer_params(tokenizer: Tokenizer) -> dict:
-    return {"tokenizer": tokenizer.name, "tokenizer_source": tokenizer.source, "tokenizer_sha256": tokenizer.sha256[:16]}
+    return {
+        "tokenizer": tokenizer.name,
+        "tokenizer_source": tokenizer.source,
+        "tokenizer_sha256": tokenizer.sha256[:16],
+    }
 
 
 def _split_rows(context: Context, prepared: PreparedText, split: str) -> list[Row]:
@@ -78,7 +80,13 @@ def _histogram(prepared: PreparedText, tokenizer: Tokenizer) -> pd.DataFrame:
     order = np.argsort(-counts, kind="stable")
     texts = [tokenizer.decode([token]) for token in ids[order]]
     return pd.DataFrame(
-        {"kind": "token", "split": "train", "token_id": ids[order].astype(np.int64), "text": texts, "count": counts[order]}
+        {
+            "kind": "token",
+            "split": "train",
+            "token_id": ids[order].astype(np.int64),
+            "text": texts,
+            "count": counts[order],
+        }
     )
 
 

@@ -1,6 +1,5 @@
 """Rows and curves that every trained baseline has: epochs, steady speed, memory, and the roofline they are held against."""
 
-
 import pandas as pd
 import torch
 
@@ -25,7 +24,10 @@ def epoch_rows(context: Context, variant: str, dtype: str, engine: Engine, histo
             "training_loss": (record.loss, _NO_LIMIT + "a model may fit what it is trained on exactly"),
             "learning_rate": (record.learning_rate, ""),
             f"{engine.item}s_per_s": (record.items_per_s, _NO_LIMIT + "see the steady step of this model"),
-            record.peak_memory_metric: (record.peak_memory_gib, _NO_LIMIT + "see the forecast of parameters and logits"),
+            record.peak_memory_metric: (
+                record.peak_memory_gib,
+                _NO_LIMIT + "see the forecast of parameters and logits",
+            ),
         }
         for metric, (value, limit_source) in values.items():
             reason = "" if value is not None else "no step of this epoch was timed, or the system cannot tell"
@@ -109,7 +111,14 @@ def _gemm_dtype(dtype: str) -> str:
 
 
 def step_forecasts(
-    context: Context, variant: str, dtype: str, item: str, items: int, flops: ModelFlops, extra_bytes: float, parameters: int
+    context: Context,
+    variant: str,
+    dtype: str,
+    item: str,
+    items: int,
+    flops: ModelFlops,
+    extra_bytes: float,
+    parameters: int,
 ) -> list[Forecast]:
     """Throughput and memory from the ceilings measured earlier in this run and the model's shapes.
 
@@ -119,7 +128,9 @@ def step_forecasts(
     params = {"batch": items, "step": "steady"}
     gemm = context.best_upstream("gemm_tflops", dtype)
     stream = max(
-        (row for row in context.upstream if row.metric == "bandwidth_gb_s" and row.value), key=lambda row: row.value, default=None
+        (row for row in context.upstream if row.metric == "bandwidth_gb_s" and row.value),
+        key=lambda row: row.value,
+        default=None,
     )
     if gemm is None or stream is None:
         estimate, basis = None, "no estimate: this run has measured no ceilings (01_hardware_exploration)"
@@ -132,6 +143,6 @@ def step_forecasts(
             f"{arithmetic * 1e3:.3g} ms of products at the measured {ceilings.tflops:.4g} TFLOPS, "
             f"then {traffic * 1e3:.3g} ms of optimizer and logits at {ceilings.bandwidth_gb_s:.4g} GB/s"
         )
-    return [Forecast(variant=variant, metric=f"{item}s_per_s", estimate=estimate, basis=basis, dtype=dtype, params=params)]
-
-
+    return [
+        Forecast(variant=variant, metric=f"{item}s_per_s", estimate=estimate, basis=basis, dtype=dtype, params=params)
+    ]

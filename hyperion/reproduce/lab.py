@@ -35,6 +35,8 @@ def lab_command(root: Path, port: int) -> list[str]:
     if find_spec("jupyterlab") is None:
         raise HyperionError("JupyterLab is not installed", where=sys.executable, next_step="pip install -e '.[lab]'")
     options = ["--no-browser", "--ip=127.0.0.1", f"--port={port}", "--ServerApp.port_retries=0"]
+    if os.geteuid() == 0:  # in a container one often is; the server would refuse to start
+        options.append("--allow-root")
     return [sys.executable, "-s", "-m", "jupyterlab", *options, f"--ServerApp.root_dir={root}"]
 
 

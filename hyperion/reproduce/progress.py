@@ -1,5 +1,6 @@
 """What a call shows while it works: live bars on a terminal, plain lines in a log."""
 
+import threading
 import time
 
 from rich.console import Console
@@ -8,7 +9,7 @@ from rich.text import Text
 
 from hyperion.reproduce.stopping import told
 
-_PLAIN_EVERY_S = 15.0
+_PLAIN_EVERY_S = 30.0
 
 
 class Display:
@@ -22,10 +23,12 @@ class Display:
     def __init__(self, console: Console, expected_s: dict[str, float]):
         self._console, self._expected = console, dict(expected_s)
         self._current: str | None = None
-        self._started = self._last_line = time.monotonic()
+        self._started = time.monotonic()
         self._cells = self._done = self._finished = 0
         self._total = len(expected_s)
         self._progress = None
+        self._closing = threading.Event()
+        self._pulse = threading.Thread(target=self._beat, daemon=True)
         if console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _TimeLeft(self))
             self._progress = Progress(*columns, console=console, transient=True)
@@ -33,18 +36,20 @@ class Display:
             self._notebook = self._progress.add_task("cells", total=None)
 
     def __enter__(self) -> "Display":
-        if self._progress:
-            self._progress.start()
+        (self._progress or self._pulse).start()
         return self
 
     def __exit__(self, *exception) -> None:
+        self._closing.set()
         if self._progress:
             self._progress.stop()
+        else:
+            self._pulse.join()
 
     def start(self, stem: str, cells: int) -> None:
         """A notebook starts, with so many code cells."""
         self._current, self._cells, self._done = stem, cells, 0
-        self._started = self._last_line = time.monotonic()
+        self._started = time.monotonic()
         if self._progress:
             self._progress.reset(self._notebook, total=cells, description=f"  {stem}")
         else:
@@ -56,9 +61,6 @@ class Display:
         self._done = done
         if self._progress:
             self._progress.update(self._notebook, completed=done)
-        elif time.monotonic() - self._last_line >= _PLAIN_EVERY_S:
-            self._last_line = time.monotonic()
-            self.say(f"    cell {done}/{self._cells}, about {told(self.left_s())} left in all")
 
     def finish(self, line: str) -> None:
         """The current notebook ended; `line` says how."""
@@ -76,6 +78,16 @@ class Display:
         """A line that stays, above the bars if there are any; it is out when this returns."""
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         self._console.file.flush()
+
+    def _beat(self) -> None:
+        """In a log, a line now and then, also while one cell takes minutes: a silent job looks like a hung one."""
+        while not self._closing.wait(_PLAIN_EVERY_S):
+            if self._current:
+                spent = told(time.monotonic() - self._started)
+                left = told(self.left_s())
+                self.say(
+                    f"    {self._current}: cell {self._done + 1}/{self._cells}, {spent} so far, about {left} left in all"
+                )
 
     def left_s(self) -> float:
         """Expected seconds until all is done; a notebook that overruns its expectation counts as about to finish."""

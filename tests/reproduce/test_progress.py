@@ -1,7 +1,9 @@
 import io
+import time
 
 from rich.console import Console
 
+from hyperion.reproduce import progress
 from hyperion.reproduce.progress import Display
 
 
@@ -21,6 +23,16 @@ def show(terminal: bool) -> str:
 
 def test_a_log_gets_plain_lines():
     assert show(False).splitlines() == ["[1/2] 01_x: started, 5 cells, about 1.0 min", "BANNER [x]", "01_x: done"]
+
+
+def test_a_log_shows_life_while_one_cell_takes_long(monkeypatch):
+    monkeypatch.setattr(progress, "_PLAIN_EVERY_S", 0.01)
+    text = io.StringIO()
+    with Display(Console(file=text, width=100), {"01_x": 60.0}) as display:
+        display.start("01_x", 5)
+        while "cell 1/5" not in text.getvalue():
+            time.sleep(0.01)
+    assert "left in all" in text.getvalue()
 
 
 def test_a_terminal_gets_bars_with_the_time_left():
