@@ -95,13 +95,6 @@ def start_driver(root: Path, **request) -> subprocess.Popen:
     )
 
 
-def drive(root: Path, **request) -> tuple[int, str, str]:
-    """Run a call to its end: exit code, standard output, standard error."""
-    process = start_driver(root, **request)
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
-
-
 def _cell(source: str, tags: list[str] | None = None) -> dict:
     metadata = {"tags": tags} if tags else {}
     return {"cell_type": "code", "metadata": metadata, "execution_count": None, "outputs": [], "source": source}

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -28,6 +29,21 @@ def root(tmp_path, monkeypatch):
     for name in ("HYPERION_RESULTS", "HYPERION_DATA_MIRROR"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
+
+
+@pytest.fixture
+def start(root):
+    """Starts calls as processes of their own; none outlives the test."""
+    started = []
+
+    def start() -> subprocess.Popen:
+        started.append(start_driver(root))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 def call(machine: Machine = MACHINE, **request) -> tuple[int, str]:
@@ -164,11 +180,11 @@ while not Path('go').exists():
 
 
 @pytest.mark.slow
-def test_any_end_leaves_a_run_that_the_next_call_finishes_with_the_same_rows(root):
+def test_any_end_leaves_a_run_that_the_next_call_finishes_with_the_same_rows(root, start):
     cells = [recording("01_first", experiment="kept"), WAITING, recording("01_first")]
     write_notebook(root / "phase1_hardware", "01_first", cells, produces=["kept", "counting"])
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)):
-        process = start_driver(root)
+        process = start()
         upto(process, "BANNER waiting")
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
@@ -182,9 +198,9 @@ def test_any_end_leaves_a_run_that_the_next_call_finishes_with_the_same_rows(roo
     assert [row.experiment for row in the_run(root).rows()] == ["kept", "counting"]
 
 
-def test_two_calls_at_once_work_in_folders_of_their_own(root):
+def test_two_calls_at_once_work_in_folders_of_their_own(root, start):
     write_notebook(root / "phase1_hardware", "01_first", [WAITING, recording("01_first")])
-    processes = [start_driver(root), start_driver(root)]
+    processes = [start(), start()]
     for process in processes:
         upto(process, "BANNER waiting")
     (root / "phase1_hardware/go").write_text("")
