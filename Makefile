@@ -1,12 +1,12 @@
 # Every target sets up first if needed. Variables, all optional:
 #   PROFILE      smoke | full | study | replay     (chosen from the machine when left out)
 #   ONLY         one notebook and what it needs, as ONLY=01_hardware_exploration
-#   TIME_BUDGET  minutes after which to stop cleanly; a later call goes on
+#   TIME_BUDGET  stop cleanly rather than take longer (360 for seconds, 6m, 1h30m); a later call goes on
 #   RUN          the run folder to continue or to report on
 #   DATA_SOURCE  auto | mirror | cache | download | synthetic
 #   PYTHON       use this environment (a container's, a cluster module's) instead of .venv: PYTHON=/path/to/python
 #   TORCH        build to install instead of the detected one: cpu | cuda | rocm
-export PROFILE ONLY TIME_BUDGET RUN DATA_SOURCE PYTHON TORCH
+export PROFILE ONLY TIME_BUDGET RUN DATA_SOURCE SEED REPLAY_OF PYTHON TORCH
 
 enter = sh hyperion/install/enter.sh
 
@@ -30,7 +30,7 @@ setup: ## make or repair the environment, nothing else
 	@$(enter) --extra dev --extra lab setup
 
 fetch: ## stage all data and tokenizers while there is a network (on a login node)
-	@$(enter) run hyperion fetch $${DATA_SOURCE:+--data-source "$$DATA_SOURCE"}
+	@$(enter) run hyperion fetch
 
 lab: ## JupyterLab on loopback with its token
 	@$(enter) --extra lab run hyperion lab

@@ -49,6 +49,12 @@ def mirror_root() -> Path:
     return root
 
 
+def sources_on_offer() -> dict:
+    """What decides which source `auto` will take, without loading anything: whether a mirror is named, what is staged."""
+    staged = sorted(path.name for path in cache_root().iterdir()) if cache_root().is_dir() else []
+    return {"mirror": bool(os.environ.get("HYPERION_DATA_MIRROR")), "cache": staged}
+
+
 def take(name: str, wanted: str, suppliers: Mapping[str, Callable[[], T]], allow_synthetic: bool = True) -> T:
     """Get `name` from the wanted source, or for 'auto' from the first that has it, and print which one it was.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 from tqdm.auto import tqdm
 
+from hyperion.data.sources import sources_on_offer
 from hyperion.dependencies import reached_source_hash
 from hyperion.errors import HyperionError
 from hyperion.experiments.context import Context, Forecast, Result
@@ -112,6 +113,7 @@ class Chapter:
             "sizes": context.sizes,
             "seed": context.seed,
             "data_source": context.data_source,
+            "data_on_offer": sources_on_offer() if context.data_source == "auto" else None,
             "synthetic": context.synthetic,
             "device": context.device.name,
             "library": reached_source_hash(f"hyperion.experiments.{context.experiment}"),

@@ -19,6 +19,7 @@ from hyperion.reproduce.kernels import scratch_folder
 from hyperion.reproduce.ledger import Entry, Ledger
 from hyperion.reproduce.machine import Machine, ask_machine
 from hyperion.reproduce.notebooks import Notebook, read_book, select
+from hyperion.reproduce.pages import require_page_templates
 from hyperion.reproduce.progress import Display
 from hyperion.reproduce.references import Reference, reference_for
 from hyperion.reproduce.runs import claimed_run, earlier_seconds
@@ -73,6 +74,7 @@ def reproduce(request: Request, *, machine: Machine | None = None, console: Cons
             root = project_root()
             chosen = select(read_book(root), request.only)
             _demand_mirror(request)
+            require_page_templates()
             machine = machine or ask_machine(request.profile, request.data_source, request.seed)
             setting = _setting(request, machine)
             claim = claimed_run(results_folder(), request.run, setting, machine.information)

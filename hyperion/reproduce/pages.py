@@ -44,6 +44,24 @@ def kept_copy(document, replacements: dict[str, str]):
     return copy
 
 
+def require_page_templates() -> None:
+    """Fail before the first measurement where nbconvert could not write a page after it.
+
+    Raises:
+        HyperionError: nbconvert is installed without its templates.
+    """
+    from nbconvert import HTMLExporter
+
+    try:
+        HTMLExporter(raw_template=_TEMPLATE)
+    except ValueError as error:
+        raise HyperionError(
+            f"nbconvert cannot make pages here: {error}",
+            where="nbconvert's templates in share/jupyter",
+            next_step="add the share/jupyter folder beside nbconvert to JUPYTER_PATH, or install nbconvert anew",
+        ) from error
+
+
 def page(document, title: str) -> str:
     """A self-contained HTML page of a notebook; formulas are drawn into it."""
     import nbformat

@@ -13,7 +13,7 @@ from hyperion.models import TransformerConfig, TransformerLM
 from hyperion.training import LanguageEngine, Plan, WarmupCosine, adamw, choose_precision, seed_everything, train
 
 STEPS = 24
-TOKENS = np.random.default_rng(5).integers(0, 19, 600) % np.arange(1, 601).clip(max=19)
+TOKENS = np.random.default_rng(5).integers(0, 19, 680) % np.arange(1, 681).clip(max=19)
 
 
 class DropoutLM(TransformerLM):
