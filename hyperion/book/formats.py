@@ -55,6 +55,6 @@ def _usable(value: float | None, low: float | None, high: float | None) -> bool:
 
 def _decimals(value: float, low: float, high: float) -> int:
     certain = 1 - math.floor(math.log10(high - low))
-    # A very narrow interval does not turn a rate into eight digits that nobody can use.
-    useful = 5 - math.floor(math.log10(abs(value)))
-    return max(0, min(certain, useful))
+    # Neither does a very narrow interval make eight digits useful, nor a very wide one three digits useless.
+    magnitude = math.floor(math.log10(abs(value)))
+    return max(0, 2 - magnitude, min(certain, 5 - magnitude))

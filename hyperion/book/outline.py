@@ -166,5 +166,7 @@ def _trained_perplexity(row: Row) -> bool:
 
 
 def _headline(label: str, row: Row) -> Headline:
-    limit = f"limit {quoted_value(row.limit, row.unit)}" if row.limit is not None else row.limit_source
+    limit = (
+        f"limit {quoted_value(row.limit, row.unit)}" if row.limit is not None else row.limit_source.partition("; ")[0]
+    )
     return Headline(label, quoted_value(row.value, row.unit), row.fraction_of_limit, limit)

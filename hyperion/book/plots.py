@@ -31,25 +31,74 @@ class Plot:
 
 
 PLOTS = (
-    Plot("gemm", "gemm", "Small products cannot fill the machine; large ones approach the limit of their number format.",
-         plots_hardware.gemm),
-    Plot("gemm_cross_check", "gemm", "The same products timed by our harness and by the loop anybody would write.",
-         plots_hardware.gemm_cross_check),
-    Plot("bandwidth", "bandwidth", "Streams that outgrow the caches run at the memory's own rate.", plots_hardware.bandwidth),
-    Plot("roofline", "roofline", "Left of the ridge memory decides, right of it arithmetic.", plots_hardware.roofline),
-    Plot("token_histogram", "text_pipeline", "A few tokens make up much of any text.", plots_data.token_histogram),
-    Plot("image_grid", "image_pipeline", "What the classifier gets to see.", plots_data.image_grid),
-    Plot("leakage", "leakage", "Nobody can predict an independent draw; a loss below ln V would mean that the model peeks.",
-         plots_training.leakage),
-    Plot("language_model", "language_model", "A model earns its cost once it passes the counting models.",
-         plots_training.language_model),
-    Plot("perplexity", "language_model", "Trained and counted models on the same held-out tokens.", plots_training.perplexity),
-    Plot("image_classifier", "image_classifier", "Held-out accuracy between chance and the best possible.",
-         plots_training.image_classifier),
-    Plot("throughput", "image_classifier", "What training delivers per second, and the memory it takes.",
-         plots_training.throughput),
-    Plot("predictions", ALL, "Every prediction beside its measurement.", plots_predictions.predictions),
-)  # fmt: skip
+    Plot(
+        "gemm",
+        "gemm",
+        "Rate by size and number format, and its share of the format's limit at the maximum clock.",
+        plots_hardware.gemm,
+    ),
+    Plot(
+        "gemm_cross_check",
+        "gemm",
+        "The same products timed by the harness and by the loop anybody would write, interleaved.",
+        plots_hardware.gemm_cross_check,
+    ),
+    Plot(
+        "bandwidth",
+        "bandwidth",
+        "Bytes read and written per second, by operation and array size.",
+        plots_hardware.bandwidth,
+    ),
+    Plot(
+        "roofline",
+        "roofline",
+        "Left of a ridge memory bounds the rate, right of it arithmetic.",
+        plots_hardware.roofline,
+    ),
+    Plot(
+        "token_histogram",
+        "text_pipeline",
+        "How often each token occurs: the commonest, and all of them by rank.",
+        plots_data.token_histogram,
+    ),
+    Plot(
+        "image_grid",
+        "image_pipeline",
+        "Some images of every class, as the classifier gets to see them.",
+        plots_data.image_grid,
+    ),
+    Plot(
+        "leakage",
+        "leakage",
+        "Nobody can predict an independent draw: a loss below ln V would mean that the model sees the future.",
+        plots_training.leakage,
+    ),
+    Plot(
+        "language_model",
+        "language_model",
+        "Loss by step and by epoch, beside what counting alone achieves.",
+        plots_training.language_model,
+    ),
+    Plot(
+        "perplexity",
+        "language_model",
+        "Trained and counted models on the same held-out tokens.",
+        plots_training.perplexity,
+    ),
+    Plot(
+        "image_classifier",
+        "image_classifier",
+        "Loss by step, and accuracy on images that were not trained on.",
+        plots_training.image_classifier,
+    ),
+    Plot(
+        "throughput",
+        "image_classifier",
+        "Items trained on per second, and the memory taken at most.",
+        plots_training.throughput,
+    ),
+    Plot("predictions", ALL, "Every prediction over its measurement.", plots_predictions.predictions),
+)
 
 
 def plots_of(experiment: str) -> list[Plot]:

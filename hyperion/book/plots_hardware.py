@@ -29,7 +29,7 @@ def gemm(material: Material, published: bool = False) -> Figure | None:
     notes = _draw_published(panels[0], positions) if published else []
     panels[0].set(yscale="log", ylabel="TFLOPS, median with 95 % interval", title="Rate")
     log_ticks(panels[0].yaxis)
-    panels[0].legend(ncols=2, loc="lower right")
+    panels[0].legend(ncols=2)
     if limited:
         _draw_shares(panels[1], rows, positions)
     for axes in panels:
@@ -84,7 +84,8 @@ def bandwidth(material: Material, published: bool = False) -> Figure | None:
     ticks = sorted({row.params["elements"] for row in measured(rows)})
     axes.set_xticks(ticks, [items(tick) for tick in ticks])
     axes.minorticks_off()
-    axes.legend(ncols=4, loc="lower right")
+    # Above the panel: streams that a cache serves can lie anywhere in it.
+    axes.legend(ncols=5, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
     if len(limits) == 1:
         limit = next(iter(limits))
         share = axes.secondary_yaxis("right", functions=(lambda y: 100 * y / limit, lambda y: y * limit / 100))
@@ -96,14 +97,13 @@ def bandwidth(material: Material, published: bool = False) -> Figure | None:
 def roofline(material: Material) -> Figure | None:
     """The measured ceilings, and every product and stream at its arithmetic intensity below them."""
     products = [row for row in measured(gemm_rows(material)) if row.params.get("cache") != "hot"]
-    streams = [
-        row for row in measured(material.of("bandwidth", metric="bandwidth_gb_s")) if row.params.get("cache") != "hot"
-    ]
+    streams = [r for r in measured(material.of("bandwidth", metric="bandwidth_gb_s")) if r.params.get("cache") != "hot"]
+    largest = max((row.params["elements"] for row in streams), default=0)
+    streams = [row for row in streams if row.params["elements"] == largest]
     if not products or not streams:
         return None
     figure, (axes,) = new_figure("Roofline", material.machine("gemm"), height=4.8)
-    largest = max(row.params["elements"] for row in streams)
-    slope = max(row.value for row in streams if row.params["elements"] == largest)
+    slope = max(row.value for row in streams)
     ends = 0.03, max(3e3, 2 * max(gemm_intensity(row) for row in products))
     labels = _draw_roofs(axes, products, slope, ends)
     for dtype in dict.fromkeys(row.dtype for row in products):
@@ -124,8 +124,10 @@ def roofline(material: Material) -> Figure | None:
     log_ticks(axes.yaxis)
     axes.legend(loc="lower right")
     spread_labels(axes, labels)
-    notes = ["Solid: ceilings measured in this run. Dotted: datasheet limits. Filled marks: matrix products. "
-             "A copy does no arithmetic and has no place here."]  # fmt: skip
+    notes = [
+        "Solid: ceilings measured in this run. Dotted: datasheet limits. Filled marks: matrix products. Hollow: streams over "
+        f"{items(largest)} elements; smaller ones may owe their rate to a cache. A copy does no arithmetic and has no place here."
+    ]
     add_notes(figure, notes)
     return figure
 
@@ -172,7 +174,7 @@ def _draw_rates(axes: Axes, rows: list[Row], positions: dict) -> None:
 def _aside(rows: list[Row], dtype: str) -> float:
     """A small step aside for each dtype, so that curves which coincide stay visible."""
     dtypes = list(dict.fromkeys(row.dtype for row in measured(rows)))
-    return 0.05 * (dtypes.index(dtype) - (len(dtypes) - 1) / 2)
+    return 0.03 * (dtypes.index(dtype) - (len(dtypes) - 1) / 2)
 
 
 def _draw_shares(axes: Axes, rows: list[Row], positions: dict) -> None:

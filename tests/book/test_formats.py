@@ -18,6 +18,7 @@ def test_the_interval_decides_the_digits():
     assert number_within(782.1234, 780.0, 785.0) == "782.1"
     assert number_within(782.1234, 600.0, 900.0) == "782"
     assert number_within(782.1234, 782.1233, 782.1235) == "782.123"
+    assert number_within(0.1032, 0.0028, 0.114) == "0.103" and interval(0.1032, 0.0028, 0.114) == "0.003 – 0.114"
     assert interval(782.1234, 600.0, 900.0) == "600 – 900"
     assert number_within(5.0, 5.0, 5.0) == "5" and interval(5.0, None, None) == ""
 
