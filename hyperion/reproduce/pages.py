@@ -9,7 +9,8 @@ from pathlib import Path
 
 from hyperion.errors import HyperionError
 
-_KERNEL_FILE = re.compile(r"[^\s\"'<>]*/ipykernel_\d+/\d+\.py")
+# Bounded, and starting at a slash: an open-ended pattern takes minutes on the half megabyte of a picture's base64.
+_KERNEL_FILE = re.compile(r"/[^\s\"'<>]{0,200}?/ipykernel_\d+/\d+\.py")
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _MATH = re.compile(
     r"(?P<code>```.*?```|`[^`\n]*`)|\$\$(?P<block>.+?)\$\$|(?<![\\$])\$(?P<inline>[^$\n]+?)\$(?!\d)", re.DOTALL
