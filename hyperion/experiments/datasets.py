@@ -13,6 +13,7 @@ from hyperion.data import (
     prepare_text,
 )
 from hyperion.experiments.context import Context
+from hyperion.results import Row
 
 
 def text(context: Context) -> tuple[TextCorpus, Tokenizer, PreparedText]:
@@ -37,3 +38,9 @@ def images(context: Context) -> tuple[ImageSet, PreparedImages]:
         seed=context.seed,
     )
     return image_set, prepare_images(image_set)
+
+
+def vocabulary_row(context: Context) -> Row | None:
+    """The row in which this run's `text_pipeline` counted the vocabulary, None when it has not run."""
+    counted = (r for r in context.upstream if r.experiment == "text_pipeline" and r.params.get("what") == "vocabulary")
+    return next(counted, None)

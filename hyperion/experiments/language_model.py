@@ -1,6 +1,7 @@
 """The language baseline: a small causal Transformer, trained and scored against what counting achieves."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -30,10 +31,11 @@ _LOGIT_BYTES = 20
 
 def forecast(context: Context) -> list[Forecast]:
     """Tokens per second of a steady step."""
-    vocabulary = _vocabulary(context)
-    if vocabulary is None:
+    counted = datasets.vocabulary_row(context)
+    if counted is None:
         basis = "no estimate: the vocabulary's size is not known in this run"
         return [Forecast(variant=context.sizes["model"], metric="tokens_per_s", estimate=None, basis=basis)]
+    context, vocabulary = _for_source(context, counted.data_source), int(counted.value)
     sizes, config = context.sizes, _config(context, vocabulary)
     tokens = sizes["batch_size"] * sizes["sequence_length"]
     dtype = choose_precision(context.device, sizes["precision"]).dtype
@@ -47,6 +49,7 @@ def run(context: Context, report) -> Result:
     """Train, score every token of valid and test once, then time the steady step."""
     seed_everything(context.seed)
     corpus, tokenizer, prepared = datasets.text(context)
+    context = _for_source(context, corpus.source)
     sizes, device = context.sizes, context.device
     length = sizes["sequence_length"]
     batches = LanguageBatches(prepared.tokens["train"], length, sizes["batch_size"], context.seed, device.torch_device)
@@ -72,11 +75,11 @@ def run(context: Context, report) -> Result:
 EXPERIMENT = Experiment(forecast, run, isolated=True)
 
 
-def _vocabulary(context: Context) -> int | None:
-    counted = [
-        r.value for r in context.upstream if r.experiment == "text_pipeline" and r.params.get("what") == "vocabulary"
-    ]
-    return int(counted[0]) if counted else None
+def _for_source(context: Context, source: str) -> Context:
+    """The synthetic text needs other sizes: its vocabulary is small, and copying is learned late."""
+    if source != "synthetic":
+        return context
+    return replace(context, sizes=context.sizes | context.sizes.get("when_synthetic", {}))
 
 
 def _config(context: Context, vocabulary: int) -> TransformerConfig:

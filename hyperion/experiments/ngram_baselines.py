@@ -15,12 +15,12 @@ _VARIANTS = {"unigram": "unigram", "interpolated bigram": "bigram_interpolated"}
 
 def forecast(context: Context) -> list[Forecast]:
     """The unigram perplexity of tokens spread by Zipf's law over the vocabulary: an upper estimate, by entropy."""
-    rows = [r for r in context.upstream if r.experiment == "text_pipeline" and r.params.get("what") == "vocabulary"]
-    if not rows:
+    counted = datasets.vocabulary_row(context)
+    if counted is None:
         basis = "no estimate: the vocabulary's size is not known in this run"
         estimate = None
     else:
-        vocabulary = int(rows[0].value)
+        vocabulary = int(counted.value)
         weights = [1 / rank for rank in range(1, vocabulary + 1)]
         total = math.fsum(weights)
         estimate = math.exp(-math.fsum(w / total * math.log(w / total) for w in weights))
