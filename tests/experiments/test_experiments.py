@@ -1,0 +1,166 @@
+"""Each experiment at toy sizes: which rows it leaves, that they obey the rules, and that the floors hold."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hyperion.experiments import Context, experiment_named
+from hyperion.results import Run
+
+SYNTHETIC = {"lines": {"train": 4000, "valid": 60, "test": 60}, "images": {"train": 600, "test": 200}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("experiments")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_data_and_one_thread(folder):
+    """Toy models gain nothing from threads, and on busy cores threads that wait for each other cost minutes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HYPERION_DATA", str(folder / "data"))
+        yield
+    torch.set_num_threads(threads)
+
+
+def perform(name: str, sizes: dict, folder, upstream=()):
+    """Run an experiment here and store its rows, which validates every one of them."""
+    context = Context(
+        notebook="toy", experiment=name, sizes=sizes, data_source="synthetic", synthetic=SYNTHETIC,
+        workspace=folder / "work" / name, upstream=list(upstream),
+    )  # fmt: skip
+    result = experiment_named(name).run(context, lambda done, total, note: None)
+    place = folder / f"run-{name}"
+    run = Run.open(place) if (place / "run.json").exists() else Run.create(place, {})
+    run.record("toy", name, result.rows, result.samples, input_hash="toy", source=result.source)
+    assert run.rows("toy", name) == result.rows
+    return result, context
+
+
+@pytest.fixture(scope="module")
+def ceilings(folder):
+    gemm_sizes = {"dtypes": ["fp32", "tf32", "bf16"], "sizes": [64, 96], "time_limit_s": 0.02,
+                  "cross_check_dtype": "fp32", "cross_check_calls": 2}  # fmt: skip
+    gemm, _ = perform("gemm", gemm_sizes, folder)
+    bandwidth, _ = perform("bandwidth", {"dtype": "fp32", "millions": [0.01, 0.02], "time_limit_s": 0.02}, folder)
+    return gemm, bandwidth
+
+
+def test_gemm_leaves_a_row_for_each_cell_and_a_reason_where_there_is_none(ceilings):
+    rows = [row for row in ceilings[0].rows if row.variant == "torch.mm"]
+    assert {(row.dtype, row.params["m"]) for row in rows} == {
+        (d, m) for d in ("fp32", "tf32", "bf16") for m in (64, 96)
+    }
+    assert all("unsupported" in row.value_reason for row in rows if row.dtype == "tf32")
+    measured = [row for row in rows if row.value is not None]
+    assert len(measured) == 4 and all(row.n >= 30 and row.check == "float64 slice" for row in measured)
+
+
+def test_gemm_is_held_against_a_plain_loop_at_every_size(ceilings):
+    ratios = [row for row in ceilings[0].rows if row.metric == "speedup"]
+    assert [row.params["m"] for row in ratios] == [64, 96]
+    rates = {(row.variant, row.params["m"]): row.value for row in ceilings[0].rows if "plain_loop_calls" in row.params}
+    for row in ratios:
+        m = row.params["m"]
+        assert row.value == pytest.approx(rates["harness", m] / rates["plain loop", m])
+
+
+def test_bandwidth_in_a_cache_has_no_limit_and_says_why(ceilings):
+    assert {row.variant for row in ceilings[1].rows} == {"copy", "scale", "add", "triad"}
+    assert all(row.limit is None and row.limit_source.startswith("no limit: ") for row in ceilings[1].rows)
+
+
+def test_roofline_ridge_is_the_quotient_of_the_measured_ceilings(ceilings, folder):
+    upstream = ceilings[0].rows + ceilings[1].rows
+    result, _ = perform("roofline", {}, folder, upstream)
+    best = max(row.value for row in ceilings[0].rows if row.dtype == "bf16" and row.value)
+    largest = [row.value for row in ceilings[1].rows if row.params["elements"] == 20_000]
+    ridge = {row.dtype: row.value for row in result.rows}
+    assert ridge["bf16"] == pytest.approx(best * 1e3 / max(largest))
+    assert "tf32" not in ridge
+
+
+def test_forecasts_on_an_unknown_device_are_null_with_the_reason(folder):
+    context = Context(notebook="toy", experiment="roofline", sizes={}, workspace=folder)
+    assert experiment_named("roofline").forecast(context) == []
+    sizes = {"dtype": "fp32", "millions": [1]}
+    for forecast in experiment_named("bandwidth").forecast(replace(context, experiment="bandwidth", sizes=sizes)):
+        assert forecast.estimate is None and forecast.basis
+
+
+@pytest.fixture(scope="module")
+def text(folder):
+    return perform("text_pipeline", {}, folder)[0]
+
+
+def test_text_pipeline_counts_what_the_corpus_has(text):
+    counts = {(r.params.get("split"), r.params["what"]): r.value for r in text.rows if r.metric == "count"}
+    assert counts["train", "lines"] == 4000 and counts["valid", "words with <eos>"] == 60 * 16
+    assert counts["train", "tokens"] == 4000 * 16  # each word of the synthetic text is one token
+    assert {row.data_source for row in text.rows} == {"synthetic"}
+    assert set(text.samples["kind"]) == {"token", "line", "stretch"}
+    assert text.samples.loc[text.samples["kind"] == "token", "count"].sum() == 4000 * 16
+
+
+def test_image_pipeline_counts_and_shows_every_class(folder):
+    result, _ = perform("image_pipeline", {}, folder)
+    per_class = [
+        r.value for r in result.rows if r.params.get("what") == "images of a class" and r.params["split"] == "train"
+    ]
+    assert len(per_class) == 10 and sum(per_class) == 600
+    assert len(result.samples) == 40 and len(result.samples["pixels"][0]) == 3 * 32 * 32
+
+
+def test_counting_models_cannot_pass_the_floor_and_the_bigram_sees_nothing_in_it(text, folder):
+    result, _ = perform("ngram_baselines", {}, folder)
+    for row in result.rows:
+        assert row.value > row.limit
+    # The words and the newline are one token each, so both perplexities have the same denominator.
+    by_key = {(row.variant, row.params["split"], row.metric): row.value for row in result.rows}
+    assert by_key["unigram", "valid", "perplexity_token"] == pytest.approx(
+        by_key["unigram", "valid", "perplexity_word"]
+    )
+
+
+def test_language_model_leaves_scores_above_the_floor_and_resumes_to_the_same(text, folder):
+    sizes = {
+        "model": "lm_d128_h4_l2", "sequence_length": 32, "batch_size": 4, "steps": 6, "learning_rate": 3e-3,
+        "warmup_steps": 2, "weight_decay": 0.1, "precision": "auto", "evaluate_every": 1, "checkpoint_every": 2,
+        "evaluation_batch_size": 8, "stride": 16, "steady_time_limit_s": 0.05,
+    }  # fmt: skip
+    result, context = perform("language_model", sizes, folder, text.rows)
+    excess = [row for row in result.rows if row.metric == "excess_loss_nats"]
+    assert len(excess) == 2 and all(row.value > 0 for row in excess)
+    scored = next(r for r in result.rows if r.metric == "perplexity_token" and r.params["split"] == "valid")
+    assert math.log(scored.value / scored.limit) == pytest.approx(excess[0].value)
+    assert scored.n == 60 * 16  # every token once
+    assert len(result.samples.query("kind == 'step'")) == 6
+    forecast = experiment_named("language_model").forecast(context)[0]
+    assert (
+        forecast.params.items()
+        <= next(r for r in result.rows if r.metric == forecast.metric and "batch" in r.params).params.items()
+    )
+    # The workspace holds the finished checkpoint: the same call trains nothing again and scores the same.
+    again = experiment_named("language_model").run(context, lambda *report: None)
+    assert next(r for r in again.rows if r.key == scored.key).value == scored.value
+
+
+def test_image_classifier_tests_once_and_knows_the_best_possible(folder):
+    sizes = {
+        "width": 4, "batch_size": 50, "epochs": 2, "held_out_images": 100, "learning_rate": 0.1, "warmup_share": 0.2,
+        "weight_decay": 5e-4, "precision": "auto", "evaluate_every": 1, "checkpoint_every": 5,
+        "steady_time_limit_s": 0.05,
+    }  # fmt: skip
+    result, _ = perform("image_classifier", sizes, folder)
+    accuracies = [row for row in result.rows if row.metric == "accuracy"]
+    assert [row.params["split"] for row in accuracies] == ["held-out train", "held-out train", "test"]
+    assert accuracies[-1].n == 200 and accuracies[0].n == 100
+    assert all(row.limit == 0.9 for row in accuracies)
+    assert {row.variant for row in result.rows} == {"resnet18_w4"}
+    mfu = next(row for row in result.rows if row.metric == "mfu")
+    assert mfu.value is None and "no peak" in mfu.value_reason  # no CPU has a published one
