@@ -23,3 +23,15 @@ class HyperionError(Exception):
         if self.next_step is not None:
             lines.append(f"  next:  {self.next_step}")
         return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, str | None]:
+        """The error's parts, JSON-able, for a process that passes it on."""
+        return {
+            "what": self.what,
+            "where": None if self.where is None else str(self.where),
+            "next_step": self.next_step,
+        }
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in a notebook: the error in its own words. Its way through the library helps no reader."""
+        return [f"{type(self).__name__}: {self}"]

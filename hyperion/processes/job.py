@@ -1,6 +1,6 @@
 """A Job: work that needs a process of its own, so that its memory, its settings and its death are its own.
 
-The launcher streams the worker's output, enforces a timeout, and raises with the worker's traceback. A worker whose
+The launcher streams the worker's output, enforces a timeout, and raises what the worker raised. A worker whose
 launcher died dies too.
 """
 
@@ -55,7 +55,8 @@ def run_job(
         on_progress: called with (done, total, note) for each progress report of the worker.
 
     Raises:
-        JobError: the worker raised, was killed by a signal, or passed its timeout. The message holds the end of its log.
+        JobError: the worker raised, was killed by a signal, or passed its timeout. The message is that of the worker's
+            HyperionError, which names place and remedy; of any other end it holds the end of the worker's log.
     """
     with tempfile.TemporaryDirectory(prefix="hyperion-job-") as folder:
         request, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
@@ -76,8 +77,8 @@ def run_job(
                 next_step="look at the log above for where it stood still, or allow it more time",
             )
         if worker.returncode != 0:
-            raise _failure(job, worker, tail)
-        return json.loads(answer.read_text())
+            raise _told(answer) if answer.exists() else _failure(job, worker, tail)
+        return json.loads(answer.read_text())["answer"]
 
 
 def report_progress(done: int, total: int, note: str = "") -> None:
@@ -130,6 +131,12 @@ def _end(worker) -> None:
             worker.kill()
             worker.wait()
     worker.stdout.close()
+
+
+def _told(answer: Path) -> JobError:
+    """The worker's own account of what a user can put right."""
+    error = json.loads(answer.read_text())["error"]
+    return JobError(error["what"], where=error["where"], next_step=error["next_step"])
 
 
 def _failure(job: Job, worker, tail: list[str]) -> JobError:

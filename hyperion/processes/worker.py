@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import traceback
 from pathlib import Path
 
 from hyperion.errors import HyperionError
@@ -23,9 +22,9 @@ def main(request_file: str, answer_file: str) -> None:
     try:
         answer = getattr(importlib.import_module(module), function)(**request["params"])
     except HyperionError as error:
-        traceback.print_exc()
+        write_atomically(Path(answer_file), json.dumps({"error": error.as_dict()}).encode())
         sys.exit(error.exit_code)
-    write_atomically(Path(answer_file), json.dumps(answer).encode())
+    write_atomically(Path(answer_file), json.dumps({"answer": answer}).encode())
 
 
 def _die_with(launcher: int) -> None:

@@ -158,7 +158,7 @@ class _Call:
             digest,
             round(time.monotonic() - started, 3),
             len(self.run_store.rows(notebook.stem)),
-            fault.summary if fault else "",
+            fault.summary.partition("\n")[0] if fault else "",
         )
         self._keep(notebook, entry, outcome.document)
         display.finish(f"{notebook.stem}: {entry.status} in {told(entry.seconds)}, {entry.rows} rows")

@@ -17,9 +17,9 @@ class Fault:
     """Why a notebook failed.
 
     Args:
-        summary: one line.
+        summary: what went wrong; the first line says it in short.
         cell: number of the cell as the executed copy shows it, In [n]; None when no cell is to blame.
-        traceback: text of the kernel's traceback, "" when there is none.
+        traceback: text of the kernel's traceback, "" when there is none or the summary says it all.
     """
 
     summary: str
@@ -89,7 +89,9 @@ def execute(
         fault = None
     except PapermillExecutionError as error:
         trace = _COLOURS.sub("", "\n".join(error.traceback))
-        fault = Fault(f"{error.ename}: {error.evalue}".strip(), error.exec_count, trace)
+        summary = f"{error.ename}: {error.evalue}".strip()
+        # An error in its own words (hyperion.errors) comes as its traceback, too.
+        fault = Fault(summary, error.exec_count, "" if trace.strip() == summary else trace)
     except (DeadKernelError, CellTimeoutError) as error:
         fault = Fault(f"the kernel died: {error}. Out of memory? `dmesg` and the batch system's log tell.", done + 1)
     except RuntimeError as error:  # nbclient: the kernel did not come up

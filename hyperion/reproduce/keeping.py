@@ -9,6 +9,7 @@ from pathlib import Path
 
 import hyperion
 from hyperion.dependencies import reached_source_hash
+from hyperion.errors import HyperionError
 from hyperion.reproduce.execution import Fault
 from hyperion.reproduce.ledger import Ledger
 from hyperion.reproduce.notebooks import Notebook
@@ -38,7 +39,10 @@ def kept_files(notebook: Notebook, document, folder: Path, root: Path) -> dict[s
 def show_fault(say: Callable[[str], object], notebook: Notebook, fault: Fault, folder: Path) -> None:
     """Tell what failed, in which cell, and where the executed copy lies."""
     cell = "" if fault.cell is None else f", cell In [{fault.cell}]"
-    say(f"FAILED {notebook.path.parent.name}/{notebook.path.name}{cell}: {fault.summary}")
+    summary, *rest = fault.summary.splitlines()
+    say(f"FAILED {notebook.path.parent.name}/{notebook.path.name}{cell}: {summary}")
+    for line in rest:
+        say(f"    {line}")
     for line in fault.traceback.splitlines()[-_LINES_OF_TRACEBACK:]:
         say(f"    {line}")
     say(f"    the executed copy: {folder / 'notebooks' / notebook.path.name}")
@@ -48,7 +52,7 @@ def export_subjects(ledger: Ledger) -> str:
     """Have the book write the run's tables, pictures and report, unless they were made from these very rows.
 
     Returns:
-        "" or the traceback: a picture that cannot be drawn must not cost the measurements still to come.
+        "" or the fault: a picture that cannot be drawn must not cost the measurements still to come.
     """
     rows = hashlib.sha256(rows_to_csv(ledger.run.rows()).encode()).hexdigest()[:16]
     digest = f"{rows} {reached_source_hash('hyperion.book')}"
@@ -59,6 +63,8 @@ def export_subjects(ledger: Ledger) -> str:
 
         export_run(ledger.run)
         write_report(ledger.run)
+    except HyperionError as error:
+        return f"FAILED to export tables and pictures: {error}"
     except Exception:
         return f"FAILED to export tables and pictures:\n{traceback.format_exc()}"
     ledger.keep_exported(digest)

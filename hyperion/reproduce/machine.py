@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import hyperion
 from hyperion.errors import HyperionError
@@ -75,8 +74,7 @@ def _main(profile: str, data_source: str, seed: str) -> None:
     try:
         content = _answer(profile, data_source, int(seed))
     except HyperionError as error:
-        where = str(error.where) if isinstance(error.where, Path) else error.where
-        content = {"error": {"what": error.what, "where": where, "next_step": error.next_step}}
+        content = {"error": error.as_dict()}
     print(_MARK + json.dumps(content), flush=True)
 
 

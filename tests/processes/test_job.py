@@ -22,6 +22,7 @@ def entries(tmp_path, monkeypatch):
         textwrap.dedent(
             """
             import os, signal, time
+            from hyperion.errors import HyperionError
             from hyperion.processes import report_progress
 
             def double(value):
@@ -34,6 +35,9 @@ def entries(tmp_path, monkeypatch):
 
             def fail():
                 raise ValueError("the sum is wrong on purpose")
+
+            def refuse():
+                raise HyperionError("the file is damaged", where="a.bin", next_step="copy it again")
 
             def die():
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -67,6 +71,12 @@ def test_a_raising_worker_hands_over_its_traceback(entries):
     with pytest.raises(JobError, match="the sum is wrong on purpose") as error:
         run_job(Job(f"{entries}:fail"), on_line=lambda line: None)
     assert "Traceback" in error.value.what and "exit code 1" in error.value.what
+
+
+def test_what_a_worker_refuses_is_told_in_its_own_words(entries):
+    with pytest.raises(JobError) as error:
+        run_job(Job(f"{entries}:refuse"))
+    assert str(error.value) == "the file is damaged\n  where: a.bin\n  next:  copy it again"
 
 
 def test_a_killed_worker_is_named_with_its_signal(entries):

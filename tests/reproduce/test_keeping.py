@@ -27,3 +27,12 @@ def test_a_fault_is_told_with_cell_traceback_and_copy(tmp_path):
     assert lines[0] == "FAILED phase1_x/01_x.ipynb, cell In [4]: ValueError: why"
     assert "    99" in lines and "    1" not in lines
     assert lines[-1].endswith("notebooks/01_x.ipynb")
+
+
+def test_an_error_in_its_own_words_keeps_its_lines(tmp_path):
+    notebook = read_notebook(write_notebook(tmp_path / "phase1_x", "01_x", ["1"]))
+    lines = []
+    show_fault(lines.append, notebook, Fault("DataError: why\n  where: a.bin\n  next:  copy it", 3), tmp_path)
+    assert lines[:3] == [
+        "FAILED phase1_x/01_x.ipynb, cell In [3]: DataError: why", "      where: a.bin", "      next:  copy it",
+    ]  # fmt: skip
