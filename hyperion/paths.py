@@ -5,6 +5,8 @@ from pathlib import Path
 
 import hyperion
 
+SILENT_HOSTS = "HYPERION_SILENT_HOSTS"
+
 
 def project_root() -> Path:
     """The checkout that holds the notebooks: the nearest parent of the working folder that has them, else the package's own."""
@@ -23,6 +25,12 @@ def results_folder() -> Path:
 def data_folder() -> Path:
     """Folder of staged and processed data: HYPERION_DATA, else data/ of the checkout."""
     return Path(os.environ.get("HYPERION_DATA") or project_root() / "data")
+
+
+def silent_hosts_folder() -> Path | None:
+    """Folder in which the processes of one `make reproduce` tell each other which hosts are silent; None outside of one."""
+    named = os.environ.get(SILENT_HOSTS)
+    return Path(named) if named else None
 
 
 def reference_folder() -> Path:

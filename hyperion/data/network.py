@@ -13,7 +13,8 @@ import uuid
 from pathlib import Path
 
 from hyperion.data.faults import DataUnavailable
-from hyperion.data.staging import cache_root
+from hyperion.data.staging import QUARANTINE, cache_root
+from hyperion.paths import silent_hosts_folder
 
 PROBE_LIMIT_S = 3.0
 STALL_LIMIT_S = 10.0
@@ -35,7 +36,8 @@ def require_network(url: str) -> None:
     """Ask the host of `url` for any answer within PROBE_LIMIT_S, name resolution and TLS included.
 
     The question runs in a thread of its own, because neither a hanging resolver nor a host that accepts and then says
-    nothing can be interrupted. A failure is remembered for a minute, so that several data sets cost one wait.
+    nothing can be interrupted. A failure is remembered, so that several data sets cost one wait: for a minute by this
+    process, and to the end of a call of `make reproduce` by all processes of that call.
 
     Raises:
         DataUnavailable: offline by a switch, refused, or silent.
@@ -45,11 +47,9 @@ def require_network(url: str) -> None:
             raise DataUnavailable(
                 f"offline: {switch}={os.environ[switch]}", next_step=f"unset {switch} to allow downloads"
             )
-    parts = urllib.parse.urlsplit(url)
-    host = f"{parts.scheme}://{parts.netloc}/"
-    until, fault = _silent_until.get(host, (0.0, ""))
-    if time.monotonic() < until:
-        raise _unreachable(host, fault)
+    host = _host(url)
+    if known := _remembered(host):
+        raise _unreachable(host, known)
     faults: list[str] = []
     thread = threading.Thread(target=_ask, args=(host, faults), daemon=True)
     thread.start()
@@ -57,7 +57,7 @@ def require_network(url: str) -> None:
     if thread.is_alive():
         faults = [f"no answer within {PROBE_LIMIT_S:g} s"]
     if faults:
-        _silent_until[host] = (time.monotonic() + PROBE_MEMORY_S, faults[0])
+        _remember(host, faults[0])
         raise _unreachable(host, faults[0])
 
 
@@ -81,6 +81,8 @@ def download(url: str, path: Path, md5: str | None = None, sha256: str | None = 
     except NETWORK_FAULTS as error:
         if _is_local(error):
             raise
+        if isinstance(getattr(error, "reason", error), TimeoutError):  # it answered the probe and then fell silent
+            _remember(_host(url), str(error))
         raise DataUnavailable(f"download failed: {error}", where=url, next_step="try again, or set a mirror") from error
     if announced is not None and received != int(announced):
         raise DataUnavailable(
@@ -90,10 +92,35 @@ def download(url: str, path: Path, md5: str | None = None, sha256: str | None = 
         if expected and digest.hexdigest() != expected:
             kept = _quarantine(path)
             raise DataUnavailable(
-                f"{path.name} has {name} {digest.hexdigest()}, expected {expected}; kept as quarantine/{kept.name}",
+                f"{path.name} has {name} {digest.hexdigest()}, expected {expected}; kept as {QUARANTINE}/{kept.name}",
                 where=url,
                 next_step="look at the quarantined file (often a proxy's login page), then try again",
             )
+
+
+def _host(url: str) -> str:
+    parts = urllib.parse.urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}/"
+
+
+def _remembered(host: str) -> str:
+    """What was wrong with a host when it was asked a short time ago, "" when nothing is known."""
+    until, fault = _silent_until.get(host, (0.0, ""))
+    if time.monotonic() < until:
+        return fault
+    note = _note(host)
+    return note.read_text(encoding="utf-8") if note is not None and note.is_file() else ""
+
+
+def _remember(host: str, fault: str) -> None:
+    _silent_until[host] = (time.monotonic() + PROBE_MEMORY_S, fault)
+    if (note := _note(host)) is not None:
+        note.write_text(fault, encoding="utf-8")
+
+
+def _note(host: str) -> Path | None:
+    folder = silent_hosts_folder()
+    return None if folder is None else folder / hashlib.sha256(host.encode()).hexdigest()[:16]
 
 
 def _ask(host: str, faults: list[str]) -> None:
@@ -130,7 +157,7 @@ def _is_local(error: Exception) -> bool:
 
 
 def _quarantine(path: Path) -> Path:
-    kept = cache_root() / "quarantine" / f"{path.name}.{uuid.uuid4().hex[:8]}"
+    kept = cache_root() / QUARANTINE / f"{path.name}.{uuid.uuid4().hex[:8]}"
     kept.parent.mkdir(parents=True, exist_ok=True)
     return path.rename(kept)
 

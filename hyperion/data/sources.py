@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from hyperion.data.faults import DataError, DataUnavailable
-from hyperion.data.staging import cache_root
+from hyperion.data.staging import QUARANTINE, cache_root
 
 ORDER = ("mirror", "cache", "download", "synthetic")
 SOURCES = ("auto", *ORDER)
@@ -51,7 +51,9 @@ def mirror_root() -> Path:
 
 def sources_on_offer() -> dict:
     """What decides which source `auto` will take, without loading anything: whether a mirror is named, what is staged."""
-    staged = sorted(path.name for path in cache_root().iterdir()) if cache_root().is_dir() else []
+    # What another process is staging just now (.name.part) and what was put aside (quarantine) are on offer to nobody.
+    found = cache_root().iterdir() if cache_root().is_dir() else ()
+    staged = sorted(path.name for path in found if not path.name.startswith(".") and path.name != QUARANTINE)
     return {"mirror": bool(os.environ.get("HYPERION_DATA_MIRROR")), "cache": staged}
 
 

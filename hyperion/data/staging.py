@@ -12,6 +12,8 @@ from pathlib import Path
 from hyperion.data.faults import DataError
 from hyperion.paths import data_folder
 
+QUARANTINE = "quarantine"  # downloads that failed their checksum lie in this folder of the cache
+
 
 def cache_root() -> Path:
     """Folder of raw data staged earlier, laid out like a mirror."""

@@ -7,10 +7,12 @@ import tempfile
 from pathlib import Path
 
 import hyperion
+from hyperion.paths import SILENT_HOSTS
 
 KERNEL = "python3"
 # A Unix socket's name has at most 107 bytes; jupyter_client appends "/kernel-ipc-5" to the folder's.
 _LONGEST_FOLDER = 80
+_SILENT_HOSTS = "silent-hosts"
 
 
 def library_environment() -> dict[str, str]:
@@ -40,6 +42,7 @@ def kernel_manager_class(scratch: Path) -> type:
 
     folder = scratch / "kernels" / KERNEL
     folder.mkdir(parents=True, exist_ok=True)
+    (scratch / _SILENT_HOSTS).mkdir(exist_ok=True)
     (folder / "kernel.json").write_text(json.dumps(_specification(scratch)))
 
     class ThisInterpreter(AsyncKernelManager):
@@ -66,6 +69,7 @@ def _specification(scratch: Path) -> dict:
         # No start-up files or locks from a home folder that other nodes share.
         "IPYTHONDIR": str(scratch / "ipython"),
         "JUPYTER_RUNTIME_DIR": str(scratch / "jupyter"),
+        SILENT_HOSTS: str(scratch / _SILENT_HOSTS),
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         **_node_local_caches(scratch),
     }

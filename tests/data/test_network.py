@@ -1,5 +1,8 @@
 import hashlib
 import http.server
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -16,6 +19,39 @@ def test_a_silent_host_is_given_up_and_remembered(silent):
             network.require_network(address)
         assert address in str(caught.value) and "make fetch" in str(caught.value)
     assert len(accepted) == 1
+
+
+def test_one_call_of_the_driver_asks_a_silent_host_once_in_all_its_processes(silent, tmp_path, monkeypatch):
+    address, accepted = silent
+    monkeypatch.setenv("HYPERION_SILENT_HOSTS", str(tmp_path))
+    for _ in range(2):
+        with pytest.raises(DataUnavailable, match=r"no answer|timed out"):
+            network.require_network(address)
+        network._silent_until.clear()  # what another process does not know
+    assert len(accepted) == 1
+
+
+LOAD_EVERYTHING = """
+import sys
+from hyperion.data import load_cifar10, load_tokenizer, load_wikitext2
+text = load_wikitext2("auto", synthetic_lines={"train": 200, "valid": 20, "test": 20})
+images = load_cifar10("auto", synthetic_counts={"train": 20, "test": 20}, url=sys.argv[1])
+print("SOURCES", text.source, load_tokenizer("auto", text).source, images.source)
+"""
+
+
+def test_a_silent_network_costs_seconds_in_every_process(silent):
+    address, accepted = silent
+    environment = {**os.environ, "HF_ENDPOINT": address}
+    for attempt in (1, 2):
+        started = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", LOAD_EVERYTHING, f"{address}/cifar-10-python.tar.gz"],
+            env=environment, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert "SOURCES synthetic trained synthetic" in done.stdout and "not download: no network" in done.stdout
+        assert len(accepted) == attempt
+        assert time.monotonic() - started < 60  # it hangs for minutes, or for ever, where nobody watches the clock
 
 
 def test_a_refused_port_is_named(refused):
@@ -89,7 +125,10 @@ def test_a_download_that_breaks_off_is_an_error(serve, tmp_path):
         network.download(serve(tmp_path, _Interrupted) + "/file", tmp_path / "copy.bin")
 
 
-def test_a_download_that_stalls_is_given_up(serve, tmp_path, monkeypatch):
+def test_a_download_that_stalls_is_given_up_and_its_host_remembered(serve, tmp_path, monkeypatch):
     monkeypatch.setattr(network, "STALL_LIMIT_S", 0.2)
-    with pytest.raises(DataUnavailable, match="timed out"):
-        network.download(serve(tmp_path, _Stalling) + "/file", tmp_path / "copy.bin")
+    address = serve(tmp_path, _Stalling)
+    with pytest.raises(DataUnavailable, match="download failed: .*timed out"):
+        network.download(address + "/file", tmp_path / "copy.bin")
+    with pytest.raises(DataUnavailable, match="no network: .*timed out"):
+        network.require_network(address)

@@ -1,6 +1,7 @@
 import json
 import site
 import sys
+from pathlib import Path
 
 from hyperion.reproduce.kernels import kernel_manager_class, library_environment, scratch_folder
 
@@ -14,6 +15,7 @@ def test_the_only_kernel_is_this_interpreter_without_user_packages_over_sockets(
     assert manager.transport == "ipc" and manager.connection_file.startswith(str(tmp_path))
     environment = manager.kernel_spec.env
     assert environment["IPYTHONDIR"].startswith(str(tmp_path)) and "TRITON_CACHE_DIR" not in environment
+    assert Path(environment["HYPERION_SILENT_HOSTS"]).is_dir()
     assert "TORCHINDUCTOR_CACHE_DIR" in environment
     assert json.loads((tmp_path / "kernels/python3/kernel.json").read_text())["language"] == "python"
 
