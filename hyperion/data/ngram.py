@@ -22,11 +22,13 @@ class Baseline:
         name: 'unigram' or 'interpolated bigram'.
         total_nll_nats: -ln P of all evaluated tokens.
         tokens: how many were scored: every one.
+        standard_error_nats: of the mean per token, from the spread of the tokens taken as independent.
     """
 
     name: str
     total_nll_nats: float
     tokens: int
+    standard_error_nats: float
 
     @property
     def token_perplexity(self) -> float:
@@ -48,7 +50,7 @@ def unigram_baseline(train: np.ndarray, evaluation: np.ndarray, vocab_size: int)
     kept, held_out = _split(train)
     weights = _fit(_unigram_terms(kept, held_out, vocab_size), np.zeros(len(held_out), dtype=np.int64), 1)
     probabilities = _unigram_terms(train, evaluation, vocab_size) @ weights[0]
-    return Baseline("unigram", float(-np.log(probabilities).sum()), len(evaluation))
+    return _scored("unigram", probabilities)
 
 
 def bigram_baseline(train: np.ndarray, evaluation: np.ndarray, vocab_size: int, prefix_id: int) -> Baseline:
@@ -63,7 +65,12 @@ def bigram_baseline(train: np.ndarray, evaluation: np.ndarray, vocab_size: int, 
     weights = _fit(terms, buckets, len(BUCKET_EDGES) + 1)
     terms, buckets = _bigram_terms(train, evaluation, vocab_size, prefix_id)
     probabilities = (terms * weights[buckets]).sum(axis=1)
-    return Baseline("interpolated bigram", float(-np.log(probabilities).sum()), len(evaluation))
+    return _scored("interpolated bigram", probabilities)
+
+
+def _scored(name: str, probabilities: np.ndarray) -> Baseline:
+    nll = -np.log(probabilities)
+    return Baseline(name, float(nll.sum()), len(nll), float(nll.std() / np.sqrt(len(nll))))
 
 
 def _split(train: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -35,7 +35,7 @@ def run(context: Context, report) -> Result:
         rows.append(_row(context, measured))
         frames.append(sample_frame(measured.timing, operation, measured.dtype, params))
     report(len(cells), len(cells), "done")
-    return Result(rows, pd.concat(frames, ignore_index=True))
+    return Result(rows, pd.concat(frames, ignore_index=True) if frames else pd.DataFrame())
 
 
 EXPERIMENT = Experiment(forecast, run)

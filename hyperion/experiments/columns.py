@@ -1,12 +1,13 @@
 """The columns that every timed row carries: its statistics, its check, the device's state, and the limit that bounds it."""
 
 import json
+from collections.abc import Iterable
 
 import pandas as pd
 
 from hyperion.hardware import Device, gemm_path, lookup, peak
 from hyperion.measure import Ceilings, Timing, Verification
-from hyperion.results import Estimate
+from hyperion.results import Estimate, Row
 
 # A working set this many times the last-level cache leaves at most a tenth of its traffic in it.
 _CACHE_MULTIPLE = 10
@@ -53,6 +54,13 @@ def datasheet_ceilings(device: Device, dtype: str) -> tuple[Ceilings | None, str
     basis = f"roofline: {kind} {arithmetic.nominal_tflops:.4g} TFLOPS"
     basis += f", published {bandwidth:g} GB/s" if bandwidth else ", memory bandwidth unknown"
     return Ceilings(arithmetic.nominal_tflops, bandwidth, basis), basis
+
+
+def stream_ceiling(rows: Iterable[Row]) -> Row | None:
+    """The fastest measured stream among the largest arrays, None without any: smaller ones may owe their rate to a cache."""
+    streams = [row for row in rows if row.metric == "bandwidth_gb_s" and row.value is not None]
+    largest = max((row.params["elements"] for row in streams), default=None)
+    return max((row for row in streams if row.params["elements"] == largest), key=lambda row: row.value, default=None)
 
 
 def timed_columns(estimate: Estimate, timing: Timing, verification: Verification | None = None) -> dict:

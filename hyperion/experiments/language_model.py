@@ -4,13 +4,20 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 
 from hyperion.data import PreparedText, TextCorpus
 from hyperion.data.loaders import LanguageBatches, evaluation_windows
 from hyperion.experiments import datasets
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.language_rows import perplexity_rows, text_floor
-from hyperion.experiments.training_rows import epoch_rows, loss_curve, steady_rows, step_forecasts
+from hyperion.experiments.training_rows import (
+    ADAMW_BYTES_A_PARAMETER,
+    epoch_rows,
+    loss_curve,
+    steady_rows,
+    step_forecasts,
+)
 from hyperion.models import TransformerConfig, TransformerLM, flops_per_token, named_config
 from hyperion.results import Row
 from hyperion.training import (
@@ -40,8 +47,8 @@ def forecast(context: Context) -> list[Forecast]:
     tokens = sizes["batch_size"] * sizes["sequence_length"]
     dtype = choose_precision(context.device, sizes["precision"]).dtype
     return step_forecasts(
-        context, sizes["model"], dtype, "token", tokens, flops_per_token(config), tokens * vocabulary * _LOGIT_BYTES,
-        config.parameter_count,
+        context, sizes["model"], dtype, "token", tokens, flops_per_token(config),
+        {"optimizer": ADAMW_BYTES_A_PARAMETER * config.parameter_count, "logits": tokens * vocabulary * _LOGIT_BYTES},
     )  # fmt: skip
 
 
@@ -64,15 +71,20 @@ def run(context: Context, report) -> Result:
     for split in ("valid", "test"):
         report(len(history.losses), len(history.losses), f"scoring {split}")
         rows += _scored_rows(context, corpus, prepared, engine, tokenizer, split)
-    config = engine.model.config
-    tokens = batches.tokens_per_batch
-    rows += steady_rows(
-        context, sizes["model"], engine, batches.next_batch(), tokens, flops_per_token(config, length), corpus.source
-    )
-    return Result(rows, loss_curve(history), corpus.source)
+    steady, samples = steady_rows(
+        context, sizes["model"], engine, batches.next_batch(), batches.tokens_per_batch,
+        flops_per_token(engine.model.config, length), _least_flops(engine.model.config, length), corpus.source,
+    )  # fmt: skip
+    curves = pd.concat([loss_curve(history), samples], ignore_index=True)
+    return Result(rows + steady, curves, corpus.source)
 
 
 EXPERIMENT = Experiment(forecast, run, isolated=True)
+
+
+def _least_flops(config: TransformerConfig, length: int) -> float:
+    """Forward and backward of a token with the causal half of attention only, which is all that must be computed."""
+    return flops_per_token(config, length // 2).forward_backward
 
 
 def _for_source(context: Context, source: str) -> Context:

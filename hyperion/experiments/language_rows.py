@@ -43,13 +43,13 @@ def perplexity_rows(
     words_with_eos: int,
     floor: TextFloor,
     data_source: str,
-    standard_error_nats: float = 0.0,
+    standard_error_nats: float,
 ) -> list[Row]:
     """Perplexity per token, and per word with one <eos> a line, of a whole split.
 
     Args:
         total_nll_nats: summed over all tokens, none left out.
-        standard_error_nats: standard error of the mean negative log-likelihood per token in nats; 0 for an exact count.
+        standard_error_nats: of the mean negative log-likelihood per token, from the spread of the tokens.
     """
     rows = []
     for metric, count in (("perplexity_token", tokens), ("perplexity_word", words_with_eos)):

@@ -48,7 +48,7 @@ def run(context: Context, report) -> Result:
         for baseline in baselines:
             rows += perplexity_rows(
                 context, _VARIANTS[baseline.name], "", {"split": split}, baseline.total_nll_nats, baseline.tokens,
-                prepared.steps[split]["read"]["words_with_eos"], floor, corpus.source,
+                prepared.steps[split]["read"]["words_with_eos"], floor, corpus.source, baseline.standard_error_nats,
             )  # fmt: skip
     columns = [{"variant": r.variant, "split": r.params["split"], "metric": r.metric, "value": r.value} for r in rows]
     return Result(rows, pd.DataFrame(columns), corpus.source)

@@ -3,9 +3,8 @@
 import pandas as pd
 
 from hyperion.errors import HyperionError
-from hyperion.experiments.columns import datasheet_ceilings
+from hyperion.experiments.columns import datasheet_ceilings, stream_ceiling
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
-from hyperion.results import Row
 
 
 def forecast(context: Context) -> list[Forecast]:
@@ -31,7 +30,13 @@ def run(context: Context, report) -> Result:
     Raises:
         HyperionError: one of the two has not run.
     """
-    bandwidth = _stream_ceiling(context)
+    bandwidth = stream_ceiling(context.upstream)
+    if bandwidth is None or not _measured_dtypes(context):
+        raise HyperionError(
+            "a roofline needs both ceilings",
+            where=context.notebook,
+            next_step="run gemm and bandwidth in this run first",
+        )
     rows, points = [], []
     for dtype in _measured_dtypes(context):
         gemm = context.best_upstream("gemm_tflops", dtype)
@@ -46,16 +51,3 @@ EXPERIMENT = Experiment(forecast, run)
 
 def _measured_dtypes(context: Context) -> list[str]:
     return list(dict.fromkeys(r.dtype for r in context.upstream if r.metric == "gemm_tflops" and r.value is not None))
-
-
-def _stream_ceiling(context: Context) -> Row:
-    """The fastest stream among the largest arrays: smaller ones may owe their rate to a cache."""
-    streams = [row for row in context.upstream if row.metric == "bandwidth_gb_s" and row.value is not None]
-    if not streams or not _measured_dtypes(context):
-        raise HyperionError(
-            "a roofline needs both ceilings",
-            where=context.notebook,
-            next_step="run gemm and bandwidth in this run first",
-        )
-    largest = max(row.params["elements"] for row in streams)
-    return max((row for row in streams if row.params["elements"] == largest), key=lambda row: row.value)

@@ -3,7 +3,7 @@
 import pandas as pd
 import torch
 
-from hyperion.experiments.columns import gemm_limit, timed_columns
+from hyperion.experiments.columns import gemm_limit, sample_frame, stream_ceiling, timed_columns
 from hyperion.experiments.context import Context, Forecast
 from hyperion.hardware import Device, gemm_path, peak
 from hyperion.measure import Ceilings, time_function
@@ -12,8 +12,9 @@ from hyperion.results import Row
 from hyperion.training import Engine, EpochRecord, History
 
 _NO_LIMIT = "no limit: "
-# Weight, gradient and two moments in float32: AdamW reads all four and writes all but the gradient.
-_ADAMW_BYTES_A_PARAMETER = 7 * 4
+# In float32, AdamW reads weight, gradient and two moments and writes all but the gradient; SGD has one moment.
+ADAMW_BYTES_A_PARAMETER = 7 * 4
+SGD_BYTES_A_PARAMETER = 5 * 4
 
 
 def epoch_rows(context: Context, variant: str, dtype: str, engine: Engine, history: History, source: str) -> list[Row]:
@@ -60,13 +61,21 @@ def loss_curve(history: History) -> pd.DataFrame:
 
 
 def steady_rows(
-    context: Context, variant: str, engine: Engine, batch, items: int, flops: ModelFlops, source: str
-) -> list[Row]:
-    """One optimizer step on a batch that lies ready: time, throughput, MFU. Changes the engine: call it last.
+    context: Context,
+    variant: str,
+    engine: Engine,
+    batch,
+    items: int,
+    flops: ModelFlops,
+    least_flops: float,
+    source: str,
+) -> tuple[list[Row], pd.DataFrame]:
+    """One optimizer step on a batch that lies ready: time, throughput, MFU, and its raw samples. Changes the engine.
 
     Args:
         items: tokens or images of `batch`.
-        flops: of one item.
+        flops: of one item, by the field's convention, for MFU.
+        least_flops: forward and backward of one item that no implementation can avoid, for the limit.
     """
     device, dtype = engine.device, engine.precision.dtype
     timing = time_function(
@@ -75,20 +84,24 @@ def steady_rows(
     step = timing.estimate
     work = flops.forward_backward * items
     limit_tflops, limit_source = gemm_limit(device, _gemm_dtype(dtype))
-    floor = None if limit_tflops is None else work / (limit_tflops * 1e12)
-    shared = {"dtype": dtype, "params": {"batch": items, "step": "steady"}, "data_source": source}
+    floor = None if limit_tflops is None else least_flops * items / (limit_tflops * 1e12)
+    if floor is not None:
+        limit_source = f"model FLOPs at {limit_source}"
+    params = {"batch": items, "step": "steady"}
+    shared = {"dtype": dtype, "params": params, "data_source": source}
     rate = step.map(lambda seconds: items / seconds)
-    return [
+    rows = [
         context.row(
-            variant, "step_time_s", step.value, limit=floor, limit_source=f"model FLOPs at {limit_source}",
-            **shared, **timed_columns(step, timing),
+            variant, "step_time_s", step.value, limit=floor, limit_source=limit_source, **shared,
+            **timed_columns(step, timing),
         ),
         context.row(
             variant, f"{engine.item}s_per_s", rate.value, limit=None if floor is None else items / floor,
-            limit_source=f"model FLOPs at {limit_source}", **shared, **timed_columns(rate, timing),
+            limit_source=limit_source, **shared, **timed_columns(rate, timing),
         ),
         _mfu_row(context, variant, device, dtype, step.map(lambda seconds: work / seconds / 1e12), shared, timing),
     ]  # fmt: skip
+    return rows, sample_frame(timing, variant, dtype, params).assign(kind="steady step")
 
 
 def _mfu_row(context: Context, variant: str, device: Device, dtype: str, tflops, shared: dict, timing) -> Row:
@@ -111,37 +124,27 @@ def _gemm_dtype(dtype: str) -> str:
 
 
 def step_forecasts(
-    context: Context,
-    variant: str,
-    dtype: str,
-    item: str,
-    items: int,
-    flops: ModelFlops,
-    extra_bytes: float,
-    parameters: int,
+    context: Context, variant: str, dtype: str, item: str, items: int, flops: ModelFlops, traffic: dict[str, float]
 ) -> list[Forecast]:
-    """Throughput and memory from the ceilings measured earlier in this run and the model's shapes.
+    """Throughput of a steady step from the ceilings measured earlier in this run and the model's shapes.
 
     Args:
-        extra_bytes: traffic of one step beside the optimizer's (logits, activations).
+        items: tokens or images of a batch.
+        flops: of one item.
+        traffic: bytes that one step moves beside the products, by what moves them.
     """
     params = {"batch": items, "step": "steady"}
-    gemm = context.best_upstream("gemm_tflops", dtype)
-    stream = max(
-        (row for row in context.upstream if row.metric == "bandwidth_gb_s" and row.value),
-        key=lambda row: row.value,
-        default=None,
-    )
+    gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
     if gemm is None or stream is None:
         estimate, basis = None, "no estimate: this run has measured no ceilings (01_hardware_exploration)"
     else:
         ceilings = Ceilings(gemm.value, stream.value, "measured")
-        arithmetic = flops.forward_backward * items / (ceilings.tflops * 1e12)
-        traffic = (_ADAMW_BYTES_A_PARAMETER * parameters + extra_bytes) / (ceilings.bandwidth_gb_s * 1e9)
-        estimate = items / (arithmetic + traffic)
+        arithmetic = ceilings.least_time_s(flops.forward_backward * items, 0)
+        moving = ceilings.least_time_s(0, sum(traffic.values()))
+        estimate = items / (arithmetic + moving)
         basis = (
             f"{arithmetic * 1e3:.3g} ms of products at the measured {ceilings.tflops:.4g} TFLOPS, "
-            f"then {traffic * 1e3:.3g} ms of optimizer and logits at {ceilings.bandwidth_gb_s:.4g} GB/s"
+            f"then {moving * 1e3:.3g} ms for {' and '.join(traffic)} at {ceilings.bandwidth_gb_s:.4g} GB/s"
         )
     return [
         Forecast(variant=variant, metric=f"{item}s_per_s", estimate=estimate, basis=basis, dtype=dtype, params=params)

@@ -14,9 +14,10 @@ class NumberFormat:
     Args:
         name: fp64, fp32, tf32, fp16 or bf16.
         storage: the torch dtype of the operands.
-        gemm_tolerance: largest relative Frobenius error of a product against float64 that rounding explains. Inputs are
-            exact in the format; what remains is accumulation in at least float32 and one rounding of the output (unit
-            roundoff u), except tf32, whose inputs are rounded to 11 bits too. Each bound is some 3 u.
+        gemm_tolerance: largest relative Frobenius error of a product against float64. For fp64 and fp32 about
+            sqrt(K) unit roundoffs at K = 8192, far above what blocked accumulation leaves; for the 16-bit formats, whose
+            inputs are exact and which accumulate in float32, two to three times the rounding of the output; for tf32
+            two to three times that of its inputs to 11 bits.
     """
 
     name: str

@@ -1,10 +1,13 @@
 """Matrix products: rate, correctness, and the library that did them."""
 
+import time
+
+import numpy as np
 import torch
 
-from hyperion.hardware import Device
-from hyperion.measure.dtypes import FORMATS, matmul_precision
-from hyperion.measure.timing import Timing, time_function, time_interleaved
+from hyperion.hardware import Device, Sampler
+from hyperion.measure.dtypes import FORMATS, NumberFormat, matmul_precision
+from hyperion.measure.timing import MINIMUM_SAMPLES, Timing, device_clock, time_function
 from hyperion.measure.verify import Verification, verify_product
 
 
@@ -17,7 +20,7 @@ class Gemm:
 
     Attributes:
         flops: 2·M·N·K.
-        backend: the BLAS library PyTorch calls for it.
+        backend: the BLAS library PyTorch prefers for it.
     """
 
     def __init__(self, m: int, n: int, k: int, dtype: str, device: Device, seed: int = 0):
@@ -28,7 +31,7 @@ class Gemm:
         self.b_KN = torch.randn(n, k, **normal).to(self.format.storage).T
         self.c_MN = torch.empty(m, n, dtype=self.format.storage, device=device.torch_device)
         self.flops = 2 * m * n * k
-        self.backend = blas_backend(device)
+        self.backend = blas_backend(device, self.format)
 
     def __call__(self) -> torch.Tensor:
         return torch.mm(self.a_MK, self.b_KN, out=self.c_MN)
@@ -40,32 +43,48 @@ class Gemm:
             self()
         return verify_product(self.a_MK, self.b_KN, self.c_MN, self.format.gemm_tolerance)
 
-    def measure(self, time_limit_s: float = 5.0) -> tuple[Timing, Verification]:
-        """Time the product with flushed caches, then verify the output that the timed calls left."""
+    def measure(self, *, cold: bool = True, time_limit_s: float = 5.0) -> tuple[Timing, Verification]:
+        """Time the product, its caches flushed before each sample or not, then verify the output that the calls left."""
         self.c_MN.fill_(float("nan"))
         with matmul_precision(self.format):
-            timing = time_function(self, self.device, time_limit_s=time_limit_s)
+            timing = time_function(self, self.device, cold=cold, time_limit_s=time_limit_s)
         return timing, verify_product(self.a_MK, self.b_KN, self.c_MN, self.format.gemm_tolerance)
 
-    def compare_with_plain_loop(self, calls: int = 10, time_limit_s: float = 3.0) -> tuple[Timing, Timing]:
-        """This harness (cold, one call a sample) interleaved with the loop anybody would write: `calls` products, one clock.
+    def compare_with_plain_loop(self, calls: int = 10, rounds: int = MINIMUM_SAMPLES) -> tuple[Timing, Timing]:
+        """The harness's clock beside the loop anybody would write: synchronize, host clock, `calls` products, synchronize.
+
+        Both run with warm caches, `calls` products in turn, round after round; a round gives one sample of each.
 
         Returns:
-            Timings of one product by the harness and by the plain loop (its samples divided by `calls`).
+            Timings of one product by the harness (median of its calls) and by the plain loop (mean of its calls).
         """
+        clock = device_clock(self.device)
+        harness, plain = [], []
+        with matmul_precision(self.format), Sampler(self.device) as sampler:
+            for _ in range(rounds + 1):
+                harness.append(float(np.median(clock.sample([self], None, calls)[0])))
+                plain.append(self._plain_loop(calls))
+        # The first round warms both up.
+        return tuple(
+            Timing(np.array(series[1:]), tuple(series[:1]), True, False, "rounds", sampler.telemetry)
+            for series in (harness, plain)
+        )
 
-        def plain_loop():
-            for _ in range(calls):
-                torch.mm(self.a_MK, self.b_KN, out=self.c_MN)
+    def _plain_loop(self, calls: int) -> float:
+        synchronize = torch.cuda.synchronize if self.device.kind != "cpu" else lambda: None
+        synchronize()
+        started = time.perf_counter()
+        for _ in range(calls):
+            torch.mm(self.a_MK, self.b_KN, out=self.c_MN)
+        synchronize()
+        return (time.perf_counter() - started) / calls
 
-        with matmul_precision(self.format):
-            harness, plain = time_interleaved([self, plain_loop], self.device, time_limit_s=time_limit_s)
-        return harness, _per_call(plain, calls)
 
-
-def blas_backend(device: Device) -> str:
-    """The library behind torch.mm here: its row says so, since a change of library is a change of machine."""
+def blas_backend(device: Device, number_format: NumberFormat) -> str:
+    """The library that PyTorch prefers for torch.mm here: a change of library is a change of machine."""
     if device.kind == "cpu":
+        if number_format.bytes == 2 and torch.backends.mkldnn.is_available():
+            return "oneDNN"
         return "MKL" if torch.backends.mkl.is_available() else "OpenBLAS or built-in BLAS"
     preferred = str(torch.backends.cuda.preferred_blas_library()).rsplit(".", 1)[-1].lower()
     names = {
@@ -73,9 +92,4 @@ def blas_backend(device: Device) -> str:
         "rocm": {"cublas": "rocBLAS", "cublaslt": "hipBLASLt"},
     }
     name = names[device.kind].get(preferred, f"{preferred} choice of PyTorch")
-    return f"{name} + TunableOp" if torch.cuda.tunable.is_enabled() else name
-
-
-def _per_call(timing: Timing, calls: int) -> Timing:
-    samples, warmup = timing.samples_s / calls, tuple(window / calls for window in timing.warmup_s)
-    return Timing(samples, warmup, timing.warm, timing.cold, timing.stopped, timing.telemetry)
+    return f"{name} preferred" + (", TunableOp on" if torch.cuda.tunable.is_enabled() else "")

@@ -191,7 +191,8 @@ class ImageEngine(TorchEngine):
     def batch_loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         images_BCYX, labels_B = batch
         loss = F.cross_entropy(self.model(images_BCYX).float(), labels_B)
-        return loss, torch.tensor(len(labels_B), device=labels_B.device)
+        # torch.full is a kernel; torch.tensor would copy from the host and wait for the device in every step.
+        return loss, torch.full((), len(labels_B), dtype=torch.int64, device=labels_B.device)
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
         """See evaluate_images; 'loss' in nats per image, 'accuracy', 'standard_error', 'images'."""

@@ -56,5 +56,5 @@ def test_a_large_vocabulary_of_small_tokens_does_not_overflow():
 
 
 def test_word_perplexity_divides_by_words():
-    score = Baseline("unigram", total_nll_nats=20.0, tokens=10)
+    score = Baseline("unigram", total_nll_nats=20.0, tokens=10, standard_error_nats=0.1)
     assert score.token_perplexity == pytest.approx(np.exp(2)) and score.word_perplexity(5) == pytest.approx(np.exp(4))

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hyperion.experiments import Context, experiment_named
-from hyperion.results import Run
+from hyperion.experiments import Context, experiment_named, load_profile
+from hyperion.results import RowError, Run
 
 SYNTHETIC = {"lines": {"train": 4000, "valid": 60, "test": 60}, "images": {"train": 600, "test": 200}}
 
@@ -58,7 +58,8 @@ def test_gemm_leaves_a_row_for_each_cell_and_a_reason_where_there_is_none(ceilin
     }
     assert all("unsupported" in row.value_reason for row in rows if row.dtype == "tf32")
     measured = [row for row in rows if row.value is not None]
-    assert len(measured) == 4 and all(row.n >= 30 and row.check == "float64 slice" for row in measured)
+    assert {row.params["cache"] for row in measured} == {"cold", "hot"}
+    assert len(measured) == 8 and all(row.n >= 30 and row.check == "float64 slice" for row in measured)
 
 
 def test_gemm_is_held_against_a_plain_loop_at_every_size(ceilings):
@@ -160,7 +161,19 @@ def test_image_classifier_tests_once_and_knows_the_best_possible(folder):
     accuracies = [row for row in result.rows if row.metric == "accuracy"]
     assert [row.params["split"] for row in accuracies] == ["held-out train", "held-out train", "test"]
     assert accuracies[-1].n == 200 and accuracies[0].n == 100
-    assert all(row.limit == 0.9 for row in accuracies)
+    # Only of the whole test split is it known how many labels were changed.
+    assert [row.limit for row in accuracies] == [None, None, 0.9]
+    assert (result.samples["kind"] == "steady step").sum() >= 30
     assert {row.variant for row in result.rows} == {"resnet18_w4"}
     mfu = next(row for row in result.rows if row.metric == "mfu")
     assert mfu.value is None and "no peak" in mfu.value_reason  # no CPU has a published one
+
+
+def test_the_leakage_check_refuses_a_model_that_sees_the_future(folder, monkeypatch):
+    attention = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_dot_product_attention", lambda q, k, v, is_causal: attention(q, k, v)
+    )
+    sizes = load_profile("smoke").sizes("02_core_framework", "leakage")
+    with pytest.raises(RowError, match="failed its check 'standard errors below ln V'"):
+        perform("leakage", sizes, folder)
