@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from hyperion.data.faults import DataError, DataUnavailable
-from hyperion.data.staging import QUARANTINE, cache_root
+from hyperion.data.staging import cache_root
 
 ORDER = ("mirror", "cache", "download", "synthetic")
 SOURCES = ("auto", *ORDER)
@@ -49,12 +49,14 @@ def mirror_root() -> Path:
     return root
 
 
-def sources_on_offer() -> dict:
-    """What decides which source `auto` will take, without loading anything: whether a mirror is named, what is staged."""
-    # What another process is staging just now (.name.part) and what was put aside (quarantine) are on offer to nobody.
-    found = cache_root().iterdir() if cache_root().is_dir() else ()
-    staged = sorted(path.name for path in found if not path.name.startswith(".") and path.name != QUARANTINE)
-    return {"mirror": bool(os.environ.get("HYPERION_DATA_MIRROR")), "cache": staged}
+def require_known_source(wanted: str) -> None:
+    """Refuse a data source that there is not.
+
+    Raises:
+        DataError: names it and those there are.
+    """
+    if wanted not in SOURCES:
+        raise DataError(f"unknown data source {wanted!r}", next_step=f"choose one of {', '.join(SOURCES)}")
 
 
 def take(name: str, wanted: str, suppliers: Mapping[str, Callable[[], T]], allow_synthetic: bool = True) -> T:
@@ -70,8 +72,7 @@ def take(name: str, wanted: str, suppliers: Mapping[str, Callable[[], T]], allow
     Raises:
         DataError: unknown source, wrong data, or nothing found where synthetic data are not allowed.
     """
-    if wanted not in SOURCES:
-        raise DataError(f"unknown data source {wanted!r}", where=name, next_step=f"choose one of {', '.join(SOURCES)}")
+    require_known_source(wanted)
     if wanted != "auto":
         result = suppliers[wanted]()
         _announce(name, result, {})

@@ -54,10 +54,12 @@ def ask_machine(profile: str, data_source: str, seed: int) -> Machine:
 def _answer(profile: str, data_source: str, seed: int) -> dict:
     import torch
 
+    from hyperion.data.sources import require_known_source
     from hyperion.experiments.chapter import run_information
     from hyperion.experiments.profiles import default_profile, load_profile
     from hyperion.hardware import detect
 
+    require_known_source(data_source)
     device = detect()
     name = default_profile(device.kind) if profile == "auto" else profile
     sections = load_profile(name).sections

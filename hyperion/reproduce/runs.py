@@ -92,8 +92,10 @@ def _claim_newest(results: Path, setting: dict) -> tuple[Path | None, int | None
 
 
 def _newest_first(results: Path) -> list[Path]:
-    ledgers = [path for path in results.glob(f"*/{LEDGER}") if not path.parent.is_symlink()]
-    return sorted(ledgers, key=lambda path: (path.parent / "run.json").stat().st_mtime_ns, reverse=True)
+    """Ledgers of whole runs: a folder that lost its run.json is none."""
+    runs = [path for path in results.glob("*/run.json") if not path.parent.is_symlink()]
+    newest_first = sorted(runs, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    return [path.with_name(LEDGER) for path in newest_first if path.with_name(LEDGER).is_file()]
 
 
 def _try_lock(folder: Path) -> int | None:

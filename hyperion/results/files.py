@@ -111,13 +111,10 @@ def read_manifest(folder: Path) -> dict[str, dict]:
     if not path.exists():
         return {}
     try:
-        return json.loads(path.read_text())["files"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise StoreError(
-            f"unreadable manifest: {error}",
-            where=path,
-            next_step="restore the file, or move the folder away and run again",
-        ) from error
+        files = json.loads(path.read_text())["files"]
+        return {name: {"sha256": str(entry["sha256"]), "size": int(entry["size"])} for name, entry in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _unreadable(path, error) from error
 
 
 @contextlib.contextmanager
@@ -141,7 +138,11 @@ def locked(folder: Path, name: str = LOCK, create: bool = False) -> Iterator[Non
 
 
 def _finish(folder: Path) -> None:
-    for temporary, name in json.loads((folder / PENDING).read_text()).items():
+    try:
+        moves = {str(temporary): str(name) for temporary, name in json.loads((folder / PENDING).read_text()).items()}
+    except (ValueError, AttributeError) as error:
+        raise _unreadable(folder / PENDING, error) from error
+    for temporary, name in moves.items():
         if (folder / temporary).exists():
             os.replace(folder / temporary, folder / name)
             _sync_folder((folder / name).parent)
@@ -196,6 +197,11 @@ def make_folder(folder: Path) -> None:
         raise _explained(error, folder) from error
     if not os.access(folder, os.W_OK):
         raise _explained(PermissionError(errno.EACCES, "folder is not writable"), folder)
+
+
+def _unreadable(path: Path, error: Exception) -> StoreError:
+    remedy = "restore the file, or move the folder away and run again"
+    return StoreError(f"unreadable manifest: {error!r}", where=path, next_step=remedy)
 
 
 def _explained(error: OSError, path: Path) -> StoreError:

@@ -62,6 +62,15 @@ def test_an_edited_run_is_never_built_upon(tmp_path, name):
         pass
 
 
+def test_a_folder_that_lost_its_run_json_is_no_run(tmp_path):
+    with claim(tmp_path) as (lost, _):
+        pass
+    (lost.run.folder / "run.json").unlink()
+    with claim(tmp_path) as (other, existed):
+        assert not existed and other.run.folder != lost.run.folder
+    assert earlier_seconds(tmp_path, SETTING, "01_x") is None
+
+
 def test_a_results_folder_that_cannot_be_written_is_named_and_left_alone(tmp_path):
     blocker = tmp_path / "results"
     blocker.write_text("a file where the folder should be")

@@ -79,6 +79,16 @@ def test_a_torn_manifest_is_refused_by_name(tmp_path):
     assert MANIFEST in str(refusal.value)
 
 
+@pytest.mark.parametrize("name", ["MANIFEST", "MANIFEST.pending"])
+@pytest.mark.parametrize("content", ["", "[]", '{"files": []}', '{"files": {"a": {}}}', "\x00"])
+def test_any_other_content_of_a_manifest_is_refused_by_name(tmp_path, name, content):
+    commit(tmp_path, {"a": b"1"})
+    (tmp_path / name).write_text(content)
+    with pytest.raises(StoreError) as refusal:
+        read_verified(tmp_path, "b")
+    assert str(tmp_path) in str(refusal.value)
+
+
 def test_a_full_disk_is_explained_and_changes_nothing(small_disk):
     commit(small_disk, {"a": b"old", "sub/b": b"old"})
     before = contents(small_disk)
