@@ -8,7 +8,9 @@ import pandas as pd
 from hyperion.book.display_text import fill
 from hyperion.book.material import Material
 from hyperion.book.plots import draw, plots_of
+from hyperion.book.published import published_tables
 from hyperion.book.tables import html, tables_of
+from hyperion.book.tables_predictions import prediction_basis, prediction_table
 from hyperion.errors import HyperionError
 from hyperion.results import Row, Run
 
@@ -70,9 +72,32 @@ def banner(text: str) -> None:
 def show_table(table: pd.DataFrame, caption: str = "") -> None:
     """A table of text, numbers to the right, under its caption."""
     title = f"<p><b>{escape(caption)}</b></p>" if caption else ""
-    style = "<style>td.number,th.number{text-align:right;font-variant-numeric:tabular-nums}</style>"
+    # Jupyter would set every cell to the right, sentences too.
+    style = (
+        "<style>div.table td,div.table th{text-align:left!important;vertical-align:top}"
+        "div.table td.number,div.table th.number{text-align:right!important;font-variant-numeric:tabular-nums}</style>"
+    )
     text = f"{caption}\n{table.to_string(index=False)}"
     _display({"text/html": style + title + html(table), "text/plain": text})
+
+
+def show_predictions(predictions: pd.DataFrame) -> None:
+    """Show what `Chapter.predict` wrote down: guess and estimate a line, then what the estimates rest on.
+
+    Args:
+        predictions: columns variant, dtype, params, metric, guess, estimate, basis.
+    """
+    show_table(prediction_table(predictions), "Written down before the first sample")
+    for sentence in prediction_basis(predictions):
+        _display({"text/markdown": f"*{sentence}*", "text/plain": sentence})
+
+
+def show_published() -> None:
+    """Show the published MI250X tables, marked as another machine's, each with what is wrong with it."""
+    banner("PUBLISHED ELSEWHERE: none of these numbers was measured by this run.")
+    for caption, table, defects in published_tables():
+        show_table(table, caption)
+        _display({"text/markdown": f"*Known defects: {defects}.*", "text/plain": f"Known defects: {defects}."})
 
 
 def teach(template: str, **named: Row | float) -> None:

@@ -57,7 +57,7 @@ def quoted_value(value: float, unit: str) -> str:
     if unit == "fraction":
         return f"{percent(value)} %"
     shown = f"{number(value / 1e6)} M" if abs(value) >= 1e6 else number(value)
-    return shown + {"1": "", "ratio": " ×"}.get(unit, f" {unit}")
+    return shown + {"1": "", "perplexity": "", "ratio": " ×"}.get(unit, f" {unit}")
 
 
 class _Quoted:
@@ -75,7 +75,7 @@ class _Quoted:
         if field in ("variant", "dtype", "experiment", "data_source"):
             return getattr(row, field)
         if field == "interval":
-            return f"{self.low} to {self.high}"
+            return f"{self.low.removesuffix(f' {row.unit}')} to {self.high}"
         found = quotable[field] if field in quotable else row.params.get(field)
         if found is None:
             reason = {"value": row.value_reason, "limit": row.limit_source, "share": row.limit_source}.get(field, "")
@@ -86,7 +86,10 @@ class _Quoted:
             )
         if field in ("share", "error"):
             return f"{percent(found, signed=field == 'error')} %"
-        return quoted_value(found, row.unit) if field in quotable else f"{found}"
+        if field in quotable:
+            return quoted_value(found, row.unit)
+        # Sizes such as 8192 are known by their digits; millions have to be counted.
+        return f"{found:,}" if isinstance(found, int) and found >= 100_000 else f"{found}"
 
 
 def _fits(row: Row, wanted: dict) -> bool:

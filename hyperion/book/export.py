@@ -38,14 +38,10 @@ def pictures(material: Material) -> dict[str, bytes]:
     """PNG of every figure that the run has rows for, by path."""
     present = {name for _, name in material.experiments} | {ALL}
     drawn = {plot: draw(plot.name, material) for plot in PLOTS if plot.experiment in present}
-    return {picture_path(_place(plot.experiment), plot.name): content for plot, content in drawn.items() if content}
+    return {picture_path(plot.experiment, plot.name): content for plot, content in drawn.items() if content}
 
 
 def rows_to_json(rows: list[Row]) -> str:
     """The rows as a JSON list of objects with the columns of rows.csv."""
     lines = [{column: getattr(row, column) for column in COLUMNS} for row in rows]
     return json.dumps(lines, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _place(experiment: str) -> str:
-    return "predictions" if experiment == ALL else experiment

@@ -8,9 +8,10 @@ from hyperion.book.display_text import quoted_value
 from hyperion.book.machines import device_name, replayed_from
 from hyperion.book.material import Material, measured, subject_of
 from hyperion.book.plots import ALL, draw, plots_of
-from hyperion.book.tables import tables_of
+from hyperion.book.tables import is_floor, tables_of
 from hyperion.results import Row
 
+SUMMARY = "benchmarks/summary.png"
 TITLES = {
     "gemm": "Matrix products",
     "bandwidth": "Memory bandwidth",
@@ -62,7 +63,7 @@ class Headline:
 
 def headlines(material: Material) -> list[Headline]:
     """The best value of each kind that the run holds."""
-    rows = measured(material.rows)
+    rows = [row for row in measured(material.rows) if row.params.get("cache") != "hot"]
     products = [r for r in rows if r.metric == "gemm_tflops" and "plain_loop_calls" not in r.params]
     copies = [r for r in rows if r.metric == "bandwidth_gb_s" and r.variant == "copy"]
     largest = max((r.params["elements"] for r in copies), default=0)
@@ -92,20 +93,32 @@ def banner(material: Material) -> str:
 def sections(material: Material) -> list[Section]:
     """Every experiment in the order of the rows, the scored predictions last."""
     told = [_section(material, experiment) for experiment in dict.fromkeys(e for _, e in material.experiments)]
-    scored = _pictures(material, ALL, "predictions")
+    scored = [picture for picture in _pictures(material, ALL) if picture.path != SUMMARY]
     return told + ([Section("predictions", "Predictions scored", scored, [])] if scored else [])
 
 
+def summary(material: Material) -> Picture | None:
+    """The run in one picture, None when it holds too little for one."""
+    return next((picture for picture in _pictures(material, ALL) if picture.path == SUMMARY), None)
+
+
 def missing(material: Material) -> pd.DataFrame:
-    """What was skipped, unsupported or without limit, and why: columns what, missing, reason."""
-    lines: dict[tuple[str, str, str], None] = {}
+    """What was skipped, unsupported or without limit, and why: columns experiment, what, missing, reason; one line a reason."""
+    lines: dict[tuple[str, str, str], dict[str, None]] = {}
     for row in material.rows:
-        name = " ".join(part for part in (row.experiment, row.variant, row.dtype, row.metric) if part)
+        name = " ".join(part for part in (row.variant, row.dtype, row.metric) if part)
         if row.value is None:
-            lines[(name, "value", row.value_reason)] = None
+            lines.setdefault((row.experiment, "value", row.value_reason), {})[name] = None
         elif row.limit is None and row.limit_source:
-            lines[(name, "limit", row.limit_source.removeprefix("no limit: "))] = None
-    return pd.DataFrame(list(lines), columns=["what", "missing", "reason"])
+            reason = row.limit_source.removeprefix("no limit: ")
+            lines.setdefault((row.experiment, "limit", reason), {})[name] = None
+    return pd.DataFrame(
+        [
+            {"experiment": experiment, "what": ", ".join(names), "missing": kind, "reason": reason}
+            for (experiment, kind, reason), names in lines.items()
+        ],
+        columns=["experiment", "what", "missing", "reason"],
+    )
 
 
 def environment(material: Material) -> pd.DataFrame:
@@ -138,7 +151,9 @@ def environment(material: Material) -> pd.DataFrame:
 
 
 def picture_path(experiment: str, name: str) -> str:
-    """Where a figure lies in its run."""
+    """Where a figure lies in its run: with its subject, the one that sums up the run above all of them."""
+    if experiment == ALL:
+        return SUMMARY if name == "summary" else f"benchmarks/{name}/{name}.png"
     return f"benchmarks/{subject_of(experiment)}/{name}.png"
 
 
@@ -146,12 +161,12 @@ def _section(material: Material, experiment: str) -> Section:
     machines = {replayed_from(material.run, *pair) for pair in material.experiments if pair[1] == experiment} - {""}
     replayed = f" (replayed from {', '.join(sorted(machines))})" if machines else ""
     title = TITLES.get(experiment, experiment.replace("_", " ").capitalize()) + replayed
-    return Section(experiment, title, _pictures(material, experiment, experiment), tables_of(material.of(experiment)))
+    return Section(experiment, title, _pictures(material, experiment), tables_of(material.of(experiment)))
 
 
-def _pictures(material: Material, experiment: str, place: str) -> list[Picture]:
+def _pictures(material: Material, experiment: str) -> list[Picture]:
     drawn = [(plot, draw(plot.name, material)) for plot in plots_of(experiment)]
-    return [Picture(picture_path(place, plot.name), plot.caption, content) for plot, content in drawn if content]
+    return [Picture(picture_path(experiment, plot.name), plot.caption, content) for plot, content in drawn if content]
 
 
 def _best_by_dtype(rows: list[Row]) -> list[Row]:
@@ -166,7 +181,9 @@ def _trained_perplexity(row: Row) -> bool:
 
 
 def _headline(label: str, row: Row) -> Headline:
-    limit = (
-        f"limit {quoted_value(row.limit, row.unit)}" if row.limit is not None else row.limit_source.partition("; ")[0]
-    )
-    return Headline(label, quoted_value(row.value, row.unit), row.fraction_of_limit, limit)
+    if row.limit is None:
+        limit = row.limit_source.partition("; ")[0]
+    else:
+        limit = f"{'floor' if is_floor(row) else 'limit'} {quoted_value(row.limit, row.unit)}"
+    fraction = None if is_floor(row) else row.fraction_of_limit
+    return Headline(label, quoted_value(row.value, row.unit), fraction, limit)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
-from hyperion.book import plots_data, plots_hardware, plots_predictions, plots_training
+from hyperion.book import plots_data, plots_hardware, plots_predictions, plots_summary, plots_training
 from hyperion.book.material import Material
 from hyperion.book.style import png, styled
 from hyperion.errors import HyperionError
@@ -31,6 +31,13 @@ class Plot:
 
 
 PLOTS = (
+    Plot(
+        "summary",
+        ALL,
+        "The run at a glance: rates beside their limits, the measured roofline, and what the language model learned "
+        "beyond counting.",
+        plots_summary.summary,
+    ),
     Plot(
         "gemm",
         "gemm",

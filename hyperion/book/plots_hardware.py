@@ -27,9 +27,10 @@ def gemm(material: Material, published: bool = False) -> Figure | None:
     positions = {size: x for x, size in enumerate(sorted({_size(row) for row in measured(rows)}))}
     _draw_rates(panels[0], rows, positions)
     notes = _draw_published(panels[0], positions) if published else []
-    panels[0].set(yscale="log", ylabel="TFLOPS, median with 95 % interval", title="Rate")
+    panels[0].set(yscale="log", ylabel="TFLOPS, median with 95 % interval")
     log_ticks(panels[0].yaxis)
-    panels[0].legend(ncols=2)
+    # Above the panel: curves of many formats leave no free corner in it.
+    panels[0].legend(ncols=6, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, columnspacing=1.2)
     if limited:
         _draw_shares(panels[1], rows, positions)
     for axes in panels:
@@ -53,7 +54,11 @@ def gemm_cross_check(material: Material) -> Figure | None:
     axes.set(
         xlabel="M = N = K", ylabel="rate, harness / plain loop", title=f"{rows[0].dtype}, medians with 95 % interval"
     )
-    add_notes(figure, ["1: both clocks agree. Above 1 the plain loop pays for launches and synchronisation."])
+    notes = [
+        "1: both clocks agree, with warm caches. Above 1 the plain loop pays for launches and synchronisation, which weigh "
+        "on small products and must vanish in large ones."
+    ]
+    add_notes(figure, notes)
     return figure
 
 
@@ -162,11 +167,13 @@ def _draw_rates(axes: Axes, rows: list[Row], positions: dict) -> None:
         for series, points in _series(row for row in measured(rows) if row.dtype == dtype):
             points = sorted(points, key=_size)
             style = look(dtype) | ({"markerfacecolor": "none", "linestyle": ":"} if "hot" in series else {})
-            label = f"{dtype} {series}" if several or "hot" in series else dtype
+            label = None if "hot" in series else f"{dtype} {series}" if several else dtype
             x = [positions[_size(p)] + _aside(rows, dtype) for p in points]
             axes.errorbar(x, [p.value for p in points], errors_of(points), label=label, **style)
         for limit in {row.limit for row in rows if row.dtype == dtype} - {None}:
             limits.setdefault(limit, []).append(dtype)
+    if any(row.params.get("cache") == "hot" for row in measured(rows)):
+        axes.plot([], [], color=MUTED, marker="o", markerfacecolor="none", linestyle=":", label="warm caches")
     for limit, dtypes in limits.items():
         limit_line(axes, limit, f"{', '.join(dtypes)} limit {number(limit)}", look(dtypes[0])["color"])
 

@@ -34,7 +34,7 @@ def language_model(material: Material) -> Figure | None:
     _draw_steps(left, material, "language_model")
     left.set(ylabel="loss, nats per token")
     _draw_epochs(right, epochs, ("training_loss", "validation_loss"))
-    labels = _baselines(material) + _floors(epochs)
+    labels = counted_losses(material) + _floors(epochs)
     for loss, _, colour in labels:
         right.axhline(loss, color=colour, linestyle=(0, (5, 3)), linewidth=1.2)
     right.set(ylabel="loss, nats per token", title="By epoch; in brackets: perplexity")
@@ -96,8 +96,9 @@ def perplexity(material: Material) -> Figure | None:
     for floor in list(floors)[:1]:
         axes.axvline(floor, color=INK, linestyle=(0, (5, 3)), linewidth=1.2)
         axes.annotate(
-            f"floor {number(floor)}", (floor, len(rows) - 0.5), xytext=(3, -2), textcoords="offset points", fontsize=8
-        )
+            f"floor {number(floor)}", (floor, 1), xycoords=("data", "axes fraction"), xytext=(0, 2),
+            textcoords="offset points", ha="center", va="bottom", fontsize=8,
+        )  # fmt: skip
     axes.margins(x=0.12)
     axes.set(xlabel="perplexity per token (lower is better)", xlim=(0, None))
     return figure
@@ -218,8 +219,8 @@ def _draw_memory(axes: Axes, rows: list[Row]) -> None:
     axes.set(xlabel="GiB", title="Peak " + " and ".join(sorted({kinds[row.metric] for row in most.values()})))
 
 
-def _baselines(material: Material) -> list[tuple[float, str, str]]:
-    """(loss in nats, label, colour) of the counting models on the valid split."""
+def counted_losses(material: Material) -> list[tuple[float, str, str]]:
+    """(loss in nats, label with perplexity, colour) of the counting models on the valid split."""
     rows = measured(material.of("ngram_baselines", metric="perplexity_token"))
     return [
         (math.log(row.value), f"{_model_name(row)} ({number(row.value)})", MUTED)

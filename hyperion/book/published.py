@@ -40,6 +40,47 @@ def published_baseline() -> pd.DataFrame:
     return table
 
 
+def published_tables() -> list[tuple[str, pd.DataFrame, str]]:
+    """(caption, table as text, known defects) of each, to be shown: numbers with the digits they were published with."""
+    gemm, streams, models = published_gemm(), published_bandwidth(), published_baseline()
+    rates = gemm.pivot(index="n", columns="dtype", values="tflops")[list(dict.fromkeys(gemm["dtype"]))].reset_index()
+    rates.columns = ["M = N = K", *(f"{dtype} [TFLOPS]" for dtype in rates.columns[1:])]
+    moved = pd.DataFrame(
+        {
+            "elements": streams["elements"],
+            "add [GB/s]": streams["gb_s"],
+            "% of 1638 GB/s": streams["percent_of_peak"].round(1),
+        }
+    )
+    own = "; ".join(
+        f"{model['model']}: {'; '.join(model['defects'])}"
+        for model in _content()["baseline"]["models"]
+        if model["defects"]
+    )
+    steps = models.drop(columns=["source", "defects"])
+    steps.columns = [_with_unit(column) for column in steps]
+    tables = ((gemm.attrs, rates, ""), (streams.attrs, moved, ""), (models.attrs, steps, own))
+    return [
+        (attrs["title"], table.map(_as_published), "; ".join(filter(None, (attrs["defects"], more))))
+        for attrs, table, more in tables
+    ]
+
+
+def _with_unit(column: str) -> str:
+    name, _, unit = column.rpartition("_")
+    return (
+        f"{name} [{ {'ms': 'ms', 'mib': 'MiB'}[unit] }]"
+        if unit in ("ms", "mib")
+        else column.replace("samples_per_s", "samples/s")
+    )
+
+
+def _as_published(value) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:,}" if isinstance(value, int) else f"{value:,g}"
+
+
 def published_source() -> dict[str, str]:
     """Title, machine and place of the published tables."""
     return dict(_content()["source"])

@@ -5,7 +5,7 @@ import pandas as pd
 from hyperion.book.formats import percent
 from hyperion.book.machines import device_name
 from hyperion.book.material import Material
-from hyperion.book.outline import Section, banner, environment, headlines, missing, sections
+from hyperion.book.outline import Picture, Section, banner, environment, headlines, missing, sections, summary
 from hyperion.book.tables import markdown
 from hyperion.results import Run
 
@@ -18,11 +18,12 @@ def reference_readme(run: Run) -> dict[str, bytes]:
     """README.md of a run and the pictures it shows, by path relative to the run."""
     material = Material(run)
     told = sections(material)
-    pictures = {picture.path: picture.content for section in told for picture in section.pictures}
-    return {README: _page(material, told).encode()} | pictures
+    first = summary(material)
+    shown = ([first] if first else []) + [picture for section in told for picture in section.pictures]
+    return {README: _page(material, first, told).encode()} | {picture.path: picture.content for picture in shown}
 
 
-def _page(material: Material, told: list[Section]) -> str:
+def _page(material: Material, first: Picture | None, told: list[Section]) -> str:
     information = material.information
     parts = [
         f"# {device_name(information)}",
@@ -31,6 +32,8 @@ def _page(material: Material, told: list[Section]) -> str:
     ]
     if banner(material):
         parts.append(f"> **{banner(material)}**")
+    if first:
+        parts.append(f"![{first.caption}]({first.path})")
     parts += ["## At a glance", markdown(_headline_table(material))]
     for section in told:
         parts += [f"## {section.title}", *_body(section)]
@@ -39,6 +42,11 @@ def _page(material: Material, told: list[Section]) -> str:
         parts += ["## Not measured, or without a limit", _folded(f"{len(absent)} entries and why", markdown(absent))]
     parts += ["## Environment", markdown(environment(material))]
     return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def headline_markdown(run: Run) -> str:
+    """The headline figures of a run as a Markdown table, for any page that quotes them."""
+    return markdown(_headline_table(Material(run)))
 
 
 def _sources(material: Material) -> str:

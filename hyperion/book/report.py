@@ -4,11 +4,11 @@ import base64
 from html import escape
 from pathlib import Path
 
-from hyperion.book.formats import number, percent
+from hyperion.book.formats import percent
 from hyperion.book.machines import device_name
 from hyperion.book.material import Material
 from hyperion.book.outline import Headline, Picture, Section, banner, environment, headlines, missing, sections
-from hyperion.book.published import published_bandwidth, published_baseline, published_gemm, published_source
+from hyperion.book.published import published_source, published_tables
 from hyperion.book.report_css import STYLE
 from hyperion.book.tables import html
 from hyperion.results import Run
@@ -112,24 +112,16 @@ def _missing(material: Material) -> str:
 
 def _published() -> str:
     source = published_source()
-    gemm = published_gemm().pivot(index="n", columns="dtype", values="tflops")[["fp32", "fp16", "bf16"]].reset_index()
-    gemm.columns = ["N", *(f"{dtype} [TFLOPS]" for dtype in gemm.columns[1:])]
-    streams = published_bandwidth()[["elements", "gb_s", "percent_of_peak"]]
-    streams.columns = ["elements", "GB/s", "% of 1638 GB/s"]
-    models = published_baseline().drop(columns="source")
-    parts = []
-    for table, defects in (
-        (gemm, published_gemm().attrs["defects"]),
-        (streams, published_bandwidth().attrs["defects"]),
-    ):
-        shown = table.map(lambda value: f"{value:g}" if isinstance(value, float) and value < 1000 else number(value))
-        parts.append(f'<div class="half">{html(shown)}<p class="defects">Known defects: {escape(defects)}.</p></div>')
-    models = models.map(lambda value: value if isinstance(value, str) else f"{value:,g}")
+    *halves, last = [
+        f'{html(table)}<p class="defects">Known defects: {escape(defects)}.</p>'
+        for _, table, defects in published_tables()
+    ]
+    side_by_side = "".join(f'<div class="half">{half}</div>' for half in halves)
     return (
         '<section id="published" class="published"><h2>Published MI250X tables</h2>'
         f"<p><b>Not measured by this run.</b> As published: {escape(source['title'])}; {escape(source['machine'])}. "
         f"Found in {escape(source['found_in'])}.</p>"
-        f'<div class="halves">{"".join(parts)}</div>{html(models)}</section>'
+        f'<div class="halves">{side_by_side}</div>{last}</section>'
     )
 
 

@@ -19,7 +19,7 @@ h3{font-size:.82rem;font-weight:600;color:var(--soft);margin:0}
 .card p{margin:.15rem 0 0;font-size:.8rem;color:var(--soft)}
 .card .value{font-size:1.55rem;line-height:1.25;font-weight:650;color:var(--ink);white-space:nowrap}
 .card .value span{font-size:.85rem;font-weight:500;color:var(--soft)}
-.card .limit{overflow:hidden;text-overflow:ellipsis;white-space:nowrap}
+.card .limit{display:-webkit-box;-webkit-box-orient:vertical;-webkit-line-clamp:3;overflow:hidden}
 .gauge{height:6px;background:var(--line);border-radius:3px;margin:.45rem 0 0;overflow:hidden}
 .gauge i{display:block;height:100%;background:var(--accent)}
 nav{display:flex;flex-wrap:wrap;gap:.35rem .9rem;margin:0 0 1.4rem}
@@ -35,7 +35,8 @@ summary{cursor:pointer;font-weight:600;font-size:.9rem;padding:.2rem 0}
 table{border-collapse:collapse;font-size:.84rem;margin:.4rem 0 .8rem;width:100%}
 th,td{padding:.32rem .65rem;text-align:left;border-bottom:1px solid var(--line);vertical-align:top}
 th{font-weight:600;color:var(--soft)}
-td.number,th.number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+td.number,th.number{text-align:right;font-variant-numeric:tabular-nums}
+td.number{white-space:nowrap}
 .published{border-style:dashed!important}
 .halves{display:grid;grid-template-columns:repeat(auto-fit,minmax(320px,1fr));gap:1.4rem}
 .half{min-width:0}

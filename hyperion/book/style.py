@@ -54,8 +54,9 @@ _STYLE = {
 
 def look(name: str, position: int = 0) -> dict[str, str]:
     """Colour and marker of a named series; dtypes and memory operations look the same in every figure."""
-    index = _FIXED.get(name.split("_")[0], position % len(COLOURS))
-    return {"color": COLOURS[index], "marker": MARKERS[index]}
+    index = _FIXED.get(name.split("_")[0], position)
+    # Past the last colour the pairing shifts, so that an eighth series does not look like the first.
+    return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[(index + index // len(COLOURS)) % len(MARKERS)]}
 
 
 def styled():
@@ -64,22 +65,21 @@ def styled():
 
 
 def new_figure(
-    title: str, machine: str, panels: int = 1, *, width: float = 0, height: float = 4.2
+    title: str, machine: str, panels: int = 1, *, lines: int = 1, width: float = 0, height: float = 4.2
 ) -> tuple[Figure, list[Axes]]:
-    """A figure that says what it shows and on which machine, with a row of panels. Sizes in inches."""
+    """A figure that says what it shows and on which machine, with `lines` rows of `panels` panels. Sizes in inches."""
     figure = Figure(figsize=(width or (7.6 if panels == 1 else 10.4), height), dpi=DPI, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06, wspace=0.04)
     figure.suptitle(f"{title}  ·  {machine}", x=0.012, ha="left", fontsize=11.5, fontweight="bold")
-    axes = figure.subplots(1, panels, squeeze=False)[0]
-    return figure, list(axes)
+    return figure, list(figure.subplots(lines, panels, squeeze=False).flat)
 
 
-def add_notes(figure: Figure, notes: Iterable[str]) -> None:
+def add_notes(figure: Figure, notes: Iterable[str], size: float = 8) -> None:
     """Small print under the panels: what is not drawn, and why."""
-    width = int(figure.get_figwidth() * 17.5)
+    width = int(figure.get_figwidth() * 140 / size)
     lines = [line for note in dict.fromkeys(notes) for line in textwrap.wrap(note, width)]
     if lines:
-        figure.supxlabel("\n".join(lines), x=0.012, ha="left", fontsize=8, color=MUTED)
+        figure.supxlabel("\n".join(lines), x=0.012, ha="left", fontsize=size, color=MUTED)
 
 
 def errors_of(rows: list[Row]) -> list[list[float]] | None:
@@ -89,12 +89,12 @@ def errors_of(rows: list[Row]) -> list[list[float]] | None:
     return [[row.value - row.ci_low for row in rows], [row.ci_high - row.value for row in rows]]
 
 
-def limit_line(axes: Axes, value: float, label: str, colour: str) -> None:
-    """A dashed line across the panel with its name on it, at the right end."""
+def limit_line(axes: Axes, value: float, label: str, colour: str, size: float = 8) -> None:
+    """A dashed line across the panel with its name on it, at the left end: curves that rise with size end at the right."""
     axes.axhline(value, color=colour, linestyle=(0, (5, 3)), linewidth=1.2, zorder=1.5)
     axes.annotate(
-        label, (1, value), xycoords=("axes fraction", "data"), xytext=(-2, 3), textcoords="offset points",
-        ha="right", va="bottom", fontsize=8, color=colour,
+        label, (0, value), xycoords=("axes fraction", "data"), xytext=(3, 3), textcoords="offset points",
+        ha="left", va="bottom", fontsize=size, color=colour,
     )  # fmt: skip
 
 
@@ -123,7 +123,9 @@ def whole_numbers(axis: Axis) -> None:
     axis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
 
 
-def spread_labels(axes: Axes, labels: Iterable[tuple[float, str, str]], gap_points: float = 11) -> None:
+def spread_labels(
+    axes: Axes, labels: Iterable[tuple[float, str, str]], gap_points: float = 11, size: float = 8.5
+) -> None:
     """Labels (y, text, colour) at the panel's right edge, moved apart where their lines lie too close to each other."""
     axes.figure.draw_without_rendering()
     scale = 72 / axes.figure.dpi
@@ -134,5 +136,5 @@ def spread_labels(axes: Axes, labels: Iterable[tuple[float, str, str]], gap_poin
         placed = shifted
         axes.annotate(
             text, (1, y), xycoords=("axes fraction", "data"), xytext=(4, shifted - wanted), textcoords="offset points",
-            va="center", fontsize=8.5, color=colour, annotation_clip=False,
+            va="center", fontsize=size, color=colour, annotation_clip=False,
         )  # fmt: skip

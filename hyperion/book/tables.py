@@ -58,17 +58,24 @@ def metric_table(rows: Iterable[Row], metric: str) -> pd.DataFrame:
         raise HyperionError(f"no row of {metric}", next_step="run the experiment that produces it")
     unit = metric_named(metric).unit
     identity = pd.DataFrame([_identity(row) for row in chosen], dtype=object)
-    differing = [c for c in identity if identity[c].map(_text).nunique() > 1 or len(chosen) == 1 and c == "variant"]
-    values = pd.DataFrame([_value_columns(row, metric, "" if unit == "1" else f" [{unit}]") for row in chosen])
+    differing = [c for c in identity if identity[c].map(text_of).nunique() > 1 or len(chosen) == 1 and c == "variant"]
+    values = pd.DataFrame([_value_columns(row, metric, unit_mark(unit)) for row in chosen])
     values = values[[column for column in values if values[column].ne("").any()]]
-    return pd.concat([identity[differing].map(_text), values], axis=1)
+    return pd.concat([identity[differing].map(text_of), values], axis=1)
 
 
 def shared_identity(rows: Iterable[Row]) -> str:
     """What all rows have in common of variant, dtype and parameters, for captions: "cache cold · dtype fp32"."""
     identity = pd.DataFrame([_identity(row) for row in rows], dtype=object)
-    shared = [c for c in identity if identity[c].map(_text).nunique() == 1 and identity[c].map(_text).iloc[0]]
-    return " · ".join(f"{column} {_text(identity[column].iloc[0])}" for column in shared if column != "variant")
+    shared = [c for c in identity if identity[c].map(text_of).nunique() == 1 and identity[c].map(text_of).iloc[0]]
+    # A hash identifies, but nobody reads it in a caption; it stands in rows.csv.
+    told = [column for column in shared if column != "variant" and not column.endswith("sha256")]
+    return " · ".join(f"{column} {text_of(identity[column].iloc[0])}" for column in told)
+
+
+def unit_mark(unit: str) -> str:
+    """A unit for the header of a column, "" where the metric's name says it all."""
+    return "" if unit in ("1", "perplexity") else f" [{unit}]"
 
 
 def epoch_table(rows: Iterable[Row]) -> pd.DataFrame:
@@ -81,9 +88,14 @@ def epoch_table(rows: Iterable[Row]) -> pd.DataFrame:
             (row.variant, row.params["epoch"]), {"model": row.variant, "epoch": row.params["epoch"]}
         )
         unit = metric_named(row.metric).unit
-        header = row.metric + ("" if unit in ("1", "fraction") else f" [{unit}]")
+        header = row.metric + ("" if unit == "fraction" else unit_mark(unit))
         line[header] = number_within(row.value, row.ci_low, row.ci_high) if row.value is not None else row.value_reason
     return pd.DataFrame(lines.values()).fillna("")
+
+
+def is_floor(row: Row) -> bool:
+    """Whether the row's limit bounds a loss or a perplexity from below: no share of it says anything."""
+    return row.unit in ("nats", "perplexity")
 
 
 def markdown(table: pd.DataFrame) -> str:
@@ -110,14 +122,18 @@ def html(table: pd.DataFrame) -> str:
 
 
 def tables_of(rows: list[Row]) -> list[tuple[str, pd.DataFrame]]:
-    """(caption, table) of an experiment: its epochs in one table, then each metric of the other rows in one of its own."""
+    """(caption, table) of an experiment: its epochs in one table, then each metric of the other rows in one of its own,
+    or in several where its rows do not have the same parameters."""
     tables = []
     epochs = epoch_table(rows)
     if len(epochs):
-        tables.append(("by epoch", epochs))
-    others = [row for row in rows if "epoch" not in row.params]
-    for metric in metrics_of(others):
-        chosen = [row for row in others if row.metric == metric]
+        tables.append(("By epoch", epochs))
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        if "epoch" not in row.params:
+            groups.setdefault((row.metric, *sorted(row.params)), []).append(row)
+    order = metrics_of(rows)
+    for (metric, *_), chosen in sorted(groups.items(), key=lambda group: order.index(group[0][0])):
         shared = shared_identity(chosen)
         caption = f"{metric}: {metric_named(metric).meaning}" + (f" ({shared})" if shared else "")
         tables.append((caption, metric_table(chosen, metric)))
@@ -125,8 +141,13 @@ def tables_of(rows: list[Row]) -> list[tuple[str, pd.DataFrame]]:
 
 
 def _identity(row: Row) -> dict:
-    named = {"variant": row.variant, "dtype": row.dtype, "rank": row.rank}
-    params = dict(row.params)
+    return identity_of(row.variant, row.dtype, row.rank, row.params)
+
+
+def identity_of(variant: str, dtype: str, rank: int | None, params: dict) -> dict:
+    """What tells a row or a prediction from others, by column; M, N and K in one."""
+    named = {"variant": variant, "dtype": dtype, "rank": rank}
+    params = dict(params)
     if {"m", "n", "k"} <= params.keys():
         m, n, k = (params.pop(name) for name in "mnk")
         named["M, N, K"] = f"{m}" if m == n == k else f"{m} × {n} × {k}"
@@ -135,12 +156,14 @@ def _identity(row: Row) -> dict:
 
 def _value_columns(row: Row, metric: str, unit: str) -> dict[str, str]:
     shown = number_within(row.value, row.ci_low, row.ci_high) if row.value is not None else "none"
+    floor = is_floor(row)
     return {
         f"{metric}{unit}": shown,
         "95 % interval": interval(row.value, row.ci_low, row.ci_high) if row.ci_low != row.ci_high else "",
         "n": "" if row.n is None else f"{row.n:,}",
-        f"limit{unit}": number(row.limit),
-        "% of limit": percent(row.fraction_of_limit),
+        f"limit{unit}": "" if floor else number(row.limit),
+        "% of limit": "" if floor else percent(row.fraction_of_limit),
+        f"floor{unit}": number(row.limit) if floor else "",
         f"predicted{unit}": number(row.predicted),
         "prediction error [%]": percent(prediction_error(row), signed=True),
         "check error / tolerance": _check(row),
@@ -154,7 +177,8 @@ def _check(row: Row) -> str:
     return f"{number(row.check_error, 2)} / {number(row.check_tolerance, 2)}"
 
 
-def _text(value) -> str:
+def text_of(value) -> str:
+    """A parameter as a cell has it."""
     if value is None or value != value:
         return ""
     if isinstance(value, bool):

@@ -93,9 +93,12 @@ def _drawn(match: re.Match) -> str:
 
     picture = io.BytesIO()
     try:
-        depth = math_to_image(f"${' '.join(formula.split())}$", picture, dpi=72, format="svg")
+        # Set apart, a fraction has room for full-size letters, as TeX gives it.
+        wanted = formula.replace(r"\frac", r"\dfrac") if match["block"] else formula
+        depth = math_to_image(f"${' '.join(wanted.split())}$", picture, dpi=72, format="svg")
     except ValueError:
-        return f"<code>{html.escape(formula)}</code>"
+        # Markdown would take a backslash before a comma for its own.
+        return f"<code>{html.escape(formula).replace(chr(92), '&#92;')}</code>"
     source = "data:image/svg+xml;base64," + base64.b64encode(picture.getvalue()).decode()
     # matplotlib draws at 10 points an em.
     height = float(re.search(rb'<svg[^>]* height="([\d.]+)pt"', picture.getvalue())[1]) / 10

@@ -26,7 +26,7 @@ def shown(monkeypatch):
 def test_show_gives_pictures_then_tables(run, material, shown):
     display.show(Result(material.of("gemm")), run)
     kinds = [next(iter(bundle)) for bundle in shown]
-    assert kinds == ["image/png", "image/png", "text/html", "text/html"]
+    assert kinds == ["image/png"] * 2 + ["text/html"] * 3
     assert all("text/plain" in bundle for bundle in shown)
 
 

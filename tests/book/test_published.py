@@ -1,6 +1,12 @@
 """The published tables are shown number by number, each with source and defects."""
 
-from hyperion.book.published import published_bandwidth, published_baseline, published_gemm, published_source
+from hyperion.book.published import (
+    published_bandwidth,
+    published_baseline,
+    published_gemm,
+    published_source,
+    published_tables,
+)
 
 
 def test_the_tables_are_as_published():
@@ -27,3 +33,10 @@ def test_peaks_are_those_of_one_gcd():
     table = published_gemm().set_index(["dtype", "n"])
     assert round(table.loc[("fp16", 8192), "percent_of_peak"]) == 67
     assert table.loc["fp32", "percent_of_peak"].isna().all()
+
+
+def test_the_shown_tables_keep_the_published_digits_and_say_each_defect_once():
+    (_, rates, _), (_, streams, _), (_, steps, defects) = published_tables()
+    assert rates["fp16 [TFLOPS]"].tolist() == ["15.4", "71.56", "113.21", "128.22"]
+    assert streams["% of 1638 GB/s"].tolist()[0] == "48.6" and steps["forward [ms]"].tolist()[0] == "18.66"
+    assert defects.count("not a Vision Transformer") == 1 and defects.count("nothing is learned") == 1

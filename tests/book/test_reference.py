@@ -17,13 +17,14 @@ def files(run):
 def test_every_picture_of_the_page_comes_with_it(files):
     page = files["README.md"].decode()
     shown = set(re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page))
-    assert shown == set(files) - {"README.md"} and len(shown) == 12
+    assert shown == set(files) - {"README.md"} and len(shown) == 13
     assert sum(map(len, files.values())) < 2_000_000
 
 
 def test_tables_are_well_formed_and_details_closed(files):
     page = files["README.md"].decode()
     assert page.startswith("# NVIDIA Test GPU\n")
+    assert page.index("](benchmarks/summary.png)") < page.index("## At a glance")
     assert page.count("<details>") == page.count("</details>") > 2
     blocks = re.findall(r"(?:^\|.*\|\n)+", page, flags=re.M)
     assert len(blocks) > 8

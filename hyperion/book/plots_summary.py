@@ -1,0 +1,156 @@
+"""The run in one picture, for the first screen of a page: what the machine reached, and what was trained on it."""
+
+import math
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from hyperion.book.formats import items, number, percent
+from hyperion.book.intensity import gemm_intensity, stream_intensity
+from hyperion.book.material import Material, measured
+from hyperion.book.plots_hardware import gemm_rows
+from hyperion.book.plots_training import counted_losses, epoch_rows
+from hyperion.book.style import INK, MUTED, add_notes, limit_line, log_ticks, look, new_figure, spread_labels
+from hyperion.results import Row
+
+# Shown at half its size on most pages, where this is still 10 pixels high.
+_LETTERING = 11
+_STEPS_DRAWN = 400
+
+
+def summary(material: Material) -> Figure | None:
+    """Up to four panels: products by size, bandwidth by size, roofline, language model; None with fewer than two.
+
+    Each number stands at its curve; dashed lines are data sheet limits, or what counting achieves.
+    """
+    squares = [row for row in measured(gemm_rows(material)) if row.params["m"] == row.params["n"] == row.params["k"]]
+    products = [row for row in squares if row.params.get("cache") != "hot"]
+    streams = [r for r in measured(material.of("bandwidth", metric="bandwidth_gb_s")) if r.params.get("cache") != "hot"]
+    epochs = [row for row in epoch_rows(material, "language_model") if row.metric == "validation_loss"]
+    wanted = [
+        (_draw_products, products),
+        (_draw_streams, streams),
+        (_draw_roofline, products + streams if products and streams else []),
+        (lambda axes, rows: _draw_losses(axes, rows, material), epochs),
+    ]
+    present = [(panel, rows) for panel, rows in wanted if rows]
+    if len(present) < 2:
+        return None
+    lines = math.ceil(len(present) / 2)
+    machine = material.machine(present[0][1][0].experiment)
+    figure, panels = new_figure(
+        "Measured, with its limits", machine, 2, lines=lines, width=10.4, height=0.6 + 2.75 * lines
+    )
+    for axes, (panel, rows) in zip(panels, present, strict=False):
+        panel(axes, rows)
+        axes.title.set_fontsize(_LETTERING + 0.5)
+        for label in (axes.xaxis.label, axes.yaxis.label, *axes.get_xticklabels(), *axes.get_yticklabels()):
+            label.set_fontsize(_LETTERING - 1)
+    for axes in panels[len(present) :]:
+        axes.remove()
+    add_notes(figure, _said(material), size=_LETTERING - 1)
+    return figure
+
+
+def _draw_products(axes: Axes, rows: list[Row]) -> None:
+    sizes = sorted({row.params["m"] for row in rows})
+    labels = []
+    for dtype in dict.fromkeys(row.dtype for row in rows):
+        points = sorted((row for row in rows if row.dtype == dtype), key=lambda row: row.params["m"])
+        style = look(dtype)
+        axes.plot([sizes.index(p.params["m"]) for p in points], [p.value for p in points], **style)
+        last = points[-1]
+        share = "" if last.fraction_of_limit is None else f" · {100 * last.fraction_of_limit:.0f} %"
+        labels.append((last.value, f"{dtype} {number(last.value, 3)}{share}", style["color"]))
+    for limit in sorted({row.limit for row in rows if row.limit is not None}):
+        names = dict.fromkeys(row.dtype for row in rows if row.limit == limit)
+        limit_line(axes, limit, f"{', '.join(names)} limit", look(next(iter(names)))["color"], _LETTERING - 2)
+    axes.set(yscale="log", title=f"Matrix products, TFLOPS{_shares(rows)}", xlabel="M = N = K")
+    axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
+    axes.margins(y=0.12)
+    log_ticks(axes.yaxis)
+    spread_labels(axes, labels, gap_points=_LETTERING + 2, size=_LETTERING - 1)
+
+
+def _draw_streams(axes: Axes, rows: list[Row]) -> None:
+    labels = []
+    for operation in dict.fromkeys(row.variant for row in rows):
+        points = sorted((row for row in rows if row.variant == operation), key=lambda row: row.params["elements"])
+        style = look(operation)
+        axes.plot([p.params["elements"] for p in points], [p.value for p in points], **style)
+        last = points[-1]
+        share = "" if last.fraction_of_limit is None else f" · {100 * last.fraction_of_limit:.0f} %"
+        labels.append((last.value, f"{operation} {number(last.value, 3)}{share}", style["color"]))
+    for limit in {row.limit for row in rows if row.limit is not None}:
+        limit_line(axes, limit, f"limit {number(limit)} GB/s", MUTED, _LETTERING - 2)
+    axes.set(xscale="log", title=f"Memory bandwidth, GB/s{_shares(rows)}")
+    axes.set_xlabel(f"elements per array, {rows[0].dtype}")
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.1)
+    axes.minorticks_off()
+    axes.xaxis.set_major_formatter(lambda value, _: items(value))
+    axes.yaxis.set_major_formatter(lambda value, _: number(value))
+    spread_labels(axes, labels, gap_points=_LETTERING + 2, size=_LETTERING - 1)
+
+
+def _draw_roofline(axes: Axes, rows: list[Row]) -> None:
+    products = [row for row in rows if row.metric == "gemm_tflops"]
+    streams = [row for row in rows if row.metric == "bandwidth_gb_s"]
+    largest = max(row.params["elements"] for row in streams)
+    streams = [row for row in streams if row.params["elements"] == largest]
+    slope = max(row.value for row in streams)
+    ends, labels = (0.05, 2 * max(gemm_intensity(row) for row in products)), []
+    for dtype in dict.fromkeys(row.dtype for row in products):
+        points = [row for row in products if row.dtype == dtype]
+        top, style = max(point.value for point in points), look(dtype)
+        axes.plot([top * 1e3 / slope, ends[1]], [top, top], color=style["color"])
+        axes.plot([gemm_intensity(p) for p in points], [p.value for p in points], linestyle="none", **style)
+        labels.append((top, f"{dtype} ridge {number(top * 1e3 / slope, 3)}", style["color"]))
+    highest = max(row.value for row in products)
+    axes.plot([ends[0], highest * 1e3 / slope], [ends[0] * slope / 1e3, highest], color=INK)
+    for row in filter(stream_intensity, streams):
+        x = stream_intensity(row)
+        axes.plot([x], [row.value * x / 1e3], linestyle="none", markerfacecolor="none", **look(row.variant))
+    axes.annotate(
+        f"{number(slope)} GB/s", (0.8, 0.8 * slope / 1e3), xytext=(-6, 3), textcoords="offset points", ha="right",
+        fontsize=_LETTERING - 1,
+    )  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlim=ends, title="Roofline as measured, TFLOPS", xlabel="FLOP per byte")
+    log_ticks(axes.xaxis)
+    log_ticks(axes.yaxis)
+    spread_labels(axes, labels, gap_points=_LETTERING + 2, size=_LETTERING - 1)
+
+
+def _draw_losses(axes: Axes, epochs: list[Row], material: Material) -> None:
+    samples = material.samples("language_model")
+    steps = samples[samples["kind"] == "step"].sort_values("step")
+    window = max(1, len(steps) // _STEPS_DRAWN)
+    total, last = steps["step"].max(), epochs[-1]
+    mean = steps["loss"].rolling(5 * window, min_periods=1).mean()
+    axes.plot(steps["step"], mean, linewidth=1.2, color=look("fp32")["color"])
+    colour = look("held", 1)["color"]
+    x = [row.params["epoch"] * total / last.params["epoch"] for row in epochs]
+    axes.plot(x, [row.value for row in epochs], linestyle="none", marker="s", color=colour)
+    labels = [(last.value, f"held out {number(last.value, 3)}", colour)]
+    for loss, label, marked in counted_losses(material):
+        axes.axhline(loss, color=marked, linestyle=(0, (5, 3)), linewidth=1.2)
+        labels.append((loss, label.partition(" (")[0].replace("interpolated ", ""), marked))
+    if last.limit:
+        limit_line(axes, last.limit, "floor", MUTED, _LETTERING - 2)
+    source = f", data {last.data_source}" if last.data_source else ""
+    axes.set(title=f"Language model, nats per token{source}", xlabel="optimizer step")
+    spread_labels(axes, labels, gap_points=_LETTERING + 2, size=_LETTERING - 1)
+
+
+def _shares(rows: list[Row]) -> str:
+    return " · % of limit" if any(row.fraction_of_limit is not None for row in rows) else ""
+
+
+def _said(material: Material) -> list[str]:
+    """What has no panel of its own, in a sentence; nothing when the run holds none of it."""
+    rows = measured(material.of("image_classifier"))
+    tested = next((r for r in rows if r.metric == "accuracy" and r.params.get("split") == "test"), None)
+    steady = next((r for r in rows if r.metric == "images_per_s" and r.params.get("step") == "steady"), None)
+    if tested is None:
+        return []
+    speed = f", {number(steady.value, 3)} images/s in a steady step" if steady else ""
+    return [f"{tested.variant}: {percent(tested.value)} % of the test images (data {tested.data_source}){speed}."]

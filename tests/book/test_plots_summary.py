@@ -1,0 +1,53 @@
+"""The run in one picture: as many panels as the run has subjects for, readable at half size."""
+
+import io
+
+from PIL import Image
+
+from hyperion.book.material import Material
+from hyperion.book.plots import draw
+from hyperion.book.plots_summary import summary
+from hyperion.book.style import styled
+from hyperion.results import Run
+from tests.book.test_plots_hardware import texts
+
+
+def panels(material):
+    with styled():
+        figure = summary(material)
+    return figure, [axes.get_title(loc="left") for axes in figure.axes]
+
+
+def test_it_shows_rates_with_limits_the_roofline_and_the_losses(material):
+    figure, titles = panels(material)
+    assert [title.split(",")[0] for title in titles] == [
+        "Matrix products", "Memory bandwidth", "Roofline as measured", "Language model",
+    ]  # fmt: skip
+    shown = texts(figure)
+    assert "fp16, bf16 limit" in shown and "limit 4,800 GB/s" in shown and "unigram" in shown and "ridge" in shown
+    assert "of the test images (data mirror)" in shown
+    assert min(text.get_fontsize() for axes in figure.axes for text in axes.texts) >= 9
+
+
+def test_without_a_datasheet_no_share_is_spoken_of(cpu_material):
+    figure, titles = panels(cpu_material)
+    assert len(titles) == 4 and "%" not in titles[0] + titles[1] and "floor" in texts(figure)
+
+
+def test_its_size_fits_the_first_screen_of_a_page(material):
+    content = draw("summary", material)
+    picture = Image.open(io.BytesIO(content))
+    assert 1100 <= picture.width <= 1300 and 600 <= picture.height <= 800 and len(content) < 200_000
+
+
+def test_a_run_of_one_subject_has_none_and_of_two_has_one_line(run, tmp_path):
+    hardware = Run.create(tmp_path / "hardware", run.information())
+    for experiment, drawn in (("gemm", False), ("bandwidth", True)):
+        notebook = "01_hardware_exploration"
+        kept = run.finished(notebook, experiment)
+        hardware.record(
+            notebook, experiment, run.rows(notebook, experiment), run.samples(notebook, experiment),
+            input_hash=kept["input_hash"], source=kept["source"],
+        )  # fmt: skip
+        assert (draw("summary", Material(hardware)) is not None) == drawn
+    assert len(panels(Material(hardware))[1]) == 3
