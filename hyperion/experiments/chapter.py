@@ -1,23 +1,25 @@
 """A chapter: the notebook's side of an experiment. Predict, run, keep; or find what an earlier go already kept."""
 
+import functools
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
+import torch
 from tqdm.auto import tqdm
 
-from hyperion.data.sources import sources_on_offer
+from hyperion.data.identity import data_identity
 from hyperion.dependencies import reached_source_hash
-from hyperion.errors import HyperionError
-from hyperion.experiments.context import Context, Forecast, Result
+from hyperion.experiments.context import Context, Result
 from hyperion.experiments.isolated import run_isolated
 from hyperion.experiments.profiles import REPLAY, default_profile, load_profile
 from hyperion.experiments.registry import experiment_named
+from hyperion.experiments.replay import finished_in, measured_under, reference_run
 from hyperion.hardware import detect, fingerprint
-from hyperion.paths import reference_folder
-from hyperion.results import Prediction, Row, Run, find_run, new_run_folder
+from hyperion.results import Prediction, Row, Run, must_remeasure, new_run_folder, rows_to_csv
 
 
 class Chapter:
@@ -26,19 +28,30 @@ class Chapter:
     def __init__(self, notebook: str, profile: str, data_source: str, run: Run, seed: int, reference: Run | None):
         self.notebook, self.profile, self.data_source = notebook, load_profile(profile), data_source
         self.results, self.seed, self.reference = run, seed, reference
+        self._measured_here: set[str] = set()
+
+    @functools.cached_property
+    def environment(self) -> dict:
+        """What the rows are measured in: this machine now, or what the reference run says of its machine."""
+        return fingerprint() if self.reference is None else self.reference.information()["environment"]
 
     @property
     def on_accelerator(self) -> bool:
         """Whether the rows come from a GPU: this machine's, or the reference machine's in replay."""
-        return bool((self.reference or self.results).information()["environment"]["gpus"])
+        return bool(self.environment["gpus"])
 
     def sizes(self, experiment: str) -> dict:
-        """What the profile says of an experiment; in replay, what the reference run's profile says of it."""
-        profile = self.profile if self.reference is None else load_profile(self.reference.information()["profile"])
-        return profile.sizes(self.notebook, experiment)
+        """What the profile says of an experiment; in replay, what it was measured with."""
+        if self.reference is not None:
+            provenance, _ = measured_under(self.reference, self.notebook, experiment)
+            return provenance["sizes"]
+        return self.profile.sizes(self.notebook, experiment)
 
     def predict(self, experiment: str, guess: float | None = None) -> pd.DataFrame:
         """Write down the reader's guess (of the first line) and the library's estimates; what is written stays.
+
+        The estimates are made anew when the rows they rest on have changed. In replay they are the reference machine's;
+        the guess beside them is this reader's.
 
         Args:
             guess: the reader's guess, in the unit of the first forecast's metric.
@@ -46,17 +59,18 @@ class Chapter:
         Returns:
             The predictions as a table.
         """
-        if self.reference is not None:
-            predictions = self.reference.predictions(self.notebook, experiment)
+        if self.reference is None:
+            digest, predictions = self._input_hash(experiment), self._forecasts(experiment)
         else:
-            context = self._context(experiment)
-            forecasts = experiment_named(experiment).forecast(context)
-            digest = self._input_hash(context)
-            self.results.predict(
-                self._prediction(experiment, forecast, guess if first else None, digest)
-                for first, forecast in ((index == 0, forecast) for index, forecast in enumerate(forecasts))
+            digest, predictions = self._replayed_forecasts(experiment)
+        self.results.predict(replace(p, guess=None if place else guess) for place, p in enumerate(predictions))
+        predictions = self._predictions(experiment, digest)
+        if guess is not None and predictions and predictions[0].guess != guess:
+            kept = "no guess" if predictions[0].guess is None else f"the guess {predictions[0].guess:g}"
+            print(
+                f"{kept} was written down before, and stays; {guess:g} came too late. "
+                "For a fresh try restart the kernel and run from the top: that makes a new run."
             )
-            predictions = [p for p in self.results.predictions(self.notebook, experiment) if p.input_hash == digest]
         columns = ["variant", "dtype", "params", "metric", "guess", "estimate", "basis"]
         return pd.DataFrame([{column: getattr(p, column) for column in columns} for p in predictions], columns=columns)
 
@@ -65,26 +79,50 @@ class Chapter:
 
         In replay nothing is measured: rows and samples come from the reference machine, each as it was measured there.
         """
+        self.predict(experiment)
         if self.reference is not None:
             return self._replay(experiment)
-        context = self._context(experiment)
-        digest = self._input_hash(context)
-        kept = self.results.finished(self.notebook, experiment)
-        if kept is not None and kept["input_hash"] == digest:
-            print(f"{experiment}: kept from an earlier call of this run, nothing measured again")
-            samples = self.results.samples(self.notebook, experiment)
-            return Result(self.results.rows(self.notebook, experiment), samples, kept["source"])
-        self.predict(experiment)
-        # Checkpoints of another configuration must not be resumed, so the folder bears the hash.
-        result = self._measure(experiment, replace(context, workspace=context.workspace / digest))
-        result = replace(result, rows=self._with_predictions(experiment, result.rows, digest))
+        digest, data = self._input_hash(experiment), self._data(experiment)
+        if self._holds(experiment, digest) and not self._asked_anew(experiment):
+            return self._keep(experiment, digest)
+        provenance, environment = self._provenance(experiment), self.environment
+        result = self._measure(experiment, digest, data)
+        result = replace(result, rows=_with_predictions(result.rows, self._predictions(experiment, digest)))
+        # What this very run downloaded was not there before; it is what the rows were made from all the same.
+        taken = self._data(experiment)
         self.results.record(
-            self.notebook, experiment, result.rows, result.samples, input_hash=digest, source=result.source
-        )
+            self.notebook, experiment, result.rows, result.samples, input_hash=digest, source=result.source,
+            data={name: found or taken[name] for name, found in data.items()},
+            provenance=provenance, environment=environment,
+        )  # fmt: skip
+        self._measured_here.add(experiment)
         return result
 
-    def _measure(self, experiment: str, context: Context) -> Result:
+    def _holds(self, experiment: str, digest: str) -> bool:
+        """Whether the run holds this very experiment, made from the data that lie there now."""
+        kept = self.results.finished(self.notebook, experiment)
+        return kept is not None and (kept["input_hash"], kept["data"]) == (digest, self._data(experiment))
+
+    def _asked_anew(self, experiment: str) -> bool:
+        """Whether the driver wants this experiment measured again, although the run holds it."""
+        if not must_remeasure() or experiment_named(experiment).isolated or experiment in self._measured_here:
+            return False
+        print(f"{experiment}: measured again, because this notebook's check failed on what was measured before")
+        return True
+
+    def _keep(self, experiment: str, digest: str) -> Result:
+        print(f"{experiment}: kept from an earlier call of this run, nothing measured again")
+        stored = self.results.rows(self.notebook, experiment)
+        rows = _with_predictions(stored, self._predictions(experiment, digest))
+        self.results.confirm(self.notebook, experiment, rows)
+        source = self.results.finished(self.notebook, experiment)["source"]
+        return Result(rows, self.results.samples(self.notebook, experiment), source)
+
+    def _measure(self, experiment: str, digest: str, data: dict) -> Result:
         chosen = experiment_named(experiment)
+        # Checkpoints of another configuration or of other data must not be resumed, so the folder bears their hash.
+        folder = self.results.folder / "checkpoints" / f"{self.notebook}.{experiment}" / _digest([digest, data])
+        context = self._context(experiment, chosen.reads, folder)
         with tqdm(desc=experiment, leave=False) as bar:
 
             def report(done: int, total: int, note: str = "") -> None:
@@ -93,7 +131,7 @@ class Chapter:
 
             return run_isolated(context, report) if chosen.isolated else chosen.run(context, report)
 
-    def _context(self, experiment: str) -> Context:
+    def _context(self, experiment: str, reads: Iterable[str], workspace: Path | None = None) -> Context:
         return Context(
             notebook=self.notebook,
             experiment=experiment,
@@ -102,59 +140,101 @@ class Chapter:
             data_source=self.data_source,
             allow_synthetic=self.profile.allow_synthetic,
             synthetic=self.profile.synthetic,
-            workspace=self.results.folder / "checkpoints" / f"{self.notebook}.{experiment}",
-            upstream=self.results.rows(),
+            workspace=workspace or self.results.folder,
+            upstream=[row for row in self.results.rows() if row.experiment in reads],
         )
 
-    def _input_hash(self, context: Context) -> str:
-        """Hash of what the experiment depends on, times and measured values left out."""
-        depends = {
-            "experiment": context.experiment,
-            "sizes": context.sizes,
-            "seed": context.seed,
-            "data_source": context.data_source,
-            "data_on_offer": sources_on_offer() if context.data_source == "auto" else None,
-            "synthetic": context.synthetic,
-            "device": context.device.name,
-            "library": reached_source_hash(f"hyperion.experiments.{context.experiment}"),
+    def _input_hash(self, experiment: str) -> str:
+        """Hash of what the experiment depends on, times and its own values left out; files of data are told by `_data`."""
+        chosen = experiment_named(experiment)
+        context = self._context(experiment, chosen.reads)
+        asked = {"source": self.data_source, "synthetic": context.synthetic, "allowed": context.allow_synthetic}
+        return _digest(
+            {
+                "experiment": experiment,
+                "sizes": context.sizes,
+                "seed": context.seed,
+                "data": asked if chosen.data else None,
+                "upstream": _values_of(context.upstream),
+                "device": context.device.name,
+                "torch": torch.__version__,
+                "library": reached_source_hash(f"hyperion.experiments.{experiment}"),
+            }
+        )
+
+    def _data(self, experiment: str) -> dict:
+        return data_identity(experiment_named(experiment).data, self.data_source)
+
+    def _provenance(self, experiment: str) -> dict:
+        """What tells, of one experiment, how it was asked for and with which code it was measured."""
+        return {
+            "profile": self.profile.name,
+            "data_source": self.data_source,
+            "seed": self.seed,
+            "sizes": self.sizes(experiment),
+            "device": self._context(experiment, ()).device.name,
+            "torch": torch.__version__,
+            "source": self.environment["source"],
         }
-        return hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:16]
 
-    def _prediction(self, experiment: str, forecast: Forecast, guess: float | None, digest: str) -> Prediction:
-        return Prediction(
-            notebook=self.notebook, experiment=experiment, variant=forecast.variant, dtype=forecast.dtype,
-            params=forecast.params, metric=forecast.metric, guess=guess, estimate=forecast.estimate,
-            basis=forecast.basis, input_hash=digest,
-        )  # fmt: skip
+    def _predictions(self, experiment: str, digest: str) -> list[Prediction]:
+        return [p for p in self.results.predictions(self.notebook, experiment) if p.input_hash == digest]
 
-    def _with_predictions(self, experiment: str, rows: list[Row], digest: str) -> list[Row]:
-        """The rows with the estimates that were written down for them."""
-        predictions = [p for p in self.results.predictions(self.notebook, experiment) if p.input_hash == digest]
+    def _forecasts(self, experiment: str) -> list[Prediction]:
+        """The library's estimates, from the ceilings that the run holds now."""
+        chosen, digest = experiment_named(experiment), self._input_hash(experiment)
+        context = self._context(experiment, (*chosen.reads, *chosen.forecast_reads))
+        # An estimate after the fact uses nothing of what was measured, but the reader must know.
+        late = "; made after the measurement" if self._holds(experiment, digest) else ""
+        return [
+            Prediction(
+                notebook=self.notebook, experiment=experiment, variant=forecast.variant, dtype=forecast.dtype,
+                params=forecast.params, metric=forecast.metric, guess=None, estimate=forecast.estimate,
+                basis=forecast.basis + late, input_hash=digest, upstream_hash=_values_of(context.upstream),
+            )
+            for forecast in chosen.forecast(context)
+        ]  # fmt: skip
 
-        def estimate(row: Row) -> float | None:
-            # A forecast names the parameters it depends on; a row may state more of them.
-            for p in predictions:
-                same = (p.variant, p.dtype, p.metric) == (row.variant, row.dtype, row.metric)
-                if same and p.params.items() <= row.params.items():
-                    return p.estimate
-            return None
-
-        return [replace(row, predicted=estimate(row)) for row in rows]
+    def _replayed_forecasts(self, experiment: str) -> tuple[str, list[Prediction]]:
+        """The estimates that the reference run made before it measured what it holds, under this run's digest."""
+        measured = finished_in(self.reference, self.notebook, experiment)["input_hash"]
+        digest = f"replay:{self.reference.folder.name}:{measured}"
+        written = self.reference.predictions(self.notebook, experiment)
+        return digest, [replace(p, guess=None, input_hash=digest) for p in written if p.input_hash == measured]
 
     def _replay(self, experiment: str) -> Result:
-        machine = self.reference.folder.name
-        rows = self.reference.rows(self.notebook, experiment)
-        kept = self.reference.finished(self.notebook, experiment)
-        if kept is None:
-            raise HyperionError(
-                f"the reference run of {machine} holds no experiment {experiment}",
-                where=self.reference.folder,
-                next_step="run it on a machine with PROFILE=smoke or full, or choose another reference",
-            )
-        samples = self.reference.samples(self.notebook, experiment)
-        digest = f"replay:{machine}:{kept['input_hash']}"
-        self.results.record(self.notebook, experiment, rows, samples, input_hash=digest, source=kept["source"])
+        machine, reference = self.reference.folder.name, self.reference
+        kept = finished_in(reference, self.notebook, experiment)
+        provenance, environment = measured_under(reference, self.notebook, experiment)
+        rows, samples = reference.rows(self.notebook, experiment), reference.samples(self.notebook, experiment)
+        self.results.record(
+            self.notebook, experiment, rows, samples, input_hash=f"replay:{machine}:{kept['input_hash']}",
+            source=kept["source"], provenance=provenance, environment=environment,
+        )  # fmt: skip
         return Result(rows, samples, kept["source"], replayed_from=machine)
+
+
+def _with_predictions(rows: list[Row], predictions: list[Prediction]) -> list[Row]:
+    """The rows with the estimates that were written down for them."""
+
+    def estimate(row: Row) -> float | None:
+        # A forecast names the parameters it depends on; a row may state more of them.
+        for p in predictions:
+            same = (p.variant, p.dtype, p.metric) == (row.variant, row.dtype, row.metric)
+            if same and p.params.items() <= row.params.items():
+                return p.estimate
+        return None
+
+    return [replace(row, predicted=estimate(row)) for row in rows]
+
+
+def _values_of(rows: list[Row]) -> str:
+    """Digest of rows as measured, "" of none; what was predicted of them is no part of it."""
+    return _digest(rows_to_csv([replace(row, predicted=None) for row in rows])) if rows else ""
+
+
+def _digest(content) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def open_chapter(
@@ -180,7 +260,7 @@ def open_chapter(
         run = Run.open(folder)
     else:
         run = Run.create(folder, run_information(name, data_source, seed))
-    reference = _reference(machine, notebook) if name == REPLAY else None
+    reference = reference_run(machine, notebook) if name == REPLAY else None
     if reference is not None:
         print(f"BANNER: replay. Every number below was measured on {reference.folder.name}, none on this machine.")
     else:
@@ -191,16 +271,3 @@ def open_chapter(
 def run_information(profile: str, data_source: str, seed: int) -> dict:
     """What run.json says of a run: how it was asked for, and the environment it ran in."""
     return {"profile": profile, "data_source": data_source, "seed": seed, "environment": fingerprint()}
-
-
-def _reference(machine: str, notebook: str) -> Run:
-    """The named reference run, or the first that holds the notebook."""
-    if machine:
-        return Run.open(find_run(str(reference_folder() / machine)))
-    for path in sorted(reference_folder().glob("*/run.json")):
-        run = Run.open(path.parent)
-        if run.rows(notebook):
-            return run
-    raise HyperionError(
-        f"no reference run holds {notebook}", where=reference_folder(), next_step="run it here: PROFILE=smoke"
-    )

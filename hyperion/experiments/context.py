@@ -23,7 +23,7 @@ class Context:
         allow_synthetic: whether `auto` may fall back to synthetic data.
         synthetic: sizes of the synthetic sets: {"lines": {split: n}, "images": {split: n}}.
         workspace: folder for checkpoints, so that a killed experiment goes on.
-        upstream: rows of this run so far, for ceilings measured earlier.
+        upstream: rows of this run that the experiment says it reads, for ceilings measured earlier.
     """
 
     notebook: str
@@ -95,8 +95,14 @@ class Experiment:
         forecast: estimates, the one the reader is asked to guess first.
         run: does it. Takes a report callable (done, total, note) for progress.
         isolated: give it a process of its own, so that its peak memory is its own.
+        reads: experiments of the same run whose rows it computes with; other rows there make it run again.
+        forecast_reads: those whose rows only its forecast uses; other rows there make a new forecast, nothing else.
+        data: data sets it loads, by the names of `hyperion.data.identity`.
     """
 
     forecast: Callable[[Context], list[Forecast]]
     run: Callable[[Context, Callable[[int, int, str], object]], Result]
     isolated: bool = False
+    reads: tuple[str, ...] = ()
+    forecast_reads: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()

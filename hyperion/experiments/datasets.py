@@ -15,6 +15,9 @@ from hyperion.data import (
 from hyperion.experiments.context import Context
 from hyperion.results import Row
 
+# What `text` and `images` load, by the names of `hyperion.data.identity`.
+TEXT, IMAGES = ("wikitext-2", "gpt2"), ("cifar-10",)
+
 
 def text(context: Context) -> tuple[TextCorpus, Tokenizer, PreparedText]:
     """WikiText-2 or the synthetic corpus, its tokenizer, and the token streams that `prepare_text` keeps on disk."""

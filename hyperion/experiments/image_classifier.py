@@ -113,7 +113,7 @@ def run(context: Context, report) -> Result:
     return Result(rows + steady, curves, source)
 
 
-EXPERIMENT = Experiment(forecast, run, isolated=True)
+EXPERIMENT = Experiment(forecast, run, isolated=True, forecast_reads=("gemm", "bandwidth"), data=datasets.IMAGES)
 
 
 def _engine(context: Context, steps_per_epoch: int) -> ImageEngine:

@@ -29,7 +29,7 @@ def run(context: Context, report) -> Result:
     return Result(rows, _shown(image_set), image_set.source)
 
 
-EXPERIMENT = Experiment(forecast, run)
+EXPERIMENT = Experiment(forecast, run, data=datasets.IMAGES)
 
 
 def _split_rows(context: Context, image_set: ImageSet, steps: dict, split: str) -> list[Row]:

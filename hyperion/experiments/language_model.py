@@ -79,7 +79,9 @@ def run(context: Context, report) -> Result:
     return Result(rows + steady, curves, corpus.source)
 
 
-EXPERIMENT = Experiment(forecast, run, isolated=True)
+EXPERIMENT = Experiment(
+    forecast, run, isolated=True, forecast_reads=("text_pipeline", "gemm", "bandwidth"), data=datasets.TEXT
+)
 
 
 def _least_flops(config: TransformerConfig, length: int) -> float:

@@ -54,4 +54,4 @@ def run(context: Context, report) -> Result:
     return Result(rows, pd.DataFrame(columns), corpus.source)
 
 
-EXPERIMENT = Experiment(forecast, run)
+EXPERIMENT = Experiment(forecast, run, forecast_reads=("text_pipeline",), data=datasets.TEXT)

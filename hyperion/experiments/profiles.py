@@ -26,6 +26,14 @@ class Profile:
     synthetic: dict
     sections: dict
 
+    def settings(self, notebook: str) -> dict:
+        """All of the profile that a notebook's rows depend on: its experiments' sizes and how synthetic data are made."""
+        return {
+            "sizes": self.sections.get(notebook, {}),
+            "synthetic": self.synthetic,
+            "allow_synthetic": self.allow_synthetic,
+        }
+
     def sizes(self, notebook: str, experiment: str) -> dict:
         """What the profile says of an experiment.
 

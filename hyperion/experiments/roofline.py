@@ -46,7 +46,7 @@ def run(context: Context, report) -> Result:
     return Result(rows, pd.DataFrame(points))
 
 
-EXPERIMENT = Experiment(forecast, run)
+EXPERIMENT = Experiment(forecast, run, reads=("gemm", "bandwidth"))
 
 
 def _measured_dtypes(context: Context) -> list[str]:

@@ -40,7 +40,7 @@ def run(context: Context, report) -> Result:
     return Result(rows, samples, corpus.source)
 
 
-EXPERIMENT = Experiment(forecast, run)
+EXPERIMENT = Experiment(forecast, run, data=datasets.TEXT)
 
 
 def _tokenizer_params(tokenizer: Tokenizer) -> dict:

@@ -18,7 +18,7 @@ class Machine:
 
     Args:
         profile: the profile asked for, or the machine's own where `auto` was asked for.
-        sections: {notebook: {experiment: sizes}} of that profile.
+        sections: {notebook: what that profile says of it: sizes of its experiments, how synthetic data are made}.
         setting: device and versions; a run made under another setting is not continued.
         information: contents of a new run's run.json.
     """
@@ -62,7 +62,8 @@ def _answer(profile: str, data_source: str, seed: int) -> dict:
     require_known_source(data_source)
     device = detect()
     name = default_profile(device.kind) if profile == "auto" else profile
-    sections = load_profile(name).sections
+    chosen = load_profile(name)
+    sections = {notebook: chosen.settings(notebook) for notebook in chosen.sections}
     setting = {"device": device.name, "arch": device.arch, "torch": torch.__version__, "hyperion": hyperion.__version__}
     return {
         "profile": name,

@@ -1,6 +1,7 @@
 """Results: rows and their rules, runs on disk, statistics, comparison. Knows no torch."""
 
 from hyperion.results.compare import Comparison, compare, relaunches
+from hyperion.results.execution import must_remeasure
 from hyperion.results.files import StoreError, write_atomically
 from hyperion.results.folders import find_run, new_run_folder, set_latest
 from hyperion.results.metrics import REGISTRY, Metric, metric_named
@@ -18,7 +19,7 @@ from hyperion.results.store import Prediction, Run
 
 __all__ = [
     "REGISTRY", "SCHEMA_VERSION", "Comparison", "Estimate", "Metric", "Prediction", "Row", "RowError", "Run", "StoreError",
-    "compare", "find_run", "holm", "mean_estimate", "median_estimate", "metric_named", "new_run_folder",
+    "compare", "find_run", "holm", "mean_estimate", "median_estimate", "metric_named", "must_remeasure", "new_run_folder",
     "proportion_estimate", "ratio_estimate", "relaunches", "rows_from_csv", "rows_to_csv", "set_latest", "welch_p_value",
     "write_atomically",
 ]  # fmt: skip

@@ -1,17 +1,29 @@
 """A run's folder: rows, samples, predictions and finished experiments, each change one transaction."""
 
+import hashlib
 import io
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pandas as pd
 
-from hyperion.results.files import WRITER_LOCK, StoreError, commit, locked, read_verified, verify_folder, vouched_names
+from hyperion.results.execution import KEPT, MEASURED, note_experiment
+from hyperion.results.files import (
+    WRITER_LOCK,
+    StoreError,
+    commit,
+    locked,
+    read_manifest,
+    read_verified,
+    verify_folder,
+    vouched_names,
+)
 from hyperion.results.rows import SCHEMA_VERSION, Row, RowError, rows_from_csv, rows_to_csv
 
 ROWS, RUN, EXPERIMENTS, PREDICTIONS = "rows.csv", "run.json", "experiments.json", "predictions.json"
+ENVIRONMENTS = "environments.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +35,7 @@ class Prediction:
     Args:
         basis: what the estimate was computed from (ceilings and shapes), or why there is none.
         input_hash: hash of what the experiment depends on; another configuration is another prediction.
+        upstream_hash: digest of the earlier rows that the estimate was computed from; other rows give another estimate.
     """
 
     notebook: str
@@ -35,6 +48,7 @@ class Prediction:
     estimate: float | None
     basis: str
     input_hash: str
+    upstream_hash: str = ""
 
 
 class Run:
@@ -93,7 +107,7 @@ class Run:
 
     def samples(self, notebook: str, experiment: str) -> pd.DataFrame:
         """Raw samples and curves of an experiment, as it recorded them."""
-        return pd.read_parquet(io.BytesIO(read_verified(self.folder, _samples_name(notebook, experiment))))
+        return pd.read_parquet(io.BytesIO(read_verified(self.folder, samples_name(notebook, experiment))))
 
     def record(
         self,
@@ -104,51 +118,74 @@ class Run:
         *,
         input_hash: str,
         source: str = "",
+        data: dict | None = None,
+        provenance: dict | None = None,
+        environment: dict | None = None,
     ) -> None:
         """Store a finished experiment: its rows replace those of an earlier go at it, its samples lie beside.
 
         Args:
             input_hash: hash of everything the result depends on; `finished` answers by it.
             source: the data source the experiment took, if any.
+            data: identity of the data sets it took, as `data_identity` tells it.
+            provenance: what it was measured under: profile, seed, sizes, versions, source (JSON-able).
+            environment: the machine and software in full; kept once, provenance["environment"] is its digest.
 
         Raises:
             RowError: a row breaks its metric's rules, names another experiment, or occurs twice. Nothing is stored then.
         """
-        rows = list(rows)
-        for row in rows:
-            row.validate()
-            if (row.notebook, row.experiment) != (notebook, experiment):
-                raise RowError(f"row belongs to {row.notebook}/{row.experiment}", where=f"{notebook}/{experiment}")
-        if len({row.key for row in rows}) != len(rows):
-            raise RowError(
-                "two rows with the same key", where=f"{notebook}/{experiment}", next_step="tell them apart in params"
-            )
+        rows = _checked(notebook, experiment, rows)
+        entry = {"input_hash": input_hash, "rows": len(rows), "source": source, "data": data or {}}
         with locked(self.folder, WRITER_LOCK, create=True):
-            kept = [row for row in self.rows() if (row.notebook, row.experiment) != (notebook, experiment)]
-            finished = self._experiments() | {
-                f"{notebook}/{experiment}": {"input_hash": input_hash, "rows": len(rows), "source": source}
-            }
+            entry["provenance"], files = dict(provenance or {}), {}
+            if environment is not None:
+                digest = entry["provenance"]["environment"] = hashlib.sha256(_json(environment)).hexdigest()[:16]
+                files[ENVIRONMENTS] = _json(self.environments() | {digest: environment})
             buffer = io.BytesIO()
             samples.to_parquet(buffer, index=False)
             self.write(
-                {
-                    _samples_name(notebook, experiment): buffer.getvalue(),
-                    ROWS: rows_to_csv(kept + rows).encode(),
-                    EXPERIMENTS: _json(finished),
+                files
+                | {
+                    samples_name(notebook, experiment): buffer.getvalue(),
+                    ROWS: rows_to_csv(self._rows_beside(notebook, experiment) + rows).encode(),
+                    EXPERIMENTS: _json(self._experiments() | {f"{notebook}/{experiment}": entry}),
                 }
             )
+        note_experiment(notebook, experiment, MEASURED)
+
+    def confirm(self, notebook: str, experiment: str, rows: Iterable[Row]) -> None:
+        """Say that a stored experiment stands; its rows may bear new predictions, all else stays as it was recorded."""
+        rows = _checked(notebook, experiment, rows)
+        with locked(self.folder, WRITER_LOCK, create=True):
+            if rows != self.rows(notebook, experiment):
+                self.write({ROWS: rows_to_csv(self._rows_beside(notebook, experiment) + rows).encode()})
+        note_experiment(notebook, experiment, KEPT)
 
     def finished(self, notebook: str, experiment: str) -> dict | None:
-        """{input_hash, rows, source} of a stored experiment, None when it was not finished."""
+        """{input_hash, rows, source, data, provenance} of a stored experiment, None when it was not finished.
+
+        Provenance is what the experiment was measured under, which need not be what run.json says of the run's start.
+        """
         return self._experiments().get(f"{notebook}/{experiment}")
 
+    def environments(self) -> dict[str, dict]:
+        """The environments that experiments of this run were measured in, by the digest in their provenance."""
+        return self._json_of(ENVIRONMENTS)
+
     def predict(self, predictions: Iterable[Prediction]) -> None:
-        """Write predictions down, before the first sample. A prediction once written for a variant is never changed."""
+        """Write predictions down, before the first sample. What was written for a variant stays, with two exceptions.
+
+        A guess that was left out is taken as long as the experiment has not finished. Estimates of a configuration give
+        way, all of them, when the rows they are computed from have changed; the reader's guess stays then, too.
+        """
         with locked(self.folder, WRITER_LOCK, create=True):
-            written = {_prediction_key(p): p for p in self.predictions()}
+            written, experiments = self.predictions(), self._experiments()
             for prediction in predictions:
-                written.setdefault(_prediction_key(prediction), prediction)
-            self.write({PREDICTIONS: _json([asdict(p) for p in written.values()])})
+                finished = experiments.get(f"{prediction.notebook}/{prediction.experiment}")
+                if finished is not None and finished["input_hash"] == prediction.input_hash:
+                    prediction = replace(prediction, guess=None)  # it came too late
+                written = _written_down(written, prediction)
+            self.write({PREDICTIONS: _json([asdict(p) for p in written])})
 
     def predictions(self, notebook: str | None = None, experiment: str | None = None) -> list[Prediction]:
         """Predictions written so far, of one notebook or experiment if named."""
@@ -160,6 +197,11 @@ class Run:
             for p in predictions
             if (notebook is None or p.notebook == notebook) and (experiment is None or p.experiment == experiment)
         ]
+
+    def hashes(self) -> dict[str, str]:
+        """sha256 of every file that the manifest vouches for, by name."""
+        with locked(self.folder):
+            return {name: entry["sha256"] for name, entry in read_manifest(self.folder).items()}
 
     def write(self, contents: dict[str, bytes]) -> None:
         """Add or replace files of the run (paths relative to it) as one transaction."""
@@ -175,19 +217,49 @@ class Run:
         self.rows()
         return names
 
+    def _rows_beside(self, notebook: str, experiment: str) -> list[Row]:
+        return [row for row in self.rows() if (row.notebook, row.experiment) != (notebook, experiment)]
+
     def _experiments(self) -> dict:
-        if EXPERIMENTS not in vouched_names(self.folder):
-            return {}
-        return json.loads(read_verified(self.folder, EXPERIMENTS))
+        return self._json_of(EXPERIMENTS)
+
+    def _json_of(self, name: str) -> dict:
+        return json.loads(read_verified(self.folder, name)) if name in vouched_names(self.folder) else {}
 
 
-def _samples_name(notebook: str, experiment: str) -> str:
+def samples_name(notebook: str, experiment: str) -> str:
     return f"samples/{notebook}.{experiment}.parquet"
 
 
-def _prediction_key(p: Prediction) -> tuple:
-    params = json.dumps(p.params, sort_keys=True)
-    return (p.notebook, p.experiment, p.variant, p.dtype, params, p.metric, p.input_hash)
+def _checked(notebook: str, experiment: str, rows: Iterable[Row]) -> list[Row]:
+    rows = list(rows)
+    for row in rows:
+        row.validate()
+        if (row.notebook, row.experiment) != (notebook, experiment):
+            raise RowError(f"row belongs to {row.notebook}/{row.experiment}", where=f"{notebook}/{experiment}")
+    if len({row.key for row in rows}) != len(rows):
+        raise RowError(
+            "two rows with the same key", where=f"{notebook}/{experiment}", next_step="tell them apart in params"
+        )
+    return rows
+
+
+def _written_down(written: list[Prediction], new: Prediction) -> list[Prediction]:
+    """The predictions with a new one among them; the first of a configuration's bears the reader's guess."""
+
+    def configuration(p: Prediction) -> tuple:
+        return p.notebook, p.experiment, p.input_hash
+
+    def key(p: Prediction) -> tuple:
+        return configuration(p), p.variant, p.dtype, json.dumps(p.params, sort_keys=True), p.metric, p.upstream_hash
+
+    for place, kept in enumerate(written):
+        if key(kept) == key(new):
+            guess = new.guess if kept.guess is None else kept.guess
+            return [*written[:place], replace(kept, guess=guess), *written[place + 1 :]]
+    outdated = [p for p in written if configuration(p) == configuration(new) and p.upstream_hash != new.upstream_hash]
+    guess = next((p.guess for p in outdated if p.guess is not None), new.guess)
+    return [p for p in written if p not in outdated] + [replace(new, guess=guess)]
 
 
 def _json(value) -> bytes:

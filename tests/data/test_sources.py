@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import pytest
 
 from hyperion.data.faults import DataError, DataUnavailable
-from hyperion.data.sources import mirror_root, sources_on_offer, take
+from hyperion.data.sources import mirror_root, take
 
 
 @dataclass
@@ -73,9 +73,3 @@ def test_a_mirror_that_is_missing_is_an_error_and_never_skipped(monkeypatch, tmp
     assert "correct HYPERION_DATA_MIRROR" in str(caught.value)
     monkeypatch.setenv("HYPERION_DATA_MIRROR", str(tmp_path))
     assert mirror_root() == tmp_path
-
-
-def test_what_is_on_offer_leaves_out_unfinished_and_quarantined_things(data_home):
-    for name in ("wikitext-2", ".cifar-10.1.part", "quarantine"):
-        (data_home / "raw" / name).mkdir(parents=True)
-    assert sources_on_offer() == {"mirror": False, "cache": ["wikitext-2"]}

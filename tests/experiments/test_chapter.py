@@ -27,9 +27,12 @@ def test_rows_carry_the_estimate_written_before(run_folder):
     assert row.check_error <= row.check_tolerance == 4.0
 
 
-def test_a_guess_made_after_the_fact_changes_nothing(run_folder):
+def test_a_guess_made_after_the_fact_changes_nothing_and_says_so(run_folder, capsys):
     chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(run_folder))
     assert list(chapter.predict("leakage", guess=4.16)["guess"]) == [4.0]
+    assert "the guess 4 was written down before, and stays; 4.16 came too late" in capsys.readouterr().out
+    chapter.predict("leakage", guess=4.0)
+    assert "too late" not in capsys.readouterr().out
 
 
 def test_a_second_call_measures_nothing_again(run_folder, capsys):
@@ -54,7 +57,7 @@ def test_replay_takes_rows_from_the_reference_and_measures_nothing(run_folder, t
     reference = tmp_path / "reference"
     reference.mkdir()
     (reference / "machine").symlink_to(run_folder)
-    monkeypatch.setattr("hyperion.experiments.chapter.reference_folder", lambda: reference)
+    monkeypatch.setattr("hyperion.experiments.replay.reference_folder", lambda: reference)
     chapter = open_chapter(NOTEBOOK, profile="replay", output=str(tmp_path / "replayed"))
     assert "BANNER: replay" in capsys.readouterr().out
     result = chapter.run("leakage")
@@ -66,7 +69,7 @@ def test_replay_takes_rows_from_the_reference_and_measures_nothing(run_folder, t
 
 
 def test_replay_without_a_reference_says_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setattr("hyperion.experiments.chapter.reference_folder", lambda: tmp_path)
+    monkeypatch.setattr("hyperion.experiments.replay.reference_folder", lambda: tmp_path)
     with pytest.raises(HyperionError, match="no reference run holds") as error:
         open_chapter(NOTEBOOK, profile="replay", output=str(tmp_path / "out"))
     assert "PROFILE=smoke" in error.value.next_step
@@ -88,7 +91,7 @@ def test_unknown_profile_and_experiment_list_what_there_is(tmp_path):
     with pytest.raises(HyperionError, match="unknown profile 'smoky'") as error:
         open_chapter(NOTEBOOK, profile="smoky", output=str(tmp_path / "x"))
     assert "PROFILE=smoke" in str(error.value)
-    with pytest.raises(HyperionError, match="no sizes"):
+    with pytest.raises(HyperionError, match="no experiment 'nonsense'"):
         open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "x")).run("nonsense")
 
 

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 
 from hyperion.results import Prediction, RowError, Run, StoreError
+from hyperion.results.execution import KEPT, LOG, MEASURED, executed
 from hyperion.results.files import MANIFEST
 
 WRITER = """
@@ -41,7 +42,8 @@ def test_record_and_read_back(new_run, row, samples):
     again = Run.open(run.folder)
     assert again.rows() == [row(), row(dtype="float32")]
     assert again.information()["profile"] == "smoke"
-    assert again.finished(row().notebook, "gemm") == {"input_hash": "h1", "rows": 2, "source": "mirror"}
+    told = {"input_hash": "h1", "rows": 2, "source": "mirror", "data": {}, "provenance": {}}
+    assert again.finished(row().notebook, "gemm") == told
     assert again.finished(row().notebook, "bandwidth") is None
     pd.testing.assert_frame_equal(again.samples(row().notebook, "gemm"), samples)
     run.record(row().notebook, "gemm", [row(dtype="float16")], samples, input_hash="h2")
@@ -114,6 +116,49 @@ def test_a_prediction_is_never_changed(new_run):
     run.predict([prediction()])
     run.predict([prediction(guess=9.0), prediction(variant="w")])
     assert run.predictions("nb", "e") == [prediction(), prediction(variant="w")]
+
+
+def test_a_guess_left_out_is_taken_until_the_experiment_has_run(new_run, samples):
+    run = new_run()
+    run.predict([prediction(guess=None)])
+    run.predict([prediction(guess=3.0, estimate=9.0)])
+    assert run.predictions("nb", "e") == [prediction(guess=3.0)]
+    run.predict([prediction(variant="w", guess=None)])
+    run.record("nb", "e", [], samples, input_hash="h")
+    run.predict([prediction(variant="w", guess=4.0)])
+    assert run.predictions("nb", "e")[1].guess is None
+
+
+def test_other_upstream_rows_replace_the_estimates_and_leave_the_guess(new_run, samples):
+    run = new_run()
+    run.predict([prediction(dtype="", params={}, guess=3.0, estimate=None), prediction(variant="w", guess=None)])
+    run.record("nb", "e", [], samples, input_hash="h")
+    run.predict([prediction(guess=7.0, estimate=5.0, upstream_hash="u")])
+    assert run.predictions() == [prediction(guess=3.0, estimate=5.0, upstream_hash="u")]
+    run.predict([prediction(estimate=6.0, input_hash="other", guess=7.0)])
+    assert [p.guess for p in run.predictions()] == [3.0, 7.0]
+
+
+def test_provenance_is_kept_by_experiment_and_each_environment_once(new_run, row, samples):
+    run = new_run()
+    for experiment, seed, environment in (("a", 0, {"torch": "1"}), ("b", 1, {"torch": "1"}), ("c", 0, {"torch": "2"})):
+        run.record("nb", experiment, [], samples, input_hash="h", provenance={"seed": seed}, environment=environment)
+    told = [run.finished("nb", experiment)["provenance"] for experiment in "abc"]
+    assert [provenance["seed"] for provenance in told] == [0, 1, 0]
+    assert [run.environments()[p["environment"]]["torch"] for p in told] == ["1", "1", "2"]
+    assert len(run.environments()) == 2 and "environments.json" in run.verify()
+
+
+def test_what_is_recorded_or_confirmed_is_told_to_the_driver(new_run, row, samples, tmp_path, monkeypatch):
+    monkeypatch.setenv(LOG, str(tmp_path / "log"))
+    run, stem = new_run(), row().notebook
+    run.record(stem, "gemm", [row()], samples, input_hash="h")
+    assert executed(tmp_path / "log", stem) == {"gemm": MEASURED}
+    (tmp_path / "log").unlink()
+    entry = run.finished(stem, "gemm")
+    run.confirm(stem, "gemm", [row(predicted=2.0)])
+    assert executed(tmp_path / "log", stem) == {"gemm": KEPT} and executed(tmp_path / "log", "other") == {}
+    assert run.rows()[0].predicted == 2.0 and run.finished(stem, "gemm") == entry
 
 
 def test_a_prediction_interrupted_among_its_renames_still_stands(new_run, monkeypatch):

@@ -1,0 +1,71 @@
+"""Which files would a data set be taken from, and what do they hold? Told without loading anything."""
+
+import functools
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from hyperion.data import cifar10
+from hyperion.data.cifar10_formats import find_layout
+from hyperion.data.faults import DataUnavailable
+from hyperion.data.sources import mirror_root
+from hyperion.data.staging import QUARANTINE, cache_root, sha256_of
+
+_UNFINISHED = ".part"
+
+
+def data_identity(names: Iterable[str], wanted: str) -> dict[str, dict | None]:
+    """By name of a set: the place that `wanted` takes it from and a hash over its files; None where there is none yet.
+
+    What was downloaded lies in the cache from then on, so the two count as one place. Synthetic data have no files:
+    what they are is decided by sizes and seed.
+
+    Args:
+        names: of 'wikitext-2', 'gpt2' (the tokenizer) and 'cifar-10', as their folders in the cache are called.
+        wanted: the source asked for, `auto` included.
+
+    Raises:
+        DataError: HYPERION_DATA_MIRROR names no folder, and the mirror was asked for.
+    """
+    places = [place for place in ("mirror", "cache") if wanted in _TAKEN_FROM[place]]
+    return {name: next(filter(None, (_identity(name, place) for place in places)), None) for name in names}
+
+
+_TAKEN_FROM = {"mirror": ("auto", "mirror"), "cache": ("auto", "cache", "download")}
+
+
+def _identity(name: str, place: str) -> dict | None:
+    try:
+        root = mirror_root() if place == "mirror" else cache_root()
+    except DataUnavailable:
+        return None  # no mirror is named: nothing lies there
+    found = _files_of(name, root, place)
+    return None if found is None else {"place": place, "sha256": _hash_of(found)}
+
+
+def _files_of(name: str, root: Path, place: str) -> Path | None:
+    """The set's folder or archive."""
+    if name == cifar10.FOLDER:
+        # A mirror holds the official names at its top.
+        return find_layout(root if place == "mirror" else root / cifar10.FOLDER)
+    folder = root / name
+    return folder if folder.is_dir() else None
+
+
+def _hash_of(found: Path) -> str:
+    """Over names and contents, whatever is half-staged or quarantined left out."""
+    digest = hashlib.sha256()
+    for file in [found] if found.is_file() else sorted(found.rglob("*")):
+        parts = file.relative_to(found.parent).parts
+        if not file.is_file() or any(p.startswith(".") or p.endswith(_UNFINISHED) or p == QUARANTINE for p in parts):
+            continue
+        facts = file.stat()
+        content = _content_hash(file, facts.st_size, facts.st_mtime_ns)
+        digest.update(f"{'/'.join(parts)}\0{content}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def _content_hash(file: Path, size: int, mtime_ns: int) -> str:
+    # Whole contents, once a process: the batches of CIFAR-10 have one size whatever they hold.
+    return sha256_of(file)
