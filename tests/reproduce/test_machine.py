@@ -6,8 +6,10 @@ from hyperion.reproduce.machine import ask_machine
 
 def test_the_machine_answers_with_profile_setting_and_run_information():
     machine = ask_machine("auto", "synthetic", 3)
-    assert machine.profile in ("smoke", "full") and machine.sections
+    assert machine.profile in ("smoke", "full") and machine.settings
     assert set(machine.setting) == {"device", "arch", "torch", "hyperion"} and all(machine.setting.values())
+    settings = machine.settings["01_dataset_preparation"]
+    assert set(settings) == {"sizes", "synthetic", "allow_synthetic"} and settings["synthetic"]["lines"]
     assert machine.information["seed"] == 3 and machine.information["environment"]
 
 
@@ -15,6 +17,12 @@ def test_an_unknown_profile_is_told_in_the_librarys_words():
     with pytest.raises(HyperionError, match="unknown profile 'nope'") as caught:
         ask_machine("nope", "auto", 0)
     assert "PROFILE=smoke" in caught.value.next_step
+
+
+def test_an_unknown_data_source_is_told_before_anything_runs():
+    with pytest.raises(HyperionError, match="unknown data source 'internet'") as caught:
+        ask_machine("smoke", "internet", 0)
+    assert "synthetic" in caught.value.next_step
 
 
 def test_a_library_that_does_not_load_is_told_with_its_reason(tmp_path, monkeypatch):
