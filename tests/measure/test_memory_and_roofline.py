@@ -12,11 +12,10 @@ def test_peak_sees_memory_that_was_freed_again():
     held_gib = 0.25
     with PeakMemoryRegion(detect_cpu()) as idle:
         pass
-    with PeakMemoryRegion(detect_cpu()) as busy:
-        # Anonymous pages of our own: an allocator might serve the block from pages that were resident before.
-        with mmap.mmap(-1, int(held_gib * 2**30)) as block:
-            for page in range(0, len(block), mmap.PAGESIZE):
-                block[page] = 1
+    # Anonymous pages of our own: an allocator might serve the block from pages that were resident before.
+    with PeakMemoryRegion(detect_cpu()) as busy, mmap.mmap(-1, int(held_gib * 2**30)) as block:
+        for page in range(0, len(block), mmap.PAGESIZE):
+            block[page] = 1
     if idle.peak.gib is None:
         pytest.skip(idle.peak.reason)
     assert busy.peak.metric == "peak_rss_gib"
