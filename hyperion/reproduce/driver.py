@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -13,7 +13,7 @@ from hyperion.errors import HyperionError
 from hyperion.paths import project_root, results_folder
 from hyperion.reproduce import summary
 from hyperion.reproduce.execution import Fault, execute
-from hyperion.reproduce.hashes import notebook_hash, rows_digest
+from hyperion.reproduce.hashes import data_changed, notebook_hash, rows_digest
 from hyperion.reproduce.keeping import export_subjects, kept_files, show_fault
 from hyperion.reproduce.kernels import scratch_folder
 from hyperion.reproduce.ledger import Entry, Ledger
@@ -25,9 +25,14 @@ from hyperion.reproduce.references import Reference, reference_for
 from hyperion.reproduce.runs import claimed_run, earlier_seconds
 from hyperion.reproduce.stopping import BudgetSpent, Stopped, stoppable, told
 from hyperion.results import set_latest
+from hyperion.results.execution import LOG, MEASURED, REMEASURE, executed
 
 FINISHED, FAILED, UNFINISHED = 0, 1, 3
 REPLAY = "replay"
+_MEASURES_ANEW = (
+    "    The next call measures this notebook's experiments anew; trainings in a process of their own are kept, as the same "
+    "seed gives the same again. Should it fail again, the claim or the code is wrong."
+)
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ class _Call:
             display.drop(notebook.stem)
             return self._line("skipped", notebook, reason)
         digest = self._digest(notebook, reference)
-        if self.ledger.is_done(notebook.stem, digest) and not self._missing(notebook):
+        if self._is_up_to_date(notebook, digest):
             display.drop(notebook.stem)
             return self._line("up to date", notebook)
         self._demand_time(notebook, display)
@@ -137,6 +142,9 @@ class _Call:
             "output": self._output_for(notebook),
             "seed": self.request.seed,
         }
+        before = self.ledger.entries.get(notebook.stem, Entry("", "", 0.0, 0))
+        log = self.scratch / f"{notebook.stem}.experiments"
+        environment = {LOG: str(log), REMEASURE: "1" if before.remeasure else "0"}
         display.start(notebook.stem, len(notebook.code) + 1)  # papermill adds the cell with our parameters
         started = time.monotonic()
 
@@ -146,24 +154,32 @@ class _Call:
                 raise BudgetSpent
 
         try:
-            outcome = execute(notebook, parameters, self.scratch, on_cell=on_cell, on_line=display.say)
+            outcome = execute(notebook, parameters, self.scratch, environment, on_cell=on_cell, on_line=display.say)
         except (Stopped, BudgetSpent) as end:
             status = "interrupted" if isinstance(end, Stopped) else "unfinished"
-            self._keep(notebook, Entry(status, digest, time.monotonic() - started, 0))
+            seconds = time.monotonic() - started
+            self._keep(notebook, replace(before, status=status, hash=digest, seconds=seconds, rows=0, note=""))
             self.lines[notebook.stem] = self._line(status, notebook, "call again to go on")
             raise
-        fault = outcome.fault or self._missing_fault(notebook)
+        done = executed(log, notebook.stem)
+        fault = outcome.fault or self._missing_fault(notebook, done)
+        seconds, whole = round(time.monotonic() - started, 3), all(done.get(e) == MEASURED for e in notebook.produces)
         entry = Entry(
             "failed" if fault else "done",
             digest,
-            round(time.monotonic() - started, 3),
+            seconds,
             len(self.run_store.rows(notebook.stem)),
             fault.summary.partition("\n")[0] if fault else "",
+            # Until a go has passed the check, each measures anew.
+            remeasure=fault is not None and (fault.is_failed_check or before.remeasure),
+            whole_s=seconds if whole and not fault else before.whole_s,
         )
         self._keep(notebook, entry, outcome.document)
         display.finish(f"{notebook.stem}: {entry.status} in {told(entry.seconds)}, {entry.rows} rows")
         if fault:
             show_fault(display.say, notebook, fault, self.run_store.folder)
+            if entry.remeasure:
+                display.say(_MEASURES_ANEW)
         self._export(display.say)
         return self._line(entry.status, notebook, entry.note)
 
@@ -195,7 +211,12 @@ class _Call:
     def _is_done(self, notebook: Notebook) -> bool:
         """Whether it will probably be up to date when its turn comes (an upstream chapter may yet change its rows)."""
         reference, _ = self._reference(notebook)
-        return self.ledger.is_done(notebook.stem, self._digest(notebook, reference))
+        return self._is_up_to_date(notebook, self._digest(notebook, reference))
+
+    def _is_up_to_date(self, notebook: Notebook, digest: str) -> bool:
+        if not self.ledger.is_done(notebook.stem, digest) or self._missing(notebook):
+            return False
+        return not data_changed(self.run_store, notebook, self.request.data_source)
 
     def _digest(self, notebook: Notebook, reference: Reference | None) -> str:
         parameters = {
@@ -214,14 +235,16 @@ class _Call:
     def _missing(self, notebook: Notebook) -> list[str]:
         return [name for name in notebook.produces if not self.run_store.rows(notebook.stem, name)]
 
-    def _missing_fault(self, notebook: Notebook) -> Fault | None:
-        missing = self._missing(notebook)
+    def _missing_fault(self, notebook: Notebook, done: dict[str, str]) -> Fault | None:
+        """Every experiment must have been measured, or found to stand, by this very go; older rows prove nothing."""
+        without = self._missing(notebook)
+        missing = [name for name in notebook.produces if name in without or name not in done]
         return Fault(f"ran, but left no rows of: {', '.join(missing)}") if missing else None
 
     def _expected_s(self, notebook: Notebook) -> float:
         entry = self.ledger.entries.get(notebook.stem)
-        if entry is not None and entry.status == "done":
-            return entry.seconds
+        if entry is not None and entry.whole_s is not None:
+            return entry.whole_s
         earlier = earlier_seconds(results_folder(), self.ledger.setting, notebook.stem)
         return notebook.budget_s(self.machine.profile) if earlier is None else earlier
 

@@ -26,6 +26,11 @@ class Fault:
     cell: int | None = None
     traceback: str = ""
 
+    @property
+    def is_failed_check(self) -> bool:
+        """Whether the notebook's own assertion did not hold."""
+        return self.summary.startswith("AssertionError")
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -39,6 +44,7 @@ def execute(
     notebook: Notebook,
     parameters: dict,
     scratch: Path,
+    environment: dict[str, str],
     *,
     on_cell: Callable[[int], object],
     on_line: Callable[[str], object],
@@ -48,6 +54,7 @@ def execute(
     Args:
         parameters: values for the cell tagged `parameters`.
         scratch: node-local folder for the kernel's files.
+        environment: variables that the kernel gets besides this process's own.
         on_cell: called before each code cell with the number of code cells done. What it raises ends the notebook.
         on_line: called with each line of output that a reader of the driver's output must see.
     """
@@ -82,7 +89,7 @@ def execute(
                 autosave_cell_every=0,
                 stdout_file=LineFilter(on_line),
                 stderr_file=LineFilter(on_line),
-                kernel_manager_class=kernel_manager_class(scratch),
+                kernel_manager_class=kernel_manager_class(scratch, environment),
                 on_cell_start=cell_starts,
                 on_cell_executed=cell_executed,
             )

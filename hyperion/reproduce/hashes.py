@@ -43,6 +43,14 @@ def library_modules(notebook: Notebook) -> set[str]:
     return modules
 
 
+def data_changed(run: Run, notebook: Notebook, data_source: str) -> bool:
+    """Whether the files that a notebook's experiments were made from have other contents now, or lie elsewhere."""
+    from hyperion.data.identity import data_identity  # numpy and tokenizers, which a call may not need
+
+    taken = [(run.finished(notebook.stem, experiment) or {}).get("data") for experiment in notebook.produces]
+    return any(data and data_identity(data, data_source) != data for data in taken)
+
+
 def rows_digest(run: Run, notebook: str) -> str | None:
     """Digest of the rows that a notebook left in a run; None where it left none."""
     rows = run.rows(notebook)

@@ -30,11 +30,14 @@ def scratch_folder() -> tempfile.TemporaryDirectory:
     )
 
 
-def kernel_manager_class(scratch: Path) -> type:
+def kernel_manager_class(scratch: Path, environment: dict[str, str]) -> type:
     """A kernel manager that knows one kernel, this interpreter, and talks to it over Unix sockets in `scratch`.
 
     Sockets in a private folder, unlike TCP ports, neither collide with another call's nor are open to a shared node's
     other users.
+
+    Args:
+        environment: variables that the kernel gets besides this process's own.
     """
     from jupyter_client.kernelspec import KernelSpecManager
     from jupyter_client.manager import AsyncKernelManager
@@ -43,7 +46,7 @@ def kernel_manager_class(scratch: Path) -> type:
     folder = scratch / "kernels" / KERNEL
     folder.mkdir(parents=True, exist_ok=True)
     (scratch / _SILENT_HOSTS).mkdir(exist_ok=True)
-    (folder / "kernel.json").write_text(json.dumps(_specification(scratch)))
+    (folder / "kernel.json").write_text(json.dumps(_specification(scratch, environment)))
 
     class ThisInterpreter(AsyncKernelManager):
         @default("kernel_spec_manager")
@@ -61,7 +64,7 @@ def kernel_manager_class(scratch: Path) -> type:
     return ThisInterpreter
 
 
-def _specification(scratch: Path) -> dict:
+def _specification(scratch: Path, environment: dict[str, str]) -> dict:
     ours = library_environment()
     own = {
         "PYTHONPATH": ours["PYTHONPATH"],
@@ -72,6 +75,7 @@ def _specification(scratch: Path) -> dict:
         SILENT_HOSTS: str(scratch / _SILENT_HOSTS),
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         **_node_local_caches(scratch),
+        **environment,
     }
     return {
         # ipykernel's own log: on a stop it tells of sockets it was about to close. What cells print is not its log.

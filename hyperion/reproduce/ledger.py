@@ -19,6 +19,8 @@ class Entry:
         seconds: wall time of that go.
         rows: rows it left in the run.
         note: one line on a failure.
+        remeasure: whether the notebook's own check failed, so that the next go must not keep what it failed on.
+        whole_s: wall time of the latest go that measured all of its experiments, this one or an earlier one.
     """
 
     status: str
@@ -26,6 +28,8 @@ class Entry:
     seconds: float
     rows: int
     note: str = ""
+    remeasure: bool = False
+    whole_s: float | None = None
 
 
 class Ledger:

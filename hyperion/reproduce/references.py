@@ -8,6 +8,7 @@ from hyperion.errors import HyperionError
 from hyperion.paths import reference_folder
 from hyperion.reproduce.notebooks import Notebook
 from hyperion.results import Run
+from hyperion.results.store import PREDICTIONS, ROWS, RUN, samples_name
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class Reference:
     """A machine whose reference run holds every experiment of a notebook.
 
     Args:
-        digest: hash over what that run knows of these experiments.
+        digest: hash over all that a replay of the notebook takes from that run.
     """
 
     machine: str
@@ -39,8 +40,15 @@ def reference_for(notebook: Notebook, machine: str | None) -> tuple[Reference | 
         run = Run.open(reference_folder() / name)
         finished = [run.finished(notebook.stem, experiment) for experiment in notebook.produces]
         if finished and all(finished):
-            return Reference(name, hashlib.sha256(json.dumps(finished, sort_keys=True).encode()).hexdigest()[:16]), ""
+            return Reference(name, _digest(run, notebook, finished)), ""
     return (
         None,
         f"no rows of it in the reference run{'' if machine else 's'} ({machine or ', '.join(machines) or 'none'})",
     )
+
+
+def _digest(run: Run, notebook: Notebook, finished: list[dict]) -> str:
+    """A reference published again under the same inputs has other rows and samples, which the manifest's hashes tell."""
+    names = {RUN, ROWS, PREDICTIONS, *(samples_name(notebook.stem, experiment) for experiment in notebook.produces)}
+    taken = {name: digest for name, digest in run.hashes().items() if name in names}
+    return hashlib.sha256(json.dumps([finished, taken], sort_keys=True).encode()).hexdigest()[:16]

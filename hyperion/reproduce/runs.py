@@ -49,15 +49,15 @@ def claimed_run(results: Path, name: str | None, setting: dict, information: dic
 
 
 def earlier_seconds(results: Path, setting: dict, stem: str) -> float | None:
-    """What a notebook took in the newest run of this setting in which it finished; None when there is none."""
+    """What a notebook took in the newest run of this setting in which one go measured all of it; None without one."""
     for path in _newest_first(results):
         try:
             ledger = peek(path.parent)
         except StoreError:
             continue  # another run's damage: it is refused where that run is to be continued, not where time is guessed
         entry = ledger["notebooks"].get(stem)
-        if ledger["setting"] == setting and entry is not None and entry["status"] == "done":
-            return entry["seconds"]
+        if ledger["setting"] == setting and entry is not None and entry.get("whole_s") is not None:
+            return entry["whole_s"]
     return None
 
 

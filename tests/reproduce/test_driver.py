@@ -1,5 +1,6 @@
 """The driver on a small real book: real papermill, real kernels, real signals."""
 
+import dataclasses
 import io
 import json
 import os
@@ -106,6 +107,58 @@ def test_running_without_the_declared_rows_is_a_failure_and_so_is_a_dead_kernel(
     code, text = call()
     assert code == 1 and "ran, but left no rows of: weighing" in text and "the kernel died" in text
     assert statuses(the_run(root)) == {"01_first": "failed", "02_dead": "failed"}
+
+
+def test_rows_of_an_earlier_call_do_not_stand_for_an_experiment_that_did_not_run(root):
+    write_notebook(root / "phase1_hardware", "01_first", [recording("01_first")])
+    assert call()[0] == 0
+    write_notebook(root / "phase1_hardware", "01_first", ["1"])
+    code, text = call()
+    assert code == 1 and "ran, but left no rows of: counting" in text and len(the_run(root).rows()) == 1
+    kept = "from hyperion.results import Run\nrun = Run.open(output)\n"
+    kept += "run.confirm('01_first', 'counting', run.rows('01_first', 'counting'))"
+    write_notebook(root / "phase1_hardware", "01_first", [kept])
+    assert call()[0] == 0
+
+
+def test_what_a_notebooks_own_check_failed_on_is_measured_anew_by_the_next_call(root):
+    asked = "from hyperion.results import must_remeasure\nvalue = 2 if must_remeasure() else 1"
+    cells = [asked, recording("01_first", "value"), "assert value == 2"]
+    write_notebook(root / "phase1_hardware", "01_first", cells)
+    code, text = call()
+    assert code == 1 and "The next call measures this notebook's experiments anew" in text
+    assert call()[0] == 0 and the_run(root).rows()[0].value == 2
+    write_notebook(root / "phase1_hardware", "01_first", [*cells[:2], "assert value == 1"])
+    assert call()[0] == 0  # what passed is kept again
+
+
+def test_a_go_that_measures_nothing_leaves_the_expected_time_alone(root):
+    write_notebook(root / "phase1_hardware", "01_first", ["import time\ntime.sleep(1)", recording("01_first")])
+    assert call()[0] == 0
+    whole = json.loads(the_run(root).read("reproduce.json"))["notebooks"]["01_first"]["whole_s"]
+    assert whole > 1
+    confirm = (
+        "from hyperion.results import Run\nRun.open(output).confirm('01_first', 'counting', Run.open(output).rows())"
+    )
+    write_notebook(root / "phase1_hardware", "01_first", [confirm])
+    assert call()[0] == 0
+    entry = json.loads(the_run(root).read("reproduce.json"))["notebooks"]["01_first"]
+    assert entry["whole_s"] == whole != entry["seconds"]
+
+
+def test_other_data_and_other_synthetic_sizes_make_a_notebook_stale(root, monkeypatch):
+    monkeypatch.setenv("HYPERION_DATA", str(root / "data"))
+    folder = root / "data/raw/gpt2"
+    folder.mkdir(parents=True)
+    (folder / "vocab.json").write_text("{}")
+    taken = "from hyperion.data.identity import data_identity\ndata = data_identity(['gpt2'], data_source)\n"
+    cell = taken + recording("01_first").replace('input_hash="h"', 'input_hash="h", data=data')
+    write_notebook(root / "phase1_hardware", "01_first", [cell])
+    assert call()[0] == 0 and "up to date" in call()[1]
+    (folder / "vocab.json").write_text("[]")
+    assert "01_first: done" in call()[1] and "up to date" in call()[1]
+    machine = dataclasses.replace(MACHINE, sections={"01_first": {"synthetic": {"lines": 5}}})
+    assert "01_first: done" in call(machine)[1]
 
 
 def test_changed_upstream_rows_make_a_notebook_stale(root):

@@ -28,6 +28,17 @@ def test_the_first_machine_that_holds_every_experiment_is_taken(checkout):
     assert reference_for(checkout, "c_whole") == (reference, "")
 
 
+@pytest.mark.parametrize("changed", ["value", "sample", "nothing"])
+def test_a_reference_published_again_is_another_one_if_anything_replayed_differs(checkout, tmp_path, changed):
+    before, _ = reference_for(checkout, "c_whole")
+    row = Row(
+        notebook="01_x", experiment="weighing", variant="v", metric="count", value=3.0 if changed == "value" else 2.0
+    )
+    samples = pd.DataFrame({"x": [9.0 if changed == "sample" else 1.0]})
+    Run.open(tmp_path / "results/reference/c_whole").record("01_x", "weighing", [row], samples, input_hash="h")
+    assert (reference_for(checkout, "c_whole")[0] == before) == (changed == "nothing")
+
+
 def test_a_named_machine_without_them_gives_the_reason_and_an_unknown_one_is_an_error(checkout):
     assert reference_for(checkout, "b_half") == (None, "no rows of it in the reference run (b_half)")
     with pytest.raises(HyperionError, match="no reference run of 'd'") as caught:

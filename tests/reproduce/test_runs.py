@@ -86,10 +86,10 @@ def test_a_run_that_cannot_be_started_leaves_no_folder(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_earlier_durations_come_from_the_newest_run_of_the_setting(tmp_path):
+def test_earlier_durations_are_those_of_goes_that_measured_all_in_the_newest_run_of_the_setting(tmp_path):
     with claim(tmp_path) as (ledger, _):
-        ledger.keep("01_x", Entry("done", "h", 12.0, 1))
-        ledger.keep("02_y", Entry("failed", "h", 9.0, 1))
+        ledger.keep("01_x", Entry("done", "h", 0.5, 1, whole_s=12.0))
+        ledger.keep("02_y", Entry("done", "h", 9.0, 1))  # measured but a part
     (tmp_path / "damaged").mkdir()
     for name in ("run.json", "reproduce.json"):
         (tmp_path / "damaged" / name).write_text("{")
