@@ -122,14 +122,54 @@ def missing(material: Material) -> pd.DataFrame:
 
 
 def environment(material: Material) -> pd.DataFrame:
-    """Device, versions and source of the run as two columns."""
-    information = material.information
-    kept = information.get("environment", {})
+    """Device, versions and source that the experiments were measured with: a column for each way they were."""
+    columns = {}
+    for experiments in _measured_alike(material):
+        machine = replayed_from(material.run, *experiments[0])
+        title = f"of {machine} (replay)" if machine else "of this run"
+        columns[f"{title}: {', '.join(e for _, e in experiments)}"] = _lines(material, experiments)
+    if len(columns) == 1:
+        columns = {title.partition(":")[0]: lines for title, lines in columns.items()}
+    columns = columns or {"of this run": _lines(material, [])}
+    names = dict.fromkeys(
+        name for lines in columns.values() for name, value in lines.items() if value not in (None, "")
+    )
+    shown = [[name, *(_shown(lines.get(name)) for lines in columns.values())] for name in names]
+    return pd.DataFrame(shown, columns=["", *columns])
+
+
+def _shown(value) -> str:
+    return "" if value is None else str(value)
+
+
+def _measured_alike(material: Material) -> list[list[tuple[str, str]]]:
+    """The run's experiments, those together that were measured in one environment with one profile and seed."""
+    groups: dict[tuple, list[tuple[str, str]]] = {}
+    for pair in material.experiments:
+        told = _provenance(material, pair)
+        key = (replayed_from(material.run, *pair), *(told.get(name) for name in ("environment", "profile", "seed")))
+        groups.setdefault(key, []).append(pair)
+    return list(groups.values())
+
+
+def _provenance(material: Material, pair: tuple[str, str]) -> dict:
+    return (material.run.finished(*pair) or {}).get("provenance") or {}
+
+
+def _lines(material: Material, experiments: list[tuple[str, str]]) -> dict:
+    """What was measured with what, by name; where an experiment of this machine has no provenance, run.json tells."""
+    here = not any(replayed_from(material.run, *pair) for pair in experiments)
+    told = material.information if here else {}
+    told = told | (_provenance(material, experiments[0]) if experiments else {})
+    kept = told.get("environment", {})
+    if isinstance(kept, str):
+        kept = material.run.environments()[kept]
     source = kept.get("source") or {}
     packages = ", ".join(f"{name} {version}" for name, version in sorted((kept.get("packages") or {}).items()))
     changed = {True: ", with local changes", False: "", None: ", unknown whether changed"}[source.get("modified")]
-    lines = {
-        "device": device_name(information),
+    sources = sorted({row.data_source for row in material.rows if (row.notebook, row.experiment) in experiments} - {""})
+    return {
+        "device": device_name({"environment": kept}),
         "devices": len(kept.get("gpus") or []) or "",
         "CPU": (kept.get("cpu") or {}).get("name"),
         "torch": kept.get("torch"),
@@ -140,14 +180,12 @@ def environment(material: Material) -> pd.DataFrame:
         "Python": kept.get("python"),
         "packages": packages,
         "operating system": " ".join(filter(None, (kept.get("os"), kept.get("kernel")))),
-        "profile": information.get("profile"),
-        "seed": information.get("seed"),
-        "data source": ", ".join(material.data_sources) or "none used",
+        "profile": told.get("profile"),
+        "seed": told.get("seed"),
+        "data source": ", ".join(sources) or "none used",
         "commit": f"{source['commit']}{changed}" if source.get("commit") else None,
         "source sha256": source.get("hash"),
     }
-    shown = [(name, str(value)) for name, value in lines.items() if value not in (None, "")]
-    return pd.DataFrame(shown, columns=["", "of this run"])
 
 
 def picture_path(experiment: str, name: str) -> str:

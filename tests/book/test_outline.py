@@ -1,0 +1,52 @@
+"""The environment a page shows is that of the measurements, whichever run they lie in."""
+
+import pandas as pd
+
+from hyperion.book.material import Material
+from hyperion.book.outline import environment
+from hyperion.results import Row, Run
+from tests.book.made_up import GPU
+
+LAPTOP = {"gpus": [], "cpu": {"name": "Laptop", "cores": 4}, "torch": "2.13", "source": {"hash": "a" * 64}}
+
+
+def run_of(tmp_path, *experiments):
+    """A run of a laptop with experiments of (name, input hash, provenance, environment)."""
+    run = Run.create(tmp_path, {"profile": "smoke", "seed": 0, "environment": LAPTOP})
+    for name, digest, provenance, measured_in in experiments:
+        row = Row(notebook="nb", experiment=name, variant="v", metric="count", value=1.0)
+        run.record(
+            "nb",
+            name,
+            [row],
+            pd.DataFrame({"x": [1]}),
+            input_hash=digest,
+            provenance=provenance,
+            environment=measured_in,
+        )
+    return environment(Material(run)).set_index("")
+
+
+def test_one_environment_is_one_column(tmp_path):
+    shown = run_of(tmp_path, ("a", "h", {"seed": 3}, LAPTOP), ("b", "h", {"seed": 3}, LAPTOP))
+    assert list(shown) == ["of this run"]
+    assert shown.loc["device", "of this run"] == "Laptop (4 cores)" and shown.loc["seed", "of this run"] == "3"
+
+
+def test_a_replay_shows_the_reference_machines_environment(tmp_path):
+    shown = run_of(tmp_path, ("a", "replay:h200:h", {"profile": "full", "seed": 0}, GPU))
+    assert list(shown) == ["of h200 (replay)"]
+    column = shown["of h200 (replay)"]
+    assert column["device"] == "NVIDIA Test GPU" and column["profile"] == "full" and "Laptop" not in str(shown)
+
+
+def test_an_upgrade_in_the_middle_of_a_run_is_seen(tmp_path):
+    upgraded = LAPTOP | {"torch": "2.14"}
+    shown = run_of(tmp_path, ("a", "h", {}, LAPTOP), ("b", "h", {}, upgraded), ("c", "h", {}, upgraded))
+    assert list(shown) == ["of this run: a", "of this run: b, c"]
+    assert list(shown.loc["torch"]) == ["2.13", "2.14"]
+
+
+def test_what_a_replay_does_not_tell_is_not_taken_from_this_machine(tmp_path):
+    shown = run_of(tmp_path, ("a", "replay:h200:h", None, None))
+    assert "Laptop" not in str(shown) and "2.13" not in str(shown)
