@@ -1,14 +1,19 @@
 """A chapter keeps what it measured, measures again what changed, and replays without measuring."""
 
 import json
+import shutil
+from dataclasses import replace
 
+import pandas as pd
 import pytest
+import torch
 
+from hyperion.data import DataError
 from hyperion.errors import HyperionError
-from hyperion.experiments import experiment_names, load_profile, open_chapter, profile_names
-from hyperion.results import Run, StoreError
+from hyperion.experiments import datasets, experiment_names, load_profile, open_chapter, profile_names
+from hyperion.results import Row, Run, StoreError
 
-NOTEBOOK = "02_core_framework"
+HARDWARE, NOTEBOOK = "01_hardware_exploration", "02_core_framework"
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +53,11 @@ def test_another_seed_is_another_experiment(run_folder):
     chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(run_folder), seed=1)
     assert chapter.run("leakage").rows[0].value != first[0].value
     assert len(Run.open(run_folder).rows(NOTEBOOK, "leakage")) == 1
+    # run.json tells how the run began, provenance how each experiment was measured.
+    assert Run.open(run_folder).information()["seed"] == 0
+    provenance = Run.open(run_folder).finished(NOTEBOOK, "leakage")["provenance"]
+    assert (provenance["seed"], provenance["profile"], provenance["torch"]) == (1, "smoke", torch.__version__)
+    assert provenance["sizes"] == chapter.sizes("leakage") and len(provenance["source"]["hash"]) == 64
     # The seed goes back, and the same loss comes back with it, bit for bit.
     again = open_chapter(NOTEBOOK, profile="smoke", output=str(run_folder), seed=0).run("leakage")
     assert again.rows[0].value == first[0].value
@@ -64,8 +74,124 @@ def test_replay_takes_rows_from_the_reference_and_measures_nothing(run_folder, t
     assert result.replayed_from == "machine" or result.replayed_from == run_folder.name
     assert result.rows == Run.open(run_folder).rows(NOTEBOOK, "leakage")
     assert Run.open(tmp_path / "replayed").rows() == result.rows
+    told = [
+        Run.open(folder).finished(NOTEBOOK, "leakage")["provenance"] for folder in (run_folder, chapter.results.folder)
+    ]
+    assert told[0] == told[1] and chapter.sizes("leakage") == told[0]["sizes"]
+    assert chapter.results.environments() == {told[0]["environment"]: chapter.environment}
     with pytest.raises(HyperionError, match="holds no experiment gemm"):
         chapter.run("gemm")
+
+
+def test_replay_keeps_this_readers_guess_and_shows_no_estimate_of_another_configuration(
+    run_folder, tmp_path, monkeypatch, capsys
+):
+    reference = tmp_path / "reference"
+    reference.mkdir()
+    (reference / "machine").symlink_to(run_folder)
+    monkeypatch.setattr("hyperion.experiments.replay.reference_folder", lambda: reference)
+    stale = Run.open(run_folder).predictions(NOTEBOOK, "leakage")[0]
+    Run.open(run_folder).predict([replace(stale, input_hash="another", guess=None, estimate=99.0)])
+    chapter = open_chapter(NOTEBOOK, profile="replay", output=str(tmp_path / "replayed"))
+    assert chapter.predict("leakage")["guess"].isna().all()
+    table = chapter.predict("leakage", guess=3.5)
+    assert list(table["guess"]) == [3.5] and list(table["estimate"]) == [pytest.approx(4.1589, abs=1e-4)]
+    chapter.run("leakage")
+    chapter.predict("leakage", guess=3.6)
+    assert "3.6 came too late" in capsys.readouterr().out
+    assert [p.guess for p in Run.open(tmp_path / "replayed").predictions()] == [3.5]
+
+
+def test_a_guess_after_the_measurement_is_told_that_it_came_too_late(run_folder, tmp_path, capsys):
+    chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run"))
+    assert chapter.predict("leakage")["guess"].isna().all()
+    assert list(chapter.predict("leakage", guess=4.0)["guess"]) == [4.0]
+    other = open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run"), seed=5)
+    other.run("leakage")
+    assert other.predict("leakage", guess=4.0)["guess"].isna().all()
+    assert "no guess was written down before, and stays; 4 came too late" in capsys.readouterr().out
+
+
+def test_what_the_notebooks_check_failed_on_is_measured_anew_once(run_folder, tmp_path, monkeypatch, capsys):
+    copy = tmp_path / "copy"
+    shutil.copytree(run_folder, copy)
+    monkeypatch.setenv("HYPERION_REMEASURE", "1")
+    chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(copy))
+    chapter.run("leakage")
+    assert "measured again" in capsys.readouterr().out
+    chapter.run("leakage")
+    assert "nothing measured again" in capsys.readouterr().out
+
+
+def record_ceilings(run, tflops):
+    for experiment, metric, value, params in (
+        ("gemm", "gemm_tflops", tflops, {}), ("bandwidth", "bandwidth_gb_s", 100.0, {"elements": 10}),
+    ):  # fmt: skip
+        row = Row(notebook=HARDWARE, experiment=experiment, variant="copy", dtype="fp32", metric=metric, value=value,
+                  n=30, ci_low=value, ci_high=value, limit_source="no limit: made up", params=params,
+                  check="c", check_error=0.0, check_tolerance=1.0)  # fmt: skip
+        run.record(HARDWARE, experiment, [row], pd.DataFrame({"x": [1]}), input_hash="h")
+
+
+def test_other_ceilings_make_another_roofline(tmp_path, capsys):
+    chapter = open_chapter(HARDWARE, profile="smoke", output=str(tmp_path / "run"))
+    record_ceilings(chapter.results, 1.0)
+    assert chapter.run("roofline").rows[0].value == pytest.approx(10)
+    chapter.run("roofline")
+    assert "nothing measured again" in capsys.readouterr().out
+    record_ceilings(chapter.results, 2.0)
+    assert chapter.run("roofline").rows[0].value == pytest.approx(20)
+    assert "nothing measured again" not in capsys.readouterr().out
+
+
+def small(notebook, folder):
+    """A chapter of smoke with a synthetic text that counting takes a second for."""
+    chapter = open_chapter(notebook, profile="smoke", output=str(folder))
+    chapter.profile = replace(chapter.profile, synthetic={"lines": {"train": 400, "valid": 40, "test": 40}})
+    return chapter
+
+
+def test_upstream_rows_that_come_later_make_a_new_forecast_and_no_new_measurement(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HYPERION_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("HYPERION_OFFLINE", "1")
+    monkeypatch.delenv("HYPERION_DATA_MIRROR", raising=False)
+    folder = tmp_path / "run"
+    chapter = small(NOTEBOOK, folder)
+    chapter.predict("ngram_baselines", guess=300.0)
+    first = chapter.run("ngram_baselines")
+    assert all(row.predicted is None for row in first.rows)
+    small("01_dataset_preparation", folder).run("text_pipeline")
+    capsys.readouterr()
+    second = chapter.run("ngram_baselines")
+    assert "nothing measured again" in capsys.readouterr().out
+    assert any(row.predicted for row in second.rows)
+    assert [replace(row, predicted=None) for row in second.rows] == first.rows
+    assert Run.open(folder).rows(NOTEBOOK, "ngram_baselines") == second.rows
+    (prediction,) = chapter.results.predictions(NOTEBOOK, "ngram_baselines")
+    assert prediction.guess == 300.0 and prediction.basis.endswith("made after the measurement")
+
+
+def test_files_that_a_run_fetched_itself_leave_it_fresh_and_other_files_do_not(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HYPERION_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("HYPERION_OFFLINE", "1")
+    monkeypatch.delenv("HYPERION_DATA_MIRROR", raising=False)
+    load = datasets.load_wikitext2
+
+    def load_and_stage(*arguments, **options):
+        corpus = load(*arguments, **options)
+        (tmp_path / "data/raw/wikitext-2").mkdir(parents=True)
+        (tmp_path / "data/raw/wikitext-2/wiki.train.tokens").write_text("text")
+        return corpus
+
+    monkeypatch.setattr(datasets, "load_wikitext2", load_and_stage)
+    chapter = small("01_dataset_preparation", tmp_path / "run")
+    chapter.run("text_pipeline")
+    chapter.run("text_pipeline")
+    assert "nothing measured again" in capsys.readouterr().out
+    (tmp_path / "data/raw/wikitext-2/wiki.train.tokens").write_text("edit")
+    monkeypatch.setattr(datasets, "load_wikitext2", load)
+    with pytest.raises(DataError, match=r"wiki\.|lines"):  # it is taken now, and it is no WikiText-2
+        chapter.run("text_pipeline")
 
 
 def test_replay_without_a_reference_says_what_to_do(tmp_path, monkeypatch):
@@ -76,8 +202,6 @@ def test_replay_without_a_reference_says_what_to_do(tmp_path, monkeypatch):
 
 
 def test_edited_rows_are_refused_by_name(run_folder, tmp_path):
-    import shutil
-
     copy = tmp_path / "edited"
     shutil.copytree(run_folder, copy)
     text = (copy / "rows.csv").read_text()
