@@ -129,7 +129,10 @@ class Chapter:
                 bar.total, bar.n = total, done
                 bar.set_postfix_str(note)
 
-            return run_isolated(context, report) if chosen.isolated else chosen.run(context, report)
+            result = run_isolated(context, report) if chosen.isolated else chosen.run(context, report)
+            # A bar that closes short of its end turns red and stays, as if the experiment had failed.
+            bar.n = bar.total = bar.total or 1
+            return result
 
     def _context(self, experiment: str, reads: Iterable[str], workspace: Path | None = None) -> Context:
         return Context(
