@@ -101,7 +101,7 @@ class Chapter:
     def _holds(self, experiment: str, digest: str) -> bool:
         """Whether the run holds this very experiment, made from the data that lie there now."""
         kept = self.results.finished(self.notebook, experiment)
-        return kept is not None and (kept["input_hash"], kept["data"]) == (digest, self._data(experiment))
+        return kept is not None and (kept["input_hash"], kept.get("data")) == (digest, self._data(experiment))
 
     def _asked_anew(self, experiment: str) -> bool:
         """Whether the driver wants this experiment measured again, although the run holds it."""

@@ -170,8 +170,8 @@ class _Call:
             seconds,
             len(self.run_store.rows(notebook.stem)),
             fault.summary.partition("\n")[0] if fault else "",
-            # Until a go has passed the check, each measures anew.
-            remeasure=fault is not None and (fault.is_failed_check or before.remeasure),
+            # Until a go has passed the check, each measures anew; a replay measures nothing.
+            remeasure=reference is None and fault is not None and (fault.is_failed_check or before.remeasure),
             whole_s=seconds if whole and not fault else before.whole_s,
         )
         self._keep(notebook, entry, outcome.document)
