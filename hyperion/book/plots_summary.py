@@ -110,8 +110,9 @@ def _draw_roofline(axes: Axes, rows: list[Row]) -> None:
     for row in filter(stream_intensity, streams):
         x = stream_intensity(row)
         axes.plot([x], [row.value * x / 1e3], linestyle="none", markerfacecolor="none", **look(row.variant))
+    middle = math.sqrt(0.2 * highest * 1e3 / slope)
     axes.annotate(
-        f"{number(slope)} GB/s", (0.8, 0.8 * slope / 1e3), xytext=(-6, 3), textcoords="offset points", ha="right",
+        f"{number(slope)} GB/s", (middle, middle * slope / 1e3), xytext=(-6, 3), textcoords="offset points", ha="right",
         fontsize=_LETTERING - 1,
     )  # fmt: skip
     axes.set(xscale="log", yscale="log", xlim=ends, title="Roofline as measured, TFLOPS", xlabel="FLOP per byte")
