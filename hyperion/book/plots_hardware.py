@@ -30,7 +30,16 @@ def gemm(material: Material, published: bool = False) -> Figure | None:
     panels[0].set(yscale="log", ylabel="TFLOPS, median with 95 % interval")
     log_ticks(panels[0].yaxis)
     # Above the panel: curves of many formats leave no free corner in it.
-    panels[0].legend(ncols=6, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, columnspacing=1.2)
+    legend = panels[0].legend(
+        ncols=6,
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        borderaxespad=0.2,
+        columnspacing=0.9,
+        handlelength=1.6,
+        fontsize=8,
+    )
+    legend.set_in_layout(False)  # wider than its panel, it would push the panels apart
     if limited:
         _draw_shares(panels[1], rows, positions)
     for axes in panels:

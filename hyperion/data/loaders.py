@@ -1,5 +1,6 @@
 """Batches on the device: deterministic order from a seed, resumed bit for bit from an epoch and a position."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -11,7 +12,7 @@ from hyperion.data.packing import IGNORE_INDEX
 CROP_PADDING = 4
 
 
-class _Resumable:
+class _Resumable(ABC):
     """An endless sequence of batches in epochs: (seed, epoch, position) alone decides the next batch."""
 
     def __init__(self, records: int, batch_size: int, seed: int, drop_last: bool):
@@ -67,8 +68,9 @@ class _Resumable:
         if self.position == self.batches_per_epoch:
             self.epoch, self.position = self.epoch + 1, 0
 
+    @abstractmethod
     def _batch(self, epoch: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        raise NotImplementedError
+        """The batch at a position of an epoch, a function of both and the seed."""
 
 
 class LanguageBatches(_Resumable):

@@ -40,7 +40,7 @@ def forecast(context: Context) -> list[Forecast]:
     """Tokens per second of a steady step."""
     counted = datasets.vocabulary_row(context)
     if counted is None:
-        basis = "no estimate: the vocabulary's size is not known in this run"
+        basis = "no estimate: this run has not counted the vocabulary (01_dataset_preparation)"
         return [Forecast(variant=context.sizes["model"], metric="tokens_per_s", estimate=None, basis=basis)]
     context, vocabulary = _for_source(context, counted.data_source), int(counted.value)
     sizes, config = context.sizes, _config(context, vocabulary)

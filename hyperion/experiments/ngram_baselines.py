@@ -17,7 +17,7 @@ def forecast(context: Context) -> list[Forecast]:
     """The unigram perplexity of tokens spread by Zipf's law over the vocabulary: an upper estimate, by entropy."""
     counted = datasets.vocabulary_row(context)
     if counted is None:
-        basis = "no estimate: the vocabulary's size is not known in this run"
+        basis = "no estimate: this run has not counted the vocabulary (01_dataset_preparation)"
         estimate = None
     else:
         vocabulary = int(counted.value)

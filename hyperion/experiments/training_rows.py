@@ -24,10 +24,13 @@ def epoch_rows(context: Context, variant: str, dtype: str, engine: Engine, histo
         values = {
             "training_loss": (record.loss, _NO_LIMIT + "a model may fit what it is trained on exactly"),
             "learning_rate": (record.learning_rate, ""),
-            f"{engine.item}s_per_s": (record.items_per_s, _NO_LIMIT + "see the steady step of this model"),
+            f"{engine.item}s_per_s": (
+                record.items_per_s,
+                _NO_LIMIT + "loading is part of it; the steady step of this model has one",
+            ),
             record.peak_memory_metric: (
                 record.peak_memory_gib,
-                _NO_LIMIT + "see the forecast of parameters and logits",
+                _NO_LIMIT + "the least memory that a step needs is not derived yet",
             ),
         }
         for metric, (value, limit_source) in values.items():

@@ -2,6 +2,7 @@
 inside.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,7 +71,7 @@ class Engine(Protocol):
         """Take over the state that `save` wrote. Raises CheckpointError when it is bad or not of this model."""
 
 
-class TorchEngine:
+class TorchEngine(ABC):
     """A module, an optimizer and a schedule on one device; subclasses say what a batch is.
 
     Args:
@@ -104,9 +105,9 @@ class TorchEngine:
         """Tokens (or images) of all steps so far."""
         return int(self._items_seen)
 
+    @abstractmethod
     def batch_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Mean loss of a batch (scalar with gradient), and how many items it is the mean of (int64 scalar)."""
-        raise NotImplementedError
 
     def train_step(self, batch: Any) -> StepMetrics:
         """Forward, backward, clip, update."""

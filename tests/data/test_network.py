@@ -74,7 +74,7 @@ def test_an_offline_switch_is_obeyed_before_any_connection(switch, silent, monke
 
 
 def test_any_status_counts_as_an_answer(serve, tmp_path):
-    network.require_network(serve(tmp_path / "nothing here") + "/some/file")
+    assert network.require_network(serve(tmp_path / "nothing here") + "/some/file") is None
 
 
 def test_a_download_with_the_right_checksum_arrives(serve, tmp_path):

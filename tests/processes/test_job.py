@@ -101,7 +101,7 @@ def test_a_worker_dies_with_its_launcher(entries, tmp_path):
     worker = int(pid_file.read_text())
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()
-    _wait_for(lambda: not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE)
+    assert _wait_for(lambda: not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE)
 
 
 def _wait_for(condition, seconds=30):
@@ -109,3 +109,4 @@ def _wait_for(condition, seconds=30):
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)
+    return True

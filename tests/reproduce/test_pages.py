@@ -47,4 +47,4 @@ def test_paths_of_a_machine_are_found(text):
 
 @pytest.mark.parametrize("text", ["https://x.org/home/jo/x", "a/tmp/b", "./data/raw", "GB/s", "results/x/notebooks"])
 def test_what_is_no_path_of_a_machine_passes(text):
-    demand_no_machine_paths("run.json", text.encode())
+    assert demand_no_machine_paths("run.json", text.encode()) is None
