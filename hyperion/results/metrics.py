@@ -59,7 +59,6 @@ _METRICS = (
     Metric("count", "items", "none", "items counted, verified where an expected count is known"),
     Metric("share", "fraction", "none", "share of a whole"),
     Metric("channel_mean", "fraction", "none", "mean pixel value of a colour channel, 0 to 1", needs_check=True),
-    Metric("experiment_time_s", "s", "lower", "wall time of the whole experiment, set-up included"),
 )
 
 REGISTRY: dict[str, Metric] = {metric.name: metric for metric in _METRICS}

@@ -37,16 +37,6 @@ def median_estimate(samples, seed: int = 0) -> Estimate:
     return _estimate(float(np.median(values)), medians, len(values))
 
 
-def mean_estimate(samples) -> Estimate:
-    """Mean and its Student-t interval, for quantities whose samples are sums (losses per window, seeds)."""
-    values = _finite(samples)
-    mean = float(values.mean())
-    if len(values) == 1:
-        return Estimate(mean, mean, mean, 1)
-    half = float(stats.t.ppf(0.5 + CONFIDENCE / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values)))
-    return Estimate(mean, mean - half, mean + half, len(values))
-
-
 def ratio_estimate(times_a, times_b, seed: int = 0) -> Estimate:
     """Speed of A over B, median(times_b) / median(times_a), from an interleaved run: sample i of A stands beside sample i of B.
 
