@@ -92,10 +92,14 @@ def show_predictions(predictions: pd.DataFrame) -> None:
         _display({"text/markdown": f"*{sentence}*", "text/plain": sentence})
 
 
-def show_published() -> None:
-    """Show the published MI250X tables, marked as another machine's, each with what is wrong with it."""
+def show_published(*names: str) -> None:
+    """Show the published MI250X tables, marked as another machine's, each with what is wrong with it.
+
+    Args:
+        names: which ones (see `published_tables`); all without any.
+    """
     banner("PUBLISHED ELSEWHERE: none of these numbers was measured by this run.")
-    for caption, table, defects in published_tables():
+    for caption, table, defects in published_tables(*names):
         show_table(table, caption)
         _display({"text/markdown": f"*Known defects: {defects}.*", "text/plain": f"Known defects: {defects}."})
 

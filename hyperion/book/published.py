@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from hyperion.errors import HyperionError
+
 _FILE = Path(__file__).with_name("published_mi250x.toml")
 
 
@@ -40,8 +42,27 @@ def published_baseline() -> pd.DataFrame:
     return table
 
 
-def published_tables() -> list[tuple[str, pd.DataFrame, str]]:
-    """(caption, table as text, known defects) of each, to be shown: numbers with the digits they were published with."""
+def published_tables(*names: str) -> list[tuple[str, pd.DataFrame, str]]:
+    """(caption, table as text, known defects) of each, to be shown: numbers with the digits they were published with.
+
+    Args:
+        names: which ones, of gemm, bandwidth, baseline, batch_scaling, scaling, llama_lora and compilation; all without any.
+
+    Raises:
+        HyperionError: nothing of that name was published.
+    """
+    tables = dict(zip(("gemm", "bandwidth", "baseline"), _first_tables(), strict=True))
+    for further in _content()["further"]:
+        table = pd.DataFrame(further["rows"], columns=further["columns"], dtype=object).map(_as_published)
+        tables[further["name"]] = (further["title"], table, "; ".join(further["defects"]))
+    if unknown := set(names) - set(tables):
+        raise HyperionError(
+            f"no published table is named {', '.join(sorted(unknown))}", next_step=f"use one of {', '.join(tables)}"
+        )
+    return [tables[name] for name in names or tables]
+
+
+def _first_tables() -> list[tuple[str, pd.DataFrame, str]]:
     gemm, streams, models = published_gemm(), published_bandwidth(), published_baseline()
     rates = gemm.pivot(index="n", columns="dtype", values="tflops")[list(dict.fromkeys(gemm["dtype"]))].reset_index()
     rates.columns = ["M = N = K", *(f"{dtype} [TFLOPS]" for dtype in rates.columns[1:])]

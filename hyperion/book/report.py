@@ -112,16 +112,16 @@ def _missing(material: Material) -> str:
 
 def _published() -> str:
     source = published_source()
-    *halves, last = [
-        f'{html(table)}<p class="defects">Known defects: {escape(defects)}.</p>'
-        for _, table, defects in published_tables()
+    gemm, bandwidth, *others = [
+        f'<h3>{escape(caption)}</h3>{html(table)}<p class="defects">Known defects: {escape(defects)}.</p>'
+        for caption, table, defects in published_tables()
     ]
-    side_by_side = "".join(f'<div class="half">{half}</div>' for half in halves)
+    side_by_side = "".join(f'<div class="half">{half}</div>' for half in (gemm, bandwidth))
     return (
         '<section id="published" class="published"><h2>Published MI250X tables</h2>'
         f"<p><b>Not measured by this run.</b> As published: {escape(source['title'])}; {escape(source['machine'])}. "
         f"Found in {escape(source['found_in'])}.</p>"
-        f'<div class="halves">{side_by_side}</div>{last}</section>'
+        f'<div class="halves">{side_by_side}</div>{"".join(others)}</section>'
     )
 
 

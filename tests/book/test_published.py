@@ -1,5 +1,7 @@
 """The published tables are shown number by number, each with source and defects."""
 
+import pytest
+
 from hyperion.book.published import (
     published_bandwidth,
     published_baseline,
@@ -7,6 +9,7 @@ from hyperion.book.published import (
     published_source,
     published_tables,
 )
+from hyperion.errors import HyperionError
 
 
 def test_the_tables_are_as_published():
@@ -36,7 +39,16 @@ def test_peaks_are_those_of_one_gcd():
 
 
 def test_the_shown_tables_keep_the_published_digits_and_say_each_defect_once():
-    (_, rates, _), (_, streams, _), (_, steps, defects) = published_tables()
+    (_, rates, _), (_, streams, _), (_, steps, defects) = published_tables("gemm", "bandwidth", "baseline")
     assert rates["fp16 [TFLOPS]"].tolist() == ["15.4", "71.56", "113.21", "128.22"]
     assert streams["% of 1638 GB/s"].tolist()[0] == "48.6" and steps["forward [ms]"].tolist()[0] == "18.66"
     assert defects.count("not a Vision Transformer") == 1 and defects.count("nothing is learned") == 1
+
+
+def test_each_further_table_is_found_by_name_with_its_defects():
+    (title, steps, defects), (_, speeds, _) = published_tables("scaling", "compilation")
+    assert title.startswith("One to four devices") and steps["speed-up"].tolist() == ["3.42", "2.93", "2.83"]
+    assert "the work is not the same" in defects and speeds["best speed-up"].tolist() == ["1.68", "1.07"]
+    assert len(published_tables()) == 7
+    with pytest.raises(HyperionError, match="no published table is named gem"):
+        published_tables("gem")
