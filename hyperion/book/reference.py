@@ -3,9 +3,10 @@
 import pandas as pd
 
 from hyperion.book.formats import percent
+from hyperion.book.headlines import headlines
 from hyperion.book.machines import device_name
 from hyperion.book.material import Material
-from hyperion.book.outline import Picture, Section, banner, environment, headlines, missing, sections, summary
+from hyperion.book.outline import Picture, Section, banner, environment, missing, sections, summary
 from hyperion.book.tables import markdown
 from hyperion.results import Run
 

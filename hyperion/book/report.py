@@ -4,10 +4,12 @@ import base64
 from html import escape
 from pathlib import Path
 
+from hyperion.book.comparison import comparison_table, reference_machines
 from hyperion.book.formats import percent
+from hyperion.book.headlines import Headline, headlines
 from hyperion.book.machines import device_name
 from hyperion.book.material import Material
-from hyperion.book.outline import Headline, Picture, Section, banner, environment, headlines, missing, sections
+from hyperion.book.outline import Picture, Section, banner, environment, missing, sections
 from hyperion.book.published import published_source, published_tables
 from hyperion.book.report_css import STYLE
 from hyperion.book.tables import html
@@ -34,6 +36,7 @@ def report_page(material: Material) -> str:
         _contents(told),
         *(_section(section) for section in told),
         _missing(material),
+        _comparison(material),
         _published(),
         f'<section id="environment"><h2>Environment</h2>{html(environment(material))}</section>',
         _footer(material),
@@ -81,7 +84,8 @@ def _card(headline: Headline) -> str:
 
 def _contents(told: list[Section]) -> str:
     links = [(section.experiment, section.title) for section in told]
-    links += [("missing", "Not measured"), ("published", "Published MI250X tables"), ("environment", "Environment")]
+    links += [("missing", "Not measured"), ("comparison", "Beside other machines")]
+    links += [("published", "Published MI250X tables"), ("environment", "Environment")]
     return "<nav>" + "".join(f'<a href="#{anchor}">{escape(title)}</a>' for anchor, title in links) + "</nav>"
 
 
@@ -108,6 +112,17 @@ def _missing(material: Material) -> str:
     absent = missing(material)
     told = html(absent) if len(absent) else "<p>Nothing: every value was measured and every limit is known.</p>"
     return f'<section id="missing"><h2>Not measured, or without a limit</h2>{told}</section>'
+
+
+def _comparison(material: Material) -> str:
+    references = reference_machines(material)
+    told = ", ".join(f"{m.run.folder.name} ({device_name(m.information)})" for m in references) or "none"
+    return (
+        '<section id="comparison"><h2>Beside other machines</h2>'
+        f"<p>Reference runs in this repository: {escape(told)}. A cell is empty where another model, format or data source "
+        "was measured, so that there is nothing to compare. What was published was measured in another way, with the defects "
+        f"listed below.</p>{html(comparison_table(material, references))}</section>"
+    )
 
 
 def _published() -> str:
