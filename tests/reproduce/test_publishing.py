@@ -35,6 +35,12 @@ def test_publishing_again_replaces_it_whole(run, tmp_path):
     assert (folder / "notebooks/01_x.html").read_bytes() == b"<p>newer</p>"
 
 
+def test_the_report_is_not_kept_since_it_is_rebuilt_from_the_rows(run, tmp_path):
+    run.write({"report.html": b"<p>pictures again</p>"})
+    folder, _ = publish(run, "h100", tmp_path / "reference")
+    assert not (folder / "report.html").exists() and (folder / "README.md").exists()
+
+
 def test_large_pages_are_left_out_and_named(run, tmp_path, monkeypatch):
     without_pages = sum(len(run.read(name)) for name in run.verify() if not name.startswith("notebooks/"))
     monkeypatch.setattr(publishing, "LARGEST_BYTES", without_pages + 100)
