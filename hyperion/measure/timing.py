@@ -1,7 +1,8 @@
 """The one timing core: warm up until flat, flush the cache, sample on the device's own clock, stop when sure.
 
 Every speed in Hyperion goes through `time_interleaved`. On an accelerator each sample is a pair of device events and a
-batch of samples costs one synchronisation; on a CPU the same interface reads the monotonic clock.
+batch of samples costs one synchronisation; on a CPU the same interface reads the monotonic clock. What the device's clock
+cannot see, the host's cost of launching a call, `back_to_back` measures.
 """
 
 import time
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from hyperion.errors import HyperionError
 from hyperion.hardware import Device, Sampler, Telemetry
 from hyperion.results import Estimate, median_estimate
 
@@ -26,7 +28,7 @@ class Timing:
     """Raw samples of one function and how they were taken.
 
     Args:
-        samples_s: seconds of each timed call, in the order taken.
+        samples_s: seconds of each timed call (of one call on average, where calls were timed in blocks), in the order taken.
         warmup_s: medians of the warm-up windows, in seconds.
         warm: whether the warm-up ended because the windows' medians had become flat, rather than at its time limit.
         cold: whether the last-level cache was flushed before each sample.
@@ -54,11 +56,13 @@ def time_function(
     cold: bool = True,
     minimum_samples: int = MINIMUM_SAMPLES,
     time_limit_s: float = 5.0,
+    back_to_back: int = 0,
 ) -> Timing:
     """Time one function; see `time_interleaved`."""
-    return time_interleaved([function], device, cold=cold, minimum_samples=minimum_samples, time_limit_s=time_limit_s)[
-        0
-    ]
+    return time_interleaved(
+        [function], device, cold=cold, minimum_samples=minimum_samples, time_limit_s=time_limit_s,
+        back_to_back=back_to_back,
+    )[0]  # fmt: skip
 
 
 def time_interleaved(
@@ -68,6 +72,7 @@ def time_interleaved(
     cold: bool = True,
     minimum_samples: int = MINIMUM_SAMPLES,
     time_limit_s: float = 5.0,
+    back_to_back: int = 0,
 ) -> list[Timing]:
     """Time functions in turn (A B A B …), so that a drift of clock or temperature meets all of them alike.
 
@@ -78,8 +83,18 @@ def time_interleaved(
         functions: each enqueues or does one unit of work and rewrites its output.
         cold: flush the last-level cache before each sample.
         time_limit_s: seconds after which sampling stops once the minimum is reached; warm-up takes at most half as long.
+        back_to_back: 0 times each call by itself on the device's clock, which leaves out what the host needs to launch
+            it. Above 0, a sample is the mean of that many calls in a row, from synchronisation to synchronisation on the
+            host's clock: what a loop around the function sees, the device's waits for launches included.
+
+    Raises:
+        HyperionError: `back_to_back` calls were to start with a cold cache each.
     """
-    clock = device_clock(device)
+    if back_to_back and cold:
+        raise HyperionError(
+            "calls in a row find the cache as the call before left it", where="time_interleaved", next_step="cold=False"
+        )
+    clock = _WallClock(device, back_to_back) if back_to_back else device_clock(device)
     flush = _cache_flush(device) if cold else None
     warmups = [_warm_up(clock, function, time_limit_s / 2) for function in functions]
     samples: list[list[float]] = [[] for _ in functions]
@@ -149,6 +164,30 @@ class _HostClock:
                 function()
                 series.append((time.perf_counter_ns() - start) / 1e9)
         return samples
+
+
+class _WallClock:
+    """The monotonic clock around `calls` calls in a row, the device idle at both ends; a sample is their mean."""
+
+    def __init__(self, device: Device, calls: int):
+        self.calls = calls
+        self.synchronize = (lambda: None) if device.kind == "cpu" else _synchronizer(device)
+
+    def sample(self, functions, flush, count: int) -> list[list[float]]:
+        samples: list[list[float]] = [[] for _ in functions]
+        for _ in range(count):
+            for function, series in zip(functions, samples, strict=True):
+                self.synchronize()
+                start = time.perf_counter_ns()
+                for _ in range(self.calls):
+                    function()
+                self.synchronize()
+                series.append((time.perf_counter_ns() - start) / 1e9 / self.calls)
+        return samples
+
+
+def _synchronizer(device: Device) -> Callable[[], object]:
+    return lambda: torch.cuda.synchronize(device.torch_device)
 
 
 def device_clock(device: Device) -> _EventClock | _HostClock:

@@ -5,6 +5,7 @@ import time
 import numpy as np
 import pytest
 
+from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
 from hyperion.measure import time_function, time_interleaved
 from hyperion.measure.timing import _relative_half_width, _warm_up
@@ -42,6 +43,29 @@ def test_functions_alternate(cpu):
     sampled = order[-2 * len(timings[0].samples_s) :]
     assert len(timings[0].samples_s) == len(timings[1].samples_s)
     assert sampled == ["a", "b"] * len(timings[0].samples_s)
+
+
+def test_blocks_of_calls_in_a_row_give_the_mean_call_and_alternate(cpu):
+    order = []
+
+    def slow():
+        order.append("slow")
+        time.sleep(0.002)
+
+    started = time.perf_counter()
+    slow_timing, _ = time_interleaved(
+        [slow, lambda: order.append("quick")], cpu, cold=False, minimum_samples=20, time_limit_s=0.02, back_to_back=3
+    )
+    elapsed = time.perf_counter() - started
+    sampled = order[-6 * len(slow_timing.samples_s) :]
+    assert sampled == (["slow"] * 3 + ["quick"] * 3) * len(slow_timing.samples_s)
+    assert slow_timing.samples_s.min() >= 0.002  # a sleep never ends early: the mean of three is one call, not the block
+    assert 3 * slow_timing.samples_s.sum() <= elapsed
+
+
+def test_calls_in_a_row_cannot_each_find_a_cold_cache(cpu):
+    with pytest.raises(HyperionError, match="as the call before left it"):
+        time_function(lambda: None, cpu, back_to_back=3)
 
 
 def test_an_error_in_the_function_reaches_the_caller(cpu):
