@@ -24,7 +24,7 @@ reproduce: ## run every notebook, keep rows and reports in results/, go on where
 		$${DATA_SOURCE:+--data-source "$$DATA_SOURCE"}
 
 test: ## run the tests
-	@$(enter) --extra dev run pytest
+	@$(enter) --extra dev run pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 setup: ## make or repair the environment, nothing else
 	@$(enter) --extra dev --extra lab setup

@@ -5,6 +5,14 @@ from pathlib import Path
 
 import pytest
 
+# Tests share the cores with each other: OpenMP threads that spin while they wait would slow all of them several times.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def pytest_collection_modifyitems(items):
+    """The README's commands run the whole book: they begin first, so that the other worker does the rest meanwhile."""
+    items.sort(key=lambda item: item.path.name != "test_readme.py")
+
 
 @pytest.fixture(scope="session")
 def mirror() -> Path:
