@@ -1,12 +1,15 @@
 """Pure `nn.Module`s that know no device, precision or parallelism; each exports its layout as data."""
 
 from hyperion.models.layout import Layout, ModelFlops, parameter_count
+from hyperion.models.reference import REFERENCE_MODELS, ReferenceModel, reference_model
 from hyperion.models.resnet import ResNet18, flops_per_image, resnet18
 from hyperion.models.transformer import TransformerConfig, TransformerLM, flops_per_token, named_config
 
 __all__ = [
+    "REFERENCE_MODELS",
     "Layout",
     "ModelFlops",
+    "ReferenceModel",
     "ResNet18",
     "TransformerConfig",
     "TransformerLM",
@@ -14,5 +17,6 @@ __all__ = [
     "flops_per_token",
     "named_config",
     "parameter_count",
+    "reference_model",
     "resnet18",
 ]
