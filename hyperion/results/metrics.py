@@ -51,6 +51,8 @@ _METRICS = (
     Metric("collective_time_s", "s", "lower", "one collective, the slowest rank, median", False, True, True),
     Metric("scaling_efficiency", "fraction", "higher", "speed per device over the speed of one device alone", True, True),
     Metric("communication_share", "fraction", "lower", "share of the step that vanishes without communication", False, True),
+    Metric("detection_time_s", "s", "lower", "from the death of a rank to the launcher's error", True, False, True),
+    Metric("stored_gb", "GB", "lower", "bytes of files on disk"),
     Metric("relative_difference", "fraction", "lower", "largest relative difference from the reference", needs_check=True),
     Metric("mfu", "fraction", "higher", "model FLOPs over time, divided by the device's peak for the dtype", True),
     Metric("peak_memory_gib", "GiB", "lower", "most device memory allocated by tensors at once", True),
