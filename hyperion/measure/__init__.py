@@ -1,15 +1,17 @@
-"""Measure: one timing core, and gemm, bandwidth, memory and roofline on it."""
+"""Measure: one timing core, and gemm, bandwidth, steps in their phases, memory and roofline on it."""
 
 from hyperion.measure.bandwidth import OPERATIONS, BandwidthMeasurement, measure_bandwidth
 from hyperion.measure.dtypes import FORMATS, NumberFormat, matmul_precision
 from hyperion.measure.gemm import Gemm, blas_backend
 from hyperion.measure.memory import PeakMemory, PeakMemoryRegion
 from hyperion.measure.roofline import Ceilings
+from hyperion.measure.step import Phase, StepTiming, time_step
 from hyperion.measure.timing import Timing, time_function, time_interleaved
 from hyperion.measure.verify import Verification, relative_error, verify_elementwise, verify_product
 
 __all__ = [
     "FORMATS", "OPERATIONS", "BandwidthMeasurement", "Ceilings", "Gemm", "NumberFormat", "PeakMemory",
-    "PeakMemoryRegion", "Timing", "Verification", "blas_backend", "matmul_precision", "measure_bandwidth", "relative_error",
-    "time_function", "time_interleaved", "verify_elementwise", "verify_product",
+    "PeakMemoryRegion", "Phase", "StepTiming", "Timing", "Verification", "blas_backend", "matmul_precision",
+    "measure_bandwidth", "relative_error", "time_function", "time_interleaved", "time_step", "verify_elementwise",
+    "verify_product",
 ]  # fmt: skip

@@ -43,14 +43,17 @@ FORMATS = {
 
 @contextlib.contextmanager
 def matmul_precision(number_format: NumberFormat) -> Iterator[None]:
-    """Let float32 products use TF32 units only where the format says so, and 16-bit ones accumulate in float32."""
-    matmul = torch.backends.cuda.matmul
+    """Let float32 products and convolutions use TF32 units only where the format says so, and 16-bit products accumulate
+    in float32. (PyTorch leaves TF32 on for convolutions, unless told otherwise.)
+    """
+    matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn.conv
     before = (
         matmul.fp32_precision,
+        convolution.fp32_precision,
         matmul.allow_fp16_reduced_precision_reduction,
         matmul.allow_bf16_reduced_precision_reduction,
     )
-    matmul.fp32_precision = "tf32" if number_format.name == "tf32" else "ieee"
+    matmul.fp32_precision = convolution.fp32_precision = "tf32" if number_format.name == "tf32" else "ieee"
     matmul.allow_fp16_reduced_precision_reduction = False
     matmul.allow_bf16_reduced_precision_reduction = False
     try:
@@ -58,6 +61,7 @@ def matmul_precision(number_format: NumberFormat) -> Iterator[None]:
     finally:
         (
             matmul.fp32_precision,
+            convolution.fp32_precision,
             matmul.allow_fp16_reduced_precision_reduction,
             matmul.allow_bf16_reduced_precision_reduction,
         ) = before

@@ -134,6 +134,16 @@ class _EventClock:
     def __init__(self, device: Device):
         self.device = torch.device(device.torch_device)
 
+    def stamp(self) -> torch.cuda.Event:
+        """This moment in the device's queue of work."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """From one stamp to a later one, once the device has passed both."""
+        return start.elapsed_time(end) / 1e3
+
     def sample(self, functions, flush, count: int) -> list[list[float]]:
         pairs: list[list[tuple]] = [[] for _ in functions]
         with torch.cuda.device(self.device):
@@ -142,17 +152,21 @@ class _EventClock:
                 for function, series in zip(functions, pairs, strict=True):
                     if flush is not None:
                         flush()
-                    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                    start.record()
+                    start = self.stamp()
                     function()
-                    end.record()
-                    series.append((start, end))
+                    series.append((start, self.stamp()))
             torch.cuda.synchronize()
-        return [[start.elapsed_time(end) / 1e3 for start, end in series] for series in pairs]
+        return [[self.seconds(*pair) for pair in series] for series in pairs]
 
 
 class _HostClock:
     """The monotonic clock around each call: on a CPU a call has done its work when it returns."""
+
+    stamp = staticmethod(time.perf_counter_ns)
+
+    def seconds(self, start: int, end: int) -> float:
+        """From one stamp to a later one."""
+        return (end - start) / 1e9
 
     def sample(self, functions, flush, count: int) -> list[list[float]]:
         samples: list[list[float]] = [[] for _ in functions]
@@ -160,9 +174,9 @@ class _HostClock:
             for function, series in zip(functions, samples, strict=True):
                 if flush is not None:
                     flush()
-                start = time.perf_counter_ns()
+                start = self.stamp()
                 function()
-                series.append((time.perf_counter_ns() - start) / 1e9)
+                series.append(self.seconds(start, self.stamp()))
         return samples
 
 
@@ -191,7 +205,8 @@ def _synchronizer(device: Device) -> Callable[[], object]:
 
 
 def device_clock(device: Device) -> _EventClock | _HostClock:
-    """The clock of a device: `sample(functions, flush, count)` gives seconds of `count` calls of each, in turn."""
+    """The clock of a device: `sample(functions, flush, count)` gives seconds of `count` calls of each, in turn, and
+    `seconds(start, end)` those between two of its `stamp()`s."""
     return _HostClock() if device.kind == "cpu" else _EventClock(device)
 
 
