@@ -9,6 +9,7 @@ from hyperion.results.rows import SCHEMA_VERSION, Row, RowError, rows_from_csv, 
 from hyperion.results.statistics import (
     Estimate,
     holm,
+    independent_ratio_estimate,
     median_estimate,
     proportion_estimate,
     ratio_estimate,
@@ -18,7 +19,7 @@ from hyperion.results.store import Prediction, Run
 
 __all__ = [
     "REGISTRY", "SCHEMA_VERSION", "Comparison", "Estimate", "Metric", "Prediction", "Row", "RowError", "Run", "StoreError",
-    "compare", "find_run", "holm", "median_estimate", "metric_named", "must_remeasure", "new_run_folder",
-    "proportion_estimate", "ratio_estimate", "relaunches", "rows_from_csv", "rows_to_csv", "set_latest", "welch_p_value",
-    "write_atomically",
+    "compare", "find_run", "holm", "independent_ratio_estimate", "median_estimate", "metric_named", "must_remeasure",
+    "new_run_folder", "proportion_estimate", "ratio_estimate", "relaunches", "rows_from_csv", "rows_to_csv", "set_latest",
+    "welch_p_value", "write_atomically",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ import pytest
 
 from hyperion.results import (
     holm,
+    independent_ratio_estimate,
     median_estimate,
     proportion_estimate,
     ratio_estimate,
@@ -82,3 +83,12 @@ def test_welch_against_the_formula():
     assert p == pytest.approx(0.1047, abs=5e-4)
     assert welch_p_value([2.0, 2.0], [2.0, 2.0]) == 1.0
     assert welch_p_value([2.0, 2.0], [3.0, 3.0]) == 0.0
+
+
+def test_a_ratio_of_independent_series_covers_the_true_one_and_takes_other_lengths():
+    random, hits = np.random.default_rng(7), 0
+    for seed in range(100):
+        slow, fast = random.normal(2.0, 0.05, 40), random.normal(1.0, 0.03, 60)
+        found = independent_ratio_estimate(fast, slow, seed)
+        hits += found.ci_low <= 2.0 <= found.ci_high
+    assert hits >= 88 and found.n == 40
