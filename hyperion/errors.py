@@ -1,5 +1,8 @@
 """One exception type for everything a user can put right: what was wrong, where, and the next step."""
 
+import errno
+from typing import TypeVar
+
 
 class HyperionError(Exception):
     """An error with a remedy.
@@ -35,3 +38,26 @@ class HyperionError(Exception):
     def _render_traceback_(self) -> list[str]:
         """What IPython shows in a notebook: the error in its own words. Its way through the library helps no reader."""
         return [f"{type(self).__name__}: {self}"]
+
+
+Error = TypeVar("Error", bound=HyperionError)
+
+
+def refused_write(error: OSError, kind: type[Error], *, action: str, kept: str, where: object, elsewhere: str) -> Error:
+    """The system's refusal to write, in words: a full disk apart from a place that may not be written to.
+
+    Args:
+        kind: class of the error to make.
+        action: what could not be done ("cannot write").
+        kept: what the refusal left as it was ("nothing was changed").
+        where: the file or folder.
+        elsewhere: how to choose another place, as the end of a sentence ("name another one with …").
+    """
+    reason = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what, remedy = f"the disk is full; {kept} ({reason})", "free some space and run the same again"
+    elif error.errno == errno.EROFS:
+        what, remedy = f"{action}: {reason}; {kept}", "make its file system writable"
+    else:
+        what, remedy = f"{action}: {reason}", "make the folder writable"
+    return kind(what, where=where, next_step=f"{remedy}, or {elsewhere}")

@@ -2,6 +2,9 @@
 
 Whoever saves writes any files into the folder that `saving` yields (one state, or the many files of a sharded
 checkpoint); the hashes, the manifest and the rename that makes it a checkpoint happen here.
+
+With a process group up, every rank calls these functions together: rank 0 makes, seals and verifies the folder, and an
+error on any rank is raised on all.
 """
 
 import hashlib
@@ -10,15 +13,19 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from hyperion.checkpoints.ranks import agreed, on_rank_0, rank_and_size
 from hyperion.checkpoints.states import EARLIER, CheckpointError
+from hyperion.errors import refused_write
 
 MANIFEST = "manifest.json"
-FORMAT = "hyperion-checkpoint-1"
+FORMAT = "hyperion-checkpoint-2"
 UNFINISHED = ".unfinished-"
+HASHING_THREADS = 8
 T = TypeVar("T")
 
 
@@ -30,13 +37,17 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 @contextmanager
 def saving(folder: Path, step: int, keep: int = 2) -> Iterator[Path]:
     """A new folder to write a checkpoint's files into; it becomes folder/step-<step> when the block ends without an
-    error.
+    error on every rank.
 
     Until then, and after any error, the checkpoints that were there are untouched. Afterwards the newest `keep` remain.
     A folder of checkpoints belongs to one run at a time: what an earlier, killed save left unfinished is removed.
 
+    Within the block each rank writes files of its own. An error before the block's last collective must be raised on
+    all ranks (write_sharded sees to that): the other ranks would wait for the one that left.
+
     Raises:
-        CheckpointError: the folder cannot be written (full disk, no permission); names it and the cause.
+        CheckpointError: the folder cannot be written (full disk, no permission), or is not one folder for all ranks;
+            names it, the cause and the failing rank.
     """
     if keep < 1 or step < 0:
         raise CheckpointError(
@@ -46,32 +57,28 @@ def saving(folder: Path, step: int, keep: int = 2) -> Iterator[Path]:
     target = checkpoint_path(folder, step)
     new = folder / f"{UNFINISHED}{target.name}"
     try:
-        for left_over in folder.glob(f"{UNFINISHED}*"):
-            shutil.rmtree(left_over)
-        new.mkdir(parents=True)
-        yield new
-        _seal(new, step)
-        replaced = None
-        if target.exists():  # the same step again, after a resume: a folder cannot be renamed over another
-            replaced = target.rename(folder / f"{UNFINISHED}replaced-{target.name}")
-        new.rename(target)
-        _flush(folder)
-        for old in ([replaced] if replaced else []) + _newest_first(folder)[keep:]:
-            shutil.rmtree(old)
-    except OSError as error:
-        shutil.rmtree(new, ignore_errors=True)
-        raise CheckpointError(
-            f"the checkpoint of step {step} could not be written: {error.strerror or error}",
-            where=folder,
-            next_step="free space or name another folder, then start again: it resumes from the checkpoint before",
-        ) from error
+        on_rank_0(lambda: _begin(new, step))
+        agreed(lambda: _require_shared(new))
+        fault = None
+        try:
+            with _explained(folder, step):
+                yield new
+        except Exception as error:
+            fault = error
+        agreed(lambda: _raise(fault))
+        on_rank_0(lambda: _finish(new, target, step, keep))
     except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
+        if rank_and_size()[0] == 0:
+            shutil.rmtree(new, ignore_errors=True)
         raise
 
 
 def newest_good(folder: Path, read: Callable[[Path], T]) -> T | None:
     """What `read` returns for the newest checkpoint it accepts; stderr names each newer one that it refused, and why.
+
+    Args:
+        read: on many ranks it returns on all or raises the same CheckpointError on all, as `verify` and `read_sharded`
+            do.
 
     Returns:
         None when there is no checkpoint at all.
@@ -80,12 +87,13 @@ def newest_good(folder: Path, read: Callable[[Path], T]) -> T | None:
         CheckpointError: there are checkpoints, and `read` refused every one.
     """
     refused = []
-    for path in _newest_first(Path(folder)):
+    for path in on_rank_0(lambda: _newest_first(Path(folder))):
         try:
             return read(path)
         except CheckpointError as error:
             refused.append(error)
-            print(f"WARNING: checkpoint refused. {error}", file=sys.stderr)
+            if rank_and_size()[0] == 0:
+                print(f"WARNING: checkpoint refused. {error}", file=sys.stderr)
     if refused:
         raise CheckpointError(
             f"none of {len(refused)} checkpoints can be used; the newest: {refused[0].what}",
@@ -98,13 +106,18 @@ def newest_good(folder: Path, read: Callable[[Path], T]) -> T | None:
 def verify(path: Path) -> dict:
     """Check one checkpoint folder against its manifest: every file, no other file, sizes, sha256.
 
+    On many ranks rank 0 reads the files, once; every rank gets its answer.
+
     Returns:
         The manifest.
 
     Raises:
         CheckpointError: names the file and what is wrong with it.
     """
-    path = Path(path)
+    return on_rank_0(lambda: _verified(Path(path)))
+
+
+def _verified(path: Path) -> dict:
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         entries = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
@@ -123,21 +136,71 @@ def verify(path: Path) -> dict:
             raise CheckpointError("a file that the manifest does not list", where=path / name, next_step=EARLIER)
         if name not in present:
             raise CheckpointError("a file that the manifest lists is missing", where=path / name, next_step=EARLIER)
-        size, digest = entries[name]
+        size = entries[name][0]
         if (found := (path / name).stat().st_size) != size:
             raise CheckpointError(
                 f"{found} bytes instead of {size}: cut off or edited", where=path / name, next_step=EARLIER
             )
-        if _sha256(path / name) != digest:
+    for name, digest in _digests(path, sorted(entries)).items():
+        if digest != entries[name][1]:
             raise CheckpointError(
                 "the sha256 differs from the manifest's: edited or damaged", where=path / name, next_step=EARLIER
             )
     return manifest
 
 
+def _begin(new: Path, step: int) -> None:
+    """An empty folder to write into; what a killed save left is gone."""
+    with _explained(new.parent, step):
+        for left_over in new.parent.glob(f"{UNFINISHED}*"):
+            shutil.rmtree(left_over)
+        new.mkdir(parents=True)
+
+
+def _require_shared(new: Path) -> None:
+    if not new.is_dir():
+        raise CheckpointError(
+            "this rank does not see the folder that rank 0 made",
+            where=new,
+            next_step="name a checkpoint folder on a file system that all ranks share",
+        )
+
+
+def _raise(fault: Exception | None) -> None:
+    if fault is not None:
+        raise fault
+
+
+@contextmanager
+def _explained(folder: Path, step: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise refused_write(
+            error, CheckpointError, where=folder, elsewhere="name another checkpoint folder",
+            action=f"the checkpoint of step {step} could not be written",
+            kept=f"the checkpoint of step {step} was not written, those before it are untouched",
+        ) from error  # fmt: skip
+
+
+def _finish(new: Path, target: Path, step: int, keep: int) -> None:
+    """Vouch for the files, give the folder its name, and remove what it replaces."""
+    folder = target.parent
+    with _explained(folder, step):
+        _seal(new, step)
+        replaced = None
+        if target.exists():  # the same step again, after a resume: a folder cannot be renamed over another
+            replaced = target.rename(folder / f"{UNFINISHED}replaced-{target.name}")
+        new.rename(target)
+        _flush(folder)
+        for old in ([replaced] if replaced else []) + _newest_first(folder)[keep:]:
+            shutil.rmtree(old)
+
+
 def _seal(new: Path, step: int) -> None:
     """Write the manifest of all files below, and force everything to the disk."""
-    files = {name: {"bytes": (new / name).stat().st_size, "sha256": _sha256(new / name)} for name in _files(new)}
+    digests = _digests(new, _files(new))
+    files = {name: {"bytes": (new / name).stat().st_size, "sha256": digest} for name, digest in digests.items()}
     manifest = {"format": FORMAT, "step": step, "files": files}
     (new / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for path in [*new.rglob("*"), new]:
@@ -152,6 +215,12 @@ def _files(path: Path) -> list[str]:
 
 def _newest_first(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("step-*") if path.is_dir()), reverse=True)
+
+
+def _digests(path: Path, names: list[str]) -> dict[str, str]:
+    """sha256 by name; several files at once, because one core hashes slower than a disk array reads."""
+    with ThreadPoolExecutor(HASHING_THREADS) as threads:
+        return dict(zip(names, threads.map(lambda name: _sha256(path / name), names), strict=True))
 
 
 def _sha256(path: Path) -> str:

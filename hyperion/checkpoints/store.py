@@ -1,10 +1,11 @@
-"""Save and load one state as a checkpoint."""
+"""Save and load one state that fits a process as a checkpoint. On many ranks rank 0's state is the one saved."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hyperion.checkpoints.folders import checkpoint_path, newest_good, saving, verify
+from hyperion.checkpoints.ranks import agreed, on_rank_0
 from hyperion.checkpoints.states import read_state, write_state
 
 
@@ -34,7 +35,7 @@ def save(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
         were.
     """
     with saving(folder, step, keep) as new:
-        write_state(new, state)
+        on_rank_0(lambda: write_state(new, state))
     return checkpoint_path(folder, step)
 
 
@@ -45,7 +46,7 @@ def load(path: Path) -> Checkpoint:
         CheckpointError: it is not what its manifest says, or a file is not of its format.
     """
     manifest = verify(path)
-    return Checkpoint(Path(path), int(manifest["step"]), read_state(path))
+    return Checkpoint(Path(path), int(manifest["step"]), agreed(lambda: read_state(path)))
 
 
 def load_latest(folder: Path) -> Checkpoint | None:

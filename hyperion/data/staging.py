@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hyperion.data.faults import DataError
+from hyperion.errors import refused_write
 from hyperion.paths import data_folder
 
 QUARANTINE = "quarantine"  # downloads that failed their checksum lie in this folder of the cache
@@ -80,14 +81,7 @@ def _flush(path: Path) -> None:
 
 
 def _explained(error: OSError, target: Path) -> DataError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DataError(
-            "the disk is full; nothing was staged",
-            where=target,
-            next_step="free some space, or name another disk with HYPERION_DATA=/some/folder",
-        )
-    return DataError(
-        f"cannot stage data: {error.strerror or error}",
-        where=error.filename or target,
-        next_step="make the folder writable, or name another one with HYPERION_DATA=/some/folder",
-    )
+    return refused_write(
+        error, DataError, action="cannot stage data", kept="nothing was staged", where=error.filename or target,
+        elsewhere="name another folder with HYPERION_DATA=/some/folder",
+    )  # fmt: skip

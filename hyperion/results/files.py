@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from hyperion.errors import HyperionError
+from hyperion.errors import HyperionError, refused_write
 
 MANIFEST = "MANIFEST"
 PENDING = "MANIFEST.pending"
@@ -205,17 +205,10 @@ def _unreadable(path: Path, error: Exception) -> StoreError:
 
 
 def _explained(error: OSError, path: Path) -> StoreError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StoreError(
-            "the disk is full; nothing was changed",
-            where=path,
-            next_step="free some space and run the same command again",
-        )
-    return StoreError(
-        f"cannot write: {error.strerror or error}",
-        where=path,
-        next_step="make the folder writable, or name another one with HYPERION_RESULTS=/some/folder",
-    )
+    return refused_write(
+        error, StoreError, action="cannot write", kept="nothing was changed", where=path,
+        elsewhere="name another folder with HYPERION_RESULTS=/some/folder",
+    )  # fmt: skip
 
 
 def _sync_folder(folder: Path) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from hyperion.checkpoints import CheckpointError, read_state, write_state
+from hyperion.checkpoints import CheckpointError, read_sharded, write_sharded
 from hyperion.data.packing import IGNORE_INDEX
 from hyperion.hardware import Device
 from hyperion.training.allocator import keep_freed_memory
@@ -126,41 +126,37 @@ class TorchEngine(ABC):
         return StepMetrics(loss.detach(), norm, items, learning_rate)
 
     def save(self, folder: Path) -> None:
-        """Model and optimizer state by parameter name, so that another layout of the same model can read it."""
-        state = {
-            "model": get_model_state_dict(self.model),
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
-            "steps": self.steps,
-            "items_seen": self.tokens_seen,
-        }
-        write_state(folder, state)
+        """Model and optimizer state by parameter name, each rank its shards: any layout of the same model can read it.
+        All ranks call it.
+        """
+        write_sharded(folder, self._state())
 
     def load(self, folder: Path) -> None:
-        """Take over the state that `save` wrote.
+        """Take over the state that `save` wrote on any number of ranks. All ranks call it.
 
         Raises:
-            CheckpointError: the files are bad, or belong to a model or optimizer of another shape.
+            CheckpointError: on all ranks: the files are bad, or belong to a model or optimizer of another shape.
         """
-        state = read_state(folder)
+        state = read_sharded(folder, self._state())
         try:
             set_model_state_dict(self.model, state["model"])
             set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
-            self._lay_out_moments()
             self.steps = int(state["steps"])
             self._items_seen.fill_(int(state["items_seen"]))
-        except (RuntimeError, KeyError, ValueError, AttributeError) as error:
-            raise CheckpointError(
+        except (RuntimeError, KeyError, ValueError, AttributeError) as error:  # the same on all ranks: groups of other
+            raise CheckpointError(  # parameters, or a file without the numbers
                 f"the checkpoint does not fit this model and optimizer: {error}",
                 where=folder,
                 next_step="use the configuration it was saved with, or another checkpoint folder",
             ) from error
 
-    def _lay_out_moments(self) -> None:
-        """Give each moment the memory layout of its parameter: fused optimizers walk both in memory order."""
-        for parameter, moments in self.optimizer.state.items():
-            for name, moment in moments.items():
-                if torch.is_tensor(moment) and moment.shape == parameter.shape:
-                    moments[name] = torch.empty_like(parameter, dtype=moment.dtype).copy_(moment)
+    def _state(self) -> dict[str, Any]:
+        return {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+            "steps": self.steps,
+            "items_seen": self.tokens_seen,
+        }
 
 
 class LanguageEngine(TorchEngine):

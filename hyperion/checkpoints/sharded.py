@@ -1,0 +1,175 @@
+"""A nested state of many ranks: each rank writes its own shards as safetensors, rank 0 everything else as JSON.
+
+The shards are those of torch.distributed.checkpoint (DCP) in its safetensors form, which one process writes too: there is
+one format, whatever the number of ranks and the layout of the tensors, and each can be loaded into any other. DCP's usual
+form has its index in a pickle and its objects in torch.save files, which can run code; this one has neither.
+"""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from hyperion.checkpoints.ranks import agreed, on_rank_0, rank_and_size
+from hyperion.checkpoints.states import EARLIER, STATE, CheckpointError, looks_like, read_tree, to_tree, write_tree
+from hyperion.errors import refused_write
+
+SHARDS = "*.safetensors"
+
+
+def write_sharded(folder: Path, state: dict[str, Any]) -> None:
+    """Write a state of this layout into an existing, empty folder. All ranks call it with states of the same structure.
+
+    Args:
+        folder: one for all ranks; not made durable here (see `saving`).
+        state: as for write_state; tensors may be DTensors, of which each rank writes its shard. Plain tensors are taken
+            to be the same on all ranks and written once.
+
+    Raises:
+        CheckpointError: on all ranks alike; names the rank that could not write, and why.
+    """
+    tensors: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    tree = agreed(lambda: to_tree(state, tensors, lambda tensor: _apart(tensor.detach(), storages)))
+    writer = _Writer(str(folder), save_distributed=True)
+    _collectively(lambda alone: dcp.save(tensors, storage_writer=writer, no_dist=alone), folder)
+    agreed(writer.outcome)
+    on_rank_0(lambda: write_tree(folder, tree))
+
+
+def read_sharded(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """Fill the tensors of a state of this layout from a folder that any other layout may have written. All ranks call
+    it.
+
+    Args:
+        state: as write_sharded would be given it here and now; its tensors are overwritten.
+
+    Returns:
+        The stored state, with the tensors of `state`.
+
+    Raises:
+        CheckpointError: on all ranks alike: a file is missing or not of its format, or names, shapes or types of the
+            tensors differ. Nothing was overwritten unless a file broke while it was read.
+    """
+    tensors: dict[str, Tensor] = {}
+    to_tree(state, tensors, Tensor.detach)
+    stored = agreed(lambda: _stored_state(folder, tensors))
+    reader = _Reader(str(folder))
+    _collectively(lambda alone: dcp.load(tensors, storage_reader=reader, no_dist=alone), folder)
+    agreed(reader.outcome)
+    return stored
+
+
+class _KeepsItsError:
+    """What fails on one rank within DCP travels to the others as a pickle, which not every error survives. It is kept
+    here instead, and told by `agreed` once all ranks have left DCP.
+    """
+
+    fault: Exception | None = None
+
+    def attempt(self, work: Callable[[], Future]) -> Future:
+        try:
+            return work()
+        except Exception as error:
+            self.fault = error
+            nothing: Future = Future()
+            nothing.set_result([])
+            return nothing
+
+
+class _Writer(_KeepsItsError, HuggingFaceStorageWriter):
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future:
+        return self.attempt(lambda: super(_Writer, self).write_data(plan, planner))
+
+    def outcome(self) -> None:
+        """Raises what went wrong on this rank."""
+        if isinstance(self.fault, OSError):
+            raise refused_write(
+                self.fault, CheckpointError, where=self.path, elsewhere="name another checkpoint folder",
+                action="the tensors could not be written", kept="no checkpoint was made",
+            ) from self.fault  # fmt: skip
+        if self.fault is not None:
+            raise self.fault
+
+
+class _Reader(_KeepsItsError, HuggingFaceStorageReader):
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future:
+        return self.attempt(lambda: super(_Reader, self).read_data(plan, planner))
+
+    def outcome(self) -> None:
+        """Raises what went wrong on this rank."""
+        if self.fault is not None:
+            raise CheckpointError(
+                f"the tensors could not be read: {self.fault}", where=self.path, next_step=EARLIER
+            ) from self.fault
+
+
+def _collectively(work: Callable[[bool], object], folder: Path) -> None:
+    """Call DCP, told whether this process is alone. Its own errors are raised on all ranks, but not as Exceptions."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        try:
+            work(rank_and_size()[1] == 1)
+        except CheckpointException as error:
+            rank, (cause, _) = next(iter(error.failures.items()))
+            raise CheckpointError(
+                f"rank {rank}: {type(cause).__name__}: {cause}", where=folder, next_step="read the traceback of that rank"
+            ) from error
+
+
+def _apart(tensor: Tensor, storages: set[int]) -> Tensor:
+    """The tensor as safetensors wants it: contiguous, and in a storage that no other tensor of the state is in."""
+    tensor = tensor.contiguous()
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    place = local.untyped_storage().data_ptr()
+    if place in storages and local.numel():
+        return tensor.clone()
+    storages.add(place)
+    return tensor
+
+
+def _stored_state(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """The stored state with these tensors in it, once every name, shape and type fits."""
+    if strange := [path for path in folder.iterdir() if path.name != STATE and not path.match(SHARDS)]:
+        raise CheckpointError(
+            f"a file that is no part of a checkpoint: {looks_like(strange[0])}", where=strange[0], next_step=EARLIER
+        )
+    for path in sorted(folder.glob(SHARDS)):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{path.name} holds no tensors: {looks_like(path, error)}", where=path, next_step=EARLIER
+            ) from error
+    stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    for name in sorted(set(stored) | set(tensors)):
+        if name not in tensors:
+            raise _misfit(f"{name} is in the checkpoint, and this model and optimizer have none", folder)
+        if name not in stored:
+            raise _misfit(f"{name} is not in the checkpoint", folder)
+        found, wanted = (stored[name].size, stored[name].properties.dtype), (tensors[name].shape, tensors[name].dtype)
+        if found != wanted:
+            raise _misfit(f"{name} is {_described(*found)} there and {_described(*wanted)} here", folder)
+    return read_tree(folder, tensors)
+
+
+def _described(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+def _misfit(what: str, folder: Path) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint does not fit this model and optimizer: {what}",
+        where=folder,
+        next_step="use the configuration it was saved with, or another checkpoint folder",
+    )
