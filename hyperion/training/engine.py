@@ -35,12 +35,16 @@ class StepMetrics:
         gradient_norm: scalar, L2 norm over all gradients before clipping.
         items: scalar, tokens or images of the batch, padding not counted.
         learning_rate: of this step.
+        rank_loss: as loss, of this rank's part of the batch; loss itself on one device.
+        rank_items: items of this rank's part; items itself on one device.
     """
 
     loss: Tensor
     gradient_norm: Tensor
     items: Tensor
     learning_rate: float
+    rank_loss: Tensor
+    rank_items: Tensor
 
 
 class Engine(Protocol):
@@ -123,7 +127,8 @@ class TorchEngine(ABC):
         self.optimizer.zero_grad()
         self.steps += 1
         self._items_seen += items
-        return StepMetrics(loss.detach(), norm, items, learning_rate)
+        loss = loss.detach()
+        return StepMetrics(loss, norm, items, learning_rate, rank_loss=loss, rank_items=items)
 
     def save(self, folder: Path) -> None:
         """Model and optimizer state by parameter name, each rank its shards: any layout of the same model can read it.
