@@ -6,7 +6,7 @@ files): rank 0 makes and verifies the folder, each rank writes its shards, and a
 
 from hyperion.checkpoints.export import export_model, full_state
 from hyperion.checkpoints.folders import checkpoint_path, newest_good, saving, verify
-from hyperion.checkpoints.ranks import agreed, gathered, on_rank_0
+from hyperion.checkpoints.ranks import agreed, gathered, on_rank_0, rank_and_size
 from hyperion.checkpoints.sharded import read_sharded, write_sharded
 from hyperion.checkpoints.states import CheckpointError, read_state, write_state
 from hyperion.checkpoints.store import Checkpoint, load, load_latest, save
@@ -23,6 +23,7 @@ __all__ = [
     "load_latest",
     "newest_good",
     "on_rank_0",
+    "rank_and_size",
     "read_sharded",
     "read_state",
     "save",

@@ -2,9 +2,11 @@
 
 from hyperion.training.engine import Engine, ImageEngine, LanguageEngine, StepMetrics, TorchEngine
 from hyperion.training.evaluate import ImageEvaluation, LanguageEvaluation, evaluate_images, evaluate_language
-from hyperion.training.history import EpochRecord, History
-from hyperion.training.loop import Batches, NonFiniteError, Plan, train
+from hyperion.training.history import EpochRecord, History, mean_over_ranks
+from hyperion.training.loop import Batches, train
+from hyperion.training.nonfinite import NonFiniteError
 from hyperion.training.optimizers import adamw, decay_groups, sgd_nesterov
+from hyperion.training.plan import Plan
 from hyperion.training.precision import Precision, choose_precision
 from hyperion.training.schedules import WarmupCosine
 from hyperion.training.seeds import rng_state, seed_everything, set_rng_state
@@ -33,6 +35,7 @@ __all__ = [
     "decay_groups",
     "evaluate_images",
     "evaluate_language",
+    "mean_over_ranks",
     "rng_state",
     "seed_everything",
     "set_rng_state",

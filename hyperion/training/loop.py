@@ -1,30 +1,28 @@
 """The training loop: it drives an Engine over batches, measures, evaluates, saves and resumes.
 
-It knows no optimizer, wrapper or model. Losses stay on the device and are read every SYNC_STEPS steps at once.
+It knows no optimizer, wrapper or model. Losses stay on the device and are read some steps at once (see Pulse), which is
+also when many ranks agree whether to stop.
 """
 
 import math
-import tempfile
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from hyperion.checkpoints import CheckpointError, checkpoint_path, newest_good, read_state, saving, verify, write_state
+from hyperion.checkpoints import checkpoint_path, gathered, newest_good, rank_and_size
 from hyperion.errors import HyperionError
 from hyperion.training.engine import Engine, StepMetrics
 from hyperion.training.history import EpochRecord, History
 from hyperion.training.meter import EpochMeter
-from hyperion.training.seeds import rng_state, set_rng_state
+from hyperion.training.nonfinite import is_finite, non_finite
+from hyperion.training.plan import Plan
+from hyperion.training.pulse import Pulse
+from hyperion.training.seeds import rng_state, seed_rank, set_rng_state
 from hyperion.training.signals import Interrupted, StopFlag
-
-SYNC_STEPS = 20
-
-
-class NonFiniteError(HyperionError):
-    """A loss or gradient that is infinite or no number."""
+from hyperion.training.snapshots import read_run, write_run
 
 
 class Batches(Protocol):
@@ -43,38 +41,6 @@ class Batches(Protocol):
     def load_state_dict(self, state: dict) -> None: ...
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How long to train, and when to look.
-
-    Attributes:
-        epochs: passes over the loader; or
-        steps: optimizer steps (exactly one of the two is given).
-        evaluate_every: epochs between evaluations; the last epoch is always evaluated.
-        checkpoint_every: steps between checkpoints; None saves only when told to stop, and at the end.
-        keep: checkpoints kept.
-    """
-
-    epochs: int | None = None
-    steps: int | None = None
-    evaluate_every: int = 1
-    checkpoint_every: int | None = None
-    keep: int = 2
-
-    def __post_init__(self):
-        if (self.epochs is None) == (self.steps is None):
-            raise HyperionError(
-                "give epochs or steps, one of them", where="Plan", next_step="for example Plan(epochs=3)"
-            )
-        for name in ("epochs", "steps", "evaluate_every", "checkpoint_every", "keep"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise HyperionError(f"{name} is {value}", where="Plan", next_step="give 1 or more")
-
-    def total_steps(self, steps_per_epoch: int) -> int:
-        """Optimizer steps of the whole plan."""
-        return self.steps if self.steps is not None else self.epochs * steps_per_epoch
-
-
 def train(
     engine: Engine,
     batches: Batches,
@@ -87,18 +53,24 @@ def train(
 ) -> History:
     """Train as planned; resume when `folder` holds a checkpoint, with the same losses as an uninterrupted run.
 
+    On many ranks (a process group is up) all of them call it alike, each with an engine and a loader of its own part.
+    Rank 0 alone reports and calls `on_epoch`. Each rank draws random numbers of its own. A checkpoint of as many ranks
+    is continued bit for bit; on another number of ranks the loader goes on where it was and the losses agree to
+    rounding, except that random generators (dropout) are seeded anew, which stderr says.
+
     Args:
         validation: makes a fresh iterable of held-out batches for engine.evaluate.
-        folder: of this run's checkpoints; None saves nothing.
+        folder: of this run's checkpoints, one for all ranks; None saves nothing.
         on_epoch: called with each epoch's record.
         report: told (steps done, steps in all, the newest loss) whenever losses are read.
 
     Returns:
-        The history of the whole run, earlier parts included.
+        The history of the whole run, earlier parts included; the same on all ranks.
 
     Raises:
-        NonFiniteError: a loss or gradient was not finite; the batch is in the file it names.
-        Interrupted: SIGTERM came; the state was saved first. Its exit_code is 75.
+        NonFiniteError: a loss or gradient was not finite, on all ranks; the batch is in the file it names.
+        Interrupted: SIGTERM came to some rank; the state was saved first, and all ranks leave. Its exit_code is 75.
+            One process stops after the step in progress; many stop after the same step, when losses are read next.
         CheckpointError: no checkpoint of the folder can be used, or one could not be written.
     """
     with StopFlag() as stop:
@@ -106,19 +78,31 @@ def train(
 
 
 class _Run:
-    """The state of one call of `train`."""
+    """The state of one call of `train` on one rank."""
 
     def __init__(self, engine, batches, plan, validation, folder, on_epoch, stop: StopFlag, report):
+        self.rank, self.ranks = rank_and_size()
         self.engine, self.batches, self.plan = engine, batches, plan
-        self.validation, self.folder, self.on_epoch, self.stop = validation, folder, on_epoch, stop
-        self.report = report
+        self.validation, self.folder, self.stop = validation, folder, stop
+        self.on_epoch, self.report = (on_epoch, report) if self.rank == 0 else ((), lambda done, total, note: None)
         self.total_steps = plan.total_steps(len(batches))
         self.history = History(engine.item)
-        self.meter = EpochMeter(engine.device)
+        self.pulse = Pulse(engine.device)
+        self.seed = torch.initial_seed()
         self.step = self.steps_in_epoch = self.saved_at = 0
         self.learning_rate = 0.0
+        self.leaving = False  # whether all ranks know that one of them was asked to stop
+        self.evaluated = 0  # held-out batches
+        self.begin_epoch()
         # Steps whose numbers are still on the device, with their batches.
         self.unread: list[tuple[StepMetrics, Any]] = []
+
+    def begin_epoch(self, warmed_up: bool = False) -> None:
+        """Nothing was trained on yet."""
+        self.meter = EpochMeter(self.engine.device, warmed_up)
+        self.rank_losses: list[float] = []
+        self.earlier_items = 0  # of this epoch, seen by another number of ranks before a resume
+        self.steps_in_epoch = 0
 
     def run(self) -> History:
         self.restore()
@@ -127,7 +111,8 @@ class _Run:
             self.finish_epoch()
         if self.folder is not None and self.saved_at != self.step:
             self.save()
-        if self.stop.requested:
+        self.leaving, _ = self.pulse.agree(self.stop.requested, False, 0)
+        if self.leaving:
             self.save_and_leave()
         return self.history
 
@@ -136,23 +121,23 @@ class _Run:
         left = min(len(self.batches) - self.steps_in_epoch, self.total_steps - self.step)
         if left == 0:
             return
-        self.meter.start()
+        self.start_clocks()
         for batch in self.batches:
             metrics = self.engine.train_step(batch)
-            self.meter.count(metrics.items)
+            self.meter.count(metrics.rank_items)
             self.unread.append((metrics, batch))
             self.learning_rate = metrics.learning_rate
             self.step += 1
             self.steps_in_epoch += 1
             left -= 1
-            if len(self.unread) == SYNC_STEPS or self.engine.device.kind == "cpu":
+            if len(self.unread) >= self.pulse.steps:
                 self.read_losses()
                 self.report(self.step, self.total_steps, f"loss {self.history.losses[-1]:.4f}")
-            if self.stop.requested:
+            if self.leaving or (self.ranks == 1 and self.stop.requested):
                 self.save_and_leave()
             if left and self.plan.checkpoint_every and self.step % self.plan.checkpoint_every == 0:
                 self.save()
-                self.meter.start()
+                self.start_clocks()
             if left == 0:
                 break
         self.meter.pause()
@@ -163,37 +148,51 @@ class _Run:
                 next_step="make its len() what it yields",
             )
 
+    def start_clocks(self) -> None:
+        self.meter.start()
+        self.pulse.start()
+
     def finish_epoch(self) -> None:
         """Evaluate when it is time to, and record the epoch."""
         self.read_losses()
+        if self.leaving:
+            self.save_and_leave()
         number = len(self.history.epochs) + 1
         last = self.step >= self.total_steps
         evaluation = None
         if self.validation is not None and (last or number % self.plan.evaluate_every == 0):
             try:
-                evaluation = self.engine.evaluate(self.stop.watch(self.validation()))
+                evaluation = self.engine.evaluate(self.stop.watch(self.validation(), self.stop_evaluating))
             except Interrupted:
                 self.save_and_leave()
-        losses = self.history.losses[self.step - self.steps_in_epoch :]
-        record = EpochRecord(
+        part = EpochRecord(
             epoch=number,
             step=self.step,
-            steps=self.steps_in_epoch,
-            loss=math.fsum(losses) / len(losses),
+            steps=len(self.rank_losses),
+            loss=_mean(self.rank_losses),
             learning_rate=self.learning_rate,
-            evaluation=evaluation,
+            evaluation=None,
+            rank=self.rank,
             **self.meter.results(),
         )
-        self.history.epochs.append(record)
-        self.meter = EpochMeter(self.engine.device, warmed_up=True)
-        self.steps_in_epoch = 0
+        loss = _mean(self.history.losses[self.step - self.steps_in_epoch :])
+        record = self.history.add_epoch(gathered(part), loss, self.earlier_items, evaluation)
+        self.begin_epoch(warmed_up=True)
         for callback in self.on_epoch:
             callback(record)
         if self.folder is not None and self.plan.checkpoint_every and self.step % self.plan.checkpoint_every == 0:
             self.save()
 
+    def stop_evaluating(self) -> bool:
+        """Asked before each held-out batch; many ranks agree every so many of them, all after the same one."""
+        self.evaluated += 1
+        if self.ranks > 1 and self.evaluated % self.pulse.steps:
+            return False
+        self.leaving, _ = self.pulse.agree(self.stop.requested, False, self.pulse.steps)
+        return self.leaving
+
     def read_losses(self) -> None:
-        """Fetch the losses of the steps since the last call, all at once.
+        """Fetch the losses of the steps since the last call, all at once; on many ranks also agree whether to stop.
 
         Raises:
             NonFiniteError: names the first bad step; its batch is written to a file.
@@ -201,25 +200,16 @@ class _Run:
         if not self.unread:
             return
         numbers = torch.stack(
-            [torch.stack((metrics.loss, metrics.gradient_norm)) for metrics, _ in self.unread]
+            [torch.stack((step.loss, step.gradient_norm, step.rank_loss)) for step, _ in self.unread]
         ).tolist()
-        first = self.step - len(self.unread) + 1
-        for step, (loss, norm), (_, batch) in zip(range(first, self.step + 1), numbers, self.unread, strict=True):
-            if not (math.isfinite(loss) and math.isfinite(norm)):
-                raise self.non_finite(step, loss, norm, batch)
-            self.history.losses.append(loss)
+        bad = not all(map(is_finite, numbers))
+        self.leaving, any_bad = self.pulse.agree(self.stop.requested, bad, len(numbers))
+        if any_bad:
+            first = self.step - len(numbers) + 1
+            raise non_finite(self.folder, first, numbers, [batch for _, batch in self.unread])
+        self.history.losses += [loss for loss, _, _ in numbers]
+        self.rank_losses += [loss for _, _, loss in numbers]
         self.unread.clear()
-
-    def non_finite(self, step: int, loss: float, norm: float, batch: Any) -> NonFiniteError:
-        """The error for a step, once its batch is on the disk."""
-        place = Path(self.folder or tempfile.mkdtemp(prefix="hyperion-")) / f"nonfinite-step-{step:08d}"
-        place.mkdir(parents=True, exist_ok=True)
-        write_state(place, {"step": step, "loss": str(loss), "gradient_norm": str(norm), "batch": batch})
-        return NonFiniteError(
-            f"step {step}: loss {loss}, gradient norm {norm}; training stopped, and the batch of the step was saved",
-            where=place / "tensors.safetensors",
-            next_step="lower the learning rate or look at that batch; checkpoints from before the step are untouched",
-        )
 
     def save_and_leave(self) -> None:
         """Save, and raise Interrupted."""
@@ -241,44 +231,57 @@ class _Run:
         self.read_losses()
         if self.folder is None:
             return
-        state = {
-            "step": self.step,
+        shared = {
             "steps_in_epoch": self.steps_in_epoch,
             "learning_rate": self.learning_rate,
-            "meter": self.meter.state_dict(),
             "history": self.history.state_dict(),
             "batches": self.batches.state_dict(),
-            "rng": rng_state(),
+            "seed": self.seed,
+            "items_in_epoch": self.earlier_items + sum(gathered(self.meter.results()["items"])),
         }
-        with saving(self.folder, self.step, self.plan.keep) as new:
-            for part in ("engine", "loop"):
-                (new / part).mkdir()
-            self.engine.save(new / "engine")
-            write_state(new / "loop", state)
+        own = {
+            "rng": rng_state(),
+            "meter": self.meter.state_dict(),
+            "losses": self.rank_losses,
+            "earlier_items": self.earlier_items,
+        }
+        write_run(Path(self.folder), self.step, self.plan.keep, self.engine, shared, own)
         self.saved_at = self.step
 
     def restore(self) -> None:
         """Go on from the newest good checkpoint, if there is one."""
-        state = None if self.folder is None else newest_good(self.folder, self.read)
-        if state is None:
+        found = None
+        if self.folder is not None:
+            found = newest_good(self.folder, lambda path: read_run(path, self.engine, self.total_steps))
+        if found is None:
+            if self.ranks > 1:
+                seed_rank(self.seed, self.step, self.rank)
             return
-        self.batches.load_state_dict(state["batches"])
-        self.step, self.steps_in_epoch = state["step"], state["steps_in_epoch"]
-        self.learning_rate, self.saved_at = state["learning_rate"], state["step"]
-        self.history = History.from_state_dict(state["history"])
+        shared, own = found
+        self.batches.load_state_dict(shared["batches"])
+        self.step, self.steps_in_epoch = shared["step"], shared["steps_in_epoch"]
+        self.learning_rate, self.saved_at, self.seed = shared["learning_rate"], shared["step"], shared["seed"]
+        self.history = History.from_state_dict(shared["history"])
         self.history.resumed_at.append(self.step)
-        self.meter.load_state_dict(state["meter"])
-        set_rng_state(state["rng"])
+        if own is None:
+            self.earlier_items = shared["items_in_epoch"]
+            self.change_ranks(shared["ranks"])
+        else:
+            self.rank_losses, self.earlier_items = own["losses"], own["earlier_items"]
+            self.meter.load_state_dict(own["meter"])
+            set_rng_state(own["rng"])
 
-    def read(self, path: Path) -> dict:
-        """Verify one checkpoint, load it into the engine, and return the loop's part of it."""
-        verify(path)
-        state = read_state(path / "loop")
-        if state["step"] > self.total_steps:
-            raise CheckpointError(
-                f"it is at step {state['step']}, after the end of the plan at {self.total_steps}",
-                where=path,
-                next_step="train longer, or name another checkpoint folder",
+    def change_ranks(self, before: int) -> None:
+        """What one rank had of its own has no heir on another number of ranks."""
+        seed_rank(self.seed, self.step, self.rank)
+        if self.rank == 0:
+            print(
+                f"WARNING: the checkpoint of step {self.step} was saved on {before} rank(s) and goes on on {self.ranks}. "
+                "Random generators are seeded anew from (seed, step, rank): the next losses agree to rounding, and only "
+                "where nothing random, such as dropout, is in the model.",
+                file=sys.stderr,
             )
-        self.engine.load(path / "engine")
-        return state
+
+
+def _mean(losses: Sequence[float]) -> float:
+    return math.fsum(losses) / len(losses)

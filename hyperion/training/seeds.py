@@ -25,6 +25,13 @@ def seed_everything(seed: int, deterministic: bool = False) -> None:
         torch.use_deterministic_algorithms(True)
 
 
+def seed_rank(seed: int, step: int, rank: int) -> None:
+    """Seed everything from the run's seed, the step it stands at and the rank: no two ranks draw the same numbers, and
+    none draws those of an earlier start again.
+    """
+    seed_everything(int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0]))
+
+
 def rng_state() -> dict:
     """The state of all generators, as tensors and JSON values."""
     python, (_, numpy_keys, numpy_position, has_gauss, cached_gauss) = random.getstate(), np.random.get_state()

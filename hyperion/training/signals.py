@@ -2,7 +2,7 @@
 
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
 from hyperion.errors import HyperionError
@@ -40,10 +40,14 @@ class StopFlag:
     def _set(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
 
-    def watch(self, batches: Iterable) -> Iterator:
-        """The same batches, ended by Interrupted as soon as a stop is requested: for phases that may be abandoned."""
+    def watch(self, batches: Iterable, must_stop: Callable[[], bool] | None = None) -> Iterator:
+        """The same batches, ended by Interrupted as soon as a stop is requested: for phases that may be abandoned.
+
+        Args:
+            must_stop: asked before each batch instead of `requested`, where ranks have to agree on the batch.
+        """
         for batch in batches:
-            if self.requested:
+            if self.requested if must_stop is None else must_stop():
                 raise Interrupted(
                     "SIGTERM came during the evaluation", where="training", next_step="start again to go on"
                 )
