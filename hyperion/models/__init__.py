@@ -1,5 +1,6 @@
 """Pure `nn.Module`s that know no device, precision or parallelism; each exports its layout as data."""
 
+from hyperion.models.activations import ActivationBytes, image_activations, language_activations
 from hyperion.models.layout import Layout, ModelFlops, parameter_count
 from hyperion.models.reference import REFERENCE_MODELS, ReferenceModel, reference_model
 from hyperion.models.resnet import ResNet18, flops_per_image, resnet18
@@ -7,6 +8,7 @@ from hyperion.models.transformer import TransformerConfig, TransformerLM, flops_
 
 __all__ = [
     "REFERENCE_MODELS",
+    "ActivationBytes",
     "Layout",
     "ModelFlops",
     "ReferenceModel",
@@ -15,6 +17,8 @@ __all__ = [
     "TransformerLM",
     "flops_per_image",
     "flops_per_token",
+    "image_activations",
+    "language_activations",
     "named_config",
     "parameter_count",
     "reference_model",

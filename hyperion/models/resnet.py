@@ -62,7 +62,7 @@ class ResNet18(nn.Module):
         self.name = "resnet18" if width == 64 else f"resnet18_w{width}"
         self.conv1 = _conv3x3(3, width)
         self.norm1 = nn.BatchNorm2d(width)
-        self.blocks = nn.ModuleList(BasicBlock(*shape) for shape in _block_shapes(width))
+        self.blocks = nn.ModuleList(BasicBlock(*shape) for shape in block_shapes(width))
         self.classifier = nn.Linear(8 * width, num_classes)
         self.initialize()
 
@@ -88,7 +88,7 @@ class ResNet18(nn.Module):
         )
 
 
-def _block_shapes(width: int) -> Iterator[tuple[int, int, int]]:
+def block_shapes(width: int) -> Iterator[tuple[int, int, int]]:
     """(channels in, channels out, stride) of each block: every stage but the first halves the image and doubles the
     width.
     """
@@ -113,7 +113,7 @@ def flops_per_image(num_classes: int = 10, width: int = 64, image_size: int = IM
     """
     first = 2 * 9 * 3 * width * image_size**2
     forward, side = first, image_size
-    for channels_in, channels_out, stride in _block_shapes(width):
+    for channels_in, channels_out, stride in block_shapes(width):
         side = -(-side // stride)  # rounded up, as padding 1 does for an odd side
         shortcut = channels_in if stride != 1 or channels_in != channels_out else 0
         forward += 2 * side**2 * channels_out * (9 * channels_in + 9 * channels_out + shortcut)
