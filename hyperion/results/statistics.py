@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
 
 RESAMPLES = 2000
 CONFIDENCE = 0.95
@@ -69,6 +68,9 @@ def proportion_estimate(successes: int, n: int) -> Estimate:
 
     Source: Wilson, JASA 22 (1927) 209-212.
     """
+    # Imported where it is used: it takes almost a second, which every worker process of every chapter would pay.
+    from scipy import stats
+
     interval = stats.binomtest(successes, n).proportion_ci(CONFIDENCE, method="wilson")
     share = successes / n
     return Estimate(share, min(interval.low, share), max(interval.high, share), n)
@@ -91,6 +93,8 @@ def welch_p_value(a, b) -> float:
 
     Values that do not vary at all (a seeded loss) differ for certain or not at all.
     """
+    from scipy import stats
+
     log_a, log_b = np.log(_finite(a)), np.log(_finite(b))
     if np.ptp(log_a) == 0 and np.ptp(log_b) == 0:
         return 1.0 if log_a[0] == log_b[0] else 0.0
