@@ -6,7 +6,7 @@ import torch
 from hyperion.experiments.columns import gemm_limit, sample_frame, stream_ceiling, timed_columns
 from hyperion.experiments.context import Context, Forecast
 from hyperion.hardware import Device, gemm_path, peak
-from hyperion.measure import Ceilings, time_function
+from hyperion.measure import Ceilings, Timing, Verification, time_function
 from hyperion.models import ModelFlops
 from hyperion.results import Row
 from hyperion.training import Engine, EpochRecord, History
@@ -84,27 +84,55 @@ def steady_rows(
     timing = time_function(
         lambda: engine.train_step(batch), device, cold=False, time_limit_s=context.sizes["steady_time_limit_s"]
     )
-    step = timing.estimate
-    work = flops.forward_backward * items
-    limit_tflops, limit_source = gemm_limit(device, _gemm_dtype(dtype))
-    floor = None if limit_tflops is None else least_flops * items / (limit_tflops * 1e12)
-    if floor is not None:
-        limit_source = f"model FLOPs at {limit_source}"
     params = {"batch": items, "step": "steady"}
     shared = {"dtype": dtype, "params": params, "data_source": source}
+    rows = speed_rows(context, variant, engine.item, items, timing, flops, least_flops, shared)
+    return rows, sample_frame(timing, variant, dtype, params).assign(kind="steady step")
+
+
+def speed_rows(
+    context: Context,
+    variant: str,
+    item: str,
+    items: int,
+    timing: Timing,
+    flops: ModelFlops,
+    least_flops: float,
+    shared: dict,
+    step_check: Verification | None = None,
+    rate_check: Verification | None = None,
+) -> list[Row]:
+    """Time, throughput and MFU of an optimizer step, each held against what its FLOPs need at the limit rate.
+
+    Args:
+        item: what is counted; `image` gives `images_per_s`.
+        items, flops, least_flops: as in `steady_rows`.
+        shared: dtype, params and data source of all three rows.
+        step_check, rate_check: what was verified of the step, for the rows of time and of throughput.
+    """
+    device, dtype, step = context.device, shared["dtype"], timing.estimate
+    floor, limit_source = flops_floor(device, dtype, least_flops * items)
+    work = flops.forward_backward * items
     rate = step.map(lambda seconds: items / seconds)
-    rows = [
+    return [
         context.row(
             variant, "step_time_s", step.value, limit=floor, limit_source=limit_source, **shared,
-            **timed_columns(step, timing),
+            **timed_columns(step, timing, step_check),
         ),
         context.row(
-            variant, f"{engine.item}s_per_s", rate.value, limit=None if floor is None else items / floor,
-            limit_source=limit_source, **shared, **timed_columns(rate, timing),
+            variant, f"{item}s_per_s", rate.value, limit=None if floor is None else items / floor,
+            limit_source=limit_source, **shared, **timed_columns(rate, timing, rate_check),
         ),
         _mfu_row(context, variant, device, dtype, step.map(lambda seconds: work / seconds / 1e12), shared, timing),
     ]  # fmt: skip
-    return rows, sample_frame(timing, variant, dtype, params).assign(kind="steady step")
+
+
+def flops_floor(device: Device, dtype: str, flops: float) -> tuple[float | None, str]:
+    """(least seconds that these FLOPs take at the limit rate of the dtype, its source), or (None, why there is none)."""
+    limit_tflops, limit_source = gemm_limit(device, _gemm_dtype(dtype))
+    if limit_tflops is None:
+        return None, limit_source
+    return flops / (limit_tflops * 1e12), f"model FLOPs at {limit_source}"
 
 
 def _mfu_row(context: Context, variant: str, device: Device, dtype: str, tflops, shared: dict, timing) -> Row:
