@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from hyperion.data.cifar10 import URL, stage_cifar10
 from hyperion.data.faults import DataError
+from hyperion.data.instructions import URL as INSTRUCTIONS_URL
+from hyperion.data.instructions import stage_instructions
 from hyperion.data.prepare import open_prepared
 from hyperion.data.staging import processed_root
 from hyperion.data.tokenizer import stage_tokenizer
@@ -19,7 +21,7 @@ class Report(NamedTuple):
     detail: str
 
 
-def fetch_all(cifar10_url: str = URL) -> list[Report]:
+def fetch_all(cifar10_url: str = URL, instructions_url: str = INSTRUCTIONS_URL) -> list[Report]:
     """Stage all data and the tokenizer in the cache; afterwards the source 'cache' serves them without any connection.
 
     What is there already is verified, the rest is copied from the mirror where one is named, else downloaded. A failure
@@ -29,6 +31,7 @@ def fetch_all(cifar10_url: str = URL) -> list[Report]:
         _report("wikitext-2", stage_wikitext2),
         _report("gpt2 tokenizer", stage_tokenizer),
         _report("cifar-10", lambda: stage_cifar10(cifar10_url)),
+        _report("instructions", lambda: stage_instructions(instructions_url)),
     ]
 
 

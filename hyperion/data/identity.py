@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from hyperion.data import cifar10
+from hyperion.data import cifar10, instructions
 from hyperion.data.cifar10_formats import find_layout
 from hyperion.data.faults import DataUnavailable
 from hyperion.data.sources import mirror_root
@@ -21,7 +21,8 @@ def data_identity(names: Iterable[str], wanted: str) -> dict[str, dict | None]:
     what they are is decided by sizes and seed.
 
     Args:
-        names: of 'wikitext-2', 'gpt2' (the tokenizer) and 'cifar-10', as their folders in the cache are called.
+        names: of 'wikitext-2', 'gpt2' (the tokenizer), 'cifar-10', 'instructions' and 'llama' (real weights, where
+            somebody put them), as their folders in the cache are called.
         wanted: the source asked for, `auto` included.
 
     Raises:
@@ -48,6 +49,8 @@ def _files_of(name: str, root: Path, place: str) -> Path | None:
     if name == cifar10.FOLDER:
         # A mirror holds the official names at its top.
         return find_layout(root if place == "mirror" else root / cifar10.FOLDER)
+    if name == instructions.FOLDER and place == "mirror":
+        return file if (file := root / instructions.FILE).is_file() else None
     folder = root / name
     return folder if folder.is_dir() else None
 

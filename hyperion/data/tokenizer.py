@@ -42,6 +42,7 @@ class Tokenizer:
         vocab_size: number of token ids, the end of text included.
         sha256: hash of the tokenizer's whole definition.
         eos_id: id of <|endoftext|>, which also serves as prefix and padding.
+        bos_id: id that begins a text where the tokenizer has one of its own (Llama's), else None.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Tokenizer:
     sha256: str
     eos_id: int
     _bpe: tokenizers.Tokenizer = field(repr=False, compare=False)
+    bos_id: int | None = None
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of every text, int32 [tokens]; encoded in parallel unless TOKENIZERS_PARALLELISM=false."""

@@ -37,6 +37,16 @@ def test_contents_count_and_places_are_tried_in_order(data_home, tmp_path, monke
     assert data_identity(NAMES, "auto")["wikitext-2"]["place"] == "mirror"
 
 
+def test_rows_at_the_top_of_a_mirror_or_in_a_folder_of_the_cache(data_home, tmp_path, monkeypatch):
+    write(data_home / "raw/instructions/instructions.json", "[]")
+    assert data_identity(["instructions"], "auto")["instructions"]["place"] == "cache"
+    monkeypatch.setenv("HYPERION_DATA_MIRROR", str(tmp_path / "mirror"))
+    write(tmp_path / "mirror/other", "")
+    assert data_identity(["instructions"], "auto")["instructions"]["place"] == "cache"
+    write(tmp_path / "mirror/instructions.json", "[]")
+    assert data_identity(["instructions"], "auto")["instructions"]["place"] == "mirror"
+
+
 def test_half_staged_and_quarantined_things_count_for_nothing(data_home):
     write(data_home / "raw/gpt2/vocab.json", "{}")
     before = data_identity(NAMES, "auto")
