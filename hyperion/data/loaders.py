@@ -13,11 +13,16 @@ CROP_PADDING = 4
 
 
 class _Resumable(ABC):
-    """An endless sequence of batches in epochs: (seed, epoch, position) alone decides the next batch."""
+    """An endless sequence of batches in epochs: (seed, epoch, position) alone decides the next batch.
 
-    def __init__(self, records: int, batch_size: int, seed: int, drop_last: bool):
+    On many ranks that is the batch of all ranks together, and each gets its part: rank r of R the r-th of R equal runs of
+    consecutive examples. Where the sequence stands does not depend on the number of ranks.
+    """
+
+    def __init__(self, records: int, batch_size: int, seed: int, drop_last: bool, rank: int, ranks: int):
+        _require_equal_parts(records, batch_size, drop_last, rank, ranks)
         self.batch_size, self.seed, self.epoch, self.position = batch_size, seed, 0, 0
-        self.records = records
+        self.records, self.rank, self.ranks = records, rank, ranks
         self.batches_per_epoch = records // batch_size if drop_last else -(-records // batch_size)
         if self.batches_per_epoch < 1:
             raise DataError(
@@ -48,7 +53,7 @@ class _Resumable(ABC):
         return {"epoch": epoch, "position": position, **self._identity()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on where `state` was taken.
+        """Go on where `state` was taken, on any number of ranks.
 
         Raises:
             DataError: the state belongs to other data, another batch size or another seed.
@@ -68,9 +73,14 @@ class _Resumable(ABC):
         if self.position == self.batches_per_epoch:
             self.epoch, self.position = self.epoch + 1, 0
 
+    def _part(self, batch: int) -> slice:
+        """Where this rank's examples stand among the `batch` examples of a whole batch."""
+        size = batch // self.ranks
+        return slice(self.rank * size, (self.rank + 1) * size)
+
     @abstractmethod
     def _batch(self, epoch: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The batch at a position of an epoch, a function of both and the seed."""
+        """This rank's part of the batch at a position of an epoch, a function of both and the seed."""
 
 
 class LanguageBatches(_Resumable):
@@ -84,9 +94,11 @@ class LanguageBatches(_Resumable):
 
     Args:
         tokens: token ids [tokens].
+        batch_size: windows in a batch, of all ranks together.
+        rank, ranks: this process's part of each batch; evaluation takes whole batches, on every rank.
 
     Raises:
-        DataError: too few tokens for one batch.
+        DataError: too few tokens for one batch, or a batch that the ranks do not divide.
     """
 
     def __init__(
@@ -96,8 +108,11 @@ class LanguageBatches(_Resumable):
         batch_size: int,
         seed: int = 0,
         device: str | torch.device = "cpu",
+        rank: int = 0,
+        ranks: int = 1,
     ):
-        super().__init__((len(tokens) - sequence_length) // (sequence_length + 1), batch_size, seed, drop_last=True)
+        records = (len(tokens) - sequence_length) // (sequence_length + 1)
+        super().__init__(records, batch_size, seed, True, rank, ranks)
         self.sequence_length = sequence_length
         self._tokens = torch.from_numpy(np.asarray(tokens).astype(np.int32)).to(device)
         self._steps = torch.arange(sequence_length + 1, device=device)
@@ -105,7 +120,7 @@ class LanguageBatches(_Resumable):
 
     @property
     def tokens_per_batch(self) -> int:
-        """Target tokens in every batch."""
+        """Target tokens in every batch, of all ranks together."""
         return self.batch_size * self.sequence_length
 
     def _identity(self) -> dict:
@@ -117,7 +132,7 @@ class LanguageBatches(_Resumable):
             own = self.sequence_length + 1
             self._order = (epoch, generator.integers(own) + own * generator.permutation(self.records))
         starts = self._order[1][position * self.batch_size : (position + 1) * self.batch_size]
-        starts = torch.from_numpy(starts).to(self._tokens.device)
+        starts = torch.from_numpy(starts[self._part(len(starts))]).to(self._tokens.device)
         windows = self._tokens[starts[:, None] + self._steps].long()
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
@@ -128,14 +143,16 @@ class ImageBatches(_Resumable):
     Args:
         images: uint8 [N, 3, 32, 32], kept on the device as they are.
         labels: integers [N].
+        batch_size: images in a batch, of all ranks together.
         normalisation: mean and standard deviation by channel in units of full scale, those of the TRAIN images.
         augment: random changes, of 'crop' (shift by up to 4 pixels, black border) and 'flip' (left to right); take
             them from ImageSet.augmentations, because a flip changes the class of some sets.
         shuffle: a new order every epoch, else the order of the files (evaluation).
         drop_last: leave out the records that fill no whole batch, else end the epoch with a smaller one.
+        rank, ranks: this process's part of each batch; evaluation takes whole batches, on every rank.
 
     Raises:
-        DataError: unknown augmentation, or too few records for one batch.
+        DataError: unknown augmentation, too few records for one batch, or a batch that the ranks do not divide.
     """
 
     def __init__(
@@ -150,8 +167,10 @@ class ImageBatches(_Resumable):
         shuffle: bool = True,
         drop_last: bool = True,
         device: str | torch.device = "cpu",
+        rank: int = 0,
+        ranks: int = 1,
     ):
-        super().__init__(len(images), batch_size, seed, drop_last)
+        super().__init__(len(images), batch_size, seed, drop_last, rank, ranks)
         if unknown := set(augment) - {"crop", "flip"}:
             raise DataError(f"unknown augmentation {sorted(unknown)}", next_step="use 'crop' and 'flip'")
         self.augment, self.shuffle = tuple(augment), shuffle
@@ -169,17 +188,20 @@ class ImageBatches(_Resumable):
             generator = np.random.default_rng((self.seed, epoch))
             self._order = (epoch, generator.permutation(self.records) if self.shuffle else np.arange(self.records))
         rows = self._order[1][position * self.batch_size : (position + 1) * self.batch_size]
-        rows = torch.from_numpy(rows).to(self._images.device)
+        part, batch = self._part(len(rows)), len(rows)
+        rows = torch.from_numpy(rows[part]).to(self._images.device)
         images = self._images[rows]
         if self.augment:
-            images = self._augmented(images, np.random.default_rng((self.seed, epoch, position)))
+            # The whole batch's changes are drawn on every rank, so that they depend on no number of ranks.
+            generator = np.random.default_rng((self.seed, epoch, position))
+            shifts = generator.integers(0, 2 * CROP_PADDING + 1, size=(2, batch))
+            flips = generator.random(batch) < 0.5
+            images = self._augmented(images, shifts[:, part], flips[part])
         return (images.float() - self._mean) / self._deviation, self._labels[rows]
 
-    def _augmented(self, images: torch.Tensor, generator: np.random.Generator) -> torch.Tensor:
-        """One gather that shifts and flips each image [N, 3, H, W] on its own."""
+    def _augmented(self, images: torch.Tensor, shifts: np.ndarray, flips: np.ndarray) -> torch.Tensor:
+        """One gather that shifts each image [N, 3, H, W] by shifts [2, N] (rows, columns) and flips it where flips [N]."""
         count, channels, height, width = images.shape
-        shifts = generator.integers(0, 2 * CROP_PADDING + 1, size=(2, count))
-        flips = generator.random(count) < 0.5
         if "crop" not in self.augment:
             shifts[:] = CROP_PADDING
         if "flip" not in self.augment:
@@ -191,6 +213,23 @@ class ImageBatches(_Resumable):
         image = torch.arange(count, device=images.device)[:, None, None, None]
         channel = torch.arange(channels, device=images.device)[None, :, None, None]
         return padded[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
+
+
+def _require_equal_parts(records: int, batch_size: int, drop_last: bool, rank: int, ranks: int) -> None:
+    if not 0 <= rank < ranks:
+        raise DataError(f"there is no rank {rank} of {ranks}", next_step="use a rank from 0 to the number of ranks - 1")
+    if batch_size % ranks:
+        raise DataError(
+            f"{ranks} ranks do not divide a batch of {batch_size}",
+            where="the batch of all ranks together",
+            next_step=f"use a batch size that is a multiple of {ranks}, or another number of ranks",
+        )
+    if not drop_last and records % batch_size % ranks:
+        raise DataError(
+            f"{ranks} ranks do not divide the last batch of {records % batch_size}",
+            where=f"{records} records in batches of {batch_size}",
+            next_step="leave the last batch out (drop_last), or use another batch size or number of ranks",
+        )
 
 
 def evaluation_windows(

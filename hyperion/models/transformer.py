@@ -63,6 +63,7 @@ NAMED_CONFIGS = {
     "lm_d256_h4_l2": TransformerConfig(vocab_size=50257, context=256, width=256, heads=4, layers=2),
     "lm_d768_h12_l4": TransformerConfig(vocab_size=50257, context=128, width=768, heads=12, layers=4),
     "gpt2_124m": TransformerConfig(vocab_size=50257, context=1024, width=768, heads=12, layers=12),
+    "lm_d2048_h16_l18": TransformerConfig(vocab_size=50257, context=1024, width=2048, heads=16, layers=18),
 }
 
 
@@ -185,7 +186,8 @@ class TransformerLM(nn.Module):
         x_BTD = self.final_norm(x_BTD)
         if targets_BT is None:
             return F.linear(x_BTD, self.token_embedding.weight)
-        return self._nll(x_BTD.flatten(0, 1), targets_BT.flatten()).view_as(targets_BT)
+        # A tensor of its own: a caller may change it in place, and hooks on outputs (FSDP2's) stay with it.
+        return self._nll(x_BTD.flatten(0, 1), targets_BT.flatten()).view_as(targets_BT).clone()
 
     def _nll(self, x_MD: Tensor, targets_M: Tensor) -> Tensor:
         """Negative log-likelihood per token in float32, chunk by chunk.

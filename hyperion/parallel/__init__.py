@@ -1,5 +1,28 @@
 """One model on many devices: `parallelize(model, plan, world)`, LoRA, and the invariants of ranks."""
 
+from hyperion.parallel.batch_norm import average_statistics
+from hyperion.parallel.invariants import (
+    DesyncError,
+    assert_ranks_agree,
+    fsdp_units,
+    full_parameter_bytes,
+    local_parameter_bytes,
+)
+from hyperion.parallel.layouts import layout_of
 from hyperion.parallel.lora import add_lora, expected_lora_parameters, trainable_parameter_count
+from hyperion.parallel.parallelize import parallelize
+from hyperion.parallel.plan import ParallelPlan
+from hyperion.parallel.reductions import (
+    is_replicated,
+    is_sharded,
+    local_gradient_norm,
+    rank_count,
+    reshard,
+    start_sum,
+)
 
-__all__ = ["add_lora", "expected_lora_parameters", "trainable_parameter_count"]
+__all__ = [
+    "DesyncError", "ParallelPlan", "add_lora", "assert_ranks_agree", "average_statistics", "expected_lora_parameters",
+    "fsdp_units", "full_parameter_bytes", "is_replicated", "is_sharded", "layout_of", "local_gradient_norm",
+    "local_parameter_bytes", "parallelize", "rank_count", "reshard", "start_sum", "trainable_parameter_count",
+]  # fmt: skip

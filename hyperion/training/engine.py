@@ -20,7 +20,9 @@ from torch.distributed.checkpoint.state_dict import (
 
 from hyperion.checkpoints import CheckpointError, read_sharded, write_sharded
 from hyperion.data.packing import IGNORE_INDEX
+from hyperion.errors import HyperionError
 from hyperion.hardware import Device
+from hyperion.parallel import is_replicated, is_sharded, local_gradient_norm, rank_count, start_sum
 from hyperion.training.allocator import keep_freed_memory
 from hyperion.training.evaluate import evaluate_images, evaluate_language
 from hyperion.training.precision import Precision
@@ -31,9 +33,9 @@ class StepMetrics:
     """Numbers of one optimizer step. The tensors stay on the device: reading one would wait for it.
 
     Attributes:
-        loss: scalar, nats per token or image, before the step.
-        gradient_norm: scalar, L2 norm over all gradients before clipping.
-        items: scalar, tokens or images of the batch, padding not counted.
+        loss: scalar, nats per token or image over the whole batch, before the step.
+        gradient_norm: scalar, L2 norm over all gradients of the whole batch before clipping.
+        items: scalar, tokens or images of the whole batch, padding not counted.
         learning_rate: of this step.
         rank_loss: as loss, of this rank's part of the batch; loss itself on one device.
         rank_items: items of this rank's part; items itself on one device.
@@ -76,10 +78,14 @@ class Engine(Protocol):
 
 
 class TorchEngine(ABC):
-    """A module, an optimizer and a schedule on one device; subclasses say what a batch is.
+    """A module, an optimizer and a schedule on one device or on one of many ranks; subclasses say what a batch is.
+
+    On many ranks each gets its part of the batch, parts need not have the same number of items, and the step is the one
+    that one device would make with the whole batch. Two small sums over the ranks run beside the forward pass and the
+    backward pass; the host waits for neither.
 
     Args:
-        model: on the device already.
+        model: on the device already; on many ranks what hyperion.parallel.parallelize returned.
         optimizer: over the model's parameters; its learning rate is set from the schedule at every step.
         schedule: learning rate of a step counted from 1.
         precision: what the forward pass computes in.
@@ -99,7 +105,13 @@ class TorchEngine(ABC):
     ):
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.precision, self.device, self.clip_norm = precision, device, clip_norm
-        self.steps = 0
+        self.steps, self.ranks = 0, rank_count()
+        if self.ranks > 1 and not (is_sharded(model) or is_replicated(model)):
+            raise HyperionError(
+                f"each of {self.ranks} ranks would train a {type(model).__name__} of its own",
+                where=type(self).__name__,
+                next_step="give it what hyperion.parallel.parallelize returned",
+            )
         self._items_seen = torch.zeros((), dtype=torch.int64, device=device.torch_device)
         if device.kind == "cpu":
             keep_freed_memory()
@@ -110,25 +122,44 @@ class TorchEngine(ABC):
         return int(self._items_seen)
 
     @abstractmethod
-    def batch_loss(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Mean loss of a batch (scalar with gradient), and how many items it is the mean of (int64 scalar)."""
+    def count_items(self, batch: Any) -> Tensor:
+        """Items of this rank's batch that the loss is taken over (int64 scalar, made on the device)."""
+
+    @abstractmethod
+    def summed_loss(self, batch: Any) -> Tensor:
+        """Sum of the losses of this rank's items (scalar with gradient)."""
 
     def train_step(self, batch: Any) -> StepMetrics:
-        """Forward, backward, clip, update."""
+        """Forward, backward, clip, update. All ranks call it."""
         learning_rate = self.schedule(self.steps + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.model.train()
+        rank_items = self.count_items(batch)
+        finish_count = start_sum(rank_items)  # runs beside the forward pass
         with self.precision.autocast(self.device):
-            loss, items = self.batch_loss(batch)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+            total = self.summed_loss(batch)
+        items = finish_count()
+        share = total / items  # of the mean over the whole batch: the shares of all ranks add up to it
+        # DDP and FSDP average the ranks' gradients, where the gradient of the mean is their sum.
+        (share if self.ranks == 1 else share * self.ranks).backward()
+        norm, finish_loss = self._norm_and_loss(share.detach())
+        nn.utils.clip_grads_with_norm_(self.model.parameters(), self.clip_norm, norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.steps += 1
         self._items_seen += items
-        loss = loss.detach()
-        return StepMetrics(loss, norm, items, learning_rate, rank_loss=loss, rank_items=items)
+        loss = finish_loss()
+        rank_loss = loss if self.ranks == 1 else total.detach() / rank_items.clamp(min=1)
+        return StepMetrics(loss, norm, items, learning_rate, rank_loss, rank_items)
+
+    def _norm_and_loss(self, share: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+        """Norm of the gradient of the whole batch, and a function that gives the loss of the whole batch."""
+        norm = local_gradient_norm(self.model)
+        if self.ranks == 1 or not is_sharded(self.model):  # each rank holds the whole gradient
+            return norm, start_sum(share)
+        squared, loss = start_sum(torch.stack((norm.square(), share)))()
+        return squared.sqrt(), lambda: loss
 
     def save(self, folder: Path) -> None:
         """Model and optimizer state by parameter name, each rank its shards: any layout of the same model can read it.
@@ -169,10 +200,12 @@ class LanguageEngine(TorchEngine):
 
     item = "token"
 
-    def batch_loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def count_items(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return (batch[1] != IGNORE_INDEX).sum()
+
+    def summed_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs_BT, targets_BT = batch
-        tokens = (targets_BT != IGNORE_INDEX).sum()
-        return self.model(inputs_BT, targets_BT).sum() / tokens, tokens
+        return self.model(inputs_BT, targets_BT).sum()
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
         """See evaluate_language; 'loss' in nats per token, 'perplexity_token', 'total_nll_nats', 'tokens', …"""
@@ -188,13 +221,18 @@ class ImageEngine(TorchEngine):
     item = "image"
 
     def __init__(self, model: nn.Module, *args: Any, **kwargs: Any):
-        super().__init__(model.to(memory_format=torch.channels_last), *args, **kwargs)
+        if not is_sharded(model):  # FSDP2 gathers contiguous kernels, whatever layout their shards have
+            model = model.to(memory_format=torch.channels_last)
+        super().__init__(model, *args, **kwargs)
 
-    def batch_loss(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        images_BCYX, labels_B = batch
-        loss = F.cross_entropy(self.model(images_BCYX).float(), labels_B)
+    def count_items(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        labels_B = batch[1]
         # torch.full is a kernel; torch.tensor would copy from the host and wait for the device in every step.
-        return loss, torch.full((), len(labels_B), dtype=torch.int64, device=labels_B.device)
+        return torch.full((), len(labels_B), dtype=torch.int64, device=labels_B.device)
+
+    def summed_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        images_BCYX, labels_B = batch
+        return F.cross_entropy(self.model(images_BCYX).float(), labels_B, reduction="sum")
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
         """See evaluate_images; 'loss' in nats per image, 'accuracy', 'standard_error', 'images'."""

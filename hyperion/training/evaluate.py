@@ -1,16 +1,23 @@
-"""Evaluation on held-out data: every token or image once, sums in float64."""
+"""Evaluation on held-out data: every token or image once, sums in float64.
+
+On many ranks each evaluates its turn of the batches, and the sums are those of all ranks: the batches are the whole
+split's, the same on every rank (loaders with rank 0 of 1), and so are the results.
+"""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyperion.data.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
+from hyperion.parallel import average_statistics, rank_count, reshard, start_sum
 from hyperion.training.precision import Precision
 
 
@@ -65,19 +72,18 @@ def evaluate_language(
     Raises:
         HyperionError: no window has a target.
     """
-    was_training = model.training
-    model.eval()
-    total = squares = torch.zeros((), dtype=torch.float64, device=device.torch_device)
-    tokens = torch.zeros((), dtype=torch.int64, device=device.torch_device)
-    for inputs_BT, targets_BT in windows:
-        with precision.autocast(device):
-            nll_BT = model(inputs_BT, targets_BT).double()
-        total, squares = total + nll_BT.sum(), squares + nll_BT.square().sum()
-        tokens = tokens + (targets_BT != IGNORE_INDEX).sum()
-    model.train(was_training)
-    total_nats, n = total.item(), int(tokens.item())
+    sums = torch.zeros(3, dtype=torch.float64, device=device.torch_device)  # nll, its square, tokens
+    with _evaluating(model):
+        for (inputs_BT, targets_BT), counts in _own(windows):
+            with precision.autocast(device):
+                nll_BT = model(inputs_BT, targets_BT).double()
+            scored = (targets_BT != IGNORE_INDEX).sum()
+            if counts:
+                sums = sums + torch.stack((nll_BT.sum(), nll_BT.square().sum(), scored.double()))
+    total_nats, total_squares, n = start_sum(sums)().tolist()
+    n = int(n)
     _require_some(n, "tokens")
-    variance = max(0.0, squares.item() / n - (total_nats / n) ** 2)
+    variance = max(0.0, total_squares / n - (total_nats / n) ** 2)
     return LanguageEvaluation(total_nats, n, math.sqrt(variance / n))
 
 
@@ -90,20 +96,51 @@ def evaluate_images(
     Raises:
         HyperionError: there is no image.
     """
-    was_training = model.training
-    model.eval()
-    total = torch.zeros((), dtype=torch.float64, device=device.torch_device)
-    correct, images = torch.zeros((), dtype=torch.int64, device=device.torch_device), 0
-    for images_BCYX, labels_B in batches:
-        with precision.autocast(device):
-            logits_BK = model(images_BCYX).float()
-        total = total + F.cross_entropy(logits_BK, labels_B, reduction="none").double().sum()
-        correct = correct + (logits_BK.argmax(dim=1) == labels_B).sum()
-        images += len(labels_B)
-    model.train(was_training)
+    sums = torch.zeros(3, dtype=torch.float64, device=device.torch_device)  # loss, correct, images
+    with _evaluating(model):
+        for (images_BCYX, labels_B), counts in _own(batches):
+            with precision.autocast(device):
+                logits_BK = model(images_BCYX).float()
+            losses_B = F.cross_entropy(logits_BK, labels_B, reduction="none").double()
+            correct_B = (logits_BK.argmax(dim=1) == labels_B).double()
+            if counts:
+                sums = sums + torch.stack((losses_B.sum(), correct_B.sum(), torch.ones_like(losses_B).sum()))
+    total, correct, images = start_sum(sums)().tolist()
+    images = int(images)
     _require_some(images, "images")
-    accuracy = correct.item() / images
-    return ImageEvaluation(total.item() / images, accuracy, math.sqrt(accuracy * (1 - accuracy) / images), images)
+    accuracy = correct / images
+    return ImageEvaluation(total / images, accuracy, math.sqrt(accuracy * (1 - accuracy) / images), images)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, with the same running statistics on all ranks."""
+    was_training = model.training
+    average_statistics(model)
+    model.eval()
+    try:
+        yield
+    finally:
+        reshard(model)
+        model.train(was_training)
+
+
+def _own(batches: Iterable) -> Iterator[tuple[tuple[Tensor, Tensor], bool]]:
+    """This rank's batches, each with whether it counts.
+
+    A forward pass may be collective (FSDP2), so that each rank makes the same number of them: where the last batches do
+    not go round, a rank without one repeats a batch that does not count.
+    """
+    ranks = rank_count()
+    rank = dist.get_rank() if ranks > 1 else 0
+    turn: list = []
+    for batch in batches:
+        turn.append(batch)
+        if len(turn) == ranks:
+            yield turn[rank], True
+            turn = []
+    if turn:
+        yield turn[min(rank, len(turn) - 1)], rank < len(turn)
 
 
 def _require_some(count: int, what: str) -> None:

@@ -1,0 +1,163 @@
+"""`parallelize`: one function that lays a model over the ranks, in one fixed order.
+
+1. The device, and rank 0's values on every rank: from here on all ranks hold the same model.
+2. Activation checkpointing, innermost: what a block keeps is decided before anything looks at the block's forward pass.
+3. Compilation, block by block: it sees the recomputation and can plan it, and must not see the communication, which
+   would break its graphs.
+4. FSDP2 or DDP, outermost: their hooks gather parameters before the compiled, checkpointed block and reduce gradients
+   after it.
+
+Steps 2 and 3 replace the `forward` of the block and nothing else, so that parameters keep the names of the plain model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from hyperion.errors import HyperionError
+from hyperion.parallel.batch_norm import frozen_statistics
+from hyperion.parallel.invariants import assert_same_shapes
+from hyperion.parallel.layouts import layout_of
+from hyperion.parallel.plan import ParallelPlan
+
+if TYPE_CHECKING:
+    from hyperion.processes import World
+
+
+def parallelize(model: nn.Module, plan: ParallelPlan, world: World) -> nn.Module:
+    """The model on this rank's device, checkpointed, compiled and sharded or replicated as planned.
+
+    Every rank calls it, with a model of the same shapes; rank 0's values are the ones that count. Build the optimizer
+    from what it returns. State dicts of torch.distributed.checkpoint.state_dict name the parameters of each strategy
+    as the plain model does.
+
+    Args:
+        model: its blocks are those of `layout_of(model)`; it is changed in place.
+        world: of this process: hyperion.processes.world().
+
+    Returns:
+        The model itself ('single', 'fsdp') or DDP around it.
+
+    Raises:
+        HyperionError: the plan does not suit the ranks or the model, or would shard nothing.
+    """
+    _require_ranks(plan, world)
+    blocks = [model.get_submodule(name) for name in layout_of(model).blocks]
+    model.to(world.device.torch_device)
+    if world.size > 1:
+        _take_from_rank_0(model)
+    if plan.checkpoint_blocks:
+        _checkpoint(model, blocks, plan.compile_blocks)
+    if plan.compile_blocks:
+        for block in blocks:
+            block.forward = torch.compile(block.forward)
+    if plan.strategy == "fsdp":
+        return _shard(model, blocks, plan, world)
+    return _replicate(model, world) if plan.strategy == "ddp" else model
+
+
+def _require_ranks(plan: ParallelPlan, world: World) -> None:
+    if plan.strategy == "single" and world.size > 1:
+        raise HyperionError(
+            f"strategy 'single' on {world.size} ranks would train {world.size} models that know nothing of each other",
+            where="parallelize",
+            next_step="choose 'ddp' or 'fsdp', or start one process",
+        )
+    if plan.strategy != "single" and not dist.is_initialized():
+        raise HyperionError(
+            f"strategy {plan.strategy!r} needs a process group, and this process has none",
+            where="parallelize",
+            next_step="start with torchrun inside hyperion.processes.process_group(), or by run_ranks",
+        )
+
+
+@torch.no_grad()
+def _take_from_rank_0(model: nn.Module) -> None:
+    """DDP does this itself; FSDP2 does not, and would put together a model of pieces of different ones."""
+    assert_same_shapes(model)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        whole = tensor.detach().contiguous()  # a copy where the layout is another, such as channels-last
+        dist.broadcast(whole, src=0)
+        tensor.copy_(whole)
+
+
+def _checkpoint(model: nn.Module, blocks: list[nn.Module], compiled: bool) -> None:
+    for module in model.modules():
+        # A transformers model that fills a cache of keys and values would fill it twice, once in the recomputation.
+        if getattr(getattr(module, "config", None), "use_cache", False):
+            module.config.use_cache = False
+    for block in blocks:
+        _checkpoint_block(block, compiled)
+
+
+def _checkpoint_block(block: nn.Module, compiled: bool) -> None:
+    """Non-reentrant: the kind that torch recommends, and that works with frozen inputs, FSDP2 and compilation."""
+    forward, options = block.forward, {"use_reentrant": False}
+    if not compiled and any(isinstance(module, _BatchNorm) for module in block.modules()):
+        # Compiled, the recomputation is part of the backward graph, which updates no statistics.
+        options["context_fn"] = lambda: frozen_statistics(block)
+
+    def checkpointed(*args, **kwargs):
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    block.forward = checkpointed
+
+
+def _shard(model: nn.Module, blocks: list[nn.Module], plan: ParallelPlan, world: World) -> nn.Module:
+    """FSDP2 with one unit per block, and one of the rest at the root."""
+    if not blocks or not all(list(block.parameters()) for block in blocks):
+        raise HyperionError(
+            f"FSDP over the {len(blocks)} blocks of {type(model).__name__} would shard nothing block by block",
+            where="parallelize",
+            next_step="name blocks that hold parameters in the model's layout()",
+        )
+    policy = MixedPrecisionPolicy()
+    if plan.param_dtype == "bf16":
+        _require_no_batch_norm(model)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh(torch.device(world.device.torch_device).type, (world.size,))
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=plan.reshard_after_forward)
+    # The root stays gathered after the forward pass: the backward pass begins with it. It holds the token embedding
+    # and the head, so that a weight tied between the two is one parameter of one unit.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    return model
+
+
+def _require_no_batch_norm(model: nn.Module) -> None:
+    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+        raise HyperionError(
+            "param_dtype 'bf16' would give BatchNorm weights in bf16 beside running statistics in float32",
+            where=f"parallelize, {type(model).__name__}",
+            next_step="leave param_dtype out and give the engine a Precision of bf16 (autocast)",
+        )
+
+
+def _replicate(model: nn.Module, world: World) -> nn.Module:
+    device = torch.device(world.device.torch_device)
+    # A gradient takes the memory layout of its parameter, and DDP lays out its buckets by it: kernels (4-d weights) get
+    # the channels-last layout of ImageEngine before that, not after.
+    model.to(memory_format=torch.channels_last)
+    # Each rank normalises by its own part of the batch. Running statistics are averaged when they are used, in
+    # evaluation and in checkpoints (average_statistics), not broadcast from rank 0 in every step. The option's name is
+    # another since torch 2.13.
+    renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    no_broadcast = {"forward_sync_buffers" if renamed else "broadcast_buffers": False}
+    return DistributedDataParallel(
+        model,
+        device_ids=None if device.type == "cpu" else [device.index],
+        gradient_as_bucket_view=True,  # gradients live in the buckets: no second copy of them
+        # find_unused_parameters and static_graph stay False: every parameter is used in every step, and non-reentrant
+        # checkpointing needs neither.
+        **no_broadcast,
+    )

@@ -1,0 +1,55 @@
+"""Sums over ranks that the host does not wait for."""
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+def rank_count() -> int:
+    """Ranks of this run: those of the process group, 1 without one."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def start_sum(values: Tensor) -> Callable[[], Tensor]:
+    """Begin to sum `values` over all ranks, beside whatever the device does next.
+
+    Returns:
+        A function that gives the sum: the device waits for it there, the host does not. Alone it gives `values`.
+    """
+    if rank_count() == 1:
+        return lambda: values
+    total = values.clone()
+    work = dist.all_reduce(total, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return total
+
+    return finish
+
+
+def local_gradient_norm(model: nn.Module) -> Tensor:
+    """L2 norm (scalar on the device) of this rank's gradients: of its shards where they are sharded."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return nn.utils.get_total_norm([g.to_local() if isinstance(g, DTensor) else g for g in gradients])
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 has sharded the parameters: each rank then holds a part of the gradients."""
+    return isinstance(model, FSDPModule)
+
+
+def is_replicated(model: nn.Module) -> bool:
+    """Whether DDP keeps a whole model on each rank."""
+    return isinstance(model, DistributedDataParallel)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free what FSDP2 keeps gathered after a forward pass without a backward pass."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
