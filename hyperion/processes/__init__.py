@@ -1,5 +1,7 @@
-"""Processes: the Job contract for work that needs a process of its own."""
+"""Processes: the Job contract for work that needs processes of its own, and the group that ranks talk through."""
 
+from hyperion.processes.group import World, process_group, world
 from hyperion.processes.job import Job, JobError, report_progress, run_job
+from hyperion.processes.ranks import RankError, run_ranks
 
-__all__ = ["Job", "JobError", "report_progress", "run_job"]
+__all__ = ["Job", "JobError", "RankError", "World", "process_group", "report_progress", "run_job", "run_ranks", "world"]

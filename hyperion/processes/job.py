@@ -35,12 +35,18 @@ class Job:
         params: JSON-able keyword arguments.
         timeout_s: seconds after which the worker is ended: SIGTERM first, SIGKILL 30 s later.
         python: interpreter of the worker.
+        ranks: processes that do it together (see `run_ranks`); None for one plain worker.
+        nodes: hosts they are spread over, equally.
+        rendezvous: "host:port" where the hosts meet; "" on a single host.
     """
 
     entry: str
     params: dict = field(default_factory=dict)
     timeout_s: float = 3600.0
     python: str = sys.executable
+    ranks: int | None = None
+    nodes: int = 1
+    rendezvous: str = ""
 
 
 def run_job(
@@ -64,7 +70,7 @@ def run_job(
         command = [job.python, "-m", "hyperion.processes.worker", str(request), str(answer)]
         tail: list[str] = []
         worker = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=_environment()
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=package_environment()
         )
         try:
             timed_out = _stream(worker, job.timeout_s, tail, on_line, on_progress)
@@ -86,7 +92,8 @@ def report_progress(done: int, total: int, note: str = "") -> None:
     print(PROGRESS + json.dumps([done, total, note]), flush=True)
 
 
-def _environment() -> dict[str, str]:
+def package_environment() -> dict[str, str]:
+    """The environment as it is, with this hyperion on the path and output unbuffered."""
     # The worker must find this same hyperion wherever the launcher was started; all else is inherited as it is.
     package_parent = str(Path(__file__).resolve().parents[2])
     inherited = os.environ.get("PYTHONPATH")

@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1
 def main(request_file: str, answer_file: str) -> None:
     """Do the request, write the answer whole or not at all."""
     request = json.loads(Path(request_file).read_text())
-    _die_with(request["launcher"])
+    die_with(request["launcher"])
     module, function = request["entry"].split(":")
     try:
         answer = getattr(importlib.import_module(module), function)(**request["params"])
@@ -27,7 +27,7 @@ def main(request_file: str, answer_file: str) -> None:
     write_atomically(Path(answer_file), json.dumps({"answer": answer}).encode())
 
 
-def _die_with(launcher: int) -> None:
+def die_with(launcher: int) -> None:
     """Ask Linux for a SIGTERM when the launcher ends, however it ends; if it already has, stop here."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
