@@ -1,13 +1,13 @@
 """What an experiment gets and what it gives back."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
 
-from hyperion.hardware import Device, detect
+from hyperion.hardware import Device
+from hyperion.processes import world
 from hyperion.results import Row
 
 
@@ -38,7 +38,8 @@ class Context:
 
     @property
     def device(self) -> Device:
-        return _this_device()
+        """This process's device: on a rank that rank's, else the first one."""
+        return world().device
 
     def row(self, variant: str, metric: str, value: float | None, **columns) -> Row:
         """A row of this experiment."""
@@ -50,12 +51,6 @@ class Context:
         """The largest value of a metric measured earlier in this run, or None when none was."""
         rows = [row for row in self.upstream if (row.metric, row.dtype) == (metric, dtype) and row.value is not None]
         return max(rows, key=lambda row: row.value, default=None)
-
-
-@functools.cache
-def _this_device() -> Device:
-    # Asking drivers and torch again for every cell of a grid costs more than the cell.
-    return detect()
 
 
 @dataclass(frozen=True, kw_only=True)

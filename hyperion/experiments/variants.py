@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from hyperion.experiments.context import Context, Result
-from hyperion.processes import Job, report_progress, run_job
+from hyperion.processes import Job, report_progress, run_job, run_ranks, world
 from hyperion.results import rows_from_csv, rows_to_csv
 
 Report = Callable[[int, int, str], object]
@@ -33,6 +33,33 @@ def run_variant(context: Context, report: Report, function: str, params: dict | 
     )
     answer = run_job(job, on_progress=report)
     return unpacked(answer, samples_file, context.experiment)
+
+
+def run_on_ranks(
+    context: Context, report: Report, function: str, params: dict | None = None, *, ranks: int
+) -> list[Result]:
+    """Call `function(context, report, **params) -> Result` on every rank of a process group; the results in rank order.
+
+    Args:
+        function, params: as in `run_variant`. A rank finds its place with `hyperion.processes.world()`, and
+            `context.device` is its device.
+        ranks: from 1.
+
+    Raises:
+        RankError: a rank failed; it is named. Every rank's log is kept in the workspace.
+    """
+    context.workspace.mkdir(parents=True, exist_ok=True)
+    samples_file = context.workspace / "samples.parquet"
+    job = Job(
+        "hyperion.experiments.variants:run_on_rank",
+        {"context": packed(context), "function": function, "params": params or {}, "samples_file": str(samples_file)},
+        timeout_s=context.sizes.get("timeout_s", 3600.0),
+        ranks=ranks,
+    )
+    answers = run_ranks(job, on_progress=report, log_folder=context.workspace / "logs" / function.rpartition(":")[2])
+    return [
+        unpacked(answer, _of_rank(samples_file, rank), context.experiment) for rank, answer in enumerate(answers)
+    ]
 
 
 def merged(results: list[Result]) -> Result:
@@ -67,3 +94,12 @@ def run_in_worker(context: dict, function: str, params: dict, samples_file: str)
     result = getattr(importlib.import_module(module), name)(restored(context), report_progress, **params)
     result.samples.to_parquet(samples_file, index=False)
     return {"rows": rows_to_csv(result.rows), "source": result.source}
+
+
+def run_on_rank(context: dict, function: str, params: dict, samples_file: str) -> dict:
+    """A rank's entry: as `run_in_worker`, with a samples file of its own."""
+    return run_in_worker(context, function, params, str(_of_rank(Path(samples_file), world().rank)))
+
+
+def _of_rank(samples_file: Path, rank: int) -> Path:
+    return samples_file.with_name(f"samples-{rank}.parquet")

@@ -1,5 +1,6 @@
 """The ranks of a job as each of them sees it: which rank it is, on which device, and the process group they talk through."""
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,7 +38,13 @@ _current: World | None = None
 
 def world() -> World:
     """The world of the process group that is up; alone, rank 0 of 1."""
-    return _current or World(0, 1, 0, "", detect())
+    return _current or _alone()
+
+
+@functools.cache
+def _alone() -> World:
+    # Asking drivers and torch again for every cell of a grid costs more than the cell.
+    return World(0, 1, 0, "", detect())
 
 
 @contextmanager
