@@ -15,11 +15,13 @@ def experiment_names() -> list[str]:
 
 
 def experiment_named(name: str) -> Experiment:
-    """The experiment of a name.
+    """The experiment of a name; no other module is imported for it.
 
     Raises:
         HyperionError: there is none; the message lists them.
     """
-    if name not in experiment_names():
+    modules = {module.name for module in pkgutil.iter_modules(hyperion.experiments.__path__)}
+    chosen = importlib.import_module(f"hyperion.experiments.{name}") if name in modules else None
+    if not hasattr(chosen, "EXPERIMENT"):
         raise HyperionError(f"no experiment {name!r}", next_step=f"use one of {', '.join(experiment_names())}")
-    return importlib.import_module(f"hyperion.experiments.{name}").EXPERIMENT
+    return chosen.EXPERIMENT
