@@ -1,0 +1,97 @@
+"""Parity: the same twenty optimizer steps on one device, under DDP and under FSDP2, loss by loss."""
+
+import numpy as np
+import pandas as pd
+
+from hyperion.experiments import datasets
+from hyperion.experiments.context import Context, Experiment, Forecast, Result
+from hyperion.experiments.ranks import ranks_of
+from hyperion.experiments.recipes import Recipe, set_up
+from hyperion.experiments.variants import Report, merged, run_on_ranks, run_variant
+from hyperion.parallel import full_parameter_bytes, local_parameter_bytes
+from hyperion.processes import world
+from hyperion.results import Row
+
+TOLERANCE = 1e-4
+_HERE = "hyperion.experiments.parallel_parity"
+
+
+def forecast(context: Context) -> list[Forecast]:
+    """How far apart losses may drift: rounding, once a step."""
+    steps = context.sizes["steps"]
+    basis = f"{steps} steps, each of which rounds sums of another order once: {steps} x 2^-24, the unit of float32"
+    return [
+        Forecast(variant=strategy, metric="relative_difference", estimate=steps * 2.0**-24, basis=basis, dtype="fp32",
+                 params=_params(context))
+        for strategy in context.sizes["strategies"]
+    ]  # fmt: skip
+
+
+def run(context: Context, report: Report) -> Result:
+    """One device alone first; then one group of ranks, strategy after strategy, on the same batches."""
+    alone = run_variant(context, report, f"{_HERE}:steps_alone")
+    ranks = run_on_ranks(context, report, f"{_HERE}:steps_on_ranks", ranks=ranks_of(context))
+    curves = pd.concat([alone.samples, ranks[0].samples], ignore_index=True)
+    rows = [_parity_row(context, curves, strategy, alone.source) for strategy in context.sizes["strategies"]]
+    shared = merged([alone, *ranks])
+    return Result(rows + shared.rows, curves, alone.source)
+
+
+EXPERIMENT = Experiment(forecast, run, data=datasets.TEXT)
+
+
+def steps_alone(context: Context, report: Report) -> Result:
+    """The reference: one device that sees every batch whole."""
+    return _steps(context, report, "single")
+
+
+def steps_on_ranks(context: Context, report: Report) -> Result:
+    """Each strategy on this rank's part of the same batches."""
+    return merged([_steps(context, report, strategy) for strategy in context.sizes["strategies"]])
+
+
+def _steps(context: Context, report: Report, strategy: str) -> Result:
+    sizes = context.sizes
+    recipe = Recipe(
+        task="language", model=sizes["model"], strategy=strategy, precision="fp32", batch_size=sizes["batch_size"],
+        sequence_length=sizes["sequence_length"], steps=sizes["steps"], learning_rate=sizes["learning_rate"],
+        weight_decay=0.1, evaluation_batches=0,
+    )  # fmt: skip
+    training = set_up(context, recipe)
+    losses = []
+    for step in range(sizes["steps"]):
+        losses.append(float(training.engine.train_step(training.batches.next_batch()).loss))
+        report(step + 1, sizes["steps"], f"{strategy}: loss {losses[-1]:.3f}")
+    curve = pd.DataFrame({"strategy": strategy, "step": range(1, len(losses) + 1), "loss": losses})
+    return Result([_bytes_row(context, strategy, training)], curve, training.source)
+
+
+def _bytes_row(context: Context, strategy: str, training) -> Row:
+    """How much of the parameters this rank holds, against what the strategy promises: all of them, or its share."""
+    here = world()
+    whole = full_parameter_bytes(training.engine.model)
+    share = local_parameter_bytes(training.engine.model) / whole
+    promised = 1 / here.size if strategy == "fsdp" else 1.0
+    return context.row(
+        strategy, "share", share, dtype="fp32", rank=here.rank,
+        params={"what": "parameter bytes held", "ranks": here.size, "bytes": whole},
+        check="share that the strategy promises", check_error=abs(share / promised - 1), check_tolerance=0.1,
+        data_source=training.source,
+    )  # fmt: skip
+
+
+def _parity_row(context: Context, curves: pd.DataFrame, strategy: str, source: str) -> Row:
+    losses = {name: curve.sort_values("step")["loss"].to_numpy() for name, curve in curves.groupby("strategy")}
+    difference = float(np.max(np.abs(losses[strategy] / losses["single"] - 1)))
+    return context.row(
+        strategy, "relative_difference", difference, dtype="fp32", params=_params(context),
+        check="losses of one device, step by step", check_error=difference, check_tolerance=TOLERANCE, data_source=source,
+    )  # fmt: skip
+
+
+def _params(context: Context) -> dict:
+    sizes = context.sizes
+    return {
+        "what": "training loss", "model": sizes["model"], "ranks": ranks_of(context), "steps": sizes["steps"],
+        "batch_size": sizes["batch_size"], "sequence_length": sizes["sequence_length"],
+    }  # fmt: skip

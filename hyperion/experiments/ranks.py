@@ -1,0 +1,37 @@
+"""How many ranks an experiment runs on: what the profile says, as far as this machine has devices."""
+
+import torch
+
+from hyperion.errors import HyperionError
+from hyperion.experiments.context import Context
+
+
+def devices_here(context: Context) -> int:
+    """Accelerators of this machine; on a CPU as many ranks as the profile's `cpu_ranks` says, 2 unless it does."""
+    if context.device.kind == "cpu":
+        return context.sizes.get("cpu_ranks", 2)
+    return torch.cuda.device_count()
+
+
+def ranks_of(context: Context) -> int:
+    """Ranks of the experiment: all devices, at most the profile's `ranks`.
+
+    Raises:
+        HyperionError: the ranks do not divide the profile's batch.
+    """
+    ranks = min(devices_here(context), context.sizes.get("ranks", 8))
+    batch = context.sizes.get("batch_size")
+    if batch is not None and batch % ranks:
+        raise HyperionError(
+            f"{ranks} ranks do not divide a batch of {batch}",
+            where=f"{context.notebook}.{context.experiment}",
+            next_step=f"set batch_size to a multiple of {ranks}, or ranks to a divisor of {batch}, in the profile",
+        )
+    return ranks
+
+
+def rank_counts(context: Context) -> list[int]:
+    """1, 2, 4, … as far as there are devices, and all of them."""
+    most = ranks_of(context)
+    counts = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
+    return counts if counts[-1] == most else [*counts, most]

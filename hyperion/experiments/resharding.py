@@ -1,0 +1,114 @@
+"""A checkpoint of sharded training goes on with fewer ranks: saved by N, resumed by N, by half of them, and by one."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch.distributed as dist
+
+from hyperion.experiments import datasets
+from hyperion.experiments.context import Context, Experiment, Forecast, Result
+from hyperion.experiments.ranks import ranks_of
+from hyperion.experiments.recipes import Recipe, set_up
+from hyperion.experiments.variants import Report, merged, run_on_ranks
+from hyperion.processes import world
+from hyperion.results import Row
+from hyperion.training import Plan, train
+
+TOLERANCE = 1e-4
+_HERE = "hyperion.experiments.resharding"
+_SAVED = "saved"
+
+
+def forecast(context: Context) -> list[Forecast]:
+    """What the next losses may differ by, and what a checkpoint weighs."""
+    after = context.sizes["steps_after"]
+    basis = f"{after} steps in another order of summation: {after} x 2^-24; the state itself is copied, not computed"
+    return [
+        Forecast(variant="fsdp", metric="relative_difference", estimate=after * 2.0**-24, basis=basis, dtype="fp32",
+                 params=_params(context, ranks))
+        for ranks in _resuming(context)
+    ]  # fmt: skip
+
+
+def run(context: Context, report: Report) -> Result:
+    """Train and save on all ranks and go on; then resume copies of that checkpoint on other numbers of ranks."""
+    shutil.rmtree(context.workspace, ignore_errors=True)
+    first = run_on_ranks(context, report, f"{_HERE}:save_and_go_on", ranks=ranks_of(context))
+    curves, rows = [first[0].samples], []
+    for ranks in _resuming(context):
+        resumed = run_on_ranks(context, report, f"{_HERE}:resume", ranks=ranks)
+        curves.append(resumed[0].samples)
+        rows.append(_row(context, ranks, first[0], resumed[0]))
+    return Result(merged(first).rows + rows, pd.concat(curves, ignore_index=True), first[0].source)
+
+
+EXPERIMENT = Experiment(forecast, run, data=datasets.TEXT)
+
+
+def save_and_go_on(context: Context, report: Report) -> Result:
+    """Train to the checkpoint, keep it, train on: the losses that every resumed run must repeat."""
+    sizes, folder = context.sizes, context.workspace / "first"
+    training = _set_up(context)
+    train(training.engine, training.batches, Plan(steps=sizes["steps_before"]), folder=folder, report=report)
+    size = 0
+    if world().rank == 0:
+        shutil.copytree(folder, context.workspace / _SAVED)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    dist.barrier()
+    return _go_on(context, training, folder, report, size)
+
+
+def resume(context: Context, report: Report) -> Result:
+    """Go on from a copy of the checkpoint with as many ranks as there are here."""
+    folder = context.workspace / f"resumed-{world().size}"
+    if world().rank == 0:
+        shutil.copytree(context.workspace / _SAVED, folder)
+    dist.barrier()
+    return _go_on(context, _set_up(context), folder, report, 0)
+
+
+def _set_up(context: Context):
+    sizes = context.sizes
+    return set_up(context, Recipe(
+        task="language", model=sizes["model"], strategy="fsdp", precision="fp32", batch_size=sizes["batch_size"],
+        sequence_length=sizes["sequence_length"], steps=sizes["steps_before"] + sizes["steps_after"],
+        learning_rate=sizes["learning_rate"], weight_decay=0.1, evaluation_batches=0,
+    ))  # fmt: skip
+
+
+def _go_on(context: Context, training, folder: Path, report: Report, size: int) -> Result:
+    sizes, here = context.sizes, world()
+    total = sizes["steps_before"] + sizes["steps_after"]
+    history = train(training.engine, training.batches, Plan(steps=total), folder=folder, report=report)
+    curve = pd.DataFrame({"ranks": here.size, "step": range(1, total + 1), "loss": history.losses})
+    rows = []
+    if here.rank == 0 and size:
+        parameters = {"what": "checkpoint", "ranks": here.size}
+        rows.append(context.row("fsdp", "stored_gb", size / 1e9, dtype="fp32", params=parameters))
+    return Result(rows, curve, training.source)
+
+
+def _resuming(context: Context) -> list[int]:
+    """Numbers of ranks to resume with: half of those that saved, and so on down to one."""
+    ranks, counts = ranks_of(context) // 2, []
+    while ranks:
+        counts.append(ranks)
+        ranks //= 2
+    return counts
+
+
+def _row(context: Context, ranks: int, first: Result, resumed: Result) -> Row:
+    before = context.sizes["steps_before"]
+    expected, found = (result.samples.sort_values("step")["loss"].to_numpy()[before:] for result in (first, resumed))
+    difference = float(np.max(np.abs(found / expected - 1)))
+    return context.row(
+        "fsdp", "relative_difference", difference, dtype="fp32", params=_params(context, ranks),
+        check="next losses of the ranks that saved", check_error=difference, check_tolerance=TOLERANCE,
+        data_source=resumed.source,
+    )  # fmt: skip
+
+
+def _params(context: Context, ranks: int) -> dict:
+    return {"what": "next losses", "saved_by": ranks_of(context), "resumed_by": ranks, "steps": context.sizes["steps_after"]}
