@@ -8,6 +8,7 @@ cannot see, the host's cost of launching a call, `back_to_back` measures.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -57,11 +58,12 @@ def time_function(
     minimum_samples: int = MINIMUM_SAMPLES,
     time_limit_s: float = 5.0,
     back_to_back: int = 0,
+    clock: "Clock | None" = None,
 ) -> Timing:
     """Time one function; see `time_interleaved`."""
     return time_interleaved(
         [function], device, cold=cold, minimum_samples=minimum_samples, time_limit_s=time_limit_s,
-        back_to_back=back_to_back,
+        back_to_back=back_to_back, clock=clock,
     )[0]  # fmt: skip
 
 
@@ -73,6 +75,7 @@ def time_interleaved(
     minimum_samples: int = MINIMUM_SAMPLES,
     time_limit_s: float = 5.0,
     back_to_back: int = 0,
+    clock: "Clock | None" = None,
 ) -> list[Timing]:
     """Time functions in turn (A B A B …), so that a drift of clock or temperature meets all of them alike.
 
@@ -86,6 +89,7 @@ def time_interleaved(
         back_to_back: 0 times each call by itself on the device's clock, which leaves out what the host needs to launch
             it. Above 0, a sample is the mean of that many calls in a row, from synchronisation to synchronisation on the
             host's clock: what a loop around the function sees, the device's waits for launches included.
+        clock: takes the samples instead of the device's own clock; `RanksClock` does for work that ranks do together.
 
     Raises:
         HyperionError: `back_to_back` calls were to start with a cold cache each.
@@ -94,22 +98,22 @@ def time_interleaved(
         raise HyperionError(
             "calls in a row find the cache as the call before left it", where="time_interleaved", next_step="cold=False"
         )
-    clock = _WallClock(device, back_to_back) if back_to_back else device_clock(device)
+    clock = clock or (_WallClock(device, back_to_back) if back_to_back else device_clock(device))
     flush = _cache_flush(device) if cold else None
     warmups = [_warm_up(clock, function, time_limit_s / 2) for function in functions]
     samples: list[list[float]] = [[] for _ in functions]
-    started, stopped = time.monotonic(), ""
+    started, stopped = clock.now(), ""
     with Sampler(device) as sampler:
         batch = 1
         while not stopped:
-            batch_started = time.monotonic()
+            batch_started = clock.now()
             for series, new in zip(samples, clock.sample(functions, flush, batch), strict=True):
                 series.extend(new)
-            per_round = (time.monotonic() - batch_started) / batch
+            per_round = max((clock.now() - batch_started) / batch, 1e-9)
             enough = len(samples[0]) >= minimum_samples
             if enough and all(_relative_half_width(series) <= RELATIVE_INTERVAL for series in samples):
                 stopped = "interval"
-            elif enough and time.monotonic() - started > time_limit_s:
+            elif enough and clock.now() - started > time_limit_s:
                 stopped = "time limit"
             batch = max(1, min(minimum_samples, int(_BATCH_S / per_round)))
     telemetry = sampler.telemetry
@@ -117,6 +121,16 @@ def time_interleaved(
         Timing(np.array(series), tuple(windows), warm, cold, stopped, telemetry)
         for series, (windows, warm) in zip(samples, warmups, strict=True)
     ]
+
+
+class Clock(Protocol):
+    """What takes samples, and tells the time by which sampling ends."""
+
+    def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
+        """Seconds of `count` calls of each function, in turn; `flush` goes before each, outside of its time."""
+
+    def now(self) -> float:
+        """Seconds since some moment."""
 
 
 # Enqueuing one sample (flush, two events, the call) takes the host some 30 microseconds; the device waits that long first.
@@ -131,8 +145,10 @@ class _EventClock:
     device, an eager training step say, is timed with those waits: they are part of it.)
     """
 
-    def __init__(self, device: Device):
-        self.device = torch.device(device.torch_device)
+    now = staticmethod(time.monotonic)
+
+    def __init__(self, device: Device, head_start_cycles: int):
+        self.device, self.head_start_cycles = torch.device(device.torch_device), head_start_cycles
 
     def stamp(self) -> torch.cuda.Event:
         """This moment in the device's queue of work."""
@@ -147,7 +163,7 @@ class _EventClock:
     def sample(self, functions, flush, count: int) -> list[list[float]]:
         pairs: list[list[tuple]] = [[] for _ in functions]
         with torch.cuda.device(self.device):
-            torch.cuda._sleep(_HEAD_START_CYCLES * count * len(functions))
+            torch.cuda._sleep(self.head_start_cycles * count * len(functions))
             for _ in range(count):
                 for function, series in zip(functions, pairs, strict=True):
                     if flush is not None:
@@ -163,6 +179,7 @@ class _HostClock:
     """The monotonic clock around each call: on a CPU a call has done its work when it returns."""
 
     stamp = staticmethod(time.perf_counter_ns)
+    now = staticmethod(time.monotonic)
 
     def seconds(self, start: int, end: int) -> float:
         """From one stamp to a later one."""
@@ -182,6 +199,8 @@ class _HostClock:
 
 class _WallClock:
     """The monotonic clock around `calls` calls in a row, the device idle at both ends; a sample is their mean."""
+
+    now = staticmethod(time.monotonic)
 
     def __init__(self, device: Device, calls: int):
         self.calls = calls
@@ -204,10 +223,14 @@ def _synchronizer(device: Device) -> Callable[[], object]:
     return lambda: torch.cuda.synchronize(device.torch_device)
 
 
-def device_clock(device: Device) -> _EventClock | _HostClock:
+def device_clock(device: Device, head_start_cycles: int = _HEAD_START_CYCLES) -> _EventClock | _HostClock:
     """The clock of a device: `sample(functions, flush, count)` gives seconds of `count` calls of each, in turn, and
-    `seconds(start, end)` those between two of its `stamp()`s."""
-    return _HostClock() if device.kind == "cpu" else _EventClock(device)
+    `seconds(start, end)` those between two of its `stamp()`s.
+
+    Args:
+        head_start_cycles: how long a GPU spins for each call of a batch, so that its queue fills up first.
+    """
+    return _HostClock() if device.kind == "cpu" else _EventClock(device, head_start_cycles)
 
 
 def _cache_flush(device: Device) -> Callable[[], object]:
@@ -222,16 +245,16 @@ def _warm_up(clock, function, limit_s: float) -> tuple[list[float], bool]:
     """Run windows of calls until the last three windows' medians agree within 2 %; (medians in s, whether they came to agree)."""
     medians: list[float] = []
     clock.sample([function], None, 1)  # the first call compiles, loads and allocates: it says nothing about the second
-    deadline = time.monotonic() + limit_s
+    deadline = clock.now() + limit_s
     count = 1
     while True:
-        started = time.monotonic()
+        started = clock.now()
         medians.append(float(np.median(clock.sample([function], None, count)[0])))
-        count = max(1, min(1000, int(_WARM_WINDOW_S * count / max(time.monotonic() - started, 1e-6))))
+        count = max(1, min(1000, int(_WARM_WINDOW_S * count / max(clock.now() - started, 1e-6))))
         last = medians[-3:]
         if len(last) == 3 and max(last) - min(last) <= _WARM_TOLERANCE * min(last):
             return medians, True
-        if time.monotonic() > deadline:
+        if clock.now() > deadline:
             return medians, False
 
 

@@ -77,6 +77,8 @@ def test_warm_up_goes_on_until_the_windows_agree():
     class FallingClock:
         """Calls become faster for twelve windows, then stay as they are."""
 
+        now = staticmethod(time.monotonic)
+
         def __init__(self):
             self.windows = 0
 
@@ -91,6 +93,8 @@ def test_warm_up_goes_on_until_the_windows_agree():
 
 def test_warm_up_that_never_settles_ends_at_its_limit_and_says_so():
     class RestlessClock:
+        now = staticmethod(time.monotonic)
+
         def __init__(self):
             self.windows = 0
 
