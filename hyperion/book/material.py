@@ -20,6 +20,7 @@ SUBJECTS = {
     "ngram_baselines": "baseline",
     "language_model": "baseline",
     "image_classifier": "baseline",
+    "compilation": "compilation",
 }
 
 

@@ -20,6 +20,7 @@ TITLES = {
     "ngram_baselines": "Counting models",
     "language_model": "Language model",
     "image_classifier": "Image classifier",
+    "compilation": "Compilation",
 }
 
 

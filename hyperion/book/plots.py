@@ -5,7 +5,14 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
-from hyperion.book import plots_data, plots_hardware, plots_predictions, plots_summary, plots_training
+from hyperion.book import (
+    plots_compilation,
+    plots_data,
+    plots_hardware,
+    plots_predictions,
+    plots_summary,
+    plots_training,
+)
 from hyperion.book.material import Material
 from hyperion.book.style import png, styled
 from hyperion.errors import HyperionError
@@ -103,6 +110,18 @@ PLOTS = (
         "image_classifier",
         "Items trained on per second, and the memory taken at most.",
         plots_training.throughput,
+    ),
+    Plot(
+        "compilation",
+        "compilation",
+        "Time of a call and memory by mode of the compiler, each measured alone.",
+        plots_compilation.compilation,
+    ),
+    Plot(
+        "compilation_break_even",
+        "compilation",
+        "Seconds spent by number of calls: compiling pays where a line crosses the eager one.",
+        plots_compilation.break_even,
     ),
     Plot("predictions", ALL, "Every prediction over its measurement.", plots_predictions.predictions),
 )

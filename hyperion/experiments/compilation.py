@@ -167,16 +167,18 @@ class _Measurement:
             "speedup", ratio.value, more=self._clock(), limit_source="no limit: what eager calls lose to launches has no bound",
             **timed_columns(ratio, own, difference),
         )  # fmt: skip
+        faster = ratio.ci_low > 1  # else nothing is known to be saved
         saved = eager.estimate.value - own.estimate.value
-        calls = compilation.compile_time_s / saved if saved > 0 else None
-        reason = "" if calls is not None else "no call is saved: eager is as fast or faster"
         return [
             speedup,
-            self._row("break_even_calls", calls, value_reason=reason),
+            self._row(
+                "break_even_calls", compilation.compile_time_s / saved if faster else None,
+                value_reason="" if faster else "no time is saved for sure: the speed-up's interval reaches down to 1",
+            ),
             self._row("compile_time_s", compilation.compile_time_s, more=self._circumstances(compilation)),
             *_told_by_the_compiler(self._row, compilation),
             self._difference("eager", difference),
-        ]
+        ]  # fmt: skip
 
     def _circumstances(self, compilation: Compilation) -> dict:
         search = self.context.sizes.get("search", {}).get(self.mode)
