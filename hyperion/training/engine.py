@@ -18,11 +18,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from hyperion import processes
 from hyperion.checkpoints import CheckpointError, read_sharded, write_sharded
 from hyperion.data.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
-from hyperion.parallel import is_replicated, is_sharded, local_gradient_norm, rank_count, start_sum
+from hyperion.parallel import is_sharded, local_gradient_norm, ranks_of, start_sum
+from hyperion.processes import World
 from hyperion.training.allocator import keep_freed_memory
 from hyperion.training.evaluate import evaluate_images, evaluate_language
 from hyperion.training.precision import Precision
@@ -39,6 +41,7 @@ class StepMetrics:
         learning_rate: of this step.
         rank_loss: as loss, of this rank's part of the batch; loss itself on one device.
         rank_items: items of this rank's part; items itself on one device.
+        skipped: scalar, whether the update was left out because a gradient overflowed in fp16 (its norm is not finite).
     """
 
     loss: Tensor
@@ -47,6 +50,7 @@ class StepMetrics:
     learning_rate: float
     rank_loss: Tensor
     rank_items: Tensor
+    skipped: Tensor
 
 
 class Engine(Protocol):
@@ -90,6 +94,10 @@ class TorchEngine(ABC):
         schedule: learning rate of a step counted from 1.
         precision: what the forward pass computes in.
         clip_norm: gradients are scaled down to this L2 norm; math.inf for never.
+        world: the ranks that share each batch; those of this process's group when left out.
+
+    Attributes:
+        scaler: what keeps fp16 gradients from vanishing; it is part of the engine's state.
     """
 
     item: str
@@ -102,15 +110,18 @@ class TorchEngine(ABC):
         precision: Precision,
         device: Device,
         clip_norm: float = 1.0,
+        world: World | None = None,
     ):
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.precision, self.device, self.clip_norm = precision, device, clip_norm
-        self.steps, self.ranks = 0, rank_count()
-        if self.ranks > 1 and not (is_sharded(model) or is_replicated(model)):
+        self.scaler = precision.loss_scaler(device)
+        self.steps, self.ranks = 0, ranks_of(model)
+        if self.ranks != (sharing := (world or processes.world()).size):
             raise HyperionError(
-                f"each of {self.ranks} ranks would train a {type(model).__name__} of its own",
+                f"{sharing} ranks are to share a batch, and this {type(model).__name__} is laid over {self.ranks}",
                 where=type(self).__name__,
-                next_step="give it what hyperion.parallel.parallelize returned",
+                next_step="give it what hyperion.parallel.parallelize returned, or, to train alone beside other ranks, the "
+                "world of one rank",
             )
         self._items_seen = torch.zeros((), dtype=torch.int64, device=device.torch_device)
         if device.kind == "cpu":
@@ -136,29 +147,31 @@ class TorchEngine(ABC):
             group["lr"] = learning_rate
         self.model.train()
         rank_items = self.count_items(batch)
-        finish_count = start_sum(rank_items)  # runs beside the forward pass
-        with self.precision.autocast(self.device):
-            total = self.summed_loss(batch)
-        items = finish_count()
-        share = total / items  # of the mean over the whole batch: the shares of all ranks add up to it
-        # DDP and FSDP average the ranks' gradients, where the gradient of the mean is their sum.
-        (share if self.ranks == 1 else share * self.ranks).backward()
+        finish_count = start_sum(rank_items, self.ranks)  # runs beside the forward pass
+        with self.precision.products():
+            with self.precision.autocast(self.device):
+                total = self.summed_loss(batch)
+            items = finish_count()
+            share = total / items  # of the mean over the whole batch: the shares of all ranks add up to it
+            # DDP and FSDP average the ranks' gradients, where the gradient of the mean is their sum.
+            self.scaler.backward(share if self.ranks == 1 else share * self.ranks)
+        self.scaler.unscale(self.optimizer)
         norm, finish_loss = self._norm_and_loss(share.detach())
         nn.utils.clip_grads_with_norm_(self.model.parameters(), self.clip_norm, norm)
-        self.optimizer.step()
+        skipped = self.scaler.step(self.optimizer, norm)
         self.optimizer.zero_grad()
         self.steps += 1
         self._items_seen += items
         loss = finish_loss()
         rank_loss = loss if self.ranks == 1 else total.detach() / rank_items.clamp(min=1)
-        return StepMetrics(loss, norm, items, learning_rate, rank_loss, rank_items)
+        return StepMetrics(loss, norm, items, learning_rate, rank_loss, rank_items, skipped)
 
     def _norm_and_loss(self, share: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
         """Norm of the gradient of the whole batch, and a function that gives the loss of the whole batch."""
         norm = local_gradient_norm(self.model)
         if self.ranks == 1 or not is_sharded(self.model):  # each rank holds the whole gradient
-            return norm, start_sum(share)
-        squared, loss = start_sum(torch.stack((norm.square(), share)))()
+            return norm, start_sum(share, self.ranks)
+        squared, loss = start_sum(torch.stack((norm.square(), share)), self.ranks)()
         return squared.sqrt(), lambda: loss
 
     def save(self, folder: Path) -> None:
@@ -179,6 +192,7 @@ class TorchEngine(ABC):
             set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
             self.steps = int(state["steps"])
             self._items_seen.fill_(int(state["items_seen"]))
+            self.scaler.load_state_dict(state["scaler"])
         except (RuntimeError, KeyError, ValueError, AttributeError) as error:  # the same on all ranks: groups of other
             raise CheckpointError(  # parameters, or a file without the numbers
                 f"the checkpoint does not fit this model and optimizer: {error}",
@@ -192,6 +206,7 @@ class TorchEngine(ABC):
             "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
             "steps": self.steps,
             "items_seen": self.tokens_seen,
+            "scaler": self.scaler.state_dict(),
         }
 
 

@@ -199,8 +199,12 @@ class _Run:
         """
         if not self.unread:
             return
+        # A step that fp16 made overflow was skipped, and its loss scale halved: nothing is wrong with the training.
         numbers = torch.stack(
-            [torch.stack((step.loss, step.gradient_norm, step.rank_loss)) for step, _ in self.unread]
+            [
+                torch.stack((step.loss, step.gradient_norm.masked_fill(step.skipped, 0.0), step.rank_loss))
+                for step, _ in self.unread
+            ]
         ).tolist()
         bad = not all(map(is_finite, numbers))
         self.leaving, any_bad = self.pulse.agree(self.stop.requested, bad, len(numbers))
