@@ -1,6 +1,10 @@
 """Fixtures of all rooms."""
 
+import functools
+import http.server
 import os
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,3 +26,20 @@ def mirror() -> Path:
         reason = "HYPERION_DATA_MIRROR is not set: no real WikiText-2, CIFAR-10 and GPT-2 tokenizer to test with"
         (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
     return Path(named)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Path], str]]:
+    """A function that serves a folder over HTTP and returns its address."""
+    servers = []
+
+    def start(folder: Path, handler: type = http.server.SimpleHTTPRequestHandler) -> str:
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(handler, directory=str(folder)))
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        servers.append(server)
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()

@@ -2,6 +2,15 @@
 
 from hyperion.models.activations import ActivationBytes, image_activations, language_activations
 from hyperion.models.layout import Layout, ModelFlops, parameter_count
+from hyperion.models.llama import (
+    LlamaLM,
+    llama_flops_per_token,
+    llama_lora_parameter_count,
+    llama_parameter_count,
+    random_llama_config,
+    require_vocabulary,
+)
+from hyperion.models.llama_files import load_llama, local_llama
 from hyperion.models.reference import REFERENCE_MODELS, ReferenceModel, reference_model
 from hyperion.models.resnet import ResNet18, flops_per_image, resnet18
 from hyperion.models.transformer import TransformerConfig, TransformerLM, flops_per_token, named_config
@@ -10,6 +19,7 @@ __all__ = [
     "REFERENCE_MODELS",
     "ActivationBytes",
     "Layout",
+    "LlamaLM",
     "ModelFlops",
     "ReferenceModel",
     "ResNet18",
@@ -19,8 +29,15 @@ __all__ = [
     "flops_per_token",
     "image_activations",
     "language_activations",
+    "llama_flops_per_token",
+    "llama_lora_parameter_count",
+    "llama_parameter_count",
+    "load_llama",
+    "local_llama",
     "named_config",
     "parameter_count",
+    "random_llama_config",
     "reference_model",
+    "require_vocabulary",
     "resnet18",
 ]

@@ -1,10 +1,8 @@
 """A data folder for every test, hosts that answer, refuse or keep silent, and a full-size CIFAR-10 archive."""
 
-import functools
-import http.server
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -49,23 +47,6 @@ def silent() -> Iterator[tuple[str, list]]:
         server.shutdown(socket.SHUT_RDWR)
     for connection in accepted:
         connection.close()
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[[Path], str]]:
-    """A function that serves a folder over HTTP and returns its address."""
-    servers = []
-
-    def start(folder: Path, handler: type = http.server.SimpleHTTPRequestHandler) -> str:
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(handler, directory=str(folder)))
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        servers.append(server)
-        return f"http://127.0.0.1:{server.server_port}"
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
 
 
 @pytest.fixture(scope="session")
