@@ -1,13 +1,17 @@
-"""The precision is chosen by what the device has, and says why."""
+"""The precision is chosen by what the device has, and says why; fp16 survives gradients that overflow."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
+from hyperion.checkpoints import CheckpointError
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
-from hyperion.training import choose_precision
+from hyperion.models import TransformerConfig, TransformerLM
+from hyperion.training import LanguageEngine, NonFiniteError, Plan, Precision, adamw, choose_precision, train
+from tests.training.small import small_batches
 
 CPU = replace(detect_cpu(), isa=("avx2",))
 
@@ -35,16 +39,119 @@ def test_requests_are_honoured():
     assert choose_precision(gpu("cuda", "sm_90"), "fp32").dtype == "fp32"
     emulated = choose_precision(CPU, "bf16")
     assert emulated.dtype == "bf16" and "emulated" in emulated.reason
+    assert choose_precision(gpu("cuda", "sm_90"), "tf32").dtype == "tf32"
+    assert choose_precision(gpu("rocm", "gfx90a"), "fp16").dtype == "fp16"
 
 
 def test_unknown_and_impossible_requests_are_refused():
     with pytest.raises(HyperionError, match="'fp12'"):
         choose_precision(CPU, "fp12")
+    with pytest.raises(HyperionError, match="TF32 is a format of GPU matrix units"):
+        choose_precision(CPU, "tf32")
+    with pytest.raises(HyperionError, match="gfx90a has no TF32"):
+        choose_precision(gpu("rocm", "gfx90a"), "tf32")
 
 
 def test_autocast_computes_in_that_type():
     a = torch.ones(2, 2)
-    with choose_precision(CPU, "bf16").autocast(CPU):
-        assert (a @ a).dtype == torch.bfloat16
-    with choose_precision(CPU).autocast(CPU):
-        assert (a @ a).dtype == torch.float32
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
+        with choose_precision(CPU, name).autocast(CPU):
+            assert (a @ a).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype, products", [("fp32", "ieee"), ("tf32", "tf32"), ("bf16", None)])
+def test_float32_products_use_tf32_units_only_where_it_says_so_and_the_switches_are_put_back(dtype, products):
+    switches = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = [switch.fp32_precision for switch in switches]
+    with Precision(dtype, "test").products():
+        assert [switch.fp32_precision for switch in switches] == ([products] * 2 if products else before)
+    assert [switch.fp32_precision for switch in switches] == before
+
+
+def engine_in(dtype: str) -> LanguageEngine:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = TransformerLM(TransformerConfig(vocab_size=19, context=8, width=16, heads=2, layers=2))
+    return LanguageEngine(model, adamw(model, 3e-3), lambda step: 3e-3, choose_precision(CPU, dtype), CPU)
+
+
+def overflow_next(engine: LanguageEngine, times: int = 1) -> None:
+    """Make one gradient infinite in each of the next `times` backward passes, as a scale that is too large does."""
+    left = [times]
+
+    def spoil(gradient):
+        left[0] -= 1
+        if not left[0]:
+            handle.remove()
+        return gradient * math.inf
+
+    handle = engine.model.final_norm.weight.register_hook(spoil)
+
+
+def weights_of(engine: LanguageEngine) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in engine.model.parameters()])
+
+
+def updates_of(engine: LanguageEngine) -> int:
+    """Updates by the optimizer's own count."""
+    return int(next(iter(engine.optimizer.state.values()))["step"])
+
+
+def test_a_gradient_that_overflows_skips_the_step_and_halves_the_scale():
+    engine, batches = engine_in("fp16"), small_batches()
+    assert not engine.train_step(batches.next_batch()).skipped
+    weights, scale = weights_of(engine), engine.scaler.scale
+    overflow_next(engine)
+    metrics = engine.train_step(batches.next_batch())
+    assert bool(metrics.skipped) and not math.isfinite(metrics.gradient_norm) and math.isfinite(metrics.loss)
+    torch.testing.assert_close(weights_of(engine), weights, rtol=0, atol=0)
+    assert engine.scaler.scale == scale / 2
+    assert (engine.steps, updates_of(engine), engine.scaler.skipped_steps) == (2, 1, 1)
+    assert not engine.train_step(batches.next_batch()).skipped
+    assert (engine.steps, updates_of(engine), engine.scaler.skipped_steps) == (3, 2, 1)
+    assert not torch.equal(weights_of(engine), weights)
+
+
+def test_the_norm_and_the_clipping_are_those_of_the_true_gradient():
+    batch = small_batches().next_batch()
+    scaled, reference = engine_in("fp16").train_step(batch), engine_in("fp32").train_step(batch)
+    assert float(scaled.gradient_norm) == pytest.approx(float(reference.gradient_norm), rel=0.01)
+    assert float(scaled.loss) == pytest.approx(float(reference.loss), rel=1e-3)
+
+
+def test_the_scale_is_part_of_the_checkpoint(tmp_path):
+    engine, batches = engine_in("fp16"), small_batches()
+    overflow_next(engine, times=2)
+    for _ in range(4):
+        engine.train_step(batches.next_batch())
+    engine.save(tmp_path)
+    other = engine_in("fp16")
+    other.load(tmp_path)
+    assert other.scaler.state_dict() == engine.scaler.state_dict()
+    assert (other.scaler.skipped_steps, other.scaler.scale) == (2, 65536 / 4)
+    batch = batches.next_batch()
+    assert float(other.train_step(batch).loss) == float(engine.train_step(batch).loss)
+    torch.testing.assert_close(weights_of(other), weights_of(engine), rtol=0, atol=0)
+    with pytest.raises(CheckpointError, match="made in fp16"):
+        engine_in("fp32").load(tmp_path)
+
+
+def test_training_goes_on_over_an_overflow_but_not_over_gradients_that_are_no_numbers():
+    engine = engine_in("fp16")
+    overflow_next(engine, times=3)
+    assert len(train(engine, small_batches(), Plan(steps=6)).losses) == 6
+    assert engine.scaler.skipped_steps == 3
+    # Halved from 65536 until below 1, the scale is not to blame any more.
+    overflow_next(engine, times=100)
+    with pytest.raises(NonFiniteError, match="gradient norm"):
+        train(engine, small_batches(), Plan(steps=30))
+    assert engine.scaler.skipped_steps == 3 + 14
+
+
+def test_bf16_and_fp32_scale_nothing():
+    for dtype in ("fp32", "bf16"):
+        engine = engine_in(dtype)
+        assert engine.scaler.scale == 1 and engine.scaler.state_dict() == {}
+        overflow_next(engine)
+        with pytest.raises(NonFiniteError):
+            train(engine, small_batches(), Plan(steps=2))
