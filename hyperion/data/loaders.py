@@ -23,6 +23,7 @@ class _Resumable(ABC):
         _require_equal_parts(records, batch_size, drop_last, rank, ranks)
         self.batch_size, self.seed, self.epoch, self.position = batch_size, seed, 0, 0
         self.records, self.rank, self.ranks = records, rank, ranks
+        self._ordered: tuple[int, np.ndarray] = (-1, np.empty(0))
         self.batches_per_epoch = records // batch_size if drop_last else -(-records // batch_size)
         if self.batches_per_epoch < 1:
             raise DataError(
@@ -66,6 +67,23 @@ class _Resumable(ABC):
                 )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
+    def examples(self, epoch: int) -> np.ndarray:
+        """Which examples this rank gets in an epoch, in order: starts of windows in the stream, places of images in the
+        set. Those of all ranks together are those of one device.
+        """
+        return np.concatenate([self._examples(epoch, position) for position in range(self.batches_per_epoch)])
+
+    def _examples(self, epoch: int, position: int) -> np.ndarray:
+        """This rank's examples of one batch."""
+        whole = self._whole_batch(epoch, position)
+        return whole[self._part(len(whole))]
+
+    def _whole_batch(self, epoch: int, position: int) -> np.ndarray:
+        """The examples of one batch, of all ranks."""
+        if self._ordered[0] != epoch:
+            self._ordered = (epoch, self._order(epoch))
+        return self._ordered[1][position * self.batch_size : (position + 1) * self.batch_size]
+
     def _identity(self) -> dict:
         return {"records": self.records, "batch_size": self.batch_size, "seed": self.seed}
 
@@ -77,6 +95,10 @@ class _Resumable(ABC):
         """Where this rank's examples stand among the `batch` examples of a whole batch."""
         size = batch // self.ranks
         return slice(self.rank * size, (self.rank + 1) * size)
+
+    @abstractmethod
+    def _order(self, epoch: int) -> np.ndarray:
+        """The examples of an epoch in their order, a function of it and the seed."""
 
     @abstractmethod
     def _batch(self, epoch: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,7 +138,6 @@ class LanguageBatches(_Resumable):
         self.sequence_length = sequence_length
         self._tokens = torch.from_numpy(np.asarray(tokens).astype(np.int32)).to(device)
         self._steps = torch.arange(sequence_length + 1, device=device)
-        self._order: tuple[int, np.ndarray] = (-1, np.empty(0))
 
     @property
     def tokens_per_batch(self) -> int:
@@ -126,13 +147,12 @@ class LanguageBatches(_Resumable):
     def _identity(self) -> dict:
         return {**super()._identity(), "sequence_length": self.sequence_length}
 
+    def _order(self, epoch: int) -> np.ndarray:
+        generator, own = np.random.default_rng((self.seed, epoch)), self.sequence_length + 1
+        return generator.integers(own) + own * generator.permutation(self.records)
+
     def _batch(self, epoch: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._order[0] != epoch:
-            generator = np.random.default_rng((self.seed, epoch))
-            own = self.sequence_length + 1
-            self._order = (epoch, generator.integers(own) + own * generator.permutation(self.records))
-        starts = self._order[1][position * self.batch_size : (position + 1) * self.batch_size]
-        starts = torch.from_numpy(starts[self._part(len(starts))]).to(self._tokens.device)
+        starts = torch.from_numpy(self._examples(epoch, position)).to(self._tokens.device)
         windows = self._tokens[starts[:, None] + self._steps].long()
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
@@ -178,18 +198,19 @@ class ImageBatches(_Resumable):
         self._labels = torch.from_numpy(np.array(labels, dtype=np.int64)).to(device)
         mean, deviation = (torch.tensor(values, device=device).view(1, 3, 1, 1) * 255 for values in normalisation)
         self._mean, self._deviation = mean, deviation
-        self._order: tuple[int, np.ndarray] = (-1, np.empty(0))
 
     def _identity(self) -> dict:
         return {**super()._identity(), "augment": list(self.augment), "shuffle": self.shuffle}
 
+    def _order(self, epoch: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(self.records)
+        return np.random.default_rng((self.seed, epoch)).permutation(self.records)
+
     def _batch(self, epoch: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._order[0] != epoch:
-            generator = np.random.default_rng((self.seed, epoch))
-            self._order = (epoch, generator.permutation(self.records) if self.shuffle else np.arange(self.records))
-        rows = self._order[1][position * self.batch_size : (position + 1) * self.batch_size]
-        part, batch = self._part(len(rows)), len(rows)
-        rows = torch.from_numpy(rows[part]).to(self._images.device)
+        batch = len(self._whole_batch(epoch, position))
+        part, rows = self._part(batch), self._examples(epoch, position)
+        rows = torch.from_numpy(rows).to(self._images.device)
         images = self._images[rows]
         if self.augment:
             # The whole batch's changes are drawn on every rank, so that they depend on no number of ranks.

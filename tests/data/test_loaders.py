@@ -158,3 +158,13 @@ def test_every_token_is_scored_exactly_once_after_the_right_past(count, context,
 def test_windows_that_would_leave_tokens_out_are_refused(tokens, stride):
     with pytest.raises(DataError, match="cannot score every token once"):
         next(evaluation_windows(tokens, 8, stride, 0))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_examples_of_all_ranks_are_those_of_one_device(ranks):
+    tokens = np.arange(1000)
+    one = LanguageBatches(tokens, 7, 8, seed=3).examples(epoch=2)
+    parts = [LanguageBatches(tokens, 7, 8, seed=3, rank=rank, ranks=ranks).examples(epoch=2) for rank in range(ranks)]
+    assert sorted(np.concatenate(parts)) == sorted(one) and len(set(one)) == len(one)
+    first, _ = LanguageBatches(tokens, 7, 8, seed=3).next_batch()
+    assert first[:, 0].tolist() == LanguageBatches(tokens, 7, 8, seed=3).examples(0)[:8].tolist()
