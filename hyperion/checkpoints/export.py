@@ -1,5 +1,6 @@
 """One file with the whole model, for other programs: gathered from the shards of all ranks."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from hyperion.checkpoints.ranks import on_rank_0
 from hyperion.checkpoints.states import CheckpointError, own_copy
 from hyperion.errors import refused_write
+from hyperion.parallel import average_statistics
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
@@ -18,6 +20,7 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
 
     Gathering is a collective: all ranks call it.
     """
+    average_statistics(model)
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
@@ -46,7 +49,8 @@ def _write_whole(state: dict[str, Tensor], path: Path) -> None:
             os.fsync(file.fileno())
         new.replace(path)
     except (OSError, SafetensorError) as error:
-        new.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
         cause = error if isinstance(error, OSError) else OSError(str(error))  # a full disk arrives as SafetensorError
         raise refused_write(
             cause, CheckpointError, where=path, elsewhere="name another file",

@@ -23,7 +23,7 @@ from hyperion.checkpoints import CheckpointError, read_sharded, write_sharded
 from hyperion.data.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
-from hyperion.parallel import is_sharded, local_gradient_norm, ranks_of, start_sum
+from hyperion.parallel import average_statistics, is_sharded, local_gradient_norm, ranks_of, start_sum
 from hyperion.processes import World
 from hyperion.training.allocator import keep_freed_memory
 from hyperion.training.evaluate import evaluate_images, evaluate_language
@@ -178,6 +178,7 @@ class TorchEngine(ABC):
         """Model and optimizer state by parameter name, each rank its shards: any layout of the same model can read it.
         All ranks call it.
         """
+        average_statistics(self.model)  # buffers are stored once, so they must be the same on all ranks
         write_sharded(folder, self._state())
 
     def load(self, folder: Path) -> None:
