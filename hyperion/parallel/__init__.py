@@ -16,7 +16,7 @@ from hyperion.parallel.reductions import (
     is_replicated,
     is_sharded,
     local_gradient_norm,
-    rank_count,
+    ranks_of,
     reshard,
     start_sum,
 )
@@ -24,5 +24,5 @@ from hyperion.parallel.reductions import (
 __all__ = [
     "DesyncError", "ParallelPlan", "add_lora", "assert_ranks_agree", "average_statistics", "expected_lora_parameters",
     "fsdp_units", "full_parameter_bytes", "is_replicated", "is_sharded", "layout_of", "local_gradient_norm",
-    "local_parameter_bytes", "parallelize", "rank_count", "reshard", "start_sum", "trainable_parameter_count",
+    "local_parameter_bytes", "parallelize", "ranks_of", "reshard", "start_sum", "trainable_parameter_count",
 ]  # fmt: skip

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hyperion.parallel.reductions import ranks_of
+
 
 def frozen_statistics(block: nn.Module) -> tuple[AbstractContextManager, AbstractContextManager]:
     """Contexts of a block's forward pass and of its recomputation, for torch.utils.checkpoint's context_fn.
@@ -40,7 +42,7 @@ def average_statistics(model: nn.Module) -> None:
     the whole batch has other statistics: each rank normalises by its own part of the batch, as everywhere with DDP, and
     the variance within a part misses that between parts.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if (ranks := ranks_of(model)) == 1:
         return
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
     statistics = [statistic for norm in norms for statistic in (norm.running_mean, norm.running_var)]
@@ -48,6 +50,6 @@ def average_statistics(model: nn.Module) -> None:
         return
     packed = torch.cat(statistics)
     dist.all_reduce(packed)
-    packed /= dist.get_world_size()
+    packed /= ranks
     for statistic, mean in zip(statistics, packed.split([len(statistic) for statistic in statistics]), strict=True):
         statistic.copy_(mean)

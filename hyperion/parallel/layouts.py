@@ -17,7 +17,7 @@ def layout_of(model: nn.Module) -> Layout:
     Raises:
         HyperionError: another model.
     """
-    if hasattr(model, "peft_config"):  # first, because a peft model passes unknown attributes on to its base
+    if hasattr(model, "get_base_model"):  # first, because a peft model passes unknown attributes on to its base
         return _below("base_model.model.", layout_of(model.base_model.model))
     if hasattr(model, "layout"):
         return model.layout()

@@ -10,10 +10,7 @@
 Steps 2 and 3 replace the `forward` of the block and nothing else, so that parameters keep the names of the plain model.
 """
 
-from __future__ import annotations
-
 import inspect
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -29,9 +26,7 @@ from hyperion.parallel.batch_norm import frozen_statistics
 from hyperion.parallel.invariants import assert_same_shapes
 from hyperion.parallel.layouts import layout_of
 from hyperion.parallel.plan import ParallelPlan
-
-if TYPE_CHECKING:
-    from hyperion.processes import World
+from hyperion.processes import World
 
 
 def parallelize(model: nn.Module, plan: ParallelPlan, world: World) -> nn.Module:
@@ -73,11 +68,11 @@ def _require_ranks(plan: ParallelPlan, world: World) -> None:
             where="parallelize",
             next_step="choose 'ddp' or 'fsdp', or start one process",
         )
-    if plan.strategy != "single" and not dist.is_initialized():
+    if plan.strategy != "single" and (present := dist.get_world_size() if dist.is_initialized() else 0) != world.size:
         raise HyperionError(
-            f"strategy {plan.strategy!r} needs a process group, and this process has none",
+            f"strategy {plan.strategy!r} needs a process group of {world.size}, and this process is in one of {present}",
             where="parallelize",
-            next_step="start with torchrun inside hyperion.processes.process_group(), or by run_ranks",
+            next_step="start with run_ranks, or with torchrun inside hyperion.processes.process_group(), and give its world",
         )
 
 

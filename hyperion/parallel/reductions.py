@@ -1,4 +1,4 @@
-"""Sums over ranks that the host does not wait for."""
+"""What a model's ranks have in common, and sums over them that the host does not wait for."""
 
 from collections.abc import Callable
 
@@ -9,18 +9,31 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 
-def rank_count() -> int:
-    """Ranks of this run: those of the process group, 1 without one."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 has sharded the parameters: each rank then holds a part of the gradients."""
+    return isinstance(model, FSDPModule)
 
 
-def start_sum(values: Tensor) -> Callable[[], Tensor]:
+def is_replicated(model: nn.Module) -> bool:
+    """Whether DDP keeps a whole model on each rank."""
+    return isinstance(model, DistributedDataParallel)
+
+
+def ranks_of(model: nn.Module) -> int:
+    """Ranks that `parallelize` laid the model over; 1 for a model of one device, also beside other ranks."""
+    return dist.get_world_size() if is_sharded(model) or is_replicated(model) else 1
+
+
+def start_sum(values: Tensor, ranks: int) -> Callable[[], Tensor]:
     """Begin to sum `values` over all ranks, beside whatever the device does next.
 
+    Args:
+        ranks: 1 for values of one device alone, which are their own sum.
+
     Returns:
-        A function that gives the sum: the device waits for it there, the host does not. Alone it gives `values`.
+        A function that gives the sum: the device waits for it there, the host does not.
     """
-    if rank_count() == 1:
+    if ranks == 1:
         return lambda: values
     total = values.clone()
     work = dist.all_reduce(total, async_op=True)
@@ -36,16 +49,6 @@ def local_gradient_norm(model: nn.Module) -> Tensor:
     """L2 norm (scalar on the device) of this rank's gradients: of its shards where they are sharded."""
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     return nn.utils.get_total_norm([g.to_local() if isinstance(g, DTensor) else g for g in gradients])
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 has sharded the parameters: each rank then holds a part of the gradients."""
-    return isinstance(model, FSDPModule)
-
-
-def is_replicated(model: nn.Module) -> bool:
-    """Whether DDP keeps a whole model on each rank."""
-    return isinstance(model, DistributedDataParallel)
 
 
 def reshard(model: nn.Module) -> None:

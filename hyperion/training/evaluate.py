@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hyperion.data.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
-from hyperion.parallel import average_statistics, rank_count, reshard, start_sum
+from hyperion.parallel import average_statistics, ranks_of, reshard, start_sum
 from hyperion.training.precision import Precision
 
 
@@ -74,13 +74,13 @@ def evaluate_language(
     """
     sums = torch.zeros(3, dtype=torch.float64, device=device.torch_device)  # nll, its square, tokens
     with _evaluating(model):
-        for (inputs_BT, targets_BT), counts in _own(windows):
+        for (inputs_BT, targets_BT), counts in _own(windows, ranks_of(model)):
             with precision.autocast(device):
                 nll_BT = model(inputs_BT, targets_BT).double()
             scored = (targets_BT != IGNORE_INDEX).sum()
             if counts:
                 sums = sums + torch.stack((nll_BT.sum(), nll_BT.square().sum(), scored.double()))
-    total_nats, total_squares, n = start_sum(sums)().tolist()
+    total_nats, total_squares, n = start_sum(sums, ranks_of(model))().tolist()
     n = int(n)
     _require_some(n, "tokens")
     variance = max(0.0, total_squares / n - (total_nats / n) ** 2)
@@ -98,14 +98,14 @@ def evaluate_images(
     """
     sums = torch.zeros(3, dtype=torch.float64, device=device.torch_device)  # loss, correct, images
     with _evaluating(model):
-        for (images_BCYX, labels_B), counts in _own(batches):
+        for (images_BCYX, labels_B), counts in _own(batches, ranks_of(model)):
             with precision.autocast(device):
                 logits_BK = model(images_BCYX).float()
             losses_B = F.cross_entropy(logits_BK, labels_B, reduction="none").double()
             correct_B = (logits_BK.argmax(dim=1) == labels_B).double()
             if counts:
                 sums = sums + torch.stack((losses_B.sum(), correct_B.sum(), torch.ones_like(losses_B).sum()))
-    total, correct, images = start_sum(sums)().tolist()
+    total, correct, images = start_sum(sums, ranks_of(model))().tolist()
     images = int(images)
     _require_some(images, "images")
     accuracy = correct / images
@@ -125,13 +125,12 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def _own(batches: Iterable) -> Iterator[tuple[tuple[Tensor, Tensor], bool]]:
+def _own(batches: Iterable, ranks: int) -> Iterator[tuple[tuple[Tensor, Tensor], bool]]:
     """This rank's batches, each with whether it counts.
 
     A forward pass may be collective (FSDP2), so that each rank makes the same number of them: where the last batches do
     not go round, a rank without one repeats a batch that does not count.
     """
-    ranks = rank_count()
     rank = dist.get_rank() if ranks > 1 else 0
     turn: list = []
     for batch in batches:

@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from hyperion.parallel import is_sharded
+
 
 def adamw(
     model: nn.Module,
@@ -19,8 +21,10 @@ def sgd_nesterov(
     model: nn.Module, learning_rate: float, weight_decay: float = 5e-4, momentum: float = 0.9
 ) -> torch.optim.SGD:
     """SGD with Nesterov momentum as one fused kernel a step; the weight decay is the L2 form of ResNet training."""
+    # torch has no fused SGD for sharded parameters: those take a few kernels a step, over all of them at once.
+    kernel = "foreach" if is_sharded(model) else "fused"
     return torch.optim.SGD(
-        decay_groups(model, weight_decay), lr=learning_rate, momentum=momentum, nesterov=True, fused=True
+        decay_groups(model, weight_decay), lr=learning_rate, momentum=momentum, nesterov=True, **{kernel: True}
     )
 
 
