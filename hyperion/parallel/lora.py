@@ -1,5 +1,6 @@
 """LoRA: a low-rank, trainable change beside each frozen target layer (Hu et al. 2021, arXiv 2106.09685)."""
 
+import warnings
 from collections.abc import Sequence
 
 from torch import nn
@@ -41,7 +42,10 @@ def add_lora(
     # peft's class for causal language models adds generate(), and asks the model for what transformers' models have.
     task = "CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), lora_dropout=dropout, task_type=task)
-    adapted = get_peft_model(model, config)
+    with warnings.catch_warnings():
+        # peft asks transformers for a property by its old name: nothing that a reader could act on.
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        adapted = get_peft_model(model, config)
     trainable = trainable_parameter_count(adapted)
     if trainable != expected:
         raise HyperionError(

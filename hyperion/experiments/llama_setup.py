@@ -1,0 +1,105 @@
+"""What fine-tuning a Llama starts from: instruction rows, their tokenizer, and a model whose vocabulary is the tokenizer's."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hyperion.data import (
+    Completions,
+    InstructionSet,
+    Tokenizer,
+    load_instructions,
+    load_tokenizer,
+    read_tokenizer,
+    tokenize_completions,
+)
+from hyperion.experiments.context import Context
+from hyperion.hardware import Device
+from hyperion.models import (
+    LlamaLM,
+    ModelFlops,
+    llama_flops_per_token,
+    load_llama,
+    local_llama,
+    require_vocabulary,
+)
+from hyperion.parallel import add_lora
+from hyperion.parallel.lora import ATTENTION
+from hyperion.training import Precision, seed_everything
+
+# What the experiments load, by the names of `hyperion.data.identity`.
+DATA = ("instructions", "gpt2", "llama")
+RANK, ALPHA = 16, 32
+
+
+@dataclass(frozen=True)
+class Material:
+    """Rows as tokens, and which model they are for.
+
+    Attributes:
+        model: name for rows: a random configuration's, or a folder's.
+        weights: what load_llama is given: that name, or the folder.
+    """
+
+    rows: InstructionSet
+    tokenizer: Tokenizer
+    train: Completions
+    held_out: Completions
+    model: str
+    weights: str | Path
+
+
+def material(context: Context) -> Material:
+    """The instruction rows of the context's data source, tokenized for the model that the profile names.
+
+    Where the profile says `real_weights`, the folder llama/ of the mirror or the cache takes the place of the random
+    configuration, with the tokenizer that lies in it.
+    """
+    sizes = context.sizes
+    rows = load_instructions(context.data_source, allow_synthetic=context.allow_synthetic, seed=context.seed)
+    folder = local_llama(context.data_source) if sizes["real_weights"] else None
+    if folder is not None:
+        tokenizer = read_tokenizer(folder)
+    else:
+        asked = "auto" if rows.source == "synthetic" else context.data_source
+        tokenizer = load_tokenizer(asked, rows.as_corpus())
+    train, held_out = (
+        tokenize_completions(part, tokenizer, sizes["sequence_length"]) for part in (rows.train, rows.held_out)
+    )
+    name = folder.resolve().name if folder is not None else sizes["model"]
+    return Material(rows, tokenizer, train, held_out, name, folder or sizes["model"])
+
+
+def base_model(context: Context, found: Material, dtype: torch.dtype) -> nn.Module:
+    """The model before any training, the same at each call, on the context's device; its vocabulary is checked.
+
+    Raises:
+        HyperionError: incomplete weights, or a tokenizer that is not the model's.
+    """
+    seed_everything(context.seed)
+    vocabulary, device = found.tokenizer.vocab_size, context.device.torch_device
+    model = load_llama(found.weights, vocab_size=vocabulary, dtype=dtype, device=device)
+    require_vocabulary(vocabulary, model, where=found.weights)
+    return model
+
+
+def with_lora(base: nn.Module, seed: int, rank: int = RANK, alpha: float = ALPHA) -> LlamaLM:
+    """The base with adapters on the projections of attention, drawn from the seed."""
+    seed_everything(seed)
+    return LlamaLM(add_lora(base, rank, alpha))
+
+
+def lora_model(
+    name: str, vocabulary: int, sequence_length: int, device: Device, dtype: torch.dtype = torch.float32
+) -> tuple[LlamaLM, ModelFlops]:
+    """A random-initialised Llama with LoRA adapters, drawn from torch's generators as they stand, and its FLOPs a token."""
+    model = load_llama(name, vocab_size=vocabulary, dtype=dtype, device=device.torch_device)
+    flops = llama_flops_per_token(model.config, sequence_length, RANK, ATTENTION)
+    return LlamaLM(add_lora(model, RANK, ALPHA)), flops
+
+
+def frozen_dtype(precision: Precision) -> torch.dtype:
+    """What a frozen base is stored in: nothing updates it, so the type that it is computed in is enough."""
+    return torch.bfloat16 if precision.dtype == "bf16" else torch.float32
