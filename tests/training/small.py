@@ -24,12 +24,14 @@ class DropoutLM(TransformerLM):
         return torch.nn.functional.dropout(nll, 0.2, self.training)
 
 
-def small_engine(seed: int = 0, learning_rate: float = 3e-3, device: Device | None = None, **changes) -> LanguageEngine:
+def small_engine(
+    seed: int = 0, learning_rate: float = 3e-3, device: Device | None = None, kind: type = DropoutLM, **changes
+) -> LanguageEngine:
     """A Transformer of two layers with AdamW and warm-up + cosine, on the CPU in float32 when no device is given."""
     torch.set_num_threads(1)
     seed_everything(seed)
     device = device or detect_cpu()
-    model = DropoutLM(TransformerConfig(vocab_size=19, context=8, width=16, heads=2, layers=2)).to(device.torch_device)
+    model = kind(TransformerConfig(vocab_size=19, context=8, width=16, heads=2, layers=2)).to(device.torch_device)
     precision = choose_precision(device)
     schedule = WarmupCosine(learning_rate, 4, STEPS)
     return LanguageEngine(model, adamw(model, learning_rate), schedule, precision, device, **changes)
@@ -44,7 +46,7 @@ def small_validation():
     return evaluation_windows(TOKENS[:100], context=8, stride=4, prefix_id=0, batch_size=4)
 
 
-class SlowBatches(LanguageBatches):
+class Slow(LanguageBatches):
     """Gives a killer time to strike, and says where the run is."""
 
     def next_batch(self):
@@ -55,7 +57,7 @@ class SlowBatches(LanguageBatches):
 
 def main(folder: str) -> None:
     """Train in `folder`, slowly."""
-    batches = SlowBatches(TOKENS, sequence_length=8, batch_size=10, seed=3)
+    batches = Slow(TOKENS, sequence_length=8, batch_size=10, seed=3)
     plan = Plan(steps=STEPS, checkpoint_every=3)
     train(small_engine(), batches, plan, validation=small_validation, folder=Path(folder))
 
