@@ -59,6 +59,8 @@ class TransformerConfig:
 
 
 NAMED_CONFIGS = {
+    "lm_d64_h4_l2": TransformerConfig(vocab_size=50257, context=128, width=64, heads=4, layers=2),
+    "lm_d64_h4_l12": TransformerConfig(vocab_size=50257, context=128, width=64, heads=4, layers=12),
     "lm_d128_h4_l2": TransformerConfig(vocab_size=50257, context=128, width=128, heads=4, layers=2),
     "lm_d256_h4_l2": TransformerConfig(vocab_size=50257, context=256, width=256, heads=4, layers=2),
     "lm_d768_h12_l4": TransformerConfig(vocab_size=50257, context=128, width=768, heads=12, layers=4),

@@ -73,6 +73,7 @@ _METRICS = (
         True,
     ),
     Metric("accuracy", "fraction", "higher", "share of held-out images classified correctly", True, True),
+    Metric("loss_scale", "1", "none", "factor on the loss that keeps fp16 gradients from vanishing"),
     Metric("learning_rate", "1", "none", "learning rate of the epoch's last step"),
     Metric("excess_loss_nats", "nats", "lower", "loss above the floor that a perfect model reaches", True),
     Metric("count", "items", "none", "items counted, verified where an expected count is known"),
