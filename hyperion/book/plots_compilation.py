@@ -1,12 +1,14 @@
 """Figures of compilation: what a call takes in each mode, what memory it takes, and after how many calls compiling pays."""
 
+from dataclasses import dataclass
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hyperion.book.formats import number
+from hyperion.book.formats import items, number
 from hyperion.book.material import Material, measured
-from hyperion.book.style import COLOURS, INK, MUTED, add_notes, errors_of, limit_line, log_ticks, look, new_figure
+from hyperion.book.style import COLOURS, INK, MUTED, add_notes, errors_of, log_ticks, new_figure
 from hyperion.results import Row
 
 EXPERIMENT = "compilation"
@@ -25,25 +27,37 @@ def compilation(material: Material) -> Figure | None:
     for place, (title, rows) in enumerate(subjects.items()):
         _draw_times(panels[2 * place], title, rows)
         _draw_memory(panels[2 * place + 1], rows)
-    absent = {f"{row.variant}: {row.value_reason}" for rows in subjects.values() for row in rows if row.value is None
-              and row.metric == "inference_time_s"}  # fmt: skip
     clock = next((row.params["clock"] for rows in subjects.values() for row in rows if "clock" in row.params), "")
-    notes = [f"Time of a call: {clock}, median with 95 % interval. In brackets: speed-up over eager calls made in turn."]
-    add_notes(figure, [*notes, *(f"Not measured: {reason}." for reason in sorted(absent))])
+    notes = [
+        f"Time of a call: {clock}, median with 95 % interval. Upright line, and in brackets the speed-up: eager calls made in "
+        "turn with the compiled ones, in the same process."
+    ]
+    add_notes(figure, notes + _absences(subjects))
     return figure
 
 
 def break_even(material: Material) -> Figure | None:
-    """Seconds spent after so many calls, compilation included: where a mode's line crosses the eager one, it has paid."""
-    subjects = {title: rows for title, rows in _subjects(material).items() if len(_costs(rows)) > 1}
+    """Time spent after so many calls, compilation included, beside eager's: where a mode's line falls below 1, it has paid."""
+    subjects = {title: costs for title, rows in _subjects(material).items() if (costs := _costs(rows))}
     if not subjects:
         return None
     figure, panels = new_figure("When compilation pays", material.machine(EXPERIMENT), len(subjects), height=4.0)
-    for axes, (title, rows) in zip(panels, subjects.items(), strict=True):
-        _draw_totals(axes, title, rows)
-    panels[0].set_ylabel("seconds spent, compilation included")
-    add_notes(figure, ["Compiled with cold caches. A ring marks the call after which a mode has cost less than eager."])
+    for axes, (title, costs) in zip(panels, subjects.items(), strict=True):
+        _draw_totals(axes, title, costs)
+    panels[0].set_ylabel("time spent, compilation included,\nover eager's")
+    note = "Compiled with cold caches; eager calls were made in turn with each mode's. A ring marks where a mode has paid."
+    add_notes(figure, [note])
     return figure
+
+
+def _absences(subjects: dict[str, list[Row]]) -> list[str]:
+    """A sentence for each reason why something was not timed, with what it holds for."""
+    reasons: dict[str, list[str]] = {}
+    for rows in subjects.values():
+        for row in _of(rows, "inference_time_s"):
+            if row.value is None:
+                reasons.setdefault(row.value_reason, []).append(f"{row.params['model']} {row.variant}")
+    return [f"{', '.join(names)}: not measured ({reason})." for reason, names in reasons.items()]
 
 
 def _subjects(material: Material) -> dict[str, list[Row]]:
@@ -66,11 +80,14 @@ def _value(rows: list[Row], metric: str, mode: str) -> float | None:
 def _draw_times(axes: Axes, title: str, rows: list[Row]) -> None:
     times = [row for mode in _MODES for row in measured(_of(rows, "inference_time_s", mode))]
     for place, row in enumerate(times):
-        errors = None if (found := errors_of([row])) is None else [[1e3 * side[0]] for side in found]
+        errors = [[1e3 * side[0]] for side in errors_of([row])]
         axes.barh(place, 1e3 * row.value, xerr=errors, height=0.62, color=_colour(row.variant), ecolor=INK, capsize=2.5)
         speedup = _value(rows, "speedup", row.variant)
+        beside = row.value * (speedup or 1)
+        if speedup:
+            axes.plot([1e3 * beside] * 2, [place - 0.31, place + 0.31], color=INK, linewidth=1.6)
         label = f"{number(1e3 * row.value, 3)} ms" + (f"  ({number(speedup, 3)} ×)" if speedup else "")
-        _name_bar(axes, place, 1e3 * row.value, label)
+        _name_bar(axes, place, 1e3 * max(row.ci_high, beside), label)
     _finish(axes, [row.variant for row in times], "ms a call")
     axes.set_title(title)
 
@@ -102,36 +119,46 @@ def _finish(axes: Axes, names: list[str], label: str) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set(xlabel=label, xlim=(0, axes.get_xlim()[1] * 1.5))
+    axes.set(xlabel=label, xlim=(0, axes.get_xlim()[1] * 1.6))
 
 
 def _colour(mode: str) -> str:
     return COLOURS[6] if mode == "eager" else COLOURS[_MODES.index(mode) - 1]
 
 
-def _costs(rows: list[Row]) -> dict[str, tuple[float, float]]:
-    """(seconds before the first settled call, seconds of a call) by mode."""
+@dataclass(frozen=True)
+class _Cost:
+    """Seconds of compiling, of a call and of an eager call made in turn with it; calls until it has paid, None if never."""
+
+    compiling: float
+    call: float
+    eager: float
+    break_even: float | None
+
+
+def _costs(rows: list[Row]) -> dict[str, _Cost]:
+    """What each compiled mode that was measured costs."""
     costs = {}
     for mode in _MODES:
-        call, compiling = _value(rows, "inference_time_s", mode), _value(rows, "compile_time_s", mode)
-        if call is not None and (mode == "eager" or compiling is not None):
-            costs[mode] = compiling or 0.0, call
+        found = [_value(rows, metric, mode) for metric in ("compile_time_s", "inference_time_s", "speedup")]
+        if None not in found:
+            compiling, call, speedup = found
+            costs[mode] = _Cost(compiling, call, call * speedup, _value(rows, "break_even_calls", mode))
     return costs
 
 
-def _draw_totals(axes: Axes, title: str, rows: list[Row]) -> None:
-    costs = _costs(rows)
-    crossings = {mode: _value(rows, "break_even_calls", mode) for mode in costs}
-    slowest = max(compiling / call for compiling, call in costs.values())
-    calls = np.geomspace(1, 10 * max([slowest, *filter(None, crossings.values())]), 200)
-    for mode, (compiling, call) in costs.items():
-        style = look(mode, _MODES.index(mode)) | {"color": _colour(mode), "marker": ""}
-        axes.plot(calls, compiling + call * calls, label=mode, **style)
-        if crossing := crossings[mode]:
-            axes.plot([crossing], [compiling + call * crossing], marker="o", color=_colour(mode), markerfacecolor="none",
-                      markersize=9, linestyle="none", label=f"from call {number(crossing, 3)} on")  # fmt: skip
+def _draw_totals(axes: Axes, title: str, costs: dict[str, _Cost]) -> None:
+    paid = [cost.break_even for cost in costs.values() if cost.break_even]
+    calls = np.geomspace(1, 10 * max([*paid, *(cost.compiling / cost.call for cost in costs.values())]), 300)
+    for mode, cost in costs.items():
+        colour, pays = _colour(mode), "not known to pay"
+        if cost.break_even:
+            pays = f"pays from {items(float(f'{cost.break_even:.2g}'))} calls on"
+            axes.plot([cost.break_even], [1], "o", markersize=9, markerfacecolor="none", color=colour)
+        axes.plot(calls, (cost.compiling / calls + cost.call) / cost.eager, color=colour, label=f"{mode}: {pays}")
+    axes.axhline(1, color=_colour("eager"), linewidth=1.8, zorder=1.5, label="eager")
     axes.set(xscale="log", yscale="log", xlabel="calls")
     axes.set_title(title, fontsize=9.5)
-    log_ticks(axes.xaxis)
+    axes.xaxis.set_major_formatter(lambda value, _: items(value))
     log_ticks(axes.yaxis)
-    axes.legend(loc="upper left", fontsize=8)
+    axes.legend(loc="upper right", fontsize=8.5)

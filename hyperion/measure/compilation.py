@@ -125,14 +125,12 @@ def measure_compilation(
         torch._dynamo.exc.TorchDynamoException: the compiler failed.
     """
     import torch._inductor.compile_fx  # takes seconds the first time
-    from torch._dynamo.utils import clear_compilation_metrics, counters
+    from torch._dynamo.utils import counters
 
     if mode not in COMPILED_MODES:
         remedy = f"use one of {', '.join(COMPILED_MODES)}"
         raise HyperionError(f"{mode!r} is no mode of the compiler", where="measure_compilation", next_step=remedy)
-    torch._dynamo.reset()
-    counters.clear()
-    clear_compilation_metrics()
+    _forget()
     # torch.compile takes a mode or options, so a narrowed mode is passed as the options that it stands for.
     options = torch._inductor.list_mode_options(mode) | (search or {})
     with cold_caches() as folder, _loud_and_quiet():
@@ -149,6 +147,26 @@ def measure_compilation(
         kernel_calls=calls,
         cuda_graphs=_cuda_graphs(options, device),
     )
+
+
+def count_graph_breaks(function: Callable, arguments: tuple) -> tuple[int, dict[str, int]]:
+    """How often capturing one call of a function breaks off, and why. What is captured then runs as it is: nothing is
+    compiled, so no compiler is needed.
+    """
+    from torch._dynamo.utils import counters
+
+    _forget()
+    torch.compile(function, backend="eager", dynamic=False)(*arguments)
+    return max(counters["stats"]["unique_graphs"] - 1, 0), _break_reasons()
+
+
+def _forget() -> None:
+    """Drop what was captured and counted before."""
+    from torch._dynamo.utils import clear_compilation_metrics, counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    clear_compilation_metrics()
 
 
 def _first_calls(compiled: Callable, arguments: tuple, device: Device) -> list[float]:
