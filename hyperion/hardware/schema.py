@@ -83,16 +83,24 @@ class Memory:
 
 @dataclass(frozen=True)
 class Link:
-    """GPU-to-GPU bandwidth in one direction and to whom, or the reason it is unknown."""
+    """GPU-to-GPU bandwidth of all links in one direction and to whom, or the reason it is unknown.
+
+    per_peer_gb_s: what a single peer gets of it; missing where one peer can have all of it (a switch).
+    one_peer: the value is that to one peer, and other peers have other links besides.
+    """
 
     gb_s: float | None = None
     to: str | None = None
     reason: str | None = None
+    per_peer_gb_s: float | None = None
+    one_peer: bool = False
 
     def __post_init__(self):
         known = self.gb_s is not None and self.to is not None and self.reason is None
         unknown = self.gb_s is None and self.to is None and self.reason is not None
         _require(known or unknown, "a link has gb_s and to, or a reason")
+        shared = self.per_peer_gb_s is None or known and not self.one_peer and self.per_peer_gb_s <= self.gb_s
+        _require(shared and (known or not self.one_peer), "per_peer_gb_s is a part of gb_s, and not of a link to one peer")
 
 
 @dataclass(frozen=True)
@@ -188,7 +196,7 @@ class CpuRules:
 
 
 def build(form, value, place: str = ""):
-    """`value` from TOML as `form` (a dataclass above, list, dict, int, float or str, or one of them | None).
+    """`value` from TOML as `form` (a dataclass above, list, dict, bool, int, float or str, or one of them | None).
 
     Numbers must be above 0 and texts not empty. Raises SchemaFault with the place of the first fault.
     """
@@ -204,6 +212,9 @@ def build(form, value, place: str = ""):
         return _build_table(form, value, place)
     if form is str:
         _expect(isinstance(value, str) and value.strip(), "must be a text that is not empty", place)
+        return value
+    if form is bool:
+        _expect(isinstance(value, bool), "must be true or false", place)
         return value
     number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
     fits = number and (form is float or isinstance(value, int))

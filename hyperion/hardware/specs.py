@@ -60,7 +60,8 @@ class Specification:
     """The data sheet of one device. Bandwidths in GB/s (1e9 bytes); link_gb_s is one direction.
 
     memory_bandwidth_gb_s is the published value; memory_bandwidth_limit_gb_s the larger of it and bus width x rate.
-    A missing value has its reason in memory_bandwidth_source or link.
+    link_per_peer_gb_s is what one peer gets of the link, None where it can be all of it; link_to_one_peer: the value is
+    that to one peer alone. A missing value has its reason in memory_bandwidth_source or link.
     """
 
     name: str
@@ -70,6 +71,18 @@ class Specification:
     memory_bandwidth_source: str
     link_gb_s: float | None
     link: str
+    link_per_peer_gb_s: float | None = None
+    link_to_one_peer: bool = False
+    link_source: str = ""
+
+    def link_limit_gb_s(self, ranks: int) -> tuple[float | None, str]:
+        """(GB/s that one of `ranks` devices of a host can send to the others at most, its source), or (None, why not)."""
+        if self.link_gb_s is None:
+            return None, self.link
+        if self.link_to_one_peer and ranks > 2:
+            return None, f"pairs of devices have different numbers of links ({self.link_gb_s:g} GB/s: {self.link})"
+        reached = min(self.link_gb_s, (ranks - 1) * (self.link_per_peer_gb_s or self.link_gb_s))
+        return reached, f"{self.link}; {self.link_source}"
 
     def peak(self, path: str) -> Peak:
         """The peak of one of precision.PATHS; a limit of None has its reason. Raises HyperionError for another path."""
@@ -172,6 +185,9 @@ def _gpu_specification(device: "Device", entry: DeviceEntry, entries: Specificat
         memory_bandwidth_source=f"{memory.bus_bits} bits x {memory.rate_gbps:g} Gbps / 8; {memory_source.cited}",
         link_gb_s=entry.link.gb_s,
         link=entry.link.to or entry.link.reason or "",
+        link_per_peer_gb_s=entry.link.per_peer_gb_s,
+        link_to_one_peer=entry.link.one_peer,
+        link_source=entries.sources[entry.source].cited,
     )
 
 

@@ -66,6 +66,8 @@ def test_bandwidth_and_link_explain_themselves():
         Memory(bandwidth_gb_s=3276.8, bus_bits=4096, rate_gbps=3.2)
     with pytest.raises(SchemaFault, match="or a reason"):
         Link(gb_s=50)
+    with pytest.raises(SchemaFault, match="a part of gb_s"):
+        Link(gb_s=50, to="its neighbour", per_peer_gb_s=64)
 
 
 def test_true_is_not_a_number():

@@ -71,6 +71,15 @@ def test_an_mi250x_is_one_die_not_the_module():
     assert sheet.peak("fp8").limit_tflops is None and "fp8" in sheet.peak("fp8").reason
 
 
+def test_a_link_is_shared_by_the_peers_that_there_are():
+    limit = {name: specification(detect(facts(name))).link_limit_gb_s for name in ("H200", "MI300X", "MI250X", "H100 PCIe")}
+    assert [limit["H200"](ranks)[0] for ranks in (2, 4, 8)] == [450, 450, 450]
+    assert [limit["MI300X"](ranks)[0] for ranks in (2, 4, 8)] == [64, 192, 448]
+    assert limit["MI250X"](2)[0] == 200 and "NVLink 4" in limit["H200"](4)[1]
+    for unknown in (limit["MI250X"](8), limit["H100 PCIe"](2)):
+        assert unknown[0] is None and unknown[1]
+
+
 def test_a_shared_name_is_told_apart_by_compute_units():
     assert specification(detect(facts("MI250X"))).name == "AMD Instinct MI250X (one GCD)"
     assert specification(detect(facts("MI250"))).name == "AMD Instinct MI250 (one GCD)"
