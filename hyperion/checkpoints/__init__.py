@@ -4,6 +4,7 @@ On many ranks all of them call these functions together (write_state and read_st
 files): rank 0 makes and verifies the folder, each rank writes its shards, and an error on one is raised on all.
 """
 
+from hyperion.checkpoints.adapters import frozen_sha256, load_adapter, save_adapter
 from hyperion.checkpoints.export import export_model, full_state
 from hyperion.checkpoints.folders import checkpoint_path, newest_good, saving, verify
 from hyperion.checkpoints.ranks import agreed, gathered, on_rank_0, rank_and_size
@@ -17,9 +18,11 @@ __all__ = [
     "agreed",
     "checkpoint_path",
     "export_model",
+    "frozen_sha256",
     "full_state",
     "gathered",
     "load",
+    "load_adapter",
     "load_latest",
     "newest_good",
     "on_rank_0",
@@ -27,6 +30,7 @@ __all__ = [
     "read_sharded",
     "read_state",
     "save",
+    "save_adapter",
     "saving",
     "verify",
     "write_sharded",
