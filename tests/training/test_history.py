@@ -1,17 +1,41 @@
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
+
+import pytest
 
 from hyperion.checkpoints import read_state, write_state
-from hyperion.training import EpochRecord, History
+from hyperion.training import EpochRecord, History, mean_over_ranks
 
 RECORD = EpochRecord(1, 10, 10, 2.5, 1e-3, 640, 0.5, 7, 900.0, "peak_rss_gib", None, {"loss": 2.0})
 
 
 def test_a_history_survives_a_file_bit_for_bit(tmp_path):
-    history = History("token", [0.1, 1 / 3, 2e-30], [RECORD], [4])
+    history = History("token", [0.1, 1 / 3, 2e-30], [RECORD], [4], [replace(RECORD, rank=0)])
     write_state(tmp_path, history.state_dict())
     assert History.from_state_dict(read_state(tmp_path)) == history
 
 
 def test_a_record_is_json():
     assert EpochRecord(**json.loads(json.dumps(asdict(RECORD)))) == RECORD
+
+
+def test_an_epoch_of_many_ranks_is_their_sum_over_the_slowest_ones_time():
+    fast = replace(RECORD, rank=0, loss=2.0, items=100, time_s=0.5, items_per_s=200.0, peak_memory_gib=1.0, evaluation=None)
+    slow = replace(fast, rank=1, loss=3.0, items=300, time_s=1.0, items_per_s=300.0, peak_memory_gib=2.0)
+    history = History("token")
+    whole = history.add_epoch([fast, slow], 2.75, 40, {"loss": 1.0})
+    assert history.epochs == [whole] and history.rank_epochs == [fast, slow]
+    assert (whole.rank, whole.loss, whole.items, whole.evaluation) == (None, 2.75, 440, {"loss": 1.0})
+    assert (whole.time_s, whole.items_per_s, whole.peak_memory_gib) == (1.0, pytest.approx(400.0), 2.0)
+    assert mean_over_ranks([fast, slow]) == pytest.approx(2.75)
+
+
+def test_what_one_rank_cannot_tell_is_not_told_of_all():
+    known = replace(RECORD, rank=0, peak_memory_gib=1.0)
+    whole = History("token").add_epoch([known, replace(known, rank=1, items_per_s=None, peak_memory_gib=None)], 1.0, 0, None)
+    assert whole.items_per_s is None and whole.peak_memory_gib is None
+
+
+def test_the_epoch_of_one_process_is_its_part():
+    part = replace(RECORD, rank=0, evaluation=None)
+    assert History("token").add_epoch([part], part.loss, 0, RECORD.evaluation) == RECORD

@@ -6,6 +6,7 @@ import torch
 
 from hyperion.checkpoints import read_state, write_state
 from hyperion.training import rng_state, seed_everything, set_rng_state
+from hyperion.training.seeds import seed_rank
 
 
 def draws():
@@ -19,6 +20,15 @@ def test_a_seed_repeats_every_generator():
     assert draws() == first
     seed_everything(12)
     assert draws() != first
+
+
+def test_every_rank_and_every_start_draws_its_own_numbers():
+    drawn = []
+    for seed, step, rank in [(3, 0, 0), (3, 0, 1), (3, 9, 0), (4, 0, 0), (2**63, 0, 0), (3, 0, 0)]:
+        seed_rank(seed, step, rank)
+        drawn.append(tuple(map(str, draws())))
+    assert drawn[0] == drawn[-1]
+    assert len(set(drawn)) == len(drawn) - 1
 
 
 def test_the_state_survives_a_file(tmp_path):

@@ -27,6 +27,15 @@ def test_watched_batches_end_when_asked():
         assert seen == [1, 2]
 
 
+def test_ranks_decide_when_watched_batches_end():
+    answers = iter([False, False, True])
+    seen = []
+    with StopFlag() as stop, pytest.raises(Interrupted):
+        os.kill(os.getpid(), signal.SIGTERM)  # this rank knows already, the others do not
+        seen.extend(stop.watch(["a", "b", "c"], lambda: next(answers)))
+    assert list(answers) == []
+
+
 def test_another_thread_leaves_the_handlers_alone():
     before, flags = signal.getsignal(signal.SIGTERM), []
 
