@@ -4,12 +4,12 @@ import numpy as np
 import torch
 
 from hyperion.data.completions import Completions
-from hyperion.data.loaders import _Resumable
+from hyperion.data.loaders import ResumableBatches
 
 WIDTH_MULTIPLE = 8  # batches are padded to a multiple of this: matrix units want one, and shapes repeat more often
 
 
-class InstructionBatches(_Resumable):
+class InstructionBatches(ResumableBatches):
     """Batches of inputs and targets int64 [batch, width], targets IGNORE_INDEX on prompts and padding.
 
     The width is that of the longest row of the whole batch, so that each rank's part has it too and a row is computed in
@@ -43,17 +43,17 @@ class InstructionBatches(_Resumable):
         self._inputs, self._targets = (
             torch.from_numpy(values).to(device) for values in (completions.inputs, completions.targets)
         )
-        self._order: tuple[int, np.ndarray] = (-1, np.empty(0))
 
     def _identity(self) -> dict:
         return {**super()._identity(), "shuffle": self.shuffle, "tokens": int(self._sizes.sum())}
 
+    def _order(self, epoch: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(self.records)
+        return np.random.default_rng((self.seed, epoch)).permutation(self.records)
+
     def _batch(self, epoch: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._order[0] != epoch:
-            generator = np.random.default_rng((self.seed, epoch))
-            self._order = (epoch, generator.permutation(self.records) if self.shuffle else np.arange(self.records))
-        rows = self._order[1][position * self.batch_size : (position + 1) * self.batch_size]
-        longest = int(self._sizes[rows].max())
+        longest = int(self._sizes[self._whole_batch(epoch, position)].max())
         width = min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, self._inputs.shape[1])
-        own = torch.from_numpy(rows[self._part(len(rows))]).to(self._inputs.device)
+        own = torch.from_numpy(self._examples(epoch, position)).to(self._inputs.device)
         return self._inputs[own, :width].long(), self._targets[own, :width].long()

@@ -12,7 +12,7 @@ from hyperion.data.packing import IGNORE_INDEX
 CROP_PADDING = 4
 
 
-class _Resumable(ABC):
+class ResumableBatches(ABC):
     """An endless sequence of batches in epochs: (seed, epoch, position) alone decides the next batch.
 
     On many ranks that is the batch of all ranks together, and each gets its part: rank r of R the r-th of R equal runs of
@@ -105,7 +105,7 @@ class _Resumable(ABC):
         """This rank's part of the batch at a position of an epoch, a function of both and the seed."""
 
 
-class LanguageBatches(_Resumable):
+class LanguageBatches(ResumableBatches):
     """Shuffled windows of a token stream: inputs and targets int64 [batch, length], targets one token ahead.
 
     The stream lies on the device. Each epoch cuts it into windows of sequence_length + 1 tokens of their own (the last one
@@ -157,7 +157,7 @@ class LanguageBatches(_Resumable):
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-class ImageBatches(_Resumable):
+class ImageBatches(ResumableBatches):
     """Batches of images float32 [batch, 3, 32, 32], normalised on the device, and labels int64 [batch].
 
     Args:
