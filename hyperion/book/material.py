@@ -20,6 +20,10 @@ SUBJECTS = {
     "ngram_baselines": "baseline",
     "language_model": "baseline",
     "image_classifier": "baseline",
+    "parallel_parity": "distributed",
+    "distributed_training": "distributed",
+    "resharding": "distributed",
+    "rank_failure": "distributed",
     "compilation": "compilation",
 }
 

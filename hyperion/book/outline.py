@@ -20,6 +20,11 @@ TITLES = {
     "ngram_baselines": "Counting models",
     "language_model": "Language model",
     "image_classifier": "Image classifier",
+    "parallel_parity": "One device and many: the same losses",
+    "distributed_training": "Training on all ranks",
+    "resharding": "Checkpoints across numbers of ranks",
+    "rank_failure": "A rank dies",
+    "scaling": "Scaling",
     "compilation": "Compilation",
 }
 

@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from hyperion.book import (
     plots_compilation,
     plots_data,
+    plots_distributed,
     plots_hardware,
     plots_predictions,
     plots_summary,
@@ -122,6 +123,30 @@ PLOTS = (
         "compilation",
         "Seconds spent by number of calls: compiling pays where a line crosses the eager one.",
         plots_compilation.break_even,
+    ),
+    Plot(
+        "parallel_parity",
+        "parallel_parity",
+        "The losses of one device and of all ranks lie on each other; their distance shows on a logarithmic axis only.",
+        plots_distributed.parity,
+    ),
+    Plot(
+        "distributed_training",
+        "distributed_training",
+        "Loss by step, and how fast each rank was beside the others.",
+        plots_distributed.distributed_training,
+    ),
+    Plot(
+        "resharding",
+        "resharding",
+        "A checkpoint goes on with fewer ranks: the next losses are the same.",
+        plots_distributed.resharding,
+    ),
+    Plot(
+        "rank_failure",
+        "rank_failure",
+        "What a run loses to the death of a rank: nothing after its last checkpoint.",
+        plots_distributed.rank_failure,
     ),
     Plot("predictions", ALL, "Every prediction over its measurement.", plots_predictions.predictions),
 )

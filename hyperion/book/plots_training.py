@@ -22,6 +22,7 @@ from hyperion.book.style import (
 from hyperion.results import Row
 
 _THROUGHPUT = {"tokens_per_s": "tokens/s", "images_per_s": "images/s"}
+_BASELINES = ("language_model", "image_classifier")
 _MEMORY = ("peak_memory_gib", "peak_rss_gib")
 
 
@@ -106,11 +107,10 @@ def perplexity(material: Material) -> Figure | None:
 
 def throughput(material: Material) -> Figure | None:
     """What each model trains per second by epoch, and the memory it takes at most."""
-    rates = [row for row in measured(material.rows) if row.metric in _THROUGHPUT and "epoch" in row.params]
-    steady = [
-        row for row in measured(material.rows) if row.metric in _THROUGHPUT and row.params.get("step") == "steady"
-    ]
-    memory = [row for row in measured(material.rows) if row.metric in _MEMORY]
+    rows = [row for row in measured(material.rows) if row.experiment in _BASELINES]
+    rates = [row for row in rows if row.metric in _THROUGHPUT and "epoch" in row.params]
+    steady = [row for row in rows if row.metric in _THROUGHPUT and row.params.get("step") == "steady"]
+    memory = [row for row in rows if row.metric in _MEMORY]
     if not rates or not memory:
         return None
     metrics = list(dict.fromkeys(row.metric for row in rates))

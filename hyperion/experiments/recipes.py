@@ -72,6 +72,11 @@ class Recipe:
                 f"no task is named {self.task!r}", where="Recipe", next_step=f"use one of {', '.join(TASKS)}"
             )
 
+    @property
+    def name(self) -> str:
+        """What is trained and how: "gpt2_124m_fsdp"."""
+        return f"{self.model}{'' if self.task == 'language' else f'_w{self.width}'}_{self.strategy}"
+
     def plan(self) -> Plan:
         """How long to train, and when to save."""
         return Plan(steps=self.steps, epochs=self.epochs, checkpoint_every=self.checkpoint_every)
