@@ -96,6 +96,9 @@ def _build(spec: dict) -> nn.Module:
         return import_torchvision().models.resnet18(num_classes=CLASSES)
     if found := re.fullmatch(r"resnet18(?:_w(\d+))?", name):
         return resnet18(CLASSES, int(found[1] or 64))
+    if _is_image_model(spec):
+        remedy = f"use {IMAGENET_STEM}, resnet18 or, for a width of 8, resnet18_w8"
+        raise HyperionError(f"no image model is named {name!r}", next_step=remedy)
     length = spec.get("context", spec["sequence_length"])
     return TransformerLM(named_config(name, vocab_size=spec["vocabulary"], context=length))
 
@@ -120,19 +123,28 @@ def _input_text(spec: dict) -> str:
     return f"{spec['sequence_length']} of {spec['vocabulary']:,} tokens"
 
 
-def _load(module: nn.Module, name: str, weights: Mapping[str, Tensor]) -> None:
+def misfits(spec: dict, weights: Mapping[str, Tensor]) -> list[str]:
+    """What keeps these weights from being those of the specified model, a line a tensor; none when they fit."""
+    with torch.device("meta"):
+        return _misfits(_build(spec), weights)
+
+
+def _misfits(module: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
     wanted = module.state_dict()
-    faults = [f"{key} is missing" for key in wanted if key not in weights]
-    faults += [f"{key} is none of its tensors" for key in weights if key not in wanted]
-    faults += [
+    missing = [f"{key} is missing" for key in wanted if key not in weights]
+    strange = [f"{key} is none of its tensors" for key in weights if key not in wanted]
+    other = [
         f"{key} is {list(weights[key].shape)}, the model's {list(tensor.shape)}"
         for key, tensor in wanted.items()
         if key in weights and weights[key].shape != tensor.shape
     ]
-    if faults:
+    return missing + strange + other
+
+
+def _load(module: nn.Module, name: str, weights: Mapping[str, Tensor]) -> None:
+    if faults := _misfits(module, weights):
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         raise HyperionError(
-            f"these weights are not those of {name}: {faults[0]}{more}",
-            next_step="name the model they were saved from",
+            f"these weights are not those of {name}: {faults[0]}{more}", next_step="name the model they were saved from"
         )
     module.load_state_dict(dict(weights))

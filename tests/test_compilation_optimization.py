@@ -1,0 +1,91 @@
+"""The script compilation_optimization.py: from any directory, with real weights, and what it refuses."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from safetensors.torch import save_file
+
+import hyperion
+from hyperion.errors import HyperionError
+from hyperion.experiments.compilation_subjects import make_subject
+from hyperion.results import Run
+
+SCRIPT = Path(hyperion.__file__).resolve().parents[1] / "phase2_development" / "compilation_optimization.py"
+SPEC = {"model": "resnet18_w4", "dtype": "fp32", "batch": 2}
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("compilation_optimization", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("weights") / "net.safetensors"
+    save_file(make_subject(SPEC, "cpu", seed=5).module.state_dict(), path)
+    return path
+
+
+def test_from_another_directory_with_a_checkpoint(tmp_path, checkpoint):
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, str(SCRIPT), "--base_dir", ".", "--dtype", "bf16", "--repeat", "10", "--mode", "eager"]
+    command += ["--model", "resnet18_w4", "--model", "resnet18_w8", "--batch", "2", "--checkpoint", str(checkpoint)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "sha256 " in done.stdout and "resnet18_w8 is left out" in done.stdout
+    assert "--repeat 10: 50 samples are taken" in done.stdout
+    folder = tmp_path / "results" / "benchmarks" / "compilation"
+    table = pd.read_csv(folder / "compilation.csv")
+    assert list(table["variant"]) == ["eager", "default", "max-autotune", "reduce-overhead"]
+    eager = table.iloc[0]
+    assert eager["time_ms"] > 0 and eager["mem_gb"] > 0 and eager["reps"] >= 50 and eager["dtype"] == "bf16"
+    assert eager["weights"].startswith("net.safetensors, sha256 ")
+    lines = pd.DataFrame(json.loads((folder / "compilation.json").read_text()))
+    pd.testing.assert_frame_equal(table, lines, check_dtype=False, rtol=1e-14)
+    assert (folder / "compilation.png").read_bytes().startswith(b"\x89PNG")
+    (run,) = (tmp_path / "results").glob("*-compilation")
+    assert len(Run.open(run).samples("07_compilation_optimization", "compilation")) == eager["reps"]
+
+
+@pytest.mark.parametrize(
+    "arguments, why",
+    [
+        (["--dtype", "int8"], "invalid choice: 'int8'"),
+        (["--repeat", "0"], "'0' is no whole number above 0"),
+        (["--repeat", "ten"], "'ten' is no whole number above 0"),
+        (["--base_dir", "no/such/folder"], "is no folder: make it"),
+        (["--mode", "fastest"], "invalid choice: 'fastest'"),
+    ],
+)
+def test_invalid_values_are_refused_with_the_reason(script, capsys, arguments, why):
+    with pytest.raises(SystemExit) as end:
+        script.parsed(arguments)
+    assert end.value.code == 2 and why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model, why", [("resnet18x", "no image model"), ("gpt9", "no Transformer configuration")])
+def test_an_unknown_model_is_refused_before_anything_is_measured(script, tmp_path, capsys, model, why):
+    assert script.main(["--base_dir", str(tmp_path), "--model", model]) == 2
+    assert why in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_of_another_model_is_refused(script, tmp_path, checkpoint):
+    arguments = script.parsed(["--base_dir", str(tmp_path), "--checkpoint", str(checkpoint)])
+    with pytest.raises(HyperionError, match="fits none of the models: resnet18_imagenet_stem: conv1.weight is"):
+        script.specifications(arguments)
+
+
+def test_without_further_words_the_published_shapes_are_measured(script):
+    images, language = script.specifications(script.parsed([]))
+    assert (images["model"], images["batch"], images["dtype"]) == ("resnet18_imagenet_stem", 32, "fp32")
+    assert (language["batch"], language["sequence_length"], language["vocabulary"]) == (8, 128, 50257)
+    assert language["modes"] == ["eager", "default", "max-autotune", "reduce-overhead"]
