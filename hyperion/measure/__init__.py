@@ -1,9 +1,19 @@
-"""Measure: one timing core, and gemm, bandwidth, steps in their phases, memory and roofline on it."""
+"""Measure: one timing core, and gemm, bandwidth, collectives, steps in their phases, memory and roofline on it."""
 
 from hyperion.measure.bandwidth import OPERATIONS, BandwidthMeasurement, measure_bandwidth
+from hyperion.measure.collectives import (
+    COLLECTIVES,
+    Collective,
+    CollectiveMeasurement,
+    WrongValueError,
+    collective_bytes,
+    measure_collective,
+)
 from hyperion.measure.dtypes import FORMATS, NumberFormat, matmul_precision
 from hyperion.measure.gemm import Gemm, blas_backend
+from hyperion.measure.latency_bandwidth import LatencyBandwidth, fit_latency_bandwidth, half_rate_size
 from hyperion.measure.memory import PeakMemory, PeakMemoryRegion
+from hyperion.measure.ranks_clock import RanksClock
 from hyperion.measure.roofline import Ceilings
 from hyperion.measure.step import Phase, StepTiming, time_step
 from hyperion.measure.tensor_memory import SavedForBackward, TensorMemory, bytes_of, state_of
@@ -11,8 +21,10 @@ from hyperion.measure.timing import Timing, time_function, time_interleaved
 from hyperion.measure.verify import Verification, relative_error, verify_elementwise, verify_product
 
 __all__ = [
-    "FORMATS", "OPERATIONS", "BandwidthMeasurement", "Ceilings", "Gemm", "NumberFormat", "PeakMemory",
-    "PeakMemoryRegion", "Phase", "SavedForBackward", "StepTiming", "TensorMemory", "Timing", "Verification", "blas_backend",
-    "bytes_of", "matmul_precision", "measure_bandwidth", "relative_error", "state_of", "time_function", "time_interleaved",
-    "time_step", "verify_elementwise", "verify_product",
+    "COLLECTIVES", "FORMATS", "OPERATIONS", "BandwidthMeasurement", "Ceilings", "Collective", "CollectiveMeasurement",
+    "Gemm", "LatencyBandwidth", "NumberFormat", "PeakMemory", "PeakMemoryRegion", "Phase", "RanksClock",
+    "SavedForBackward", "StepTiming", "TensorMemory", "Timing", "Verification", "WrongValueError", "blas_backend",
+    "bytes_of", "collective_bytes", "fit_latency_bandwidth", "half_rate_size", "matmul_precision", "measure_bandwidth",
+    "measure_collective", "relative_error", "state_of", "time_function", "time_interleaved", "time_step",
+    "verify_elementwise", "verify_product",
 ]  # fmt: skip

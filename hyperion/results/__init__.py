@@ -8,6 +8,7 @@ from hyperion.results.metrics import REGISTRY, Metric, metric_named
 from hyperion.results.rows import SCHEMA_VERSION, Row, RowError, rows_from_csv, rows_to_csv
 from hyperion.results.statistics import (
     Estimate,
+    estimates_of_medians,
     holm,
     independent_ratio_estimate,
     median_estimate,
@@ -19,7 +20,7 @@ from hyperion.results.store import Prediction, Run
 
 __all__ = [
     "REGISTRY", "SCHEMA_VERSION", "Comparison", "Estimate", "Metric", "Prediction", "Row", "RowError", "Run", "StoreError",
-    "compare", "find_run", "holm", "independent_ratio_estimate", "median_estimate", "metric_named", "must_remeasure",
-    "new_run_folder", "proportion_estimate", "ratio_estimate", "relaunches", "rows_from_csv", "rows_to_csv", "set_latest",
-    "welch_p_value", "write_atomically",
+    "compare", "estimates_of_medians", "find_run", "holm", "independent_ratio_estimate", "median_estimate", "metric_named",
+    "must_remeasure", "new_run_folder", "proportion_estimate", "ratio_estimate", "relaunches", "rows_from_csv", "rows_to_csv",
+    "set_latest", "welch_p_value", "write_atomically",
 ]  # fmt: skip

@@ -1,5 +1,6 @@
 """Medians, bootstrap confidence intervals and interleaved A/B ratios: the only statistics a row may carry."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,6 +62,21 @@ def independent_ratio_estimate(times_a, times_b, seed: int = 0) -> Estimate:
     medians_a = np.median(a[_resampled(len(a), seed)], axis=1)
     medians_b = np.median(b[_resampled(len(b), seed + 1)], axis=1)
     return _estimate(float(np.median(b) / np.median(a)), medians_b / medians_a, min(len(a), len(b)))
+
+
+def estimates_of_medians(series: Sequence, function: Callable[[np.ndarray], Sequence[float]], seed: int = 0) -> list[Estimate]:
+    """Estimates of what `function` makes of the medians of several series (a fit through them, say), each resampled by itself.
+
+    Args:
+        series: one sequence of samples a point; they may differ in length.
+        function: takes the medians, one a series, and returns the values to estimate.
+    """
+    series = [_finite(samples) for samples in series]
+    values = function(np.array([np.median(samples) for samples in series]))
+    drawn = [np.median(s[_resampled(len(s), seed + i)], axis=1) for i, s in enumerate(series)]
+    outcomes = np.array([function(medians) for medians in np.transpose(drawn)])
+    n = min(len(samples) for samples in series)
+    return [_estimate(float(value), outcomes[:, place], n) for place, value in enumerate(values)]
 
 
 def proportion_estimate(successes: int, n: int) -> Estimate:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from hyperion.results import (
+    estimates_of_medians,
     holm,
     independent_ratio_estimate,
     median_estimate,
@@ -92,3 +93,17 @@ def test_a_ratio_of_independent_series_covers_the_true_one_and_takes_other_lengt
         found = independent_ratio_estimate(fast, slow, seed)
         hits += found.ci_low <= 2.0 <= found.ci_high
     assert hits >= 88 and found.n == 40
+
+
+def test_a_fit_through_medians_covers_the_true_line():
+    random, x = np.random.default_rng(3), np.array([1.0, 2.0, 5.0])
+    fits = [
+        estimates_of_medians(
+            [random.normal(3 + 2 * at, 0.1, 30 + place) for place, at in enumerate(x)],
+            lambda medians: np.polyfit(x, medians, 1), seed=trial,
+        )
+        for trial in range(60)
+    ]  # fmt: skip
+    slopes, intercepts = zip(*fits, strict=True)
+    assert coverage(2.0, slopes) >= 0.85 and coverage(3.0, intercepts) >= 0.85
+    assert {fit.n for fit in slopes} == {30}
