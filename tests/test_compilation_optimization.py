@@ -31,7 +31,8 @@ def script():
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("weights") / "net.safetensors"
-    save_file(make_subject(SPEC, "cpu", seed=5).module.state_dict(), path)
+    state = make_subject(SPEC, "cpu", seed=5).module.state_dict()
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
     return path
 
 
