@@ -8,6 +8,7 @@ from hyperion.book.material import Material, measured
 from hyperion.book.style import COLOURS, INK, MUTED, add_notes, limit_line, look, new_figure, whole_numbers
 
 _SMALLEST = 1e-9  # where a difference of exactly zero is drawn on a logarithmic axis
+_ZERO = f"A distance of exactly zero is drawn at {_SMALLEST:g}."
 
 
 def parity(material: Material) -> Figure | None:
@@ -28,6 +29,7 @@ def parity(material: Material) -> Figure | None:
     left.set(xlabel="optimizer step", ylabel="loss, nats per token", title="Losses")
     left.legend()
     _difference_panel(right, rows[0].check_tolerance, "Relative distance from one device")
+    add_notes(figure, [_ZERO])
     return figure
 
 
@@ -40,8 +42,8 @@ def distributed_training(material: Material) -> Figure | None:
     figure, (left, right) = new_figure("Training on all ranks", material.machine("distributed_training"), 2)
     steps = samples[samples["kind"] == "step"]
     for place, (name, curve) in enumerate(steps.groupby("training", sort=False)):
-        left.plot(curve["step"], curve["loss"], label=name, **_line(place))
-    left.set(xlabel="optimizer step", ylabel="loss, nats per token or image", title="Loss of all ranks together")
+        left.plot(curve["step"], curve["loss"] / curve["loss"].iloc[0], label=name, **_line(place))
+    left.set(xlabel="optimizer step", ylabel="loss over that of the first step", title="Loss of all ranks together")
     left.legend()
     rates = [r for r in rows if r.metric in ("tokens_per_s", "images_per_s") and r.rank is not None]
     last = {r.variant: max(x.params["epoch"] for x in rates if x.variant == r.variant) for r in rates}
@@ -83,6 +85,7 @@ def resharding(material: Material) -> Figure | None:
     left.set(xlabel="optimizer step", ylabel="loss, nats per token", title="Losses")
     left.legend()
     _difference_panel(right, rows[0].check_tolerance, f"Relative distance from the {saved} ranks")
+    add_notes(figure, [_ZERO])
     return figure
 
 
@@ -120,4 +123,4 @@ def _difference_panel(axes, tolerance: float, title: str) -> None:
     limit_line(axes, tolerance, f"tolerance {tolerance:g}", MUTED)
     axes.set(yscale="log", xlabel="optimizer step", title=title, ylim=(_SMALLEST / 2, 10 * tolerance))
     whole_numbers(axes.xaxis)
-    axes.legend(loc="center right")
+    axes.legend(loc="upper right", bbox_to_anchor=(1, 0.82))

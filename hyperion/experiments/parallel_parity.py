@@ -7,7 +7,7 @@ from hyperion.experiments import datasets
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.ranks import ranks_of
 from hyperion.experiments.recipes import Recipe, set_up
-from hyperion.experiments.variants import Report, merged, run_on_ranks, run_variant
+from hyperion.experiments.variants import Report, merged, run_on_ranks
 from hyperion.parallel import full_parameter_bytes, local_parameter_bytes
 from hyperion.processes import world
 from hyperion.results import Row
@@ -28,26 +28,19 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """One device alone first; then one group of ranks, strategy after strategy, on the same batches."""
-    alone = run_variant(context, report, f"{_HERE}:steps_alone")
-    ranks = run_on_ranks(context, report, f"{_HERE}:steps_on_ranks", ranks=ranks_of(context))
-    curves = pd.concat([alone.samples, ranks[0].samples], ignore_index=True)
-    rows = [_parity_row(context, curves, strategy, alone.source) for strategy in context.sizes["strategies"]]
-    shared = merged([alone, *ranks])
-    return Result(rows + shared.rows, curves, alone.source)
+    """One launch: every rank first trains alone, on whole batches; then all share them, strategy after strategy."""
+    ranks = run_on_ranks(context, report, f"{_HERE}:steps_on_rank", ranks=ranks_of(context))
+    curves, source = ranks[0].samples, ranks[0].source
+    rows = [_parity_row(context, curves, strategy, source) for strategy in context.sizes["strategies"]]
+    return Result(rows + merged(ranks).rows, curves, source)
 
 
 EXPERIMENT = Experiment(forecast, run, data=datasets.TEXT)
 
 
-def steps_alone(context: Context, report: Report) -> Result:
-    """The reference: one device that sees every batch whole."""
-    return _steps(context, report, "single")
-
-
-def steps_on_ranks(context: Context, report: Report) -> Result:
-    """Each strategy on this rank's part of the same batches."""
-    return merged([_steps(context, report, strategy) for strategy in context.sizes["strategies"]])
+def steps_on_rank(context: Context, report: Report) -> Result:
+    """One device's losses, then each strategy's on the same batches."""
+    return merged([_steps(context, report, strategy) for strategy in ("single", *context.sizes["strategies"])])
 
 
 def _steps(context: Context, report: Report, strategy: str) -> Result:
@@ -68,13 +61,13 @@ def _steps(context: Context, report: Report, strategy: str) -> Result:
 
 def _bytes_row(context: Context, strategy: str, training) -> Row:
     """How much of the parameters this rank holds, against what the strategy promises: all of them, or its share."""
-    here = world()
+    here, strategy_ranks = world(), training.engine.ranks
     whole = full_parameter_bytes(training.engine.model)
     share = local_parameter_bytes(training.engine.model) / whole
-    promised = 1 / here.size if strategy == "fsdp" else 1.0
+    promised = 1 / strategy_ranks if strategy == "fsdp" else 1.0
     return context.row(
         strategy, "share", share, dtype="fp32", rank=here.rank,
-        params={"what": "parameter bytes held", "ranks": here.size, "bytes": whole},
+        params={"what": "parameter bytes held", "ranks": strategy_ranks, "bytes": whole},
         check="share that the strategy promises", check_error=abs(share / promised - 1), check_tolerance=0.1,
         data_source=training.source,
     )  # fmt: skip

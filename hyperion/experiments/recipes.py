@@ -1,7 +1,7 @@
 """Trainings that run on one rank or on many: a recipe in, an engine and this rank's batches out."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from hyperion.experiments import datasets
 from hyperion.experiments.context import Context
 from hyperion.models import TransformerLM, named_config, resnet18
 from hyperion.parallel import ParallelPlan, parallelize
-from hyperion.processes import world
+from hyperion.processes import World, world
 from hyperion.training import (
     ImageEngine,
     LanguageEngine,
@@ -123,23 +123,24 @@ def rank_zero_first(function: Callable[[], T]) -> T:
 
 
 def _language(context: Context, recipe: Recipe) -> Training:
-    here, device = world(), context.device
+    here, device = _sharers(recipe), context.device
     corpus, tokenizer, prepared = rank_zero_first(lambda: datasets.text(context))
     batches = LanguageBatches(
         prepared.tokens["train"], recipe.sequence_length, recipe.batch_size, context.seed, device.torch_device,
-        rank=here.rank, ranks=_sharing(recipe),
+        rank=here.rank, ranks=here.size,
     )  # fmt: skip
     config = named_config(recipe.model, vocab_size=tokenizer.vocab_size, context=recipe.sequence_length)
     model, precision = TransformerLM(config).to(device.torch_device), choose_precision(device, recipe.precision)
     model = parallelize(model, _plan(recipe, precision), here)
     engine = LanguageEngine(
-        model, adamw(model, recipe.learning_rate, recipe.weight_decay), _schedule(recipe, len(batches)), precision, device
-    )
+        model, adamw(model, recipe.learning_rate, recipe.weight_decay), _schedule(recipe, len(batches)), precision, device,
+        world=here,
+    )  # fmt: skip
 
     def validation() -> Iterable:
         windows = evaluation_windows(
             prepared.tokens["valid"], recipe.sequence_length, recipe.sequence_length, tokenizer.eos_id,
-            recipe.batch_size // _sharing(recipe), device.torch_device,
+            recipe.batch_size // here.size, device.torch_device,
         )  # fmt: skip
         return _first(windows, recipe.evaluation_batches)
 
@@ -147,24 +148,24 @@ def _language(context: Context, recipe: Recipe) -> Training:
 
 
 def _images(context: Context, recipe: Recipe) -> Training:
-    here, device = world(), context.device
+    here, device = _sharers(recipe), context.device
     image_set, prepared = rank_zero_first(lambda: datasets.images(context))
     arrays = prepared.arrays
     images, labels = arrays["train_images"][: recipe.records], arrays["train_labels"][: recipe.records]
     normalisation = channel_statistics(images)
     batches = ImageBatches(
         images, labels, recipe.batch_size, normalisation, seed=context.seed, device=device.torch_device,
-        augment=image_set.augmentations, rank=here.rank, ranks=_sharing(recipe),
+        augment=image_set.augmentations, rank=here.rank, ranks=here.size,
     )  # fmt: skip
     model, precision = resnet18(CLASSES, recipe.width), choose_precision(device, recipe.precision)
     model = model.to(device.torch_device)
     model = parallelize(model, _plan(recipe, precision), here)
     optimizer = sgd_nesterov(model, recipe.learning_rate, recipe.weight_decay)
-    engine = ImageEngine(model, optimizer, _schedule(recipe, len(batches)), precision, device)
+    engine = ImageEngine(model, optimizer, _schedule(recipe, len(batches)), precision, device, world=here)
 
     def validation() -> Iterable:
         held_out = ImageBatches(
-            arrays["test_images"], arrays["test_labels"], recipe.batch_size // _sharing(recipe), normalisation,
+            arrays["test_images"], arrays["test_labels"], recipe.batch_size // here.size, normalisation,
             device=device.torch_device, shuffle=False, drop_last=False,
         )  # fmt: skip
         return _first(held_out, recipe.evaluation_batches)
@@ -172,9 +173,10 @@ def _images(context: Context, recipe: Recipe) -> Training:
     return Training(engine, batches, None if recipe.evaluation_batches == 0 else validation, image_set.source)
 
 
-def _sharing(recipe: Recipe) -> int:
-    """Ranks that share a batch."""
-    return 1 if recipe.strategy == "single" else world().size
+def _sharers(recipe: Recipe) -> World:
+    """The ranks that share a batch: all, or this one alone beside the others."""
+    here = world()
+    return replace(here, rank=0, size=1) if recipe.strategy == "single" else here
 
 
 def _plan(recipe: Recipe, precision: Precision) -> ParallelPlan:
