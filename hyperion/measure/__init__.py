@@ -13,6 +13,7 @@ from hyperion.measure.dtypes import FORMATS, NumberFormat, matmul_precision
 from hyperion.measure.gemm import Gemm, blas_backend
 from hyperion.measure.latency_bandwidth import LatencyBandwidth, fit_latency_bandwidth, half_rate_size
 from hyperion.measure.memory import PeakMemory, PeakMemoryRegion
+from hyperion.measure.memory_cap import NoMemoryCap, allocator_refusal, memory_cap
 from hyperion.measure.ranks_clock import RanksClock
 from hyperion.measure.roofline import Ceilings
 from hyperion.measure.step import Phase, StepTiming, time_step
@@ -22,9 +23,9 @@ from hyperion.measure.verify import Verification, relative_error, verify_element
 
 __all__ = [
     "COLLECTIVES", "FORMATS", "OPERATIONS", "BandwidthMeasurement", "Ceilings", "Collective", "CollectiveMeasurement",
-    "Gemm", "LatencyBandwidth", "NumberFormat", "PeakMemory", "PeakMemoryRegion", "Phase", "RanksClock",
-    "SavedForBackward", "StepTiming", "TensorMemory", "Timing", "Verification", "WrongValueError", "blas_backend",
-    "bytes_of", "collective_bytes", "fit_latency_bandwidth", "half_rate_size", "matmul_precision", "measure_bandwidth",
-    "measure_collective", "relative_error", "state_of", "time_function", "time_interleaved", "time_step",
-    "verify_elementwise", "verify_product",
+    "Gemm", "LatencyBandwidth", "NoMemoryCap", "NumberFormat", "PeakMemory", "PeakMemoryRegion", "Phase", "RanksClock",
+    "SavedForBackward", "StepTiming", "TensorMemory", "Timing", "Verification", "WrongValueError", "allocator_refusal",
+    "blas_backend", "bytes_of", "collective_bytes", "fit_latency_bandwidth", "half_rate_size", "matmul_precision",
+    "measure_bandwidth", "measure_collective", "memory_cap", "relative_error", "state_of", "time_function",
+    "time_interleaved", "time_step", "verify_elementwise", "verify_product",
 ]  # fmt: skip

@@ -1,0 +1,166 @@
+"""One training step of a reference model, in its phases, and the rows of it: chapter 1.2 times it, and sweeps over batches."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from hyperion.experiments.columns import bandwidth_limit, sample_frame, timed_columns
+from hyperion.experiments.context import Context, Forecast
+from hyperion.experiments.training_rows import (
+    ADAMW_BYTES_A_PARAMETER,
+    SGD_BYTES_A_PARAMETER,
+    flops_floor,
+    speed_rows,
+    step_forecasts,
+)
+from hyperion.hardware import Device
+from hyperion.measure import FORMATS, Phase, StepTiming, Verification, matmul_precision, time_step
+from hyperion.models import ReferenceModel, reference_model
+from hyperion.models.reference import Encoder, ResNet50, VisionTransformer
+from hyperion.results import Row
+from hyperion.training import adamw, choose_precision, sgd_nesterov
+
+# Forward and backward, what a product or convolution writes passes through memory some twelve times: itself, its norm
+# and its activation, each written and read.
+_PASSES = 12
+
+
+@dataclass(frozen=True)
+class Update:
+    """The optimizer that a model is trained with here, as its field does.
+
+    Args:
+        make: builds it over a module.
+        traffic_bytes: read and written for each parameter in a step.
+        held_bytes: weight, gradient and moments of each parameter, in float32.
+    """
+
+    make: Callable[[nn.Module], torch.optim.Optimizer]
+    traffic_bytes: int
+    held_bytes: int
+
+
+# The learning rates are low enough for a first step without warm-up; nothing is trained to the end here.
+_SGD = Update(lambda module: sgd_nesterov(module, 0.01), SGD_BYTES_A_PARAMETER, 3 * 4)
+_ADAMW = Update(lambda module: adamw(module, 1e-4), ADAMW_BYTES_A_PARAMETER, 4 * 4)
+_UPDATES: dict[type, Update] = {ResNet50: _SGD, VisionTransformer: _ADAMW, Encoder: _ADAMW}
+
+
+def update_of(model: ReferenceModel) -> Update:
+    """The update of a reference model's step."""
+    return _UPDATES[type(model)]
+
+
+class TrainingStep:
+    """Forward with loss, backward, and update on one batch that lies on the device: `step(phase)` does it once.
+
+    Inputs are standard normal; the targets are those of the model's configuration. The batch stays the same, so a step
+    that works lowers the loss. Images and kernels lie channels-last, which convolutions prefer.
+
+    Attributes:
+        model: the configuration.
+        module: what is trained.
+        losses: of the first and of the latest step, scalars on the device; reading one waits for it.
+    """
+
+    def __init__(self, name: str, batch: int, dtype: str, device: Device, seed: int = 0):
+        self.model = reference_model(name)
+        self._device, self._precision = device, choose_precision(device, dtype)
+        torch.manual_seed(seed)
+        with torch.device(device.torch_device):
+            self.module = self.model.build()
+            generator = torch.Generator(device.torch_device).manual_seed(seed)
+            inputs = torch.randn(batch, *self.model.sample_shape, generator=generator)
+            self._targets = self.model.targets(inputs, generator)
+        if inputs.ndim == 4:
+            self.module.to(memory_format=torch.channels_last)
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        self._inputs, self._optimizer = inputs, update_of(self.model).make(self.module)
+        self.losses: list[Tensor] = []
+
+    def __call__(self, phase: Phase) -> None:
+        with phase("forward"), self._precision.autocast(self._device):
+            loss = self.model.loss(self.module(self._inputs), self._targets)
+        with phase("backward"):
+            loss.backward()
+        with phase("optimizer"):
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        self.losses[1:] = [loss.detach()]
+
+    def once(self) -> None:
+        """A step that nobody times."""
+        self(lambda name: contextlib.nullcontext())
+
+
+def timed(step: TrainingStep, device: Device, time_limit_s: float) -> tuple[StepTiming, Verification]:
+    """A step's timing, and whether its loss fell: a step that does not train is none, however fast."""
+    # TF32 off: a row that says fp32 means products and convolutions of float32 numbers.
+    with matmul_precision(FORMATS["fp32"]):
+        timing = time_step(step, device, time_limit_s=time_limit_s)
+    first, last = (float(loss) for loss in step.losses)
+    return timing, Verification("last loss / first loss", last / first, 1.0)
+
+
+def step_rows(
+    context: Context, model: ReferenceModel, batch: int, dtype: str, timing: StepTiming, learned: Verification
+) -> tuple[list[Row], pd.DataFrame]:
+    """Step time, throughput and MFU, then each phase, every one with what its work needs at the device's limits."""
+    name, work, device = model.name, model.flops, context.device
+    params = step_params(batch)
+    shared = {"dtype": dtype, "params": params}
+    rows = speed_rows(
+        context, name, "sample", batch, timing.whole, work, work.forward_backward, shared, timing.verification, learned
+    )
+    floors = {
+        "forward": flops_floor(device, dtype, work.forward * batch),
+        "backward": flops_floor(device, dtype, (work.forward_backward - work.forward) * batch),
+        "optimizer": _traffic_floor(device, update_of(model).traffic_bytes * model.parameter_count),
+    }
+    frames = [sample_frame(timing.whole, name, dtype, params).assign(phase="step")]
+    for phase, phase_timing in timing.phases.items():
+        estimate, (floor, source) = phase_timing.estimate, floors[phase]
+        rows.append(
+            context.row(
+                name, f"{phase}_time_s", estimate.value, limit=floor, limit_source=source, **shared,
+                **timed_columns(estimate, phase_timing),
+            )
+        )  # fmt: skip
+        frames.append(sample_frame(phase_timing, name, dtype, params).assign(phase=phase))
+    return rows, pd.concat(frames, ignore_index=True)
+
+
+def _traffic_floor(device: Device, traffic_bytes: int) -> tuple[float | None, str]:
+    """(least seconds of memory traffic, its source), or (None, why there is none). What a cache may hold costs nothing."""
+    rate, source = bandwidth_limit(device, traffic_bytes)
+    if rate is None:
+        return None, source
+    # Gradients may still lie in the cache when the update begins, and new weights when it ends.
+    uncached = max(0, traffic_bytes - 2 * (device.last_level_cache_bytes or 0))
+    return uncached / (rate * 1e9), f"optimizer traffic beyond the cache at {source}"
+
+
+def step_params(batch: int) -> dict:
+    """What tells the rows of a model's steps apart."""
+    return {"batch": batch, "step": "steady"}
+
+
+def forecast_step(context: Context, name: str, batch: int, dtype: str) -> list[Forecast]:
+    """Samples per second from the ceilings of chapter 1.1: products, then the traffic of optimizer and activations."""
+    model = reference_model(name)
+    passing = batch * model.activations * _PASSES * FORMATS[dtype].bytes
+    traffic = {"optimizer": update_of(model).traffic_bytes * model.parameter_count, "activations": passing}
+    return step_forecasts(context, name, dtype, "sample", batch, model.flops, traffic)
+
+
+def processes_of(context: Context, names: list[str]) -> list[list[str]]:
+    """The models that share a process, so that no model's memory is counted for another.
+
+    On a CPU every model gets its own: resident pages stay with a process. On an accelerator, where tensors are counted
+    one by one and each variant's row says what was left before it, one process does, and 6 s of start-up are paid once.
+    """
+    return [[name] for name in names] if context.device.kind == "cpu" else [names]
