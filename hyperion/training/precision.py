@@ -97,9 +97,11 @@ class LossScaler:
             Whether the update was left out because the scale was too large (bool scalar on the device). With the scale
             below 1 it was not too large: then the gradients themselves are infinite or no numbers.
         """
-        self._scaler.step(optimizer)
         if not self._scaler.is_enabled():
+            optimizer.step()
             return torch.zeros((), dtype=torch.bool, device=self._skipped.device)
+        _begin_momentum(optimizer)
+        self._scaler.step(optimizer)
         overflowed = ~torch.isfinite(gradient_norm) & (self._scaler.scale(torch.ones_like(gradient_norm)) >= 1)
         self._scaler.update()
         self._skipped += overflowed
@@ -125,6 +127,18 @@ class LossScaler:
         if state:
             self._scaler.load_state_dict(state)
             self._skipped.fill_(state["skipped_steps"])
+
+
+def _begin_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Momentum of zero before the first step of an SGD, which leads to the very same first step.
+
+    PyTorch's fused SGD (2.11, 2.13) allocates its momentum without writing to it and leaves the writing to the first
+    update. When that is skipped, the next one takes what happened to lie in memory for momentum.
+    """
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
+        for parameter in group["params"] if group["momentum"] else ():
+            if optimizer.state[parameter].get("momentum_buffer") is None:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def choose_precision(device: Device, requested: str = "auto") -> Precision:

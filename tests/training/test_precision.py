@@ -1,5 +1,6 @@
 """The precision is chosen by what the device has, and says why; fp16 survives gradients that overflow."""
 
+import copy
 import math
 from dataclasses import replace
 
@@ -9,8 +10,18 @@ import torch
 from hyperion.checkpoints import CheckpointError
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
-from hyperion.models import TransformerConfig, TransformerLM
-from hyperion.training import LanguageEngine, NonFiniteError, Plan, Precision, adamw, choose_precision, train
+from hyperion.models import TransformerConfig, TransformerLM, resnet18
+from hyperion.training import (
+    ImageEngine,
+    LanguageEngine,
+    NonFiniteError,
+    Plan,
+    Precision,
+    adamw,
+    choose_precision,
+    sgd_nesterov,
+    train,
+)
 from tests.training.small import small_batches
 
 CPU = replace(detect_cpu(), isa=("avx2",))
@@ -110,6 +121,29 @@ def test_a_gradient_that_overflows_skips_the_step_and_halves_the_scale():
     assert not engine.train_step(batches.next_batch()).skipped
     assert (engine.steps, updates_of(engine), engine.scaler.skipped_steps) == (3, 2, 1)
     assert not torch.equal(weights_of(engine), weights)
+
+
+def test_sgd_begins_without_momentum_although_its_first_step_was_skipped():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    images, labels = torch.randn(8, 3, 32, 32), torch.arange(8)
+    weights = []
+    for overflows in (0, 1):
+        model = resnet18(width=4, num_classes=10)
+        model.load_state_dict(weights[0][0] if weights else model.state_dict())
+        start = copy.deepcopy(model.state_dict())
+        optimizer = sgd_nesterov(model, 0.1)
+        engine = ImageEngine(model, optimizer, lambda step: 0.1, Precision("fp16", "test"), CPU)
+        if overflows:
+            handle = model.classifier.bias.register_hook(lambda gradient: gradient * math.inf)
+            assert engine.train_step((images, labels)).skipped
+            handle.remove()
+            assert all(not state["momentum_buffer"].any() for state in optimizer.state.values())
+            engine.model.load_state_dict(start)  # the running statistics of the skipped step
+        for _ in range(2):
+            assert not engine.train_step((images, labels)).skipped
+        weights.append((start, torch.cat([p.detach().flatten() for p in model.parameters()])))
+    torch.testing.assert_close(weights[1][1], weights[0][1], rtol=1e-3, atol=1e-5)
 
 
 def test_the_norm_and_the_clipping_are_those_of_the_true_gradient():
