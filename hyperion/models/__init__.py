@@ -4,10 +4,12 @@ from hyperion.models.activations import ActivationBytes, image_activations, lang
 from hyperion.models.layout import Layout, ModelFlops, parameter_count
 from hyperion.models.llama import (
     LlamaLM,
+    LlamaShape,
     llama_flops_per_token,
     llama_lora_parameter_count,
     llama_parameter_count,
     random_llama_config,
+    random_llama_shape,
     require_vocabulary,
 )
 from hyperion.models.llama_files import load_llama, local_llama
@@ -20,6 +22,7 @@ __all__ = [
     "ActivationBytes",
     "Layout",
     "LlamaLM",
+    "LlamaShape",
     "ModelFlops",
     "ReferenceModel",
     "ResNet18",
@@ -37,6 +40,7 @@ __all__ = [
     "named_config",
     "parameter_count",
     "random_llama_config",
+    "random_llama_shape",
     "reference_model",
     "require_vocabulary",
     "resnet18",

@@ -10,7 +10,7 @@ T length of a sequence, r rank of an adapter.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,21 +29,40 @@ UNUSED_ROWS = 1024  # embeddings are often padded to a round number of rows; mor
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """What tells one random Llama from another; the vocabulary is the tokenizer's."""
+    """What decides a Llama's parameters, bytes and FLOPs, by the names that transformers' LlamaConfig has for it."""
 
-    width: int
-    layers: int
-    heads: int
-    key_value_heads: int
-    mlp_width: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    intermediate_size: int
+    vocab_size: int = 0
+    tie_word_embeddings: bool = False
 
 
 RANDOM_LLAMAS = {
-    "random_llama_d64_l2": LlamaShape(width=64, layers=2, heads=4, key_value_heads=2, mlp_width=176),
-    "random_llama_d512_l8": LlamaShape(width=512, layers=8, heads=8, key_value_heads=4, mlp_width=1408),
+    "random_llama_d64_l2": LlamaShape(64, 2, 4, 2, 176),
+    "random_llama_d512_l8": LlamaShape(512, 8, 8, 4, 1408),
     # The shape of TinyLlama-1.1B (Zhang et al. 2024): 1,100,048,384 parameters at its vocabulary of 32,000.
-    "random_llama_1b": LlamaShape(width=2048, layers=22, heads=32, key_value_heads=4, mlp_width=5632),
+    "random_llama_1b": LlamaShape(2048, 22, 32, 4, 5632),
 }
+
+
+def random_llama_shape(name: str, vocab_size: int) -> LlamaShape:
+    """Shape of a random-initialised Llama; transformers is not needed for it.
+
+    Raises:
+        HyperionError: no configuration has that name, or the vocabulary is empty.
+    """
+    if name not in RANDOM_LLAMAS:
+        raise HyperionError(
+            f"no random Llama is named {name!r}",
+            where="hyperion/models/llama.py",
+            next_step=f"choose one of {', '.join(RANDOM_LLAMAS)}, or name a folder of real weights",
+        )
+    if vocab_size < 1:
+        raise HyperionError(f"vocab_size is {vocab_size}", where=name, next_step="give the tokenizer's vocab_size")
+    return replace(RANDOM_LLAMAS[name], vocab_size=vocab_size)
 
 
 def random_llama_config(name: str, vocab_size: int) -> LlamaConfig:
@@ -53,23 +72,14 @@ def random_llama_config(name: str, vocab_size: int) -> LlamaConfig:
     widths transformers' constant 0.02 leaves logits so small that a frozen head could not tell tokens apart.
 
     Raises:
-        HyperionError: no configuration has that name, or the vocabulary is empty.
+        HyperionError: see random_llama_shape.
     """
+    shape = random_llama_shape(name, vocab_size)
     from transformers import LlamaConfig
 
-    if name not in RANDOM_LLAMAS:
-        raise HyperionError(
-            f"no random Llama is named {name!r}",
-            where="hyperion/models/llama.py",
-            next_step=f"choose one of {', '.join(RANDOM_LLAMAS)}, or name a folder of real weights",
-        )
-    if vocab_size < 1:
-        raise HyperionError(f"vocab_size is {vocab_size}", where=name, next_step="give the tokenizer's vocab_size")
-    shape = RANDOM_LLAMAS[name]
     return LlamaConfig(
-        name_or_path=name, vocab_size=vocab_size, hidden_size=shape.width, intermediate_size=shape.mlp_width,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.key_value_heads,
-        initializer_range=shape.width**-0.5, bos_token_id=None, eos_token_id=None, use_cache=False,
+        name_or_path=name, initializer_range=shape.hidden_size**-0.5, bos_token_id=None, eos_token_id=None,
+        use_cache=False, **asdict(shape),
     )  # fmt: skip
 
 
@@ -79,7 +89,7 @@ def build_random_llama(
     """A Llama with weights drawn from torch's generator of the device: seed it before.
 
     Raises:
-        HyperionError: see random_llama_config.
+        HyperionError: see random_llama_shape.
     """
     from transformers import AutoModelForCausalLM
 
@@ -151,7 +161,7 @@ class LlamaLM(nn.Module):
         )
 
 
-def layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, int]]:
+def layer_shapes(config: LlamaShape | LlamaConfig) -> dict[str, tuple[int, int]]:
     """(d_in, d_out) of the linear layers of one decoder layer by name."""
     D, wide = config.hidden_size, config.intermediate_size
     head = getattr(config, "head_dim", None) or D // config.num_attention_heads
@@ -162,21 +172,21 @@ def layer_shapes(config: LlamaConfig) -> dict[str, tuple[int, int]]:
     }  # fmt: skip
 
 
-def llama_parameter_count(config: LlamaConfig) -> int:
+def llama_parameter_count(config: LlamaShape | LlamaConfig) -> int:
     """Parameters of the model: embedding, head (counted once when tied), L layers with two norms each, the last norm."""
     D, L = config.hidden_size, config.num_hidden_layers
     matrices = config.vocab_size * D * (1 if config.tie_word_embeddings else 2)
     return matrices + L * (sum(d_in * d_out for d_in, d_out in layer_shapes(config).values()) + 2 * D) + D
 
 
-def llama_lora_parameter_count(config: LlamaConfig, rank: int, targets: Sequence[str]) -> int:
+def llama_lora_parameter_count(config: LlamaShape | LlamaConfig, rank: int, targets: Sequence[str]) -> int:
     """Trainable parameters of LoRA: L times the sum over target layers of r (d_in + d_out)."""
     shapes = layer_shapes(config)
     return config.num_hidden_layers * sum(rank * sum(shapes[target]) for target in targets)
 
 
 def llama_flops_per_token(
-    config: LlamaConfig, sequence_length: int, lora_rank: int = 0, targets: Sequence[str] = ()
+    config: LlamaShape | LlamaConfig, sequence_length: int, lora_rank: int = 0, targets: Sequence[str] = ()
 ) -> ModelFlops:
     """FLOPs per token at that sequence length, for all parameters trained or for LoRA on a frozen base.
 
