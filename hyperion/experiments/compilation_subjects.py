@@ -68,11 +68,13 @@ def subject_params(spec: dict, seed: int) -> dict:
 
 
 def reference_output(spec: dict, subject: Subject) -> Tensor:
-    """What the first sample of the batch gives in float64 on the CPU, from the very weights of the subject."""
+    """What the first samples of the batch give in float64 on the CPU, from the very weights of the subject: up to eight
+    images, whose logits are few, or one sequence.
+    """
     with torch.device("meta"):
         twin = _build(spec)  # no initial weights: drawing them takes longer than the call
     twin.load_state_dict({name: tensor.cpu() for name, tensor in subject.module.state_dict().items()}, assign=True)
-    inputs = (tensor[:1].cpu() for tensor in subject.inputs)
+    inputs = (tensor[: 8 if _is_image_model(spec) else 1].cpu() for tensor in subject.inputs)
     return twin.double().eval()(*(tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs))
 
 
