@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 
 from hyperion.book import (
+    plots_baseline,
     plots_compilation,
     plots_data,
     plots_distributed,
     plots_hardware,
     plots_predictions,
+    plots_scaling,
     plots_summary,
     plots_training,
 )
@@ -69,6 +71,18 @@ PLOTS = (
         "roofline",
         "Left of a ridge memory bounds the rate, right of it arithmetic.",
         plots_hardware.roofline,
+    ),
+    Plot(
+        "model_steps",
+        "model_steps",
+        "Where a training step's time goes, and what the same work would take at the device's limits.",
+        plots_baseline.model_steps,
+    ),
+    Plot(
+        "batch_scaling",
+        "batch_scaling",
+        "Samples per second and memory by batch; the line foretells the batch that does not fit.",
+        plots_baseline.batch_scaling,
     ),
     Plot(
         "token_histogram",
@@ -147,6 +161,18 @@ PLOTS = (
         "rank_failure",
         "What a run loses to the death of a rank: nothing after its last checkpoint.",
         plots_distributed.rank_failure,
+    ),
+    Plot(
+        "scaling",
+        "scaling",
+        "How much faster the same training is on more devices, beside the ideal line.",
+        plots_scaling.scaling,
+    ),
+    Plot(
+        "communication",
+        "scaling",
+        "The share of a step that vanishes when every device trains alone.",
+        plots_scaling.communication,
     ),
     Plot("predictions", ALL, "Every prediction over its measurement.", plots_predictions.predictions),
 )

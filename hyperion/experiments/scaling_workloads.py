@@ -1,0 +1,172 @@
+"""What the scaling chapter trains, and a rank's side of it: parity in float32, then times with and without communication."""
+
+import gc
+import os
+from dataclasses import dataclass, replace
+
+import pandas as pd
+import torch
+
+from hyperion.experiments.columns import out_of_memory_reason
+from hyperion.experiments.context import Context, Result
+from hyperion.experiments.llama_setup import frozen_dtype, lora_model
+from hyperion.experiments.ranks import devices_here
+from hyperion.experiments.variants import Report
+from hyperion.measure.timing import device_clock
+from hyperion.models import ModelFlops, TransformerConfig, TransformerLM, flops_per_token, named_config
+from hyperion.parallel import ParallelPlan, parallelize
+from hyperion.processes import World, world
+from hyperion.training import LanguageEngine, Precision, TorchEngine, adamw, choose_precision, seed_everything
+
+# Weak: the batch of a device stays, so the work grows with the devices. Strong: the batch of all devices stays.
+MODES = ("weak", "strong")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training that is scaled, as the profile describes it.
+
+    Args:
+        name: its variant in the rows.
+        model: configuration by name: a TransformerLM's, or a random-initialised Llama's that gets LoRA adapters.
+        strategy: how several devices share it.
+        batch_per_device: sequences a device trains on in a step, weak mode; all devices together in strong mode.
+        sequence_length: tokens of each.
+        vocabulary: entries of the embedding; the tokens are drawn from it, since no time depends on what they say.
+    """
+
+    name: str
+    model: str
+    strategy: str
+    batch_per_device: int
+    sequence_length: int
+    vocabulary: int
+
+    @property
+    def lora(self) -> bool:
+        return "llama" in self.model
+
+    def batch(self, mode: str, ranks: int) -> int:
+        """Sequences of all ranks together."""
+        return self.batch_per_device * (ranks if mode == "weak" else 1)
+
+
+def lm_config(workload: Workload) -> TransformerConfig:
+    """The configuration of a workload that is no Llama."""
+    return named_config(workload.model, vocab_size=workload.vocabulary)
+
+
+def workloads_of(context: Context) -> list[Workload]:
+    """The profile's workloads."""
+    return [Workload(**settings) for settings in context.sizes["workloads"]]
+
+
+def dtype_here(context: Context) -> str:
+    """What the timed steps compute in on this device."""
+    return choose_precision(context.device, context.sizes["precision"]).dtype
+
+
+def measure_on_rank(context: Context, report: Report, names: list[str]) -> Result:
+    """Every named workload in turn: losses of the parity steps, then step times, mode by mode."""
+    chosen = [workload for workload in workloads_of(context) if workload.name in names]
+    if context.device.kind == "cpu":
+        # One rank alone would take all cores, and could not become faster by having another beside it.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // devices_here(context)))
+    frames = []
+    for place, workload in enumerate(chosen):
+        report(place, len(chosen), f"{workload.name} on {world().size}")
+        frames.append(_parity(context, workload))
+        for mode in MODES if world().size > 1 else MODES[:1]:
+            frames.append(_timed(context, workload, mode))
+    return Result([], pd.concat(frames, ignore_index=True).assign(ranks=world().size, rank=world().rank))
+
+
+def _parity(context: Context, workload: Workload) -> pd.DataFrame:
+    """Losses of float32 steps on a batch of fixed size, the same on any number of ranks."""
+    sizes, here = context.sizes, world()
+    strategy = workload.strategy if here.size > 1 else "single"
+    engine, _ = _engine(context, workload, here, strategy, Precision("fp32", "parity is judged in float32"))
+    losses = []
+    for step in range(sizes["parity_steps"]):
+        batch = _batch(context, workload, sizes["parity_batch"], sizes["parity_length"], here, step)
+        losses.append(float(engine.train_step(batch).loss))
+    _release(engine)
+    return pd.DataFrame({"kind": "parity", "index": range(len(losses)), "loss": losses, "workload": workload.name})
+
+
+def _timed(context: Context, workload: Workload, mode: str) -> pd.DataFrame:
+    """Times of equally many steps on every rank; then of a twin on the same batch that talks to nobody."""
+    here, length = world(), workload.sequence_length
+    facts = {"workload": workload.name, "mode": mode}
+    count = workload.batch(mode, here.size)
+    if count % here.size:
+        reason = f"{here.size} devices do not divide a batch of {count}"
+        return pd.DataFrame([facts | {"kind": "missing", "reason": reason}])
+    precision = choose_precision(context.device, context.sizes["precision"])
+    batch = _batch(context, workload, count, length, here, 0)
+    try:
+        # On one device too: what is compared is one program on different numbers of devices.
+        engine, flops = _engine(context, workload, here, workload.strategy, precision)
+        facts |= {"tokens": count * length, "flops": float(flops.forward_backward * count * length)}
+        with_communication = _steps(context, engine, batch)
+        _release(engine)
+        without = []
+        if here.size > 1:
+            engine, _ = _engine(context, workload, replace(here, rank=0, size=1), "single", precision)
+            without = _steps(context, engine, batch)
+            _release(engine)
+    except torch.OutOfMemoryError as error:
+        return pd.DataFrame([facts | {"kind": "missing", "reason": out_of_memory_reason(error)}])
+    times = [("step", with_communication), ("alone", without)]
+    return pd.concat(
+        [pd.DataFrame({"kind": kind, "index": range(len(series)), "time_s": series}) for kind, series in times],
+        ignore_index=True,
+    ).assign(**facts)
+
+
+def _steps(context: Context, engine: TorchEngine, batch) -> list[float]:
+    """Seconds of each step. A fixed number of them: ranks that stopped by their own clocks would wait for each other."""
+    clock = device_clock(context.device)
+
+    def step() -> None:
+        engine.train_step(batch)
+
+    clock.sample([step], None, context.sizes["warmup_steps"])
+    return clock.sample([step], None, context.sizes["steps"])[0]
+
+
+def _engine(
+    context: Context, workload: Workload, here: World, strategy: str, precision: Precision
+) -> tuple[TorchEngine, ModelFlops]:
+    """A fresh model with the same weights on every rank, laid out over `here`."""
+    seed_everything(context.seed)
+    device = context.device
+    halved = strategy == "fsdp" and precision.dtype == "bf16"
+    plan = ParallelPlan(strategy=strategy, param_dtype="bf16" if halved else None)
+    if workload.lora:
+        model, flops = lora_model(
+            workload.model, workload.vocabulary, workload.sequence_length, device, frozen_dtype(precision)
+        )
+    else:
+        config = lm_config(workload)
+        model, flops = TransformerLM(config).to(device.torch_device), flops_per_token(config, workload.sequence_length)
+    model = parallelize(model, plan, here)
+    rate = context.sizes["learning_rate"]
+    engine = LanguageEngine(model, adamw(model, rate), lambda step: rate, precision, device, world=here)
+    return engine, flops
+
+
+def _batch(context: Context, workload: Workload, count: int, length: int, here: World, step: int):
+    """This rank's part of a batch of `count` sequences that is the same on any number of ranks."""
+    generator = torch.Generator().manual_seed(context.seed * 1000 + step)
+    tokens = torch.randint(workload.vocabulary, (count, length + 1), generator=generator)
+    own = tokens.chunk(here.size)[here.rank].to(context.device.torch_device)
+    return own[:, :-1].contiguous(), own[:, 1:].contiguous()
+
+
+def _release(engine: TorchEngine) -> None:
+    """Free the model before the next one is built: two at once would say nothing about what fits."""
+    engine.model = engine.optimizer = None
+    gc.collect()
+    if engine.device.kind != "cpu":
+        torch.cuda.empty_cache()
