@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hyperion.errors import HyperionError
+from hyperion.parallel.reductions import is_replicated
 
 
 class DesyncError(HyperionError):
@@ -27,6 +28,8 @@ def assert_ranks_agree(model: nn.Module) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
+    if is_replicated(model):
+        model = model.module  # names without DDP's own prefix
     assert_same_shapes(model)
     replicated = {name: p.detach() for name, p in model.named_parameters() if not isinstance(p, DTensor)}
     if not replicated:

@@ -248,6 +248,8 @@ class ImageEngine(TorchEngine):
 
     def summed_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         images_BCYX, labels_B = batch
+        if is_sharded(self.model):  # contiguous kernels would lay out the whole net's activations like themselves
+            images_BCYX = images_BCYX.contiguous(memory_format=torch.channels_last)
         return F.cross_entropy(self.model(images_BCYX).float(), labels_B, reduction="sum")
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:

@@ -1,0 +1,196 @@
+"""What two ranks do in the one launch of the parallel tests; the tests judge what comes back."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor.debug import CommDebugMode
+
+from hyperion.errors import HyperionError
+from hyperion.models import Layout, TransformerLM, resnet18
+from hyperion.parallel import (
+    ParallelPlan,
+    add_lora,
+    assert_ranks_agree,
+    fsdp_units,
+    full_parameter_bytes,
+    local_parameter_bytes,
+    parallelize,
+    trainable_parameter_count,
+)
+from hyperion.processes import world
+from hyperion.training import evaluate_images, evaluate_language
+from tests.parallel import small
+
+PLANS = {
+    "alone": None,
+    "ddp": ParallelPlan("ddp"),
+    "fsdp": ParallelPlan("fsdp"),
+    "ddp, checkpointed": ParallelPlan("ddp", checkpoint_blocks=True),
+    "fsdp, checkpointed, kept": ParallelPlan("fsdp", checkpoint_blocks=True, reshard_after_forward=False),
+}
+IMAGE_PLANS = ("alone", "ddp", "fsdp, checkpointed, kept")
+
+
+def everything() -> dict:
+    """The answers of all parts, JSON-able."""
+    torch.set_num_threads(1)
+    return {
+        "language": {name: language(plan) for name, plan in PLANS.items()},
+        "uneven": {name: uneven(PLANS[name]) for name in ("alone", "ddp", "fsdp")},
+        "images": {name: images(PLANS[name]) for name in IMAGE_PLANS},
+        "fp16": {name: fp16(PLANS[name]) for name in ("alone", "ddp", "fsdp")},
+        "bf16": bf16(),
+        "lora": {name: lora(PLANS[name]) for name in ("alone", "ddp", "fsdp")},
+        "lora bf16": lora(PLANS["fsdp, checkpointed, kept"], torch.bfloat16),
+        "communication": communication(),
+        "agreement": agreement(),
+        "refusals": refusals(),
+    }
+
+
+def _curve(engine, batches) -> list[list[float]]:
+    """[loss, gradient norm, items, loss of this rank, its items] of each step."""
+    curve = []
+    for batch in batches:
+        step = engine.train_step(batch)
+        curve.append([float(v) for v in (step.loss, step.gradient_norm, step.items, step.rank_loss, step.rank_items)])
+    return curve
+
+
+def _full(model) -> dict[str, torch.Tensor]:
+    """The whole state by the names of the plain model, on every rank."""
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+def language(plan) -> dict:
+    """Training and evaluation of a Transformer."""
+    engine, batches = small.language_engine(plan), small.language_batches(plan)
+    curve = _curve(engine, (batches.next_batch() for _ in range(small.STEPS)))
+    evaluation = engine.evaluate(small.language_validation())
+    held = local_parameter_bytes(engine.model)
+    plain = TransformerLM(small.CONFIG)
+    plain.load_state_dict(_full(engine.model))
+    again = evaluate_language(plain, small.language_validation(), engine.precision, engine.device)
+    curve += _curve(engine, [batches.next_batch()])
+    assert_ranks_agree(engine.model)
+    return {
+        "curve": curve, "evaluation": evaluation, "loss in a plain model": again.loss, "seen": engine.tokens_seen,
+        "units": fsdp_units(engine.model), "state": batches.state_dict(), "held": held,
+        "whole": full_parameter_bytes(engine.model),
+    }  # fmt: skip
+
+
+def uneven(plan) -> list[list[float]]:
+    """Ranks with different numbers of targets."""
+    return _curve(small.language_engine(plan), (small.uneven(plan, step) for step in range(4)))
+
+
+def images(plan) -> dict:
+    """Training and evaluation of a ResNet."""
+    engine, batches = small.image_engine(plan), small.image_batches(plan)
+    curve = _curve(engine, (batches.next_batch() for _ in range(small.STEPS)))
+    evaluation = engine.evaluate(small.image_validation())
+    state, plain = _full(engine.model), small.image_model()
+    plain.load_state_dict(state)
+    again = evaluate_images(plain, small.image_validation(), engine.precision, engine.device)
+    return {
+        "curve": curve, "evaluation": evaluation, "loss in a plain model": again.loss,
+        "steps counted": int(state["norm1.num_batches_tracked"]), "units": fsdp_units(engine.model),
+        "running": torch.cat([value for name, value in state.items() if "running" in name]).tolist(),
+    }  # fmt: skip
+
+
+def fp16(plan) -> dict:
+    """Loss scaling, with a scale so large that the first gradients overflow."""
+    engine, batches = small.language_engine(plan, precision="fp16"), small.language_batches(plan)
+    engine.scaler.load_state_dict(engine.scaler.state_dict() | {"scale": 2.0**22})
+    curve = _curve(engine, (batches.next_batch() for _ in range(8)))
+    return {"curve": curve, "scale": engine.scaler.scale, "skipped": engine.scaler.skipped_steps}
+
+
+def bf16() -> dict:
+    """FSDP that gathers in bf16 and keeps float32 shards."""
+    plan = ParallelPlan("fsdp", param_dtype="bf16")
+    engine, batches = small.language_engine(plan), small.language_batches(plan)
+    curve = _curve(engine, (batches.next_batch() for _ in range(5)))
+    return {"curve": curve, "shards": sorted({str(p.dtype) for p in engine.model.parameters()})}
+
+
+def lora(plan, dtype: torch.dtype = torch.float32) -> dict:
+    """Frozen base and trainable adapters in one unit; the adapters are float32 whatever the base is."""
+    here = small.here_or_alone(plan)
+    model = add_lora(small.tiny_llama(seed=here.rank).to(dtype), rank=4, alpha=8)
+    if plan is not None:
+        model = parallelize(model, plan, here)
+    before = _frozen(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for step in range(5):
+        tokens = torch.randint(64, (4, 12), generator=torch.Generator().manual_seed(step))
+        own = tokens.chunk(here.size)[here.rank]
+        loss = model(input_ids=own, labels=own).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().float() / here.size
+        if here.size > 1:
+            dist.all_reduce(mean)
+        losses.append(float(mean))
+    after = _frozen(model)
+    return {
+        "losses": losses, "trainable": trainable_parameter_count(model), "units": fsdp_units(model),
+        "names": sorted(_full(model)), "base stands still": all(torch.equal(before[name], after[name]) for name in before),
+    }  # fmt: skip
+
+
+def _frozen(model) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in _full(model).items() if "lora" not in name}
+
+
+def communication() -> dict[str, int]:
+    """Collectives of one FSDP step by kind."""
+    engine, batches = small.language_engine(PLANS["fsdp"]), small.language_batches(PLANS["fsdp"])
+    engine.train_step(batches.next_batch())
+    with CommDebugMode() as mode:
+        engine.train_step(batches.next_batch())
+    return {str(kind).rpartition(".")[2]: count for kind, count in mode.get_comm_counts().items()}
+
+
+def agreement() -> dict[str, str]:
+    """Faults on one rank, as every rank is told of them."""
+    model = small.language_engine(PLANS["ddp"]).model
+    found = {"clean": _error(lambda: assert_ranks_agree(model))}
+    if world().rank == 1:
+        with torch.no_grad():
+            model.module.blocks[1].mlp.up.weight[3, 5] += 1e-6
+            model.module.final_norm.bias[0] = 1.0
+    found["values"] = _error(lambda: assert_ranks_agree(model))
+    other = torch.nn.Linear(3, 4 + world().rank)
+    found["shapes"] = _error(lambda: assert_ranks_agree(other))
+    return found
+
+
+def refusals() -> dict[str, str]:
+    """Plans that do not suit."""
+    model, bare = TransformerLM(small.CONFIG), torch.nn.Sequential(torch.nn.ReLU())
+    bare.layout = lambda: Layout(stem=(), blocks=("0",), head=())
+    return {
+        "single": _error(lambda: parallelize(model, ParallelPlan(), world())),
+        "nothing": _error(lambda: parallelize(bare, ParallelPlan("fsdp"), world())),
+        "norms": _error(lambda: parallelize(resnet18(width=8), ParallelPlan("fsdp", param_dtype="bf16"), world())),
+        "world": _error(lambda: parallelize(model, ParallelPlan("ddp"), small.ALONE)),
+        "engine": _error(_engine_of_a_plain_model),
+    }
+
+
+def _engine_of_a_plain_model() -> None:
+    engine = small.language_engine(None)
+    type(engine)(engine.model, engine.optimizer, engine.schedule, engine.precision, engine.device)
+
+
+def _error(work) -> str:
+    try:
+        work()
+    except HyperionError as error:
+        return str(error)
+    return ""

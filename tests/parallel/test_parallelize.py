@@ -1,0 +1,195 @@
+"""A model laid over two ranks trains as it does on one device."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from hyperion.errors import HyperionError
+from hyperion.models import TransformerLM, resnet18
+from hyperion.parallel import ParallelPlan, parallelize
+from tests.parallel import small
+from tests.parallel.on_ranks import IMAGE_PLANS, PLANS
+
+SHARED = [name for name in PLANS if name != "alone"]
+SHARED_IMAGES = [name for name in IMAGE_PLANS if name != "alone"]
+
+
+def relative(curve, reference, column: int) -> float:
+    """Largest relative difference of a column of two curves."""
+    found, expected = (np.array(values)[:, column] for values in (curve, reference))
+    return float(np.max(np.abs(found - expected) / np.abs(expected)))
+
+
+@pytest.mark.parametrize("plan", SHARED)
+def test_a_transformer_trains_as_on_one_device(answers, plan):
+    found, alone = answers[0]["language"][plan], answers[0]["language"]["alone"]
+    assert len(found["curve"]) > 20
+    assert relative(found["curve"], alone["curve"], 0) < 5e-6, "loss"
+    assert relative(found["curve"], alone["curve"], 1) < 1e-3, "gradient norm, which clips every step"
+    assert min(norm for _, norm, *_ in alone["curve"]) > 0.5
+    assert relative(found["curve"], alone["curve"], 2) == 0 and found["seen"] == alone["seen"], "items"
+    assert found["state"] == alone["state"], "the loader's state knows no ranks"
+    parts = np.array([answer["language"][plan]["curve"] for answer in answers])
+    np.testing.assert_allclose(parts[:, :, 3].mean(axis=0), parts[0, :, 0], rtol=1e-6)
+    assert (parts[:, :, 4].sum(axis=0) == parts[0, :, 2]).all()
+
+
+@pytest.mark.parametrize("plan", ["ddp", "fsdp"])
+def test_ranks_with_different_numbers_of_tokens_make_one_devices_step(answers, plan):
+    alone = answers[0]["uneven"]["alone"]
+    curves = [answer["uneven"][plan] for answer in answers]
+    for curve in curves:
+        assert relative(curve, alone, 0) < 1e-6 and relative(curve, alone, 1) < 1e-4
+        assert [step[2] for step in curve] == [64, 72, 80, 88]
+    assert [[step[4] for step in curve] for curve in curves] == [[0, 8, 16, 24], [64] * 4]
+    assert curves[0][0][3] == 0.0 and math.isfinite(curves[0][0][0]), "a rank without any target"
+
+
+@pytest.mark.parametrize("plan", SHARED_IMAGES)
+def test_a_resnet_trains_as_on_one_device_that_normalises_by_parts(answers, plan):
+    found, alone = answers[0]["images"][plan], answers[0]["images"]["alone"]
+    assert relative(found["curve"], alone["curve"], 0) < 1e-6
+    assert relative(found["curve"], alone["curve"], 1) < 1e-6
+    assert found["steps counted"] == small.STEPS, "checkpointing does not count a batch twice"
+
+
+def test_running_statistics_are_the_same_with_and_without_checkpointing_and_on_all_ranks(answers):
+    ddp, checkpointed = (answers[0]["images"][plan]["running"] for plan in SHARED_IMAGES)
+    np.testing.assert_allclose(checkpointed, ddp, rtol=1e-9, atol=1e-12)
+    assert answers[1]["images"]["ddp"]["running"] == ddp
+
+
+@pytest.mark.parametrize(("task", "plan"), [*(("language", p) for p in SHARED), *(("images", p) for p in SHARED_IMAGES)])
+def test_evaluation_over_ranks_is_that_of_one_device(answers, task, plan):
+    found = answers[0][task][plan]
+    assert found["evaluation"]["loss"] == pytest.approx(found["loss in a plain model"], rel=1e-6)
+    assert answers[1][task][plan]["evaluation"] == found["evaluation"]
+    if task == "language":
+        assert found["evaluation"]["tokens"] == 300
+        assert found["evaluation"]["loss"] == pytest.approx(answers[0][task]["alone"]["evaluation"]["loss"], rel=1e-5)
+    else:
+        assert found["evaluation"]["images"] == 50
+
+
+def test_fsdp_gathers_block_by_block_and_holds_half(answers):
+    for answer in answers:
+        ddp, fsdp = answer["language"]["ddp"], answer["language"]["fsdp"]
+        assert fsdp["units"] == ["", "blocks.0", "blocks.1", "blocks.2"] and ddp["units"] == []
+        assert ddp["held"] == ddp["whole"] == fsdp["whole"] == small.CONFIG.parameter_count * 4
+        assert fsdp["held"] == pytest.approx(fsdp["whole"] / 2, rel=0.02)
+        assert len(answer["images"]["fsdp, checkpointed, kept"]["units"]) == 9
+
+
+def test_a_step_of_fsdp_sums_twice_beside_what_it_must(answers):
+    # Four units are gathered in the forward pass, the three blocks again in the backward pass.
+    assert answers[0]["communication"] == {"allreduce_": 2, "_allgather_base_": 7, "_reduce_scatter_base_": 4}
+
+
+def test_all_ranks_skip_the_step_that_overflows_in_fp16(answers):
+    alone = answers[0]["fp16"]["alone"]
+    assert alone["skipped"] > 0
+    for answer in answers:
+        for plan in ("ddp", "fsdp"):
+            found = answer["fp16"][plan]
+            assert (found["skipped"], found["scale"]) == (alone["skipped"], alone["scale"])
+            assert relative(found["curve"], alone["curve"], 0) < 1e-3
+
+
+def test_fsdp_in_bf16_keeps_float32_shards(answers):
+    found, alone = answers[0]["bf16"], answers[0]["language"]["alone"]["curve"][:5]
+    assert found["shards"] == ["torch.float32"]
+    assert 0 < relative(found["curve"], alone, 0) < 2e-3
+
+
+@pytest.mark.parametrize("plan", ["ddp", "fsdp"])
+def test_lora_on_ranks_is_lora_on_one_device(answers, plan):
+    found, alone = answers[0]["lora"][plan], answers[0]["lora"]["alone"]
+    np.testing.assert_allclose(found["losses"], alone["losses"], rtol=1e-5)
+    assert found["trainable"] == alone["trainable"] and found["names"] == alone["names"]
+    assert found["base stands still"]
+
+
+def test_adapters_in_float32_share_a_unit_with_a_base_in_bf16(answers):
+    found = answers[0]["lora bf16"]
+    layers = "base_model.model.model.layers"
+    assert found["units"] == answers[0]["lora"]["fsdp"]["units"] == ["", f"{layers}.0", f"{layers}.1"]
+    np.testing.assert_allclose(found["losses"], answers[0]["lora"]["alone"]["losses"], rtol=1e-2)
+    assert found["base stands still"]
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("single", "strategy 'single' on 2 ranks"),
+        ("nothing", "over the 1 blocks of Sequential would shard nothing"),
+        ("norms", "BatchNorm weights in bf16"),
+        ("world", "needs a process group of 1, and this process is in one of 2"),
+        ("engine", "2 ranks are to share a batch, and this TransformerLM is laid over 1"),
+    ],
+)
+def test_what_does_not_suit_the_ranks_is_refused(answers, case, message):
+    assert all(message in answer["refusals"][case] for answer in answers)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_without_a_process_group_there_is_one_device_only(strategy):
+    with pytest.raises(HyperionError, match="needs a process group of 1, and this process is in one of 0"):
+        parallelize(TransformerLM(small.CONFIG), ParallelPlan(strategy), small.ALONE)
+
+
+def _steps(model: nn.Module, batches) -> torch.Tensor:
+    """The gradients of one step after another, as one vector."""
+    for inputs, targets in batches:
+        loss = model(inputs, targets).sum() if isinstance(model, TransformerLM) else model(inputs)[targets >= 0].sum()
+        loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("make", [lambda: TransformerLM(small.CONFIG), lambda: resnet18(width=4)], ids=["lm", "resnet"])
+def test_checkpointed_blocks_give_the_same_gradients_statistics_and_names(make):
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    is_lm = isinstance(make(), TransformerLM)
+    inputs = torch.randint(50, (4, 8), generator=generator) if is_lm else torch.randn(4, 3, 32, 32, generator=generator)
+    batches = [(inputs, torch.randint(50, (4, 8) if is_lm else (4,), generator=generator))] * 2
+    torch.manual_seed(0)
+    plain = make()
+    torch.manual_seed(0)
+    checkpointed = parallelize(make(), ParallelPlan(checkpoint_blocks=True), small.ALONE)
+    assert torch.equal(_steps(checkpointed, batches), _steps(plain, batches))
+    assert list(checkpointed.state_dict()) == list(plain.state_dict()) == list(get_model_state_dict(checkpointed))
+    for mine, theirs in zip(checkpointed.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_checkpointed_llama_fills_no_cache_twice():
+    model, tokens = small.tiny_llama(), torch.arange(12).view(2, 6)
+    expected = model(input_ids=tokens, labels=tokens).loss
+    model = parallelize(model, ParallelPlan(checkpoint_blocks=True), small.ALONE)
+    model.train()
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+
+
+def test_compiled_blocks_share_one_graph_and_keep_their_names(monkeypatch):
+    from torch._dynamo.utils import counters
+
+    # Traced and differentiated as ever, but not turned into C++, which takes half a minute.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    plain = TransformerLM(small.CONFIG)
+    torch.manual_seed(0)
+    plan = ParallelPlan(compile_blocks=True, checkpoint_blocks=True)
+    compiled = parallelize(TransformerLM(small.CONFIG), plan, small.ALONE)
+    batches = [small.uneven(None, 3)]
+    counters.clear()
+    torch.testing.assert_close(_steps(compiled, batches), _steps(plain, batches), rtol=1e-3, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    assert list(compiled.state_dict()) == list(plain.state_dict())

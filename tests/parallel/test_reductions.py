@@ -1,0 +1,26 @@
+"""Sums and norms of a model alone; those over ranks are judged in test_parallelize."""
+
+import torch
+from torch import nn
+
+from hyperion.parallel import is_replicated, is_sharded, local_gradient_norm, ranks_of, reshard, start_sum
+
+
+def test_alone_a_sum_is_the_value_itself():
+    values = torch.randn(3)
+    assert start_sum(values, 1)() is values
+
+
+def test_a_plain_model_is_alone():
+    model = nn.Linear(2, 2)
+    reshard(model)
+    assert (ranks_of(model), is_sharded(model), is_replicated(model)) == (1, False, False)
+
+
+def test_the_norm_is_over_all_gradients_that_there_are():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    for parameter in model[0].parameters():
+        parameter.requires_grad_(False)
+    model(torch.randn(5, 3)).sum().backward()
+    gradients = torch.cat([p.grad.flatten() for p in model[1].parameters()])
+    torch.testing.assert_close(local_gradient_norm(model), gradients.norm())
