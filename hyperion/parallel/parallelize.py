@@ -12,6 +12,8 @@ Steps 2 and 3 replace the `forward` of the block and nothing else, so that param
 
 import inspect
 
+import warnings
+
 import torch
 import torch.distributed as dist
 from torch import nn
