@@ -11,7 +11,6 @@ Steps 2 and 3 replace the `forward` of the block and nothing else, so that param
 """
 
 import inspect
-
 import warnings
 
 import torch
