@@ -1,11 +1,24 @@
-"""Processes: the Job contract for work that needs processes of its own, and the group that ranks talk through."""
+"""Processes: the Job contract, the torchrun launcher, process groups, and the roll call of ranks that stand still.
 
-from hyperion.processes.group import World, process_group, world
-from hyperion.processes.job import Job, JobError, report_progress, run_job
-from hyperion.processes.ranks import RankError, run_ranks
-from hyperion.processes.roll_call import RollCall, roll_call
+What needs torch is loaded when it is first asked for: a launcher and a plain worker may do without.
+"""
 
+from hyperion.processes.job import Job, JobError, run_job
+from hyperion.processes.output import report_progress
+from hyperion.processes.ranks import run_ranks
+from hyperion.processes.verdict import RankError
+
+_NEED_TORCH = ("RollCall", "World", "process_group", "roll_call", "world")
 __all__ = [
     "Job", "JobError", "RankError", "RollCall", "World", "process_group", "report_progress", "roll_call", "run_job",
     "run_ranks", "world",
 ]  # fmt: skip
+
+
+def __getattr__(name: str):
+    if name not in _NEED_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # No module is named like what it exports: its import would put the module in the place of that.
+    from hyperion.processes import group, standstill
+
+    return getattr(group, name, None) or getattr(standstill, name)

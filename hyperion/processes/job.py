@@ -16,14 +16,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hyperion.errors import HyperionError
+from hyperion.processes.lifeline import GRACE_S, child_environment
+from hyperion.processes.output import Listener
 
-PROGRESS = "@progress "
-_GRACE_S = 30.0
-_LOG_TAIL = 40
+# A worker that was asked to end, saved, and is to be started again: EX_TEMPFAIL of <sysexits.h>.
+INTERRUPTED = 75
+KILLED_REMEDY = (
+    "the system kills with SIGKILL when memory runs out: choose smaller sizes, or free memory, and run again"
+)
 
 
 class JobError(HyperionError):
-    """A worker that raised, was killed, or ran out of time."""
+    """A worker that raised, was killed, or ran out of time. It has the exit code of the worker's own HyperionError: 75
+    says that the worker was asked to end, and saved."""
+
+    def __init__(self, what: str, *, where: object = None, next_step: str | None = None, exit_code: int = 2):
+        super().__init__(what, where=where, next_step=next_step)
+        self.exit_code = exit_code
 
 
 @dataclass(frozen=True)
@@ -35,8 +44,9 @@ class Job:
         params: JSON-able keyword arguments.
         timeout_s: seconds after which the worker is ended: SIGTERM first, SIGKILL 30 s later.
         python: interpreter of the worker.
-        ranks: processes that do it together (see `run_ranks`); None for one plain worker.
-        nodes: hosts they are spread over, equally.
+        ranks: processes, on all nodes together, that do it with each other (`run_ranks`); None: one plain worker
+            (`run_job`).
+        nodes: hosts that share the ranks evenly; each of them calls `run_ranks` with the same job.
         rendezvous: "host:port" where the hosts meet; "" on a single host.
     """
 
@@ -47,6 +57,11 @@ class Job:
     ranks: int | None = None
     nodes: int = 1
     rendezvous: str = ""
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks that each host starts."""
+        return self.ranks // self.nodes
 
 
 def run_job(
@@ -64,44 +79,37 @@ def run_job(
         JobError: the worker raised, was killed by a signal, or passed its timeout. The message is that of the worker's
             HyperionError, which names place and remedy; of any other end it holds the end of the worker's log.
     """
+    if job.ranks is not None:
+        raise JobError(
+            f"{job.entry} is to run on ranks ({job.ranks}), and run_job starts one plain worker",
+            where="run_job",
+            next_step="call run_ranks, or leave ranks out",
+        )
     with tempfile.TemporaryDirectory(prefix="hyperion-job-") as folder:
         request, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
         request.write_text(json.dumps(asdict(job) | {"launcher": os.getpid()}))
         command = [job.python, "-m", "hyperion.processes.worker", str(request), str(answer)]
-        tail: list[str] = []
+        listener = Listener(on_line, on_progress)
         worker = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=package_environment()
-        )
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            env=child_environment(),
+        )  # fmt: skip
         try:
-            timed_out = _stream(worker, job.timeout_s, tail, on_line, on_progress)
+            timed_out = _stream(worker, job.timeout_s, listener)
         finally:
             _end(worker)
         if timed_out:
             raise JobError(
-                f"{job.entry} ran past its timeout of {job.timeout_s:g} s and was ended\n" + "".join(tail),
+                f"{job.entry} ran past its timeout of {job.timeout_s:g} s and was ended\n" + "".join(listener.tail),
                 where=f"worker process {worker.pid}",
                 next_step="look at the log above for where it stood still, or allow it more time",
             )
         if worker.returncode != 0:
-            raise _told(answer) if answer.exists() else _failure(job, worker, tail)
+            raise _told(answer, worker.returncode) if answer.exists() else _failure(job, worker, listener.tail)
         return json.loads(answer.read_text())["answer"]
 
 
-def report_progress(done: int, total: int, note: str = "") -> None:
-    """Called within a worker: tell the launcher how far the work is."""
-    print(PROGRESS + json.dumps([done, total, note]), flush=True)
-
-
-def package_environment() -> dict[str, str]:
-    """The environment as it is, with this hyperion on the path and output unbuffered."""
-    # The worker must find this same hyperion wherever the launcher was started; all else is inherited as it is.
-    package_parent = str(Path(__file__).resolve().parents[2])
-    inherited = os.environ.get("PYTHONPATH")
-    path = f"{package_parent}{os.pathsep}{inherited}" if inherited else package_parent
-    return os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-
-
-def _stream(worker, timeout_s: float, tail: list[str], on_line, on_progress) -> bool:
+def _stream(worker, timeout_s: float, listener: Listener) -> bool:
     """Pass the worker's output on until it ends; whether the timeout struck."""
     struck = threading.Event()
 
@@ -109,18 +117,13 @@ def _stream(worker, timeout_s: float, tail: list[str], on_line, on_progress) -> 
         struck.set()
         worker.terminate()
 
-    timers = [threading.Timer(timeout_s, strike), threading.Timer(timeout_s + _GRACE_S, worker.kill)]
+    timers = [threading.Timer(timeout_s, strike), threading.Timer(timeout_s + GRACE_S, worker.kill)]
     for timer in timers:
         timer.daemon = True
         timer.start()
     try:
         for line in worker.stdout:
-            if line.startswith(PROGRESS):
-                on_progress(*json.loads(line.removeprefix(PROGRESS)))
-                continue
-            tail.append(line)
-            del tail[:-_LOG_TAIL]
-            on_line(line.rstrip("\n"))
+            listener.hear(line)
         worker.wait()
     finally:
         for timer in timers:
@@ -133,25 +136,21 @@ def _end(worker) -> None:
     if worker.poll() is None:
         worker.terminate()
         try:
-            worker.wait(_GRACE_S)
+            worker.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             worker.kill()
             worker.wait()
     worker.stdout.close()
 
 
-def _told(answer: Path) -> JobError:
+def _told(answer: Path, code: int) -> JobError:
     """The worker's own account of what a user can put right."""
     error = json.loads(answer.read_text())["error"]
-    return JobError(error["what"], where=error["where"], next_step=error["next_step"])
+    return JobError(error["what"], where=error["where"], next_step=error["next_step"], exit_code=code)
 
 
 def _failure(job: Job, worker, tail: list[str]) -> JobError:
     code = worker.returncode
     cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-    remedy = "read the traceback above"
-    if code == -signal.SIGKILL:
-        remedy = (
-            "the system kills with SIGKILL when memory runs out: choose smaller sizes, or free memory, and run again"
-        )
+    remedy = KILLED_REMEDY if code == -signal.SIGKILL else "read the traceback above"
     return JobError(f"{job.entry} {cause}\n" + "".join(tail), where=f"worker process {worker.pid}", next_step=remedy)

@@ -1,67 +1,150 @@
-"""One rank's side of a Job: `python -m hyperion.processes.rank_worker FOLDER`, started by torchrun."""
+"""One rank's side of a Job: `python -m hyperion.processes.rank_worker FOLDER AGENT`, started by torchrun."""
 
+import contextlib
 import faulthandler
 import importlib
 import json
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
+
+import psutil
 
 from hyperion.errors import HyperionError
-from hyperion.processes.group import process_group
-from hyperion.processes.worker import die_with
+from hyperion.processes.job import INTERRUPTED
+from hyperion.processes.lifeline import die_with, do_not_outlive
 from hyperion.results.files import write_atomically
 
-_GRACE_S = 20.0
+# How gloo says that a peer closed its connection, or did not come in time; as plain RuntimeErrors.
+_GLOO_MARKS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
+_STACKS_S = 0.5
 
 
-def main(folder: str) -> None:
-    """Join the group, do the request, write this rank's answer, or its error with the time at which it came."""
-    request = json.loads((Path(folder) / "request.json").read_text())
-    rank = int(os.environ["RANK"])
-    _write_to_own_log(Path(folder), rank)
-    die_with(os.getppid())
-    threading.Thread(target=_leave_with, args=(request["launcher"],), daemon=True).start()
-    # The launcher asks with this signal where the rank stands, before it ends a job that ran out of time.
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
-    (Path(folder) / f"pid-{rank}").write_text(str(os.getpid()))
-    with process_group(request["timeout_s"]):
-        told = _answer(request)
-        # Before the group is left: a peer that fails because of this rank must not seem to have failed first.
-        write_atomically(Path(folder) / f"answer-{rank}.json", json.dumps(told).encode())
-    sys.exit(told.get("code", 0))
+def main(folder: str, agent: str) -> None:
+    """Join the group, call the entry, write this rank's answer, or what became of it and when."""
+    here, rank = Path(folder), int(os.environ["RANK"])
+    request = json.loads((here / "request.json").read_text())
+    _write_to_own_log(Path(request["logs"]) / f"rank-{rank}.log")
+    die_with(int(agent))
+    do_not_outlive(int(agent))
+    # The launcher asks with this signal where the rank stands, before it ends a job that ran out of time. The file stays
+    # open as long as the process.
+    faulthandler.register(signal.SIGUSR1, file=open(here / f"rank-{rank}.stack", "w"))  # noqa: SIM115
+    faulthandler.enable()
+    write_atomically(here / f"rank-{rank}.pid", str(os.getpid()).encode())
+    told = here / f"rank-{rank}.json"
+    with _telling(told):
+        answer, interruption = _work(request, here, told)
+    if interruption is not None:
+        _tell(told, interruption)
+        sys.exit(INTERRUPTED)
+    write_atomically(told, json.dumps({"answer": answer}).encode())
 
 
-def _answer(request: dict) -> dict:
+def _work(request: dict, here: Path, told: Path) -> tuple[dict | None, HyperionError | None]:
+    """What the entry answered, or that it was asked to stop and saved: then the ranks part in order all the same."""
     module, function = request["entry"].split(":")
-    try:
-        return {"answer": getattr(importlib.import_module(module), function)(**request["params"])}
-    except HyperionError as error:
-        return {"error": error.as_dict(), "time": time.time(), "code": error.exit_code}
-    except Exception:
-        return {"traceback": traceback.format_exc(), "time": time.time(), "code": 1}
+    from hyperion.processes.group import process_group
 
-
-def _write_to_own_log(folder: Path, rank: int) -> None:
-    log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-
-
-def _leave_with(launcher: int) -> None:
-    """torchrun stands between this rank and the launcher, and does not notice when the launcher is killed."""
-    while True:
-        time.sleep(1.0)
+    with process_group() as world, _telling(told):
         try:
-            os.kill(launcher, 0)
-        except ProcessLookupError:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(_GRACE_S)
-            os._exit(1)
+            answer = getattr(importlib.import_module(module), function)(**request["params"])
+        except HyperionError as error:
+            if error.exit_code != INTERRUPTED:
+                raise
+            return None, error
+        if request["nodes"] > 1:
+            _share_answers(answer, world, here)
+    return answer, None
+
+
+def _share_answers(answer: dict, world, here: Path) -> None:
+    """Ranks of other nodes write their answers where this node's launcher cannot read them."""
+    import torch.distributed as dist
+
+    answers = [None] * world.size
+    dist.all_gather_object(answers, answer)
+    if world.local_rank == 0:
+        write_atomically(here / "answers.json", json.dumps(answers).encode())
+
+
+@contextlib.contextmanager
+def _telling(told: Path) -> Iterator[None]:
+    """Whatever is raised inside is written down at once, then the process ends: an orderly end would wait for peers."""
+    try:
+        yield
+    except BaseException as error:
+        record = _tell(told, error)
+        if record["timed_out"]:
+            _ask_peers_where_they_stand(told.parent)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(record["exit_code"])
+
+
+def _tell(told: Path, error: BaseException) -> dict:
+    own_words = error.as_dict() if isinstance(error, HyperionError) else None
+    texts = [str(link) for link in _links(error)]
+    lost_peer = any(_is_lost_peer(link) for link in _links(error))
+    record = {
+        "time": time.time(),
+        "raised": "".join(traceback.format_exception_only(error)).strip(),
+        "traceback": "".join(traceback.format_exception(type(error), error, _from_entry(error.__traceback__))),
+        "error": own_words,
+        "exit_code": error.exit_code if own_words else 1,
+        "lost_peer": lost_peer,
+        "timed_out": lost_peer and any("timed out" in text.lower() or "timeout" in text.lower() for text in texts),
+    }
+    write_atomically(told, json.dumps(record).encode())
+    # What is not this rank's fault, or comes in its own words, needs no traceback: rank 0's log is what the user watches.
+    print(record["raised"] if lost_peer or own_words else record["traceback"], file=sys.stderr)
+    return record
+
+
+def _links(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and what it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Whether an error says that another rank is gone or late: then this rank is not the one to blame."""
+    import torch.distributed as dist
+
+    if isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
+        return True
+    return isinstance(error, RuntimeError) and any(mark in str(error) for mark in _GLOO_MARKS)
+
+
+def _from_entry(frames: TracebackType | None) -> TracebackType | None:
+    """The traceback from the entry on: how this file called it helps nobody."""
+    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return frames
+
+
+def _ask_peers_where_they_stand(here: Path) -> None:
+    """Before torchrun ends the others because of this rank: who did not come is still somewhere."""
+    for file in here.glob("rank-*.pid"):
+        pid = int(file.read_text())
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if pid != os.getpid() and psutil.Process(pid).ppid() == os.getppid():
+                os.kill(pid, signal.SIGUSR1)
+    time.sleep(_STACKS_S)
+
+
+def _write_to_own_log(file: Path) -> None:
+    """Output of this process, C++ included, and of its children, in one file in the order it came."""
+    log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
 
 
 if __name__ == "__main__":

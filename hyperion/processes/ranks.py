@@ -1,48 +1,20 @@
-"""Ranks of a Job: torchrun as a subprocess, its first rank streamed, every rank logged, the first failure named."""
+"""Ranks of a Job: torchrun as a subprocess, rank 0 streamed, every rank logged, the first failure named."""
 
-import json
-import os
-import re
 import signal
-import socket
-import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import asdict
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-import torch
+from hyperion.hardware.cpu import read_cpu
+from hyperion.processes.job import INTERRUPTED, Job
+from hyperion.processes.output import Listener, last_lines
+from hyperion.processes.refusals import require_launchable
+from hyperion.processes.torchrun import Torchrun
+from hyperion.processes.verdict import RankError, first_failure, rank_error, timeout_error, waited_in_vain
 
-from hyperion.errors import HyperionError
-from hyperion.hardware import detect
-from hyperion.processes.job import PROGRESS, Job, JobError, package_environment
-
-# What torchrun sets for its workers: a launcher that runs under torchrun itself must not hand them down.
-TORCHRUN_VARIABLES = (
-    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
-    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_MAX_RESTARTS",
-    "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-)  # fmt: skip
-_POLL_S = 0.1
-_GRACE_S = 20.0
-_TAIL = 30
-# torchrun's own account of the first failure: "rank : 1 (local_rank: 1)" and "exitcode : -9 (pid: 77)".
-_ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
-
-
-class RankError(JobError):
-    """A rank that failed.
-
-    Attributes:
-        rank: the first to fail, None where several were ended by a timeout.
-        signal: the name of the signal that ended it, "" where it raised.
-    """
-
-    def __init__(self, what: str, *, rank: int | None = None, signal: str = "", **columns):
-        super().__init__(what, **columns)
-        self.rank, self.signal = rank, signal
+_STOPPED = 128 + signal.SIGTERM
 
 
 def run_ranks(
@@ -51,171 +23,98 @@ def run_ranks(
     on_progress: Callable[[int, int, str], object] = lambda done, total, note: None,
     log_folder: Path | None = None,
 ) -> list[dict]:
-    """Run a job on `job.ranks` ranks, each of which enters a process group first; the answers of all in rank order.
+    """Run a job on `job.ranks` ranks under torchrun and return what its entry returned on each, in rank order.
+
+    Each rank is in a process group (`process_group`) when the entry is called. The environment is inherited, except for
+    torchrun's own variables. On several nodes each calls this with the same job and gets all answers.
 
     Args:
-        on_line, on_progress: as in `run_job`, told of rank 0.
-        log_folder: keeps every rank's output as rank-<n>.log; a temporary folder when left out.
+        on_line: called with each line that rank 0 prints, on either stream.
+        on_progress: called with (done, total, note) for each report_progress of rank 0.
+        log_folder: where to keep rank-<n>.log of every rank and torchrun.log; a temporary folder when left out.
 
     Raises:
-        RankError: a rank raised, was killed, or the job ran past its timeout: the first that failed is named, with its
-            own error or the end of its log. No process of the job is left.
-        HyperionError: more ranks than devices, or a rendezvous port that is taken.
+        RankError: a rank raised or was killed (the first to fail is named, with its signal or traceback), or the job ran
+            past its timeout (where every rank stood). Within seconds of a rank's death no process of the job is left.
+        HyperionError: the job cannot work: no such entry, more ranks than devices, a port that is taken. Nothing was
+            started.
     """
-    _require_devices(job)
-    _require_free_port(job.rendezvous)
+    require_launchable(job)
+    if job.ranks_per_node > (cores := read_cpu().cores):
+        on_line(f"WARNING: {job.ranks_per_node} ranks share {cores} cores: they take turns, and their times mean nothing")
     with tempfile.TemporaryDirectory(prefix="hyperion-ranks-") as made:
         folder = Path(made)
-        (folder / "request.json").write_text(json.dumps(asdict(job) | {"launcher": os.getpid()}))
-        launcher = subprocess.Popen(
-            _command(job, folder), env=_environment(job), stdin=subprocess.DEVNULL,
-            stdout=(folder / "torchrun.log").open("w"), stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        try:
-            timed_out = _watch(launcher, job.timeout_s, _Tail(folder / "rank-0.log", on_line, on_progress))
-            if timed_out:
-                where = _stacks(folder, job.ranks)
-        finally:
-            _end(launcher)
-            _keep_logs(folder, log_folder)
-        if timed_out:
-            raise RankError(
-                f"{job.entry} on {job.ranks} ranks ran past its timeout of {job.timeout_s:g} s and was ended\n{where}",
-                where="run_ranks", next_step="look where each rank stood, above, or allow it more time",
-            )  # fmt: skip
-        if launcher.returncode != 0:
-            raise _first_failure(job, folder)
-        return [json.loads((folder / f"answer-{rank}.json").read_text())["answer"] for rank in range(job.ranks)]
+        logs = folder / "logs" if log_folder is None else log_folder.resolve()
+        logs.mkdir(parents=True, exist_ok=True)
+        for earlier in logs.glob("rank-*.log"):
+            earlier.unlink()
+        torchrun = Torchrun(job, folder, logs, Listener(on_line, on_progress))
+        standings = None
+        with _sigterm_passed_on(torchrun) as asked:
+            try:
+                if torchrun.follow(job.timeout_s):
+                    torchrun.ask_where_they_stand()
+                    standings = torchrun.standings()
+            finally:
+                torchrun.end()
+            place = f"{job.entry}; the ranks' logs are in {logs}" if log_folder else job.entry
+            if standings is not None:
+                raise timeout_error(job, standings, place)
+            answers = torchrun.answers()
+            if torchrun.agent.returncode != 0 or answers is None:
+                raise _stopped(job) if asked.is_set() and not _saved(torchrun) else _failure(job, torchrun, place)
+        return answers
 
 
-def _require_devices(job: Job) -> None:
-    device = detect()
-    if device.kind != "cpu" and job.ranks > torch.cuda.device_count() * job.nodes:
-        raise HyperionError(
-            f"{job.ranks} ranks asked, and this machine has {torch.cuda.device_count()} devices",
-            where=job.entry, next_step=f"ask for at most {torch.cuda.device_count()} ranks",
-        )  # fmt: skip
+@contextmanager
+def _sigterm_passed_on(torchrun: Torchrun) -> Iterator[threading.Event]:
+    """A SIGTERM that would end this process at once ends the ranks first: they save. Others' handlers are kept.
+
+    Yields an event that says whether it came.
+    """
+    asked = threading.Event()
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    def pass_on(number, frame) -> None:
+        asked.set()
+        torchrun.ask_to_end()
+
+    if ours:
+        signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield asked
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if asked.is_set():
+        signal.raise_signal(signal.SIGTERM)  # the ranks were done by then; this process is still asked to end
 
 
-def _require_free_port(rendezvous: str) -> None:
-    host, _, port = rendezvous.rpartition(":")
-    if not host:
-        return
-    with socket.socket() as probe:
-        try:
-            probe.bind((host, int(port)))
-        except OSError as error:
-            raise HyperionError(
-                f"port {port} is taken: {error.strerror}", where=rendezvous, next_step="choose another port, or none at all"
-            ) from error
+def _saved(torchrun: Torchrun) -> bool:
+    return any(end.raised and end.record["exit_code"] == INTERRUPTED for end in torchrun.ends())
 
 
-def _command(job: Job, folder: Path) -> list[str]:
-    if job.rendezvous:
-        meeting = ["--nnodes", str(job.nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", job.rendezvous]
-    else:
-        meeting = ["--standalone"]
-    return [
-        job.python, "-m", "torch.distributed.run", *meeting, f"--nproc-per-node={job.ranks // job.nodes}",
-        "-m", "hyperion.processes.rank_worker", str(folder),
-    ]  # fmt: skip
-
-
-def _environment(job: Job) -> Mapping[str, str]:
-    inherited = {name: value for name, value in package_environment().items() if name not in TORCHRUN_VARIABLES}
-    threads = max(1, (os.cpu_count() or 1) // job.ranks)
-    return {"OMP_NUM_THREADS": str(threads)} | inherited
-
-
-class _Tail:
-    """Rank 0's log as it grows."""
-
-    def __init__(self, path: Path, on_line, on_progress):
-        self.path, self.on_line, self.on_progress = path, on_line, on_progress
-        self.read, self.rest = 0, ""
-
-    def follow(self) -> None:
-        if not self.path.exists():
-            return
-        with self.path.open(errors="replace") as file:
-            file.seek(self.read)
-            *lines, self.rest = (self.rest + file.read()).split("\n")
-            self.read = file.tell()
-        for line in lines:
-            if line.startswith(PROGRESS):
-                self.on_progress(*json.loads(line.removeprefix(PROGRESS)))
-            else:
-                self.on_line(line)
-
-
-def _watch(launcher: subprocess.Popen, timeout_s: float, tail: _Tail) -> bool:
-    """Follow the job until it ends; whether the timeout struck."""
-    deadline = time.monotonic() + timeout_s
-    while launcher.poll() is None:
-        if time.monotonic() > deadline:
-            return True
-        tail.follow()
-        time.sleep(_POLL_S)
-    tail.follow()
-    return False
-
-
-def _stacks(folder: Path, ranks: int) -> str:
-    """Where each rank stands: faulthandler writes it into the rank's log on SIGUSR1."""
-    for path in folder.glob("pid-*"):
-        with suppress(ProcessLookupError):
-            os.kill(int(path.read_text()), signal.SIGUSR1)
-    time.sleep(1.0)
-    return "\n".join(f"rank {rank}:\n{_end_of(folder / f'rank-{rank}.log')}" for rank in range(ranks))
-
-
-def _end(launcher: subprocess.Popen) -> None:
-    """Leave no process behind: SIGTERM to the whole session, time to save, then SIGKILL."""
-    if launcher.poll() is None:
-        launcher.terminate()
-        try:
-            launcher.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(launcher.pid, signal.SIGKILL)
-            launcher.wait()
-    with suppress(ProcessLookupError):
-        os.killpg(launcher.pid, signal.SIGKILL)
-
-
-def _keep_logs(folder: Path, log_folder: Path | None) -> None:
-    if log_folder is not None:
-        log_folder.mkdir(parents=True, exist_ok=True)
-        for log in folder.glob("*.log"):
-            (log_folder / log.name).write_bytes(log.read_bytes())
-
-
-def _first_failure(job: Job, folder: Path) -> RankError:
-    """The error of the rank that failed first; its peers failed because of it."""
-    named = _ROOT_CAUSE.search((folder / "torchrun.log").read_text(errors="replace"))
-    rank, code = (int(named[1]), int(named[2])) if named else (None, 1)
-    told = {r: json.loads((folder / f"answer-{r}.json").read_text()) for r in range(job.ranks)
-            if (folder / f"answer-{r}.json").exists()}  # fmt: skip
-    failed = {r: answer for r, answer in told.items() if "answer" not in answer}
-    if code < 0:
-        name = signal.Signals(-code).name
-        return RankError(
-            f"rank {rank} of {job.ranks} was killed by {name}\n{_end_of(folder / f'rank-{rank}.log')}",
-            rank=rank, signal=name, where=job.entry, next_step="read the end of its log, above",
-        )  # fmt: skip
-    if failed:
-        rank = min(failed, key=lambda r: failed[r]["time"])
-        if error := failed[rank].get("error"):
-            return RankError(f"rank {rank}: {error['what']}", rank=rank, where=error["where"], next_step=error["next_step"])
-        return RankError(
-            f"rank {rank} of {job.ranks} failed\n{failed[rank]['traceback']}",
-            rank=rank, where=job.entry, next_step="read its traceback, above",
-        )  # fmt: skip
+def _stopped(job: Job) -> RankError:
     return RankError(
-        f"{job.entry} failed on {job.ranks} ranks\n{_end_of(folder / 'torchrun.log')}",
-        rank=rank, where=job.entry, next_step="read torchrun's log, above",
+        f"{job.entry} was stopped by SIGTERM", signal="SIGTERM", where=f"{job.ranks} ranks", next_step="start it again",
+        exit_code=_STOPPED,
     )  # fmt: skip
 
 
-def _end_of(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return "\n".join(line for line in lines[-_TAIL:] if not line.startswith(PROGRESS))
+def _failure(job: Job, torchrun: Torchrun, place: str) -> RankError:
+    if refusal := torchrun.refusal():
+        return RankError(**refusal)
+    end = first_failure(torchrun.ends())
+    if end is not None:
+        log = torchrun.logs / f"rank-{end.rank}.log"
+        # A rank that fails before it has a log writes into torchrun's.
+        error = rank_error(job, end, log if log.exists() else torchrun.logs / "torchrun.log", place)
+        timed_out = end.raised and end.record["timed_out"]
+        return waited_in_vain(job, error, torchrun.standings()) if timed_out else error
+    code = torchrun.agent.returncode
+    cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+    tail = last_lines((torchrun.logs / "torchrun.log").read_text(errors="replace"))
+    return RankError(
+        f"torchrun, which kept the {job.ranks} ranks of {job.entry}, {cause}\n{tail}", where=place,
+        next_step="see who ended it; its ranks were ended with it", signal=signal.Signals(-code).name if code < 0 else "",
+    )  # fmt: skip

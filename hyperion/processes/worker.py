@@ -1,17 +1,13 @@
 """The worker's side of a Job: `python -m hyperion.processes.worker REQUEST ANSWER`."""
 
-import ctypes
 import importlib
 import json
-import os
-import signal
 import sys
 from pathlib import Path
 
 from hyperion.errors import HyperionError
+from hyperion.processes.lifeline import die_with
 from hyperion.results.files import write_atomically
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main(request_file: str, answer_file: str) -> None:
@@ -25,14 +21,6 @@ def main(request_file: str, answer_file: str) -> None:
         write_atomically(Path(answer_file), json.dumps({"error": error.as_dict()}).encode())
         sys.exit(error.exit_code)
     write_atomically(Path(answer_file), json.dumps({"answer": answer}).encode())
-
-
-def die_with(launcher: int) -> None:
-    """Ask Linux for a SIGTERM when the launcher ends, however it ends; if it already has, stop here."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != launcher:
-        sys.exit("the launcher ended before the worker began")
 
 
 if __name__ == "__main__":

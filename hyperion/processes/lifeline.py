@@ -1,0 +1,56 @@
+"""What ties a process to the one that started it: it inherits the environment, and does not outlive it."""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+# Time that a process which was asked to end gets to save what it has.
+GRACE_S = 30.0
+# What torchrun's agent sets for its ranks. A job that a rank starts is not that rank: it must not find them. All else is
+# inherited as it is, NCCL's settings and OMP_NUM_THREADS above all.
+TORCHRUN_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE",
+)  # fmt: skip
+# Variables that stand for torchrun's own options (PET_NNODES …): they were meant for another call of it.
+_TORCHRUN_OPTIONS = "PET_"
+_PR_SET_PDEATHSIG = 1
+_LOOK_S = 1.0
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of a child: this one without torchrun's variables, and with this same hyperion importable."""
+    package_parent = str(Path(__file__).resolve().parents[2])
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in TORCHRUN_VARIABLES and not name.startswith(_TORCHRUN_OPTIONS)
+    }
+    path = os.pathsep.join([package_parent, *filter(None, [inherited.get("PYTHONPATH")])])
+    return inherited | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def die_with(parent: int) -> None:
+    """Ask Linux for a SIGTERM when the parent ends, however it ends; if it already has, stop here."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        sys.exit("the launcher ended before the worker began")
+
+
+def do_not_outlive(parent: int) -> None:
+    """End this process `GRACE_S` after its parent at the latest, though it may catch SIGTERM and wait for dead peers."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_S)
+        os.kill(os.getpid(), signal.SIGTERM)  # where Linux did not send it
+        time.sleep(GRACE_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="hyperion-lifeline").start()
