@@ -32,6 +32,9 @@ def pick(rows: Iterable[Row], metric: str, best: bool = False, **wanted) -> Row:
     return (min if lowest else max)(chosen, key=lambda row: row.value)
 
 
+_SMALLEST_PERCENT = 5e-4  # what rounds to 0.0 % is written as a power of ten
+
+
 def fill(template: str, **named: Row | float) -> str:
     """The template with its fields filled from rows, so that no number in it is typed.
 
@@ -55,7 +58,7 @@ def fill(template: str, **named: Row | float) -> str:
 def quoted_value(value: float, unit: str) -> str:
     """A value with its unit as a sentence has it: fractions in percent."""
     if unit == "fraction":
-        return f"{percent(value)} %"
+        return f"{percent(value)} %" if value == 0 or abs(value) >= _SMALLEST_PERCENT else f"{value:.1e}"
     shown = f"{number(value / 1e6)} M" if abs(value) >= 1e6 else number(value)
     return shown + {"1": "", "perplexity": "", "ratio": " ×"}.get(unit, f" {unit}")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyperion.book.display_text import fill, pick
+from hyperion.book.display_text import fill, pick, quoted_value
 from hyperion.errors import HyperionError
 
 
@@ -40,3 +40,7 @@ def test_fill_fails_where_the_row_lacks_what_the_text_says(material, cpu_materia
         fill("{best.share} of the limit", best=row)
     with pytest.raises(HyperionError, match="speaks of 'worst'"):
         fill("{worst.value}", best=row)
+
+
+def test_a_fraction_too_small_for_percent_keeps_its_digits():
+    assert [quoted_value(value, "fraction") for value in (0.0, 0.25, 1.2e-6)] == ["0.0 %", "25.0 %", "1.2e-06"]

@@ -1,0 +1,23 @@
+"""The exercise of chapter 2.8: efficiency in two modes, which must not be mixed up."""
+
+from collections.abc import Callable
+
+import pandas as pd
+
+_CASES = (
+    ("one device", 2.0, 2.0, 1, "weak", 1.0),
+    ("weak, ideal", 2.0, 2.0, 4, "weak", 1.0),
+    ("weak, slower", 2.0, 2.5, 4, "weak", 0.8),
+    ("strong, ideal", 2.0, 0.5, 4, "strong", 1.0),
+    ("strong, half", 2.0, 1.0, 4, "strong", 0.5),
+)
+
+
+def judge_efficiency(efficiency: Callable[[float, float, int, str], float]) -> pd.DataFrame:
+    """Try the reader's function (t1, tN, N, mode) -> efficiency on cases with known answers."""
+    lines = []
+    for name, t1, tN, N, mode, expected in _CASES:
+        answer = efficiency(t1, tN, N, mode)
+        right = abs(answer - expected) < 1e-9
+        lines.append({"case": name, "yours": f"{answer:g}", "expected": f"{expected:g}", "right": right})
+    return pd.DataFrame(lines)
