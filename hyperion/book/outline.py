@@ -14,6 +14,8 @@ TITLES = {
     "gemm": "Matrix products",
     "bandwidth": "Memory bandwidth",
     "roofline": "Roofline",
+    "model_steps": "Training steps",
+    "batch_scaling": "Batch by batch",
     "text_pipeline": "Text",
     "image_pipeline": "Images",
     "leakage": "No look ahead",

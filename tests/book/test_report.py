@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from hyperion.book.material import Material
-from hyperion.book.outline import banner
+from hyperion.book.outline import banner, sections
 from hyperion.book.report import report_page, write_report
 from hyperion.results import Run, StoreError
 from tests.book.made_up import made_up_run
@@ -35,9 +35,9 @@ def page(material):
     return report_page(material)
 
 
-def test_the_page_stands_alone(page):
+def test_the_page_stands_alone(page, material):
     assert not re.search(r"https?://|<script|<link|@import|url\(", page)
-    assert page.count("data:image/png;base64,") == 12
+    assert page.count("data:image/png;base64,") == sum(len(section.pictures) for section in sections(material))
     parser = Balanced()
     parser.feed(page)
     assert parser.open == []

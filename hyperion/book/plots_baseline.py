@@ -1,0 +1,145 @@
+"""Figures of the baseline chapter: a training step taken apart, and what a larger batch buys and costs."""
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from hyperion.book.formats import items, number, percent
+from hyperion.book.material import Material, measured, select
+from hyperion.book.style import COLOURS, INK, add_notes, errors_of, log_ticks, look, new_figure
+from hyperion.results import Row
+
+PHASES = ("forward", "backward", "optimizer")
+_COLOURS = dict(zip(PHASES, (COLOURS[0], COLOURS[1], COLOURS[2]), strict=True))
+_BAR = 0.36
+
+
+def model_steps(material: Material) -> Figure | None:
+    """Each model's step by dtype: the measured phases stacked, and beside them what their work needs at the limits."""
+    rows = measured(material.of("model_steps"))
+    models = list(dict.fromkeys(row.variant for row in rows if row.metric == "step_time_s"))
+    if not models:
+        return None
+    figure, panels = new_figure(
+        "A training step in its phases", material.machine("model_steps"), len(models), width=10.4, height=4.0
+    )
+    for axes, model in zip(panels, models, strict=True):
+        _draw_steps(axes, [row for row in rows if row.variant == model])
+    panels[0].set_ylabel("ms of one step, median")
+    marks = [(name, {"color": colour}) for name, colour in _COLOURS.items()]
+    marks.append(("least time at the limits", {"facecolor": "white", "edgecolor": INK, "hatch": "////", "linewidth": 0.8}))
+    handles = [panels[0].bar([0], [0], label=label, **style) for label, style in marks]
+    figure.legend(handles=handles, ncols=4, loc="outside upper right")
+    add_notes(figure, _notes(rows))
+    return figure
+
+
+def _draw_steps(axes: Axes, rows: list[Row]) -> None:
+    dtypes = list(dict.fromkeys(row.dtype for row in rows if row.metric == "step_time_s"))
+    for x, dtype in enumerate(dtypes):
+        phases = [row for name in PHASES for row in select(rows, dtype=dtype, metric=f"{name}_time_s")]
+        _stack(axes, x - _BAR / 2, [(row.metric.removesuffix("_time_s"), row.value) for row in phases], floor=False)
+        _stack(axes, x + _BAR / 2, [(row.metric.removesuffix("_time_s"), row.limit or 0) for row in phases], floor=True)
+        step = select(rows, dtype=dtype, metric="step_time_s")[0]
+        share = "" if step.fraction_of_limit is None else f"\n{percent(step.fraction_of_limit)} % of limit"
+        axes.annotate(
+            f"{number(step.value * 1e3, 3)} ms{share}", (x, step.value * 1e3), xytext=(0, 4), textcoords="offset points",
+            ha="center", va="bottom", fontsize=8.5,
+        )  # fmt: skip
+    axes.set_xticks(range(len(dtypes)), dtypes)
+    axes.set(title=rows[0].variant, xlim=(-0.6, len(dtypes) - 0.4))
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.2)
+    axes.grid(axis="x", visible=False)
+
+
+def _stack(axes: Axes, x: float, parts: list[tuple[str, float]], floor: bool) -> None:
+    bottom = 0.0
+    for name, seconds in parts:
+        style = {"color": _COLOURS[name]}
+        if floor:
+            style = {"facecolor": "white", "edgecolor": _COLOURS[name], "hatch": "////", "linewidth": 0.8}
+        axes.bar([x], [seconds * 1e3], _BAR, bottom=bottom, **style)
+        bottom += seconds * 1e3
+
+
+def _notes(rows: list[Row]) -> list[str]:
+    phases = [row for row in rows if row.metric.removesuffix("_time_s") in PHASES]
+    batch = ", ".join(sorted({str(row.params["batch"]) for row in phases}))
+    without = {row.limit_source.removeprefix("no limit: ") for row in phases if row.limit is None}
+    said = f"Batch {batch}. Hatched: model FLOPs at the limit rate of the format, optimizer traffic at the memory's."
+    return [said] + [f"No least time: {reason}." for reason in sorted(without)]
+
+
+def batch_scaling(material: Material) -> Figure | None:
+    """Samples per second by batch, and the memory it takes, with the line that foretells where it ends and the proof."""
+    rows = material.of("batch_scaling")
+    rates = measured(select(rows, metric="samples_per_s"))
+    if not rates:
+        return None
+    figure, (left, right) = new_figure("Batch by batch", material.machine("batch_scaling"), 2)
+    for position, model in enumerate(dict.fromkeys(row.variant for row in rates)):
+        mine = [row for row in rows if row.variant == model]
+        _draw_rates(left, select(measured(mine), metric="samples_per_s"), look(model, position))
+        _draw_memory(right, mine, look(model, position))
+    left.set(xscale="log", yscale="log", xlabel="batch", title="Throughput, dotted: predicted")
+    left.set_ylabel("samples/s, median with 95 % interval")
+    right.set(xscale="log", xlabel="batch", title="Peak memory, and the batch that did not fit")
+    right.set_ylabel("GiB of device memory" if _on_device(rows) else "GiB resident in the process")
+    right.set_ylim(0, right.get_ylim()[1] * 1.1)
+    log_ticks(left.yaxis)
+    for axes in (left, right):
+        axes.xaxis.set_major_formatter(lambda value, _: items(value))
+        axes.xaxis.minorticks_off()
+    left.legend(loc="best")
+    add_notes(figure, _memory_notes(rows))
+    return figure
+
+
+def _draw_rates(axes: Axes, rows: list[Row], style: dict) -> None:
+    rows = sorted(rows, key=_batch)
+    axes.errorbar([_batch(r) for r in rows], [r.value for r in rows], errors_of(rows), label=rows[0].variant, **style)
+    foretold = [row for row in rows if row.predicted is not None]
+    axes.plot([_batch(row) for row in foretold], [row.predicted for row in foretold], ":", color=style["color"], alpha=0.7)
+
+
+def _draw_memory(axes: Axes, rows: list[Row], style: dict) -> None:
+    """Measured peaks, the line through the largest two, and the probes: filled where it fitted, a cross where not."""
+    peaks = [row for row in rows if row.metric in ("peak_memory_gib", "peak_rss_gib")]
+    steady = sorted((row for row in measured(peaks) if row.params["step"] == "steady"), key=_batch)
+    axes.plot([_batch(row) for row in steady], [row.value for row in steady], linestyle="none", **style)
+    slopes = measured(select(rows, metric="sample_memory_mib"))
+    if not slopes or not steady:
+        return
+    last, slope = steady[-1], slopes[0].value / 1024
+
+    def line(batch):
+        return last.value + slope * (batch - _batch(last))
+
+    probes = [row for row in peaks if row.params["step"] == "probe"]
+    reach = np.geomspace(_batch(steady[0]), max([_batch(row) for row in probes], default=_batch(last)), 200)
+    axes.plot(reach, line(reach), color=style["color"], linewidth=1)
+    for row in probes:
+        if row.value is not None:
+            axes.plot([_batch(row)], [row.value], linestyle="none", **style)
+            continue
+        height = line(_batch(row))
+        axes.plot([_batch(row)], [height], "x", color=style["color"], markersize=9, markeredgewidth=2.2)
+        axes.annotate(
+            f"{_batch(row):,}: out of memory", (_batch(row), height), xytext=(-7, 3), textcoords="offset points",
+            ha="right", va="bottom", fontsize=8, color=style["color"],
+        )  # fmt: skip
+
+
+def _memory_notes(rows: list[Row]) -> list[str]:
+    notes = ["Lines: through the two largest batches of the sweep. Crosses: steps that the line said would not fit, and that "
+             "the allocator refused; drawn where they would have been."]  # fmt: skip
+    missing = [row for row in rows if row.metric == "count" and row.value is None]
+    return notes + [f"{row.variant}: no largest batch: {row.value_reason}." for row in missing]
+
+
+def _batch(row: Row) -> int:
+    return row.params["batch"]
+
+
+def _on_device(rows: list[Row]) -> bool:
+    return any(row.metric == "peak_memory_gib" for row in rows)

@@ -1,0 +1,74 @@
+"""Rows of the baseline chapter that no machine measured: test data, valid by every rule of a row."""
+
+import pandas as pd
+
+from hyperion.results import Row
+from tests.book.made_up_hardware import timed
+
+BASELINE = "02_baseline_performance"
+# Milliseconds of forward, backward and update, and of the whole at the limit.
+STEPS = {
+    ("resnet50", "fp32"): (9.0, 19.0, 0.4, 11.6),
+    ("resnet50", "bf16"): (4.5, 7.2, 0.4, 0.73),
+    ("vit_b_16", "fp32"): (24.0, 49.0, 1.1, 50.3),
+    ("vit_b_16", "bf16"): (3.1, 6.6, 1.1, 3.14),
+    ("encoder_d512_h8_l6", "fp32"): (1.6, 3.2, 0.4, 0.86),
+}
+MIB_PER_SAMPLE = {"resnet50": 55.0, "vit_b_16": 98.0, "encoder_d512_h8_l6": 3.1}
+
+
+def model_steps_rows(random, limited):
+    rows = []
+    for (model, dtype), (*phases, least) in STEPS.items():
+        common = {"dtype": dtype, "params": {"batch": 32, "step": "steady"}}
+        check = {"check": "forward + backward + optimizer = step", "check_error": 0.004, "check_tolerance": 0.05}
+        whole = sum(phases)
+        for metric, duration, share in zip(
+            ("forward_time_s", "backward_time_s", "optimizer_time_s", "step_time_s"), [*phases, whole], (0.33, 0.65, 0.02, 1),
+            strict=True,
+        ):  # fmt: skip
+            floor = share * least / 1e3 if limited else None
+            more = check if metric == "step_time_s" else {}
+            rows.append(_timed(random, "model_steps", model, metric, duration / 1e3, floor, **common, **more))
+        rate = 32e3 / whole
+        rows.append(_timed(random, "model_steps", model, "samples_per_s", rate, None, predicted=2 * rate, **common))
+    return rows
+
+
+def batch_scaling_rows(random, limited):
+    metric = "peak_memory_gib" if limited else "peak_rss_gib"
+    rows = []
+    for model, mib in MIB_PER_SAMPLE.items():
+        def row(name, value, params, model=model, **columns):
+            return Row(notebook=BASELINE, experiment="batch_scaling", variant=model, dtype="bf16", metric=name, value=value,
+                       params=params, limit_source="no limit: the cap is not the device's", **columns)  # fmt: skip
+
+        for batch in (1, 4, 16, 64):
+            params = {"batch": batch, "step": "steady"}
+            rate = 2000 * batch / (batch + 12)
+            more = {"dtype": "bf16", "params": params, "predicted": 1.5 * rate}
+            rows.append(_timed(random, "batch_scaling", model, "samples_per_s", rate, None, **more))
+            rows.append(row(metric, 0.4 + mib * batch / 1024, params))
+        largest = int((24 - 0.4) * 1024 / mib)
+        rows.append(row("sample_memory_mib", mib, {"what": "slope", "batches": [16, 64]}))
+        rows.append(row(metric, 18.1, {"batch": int(0.75 * largest), "step": "probe"}))
+        refused = "out of memory: CUDA out of memory. Tried to allocate 392.00 MiB."
+        rows.append(row(metric, None, {"batch": int(1.25 * largest), "step": "probe"}, value_reason=refused))
+        rows.append(row("count", float(largest), {"what": "largest batch"}))
+    return rows
+
+
+def baseline_chapters(random, limited):
+    """(notebook, experiment, rows, samples) of both experiments."""
+    frame = pd.DataFrame({"x": [1]})
+    return [
+        (BASELINE, "model_steps", model_steps_rows(random, limited), frame),
+        (BASELINE, "batch_scaling", batch_scaling_rows(random, limited), frame),
+    ]
+
+
+def _timed(random, experiment, model, metric, value, limit, **columns):
+    """`timed` of made_up_hardware takes limits as maxima; a floor is set afterwards."""
+    row = timed(random, BASELINE, experiment, model, metric, value, None, **columns)
+    source = "model FLOPs at the data sheet's rate" if limit else "no limit: no data sheet entry"
+    return Row(**{name: getattr(row, name) for name in row.__dataclass_fields__} | {"limit": limit, "limit_source": source})

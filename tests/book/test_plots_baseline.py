@@ -1,0 +1,48 @@
+"""What the baseline figures show: phases beside their least times, and the batch that did not fit."""
+
+import pytest
+from matplotlib.patches import Rectangle
+
+from hyperion.book.plots_baseline import batch_scaling, model_steps
+from hyperion.book.style import styled
+from tests.book.made_up_baseline import MIB_PER_SAMPLE, STEPS
+
+
+def drawn(function, material):
+    with styled():
+        figure = function(material)
+    return figure, " | ".join([*(t.get_text() for axes in figure.axes for t in axes.texts), figure.get_supxlabel()])
+
+
+def bars(axes, hatched):
+    """Heights of the bars of a panel by their place, lowest first."""
+    found = [p for p in axes.patches if isinstance(p, Rectangle) and p.get_height() and bool(p.get_hatch()) == hatched]
+    return [bar.get_height() for bar in sorted(found, key=lambda bar: (bar.get_x(), bar.get_y()))]
+
+
+def test_phases_are_stacked_beside_their_least_times(material):
+    figure, shown = drawn(model_steps, material)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["resnet50", "vit_b_16", "encoder_d512_h8_l6"]
+    fp32, bf16 = STEPS["resnet50", "fp32"], STEPS["resnet50", "bf16"]
+    assert bars(figure.axes[0], hatched=False) == pytest.approx([*fp32[:3], *bf16[:3]], rel=0.02)
+    assert sum(bars(figure.axes[0], hatched=True)) == pytest.approx(fp32[3] + bf16[3], rel=0.02)
+    assert "% of limit" in shown and "Batch 32" in shown and "No least time" not in shown
+
+
+def test_without_limits_there_are_no_hatched_bars_and_the_note_says_why(cpu_material):
+    figure, shown = drawn(model_steps, cpu_material)
+    assert not any(bars(axes, hatched=True) for axes in figure.axes)
+    assert "No least time: no data sheet entry" in shown and "% of limit" not in shown
+
+
+def test_the_batch_that_did_not_fit_is_a_cross_on_the_line(material):
+    figure, shown = drawn(batch_scaling, material)
+    crosses = [line for line in figure.axes[1].lines if line.get_marker() == "x"]
+    assert len(crosses) == len(MIB_PER_SAMPLE) and shown.count("out of memory") == len(MIB_PER_SAMPLE)
+    # The line meets the cap of 24 GiB at the largest batch; a quarter more lies above it.
+    assert all(line.get_ydata()[0] == pytest.approx(1.25 * 23.6 + 0.4, rel=0.05) for line in crosses)
+    assert figure.axes[1].get_ylabel() == "GiB of device memory"
+
+
+def test_resident_memory_is_called_so(cpu_material):
+    assert drawn(batch_scaling, cpu_material)[0].axes[1].get_ylabel() == "GiB resident in the process"
