@@ -9,7 +9,8 @@ import torch.distributed as dist
 from hyperion.experiments import datasets
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.ranks import devices_here
-from hyperion.experiments.recipes import Recipe, Training, set_up
+from hyperion.experiments.recipe import Recipe, Training
+from hyperion.experiments.recipes import set_up
 from hyperion.experiments.training_rows import ADAMW_BYTES_A_PARAMETER, loss_curve, step_forecasts
 from hyperion.experiments.variants import Report, merged, run_on_ranks
 from hyperion.models import flops_per_token, named_config

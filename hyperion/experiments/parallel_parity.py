@@ -6,7 +6,8 @@ import pandas as pd
 from hyperion.experiments import datasets
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.ranks import ranks_of
-from hyperion.experiments.recipes import Recipe, set_up
+from hyperion.experiments.recipe import Recipe
+from hyperion.experiments.recipes import set_up
 from hyperion.experiments.variants import Report, merged, run_on_ranks
 from hyperion.parallel import full_parameter_bytes, local_parameter_bytes
 from hyperion.processes import world

@@ -13,7 +13,8 @@ from hyperion.errors import HyperionError
 from hyperion.experiments import datasets
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.ranks import ranks_of
-from hyperion.experiments.recipes import Recipe, set_up
+from hyperion.experiments.recipe import Recipe
+from hyperion.experiments.recipes import set_up
 from hyperion.experiments.variants import Report, run_on_ranks
 from hyperion.processes import RankError, world
 from hyperion.training import train

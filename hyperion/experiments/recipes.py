@@ -1,25 +1,26 @@
 """Trainings that run on one rank or on many: a recipe in, an engine and this rank's batches out."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from hyperion.data.imageset import channel_statistics
+from hyperion.data.instruction_batches import InstructionBatches
 from hyperion.data.loaders import ImageBatches, LanguageBatches, evaluation_windows
-from hyperion.errors import HyperionError
 from hyperion.experiments import datasets
 from hyperion.experiments.context import Context
-from hyperion.models import TransformerLM, named_config, resnet18
+from hyperion.experiments.llama_setup import base_model, frozen_dtype, material, with_lora
+from hyperion.experiments.recipe import Recipe, Training
+from hyperion.models import LlamaLM, TransformerLM, named_config, resnet18
 from hyperion.parallel import ParallelPlan, parallelize
 from hyperion.processes import World, world
 from hyperion.training import (
     ImageEngine,
     LanguageEngine,
-    Plan,
     Precision,
-    TorchEngine,
     WarmupCosine,
     adamw,
     choose_precision,
@@ -27,76 +28,8 @@ from hyperion.training import (
     sgd_nesterov,
 )
 
-TASKS = ("language", "images")
 CLASSES = 10
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """One training as commands and profiles describe it: JSON-able, the same on every rank.
-
-    Args:
-        task: "language" (WikiText-2) or "images" (CIFAR-10).
-        model: a Transformer's configuration by name; for images "resnet18".
-        strategy: "single", "ddp" or "fsdp".
-        precision: "auto", "fp32", "bf16", …: see `choose_precision`.
-        batch_size: examples of one optimizer step, over all ranks together.
-        steps, epochs: how long; one of the two.
-        learning_rate: at the end of the warm-up, which takes `warmup_share` of all steps; a cosine to zero follows.
-        sequence_length: tokens of one example (language).
-        width: channels of the first stage (images).
-        records: use only so many training examples (images); None for all.
-        evaluation_batches: held-out batches scored at the end of an epoch; None for all, 0 for none.
-    """
-
-    task: str
-    model: str
-    strategy: str
-    precision: str
-    batch_size: int
-    learning_rate: float
-    weight_decay: float
-    steps: int | None = None
-    epochs: int | None = None
-    warmup_share: float = 0.1
-    sequence_length: int = 0
-    width: int = 64
-    records: int | None = None
-    evaluation_batches: int | None = None
-    checkpoint_every: int | None = None
-
-    def __post_init__(self):
-        if self.task not in TASKS:
-            raise HyperionError(
-                f"no task is named {self.task!r}", where="Recipe", next_step=f"use one of {', '.join(TASKS)}"
-            )
-
-    @property
-    def name(self) -> str:
-        """What is trained and how: "gpt2_124m_fsdp"."""
-        return f"{self.model}{'' if self.task == 'language' else f'_w{self.width}'}_{self.strategy}"
-
-    def plan(self) -> Plan:
-        """How long to train, and when to save."""
-        return Plan(steps=self.steps, epochs=self.epochs, checkpoint_every=self.checkpoint_every)
-
-
-@dataclass(frozen=True)
-class Training:
-    """A recipe made ready on this rank.
-
-    Attributes:
-        engine: the model, laid out as the recipe's strategy says, and its optimizer.
-        batches: this rank's part of every batch.
-        validation: makes fresh held-out batches; None when the recipe scores none.
-        source: the data source that was taken.
-    """
-
-    engine: TorchEngine
-    batches: LanguageBatches | ImageBatches
-    validation: Callable[[], Iterable] | None
-    source: str
 
 
 def set_up(context: Context, recipe: Recipe) -> Training:
@@ -106,7 +39,7 @@ def set_up(context: Context, recipe: Recipe) -> Training:
         HyperionError: a batch that the ranks do not divide, an unknown model, precision or strategy.
     """
     seed_everything(context.seed)
-    return _language(context, recipe) if recipe.task == "language" else _images(context, recipe)
+    return {"language": _language, "images": _images, "llama": _llama}[recipe.task](context, recipe)
 
 
 def rank_zero_first(function: Callable[[], T]) -> T:
@@ -173,6 +106,29 @@ def _images(context: Context, recipe: Recipe) -> Training:
     return Training(engine, batches, None if recipe.evaluation_batches == 0 else validation, image_set.source)
 
 
+def _llama(context: Context, recipe: Recipe) -> Training:
+    here, device = _sharers(recipe), context.device
+    chosen = {"model": recipe.model, "real_weights": False, "sequence_length": recipe.sequence_length}
+    found = rank_zero_first(lambda: material(replace(context, sizes=context.sizes | chosen)))
+    precision = choose_precision(device, recipe.precision)
+    base = base_model(context, found, frozen_dtype(precision) if recipe.lora else torch.float32)
+    model = with_lora(base, context.seed) if recipe.lora else LlamaLM(base)
+    model = parallelize(model, _plan(recipe, precision), here)
+    batches = InstructionBatches(
+        found.train, recipe.batch_size, context.seed, device=device.torch_device, rank=here.rank, ranks=here.size
+    )
+    optimizer = adamw(model, recipe.learning_rate, recipe.weight_decay)
+    engine = LanguageEngine(model, optimizer, _schedule(recipe, len(batches)), precision, device, world=here)
+
+    def validation() -> Iterable:
+        held_out = InstructionBatches(
+            found.held_out, recipe.batch_size // here.size, shuffle=False, drop_last=False, device=device.torch_device
+        )
+        return _first(held_out, recipe.evaluation_batches)
+
+    return Training(engine, batches, None if recipe.evaluation_batches == 0 else validation, found.rows.source)
+
+
 def _sharers(recipe: Recipe) -> World:
     """The ranks that share a batch: all, or this one alone beside the others."""
     here = world()
@@ -181,7 +137,7 @@ def _sharers(recipe: Recipe) -> World:
 
 def _plan(recipe: Recipe, precision: Precision) -> ParallelPlan:
     # Batch norms keep float32 parameters beside their float32 statistics, so a ResNet is gathered in float32.
-    halved = recipe.strategy == "fsdp" and recipe.task == "language" and precision.dtype == "bf16"
+    halved = recipe.strategy == "fsdp" and recipe.task != "images" and precision.dtype == "bf16"
     return ParallelPlan(strategy=recipe.strategy, param_dtype="bf16" if halved else None)
 
 

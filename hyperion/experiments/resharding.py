@@ -10,7 +10,8 @@ import torch.distributed as dist
 from hyperion.experiments import datasets
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.ranks import ranks_of
-from hyperion.experiments.recipes import Recipe, set_up
+from hyperion.experiments.recipe import Recipe
+from hyperion.experiments.recipes import set_up
 from hyperion.experiments.variants import Report, merged, run_on_ranks
 from hyperion.processes import world
 from hyperion.results import Row
