@@ -135,6 +135,63 @@ def test_an_unknown_augmentation_is_an_error():
         _images(augment=("mixup",))
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([_language, _images]), st.integers(1, 5), st.integers(1, 4), st.integers(0, 30), st.booleans())
+def test_the_parts_of_all_ranks_are_the_batch_of_one_device(make, ranks, share, taken, shuffle):
+    options = {"batch_size": ranks * share, "seed": 7} | ({} if make is _language else {"shuffle": shuffle})
+    whole, parts = make(**options), [make(**options, rank=rank, ranks=ranks) for rank in range(ranks)]
+    assert {len(part) for part in parts} == {len(whole)}
+    state = whole.state_dict() | {"epoch": taken // len(whole), "position": taken % len(whole)}
+    for loader in (whole, *parts):
+        loader.load_state_dict(json.loads(json.dumps(state)))
+    expected = whole.next_batch()
+    found = [part.next_batch() for part in parts]
+    assert all(len(inputs) == len(targets) == share for inputs, targets in found)
+    for of_all, of_one in zip(zip(*found, strict=True), expected, strict=True):
+        assert torch.equal(torch.cat(of_all), of_one)
+    assert all(part.state_dict() == whole.state_dict() for part in parts)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 3))
+def test_no_two_ranks_see_the_same_example_in_an_epoch(ranks, share):
+    parts = [_language(batch_size=ranks * share, rank=rank, ranks=ranks) for rank in range(ranks)]
+    seen = torch.cat([targets.flatten() for part in parts for _, targets in part])
+    assert len(seen.unique()) == len(seen)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks():
+    two = [_images(rank=rank, ranks=2) for rank in range(2)]
+    for part in two:
+        for _ in range(4):
+            part.next_batch()
+    four = [_images(rank=rank, ranks=4) for rank in range(4)]
+    for part in four:
+        part.load_state_dict(two[1].state_dict())
+    after_two, after_four = (torch.cat([part.next_batch()[0] for part in parts]) for parts in (two, four))
+    assert torch.equal(after_two, after_four)
+
+
+@pytest.mark.parametrize("make", [_language, _images])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 4, "ranks": 3}, "3 ranks do not divide a batch of 4"),
+        ({"batch_size": 4, "ranks": 8}, "8 ranks do not divide a batch of 4"),
+        ({"batch_size": 4, "rank": 2, "ranks": 2}, "no rank 2 of 2"),
+    ],
+)
+def test_ranks_that_do_not_divide_the_batch_are_refused(make, options, message):
+    with pytest.raises(DataError, match=message):
+        make(**options)
+
+
+def test_a_last_batch_that_the_ranks_do_not_divide_is_refused():
+    assert [len(_images(batch_size=12, drop_last=False, ranks=2).next_batch()[1])] == [6]
+    with pytest.raises(DataError, match="4 ranks do not divide the last batch of 2"):
+        _images(batch_size=16, drop_last=False, ranks=4)
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 60), st.integers(1, 20), st.data())
 def test_every_token_is_scored_exactly_once_after_the_right_past(count, context, data):

@@ -99,7 +99,10 @@ def test_the_head_is_the_token_embedding():
     assert not torch.equal(before_BTV[..., 22], model(torch.tensor([[1, 2]]))[..., 22])
 
 
-@pytest.mark.parametrize("name, count", [("lm_d128_h4_l2", 6_846_080), ("gpt2_124m", 124_439_808)])
+@pytest.mark.parametrize(
+    "name, count",
+    [("lm_d128_h4_l2", 6_846_080), ("gpt2_124m", 124_439_808), ("lm_d2048_h16_l18", 1_011_476_480)],
+)
 def test_parameter_counts(name, count):
     with torch.device("meta"):
         model = TransformerLM(named_config(name))

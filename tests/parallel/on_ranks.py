@@ -88,7 +88,7 @@ def uneven(plan) -> list[list[float]]:
 def images(plan) -> dict:
     """Training and evaluation of a ResNet."""
     engine, batches = small.image_engine(plan), small.image_batches(plan)
-    curve = _curve(engine, (batches.next_batch() for _ in range(small.STEPS)))
+    curve = _curve(engine, (batches.next_batch() for _ in range(small.IMAGE_STEPS)))
     evaluation = engine.evaluate(small.image_validation())
     state, plain = _full(engine.model), small.image_model()
     plain.load_state_dict(state)

@@ -16,7 +16,7 @@ from hyperion.training import ImageEngine, LanguageEngine, Precision, WarmupCosi
 CONFIG = TransformerConfig(vocab_size=50, context=16, width=32, heads=4, layers=3)
 TOKENS = np.random.default_rng(0).integers(0, 50, 2000)
 IMAGES = np.random.default_rng(1).integers(0, 256, (60, 3, 32, 32), dtype=np.uint8)
-STEPS = 20
+STEPS, IMAGE_STEPS = 20, 10
 PARTS = 2
 ALONE = World(rank=0, size=1, local_rank=0, backend="", device=detect_cpu())
 

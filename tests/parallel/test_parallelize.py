@@ -55,7 +55,7 @@ def test_a_resnet_trains_as_on_one_device_that_normalises_by_parts(answers, plan
     found, alone = answers[0]["images"][plan], answers[0]["images"]["alone"]
     assert relative(found["curve"], alone["curve"], 0) < 1e-6
     assert relative(found["curve"], alone["curve"], 1) < 1e-6
-    assert found["steps counted"] == small.STEPS, "checkpointing does not count a batch twice"
+    assert found["steps counted"] == small.IMAGE_STEPS, "checkpointing does not count a batch twice"
 
 
 def test_running_statistics_are_the_same_with_and_without_checkpointing_and_on_all_ranks(answers):
