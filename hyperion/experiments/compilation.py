@@ -1,6 +1,7 @@
 """What does torch.compile bring, and what does it cost? Each mode of each model in a process of its own, beside eager."""
 
 import gc
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -9,7 +10,6 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from hyperion.checkpoints.weights import read_weights
 from hyperion.experiments.columns import gemm_limit, out_of_memory_reason, sample_frame, timed_columns
 from hyperion.experiments.compilation_forecast import forecast
 from hyperion.experiments.compilation_subjects import Subject, make_subject, reference_output, subject_params
@@ -59,8 +59,6 @@ def measure_mode(context: Context, report: Report, spec: dict, mode: str, probe:
         spec: see `make_subject`; `checkpoint` names a file of weights.
         probe: folder in which the compiler keeps what it found out about the machine.
     """
-    from torch._dynamo.exc import TorchDynamoException  # seconds to import, for whoever only asks for an experiment
-
     supported, how = context.device.supports(spec["dtype"])
     reason = f"unsupported: {how}" if not supported else ""
     if mode != EAGER and (missing := missing_compiler(context.device)):
@@ -68,14 +66,17 @@ def measure_mode(context: Context, report: Report, spec: dict, mode: str, probe:
     if reason:
         return _absent(context, spec, mode, reason)
     try:
-        weights = read_weights(spec["checkpoint"]).tensors if "checkpoint" in spec else None
-        subject = make_subject(spec, context.device.torch_device, context.seed, weights)
-        with _no_tf32():
+        subject = make_subject(spec, context.device.torch_device, context.seed, _weights(spec))
+        with _no_tf32(), _compiler_failures():
             return _Measurement(context, spec, subject, mode, Path(probe)).result()
     except torch.OutOfMemoryError as error:
         return _absent(context, spec, mode, out_of_memory_reason(error))
-    except TorchDynamoException as error:
-        return _absent(context, spec, mode, f"the compiler failed: {str(error).strip().splitlines()[0]}")
+    except _CompilerFailed as error:
+        return _absent(context, spec, mode, f"the compiler failed: {error}")
+
+
+class _CompilerFailed(Exception):
+    """What the compiler said, in one line."""
 
 
 class _Measurement:
@@ -247,6 +248,26 @@ def _no_tf32():
         yield
     finally:
         torch.backends.cudnn.allow_tf32 = before
+
+
+@contextmanager
+def _compiler_failures():
+    """Errors of the compiler as one type, without importing the compiler, which takes seconds, for an eager call."""
+    try:
+        yield
+    except Exception as error:
+        compiler = sys.modules.get("torch._dynamo.exc")
+        if compiler is not None and isinstance(error, compiler.TorchDynamoException):
+            raise _CompilerFailed(str(error).strip().splitlines()[0]) from error
+        raise
+
+
+def _weights(spec: dict) -> dict[str, torch.Tensor] | None:
+    if "checkpoint" not in spec:
+        return None
+    from hyperion.checkpoints.weights import read_weights  # a second to import, which no other variant needs
+
+    return read_weights(spec["checkpoint"]).tensors
 
 
 def _quiet(done: int, total: int, note: str = "") -> None:

@@ -18,7 +18,7 @@ def _of_model(context: Context, spec: dict) -> tuple[Forecast, list[Forecast]]:
     dtype, modes = spec["dtype"], spec["modes"]
     gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
     seconds: dict[str, float | None] = dict.fromkeys(modes)
-    basis = "no estimate: this run has measured no ceilings (01_hardware_exploration)"
+    basis = "no estimate: this run has measured no ceilings (01_hardware_exploration)"  # for all models alike
     if gemm is not None and stream is not None:
         subject = make_subject(spec, "meta", context.seed)
         census = count_operations(lambda: subject.module(*subject.inputs))
@@ -27,12 +27,12 @@ def _of_model(context: Context, spec: dict) -> tuple[Forecast, list[Forecast]]:
         fused = _fused_bytes(census, subject.weight_bytes) / (stream.value * 1e9)
         seconds = {mode: products + (apart if mode == EAGER else fused) for mode in modes}
         basis = (
-            f"{products * 1e3:.3g} ms of products at the measured {gemm.value:.4g} TFLOPS; everything else moves its "
+            f"{spec['model']}: {products * 1e3:.3g} ms of products at the measured {gemm.value:.4g} TFLOPS; everything else moves its "
             f"operands at the measured {stream.value:.4g} GB/s: {apart * 1e3:.3g} ms operation by operation, "
             f"{fused * 1e3:.3g} ms in one pass between products; launching its {census.operations} operations is free"
         )
     speedup = None if None in seconds.values() else seconds[EAGER] / seconds[modes[-1]]
-    columns = {"dtype": dtype, "params": params, "basis": f"{spec['model']}: {basis}"}
+    columns = {"dtype": dtype, "params": params, "basis": basis}
     times = [Forecast(variant=m, metric="inference_time_s", estimate=seconds[m], **columns) for m in modes]
     return Forecast(variant=modes[-1], metric="speedup", estimate=speedup, **columns), times
 
