@@ -27,6 +27,9 @@ SUBJECTS = {
     "distributed_training": "distributed",
     "resharding": "distributed",
     "rank_failure": "distributed",
+    "precision_variants": "precision",
+    "memory_phases": "memory",
+    "activation_checkpointing": "memory",
     "compilation": "compilation",
 }
 

@@ -27,6 +27,9 @@ TITLES = {
     "resharding": "Checkpoints across numbers of ranks",
     "rank_failure": "A rank dies",
     "scaling": "Scaling",
+    "precision_variants": "Mixed precision",
+    "memory_phases": "Memory by phase",
+    "activation_checkpointing": "Activation checkpointing",
     "compilation": "Compilation",
 }
 
