@@ -27,8 +27,8 @@ def _of_model(context: Context, spec: dict) -> tuple[Forecast, list[Forecast]]:
         fused = _fused_bytes(census, subject.weight_bytes) / (stream.value * 1e9)
         seconds = {mode: products + (apart if mode == EAGER else fused) for mode in modes}
         basis = (
-            f"{spec['model']}: {products * 1e3:.3g} ms of products at the measured {gemm.value:.4g} TFLOPS; everything else moves its "
-            f"operands at the measured {stream.value:.4g} GB/s: {apart * 1e3:.3g} ms operation by operation, "
+            f"{spec['model']}: {products * 1e3:.3g} ms of products at the measured {gemm.value:.4g} TFLOPS; "
+            f"everything else moves its operands at the measured {stream.value:.4g} GB/s: {apart * 1e3:.3g} ms operation by operation, "
             f"{fused * 1e3:.3g} ms in one pass between products; launching its {census.operations} operations is free"
         )
     speedup = None if None in seconds.values() else seconds[EAGER] / seconds[modes[-1]]
