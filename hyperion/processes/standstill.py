@@ -4,6 +4,7 @@ A collective waits for every rank. When one does not come the others wait too, a
 that it waits. So a thread of every rank tells the job's store how many collectives its rank has entered.
 """
 
+import json
 import os
 import sys
 import threading
@@ -11,7 +12,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -20,11 +21,35 @@ from hyperion.processes.group import World, world
 
 EXIT_CODE = 1
 _POLL_S = 0.25
-# The rank that is behind leaves first, so that launchers name it as the one that failed; this long its peers wait for that.
-_GRACE_S = 3.0
-_STACK_FRAMES = 4
+# So long ranks wait for what the others say, and then for the rank that is behind to leave first: launchers name that one.
+_ANSWER_S, _LEAVE_S = 2.0, 5.0
+_FRAMES = 4
+# A main thread in one of these waits for others.
+_WAITING = ("/torch/distributed/", "/torch/cuda/")
 _FINISHED = 2**62
 _held = 0
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a rank stands: collectives it has entered, what the last of them was, and, once all stand still, the frames of
+    its main thread, outermost first; no frames while it has not said."""
+
+    steps: int = 0
+    doing: str = "nothing yet"
+    frames: tuple[str, ...] = ()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether its main thread waits for other ranks."""
+        return any(mark in frame for frame in self.frames for mark in _WAITING)
+
+    @property
+    def reached(self) -> str:
+        """The last collective that it entered, in words."""
+        if self.steps == _FINISHED:
+            return "the end of the work"
+        return f"collective {self.steps} ({self.doing})" if self.steps else "none"
 
 
 @dataclass
@@ -43,8 +68,9 @@ class RollCall:
 def roll_call(timeout_s: float) -> Iterator[RollCall]:
     """Watch over the collectives of the block. If no rank gets on for `timeout_s`, name those behind and end the job.
 
-    The rank that is behind prints where it stands and leaves with `EXIT_CODE`. If it cannot even do that (it is stopped,
-    or holds the interpreter), its peers name it and leave. Every rank of the group enters the block.
+    Behind is a rank that has entered fewer collectives than others; if all entered as many, one that does not even answer
+    (it is stopped, or holds the interpreter); if all answer, one whose main thread is elsewhere while others wait. It prints
+    where it stands and leaves with `EXIT_CODE`; the others name it, too, and leave after it. Every rank enters the block.
     """
     global _held
     _held += 1
@@ -87,71 +113,76 @@ def _follow(roll: RollCall, here: World, store: dist.Store, timeout_s: float, ov
     seen, since = None, time.monotonic()
     while True:
         finished = over.is_set()
-        store.set(str(here.rank), f"{roll.steps} {roll.doing}")
+        _publish(store, here, Standing(roll.steps, roll.doing))
         if finished:
             return
-        stand = [_stand_of(store, rank) for rank in range(here.size)]
-        if stand != seen:
-            seen, since = stand, time.monotonic()
+        stand = _read(store, here)
+        if _steps(stand) != seen:
+            seen, since = _steps(stand), time.monotonic()
         elif time.monotonic() - since > timeout_s:
-            _end(here, stand, time.monotonic() - since, over)
-            return
+            _publish(store, here, Standing(roll.steps, roll.doing, _main_frames()))
+            over.wait(_ANSWER_S)
+            stand = _read(store, here)
+            if _steps(stand) == seen:
+                _leave(here, stand, time.monotonic() - since, over)
         over.wait(_POLL_S)
 
 
-def _stand_of(store: dist.Store, rank: int) -> tuple[int, str]:
-    if not store.check([str(rank)]):
-        return 0, "nothing yet"
-    steps, _, doing = store.get(str(rank)).decode().partition(" ")
-    return int(steps), doing
+def _publish(store: dist.Store, here: World, standing: Standing) -> None:
+    store.set(str(here.rank), json.dumps(asdict(standing)))
 
 
-def behind(stand: list[tuple[int, str]]) -> list[int]:
-    """Ranks that have entered fewer collectives than others; none when all are as far.
+def _read(store: dist.Store, here: World) -> list[Standing]:
+    ranks = [str(rank) for rank in range(here.size)]
+    told = [json.loads(store.get(rank)) if store.check([rank]) else {} for rank in ranks]
+    return [Standing(**one | {"frames": tuple(one.get("frames", ()))}) for one in told]
+
+
+def _steps(stand: list[Standing]) -> list[int]:
+    return [one.steps for one in stand]
+
+
+def _main_frames() -> tuple[str, ...]:
+    return tuple(traceback.format_stack(sys._current_frames()[threading.main_thread().ident]))
+
+
+def behind(stand: list[Standing]) -> list[int]:
+    """The ranks that the others wait for, by `roll_call`'s rules; none when nothing sets a rank apart.
 
     Args:
-        stand: (collectives entered, what the last one was) by rank.
+        stand: by rank.
     """
-    least, most = (choose(steps for steps, _ in stand) for choose in (min, max))
-    return [rank for rank, (steps, _) in enumerate(stand) if steps == least < most]
+    most = max(_steps(stand))
+    for apart in (lambda one: one.steps < most, lambda one: not one.frames, lambda one: not one.waiting):
+        late = [rank for rank, one in enumerate(stand) if apart(one)]
+        if late and len(late) < len(stand):
+            # Of several that are behind, those that are furthest behind: the others wait for them.
+            least = min(stand[rank].steps for rank in late)
+            return [rank for rank in late if stand[rank].steps == least]
+    return []
 
 
-def _end(here: World, stand: list[tuple[int, str]], stood_s: float, over: threading.Event) -> None:
-    """Name who is behind, from the rank itself if it can, and leave. The main thread may be anywhere: it is not asked."""
+def _leave(here: World, stand: list[Standing], stood_s: float, over: threading.Event) -> None:
+    """Name who is behind, and leave: that rank first, if it can. The main thread may be anywhere: it is not asked."""
     late = behind(stand)
-    if here.rank not in late and over.wait(_GRACE_S):
-        return  # it got on after all
-    speaker = here.rank in late or here.rank == min(rank for rank in range(here.size) if rank not in late)
-    if speaker:
-        print(told(stand, stood_s), file=sys.stderr)
-    if here.rank in late:
-        frames = traceback.format_stack(sys._current_frames()[threading.main_thread().ident])
-        print(f"rank {here.rank} stands at:\n{''.join(frames[-_STACK_FRAMES:])}", file=sys.stderr)
+    speakers = late or range(here.size)
+    if here.rank not in late and here.rank != min(speakers):
+        over.wait(_LEAVE_S)
+    print(told(stand, stood_s), file=sys.stderr)
     sys.stderr.flush()
     sys.stdout.flush()
     os._exit(EXIT_CODE)
 
 
-def told(stand: list[tuple[int, str]], stood_s: float) -> str:
-    """The account of a standstill: who did not arrive where."""
+def told(stand: list[Standing], stood_s: float) -> str:
+    """The account of a standstill: who did not arrive where, and where everybody stands."""
     late = behind(stand)
-    if not late:
-        return (
-            f"no rank got on for {stood_s:.0f} s, and none is behind: all of them entered collective {stand[0][0]} "
-            f"({stand[0][1]}), and it does not end. The connection between the ranks is at fault, not a rank"
-        )
-    waiting = [rank for rank in range(len(stand)) if rank not in late]
-    steps, doing = max(stand[rank] for rank in waiting)
-    where = "the end of the work" if steps == _FINISHED else f"collective {steps} ({doing})"
     lines = [f"no rank got on for {stood_s:.0f} s"]
-    lines += [f"rank {rank} did not arrive: the last it entered was {_last(*stand[rank])}" for rank in late]
-    lines += [f"{_named(waiting)} arrived at {where}"]
+    if not late:
+        lines += ["all ranks entered the same collective, and it does not end: their connection is at fault, not one of them"]
+    lines += [f"rank {rank} did not arrive: the last it entered was {stand[rank].reached}" for rank in late]
+    lines += [f"rank {rank} arrived at {one.reached}" for rank, one in enumerate(stand) if rank not in late]
+    for rank in late or range(len(stand)):
+        frames = "".join(stand[rank].frames[-_FRAMES:]).rstrip() or "  it does not say: it is stopped, or holds the interpreter"
+        lines += [f"rank {rank} stands at:", frames]
     return "\n".join(lines)
-
-
-def _last(steps: int, doing: str) -> str:
-    return f"collective {steps} ({doing})" if steps else "none"
-
-
-def _named(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,164 @@
+"""The command behind test_nccl.py: every collective checked by value on every rank, its bus bandwidth by size, and an exit
+code that is not 0 when a rank got a wrong value, died, or did not come."""
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+import typer
+
+from hyperion.errors import HyperionError
+from hyperion.hardware import detect
+from hyperion.measure import COLLECTIVES, Collective, CollectiveMeasurement, collective_bytes, measure_collective
+from hyperion.measure.collectives import DTYPES
+from hyperion.processes import Job, RankError, World, process_group, roll_call, run_ranks, world
+
+CPU_RANKS = 2
+_CPU_SIZES, _GPU_SIZES = "64,4K,256K,4M", "64,4K,256K,16M,128M,1G"
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_FAILED = 1
+# Ranks wait longer for each other than the roll call does, which knows who is missing.
+_AFTER_ROLL_CALL_S = 60.0
+# A peer's death reaches a rank as an error of its connection. It leaves after this while: torchrun must see the death first.
+_DEATH_SEEN_S = 3.0
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True)
+class Check:
+    """What to check.
+
+    Args:
+        sizes: bytes, as nccl-tests counts them for each collective.
+        dtypes: of `DTYPES`.
+        timeout_s: seconds without any progress after which the ranks that did not come are named.
+        time_limit_s: of each cell's timing; at least 30 calls are timed in any case.
+    """
+
+    sizes: list[int]
+    dtypes: list[str]
+    timeout_s: float = 60.0
+    time_limit_s: float = 0.1
+
+
+@app.command()
+def command(
+    sizes: Annotated[str, typer.Option(help="Bytes: 8, 4K, 16M, 1G …, with commas between.", show_default=_GPU_SIZES)] = "",
+    dtypes: Annotated[str, typer.Option(help=f"Of {', '.join(DTYPES)}, with commas between.")] = "fp32,bf16",
+    timeout: Annotated[float, typer.Option(help="Seconds without progress until a rank counts as hung.")] = 60.0,
+    backend: Annotated[
+        str, typer.Option(help="With torchrun: nccl, or gloo on the CPU.", show_default="nccl on GPUs, gloo on a CPU")
+    ] = "",
+    ranks: Annotated[
+        int, typer.Option(min=0, help="Without torchrun: how many to start.", show_default="one a GPU, 2 on a CPU")
+    ] = 0,
+) -> None:
+    """Check all_reduce, broadcast, all_gather, reduce_scatter and all_to_all by value on every rank, and time them.
+
+    Run it with torchrun --standalone --nproc_per_node=4, or plainly with python: then it starts the ranks itself. It ends with
+    0 when all is right, with 1 when a rank got a wrong value, died or did not come, and names the rank.
+    """
+    on_cpu = backend == "gloo" or detect().kind == "cpu"
+    check = Check(_sizes(sizes or (_CPU_SIZES if on_cpu else _GPU_SIZES)), _dtypes(dtypes), timeout)
+    try:
+        if "RANK" in os.environ:
+            check_under_torchrun(check, backend=backend or None)
+        elif backend:
+            raise typer.BadParameter("--backend is for torchrun: torchrun --standalone --nproc_per_node=2 … --backend gloo")
+        else:
+            launch(check, ranks or _ranks_here())
+    except HyperionError as error:
+        print(f"test_nccl: {error}", file=sys.stderr)
+        raise typer.Exit(_FAILED if isinstance(error, RankError) else error.exit_code) from error
+
+
+def launch(check: Check, ranks: int) -> None:
+    """Start the ranks on this host and wait for their verdict."""
+    run_ranks(Job("hyperion.experiments.collective_check:on_rank", {"check": asdict(check)}, ranks=ranks))
+
+
+def on_rank(check: dict) -> dict:
+    """A launched rank's entry."""
+    return {"checked": check_collectives(Check(**check))}
+
+
+def check_under_torchrun(
+    check: Check, collectives: Mapping[str, Collective] = COLLECTIVES, backend: str | None = None
+) -> int:
+    """Join the group that torchrun's variables describe, and check there; returns how many cells were right."""
+    with process_group(check.timeout_s + _AFTER_ROLL_CALL_S, backend):
+        try:
+            return check_collectives(check, collectives)
+        except RuntimeError:
+            time.sleep(_DEATH_SEEN_S)
+            raise
+
+
+def check_collectives(check: Check, collectives: Mapping[str, Collective] = COLLECTIVES) -> int:
+    """Check and time every collective in every format and size on this rank's group; rank 0 prints a table a format.
+
+    Raises:
+        WrongValueError: on the rank that got a wrong value. Its peers wait for it then, until the launcher ends them.
+    """
+    here, measured = world(), []
+    with roll_call(check.timeout_s) as roll:
+        for dtype in check.dtypes:
+            for size in dict.fromkeys(collective_bytes(wanted, dtype, here.size) for wanted in check.sizes):
+                for collective in collectives.values():
+                    measured.append(
+                        measure_collective(collective, size, dtype, here, roll, time_limit_s=check.time_limit_s)
+                    )
+        # Nothing is called right before every rank found it right.
+        roll.step("the verdict")
+        dist.barrier()
+    if here.rank == 0:
+        _tell(here, measured)
+    return len(measured)
+
+
+def busbw_table(measured: Iterable[CollectiveMeasurement]) -> pd.DataFrame:
+    """Bus bandwidth in GB/s, a line a size and a column a collective."""
+    cells = [(m.bytes, m.collective.name, m.busbw_gb_s(m.timing.estimate.value)) for m in measured]
+    table = pd.DataFrame(cells, columns=["bytes", "collective", "busbw"])
+    return table.pivot(index="bytes", columns="collective", values="busbw")[list(dict.fromkeys(table["collective"]))]
+
+
+def _tell(here: World, measured: list[CollectiveMeasurement]) -> None:
+    print(f"{here.size} ranks, {here.backend}, {here.device.name}, torch {torch.__version__}")
+    for dtype in dict.fromkeys(m.dtype for m in measured):
+        table = busbw_table(m for m in measured if m.dtype == dtype)
+        table.columns.name = f"{dtype}, busbw GB/s"
+        print(table.to_string(float_format=lambda rate: f"{rate:.4g}"))
+    print(f"ok: {len(measured)} collectives, every value right on each of {here.size} ranks, before and after the timed calls")
+
+
+def _ranks_here() -> int:
+    ranks = CPU_RANKS if detect().kind == "cpu" else torch.cuda.device_count()
+    if ranks < 2:
+        raise HyperionError(
+            "this machine has one device, and a collective takes two ranks", where="test_nccl",
+            next_step="run it where there are several devices, or on the CPU: torchrun --nproc_per_node=2 … --backend gloo",
+        )  # fmt: skip
+    return ranks
+
+
+def _sizes(text: str) -> list[int]:
+    found = [re.fullmatch(r"(\d+)([KMG]?)(iB|B)?", part.strip()) for part in text.split(",")]
+    if not all(found) or any(int(match[1]) == 0 for match in found):
+        raise typer.BadParameter(f"{text!r}: sizes are bytes such as 8, 4K, 16M or 1G, with commas between")
+    return [int(match[1]) * _UNITS[match[2]] for match in found]
+
+
+def _dtypes(text: str) -> list[str]:
+    names = [part.strip() for part in text.split(",")]
+    if unknown := [name for name in names if name not in DTYPES]:
+        raise typer.BadParameter(f"unknown dtype {', '.join(unknown)}: use {', '.join(DTYPES)}")
+    return names

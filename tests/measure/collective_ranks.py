@@ -1,0 +1,106 @@
+"""What two ranks do in the launches of the collectives' tests: sound collectives, broken ones, and ranks that do not come."""
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hyperion.experiments.collective_check import Check, check_collectives, check_under_torchrun
+from hyperion.measure import COLLECTIVES, measure_collective
+from hyperion.measure.collectives import DTYPES, Buffers
+from hyperion.processes import RollCall, world
+
+SIZES = (1, 10_007)
+ELEMENTS = 10_000
+
+
+def _all_reduce_then(change):
+    def call(output, _):
+        dist.all_reduce(output)
+        change(output)
+
+    return call
+
+
+def _on_rank_1(change):
+    return lambda output: change(output) if dist.get_rank() == 1 else None
+
+
+def _add_one(output):
+    output[3] += 1
+
+
+def _swapped_parts(output, given):
+    COLLECTIVES["all_gather"].call(output, given)
+    output.copy_(output.roll(given.numel()))
+
+
+def _all_but_the_last(output, given):
+    last = output[-1:].clone()
+    COLLECTIVES["reduce_scatter"].call(output, given)
+    output[-1:] = last
+
+
+# By name: (collective, dtype, the broken call, which ranks it leaves something wrong on).
+FAULTS = {
+    "one value on rank 1": ("all_reduce", "fp32", _all_reduce_then(_on_rank_1(_add_one)), (1,)),
+    "the others left out": ("all_reduce", "fp32", lambda output, given: None, (0, 1)),
+    "itself counted twice": ("all_reduce", "bf16", lambda o, i: _all_reduce_then(lambda o: o.add_(i))(o, i), (0, 1)),
+    "moved by one element": ("all_reduce", "fp16", _all_reduce_then(lambda o: o.copy_(o.roll(1))), (0, 1)),
+    "moved by a page": ("all_reduce", "fp32", _all_reduce_then(lambda o: o.copy_(o.roll(1024))), (0, 1)),
+    "rounded on the way": ("all_reduce", "fp32", _all_reduce_then(lambda o: o.mul_(1 + 1e-6)), (0, 1)),
+    "a NaN": ("all_reduce", "fp32", _all_reduce_then(_on_rank_1(lambda o: o[:1].fill_(float("nan")))), (1,)),
+    "another root": ("broadcast", "fp32", lambda output, given: dist.broadcast(output, 0), (0, 1)),
+    "parts of two ranks swapped": ("all_gather", "bf16", _swapped_parts, (0, 1)),
+    "nothing received": ("all_gather", "int64", lambda output, given: None, (0, 1)),
+    "the last element not written": ("reduce_scatter", "fp64", _all_but_the_last, (0, 1)),
+    "no exchange": ("all_to_all", "fp32", lambda output, given: output.copy_(given), (0, 1)),
+}
+
+
+def checks(folder: str) -> dict:
+    """Sound and broken collectives, written to a file; then a wrong value on rank 1 ends the job."""
+    torch.set_num_threads(1)
+    told = {"sound": {}, "broken": {}}
+    for name, collective in COLLECTIVES.items():
+        for dtype in DTYPES:
+            for size in SIZES:
+                m = measure_collective(collective, size, dtype, world(), RollCall(), time_limit_s=0.01)
+                told["sound"][f"{name} {dtype} {size}"] = {
+                    "error": m.verification.error, "bytes": m.bytes, "samples": m.timing.samples_s.tolist(),
+                    "busbw": m.busbw_gb_s(1.0),
+                }  # fmt: skip
+    for name, (collective, dtype, call, _) in FAULTS.items():
+        size = ELEMENTS * DTYPES[dtype].itemsize
+        buffers = Buffers(replace(COLLECTIVES[collective], call=call), size, dtype, world(), RollCall())
+        buffers.prepare()
+        buffers.call()
+        told["broken"][name] = buffers.wrong()[0]
+    Path(folder, f"{world().rank}.json").write_text(json.dumps(told))
+    collective, _, call, _ = FAULTS["one value on rank 1"]
+    check_collectives(Check([4096], ["bf16"]), {collective: replace(COLLECTIVES[collective], call=call)})
+    return {}
+
+
+def _from_call(count: int, what):
+    """An all-reduce before whose call number `count` rank 1 does `what`."""
+    calls = iter(range(1, sys.maxsize))
+
+    def call(output, _):
+        if next(calls) == count and dist.get_rank() == 1:
+            what()
+        dist.all_reduce(output)
+
+    return {"all_reduce": replace(COLLECTIVES["all_reduce"], call=call)}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    deeds = {"hangs": lambda: time.sleep(600), "dies": lambda: os.kill(os.getpid(), signal.SIGKILL)}
+    check_under_torchrun(Check([4096], ["fp32"], timeout_s=3), _from_call(10, deeds[sys.argv[1]]))

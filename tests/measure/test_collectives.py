@@ -1,0 +1,119 @@
+"""Collectives on two real ranks: every operation and format exact, every planted fault seen, the slowest rank's time kept."""
+
+import json
+
+import pytest
+import torch
+
+from hyperion.errors import HyperionError
+from hyperion.hardware import detect_cpu
+from hyperion.measure import COLLECTIVES, Collective, collective_bytes, measure_collective
+from hyperion.measure.collectives import DTYPES, Buffers, root_of
+from hyperion.processes import Job, RankError, RollCall, World, run_ranks
+from tests.measure.collective_ranks import ELEMENTS, FAULTS, SIZES
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """What each of two ranks wrote down, and the error that the job ended with."""
+    folder = tmp_path_factory.mktemp("collectives")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("CUDA_VISIBLE_DEVICES", "")
+        environment.setenv("HIP_VISIBLE_DEVICES", "")
+        with pytest.raises(RankError) as ended:
+            job = Job("tests.measure.collective_ranks:checks", {"folder": str(folder)}, timeout_s=120, ranks=2)
+            run_ranks(job, on_line=lambda line: None)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], ended.value
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_collective_is_exact_in_every_format_on_every_rank(launched, name, dtype):
+    for size in SIZES:
+        ranks = [told["sound"][f"{name} {dtype} {size}"] for told in launched[0]]
+        assert [rank["error"] for rank in ranks] == [0, 0]
+        assert ranks[0]["bytes"] == collective_bytes(size, dtype, 2) >= size
+
+
+def test_all_ranks_hold_the_same_samples_those_of_the_slowest(launched):
+    for cell, told in launched[0][0]["sound"].items():
+        assert told["samples"] == launched[0][1]["sound"][cell]["samples"]
+        assert len(told["samples"]) >= 30 and min(told["samples"]) > 0
+
+
+def test_busbw_of_one_second_is_the_bytes_that_cross_a_link(launched):
+    factors = {"all_reduce": 1, "broadcast": 1, "all_gather": 1 / 2, "reduce_scatter": 1 / 2, "all_to_all": 1 / 2}
+    for name, factor in factors.items():
+        told = launched[0][0]["sound"][f"{name} fp32 10007"]
+        assert told["busbw"] == pytest.approx(factor * told["bytes"] / 1e9)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen_on_the_ranks_that_have_it(launched, fault):
+    wrong = [told["broken"][fault] for told in launched[0]]
+    assert tuple(rank for rank in range(2) if wrong[rank]) == FAULTS[fault][3]
+    assert all(count <= ELEMENTS for count in wrong)
+
+
+def test_a_wrong_value_ends_the_job_and_names_the_rank(launched):
+    error = launched[1]
+    assert error.rank == 1 and error.exit_code == 1
+    assert "rank 1: 1 of 2,048 values of all_reduce, bf16, 4,096 bytes are wrong before it was timed: element 3" in error.what
+
+
+@pytest.mark.parametrize(("ranks", "factor"), [(2, 1.0), (4, 1.5), (8, 1.75)])
+def test_the_factor_of_an_all_reduce(ranks, factor):
+    assert COLLECTIVES["all_reduce"].bus_factor(ranks) == factor
+    assert COLLECTIVES["all_gather"].bus_factor(ranks) == factor / 2
+
+
+CPU = detect_cpu()
+
+
+def world_of(ranks: int, rank: int = 0) -> World:
+    return World(rank, ranks, rank, "gloo", CPU)
+
+
+def simulated(collective: Collective, dtype: str, ranks: int, size: int) -> list[Buffers]:
+    """Every rank's buffers, with what a sound collective would leave: computed here, from all inputs, on one process."""
+    buffers = [Buffers(collective, size, dtype, world_of(ranks, rank), RollCall()) for rank in range(ranks)]
+    inputs = [b.input for b in buffers]
+    for rank, b in enumerate(buffers):
+        b.prepare()
+        parts = [given.chunk(ranks) for given in inputs]
+        b.output.copy_(
+            {
+                "all_reduce": lambda: torch.stack(inputs).sum(0),
+                "broadcast": lambda: inputs[root_of(ranks)],
+                "all_gather": lambda: torch.cat(inputs),
+                "reduce_scatter": lambda parts=parts, rank=rank: torch.stack([p[rank] for p in parts]).sum(0),
+                "all_to_all": lambda parts=parts, rank=rank: torch.cat([p[rank] for p in parts]),
+            }[collective.name]()
+        )
+    return buffers
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize(("dtype", "ranks"), [("bf16", 8), ("fp16", 16), ("fp32", 3), ("int64", 12)])
+def test_what_is_expected_holds_for_more_ranks_than_this_machine_has(name, dtype, ranks):
+    """Sums of eight ranks in bf16 are exact too: the inputs are small enough."""
+    for buffers in simulated(COLLECTIVES[name], dtype, ranks, 5000):
+        assert buffers.wrong() == (0, None)
+
+
+def test_inputs_differ_by_rank_and_by_element():
+    first, second = (Buffers(COLLECTIVES["all_gather"], 80_000, "bf16", world_of(2, r), RollCall()).input for r in range(2))
+    assert (first == second).float().mean() < 0.02
+    assert all((first == first.roll(by)).float().mean() < 0.02 for by in (1, 2, 64, 256, 4096))
+    assert first.min() >= 1 and len(first.unique()) > 200
+
+
+@pytest.mark.parametrize(("ranks", "dtype", "why"), [(1, "fp32", "1 ranks"), (200, "bf16", "cannot add up 200 ranks")])
+def test_what_cannot_be_checked_is_refused(ranks, dtype, why):
+    with pytest.raises(HyperionError, match=why):
+        measure_collective(COLLECTIVES["all_reduce"], 64, dtype, world_of(ranks), RollCall())
+
+
+@pytest.mark.parametrize(("wanted", "dtype", "ranks", "bytes"), [(8, "bf16", 4, 8), (8, "fp32", 4, 16), (1000, "fp32", 3, 1008)])
+def test_sizes_are_whole_elements_for_every_rank(wanted, dtype, ranks, bytes):
+    assert collective_bytes(wanted, dtype, ranks) == bytes
