@@ -31,6 +31,8 @@ SUBJECTS = {
     "memory_phases": "memory",
     "activation_checkpointing": "memory",
     "compilation": "compilation",
+    "llama_lora": "llama",
+    "lora_sharded": "llama",
 }
 
 

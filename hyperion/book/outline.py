@@ -31,6 +31,8 @@ TITLES = {
     "memory_phases": "Memory by phase",
     "activation_checkpointing": "Activation checkpointing",
     "compilation": "Compilation",
+    "llama_lora": "Fine-tuning a Llama",
+    "lora_sharded": "LoRA on ranks",
 }
 
 

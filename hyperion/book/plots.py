@@ -11,6 +11,7 @@ from hyperion.book import (
     plots_data,
     plots_distributed,
     plots_hardware,
+    plots_llama,
     plots_memory,
     plots_precision,
     plots_predictions,
@@ -199,6 +200,18 @@ PLOTS = (
         "scaling",
         "The share of a step that vanishes when every device trains alone.",
         plots_scaling.communication,
+    ),
+    Plot(
+        "llama_lora",
+        "llama_lora",
+        "Loss on completions before, during and after training; and what a step holds when adapters or everything is trained.",
+        plots_llama.llama_lora,
+    ),
+    Plot(
+        "lora_sharded",
+        "lora_sharded",
+        "The losses of one device and of sharded ranks lie on each other.",
+        plots_llama.lora_sharded,
     ),
     Plot("predictions", ALL, "Every prediction over its measurement.", plots_predictions.predictions),
 )

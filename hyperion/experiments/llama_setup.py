@@ -1,5 +1,7 @@
 """What fine-tuning a Llama starts from: instruction rows, their tokenizer, and a model whose vocabulary is the tokenizer's."""
 
+import contextlib
+import io
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,12 +53,20 @@ class Material:
     weights: str | Path
 
 
-def material(context: Context) -> Material:
+def material(context: Context, quiet: bool = False) -> Material:
     """The instruction rows of the context's data source, tokenized for the model that the profile names.
 
     Where the profile says `real_weights`, the folder llama/ of the mirror or the cache takes the place of the random
     configuration, with the tokenizer that lies in it.
+
+    Args:
+        quiet: do not say which source was taken, because it has been said.
     """
+    with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():
+        return _material(context)
+
+
+def _material(context: Context) -> Material:
     sizes = context.sizes
     rows = load_instructions(context.data_source, allow_synthetic=context.allow_synthetic, seed=context.seed)
     folder = local_llama(context.data_source) if sizes["real_weights"] else None
@@ -66,7 +76,8 @@ def material(context: Context) -> Material:
         asked = "auto" if rows.source == "synthetic" else context.data_source
         tokenizer = load_tokenizer(asked, rows.as_corpus())
     train, held_out = (
-        tokenize_completions(part, tokenizer, sizes["sequence_length"]) for part in (rows.train, rows.held_out)
+        tokenize_completions(part, tokenizer, sizes["sequence_length"])
+        for part in (rows.train, rows.held_out[: sizes.get("held_out_rows")])
     )
     name = folder.resolve().name if folder is not None else sizes["model"]
     return Material(rows, tokenizer, train, held_out, name, folder or sizes["model"])
