@@ -11,7 +11,6 @@ from hyperion.results import Row
 
 # From the bottom: what is always there, then what comes and goes.
 _PARTS = {"parameters": 0, "optimizer state": 5, "buffers": 6, "batch": 3, "activations": 1, "gradients": 2}
-_FEWEST_PIXELS = 0.004  # of the fullest bar: a thinner slice is not named
 NONE, EVERY_BLOCK = "none", "every block"
 
 
@@ -37,7 +36,7 @@ def memory_phases(material: Material) -> Figure | None:
         for axes in line:
             axes.set_ylim(0, highest)
     handles, names = panels[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=len(names), fontsize=8.5)
+    figure.legend(handles[::-1], names[::-1], loc="outside right upper", fontsize=8.5)  # as the bars are stacked
     add_notes(figure, [_reconciled(rows)])
     return figure
 
@@ -144,4 +143,5 @@ def _draw_depth(axes: Axes, rows: list[Row]) -> None:
 
 
 def _name_bar(axes: Axes, y: float, x: float, label: str) -> None:
-    axes.annotate(label, (x, y), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8.5)
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # a line must not run through the words
+    axes.annotate(label, (x, y), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8.5, bbox=box)

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 
 from hyperion.book.formats import number
 from hyperion.book.material import Material, measured
-from hyperion.book.style import COLOURS, INK, MUTED, add_notes, errors_of, limit_line, look, new_figure
+from hyperion.book.style import INK, add_notes, errors_of, look, new_figure, spread_labels, whole_numbers
 from hyperion.results import Row
 
 EXPERIMENT, REFERENCE = "precision_variants", "fp32"
@@ -42,8 +42,9 @@ def precision_loss(material: Material) -> Figure | None:
     figure, panels = new_figure("Loss beside that of fp32", material.machine(EXPERIMENT), len(models), height=3.6)
     for axes, (title, rows) in zip(panels, models.items(), strict=True):
         _draw_strays(axes, samples[samples["variant"] == rows[0].variant], rows)
-        axes.set(title=title, xlabel="step", yscale="log")
+        axes.set(title=title, xlabel="step")
     panels[0].set_ylabel("relative difference of the loss")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
     notes = ["Dashed: what the profile allows the mean of the last steps. Differences below 1e-7 lie on the lower edge."]
     for rows in models.values():
         notes += [
@@ -124,9 +125,12 @@ def _draw_strays(axes: Axes, samples, rows: list[Row]) -> None:
     allowed: dict[float, list[str]] = {}
     for dtype, row in _of(rows, "relative_difference").items():
         allowed.setdefault(row.check_tolerance, []).append(dtype)
-    for tolerance, dtypes in allowed.items():
-        limit_line(axes, tolerance, f"allowed {', '.join(dtypes)}: {100 * tolerance:g} %", look(dtypes[0])["color"])
-    axes.legend(loc="lower right")
+    labels = [(t, f"{', '.join(dtypes)}: {100 * t:g} %", look(dtypes[0])["color"]) for t, dtypes in allowed.items()]
+    for tolerance, _, colour in labels:
+        axes.axhline(tolerance, color=colour, linestyle=(0, (5, 3)), linewidth=1.2)
+    whole_numbers(axes.xaxis)
+    axes.set(yscale="log", ylim=(_BELOW_DRAWING / 2, 3 * max([*allowed, 0.01])))
+    spread_labels(axes, labels)
 
 
 def _absences(models: dict[str, list[Row]]) -> list[str]:
