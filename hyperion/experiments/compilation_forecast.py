@@ -29,7 +29,8 @@ def _of_model(context: Context, spec: dict) -> tuple[Forecast, list[Forecast]]:
         basis = (
             f"{spec['model']}: {products * 1e3:.3g} ms of products at the measured {gemm.value:.4g} TFLOPS; "
             f"everything else moves its operands at the measured {stream.value:.4g} GB/s: "
-            f"{apart * 1e3:.3g} ms operation by operation, {fused * 1e3:.3g} ms in one pass between products; launching its {census.operations} operations is free"
+            f"{apart * 1e3:.3g} ms operation by operation, {fused * 1e3:.3g} ms in one pass "
+            f"between products; launching its {census.operations} operations is free"
         )
     speedup = None if None in seconds.values() else seconds[EAGER] / seconds[modes[-1]]
     columns = {"dtype": dtype, "params": params, "basis": basis}
