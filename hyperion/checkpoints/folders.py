@@ -42,8 +42,8 @@ def saving(folder: Path, step: int, keep: int = 2) -> Iterator[Path]:
     Until then, and after any error, the checkpoints that were there are untouched. Afterwards the newest `keep` remain.
     A folder of checkpoints belongs to one run at a time: what an earlier, killed save left unfinished is removed.
 
-    Within the block each rank writes files of its own. An error before the block's last collective must be raised on
-    all ranks (write_sharded sees to that): the other ranks would wait for the one that left.
+    Within the block each rank writes files of its own. What can fail on one rank while others go on to a collective
+    belongs into `agreed` (write_sharded sees to that): the others would wait for the one that left.
 
     Raises:
         CheckpointError: the folder cannot be written (full disk, no permission), or is not one folder for all ranks;
@@ -64,6 +64,8 @@ def saving(folder: Path, step: int, keep: int = 2) -> Iterator[Path]:
             with _explained(folder, step):
                 yield new
         except Exception as error:
+            if getattr(error, "on_all_ranks", False):
+                raise
             fault = error
         agreed(lambda: _raise(fault))
         on_rank_0(lambda: _finish(new, target, step, keep))

@@ -71,7 +71,7 @@ def on_rank_0(work: Callable[[], T]) -> T:
     dist.broadcast_object_list(box, src=0)
     result, told = box[0]
     if told is not None:
-        raise CheckpointError(**told) from fault
+        raise _everywhere(told) from fault
     return result
 
 
@@ -87,7 +87,13 @@ def _one_error(told: list[dict | None]) -> CheckpointError:
     failed = [rank for rank, fault in enumerate(told) if fault is not None]
     first = told[failed[0]]
     if len(failed) == len(told) and all(fault == first for fault in told):
-        return CheckpointError(**first)
+        return _everywhere(first)
     alike = [rank for rank in failed if told[rank]["what"] == first["what"]]
     named = f"rank {alike[0]}" if len(alike) == 1 else f"ranks {', '.join(map(str, alike))}"
-    return CheckpointError(f"{named} of {len(told)}: {first['what']}", where=first["where"], next_step=first["next_step"])
+    return _everywhere(first | {"what": f"{named} of {len(told)}: {first['what']}"})
+
+
+def _everywhere(told: dict) -> CheckpointError:
+    error = CheckpointError(**told)
+    error.on_all_ranks = True
+    return error

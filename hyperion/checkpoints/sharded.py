@@ -121,9 +121,11 @@ def _collectively(work: Callable[[bool], object], folder: Path) -> None:
             work(rank_and_size()[1] == 1)
         except CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
-            raise CheckpointError(
+            told = CheckpointError(
                 f"rank {rank}: {type(cause).__name__}: {cause}", where=folder, next_step="read the traceback of that rank"
-            ) from error
+            )
+            told.on_all_ranks = True
+            raise told from error
 
 
 def _apart(tensor: Tensor, storages: set[int]) -> Tensor:

@@ -19,7 +19,13 @@ EARLIER = "remove this checkpoint; the one before it is used when there is one"
 
 
 class CheckpointError(HyperionError):
-    """A checkpoint that cannot be written, or must not be used."""
+    """A checkpoint that cannot be written, or must not be used.
+
+    Attributes:
+        on_all_ranks: every rank raised it at the same place, so that none waits for another.
+    """
+
+    on_all_ranks = False
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ class Batches(Protocol):
     def __iter__(self) -> Iterator: ...
 
     def state_dict(self) -> dict:
-        """Position after the batch that was yielded last: tensors and JSON values."""
+        """Position after the batch that was yielded last, the same on all ranks: tensors and JSON values."""
 
     def load_state_dict(self, state: dict) -> None: ...
 

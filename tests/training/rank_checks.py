@@ -19,7 +19,16 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from hyperion.checkpoints import CheckpointError, agreed, checkpoint_path, export_model, on_rank_0, read_state, saving
+from hyperion.checkpoints import (
+    CheckpointError,
+    agreed,
+    checkpoint_path,
+    export_model,
+    on_rank_0,
+    read_state,
+    saving,
+    write_sharded,
+)
 from hyperion.data.loaders import ImageBatches, LanguageBatches
 from hyperion.errors import HyperionError
 from hyperion.models import TransformerConfig, TransformerLM, resnet18
@@ -27,6 +36,7 @@ from hyperion.parallel import ParallelPlan, parallelize
 from hyperion.processes import process_group, world
 from hyperion.training import (
     ImageEngine,
+    Interrupted,
     LanguageEngine,
     NonFiniteError,
     Plan,
@@ -169,6 +179,10 @@ def check_an_error_of_one_rank_is_raised_on_all(place: Path) -> None:
             raise ValueError("mine")
     with pytest.raises(CheckpointError, match="does not see the folder"), saving(place / f"own-{rank}", 1):
         pass
+    with pytest.raises(CheckpointError, match="rank 1 of 2: early"), saving(place / "one", 1) as new:
+        if rank == 1:
+            fail("early")  # while rank 0 goes on to what both do together
+        write_sharded(new, {"x": torch.ones(2)})
     dist.barrier()
     assert list((place / "one").iterdir()) == []
 
@@ -216,6 +230,20 @@ def check_running_statistics_are_saved_alike(place: Path) -> None:
     assert train(resumed, image_batches(), Plan(steps=2), folder=place / "images").losses == first.losses
     for ours, theirs in zip(resumed.model.parameters(), engine.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def check_sigterm_during_an_evaluation_stops_all(place: Path) -> None:
+    def interrupted_validation():
+        if world().rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return small_validation()
+
+    folder, plan = place / "evaluation", Plan(steps=8)
+    with pytest.raises(Interrupted, match="after step 7 of 8"):
+        train(engine_of("fsdp"), batches_of(), plan, validation=interrupted_validation, folder=folder)
+    history = train(engine_of("fsdp", seed=1), batches_of(), plan, validation=small_validation, folder=folder)
+    assert history.resumed_at == [7]
+    assert [record.evaluation["tokens"] for record in history.epochs] == [100, 100]
 
 
 def check_an_export_is_the_whole_model(place: Path) -> None:
