@@ -13,6 +13,7 @@ from hyperion.parallel.lora import add_lora, expected_lora_parameters, trainable
 from hyperion.parallel.parallelize import parallelize
 from hyperion.parallel.plan import ParallelPlan
 from hyperion.parallel.reductions import (
+    clip_gradients,
     is_replicated,
     is_sharded,
     local_gradient_norm,
@@ -22,7 +23,8 @@ from hyperion.parallel.reductions import (
 )
 
 __all__ = [
-    "DesyncError", "ParallelPlan", "add_lora", "assert_ranks_agree", "average_statistics", "expected_lora_parameters",
-    "fsdp_units", "full_parameter_bytes", "is_replicated", "is_sharded", "layout_of", "local_gradient_norm",
-    "local_parameter_bytes", "parallelize", "ranks_of", "reshard", "start_sum", "trainable_parameter_count",
+    "DesyncError", "ParallelPlan", "add_lora", "assert_ranks_agree", "average_statistics", "clip_gradients",
+    "expected_lora_parameters", "fsdp_units", "full_parameter_bytes", "is_replicated", "is_sharded", "layout_of",
+    "local_gradient_norm", "local_parameter_bytes", "parallelize", "ranks_of", "reshard", "start_sum",
+    "trainable_parameter_count",
 ]  # fmt: skip

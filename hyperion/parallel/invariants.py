@@ -78,6 +78,7 @@ def assert_same_shapes(model: nn.Module) -> None:
         )
 
 
+@torch.no_grad()
 def local_parameter_bytes(model: nn.Module) -> int:
     """Bytes of parameters that this rank holds: its shards, and the whole of what is not sharded."""
     held = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]

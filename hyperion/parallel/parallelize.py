@@ -123,6 +123,7 @@ def _shard(model: nn.Module, blocks: list[nn.Module], plan: ParallelPlan, world:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     # It warns of in-place operations on what the model returns: engines read it and change nothing.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
+    model.to(memory_format=torch.contiguous_format)  # FSDP2 shards no other
     mesh = init_device_mesh(torch.device(world.device.torch_device).type, (world.size,))
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=plan.reshard_after_forward)

@@ -23,7 +23,7 @@ from hyperion.checkpoints import CheckpointError, read_sharded, write_sharded
 from hyperion.data.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
-from hyperion.parallel import average_statistics, is_sharded, local_gradient_norm, ranks_of, start_sum
+from hyperion.parallel import average_statistics, clip_gradients, is_sharded, local_gradient_norm, ranks_of, start_sum
 from hyperion.processes import World
 from hyperion.training.allocator import keep_freed_memory
 from hyperion.training.evaluate import evaluate_images, evaluate_language
@@ -157,7 +157,7 @@ class TorchEngine(ABC):
             self.scaler.backward(share if self.ranks == 1 else share * self.ranks)
         self.scaler.unscale(self.optimizer)
         norm, finish_loss = self._norm_and_loss(share.detach())
-        nn.utils.clip_grads_with_norm_(self.model.parameters(), self.clip_norm, norm)
+        clip_gradients(self.model, self.clip_norm, norm)
         skipped = self.scaler.step(self.optimizer, norm)
         self.optimizer.zero_grad()
         self.steps += 1

@@ -1,9 +1,10 @@
 """Sums and norms of a model alone; those over ranks are judged in test_parallelize."""
 
+import pytest
 import torch
 from torch import nn
 
-from hyperion.parallel import is_replicated, is_sharded, local_gradient_norm, ranks_of, reshard, start_sum
+from hyperion.parallel import clip_gradients, is_replicated, is_sharded, local_gradient_norm, ranks_of, reshard, start_sum
 
 
 def test_alone_a_sum_is_the_value_itself():
@@ -24,3 +25,15 @@ def test_the_norm_is_over_all_gradients_that_there_are():
     model(torch.randn(5, 3)).sum().backward()
     gradients = torch.cat([p.grad.flatten() for p in model[1].parameters()])
     torch.testing.assert_close(local_gradient_norm(model), gradients.norm())
+
+
+@pytest.mark.parametrize("limit", [0.01, 1e6, float("inf")])
+def test_clipping_is_torchs(limit):
+    gradients = []
+    for clip in (clip_gradients, lambda model, limit, norm: nn.utils.clip_grad_norm_(model.parameters(), limit)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2).double())
+        model[1](model[0](torch.randn(5, 3)).double()).sum().backward()
+        clip(model, limit, local_gradient_norm(model))
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(ours, torchs) for ours, torchs in zip(*gradients, strict=True))
