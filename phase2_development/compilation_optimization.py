@@ -4,6 +4,7 @@
 
 Writes <base_dir>/results/benchmarks/compilation/: compilation.csv and .json (the same lines), .txt, and two pictures; the
 rows behind them, with samples, checks and environment, go to a run folder of their own under <base_dir>/results/.
+Without --model a GPU gets the published models and a CPU tiny ones, under names that say so.
 The chapter 07_compilation_optimization teaches what is measured here and how.
 """
 
@@ -20,16 +21,16 @@ from hyperion.book.material import Material
 from hyperion.book.plots import draw, plots_of
 from hyperion.checkpoints.weights import read_weights
 from hyperion.errors import HyperionError
-from hyperion.experiments import Context, experiment_named, load_profile, run_information
+from hyperion.experiments import Context, default_profile, experiment_named, load_profile, run_information
 from hyperion.experiments.compilation_subjects import IMAGENET_STEM, fitted, misfits
+from hyperion.hardware import detect
 from hyperion.measure.compilation import EAGER, MODES
 from hyperion.results import Run, new_run_folder
 from hyperion.results.files import make_folder, write_atomically
 
 CHAPTER, EXPERIMENT = "07_compilation_optimization", "compilation"
 FEWEST_SAMPLES = 50
-MODELS = (IMAGENET_STEM, "lm_d768_h12_l4")
-LANGUAGE = {"batch": 8, "sequence_length": 128, "vocabulary": 50257}
+IMAGES, LANGUAGE = {"batch": 32}, {"batch": 8, "sequence_length": 128, "vocabulary": 50257}
 SHOWN = ["model", "variant", "dtype", "time_ms", "speedup", "mem_gb", "compile_s", "graph_breaks", "reps", "reason"]
 
 
@@ -55,9 +56,9 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of weights and arithmetic")
     parser.add_argument("--repeat", type=_count, default=FEWEST_SAMPLES, help=f"samples a mode, {FEWEST_SAMPLES} or more")
     parser.add_argument("--checkpoint", type=Path, help="weights to load: safetensors, a state dict, a checkpoint folder")
-    parser.add_argument("--model", action="append", help=f"may be repeated; {' and '.join(MODELS)} unless given")
+    parser.add_argument("--model", action="append", help=f"may be repeated: {IMAGENET_STEM}, resnet18, resnet18_w8, lm_…")
     parser.add_argument("--mode", action="append", choices=MODES, help="may be repeated; all unless given, eager always")
-    parser.add_argument("--batch", type=_count, help="32 images or 8 sequences unless given")
+    parser.add_argument("--batch", type=_count, help="the published one unless given")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(given)
 
@@ -68,12 +69,10 @@ def specifications(arguments: argparse.Namespace) -> list[dict]:
     Raises:
         HyperionError: a model that there is not, an unreadable checkpoint, or one that fits none of the models.
     """
-    modes = [mode for mode in MODES if mode == EAGER or mode in (arguments.mode or MODES)]
-    specs = []
-    for model in arguments.model or MODELS:
-        spec = {"model": model, "dtype": arguments.dtype, "modes": modes}
-        spec |= {"batch": 32} if model.startswith("resnet18") else LANGUAGE
-        specs.append(spec | ({"batch": arguments.batch} if arguments.batch else {}))
+    asked = {"dtype": arguments.dtype, "batch": arguments.batch}
+    asked |= {"modes": [mode for mode in MODES if mode == EAGER or mode in (arguments.mode or MODES)]}
+    named = [(IMAGES if name.startswith("resnet18") else LANGUAGE) | {"model": name} for name in arguments.model or ()]
+    specs = [spec | {k: v for k, v in asked.items() if v} for spec in named or profile_sizes()["models"]]
     if arguments.checkpoint is None:
         for spec in specs:
             misfits(spec, {})  # builds it without storage: a wrong name is told before anything is measured
@@ -94,12 +93,17 @@ def specifications(arguments: argparse.Namespace) -> list[dict]:
     return fitting
 
 
+def profile_sizes() -> dict:
+    """What the chapter measures on this kind of device."""
+    return load_profile(default_profile(detect().kind)).sizes(CHAPTER, EXPERIMENT)
+
+
 def measured(arguments: argparse.Namespace, specs: list[dict]) -> Run:
     """A run folder with the rows and samples of every mode."""
     samples = max(arguments.repeat, FEWEST_SAMPLES)
     if samples > arguments.repeat:
         print(f"--repeat {arguments.repeat}: {samples} samples are taken, the fewest that a speed-up is reported from")
-    sizes = load_profile("full").sizes(CHAPTER, EXPERIMENT) | {"models": specs, "samples": samples}
+    sizes = profile_sizes() | {"models": specs, "samples": samples}
     run = Run.create(
         new_run_folder(EXPERIMENT, arguments.base_dir / "results"), run_information("script", "none", arguments.seed)
     )

@@ -80,13 +80,20 @@ def test_an_unknown_model_is_refused_before_anything_is_measured(script, tmp_pat
 
 
 def test_a_checkpoint_of_another_model_is_refused(script, tmp_path, checkpoint):
-    arguments = script.parsed(["--base_dir", str(tmp_path), "--checkpoint", str(checkpoint)])
+    arguments = ["--base_dir", str(tmp_path), "--checkpoint", str(checkpoint), "--model", "resnet18_imagenet_stem"]
     with pytest.raises(HyperionError, match="fits none of the models: resnet18_imagenet_stem: bn1.weight is missing"):
-        script.specifications(arguments)
+        script.specifications(script.parsed(arguments))
 
 
-def test_without_further_words_the_published_shapes_are_measured(script):
-    images, language = script.specifications(script.parsed([]))
-    assert (images["model"], images["batch"], images["dtype"]) == ("resnet18_imagenet_stem", 32, "fp32")
+def test_a_model_named_gets_the_published_shape(script):
+    arguments = script.parsed(["--model", "resnet18_imagenet_stem", "--model", "lm_d768_h12_l4", "--mode", "max-autotune"])
+    images, language = script.specifications(arguments)
+    assert (images["batch"], images["dtype"], images["modes"]) == (32, "fp32", ["eager", "max-autotune"])
     assert (language["batch"], language["sequence_length"], language["vocabulary"]) == (8, 128, 50257)
-    assert language["modes"] == ["eager", "default", "max-autotune", "reduce-overhead"]
+
+
+def test_without_a_model_those_of_the_machines_profile_are_measured(script):
+    specs = script.specifications(script.parsed(["--dtype", "fp16", "--batch", "3"]))
+    assert [spec["model"] for spec in specs] == [spec["model"] for spec in script.profile_sizes()["models"]]
+    assert all((spec["dtype"], spec["batch"]) == ("fp16", 3) for spec in specs)
+    assert all(spec["modes"] == ["eager", "default", "max-autotune", "reduce-overhead"] for spec in specs)
