@@ -126,9 +126,11 @@ def _shard(model: nn.Module, blocks: list[nn.Module], plan: ParallelPlan, world:
     model.to(memory_format=torch.contiguous_format)  # FSDP2 shards no other
     mesh = init_device_mesh(torch.device(world.device.torch_device).type, (world.size,))
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=plan.reshard_after_forward)
-    # The root stays gathered after the forward pass: the backward pass begins with it. It holds the token embedding
-    # and the head, so that a weight tied between the two is one parameter of one unit.
+        # The backward pass begins with the last block: it would be gathered again as soon as it is freed.
+        free = plan.reshard_after_forward and block is not blocks[-1]
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=free)
+    # The same goes for the root, which holds what is in no block: the token embedding and the head among it, so that a
+    # weight tied between the two is one parameter of one unit.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     return model
 
