@@ -49,6 +49,14 @@ def items(count: float) -> str:
     return f"{count:g}"
 
 
+def byte_size(count: float) -> str:
+    """Bytes in the largest binary unit that leaves a number of at least 1: 64 B, 4 KiB, 1.5 GiB."""
+    for size, mark in ((2**30, " GiB"), (2**20, " MiB"), (2**10, " KiB")):
+        if count >= size:
+            return f"{count / size:.3g}{mark}"
+    return f"{count:.4g} B"
+
+
 def _usable(value: float | None, low: float | None, high: float | None) -> bool:
     return None not in (value, low, high) and high > low and abs(value) >= 1e-4
 

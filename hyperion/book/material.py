@@ -14,6 +14,7 @@ SUBJECTS = {
     "gemm": "hardware",
     "bandwidth": "hardware",
     "roofline": "hardware",
+    "collectives": "interconnect",
     "text_pipeline": "data",
     "image_pipeline": "data",
     "model_steps": "baseline",

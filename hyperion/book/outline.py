@@ -16,6 +16,7 @@ TITLES = {
     "roofline": "Roofline",
     "model_steps": "Training steps",
     "batch_scaling": "Batch by batch",
+    "collectives": "Collectives",
     "text_pipeline": "Text",
     "image_pipeline": "Images",
     "leakage": "No look ahead",

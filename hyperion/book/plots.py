@@ -11,6 +11,7 @@ from hyperion.book import (
     plots_data,
     plots_distributed,
     plots_hardware,
+    plots_interconnect,
     plots_llama,
     plots_memory,
     plots_precision,
@@ -86,6 +87,12 @@ PLOTS = (
         "batch_scaling",
         "Samples per second and memory by batch; the line foretells the batch that does not fit.",
         plots_baseline.batch_scaling,
+    ),
+    Plot(
+        "collectives",
+        "collectives",
+        "Bus bandwidth by message size up to the limit of the links, and the time of a call down to its latency.",
+        plots_interconnect.collectives,
     ),
     Plot(
         "token_histogram",

@@ -5,6 +5,7 @@ import pandas as pd
 
 from hyperion.results import Prediction, Run
 from tests.book.made_up_baseline import baseline_chapters
+from tests.book.made_up_collectives import collectives_chapter
 from tests.book.made_up_hardware import HARDWARE, PEAKS, bandwidth_rows, gemm_rows, roofline_rows, time_samples
 from tests.book.made_up_learning import (
     CORE,
@@ -66,6 +67,7 @@ def made_up_run(folder, *, source="mirror", peaks=None, bandwidth=4800.0, enviro
     for experiment, rows in hardware.items():
         run.record(HARDWARE, experiment, rows, time_samples(rows), input_hash=f"{replay}h")
     chapters = [
+        collectives_chapter(np.random.default_rng(2), limited=bandwidth is not None),
         *baseline_chapters(np.random.default_rng(1), limited=bandwidth is not None),
         (DATA, "text_pipeline", text_rows(source), text_samples(random)),
         (DATA, "image_pipeline", image_rows(source), image_samples(random)),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyperion.book.formats import interval, items, number, number_within, percent
+from hyperion.book.formats import byte_size, interval, items, number, number_within, percent
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,11 @@ def test_the_interval_decides_the_digits():
 def test_percent_and_items():
     assert percent(0.7904) == "79.0" and percent(0.215, signed=True) == "+21.5" and percent(None) == ""
     assert [items(n) for n in (512, 1500, 20_000_000)] == ["512", "1.5 k", "20 M"]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(8, "8 B"), (1023, "1023 B"), (1024, "1 KiB"), (1.5 * 2**20, "1.5 MiB"), (2**30, "1 GiB"), (2**33, "8 GiB")],
+)
+def test_bytes_are_written_in_binary_units(count, text):
+    assert byte_size(count) == text

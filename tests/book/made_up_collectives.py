@@ -1,0 +1,49 @@
+"""Rows of the interconnect chapter that no machine measured: test data, valid by every rule of a row."""
+
+import pandas as pd
+
+from hyperion.results import Row
+from tests.book.made_up_hardware import timed
+
+INTERCONNECT = "03_interconnect"
+FACTORS = {"all_reduce": 1.5, "broadcast": 1.0, "all_gather": 0.75, "reduce_scatter": 0.75, "all_to_all": 0.75}
+SIZES = [64 * 8**power for power in range(9)]
+LATENCY_S = 2e-5
+
+
+def collectives_chapter(random, limited):
+    """(notebook, experiment, rows, samples) of four ranks; without links there is no limit."""
+    limit, rate = (450.0, 370.0) if limited else (None, 1.2)
+    rows = [row for name, factor in FACTORS.items() for row in _sweep(random, name, factor, limit, rate)]
+    rows.append(_row("topology", "count", 12.0, {"what": "pairs of devices with direct access", "pairs": 12, "ranks": 4}))
+    return INTERCONNECT, "collectives", rows, pd.DataFrame({"time_s": [LATENCY_S]})
+
+
+def _sweep(random, name, factor, limit, rate):
+    rows = []
+    checked = {"check": "equal to the expected values on every rank", "check_error": 0.0, "check_tolerance": 0.0}
+    cells = [("fp32", size) for size in SIZES] + [("bf16", 65_536)]
+    source = {} if limit else {"limit_source": "no limit: gloo's ranks share a host"}
+    for dtype, size in cells:
+        seconds = LATENCY_S + size * factor / rate / 1e9
+        params = {"bytes": size, "ranks": 4}
+        for metric, value, bound in (
+            ("collective_time_s", seconds, None),
+            ("algbw_gb_s", size / seconds / 1e9, None),
+            ("busbw_gb_s", size * factor / seconds / 1e9, limit),
+        ):
+            more = source if metric == "busbw_gb_s" else {}
+            rows.append(timed(random, INTERCONNECT, "collectives", name, metric, value, bound, dtype=dtype, params=params,
+                              **checked, **more))  # fmt: skip
+    params = {"smallest": SIZES[0], "largest": SIZES[-1], "ranks": 4}
+    rows.append(timed(random, INTERCONNECT, "collectives", name, "latency_s", LATENCY_S, None, dtype="fp32", params=params))
+    rows.append(timed(random, INTERCONNECT, "collectives", name, "asymptotic_busbw_gb_s", rate, None, dtype="fp32",
+                      params=params))  # fmt: skip
+    rows.append(_row(name, "fit_deviation", 0.3, params, dtype="fp32"))
+    rows.append(_row(name, "half_busbw_bytes", LATENCY_S * rate * 1e9 / factor, params, dtype="fp32"))
+    return rows
+
+
+def _row(variant, metric, value, params, **columns):
+    return Row(notebook=INTERCONNECT, experiment="collectives", variant=variant, metric=metric, value=value, params=params,
+               **columns)  # fmt: skip

@@ -1,0 +1,43 @@
+"""What the interconnect figure shows: the limit, every collective, and where each reaches half of its best."""
+
+import numpy as np
+import pytest
+
+from hyperion.book.plots_interconnect import collectives
+from hyperion.book.style import styled
+from tests.book.made_up_collectives import FACTORS, LATENCY_S, SIZES
+from tests.book.test_plots_hardware import texts
+
+
+@pytest.fixture
+def figures(material, cpu_material):
+    with styled():
+        return collectives(material), collectives(cpu_material)
+
+
+def test_the_limit_of_the_links_is_drawn_or_its_absence_explained(figures):
+    assert "limit of the links 450 GB/s" in texts(figures[0])
+    assert "no limit: gloo's ranks share a host." in texts(figures[1]) and "limit of the links" not in texts(figures[1])
+
+
+def test_every_collective_is_drawn_over_every_size_of_the_swept_format(figures):
+    rates = figures[0].axes[0]
+    assert rates.get_legend_handles_labels()[1] == list(FACTORS)
+    curves = [line.get_xdata() for line in rates.lines if line.get_linestyle() == "-" and len(line.get_xdata()) > 2]
+    assert len(curves) == len(FACTORS) and all(list(curve) == SIZES for curve in curves)
+
+
+def test_a_ring_lies_on_each_curve_where_it_reaches_half(figures):
+    rings = [line for line in figures[0].axes[0].lines if line.get_markersize() == 10]
+    assert len(rings) == len(FACTORS)
+    for ring, factor in zip(rings, FACTORS.values(), strict=True):
+        assert ring.get_xdata()[0] == pytest.approx(LATENCY_S * 370e9 / factor)
+        assert ring.get_ydata()[0] == pytest.approx(370 / 2, rel=0.05)
+
+
+def test_the_fit_is_the_line_through_the_times(figures):
+    fits = [line for line in figures[0].axes[1].lines if line.get_linestyle() == ":"]
+    assert len(fits) == len(FACTORS)
+    for fit, factor in zip(fits, FACTORS.values(), strict=True):
+        expected = 1e6 * (LATENCY_S + np.array(fit.get_xdata()) * factor / 370e9)
+        assert np.array(fit.get_ydata()) == pytest.approx(expected, rel=0.06)
