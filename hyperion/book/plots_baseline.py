@@ -83,7 +83,7 @@ def batch_scaling(material: Material) -> Figure | None:
         _draw_memory(right, mine, look(model, position))
     left.set(xscale="log", yscale="log", xlabel="batch", title="Throughput, dotted: predicted")
     left.set_ylabel("samples/s, median with 95 % interval")
-    right.set(xscale="log", xlabel="batch", title="Peak memory, and the batch that did not fit")
+    right.set(xscale="log", xlabel="batch", title="Peak memory; ×: out of memory")
     right.set_ylabel("GiB of device memory" if _on_device(rows) else "GiB resident in the process")
     right.set_ylim(0, right.get_ylim()[1] * 1.1)
     log_ticks(left.yaxis)
@@ -118,21 +118,23 @@ def _draw_memory(axes: Axes, rows: list[Row], style: dict) -> None:
     probes = [row for row in peaks if row.params["step"] == "probe"]
     reach = np.geomspace(_batch(steady[0]), max([_batch(row) for row in probes], default=_batch(last)), 200)
     axes.plot(reach, line(reach), color=style["color"], linewidth=1)
+    for row in measured(select(rows, metric="count")):
+        axes.plot([row.value / 1.5, row.value * 1.5], [line(row.value)] * 2, "--", color=style["color"], linewidth=1.2)
     for row in probes:
         if row.value is not None:
             axes.plot([_batch(row)], [row.value], linestyle="none", **style)
             continue
-        height = line(_batch(row))
-        axes.plot([_batch(row)], [height], "x", color=style["color"], markersize=9, markeredgewidth=2.2)
+        cross = _batch(row), line(_batch(row))
+        axes.plot(*[[at] for at in cross], "x", color=style["color"], markersize=9, markeredgewidth=2.2)
         axes.annotate(
-            f"{_batch(row):,}: out of memory", (_batch(row), height), xytext=(-7, 3), textcoords="offset points",
-            ha="right", va="bottom", fontsize=8, color=style["color"],
+            f"{_batch(row):,}", cross, xytext=(0, 7), textcoords="offset points", ha="center", va="bottom", fontsize=8,
+            color=style["color"],
         )  # fmt: skip
 
 
 def _memory_notes(rows: list[Row]) -> list[str]:
-    notes = ["Lines: through the two largest batches of the sweep. Crosses: steps that the line said would not fit, and that "
-             "the allocator refused; drawn where they would have been."]  # fmt: skip
+    notes = ["Lines: through the two largest batches of the sweep; dashes: where they meet the cap. Crosses: batches that "
+             "were to be too large, and that the allocator refused; drawn where they would have been."]  # fmt: skip
     missing = [row for row in rows if row.metric == "count" and row.value is None]
     return notes + [f"{row.variant}: no largest batch: {row.value_reason}." for row in missing]
 

@@ -45,7 +45,7 @@ class Update:
 
 
 # The learning rates are low enough for a first step without warm-up; nothing is trained to the end here.
-_SGD = Update(lambda module: sgd_nesterov(module, 0.01), SGD_BYTES_A_PARAMETER, 3 * 4)
+_SGD = Update(lambda module: sgd_nesterov(module, 1e-3), SGD_BYTES_A_PARAMETER, 3 * 4)
 _ADAMW = Update(lambda module: adamw(module, 1e-4), ADAMW_BYTES_A_PARAMETER, 4 * 4)
 _UPDATES: dict[type, Update] = {ResNet50: _SGD, VisionTransformer: _ADAMW, Encoder: _ADAMW}
 

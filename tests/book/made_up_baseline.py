@@ -38,14 +38,14 @@ def model_steps_rows(random, limited):
 def batch_scaling_rows(random, limited):
     metric = "peak_memory_gib" if limited else "peak_rss_gib"
     rows = []
-    for model, mib in MIB_PER_SAMPLE.items():
+    for number, (model, mib) in enumerate(MIB_PER_SAMPLE.items(), 1):
         def row(name, value, params, model=model, **columns):
             return Row(notebook=BASELINE, experiment="batch_scaling", variant=model, dtype="bf16", metric=name, value=value,
                        params=params, limit_source="no limit: the cap is not the device's", **columns)  # fmt: skip
 
         for batch in (1, 4, 16, 64):
             params = {"batch": batch, "step": "steady"}
-            rate = 2000 * batch / (batch + 12)
+            rate = number * 2000 * batch / (batch + 12)
             more = {"dtype": "bf16", "params": params, "predicted": 1.5 * rate}
             rows.append(_timed(random, "batch_scaling", model, "samples_per_s", rate, None, **more))
             rows.append(row(metric, 0.4 + mib * batch / 1024, params))
