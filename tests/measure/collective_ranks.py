@@ -11,12 +11,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from hyperion.experiments import Context
 from hyperion.experiments.collective_check import Check, check_collectives, check_under_torchrun
+from hyperion.experiments.collectives import measure_on_rank
 from hyperion.measure import COLLECTIVES, measure_collective
 from hyperion.measure.collectives import DTYPES, Buffers
 from hyperion.processes import RollCall, world
+from hyperion.results import rows_to_csv
 
 SIZES = (1, 10_007)
+TOO_LARGE = 1 << 60
+EXPERIMENT = {
+    "dtype": "fp32", "bytes": [1, 8, 4096, 65_536], "other_dtypes": ["bf16"], "other_bytes": [64],
+    "all_reduce_bytes": [TOO_LARGE], "time_limit_s": 0.01, "hang_timeout_s": 60.0,
+}  # fmt: skip
 ELEMENTS = 10_000
 
 
@@ -65,7 +73,7 @@ FAULTS = {
 
 
 def checks(folder: str) -> dict:
-    """Sound and broken collectives, written to a file; then a wrong value on rank 1 ends the job."""
+    """Sound and broken collectives and the experiment, written to a file; then a wrong value on rank 1 ends the job."""
     torch.set_num_threads(1)
     told = {"sound": {}, "broken": {}}
     for name, collective in COLLECTIVES.items():
@@ -82,6 +90,8 @@ def checks(folder: str) -> dict:
         buffers.prepare()
         buffers.call()
         told["broken"][name] = buffers.wrong()[0]
+    context = Context(notebook="toy", experiment="collectives", sizes=EXPERIMENT, workspace=Path(folder))
+    told["rows"] = rows_to_csv(measure_on_rank(context, lambda *progress: None).rows)
     Path(folder, f"{world().rank}.json").write_text(json.dumps(told))
     collective, _, call, _ = FAULTS["one value on rank 1"]
     check_collectives(Check([4096], ["bf16"]), {collective: replace(COLLECTIVES[collective], call=call)})

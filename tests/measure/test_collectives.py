@@ -2,6 +2,7 @@
 
 import json
 
+import pandas as pd
 import pytest
 import torch
 
@@ -10,7 +11,8 @@ from hyperion.hardware import detect_cpu
 from hyperion.measure import COLLECTIVES, Collective, collective_bytes, measure_collective
 from hyperion.measure.collectives import DTYPES, Buffers, root_of
 from hyperion.processes import Job, RankError, RollCall, World, run_ranks
-from tests.measure.collective_ranks import ELEMENTS, FAULTS, SIZES
+from hyperion.results import Row, Run, rows_from_csv
+from tests.measure.collective_ranks import ELEMENTS, EXPERIMENT, FAULTS, SIZES, TOO_LARGE
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +26,13 @@ def launched(tmp_path_factory):
             job = Job("tests.measure.collective_ranks:checks", {"folder": str(folder)}, timeout_s=120, ranks=2)
             run_ranks(job, on_line=lambda line: None)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], ended.value
+
+
+@pytest.fixture(scope="module")
+def rows(launched) -> list[Row]:
+    """The rows of the experiment `collectives`, from the same launch: rank 0 has those of all, and other ranks none."""
+    assert rows_from_csv(launched[0][1]["rows"]) == []
+    return rows_from_csv(launched[0][0]["rows"])
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
@@ -117,3 +126,40 @@ def test_what_cannot_be_checked_is_refused(ranks, dtype, why):
 @pytest.mark.parametrize(("wanted", "dtype", "ranks", "bytes"), [(8, "bf16", 4, 8), (8, "fp32", 4, 16), (1000, "fp32", 3, 1008)])
 def test_sizes_are_whole_elements_for_every_rank(wanted, dtype, ranks, bytes):
     assert collective_bytes(wanted, dtype, ranks) == bytes
+
+
+def test_the_experiment_has_a_checked_row_for_every_cell_and_they_can_be_stored(rows, tmp_path):
+    Run.create(tmp_path / "run", {}).record("toy", "collectives", rows, pd.DataFrame({"x": [1]}), input_hash="toy")
+    rates = [row for row in rows if row.metric == "busbw_gb_s" and row.value is not None]
+    # Of 1 and 8 bytes both become an element for each of two ranks.
+    sizes = [("fp32", size) for size in (8, 4096, 65_536)] + [("bf16", 64)]
+    assert [(r.variant, r.dtype, r.params["bytes"]) for r in rates] == [(name, *cell) for name in COLLECTIVES for cell in sizes]
+    assert all(row.check_error == 0 == row.check_tolerance and row.params["ranks"] == 2 for row in rates)
+    assert all(row.limit is None and "loopback" in row.limit_source and "gloo" in row.limit_source for row in rates)
+
+
+def test_the_rows_of_a_cell_agree_with_each_other(rows):
+    by_key = {(r.metric, r.variant, r.dtype, r.params.get("bytes")): r for r in rows}
+    for (metric, name, dtype, size), row in by_key.items():
+        if metric == "busbw_gb_s" and row.value is not None:
+            algbw = by_key["algbw_gb_s", name, dtype, size].value
+            assert algbw == pytest.approx(size / by_key["collective_time_s", name, dtype, size].value / 1e9)
+            assert row.value == pytest.approx(algbw * COLLECTIVES[name].bus_factor(2))
+
+
+def test_what_does_not_fit_is_a_row_with_the_reason_and_is_not_tried(rows):
+    absent = [row for row in rows if row.metric == "busbw_gb_s" and row.value is None]
+    assert [(row.variant, row.params["bytes"]) for row in absent] == [("all_reduce", TOO_LARGE)]
+    assert "GiB" in absent[0].value_reason
+
+
+def test_each_collective_is_fitted_in_the_swept_format(rows):
+    fitted = {row.variant for row in rows if row.metric == "latency_s"}
+    assert fitted == set(COLLECTIVES)
+    assert {row.dtype for row in rows if row.metric == "fit_deviation"} == {EXPERIMENT["dtype"]}
+    assert all(row.value >= 0 for row in rows if row.metric == "latency_s")
+
+
+def test_peers_are_counted_where_there_are_gpus(rows):
+    peers = next(row for row in rows if row.variant == "topology")
+    assert peers.value is None and "no GPUs" in peers.value_reason

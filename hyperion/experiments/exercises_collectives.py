@@ -1,0 +1,80 @@
+"""Exercises of the interconnect chapter: a bus bandwidth that flatters, and a verification that cannot fail."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+import torch
+
+_MESSAGE_BYTES = 1 << 28
+_CALL_S = 2e-3
+_COUNT, _RANKS = 4096, 4
+
+
+def timed_calls(ranks: int, calls: int = 40) -> np.ndarray:
+    """Made-up seconds [calls, ranks] of an all-reduce: all ranks leave it within microseconds of each other."""
+    random = np.random.default_rng(ranks)
+    return _CALL_S * random.normal(1, 0.01, (calls, 1)) + random.uniform(0, 5e-6, (calls, ranks))
+
+
+def judge_busbw(my_busbw: Callable[[np.ndarray, int], float]) -> pd.DataFrame:
+    """Judge how an all-reduce's bus bandwidth is made of the times that each rank took of each call.
+
+    Args:
+        my_busbw: takes seconds [calls, ranks] and the message's bytes S; returns GB/s.
+
+    Returns:
+        One line a way of measuring: whether the answer is within 2 % of the right one, and what was seen.
+    """
+    unwaited, cold = timed_calls(4), timed_calls(4)
+    unwaited[:, 0] = 2e-5  # the host's launch alone: this rank stopped its clock before its device was done
+    cold[0] = 0.4  # connections are made when a collective is first called
+    cases = {
+        "4 ranks": timed_calls(4),
+        "8 ranks: another factor": timed_calls(8),
+        "a rank that did not wait": unwaited,
+        "a first call that sets up connections": cold,
+    }
+    return pd.DataFrame([_busbw_line(name, float(my_busbw(s, _MESSAGE_BYTES)), s.shape[1]) for name, s in cases.items()])
+
+
+def _busbw_line(case: str, answer: float, ranks: int) -> dict:
+    true = _MESSAGE_BYTES * 2 * (ranks - 1) / ranks / _CALL_S / 1e9
+    return {"measured": case, "right": abs(answer / true - 1) < 0.02, "your GB/s": f"{answer:.1f}", "true": f"{true:.1f}"}
+
+
+def judge_inputs(my_inputs: Callable[[int, int], torch.Tensor]) -> pd.DataFrame:
+    """Judge the inputs of a verification: do they show what can go wrong in an all-reduce in bf16?
+
+    Args:
+        my_inputs: takes a rank, from 0 to 3, and a count; returns that rank's input, [count], any dtype; it is cast to bf16.
+
+    Returns:
+        One line a fault: whether an output with it differs from the right one; and one for the right one, whose values must
+        not depend on the order in which the ranks are added up.
+    """
+    given = [my_inputs(rank, _COUNT).to(torch.bfloat16) for rank in range(_RANKS)]
+    due = torch.stack([one.double() for one in given]).sum(0)
+    sound = all(torch.equal(_added(given, order).double(), due) for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]))
+    right = _added(given, range(_RANKS))
+    faults = {
+        "rank 3 left out": _added(given, [0, 1, 2]),
+        "rank 1 counted twice": _added(given, [0, 1, 1, 2, 3]),
+        "rank 2 taken for rank 1": _added(given, [0, 2, 2, 3]),
+        "moved by one element": right.roll(1),
+        "halves swapped": right.roll(_COUNT // 2),
+        "nothing arrived": given[0],
+    }
+    lines = [{"what arrives": "the sum, in any order of the ranks", "right": sound, "seen": "equal" if sound else "rounded"}]
+    for name, output in faults.items():
+        differs = int((output.double() != due).sum())
+        lines.append({"what arrives": name, "right": differs > 0, "seen": f"{differs:,} of {_COUNT:,} values differ"})
+    return pd.DataFrame(lines)
+
+
+def _added(given: list[torch.Tensor], order) -> torch.Tensor:
+    """The sum in bf16, one rank after the other, as a ring adds."""
+    total = torch.zeros_like(given[0])
+    for rank in order:
+        total = total + given[rank]
+    return total

@@ -1,0 +1,46 @@
+"""What the links allow, by device, number of ranks, and whether the switch may do the adding."""
+
+import pytest
+
+from hyperion.experiments.collective_limits import LOOPBACK, busbw_limit
+from hyperion.hardware import detect, detect_cpu
+from hyperion.measure import COLLECTIVES
+from tests.hardware.machines import facts
+
+
+@pytest.fixture
+def limit(monkeypatch):
+    def of(machine: str, name: str, ranks: int, nvls: str | None = "0"):
+        if nvls is None:
+            monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+        else:
+            monkeypatch.setenv("NCCL_NVLS_ENABLE", nvls)
+        return busbw_limit(detect(facts(machine)), COLLECTIVES[name], ranks)
+
+    return of
+
+
+def test_links_bound_every_collective_alike(limit):
+    for name in COLLECTIVES:
+        value, source = limit("H200", name, 4)
+        assert value == 450 and source.startswith("link: NVLink 4") and "NVIDIA" in source
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(2, 450), (4, 675), (8, 787.5)])
+def test_a_switch_that_adds_may_beat_the_link_and_only_in_an_all_reduce(limit, ranks, most):
+    """482 GB/s have been published for eight H200s: bus bandwidth counts bytes that an adding switch does not send."""
+    assert limit("H200", "all_reduce", ranks, nvls=None)[0] == most
+    assert limit("H200", "all_gather", ranks, nvls=None)[0] == 450
+    assert "NVLS" in limit("H200", "all_reduce", ranks, nvls=None)[1]
+
+
+def test_amd_has_no_such_switch_and_its_links_are_shared_by_the_peers(limit):
+    assert limit("MI300X", "all_reduce", 8, nvls=None)[0] == 448
+    assert limit("MI300X", "all_reduce", 2, nvls=None)[0] == 64
+    value, reason = limit("MI250X", "all_reduce", 8)
+    assert value is None and reason.startswith("no limit: ") and "different numbers of links" in reason
+
+
+def test_without_links_there_is_no_limit_and_the_reason(limit):
+    assert limit("H100 PCIe", "all_reduce", 2)[0] is None
+    assert busbw_limit(detect_cpu(), COLLECTIVES["broadcast"], 2) == (None, LOOPBACK)
