@@ -62,9 +62,9 @@ def profile_step(context: Context, report, kind: str, file: str, source: str, dt
     try:
         moments = memory_by_phase(work.engine(dtype, context.device, context.seed), batches[0])
     except torch.OutOfMemoryError as error:
-        params = {"batch": work.items, "phase": PHASES[1], "part": "all tensors"}
-        reason = out_of_memory_reason(error)
-        return Result([context.row(work.name, "allocated_memory_gib", None, params=params, value_reason=reason, **shared)], pd.DataFrame())
+        shared |= {"params": {"batch": work.items, "phase": PHASES[1], "part": "all tensors"}}
+        absent = context.row(work.name, "allocated_memory_gib", None, value_reason=out_of_memory_reason(error), **shared)
+        return Result([absent], pd.DataFrame(), source)
     rows = [row for moment in moments for row in _rows(context, work, moment, moments[0], shared)]
     return Result(rows, pd.DataFrame(), source)
 
@@ -92,7 +92,7 @@ def memory_by_phase(engine: TorchEngine, batch: Batch) -> list[Moment]:
     """Take some steps, then one whose phases are looked at. Changes the engine."""
     for _ in range(WARM_UP_STEPS):
         engine.train_step(batch)
-    parts = {name: tensors for name, tensors in state_of(engine.model, engine.optimizer).items()} | {"batch": [*batch]}
+    parts = state_of(engine.model, engine.optimizer) | {"batch": [*batch]}
     known = [tensor for tensors in parts.values() for tensor in tensors]
     saved = SavedForBackward(known)
     with TensorMemory(engine.device, known) as memory:

@@ -55,7 +55,8 @@ def run(context: Context, report) -> Result:
         results.append(_timed(context, found, [dtype for dtype, reason in reasons.items() if not reason]))
     told = merged(results)
     absent = [_absent(context, found, dtype, why) for found in ready.values() for dtype, why in reasons.items() if why]
-    return replace(told, rows=told.rows + _agreements(context, told.rows) + absent, source=workloads.source_of(ready.values()))
+    rows = told.rows + _agreements(context, told.rows) + absent
+    return replace(told, rows=rows, source=workloads.source_of(ready.values()))
 
 
 def train_variant(context: Context, report, kind: str, file: str, source: str, dtype: str) -> Result:
@@ -69,11 +70,12 @@ def train_variant(context: Context, report, kind: str, file: str, source: str, d
             told = [engine.train_step(batch) for batch in islice(cycle(batches), steps)]
         counted = tensor_bytes_of_a_step(engine, batches[0])
     except torch.OutOfMemoryError as error:
-        return Result([row("peak_memory_gib", None, value_reason=out_of_memory_reason(error), steps=steps)], pd.DataFrame())
+        absent = row("peak_memory_gib", None, value_reason=out_of_memory_reason(error), steps=steps)
+        return Result([absent], pd.DataFrame(), source)
     losses = torch.stack([metrics.loss for metrics in told]).tolist()
     last = losses[-len(batches) :]
     rows = [
-        row("training_loss", sum(last) / len(last), steps=steps, limit_source="no limit: what is trained on can be learnt by heart"),
+        row("training_loss", sum(last) / len(last), steps=steps, limit_source="no limit: it can be learnt by heart"),
         row("tensor_memory_gib", counted / GIB, phase="whole step"),
         row(
             region.peak.metric, region.peak.gib, value_reason=region.peak.reason, steps=steps,
@@ -146,10 +148,11 @@ def _agreements(context: Context, rows: list[Row]) -> list[Row]:
         if reference is None or row is reference:
             continue
         difference = abs(row.value / reference.value - 1)
+        params = row.params | {"of": "training_loss", "from": REFERENCE}
         found.append(
             replace(
-                row, metric="relative_difference", value=difference, params=row.params | {"of": "training_loss", "from": REFERENCE},
-                limit_source="", check=f"loss beside {REFERENCE}", check_error=difference,
+                row, metric="relative_difference", value=difference, params=params, limit_source="",
+                check=f"loss beside {REFERENCE}", check_error=difference,
                 check_tolerance=context.sizes["tolerance"][row.dtype],
             )
         )  # fmt: skip

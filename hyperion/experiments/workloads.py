@@ -250,5 +250,6 @@ def random_batch(work: Workload, device: Device, seed: int) -> Batch:
         parts = [torch.randint(work.config.vocab_size, shape, generator=generator) for _ in range(2)]
     else:
         count = work.sizes["batch_size"]
-        parts = [torch.randn(count, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator), torch.randint(CLASSES, (count,), generator=generator)]
+        images = torch.randn(count, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
+        parts = [images, torch.randint(CLASSES, (count,), generator=generator)]
     return tuple(part.to(device.torch_device) for part in parts)
