@@ -96,11 +96,10 @@ def rank_failure(material: Material) -> Figure | None:
         return None
     samples, told = material.samples("rank_failure"), rows[0]
     figure, (axes,) = new_figure("A rank is killed", material.machine("rank_failure"))
-    for place, (name, curve) in enumerate(samples.groupby("run", sort=False)):
-        kind = {"linewidth": 3.2} if place == 0 else {"linestyle": "none", "fillstyle": "none", "markersize": 7}
-        shown = {"undisturbed": "left alone", "resumed": "killed, then resumed"}[name]
-        style = _line(place) if place == 0 else look(name, 1)
-        axes.plot(curve["step"], curve["loss"], label=shown, **style, **kind)
+    alone, resumed = (samples[samples["run"] == run] for run in ("undisturbed", "resumed"))
+    axes.plot(alone["step"], alone["loss"], label="left alone", linewidth=3.2, **_line(0))
+    axes.plot(resumed["step"], resumed["loss"], label="killed, then resumed", linestyle="none", fillstyle="none",
+              markersize=7, **look("resumed", 1))  # fmt: skip
     axes.set(
         xlabel="optimizer step", ylabel="loss, nats per token",
         title=f"Rank {told.params['rank']} ended by {told.params['signal']}; the launcher said so {told.value:.1f} s later",

@@ -20,6 +20,7 @@ from hyperion.processes import RankError, world
 from hyperion.training import train
 
 SOON_S = 60.0
+RUNS = ("resumed", "undisturbed")
 _HERE = "hyperion.experiments.rank_failure"
 _MARK = "HYPERION_RANK_FAILURE"
 
@@ -33,16 +34,15 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train undisturbed; train again and kill the last rank; resume, and compare all losses."""
+    """Train and kill the last rank; resume, train once more from the start without a kill, and compare all losses."""
     shutil.rmtree(context.workspace, ignore_errors=True)
     ranks = ranks_of(context)
-    undisturbed = run_on_ranks(context, report, f"{_HERE}:train_on_rank", {"folder": "undisturbed"}, ranks=ranks)
     told, seconds, left = _killed(context, report, ranks)
     print(f"after {seconds:.1f} s: {told.what.splitlines()[0]}")
-    resumed = run_on_ranks(context, report, f"{_HERE}:train_on_rank", {"folder": "killed"}, ranks=ranks)
-    expected, found = (r[0].samples["loss"].to_numpy() for r in (undisturbed, resumed))
+    again = run_on_ranks(context, report, f"{_HERE}:resume_and_repeat", ranks=ranks)[0]
+    found, expected = (again.samples.loc[again.samples["run"] == run, "loss"].to_numpy() for run in RUNS)
     difference = float(np.max(np.abs(found / expected - 1)))
-    source = resumed[0].source
+    source = again.source
     rows = [
         context.row("ddp", "detection_time_s", seconds, dtype="fp32", limit_source="no limit: it should be short",
                     params={"ranks": ranks, "rank": told.rank, "signal": told.signal},
@@ -56,8 +56,7 @@ def run(context: Context, report: Report) -> Result:
                     check="losses of the undisturbed run", check_error=difference, check_tolerance=1e-5,
                     data_source=source),
     ]  # fmt: skip
-    curves = pd.concat([undisturbed[0].samples.assign(run="undisturbed"), resumed[0].samples.assign(run="resumed")])
-    return Result(rows, curves.reset_index(drop=True), source)
+    return Result(rows, again.samples, source)
 
 
 EXPERIMENT = Experiment(forecast, run, data=datasets.TEXT)
@@ -115,6 +114,13 @@ class _KilledAfter:
 
     def load_state_dict(self, state: dict) -> None:
         self.batches.load_state_dict(state)
+
+
+def resume_and_repeat(context: Context, report: Report) -> Result:
+    """The killed run to its end, then the same run undisturbed."""
+    runs = [train_on_rank(context, report, folder) for folder in ("killed", "undisturbed")]
+    curves = [result.samples.assign(run=run) for result, run in zip(runs, RUNS, strict=True)]
+    return Result([], pd.concat(curves, ignore_index=True), runs[0].source)
 
 
 def train_on_rank(context: Context, report: Report, folder: str, kill_after: int | None = None) -> Result:

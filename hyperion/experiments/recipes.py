@@ -63,7 +63,9 @@ def _language(context: Context, recipe: Recipe) -> Training:
         rank=here.rank, ranks=here.size,
     )  # fmt: skip
     config = named_config(recipe.model, vocab_size=tokenizer.vocab_size, context=recipe.sequence_length)
-    model, precision = TransformerLM(config).to(device.torch_device), choose_precision(device, recipe.precision)
+    precision = choose_precision(device, recipe.precision)
+    with torch.device(device.torch_device):  # weights are drawn where they stay
+        model = TransformerLM(config)
     model = parallelize(model, _plan(recipe, precision), here)
     engine = LanguageEngine(
         model, adamw(model, recipe.learning_rate, recipe.weight_decay), _schedule(recipe, len(batches)), precision, device,

@@ -1,5 +1,6 @@
 """What the scaling chapter trains, and a rank's side of it: parity in float32, then times with and without communication."""
 
+import functools
 import gc
 import os
 from dataclasses import dataclass, replace
@@ -76,8 +77,7 @@ def measure_on_rank(context: Context, report: Report, names: list[str]) -> Resul
     for place, workload in enumerate(chosen):
         report(place, len(chosen), f"{workload.name} on {world().size}")
         frames.append(_parity(context, workload))
-        for mode in MODES if world().size > 1 else MODES[:1]:
-            frames.append(_timed(context, workload, mode))
+        frames += _timed(context, workload)
     return Result([], pd.concat(frames, ignore_index=True).assign(ranks=world().size, rank=world().rank))
 
 
@@ -94,45 +94,50 @@ def _parity(context: Context, workload: Workload) -> pd.DataFrame:
     return pd.DataFrame({"kind": "parity", "index": range(len(losses)), "loss": losses, "workload": workload.name})
 
 
-def _timed(context: Context, workload: Workload, mode: str) -> pd.DataFrame:
-    """Times of equally many steps on every rank; then of a twin on the same batch that talks to nobody."""
-    here, length = world(), workload.sequence_length
-    facts = {"workload": workload.name, "mode": mode}
-    count = workload.batch(mode, here.size)
-    if count % here.size:
-        reason = f"{here.size} devices do not divide a batch of {count}"
-        return pd.DataFrame([facts | {"kind": "missing", "reason": reason}])
+def _timed(context: Context, workload: Workload) -> list[pd.DataFrame]:
+    """Times of equally many steps on every rank, mode by mode; then of a twin on the same batches that talks to nobody."""
+    here = world()
     precision = choose_precision(context.device, context.sizes["precision"])
-    batch = _batch(context, workload, count, length, here, 0)
+    wanted = MODES if here.size > 1 else MODES[:1]  # on one device the two are the same
+    modes = [mode for mode in wanted if workload.batch(mode, here.size) % here.size == 0]
+    reason = f"{here.size} devices do not divide its batch"
+    frames = [_missing(workload, mode, reason) for mode in wanted if mode not in modes]
     try:
         # On one device too: what is compared is one program on different numbers of devices.
-        engine, flops = _engine(context, workload, here, workload.strategy, precision)
-        facts |= {"tokens": count * length, "flops": float(flops.forward_backward * count * length)}
-        with_communication = _steps(context, engine, batch)
-        _release(engine)
-        without = []
+        frames += _mode_times(context, workload, modes, "step", here, workload.strategy, precision)
         if here.size > 1:
-            engine, _ = _engine(context, workload, replace(here, rank=0, size=1), "single", precision)
-            without = _steps(context, engine, batch)
-            _release(engine)
+            alone = replace(here, rank=0, size=1)
+            frames += _mode_times(context, workload, modes, "alone", alone, "single", precision)
     except torch.OutOfMemoryError as error:
-        return pd.DataFrame([facts | {"kind": "missing", "reason": out_of_memory_reason(error)}])
-    times = [("step", with_communication), ("alone", without)]
-    return pd.concat(
-        [pd.DataFrame({"kind": kind, "index": range(len(series)), "time_s": series}) for kind, series in times],
-        ignore_index=True,
-    ).assign(**facts)
+        return [_missing(workload, mode, out_of_memory_reason(error)) for mode in modes]
+    return frames
 
 
-def _steps(context: Context, engine: TorchEngine, batch) -> list[float]:
-    """Seconds of each step. A fixed number of them: ranks that stopped by their own clocks would wait for each other."""
-    clock = device_clock(context.device)
+def _mode_times(
+    context: Context, workload: Workload, modes: list[str], kind: str, sharers: World, strategy: str, precision: Precision
+) -> list[pd.DataFrame]:
+    """Seconds of each step of one engine. A fixed number of steps: ranks that stopped by their own clocks would wait for
+    each other.
+    """
+    here, sizes, clock = world(), context.sizes, device_clock(context.device)
+    engine, flops = _engine(context, workload, sharers, strategy, precision)
+    frames = []
+    for mode in modes:
+        count = workload.batch(mode, here.size)
+        tokens = count * workload.sequence_length
+        batch = _batch(context, workload, count, workload.sequence_length, here, 0)
+        step = functools.partial(engine.train_step, batch)
+        clock.sample([step], None, sizes["warmup_steps"])
+        times = clock.sample([step], None, sizes["steps" if kind == "step" else "steps_alone"])[0]
+        frame = pd.DataFrame({"index": range(len(times)), "time_s": times})
+        frames.append(frame.assign(workload=workload.name, mode=mode, kind=kind, tokens=tokens,
+                                   flops=float(flops.forward_backward * tokens)))  # fmt: skip
+    _release(engine)
+    return frames
 
-    def step() -> None:
-        engine.train_step(batch)
 
-    clock.sample([step], None, context.sizes["warmup_steps"])
-    return clock.sample([step], None, context.sizes["steps"])[0]
+def _missing(workload: Workload, mode: str, reason: str) -> pd.DataFrame:
+    return pd.DataFrame([{"workload": workload.name, "mode": mode, "kind": "missing", "reason": reason}])
 
 
 def _engine(
@@ -149,7 +154,8 @@ def _engine(
         )
     else:
         config = lm_config(workload)
-        model, flops = TransformerLM(config).to(device.torch_device), flops_per_token(config, workload.sequence_length)
+        with torch.device(device.torch_device):  # a billion weights are drawn in a moment there, and in ten seconds here
+            model, flops = TransformerLM(config), flops_per_token(config, workload.sequence_length)
     model = parallelize(model, plan, here)
     rate = context.sizes["learning_rate"]
     engine = LanguageEngine(model, adamw(model, rate), lambda step: rate, precision, device, world=here)
