@@ -44,7 +44,7 @@ def main(given: Sequence[str] | None = None) -> int:
     except HyperionError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
-    print(compilation_table(run.rows())[SHOWN].to_string(index=False, na_rep="", float_format=lambda value: f"{value:.4g}"))
+    print(compilation_table(run.rows())[SHOWN].map(_shown).to_string(index=False))
     print(f"rows: {run.folder}\n" + "\n".join(f"wrote {path}" for path in written))
     return 0
 
@@ -124,7 +124,7 @@ def write_results(run: Run, folder: Path) -> list[Path]:
     contents = {
         "compilation.csv": compilation_csv(rows).encode(),
         "compilation.json": compilation_json(rows).encode(),
-        "compilation.txt": (compilation_table(rows).to_string(index=False, na_rep="") + "\n").encode(),
+        "compilation.txt": (compilation_table(rows).map(_shown).to_string(index=False) + "\n").encode(),
     }
     pictures = {f"{plot.name}.png": draw(plot.name, material) for plot in plots_of(EXPERIMENT)}
     contents |= {name: picture for name, picture in pictures.items() if picture}
@@ -132,6 +132,10 @@ def write_results(run: Run, folder: Path) -> list[Path]:
     for name, content in contents.items():
         write_atomically(folder / name, content)
     return [folder / name for name in contents]
+
+
+def _shown(cell) -> str:
+    return "" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell)
 
 
 def _folder(text: str) -> Path:
