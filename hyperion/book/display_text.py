@@ -55,6 +55,13 @@ def fill(template: str, **named: Row | float) -> str:
         ) from error
 
 
+def verdict(speedup: Row) -> str:
+    """What a ratio of speeds allows to say: "faster than", "slower than", or "not told apart from"."""
+    if speedup.ci_low > 1:
+        return "faster than"
+    return "slower than" if speedup.ci_high < 1 else "not told apart from"
+
+
 def quoted_value(value: float, unit: str) -> str:
     """A value with its unit as a sentence has it: fractions in percent."""
     if unit == "fraction":

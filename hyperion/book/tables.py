@@ -93,6 +93,18 @@ def epoch_table(rows: Iterable[Row]) -> pd.DataFrame:
     return pd.DataFrame(lines.values()).fillna("")
 
 
+def phase_table(rows: Iterable[Row]) -> pd.DataFrame:
+    """Rows with parameters `phase` and `part`, one line a variant, dtype and phase, one column a part with its unit."""
+    lines: dict[tuple, dict[str, str]] = {}
+    for row in rows:
+        if not {"phase", "part"} <= row.params.keys():
+            continue
+        named = {"model": row.variant, "dtype": row.dtype, "phase": row.params["phase"]}
+        line = lines.setdefault(tuple(named.values()), named)
+        line[row.params["part"] + unit_mark(row.unit)] = number(row.value) if row.value is not None else row.value_reason
+    return pd.DataFrame(lines.values()).fillna("")
+
+
 def is_floor(row: Row) -> bool:
     """Whether the row's limit bounds a loss or a perplexity from below: no share of it says anything."""
     return row.unit in ("nats", "perplexity")
@@ -122,15 +134,16 @@ def html(table: pd.DataFrame) -> str:
 
 
 def tables_of(rows: list[Row]) -> list[tuple[str, pd.DataFrame]]:
-    """(caption, table) of an experiment: its epochs in one table, then each metric of the other rows in one of its own,
-    or in several where its rows do not have the same parameters."""
-    tables = []
-    epochs = epoch_table(rows)
-    if len(epochs):
-        tables.append(("By epoch", epochs))
+    """(caption, table) of an experiment: its epochs in one table, its phases in another, then each metric of the other rows
+    in one of its own, or in several where its rows do not have the same parameters."""
+    tables = [
+        (caption, table)
+        for caption, table in (("By epoch", epoch_table(rows)), ("By phase and part", phase_table(rows)))
+        if len(table)
+    ]
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
-        if "epoch" not in row.params:
+        if "epoch" not in row.params and not {"phase", "part"} <= row.params.keys():
             groups.setdefault((row.metric, *sorted(row.params)), []).append(row)
     order = metrics_of(rows)
     for (metric, *_), chosen in sorted(groups.items(), key=lambda group: order.index(group[0][0])):

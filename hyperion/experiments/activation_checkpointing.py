@@ -195,7 +195,7 @@ def _kept_rows(context: Context, work: Workload, checkpointing: str) -> list[Row
 
 
 def _depth_params(work: Workload, checkpointing: str) -> dict:
-    return _params(work, checkpointing) | {"layers": work.config.layers, "part": "activations", "phase": "after forward"}
+    return _params(work, checkpointing) | {"layers": work.config.layers, "what": "activations after forward"}
 
 
 def _kept_forecast(work: Workload, dtype: str, checkpointing: str) -> Forecast:
