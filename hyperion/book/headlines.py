@@ -1,11 +1,15 @@
 """The numbers that a reader wants first: the best of each kind that a run holds, with its share of the limit."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from hyperion.book.display_text import quoted_value
 from hyperion.book.material import Material, measured
 from hyperion.book.tables import is_floor
 from hyperion.results import Row
+
+
+_BASELINES, _RATES = ("language_model", "image_classifier"), ("tokens_per_s", "images_per_s")
 
 
 @dataclass(frozen=True)
@@ -28,29 +32,65 @@ class Headline:
 
 
 def headlines(material: Material) -> list[Headline]:
-    """The best value of each kind that the run holds."""
+    """The best value of each kind that the run holds, chapter by chapter."""
     rows = [row for row in measured(material.rows) if row.params.get("cache") != "hot"]
-    products = [r for r in rows if r.metric == "gemm_tflops" and "plain_loop_calls" not in r.params]
-    copies = [r for r in rows if r.metric == "bandwidth_gb_s" and r.variant == "copy"]
-    largest = max((r.params["elements"] for r in copies), default=0)
-    found = [(f"matrix product, {r.dtype}", r) for r in _best_by_dtype(products)]
-    found += [(f"memory copy, {r.dtype}", r) for r in copies if r.params["elements"] == largest]
-    found += [("perplexity per token, valid split", r) for r in rows if _trained_perplexity(r)]
-    found += [("accuracy, test split", r) for r in rows if r.metric == "accuracy" and r.params.get("split") == "test"]
-    found += [(f"{r.variant}, training", r) for r in rows
-              if r.metric in ("tokens_per_s", "images_per_s") and r.params.get("step") == "steady"]  # fmt: skip
+    found = [*_hardware(rows), *_steps(rows), *_links(rows), *_baselines(rows), *_variants(rows), *_scaled(rows)]
     return [_headline(label, row) for label, row in found]
 
 
-def _best_by_dtype(rows: list[Row]) -> list[Row]:
-    dtypes = dict.fromkeys(row.dtype for row in rows)
-    return [max((row for row in rows if row.dtype == dtype), key=lambda row: row.value) for dtype in dtypes]
+def _hardware(rows: list[Row]) -> Iterator[tuple[str, Row]]:
+    products = [r for r in rows if r.metric == "gemm_tflops" and "plain_loop_calls" not in r.params]
+    copies = [r for r in rows if r.metric == "bandwidth_gb_s" and r.variant == "copy"]
+    largest = max((r.params["elements"] for r in copies), default=0)
+    yield from ((f"matrix product, {r.dtype}", r) for r in _best(products, lambda r: r.dtype))
+    yield from ((f"memory copy, {r.dtype}", r) for r in copies if r.params["elements"] == largest)
 
 
-def _trained_perplexity(row: Row) -> bool:
-    return (
-        row.metric == "perplexity_token" and row.experiment == "language_model" and row.params.get("split") == "valid"
-    )
+def _steps(rows: list[Row]) -> Iterator[tuple[str, Row]]:
+    chosen = [r for r in rows if (r.experiment, r.metric) == ("model_steps", "samples_per_s")]
+    yield from ((f"{r.variant}, training, {r.dtype}", r) for r in _best(chosen, lambda r: r.variant))
+
+
+def _links(rows: list[Row]) -> Iterator[tuple[str, Row]]:
+    chosen = [r for r in rows if (r.metric, r.variant) == ("busbw_gb_s", "all_reduce")]
+    yield from ((f"all-reduce over {r.params['ranks']} devices", r) for r in _best(chosen, lambda r: r.variant))
+
+
+def _baselines(rows: list[Row]) -> Iterator[tuple[str, Row]]:
+    for row in rows:
+        split = row.params.get("split")
+        if (row.experiment, row.metric, split) == ("language_model", "perplexity_token", "valid"):
+            yield "perplexity per token, valid split", row
+        elif (row.experiment, row.metric, split) == ("image_classifier", "accuracy", "test"):
+            yield "accuracy, test split", row
+        elif row.experiment in _BASELINES and row.metric in _RATES and row.params.get("step") == "steady":
+            yield f"{row.variant}, training", row
+
+
+def _variants(rows: list[Row]) -> Iterator[tuple[str, Row]]:
+    """What each lever of chapters 2.3, 2.4 and 2.7 brings, and the parity of chapter 2.5."""
+    ratios = [r for r in rows if r.metric == "speedup"]
+    precise = [r for r in ratios if (r.experiment, r.dtype) == ("precision_variants", "bf16")]
+    yield from ((f"{r.variant}: bf16 over fp32", r) for r in precise)
+    compiled = [r for r in ratios if r.experiment == "compilation"]
+    for row in _best(compiled, lambda r: r.params["model"]):
+        yield f"{row.params['model']}, inference: {row.variant} over eager", row
+    for row in rows:
+        if (row.experiment, row.metric) == ("parallel_parity", "relative_difference"):
+            yield f"{row.variant.upper()} on {row.params['ranks']} ranks: loss apart from one device's", row
+
+
+def _scaled(rows: list[Row]) -> Iterator[tuple[str, Row]]:
+    cells = [r for r in rows if r.metric == "scaling_efficiency" and r.params["mode"] == "weak"]
+    most = max((r.params["ranks"] for r in cells), default=0)
+    for row in (r for r in cells if r.params["ranks"] == most):
+        yield f"{row.params['model']}, {row.params['strategy'].upper()}: weak scaling to {most} devices", row
+
+
+def _best(rows: list[Row], kind: Callable[[Row], str]) -> list[Row]:
+    """The row with the largest value of each kind, in the order in which the kinds come."""
+    kinds = dict.fromkeys(kind(row) for row in rows)
+    return [max((row for row in rows if kind(row) == one), key=lambda row: row.value) for one in kinds]
 
 
 def _headline(label: str, row: Row) -> Headline:
