@@ -1,8 +1,11 @@
 """Figures of the baseline chapter: a training step taken apart, and what a larger batch buys and costs."""
 
+from collections.abc import Iterable
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from hyperion.book.formats import items, number, percent
 from hyperion.book.material import Material, measured, select
@@ -26,10 +29,10 @@ def model_steps(material: Material) -> Figure | None:
     for axes, model in zip(panels, models, strict=True):
         _draw_steps(axes, [row for row in rows if row.variant == model])
     panels[0].set_ylabel("ms of one step, median")
-    marks = [(name, {"color": colour}) for name, colour in _COLOURS.items()]
-    marks.append(("least time at the limits", {"facecolor": "white", "edgecolor": INK, "hatch": "////", "linewidth": 0.8}))
-    handles = [panels[0].bar([0], [0], label=label, **style) for label, style in marks]
-    figure.legend(handles=handles, ncols=4, loc="outside upper right")
+    marks = [Patch(color=colour, label=name) for name, colour in _COLOURS.items()]
+    if any(row.limit is not None for row in _phases(rows)):
+        marks.append(Patch(facecolor="white", edgecolor=INK, hatch="////", linewidth=0.8, label="least time at the limits"))
+    figure.legend(handles=marks, ncols=4, loc="outside upper right")
     add_notes(figure, _notes(rows))
     return figure
 
@@ -37,36 +40,47 @@ def model_steps(material: Material) -> Figure | None:
 def _draw_steps(axes: Axes, rows: list[Row]) -> None:
     dtypes = list(dict.fromkeys(row.dtype for row in rows if row.metric == "step_time_s"))
     for x, dtype in enumerate(dtypes):
-        phases = [row for name in PHASES for row in select(rows, dtype=dtype, metric=f"{name}_time_s")]
-        _stack(axes, x - _BAR / 2, [(row.metric.removesuffix("_time_s"), row.value) for row in phases], floor=False)
-        _stack(axes, x + _BAR / 2, [(row.metric.removesuffix("_time_s"), row.limit or 0) for row in phases], floor=True)
+        phases = _phases(row for row in rows if row.dtype == dtype)
+        limited = any(row.limit is not None for row in phases)
+        place = x - _BAR / 2 if limited else x
+        _stack(axes, place, [(row.metric, row.value) for row in phases], floor=False)
+        if limited:
+            _stack(axes, x + _BAR / 2, [(row.metric, row.limit or 0) for row in phases], floor=True)
         step = select(rows, dtype=dtype, metric="step_time_s")[0]
         share = "" if step.fraction_of_limit is None else f"\n{percent(step.fraction_of_limit)} % of limit"
+        top = 1e3 * sum(row.value for row in phases)
         axes.annotate(
-            f"{number(step.value * 1e3, 3)} ms{share}", (x, step.value * 1e3), xytext=(0, 4), textcoords="offset points",
+            f"{number(step.value * 1e3, 3)} ms{share}", (place, top), xytext=(0, 4), textcoords="offset points",
             ha="center", va="bottom", fontsize=8.5,
         )  # fmt: skip
     axes.set_xticks(range(len(dtypes)), dtypes)
-    axes.set(title=rows[0].variant, xlim=(-0.6, len(dtypes) - 0.4))
+    room = 0.6 if len(dtypes) > 1 else 0.9
+    axes.set(title=rows[0].variant, xlim=(-room, len(dtypes) - 1 + room))
     axes.set_ylim(0, axes.get_ylim()[1] * 1.2)
     axes.grid(axis="x", visible=False)
 
 
+def _phases(rows: Iterable[Row]) -> list[Row]:
+    """The rows of phases, in the order of the step."""
+    rows = list(rows)
+    return [row for name in PHASES for row in select(rows, metric=f"{name}_time_s")]
+
+
 def _stack(axes: Axes, x: float, parts: list[tuple[str, float]], floor: bool) -> None:
     bottom = 0.0
-    for name, seconds in parts:
-        style = {"color": _COLOURS[name]}
-        if floor:
-            style = {"facecolor": "white", "edgecolor": _COLOURS[name], "hatch": "////", "linewidth": 0.8}
+    for metric, seconds in (part for part in parts if part[1]):
+        colour = _COLOURS[metric.removesuffix("_time_s")]
+        style = {"facecolor": "white", "edgecolor": colour, "hatch": "////", "linewidth": 0.8} if floor else {"color": colour}
         axes.bar([x], [seconds * 1e3], _BAR, bottom=bottom, **style)
         bottom += seconds * 1e3
 
 
 def _notes(rows: list[Row]) -> list[str]:
-    phases = [row for row in rows if row.metric.removesuffix("_time_s") in PHASES]
-    batch = ", ".join(sorted({str(row.params["batch"]) for row in phases}))
+    phases = _phases(rows)
+    said = f"Batch {', '.join(sorted({str(row.params['batch']) for row in phases}))}."
+    if any(row.limit is not None for row in phases):
+        said += " Hatched: model FLOPs at the limit rate of the format, optimizer traffic at the memory's."
     without = {row.limit_source.removeprefix("no limit: ") for row in phases if row.limit is None}
-    said = f"Batch {batch}. Hatched: model FLOPs at the limit rate of the format, optimizer traffic at the memory's."
     return [said] + [f"No least time: {reason}." for reason in sorted(without)]
 
 

@@ -118,12 +118,13 @@ class _Sweep:
             seconds[batch] = timing.whole.samples_s / batch
             del step
             gc.collect()
-        best = min(seconds.values(), key=np.median, default=None)
+        best = min(seconds, key=lambda batch: np.median(seconds[batch]), default=None)
         for batch, series in seconds.items():
-            share = independent_ratio_estimate(series, best)
+            share = independent_ratio_estimate(series, seconds[best])
+            low, high = (1.0, 1.0) if batch == best else (share.ci_low, share.ci_high)
             self._row(
-                "batch_efficiency", share.value, step_params(batch), n=share.n, ci_low=share.ci_low, ci_high=share.ci_high,
-                limit=1.0, limit_source="the best of the batches measured, by construction",
+                "batch_efficiency", share.value, step_params(batch), n=share.n, ci_low=low, ci_high=high, limit=1.0,
+                limit_source="the best of the batches measured, by construction",
             )  # fmt: skip
         return list(seconds)
 

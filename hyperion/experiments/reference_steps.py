@@ -8,7 +8,7 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from hyperion.experiments.columns import bandwidth_limit, sample_frame, timed_columns
+from hyperion.experiments.columns import sample_frame, timed_columns
 from hyperion.experiments.context import Context, Forecast
 from hyperion.experiments.training_rows import (
     ADAMW_BYTES_A_PARAMETER,
@@ -17,7 +17,7 @@ from hyperion.experiments.training_rows import (
     speed_rows,
     step_forecasts,
 )
-from hyperion.hardware import Device
+from hyperion.hardware import Device, lookup
 from hyperion.measure import FORMATS, Phase, StepTiming, Verification, matmul_precision, time_step
 from hyperion.models import ReferenceModel, reference_model
 from hyperion.models.reference import Encoder, ResNet50, VisionTransformer
@@ -136,12 +136,12 @@ def step_rows(
 
 def _traffic_floor(device: Device, traffic_bytes: int) -> tuple[float | None, str]:
     """(least seconds of memory traffic, its source), or (None, why there is none). What a cache may hold costs nothing."""
-    rate, source = bandwidth_limit(device, traffic_bytes)
-    if rate is None:
-        return None, source
+    found, reason = lookup(device)
+    if found is None or found.memory_bandwidth_limit_gb_s is None:
+        return None, f"no limit: {reason or found.memory_bandwidth_source}"
     # Gradients may still lie in the cache when the update begins, and new weights when it ends.
     uncached = max(0, traffic_bytes - 2 * (device.last_level_cache_bytes or 0))
-    return uncached / (rate * 1e9), f"optimizer traffic beyond the cache at {source}"
+    return uncached / (found.memory_bandwidth_limit_gb_s * 1e9), f"beyond the cache: {found.memory_bandwidth_source}"
 
 
 def step_params(batch: int) -> dict:
