@@ -8,7 +8,6 @@ from hyperion.book.material import Material, measured
 from hyperion.book.tables import is_floor
 from hyperion.results import Row
 
-
 _BASELINES, _RATES = ("language_model", "image_classifier"), ("tokens_per_s", "images_per_s")
 
 
