@@ -4,11 +4,15 @@ import gc
 
 import numpy as np
 import pandas as pd
+import torch
 
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.reference_steps import (
+    GIB,
+    LEAST_MEMORY,
     TrainingStep,
     forecast_step,
+    least_memory_gib,
     processes_of,
     step_params,
     step_rows,
@@ -21,7 +25,6 @@ from hyperion.models import ReferenceModel, reference_model
 from hyperion.results import Row, independent_ratio_estimate
 from hyperion.training import choose_precision
 
-GIB = 2**30
 # The line through the two largest batches is held to be right within a quarter.
 _FITS, _DOES_NOT_FIT = 0.75, 1.25
 
@@ -54,9 +57,10 @@ def sweep(context: Context, report, names: list[str]) -> Result:
     frames: list[pd.DataFrame] = []
     for done, name in enumerate(names):
         report(done, len(names), name)
-        sweep_of_model = _Sweep(context, reference_model(name))
-        rows += sweep_of_model.rows
-        frames += sweep_of_model.frames
+        model = _Sweep(context, reference_model(name))
+        model.measure()
+        rows += model.rows
+        frames += model.frames
     report(len(names), len(names), "done")
     return Result(rows, pd.concat(frames, ignore_index=True) if frames else pd.DataFrame())
 
@@ -87,10 +91,14 @@ class _Sweep:
         self.context, self.model, self.dtype = context, model, _dtype(context)
         self.rows: list[Row] = []
         self.frames: list[pd.DataFrame] = []
-        measured = self._time_batches(sorted(context.sizes["batches"][model.name]))
+
+    def measure(self) -> None:
+        """First all that is timed, then, under a cap, all that is filled."""
+        sizes = self.context.sizes
+        batches = self.time_batches(sorted(sizes["batches"][self.model.name]))
         try:
-            with memory_cap(context.device, context.sizes["memory_limit_gib"]) as capacity_gib:
-                self._fill_memory(measured, capacity_gib)
+            with memory_cap(self.context.device, sizes["memory_limit_gib"]) as capacity_gib:
+                self.fill_memory(batches, capacity_gib)
         except NoMemoryCap as error:
             self._row("count", None, {"what": "largest batch"}, value_reason=error.what)
 
@@ -98,7 +106,7 @@ class _Sweep:
         row = self.context.row(self.model.name, metric, value, dtype=self.dtype, params=params, **columns)
         self.rows.append(row)
 
-    def _time_batches(self, batches: list[int]) -> list[int]:
+    def time_batches(self, batches: list[int]) -> list[int]:
         """Rows of every batch until one does not fit, efficiencies among them; the batches that did."""
         seconds: dict[int, np.ndarray] = {}
         for batch in batches:
@@ -128,9 +136,9 @@ class _Sweep:
             )  # fmt: skip
         return list(seconds)
 
-    def _fill_memory(self, batches: list[int], capacity_gib: float) -> None:
+    def fill_memory(self, batches: list[int], capacity_gib: float) -> None:
         """Peak memory by batch, the line through the two largest, and a step on either side of where it meets the cap."""
-        peaks = [self._peak(batch, "steady") for batch in batches]
+        peaks = [self.peak(batch, "steady") for batch in batches]
         known = [(batch, peak.gib) for batch, peak in zip(batches, peaks, strict=True) if peak.gib is not None]
         if len(known) < 2:
             reason = peaks[-1].reason if peaks else "no batch was measured"
@@ -138,19 +146,25 @@ class _Sweep:
             return
         (small, low), (large, high) = known[-2:]
         slope = (high - low) / (large - small)
+        if slope <= 0:
+            reason = f"no slope: batch {large} took no more memory than batch {small}"
+            self._row("count", None, {"what": "largest batch"}, value_reason=reason)
+            return
         largest = int(large + (capacity_gib - high) / slope)
         self._row("sample_memory_mib", slope * 1024, {"what": "slope", "batches": [small, large]})
-        inside, outside = (self._peak(round(share * largest), "probe") for share in (_FITS, _DOES_NOT_FIT))
+        inside, outside = (self.peak(max(1, round(share * largest)), "probe") for share in (_FITS, _DOES_NOT_FIT))
         wrong = (inside.gib is None) + (outside.gib is not None)
         self._row(
             "count", float(largest), {"what": "largest batch"}, check_error=float(wrong), check_tolerance=0.0,
             check=f"wrong verdicts: {_FITS} of it fits, {_DOES_NOT_FIT} does not",
         )  # fmt: skip
 
-    def _peak(self, batch: int, kind: str) -> PeakMemory:
+    def peak(self, batch: int, kind: str) -> PeakMemory:
         """Peak memory of two steps of a fresh model (the second has moments), as a row; out of memory is one too."""
         device = self.context.device
         gc.collect()
+        if device.kind != "cpu":
+            torch.cuda.empty_cache()  # what smaller batches left cached lies in pieces
         try:
             with PeakMemoryRegion(device) as region:
                 step = TrainingStep(self.model.name, batch, self.dtype, device, self.context.seed)
@@ -164,6 +178,6 @@ class _Sweep:
             peak = PeakMemory(region.peak.metric, None, f"out of memory: {refusal}")
         self._row(
             peak.metric, peak.gib, {"batch": batch, "step": kind}, value_reason=peak.reason,
-            limit_source="no limit: the cap of this experiment is not the device's",
+            limit=least_memory_gib(self.model, batch), limit_source=LEAST_MEMORY,
         )  # fmt: skip
         return peak

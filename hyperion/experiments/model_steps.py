@@ -7,20 +7,21 @@ import torch
 
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.reference_steps import (
+    GIB,
+    LEAST_MEMORY,
     TrainingStep,
     forecast_step,
+    least_memory_gib,
     processes_of,
     step_params,
     step_rows,
     timed,
-    update_of,
 )
 from hyperion.experiments.variants import merged, run_variant
 from hyperion.measure import PeakMemory, PeakMemoryRegion, allocator_refusal
 from hyperion.models import ReferenceModel, parameter_count, reference_model
 from hyperion.results import Row
 
-GIB = 2**30
 # Workspaces of the BLAS libraries stay for the life of a process; a model that stayed would be larger.
 _LEFT_GIB = 0.25
 
@@ -97,12 +98,10 @@ def _count_row(context: Context, model: ReferenceModel, dtype: str, counted: int
 def _memory_row(context: Context, model: ReferenceModel, dtype: str, peak: PeakMemory, left_gib: float | None) -> Row:
     """The peak of build and steps, above what weights, gradients, moments and the batch take by themselves."""
     batch = context.sizes["batch_size"]
-    inputs = batch * torch.Size(model.sample_shape).numel() * 4
-    least = (update_of(model).held_bytes * model.parameter_count + inputs) / GIB
     check = {}
     if left_gib is not None:
         check = {"check": "GiB left by the variant before", "check_error": left_gib, "check_tolerance": _LEFT_GIB}
     return context.row(
-        model.name, peak.metric, peak.gib, dtype=dtype, params=step_params(batch), value_reason=peak.reason, limit=least,
-        limit_source="weights, gradients and moments in float32, and the batch", **check,
+        model.name, peak.metric, peak.gib, dtype=dtype, params=step_params(batch), value_reason=peak.reason,
+        limit=least_memory_gib(model, batch), limit_source=LEAST_MEMORY, **check,
     )  # fmt: skip
