@@ -26,6 +26,8 @@ def llama_lora(material: Material) -> Figure | None:
     notes = ["Every token that carries a loss belongs to a completion; prompts and padding carry none."]
     if held_out[0].params["model"].startswith("random_"):
         notes.append("Random weights: how far the loss falls says nothing about a pretrained Llama.")
+    missing = [row for row in material.of("llama_lora") if row.value is None and row.metric.endswith("memory_gib")]
+    notes += [f"{row.variant}: {row.value_reason}" for row in missing]
     add_notes(figure, notes)
     return figure
 
@@ -36,7 +38,7 @@ def _draw_losses(axes: Axes, material: Material, held_out: list) -> None:
     axes.plot(steps["step"], steps["loss"], color=COLOURS[5], linewidth=1, label="training, each step")
     axes.errorbar(
         [row.params["step"] for row in held_out], [row.value for row in held_out], errors_of(held_out),
-        label="held-out rows, 95 % interval", **look("held", 1),
+        label="held-out rows, 95 % interval", linestyle="none", **look("held", 1),
     )  # fmt: skip
     for row in held_out:
         if row.predicted is not None:
@@ -50,20 +52,18 @@ def _draw_losses(axes: Axes, material: Material, held_out: list) -> None:
 
 def _draw_memory(axes: Axes, rows: list) -> None:
     """A bar a method: what must be there, what was measured, what was foretold."""
-    metric, name = next((m, n) for m, n in _MEMORY if len(select(rows, metric=m)) == 2 or m == _MEMORY[-1][0])
+    # Peaks of an epoch are rows as well, of more than one step.
+    rows = [row for row in rows if "parameters" in row.params]
+    metric, name = next((m, n) for m, n in _MEMORY if select(rows, metric=m) or m == _MEMORY[-1][0])
     chosen = select(rows, metric=metric)
     for place, row in enumerate(chosen):
         axes.bar(place, row.value, width=0.5, color=COLOURS[place], alpha=0.55)
         axes.bar(place, row.limit, width=0.5, color=COLOURS[place])
         if row.predicted is not None:
             axes.hlines(row.predicted, place - 0.33, place + 0.33, color=INK, linestyle=(0, (4, 2)), linewidth=1.4)
-        axes.annotate(
-            f"{number(row.value, 3)} GiB", (place, max(row.value, row.predicted or 0)), xytext=(0, 4),
-            textcoords="offset points", ha="center", va="bottom", fontsize=9,
-        )  # fmt: skip
-    axes.set_xticks(range(len(chosen)), [row.variant for row in chosen])
+    axes.set_xticks(range(len(chosen)), [f"{row.variant}\n{number(row.value, 3)} GiB" for row in chosen])
     axes.set(title=f"Peak of a step: {name}", ylabel="GiB", xlim=(-0.6, len(chosen) - 0.4))
-    axes.set_ylim(0, axes.get_ylim()[1] * 1.12)
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.25)
     axes.grid(axis="x", visible=False)
     axes.bar([0], [0], color=MUTED, label="weights, gradients, moments")
     axes.bar([0], [0], color=MUTED, alpha=0.55, label="activations, logits and the rest")

@@ -17,6 +17,7 @@ from hyperion.experiments.llama_rows import (
     LORA,
     METHODS,
     Work,
+    logits_bytes,
     memory_rows,
     step_bytes,
     step_flops,
@@ -89,7 +90,8 @@ def fine_tune(context: Context, report: Report) -> Result:
     with keeping_adapters(model):
         speed, samples = _step_rows(context, found, engine, shape)
     rows += speed + adapter_rows(context, found, engine, base_sha256)
-    return Result(rows, pd.concat([loss_curve(history), samples], ignore_index=True), found.rows.source)
+    curves = pd.concat([loss_curve(history), samples, _one_row(found)], ignore_index=True)
+    return Result(rows, curves, found.rows.source)
 
 
 def _step_rows(
@@ -145,6 +147,15 @@ def work_of(batch: tuple[torch.Tensor, torch.Tensor]) -> Work:
     last = torch.where(targets != IGNORE_INDEX, torch.arange(targets.shape[1]), 0).max(dim=1).values
     tokens, completion = int((last + 1).sum()), int((targets != IGNORE_INDEX).sum())
     return Work(inputs.numel(), tokens, completion, round(tokens / len(inputs)))
+
+
+def _one_row(found: Material) -> pd.DataFrame:
+    """The first held-out row token by token, to be read by eye: what is given, and what is to be answered."""
+    size, targets = int(found.held_out.sizes[0]), found.held_out.targets[0]
+    ids = [*found.held_out.inputs[0, :size], targets[size - 1]]
+    scored = [False, *(targets[:size] != IGNORE_INDEX)]
+    kinds = ["learned token" if learned else "given token" for learned in scored]
+    return pd.DataFrame({"kind": kinds, "text": [found.tokenizer.decode([token]) for token in ids]})
 
 
 def _batches(context: Context, found: Material) -> InstructionBatches:
@@ -205,7 +216,7 @@ def _count_rows(context: Context, found: Material, model: LlamaLM, shape: LlamaS
 
 def _memory_forecast(shape: LlamaShape, method: str, dtype: str, work: Work, metric: str) -> Forecast:
     parts = step_bytes(shape, method, dtype, work.positions)
-    told = " + ".join(f"{amount / GIB:.3g} GiB of {name}" for name, amount in parts.items())
+    told = f"{method}: " + " + ".join(f"{amount / GIB:.3g} GiB of {name}" for name, amount in parts.items())
     return Forecast(variant=method, metric=metric, estimate=sum(parts.values()) / GIB, basis=told, dtype=dtype)
 
 
@@ -218,8 +229,7 @@ def _share_forecast(shape: LlamaShape, dtype: str) -> Forecast:
 def _traffic(shape: LlamaShape, dtype: str, work: Work) -> dict[str, float]:
     """Bytes that a LoRA step moves: the frozen weights for the forward and for the backward pass, and the logits."""
     stored = (2 if dtype == "bf16" else 4) * llama_parameter_count(shape)
-    logits = step_bytes(shape, LORA, dtype, work.positions)["logits"]
-    return {"frozen weights": 2 * stored, "logits": 2 * logits}
+    return {"frozen weights": 2 * stored, "logits": 2 * logits_bytes(shape, dtype, work.positions)}
 
 
 def _none(found: Material, basis: str) -> Forecast:

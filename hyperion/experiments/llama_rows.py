@@ -50,22 +50,32 @@ def state_bytes(shape: LlamaShape, method: str, dtype: str) -> int:
     A frozen base is stored in the type it is computed in. Whatever is trained has float32 weights: in 16 bits the small
     updates of fine-tuning would be rounded away.
     """
-    parameters = llama_parameter_count(shape)
-    if method == FULL:
-        return _TRAINED_BYTES * parameters
-    stored = 2 if dtype == "bf16" else 4
-    return stored * parameters + _TRAINED_BYTES * llama_lora_parameter_count(shape, RANK, ATTENTION)
+    frozen = 0 if method == FULL else llama_parameter_count(shape) * (2 if dtype == "bf16" else 4)
+    return frozen + _TRAINED_BYTES * trained_parameters(shape, method)
 
 
 def step_bytes(shape: LlamaShape, method: str, dtype: str, positions: int) -> dict[str, int]:
-    """What a step's peak is made of, by name. Activations of the decoder layers are left out: small at short rows."""
-    halves = dtype == "bf16"
-    # Logits, their logarithms and the gradients of both: float32, beside 16-bit ones where the head computes in 16 bits.
-    logits = positions * shape.vocab_size * (16 if halves else 12)
-    parts = {"weights, gradients and moments": state_bytes(shape, method, dtype), "logits": logits}
-    if halves and method == FULL:
-        parts["16-bit copies of the weights"] = 2 * llama_parameter_count(shape)
-    return parts
+    """What a step's peak is made of, by name: the larger of two moments.
+
+    When the backward pass begins, the logits are there and the gradients not yet; when it ends, the gradients are and the
+    logits no more. Activations of the decoder layers are left out: small at short rows.
+    """
+    whole, trained = state_bytes(shape, method, dtype), trained_parameters(shape, method)
+    begins = {"weights and moments": whole - 4 * trained, "logits": logits_bytes(shape, dtype, positions)}
+    if dtype == "bf16" and method == FULL:
+        begins["16-bit copies of the weights"] = 2 * trained
+    ends = {"weights, gradients and moments": whole}
+    return max(begins, ends, key=lambda parts: sum(parts.values()))
+
+
+def logits_bytes(shape: LlamaShape, dtype: str, positions: int) -> int:
+    """Logits, their logarithms and a gradient: float32, beside 16-bit logits and gradients where the head computes so."""
+    return positions * shape.vocab_size * (16 if dtype == "bf16" else 12)
+
+
+def trained_parameters(shape: LlamaShape, method: str) -> int:
+    """Parameters that the method trains."""
+    return llama_parameter_count(shape) if method == FULL else llama_lora_parameter_count(shape, RANK, ATTENTION)
 
 
 def step_flops(shape: LlamaShape, method: str, length: int) -> ModelFlops:
@@ -83,7 +93,8 @@ def least_flops(shape: LlamaShape, method: str, work: Work) -> float:
 def memory_rows(
     context: Context, engine: LanguageEngine, batch, shape: LlamaShape, method: str, shared: dict
 ) -> list[Row]:
-    """Peaks of one step on a batch, the optimizer's moments being there: by the allocator, and by a count of tensors.
+    """Peak of one step on a batch, the optimizer's moments being there: by a count of tensors, and on an accelerator by its
+    allocator. On a CPU the resident memory of the process would say more of its past than of the step.
 
     Args:
         shared: dtype, params and data source of the rows.
@@ -98,11 +109,10 @@ def memory_rows(
         "limit": state_bytes(shape, method, engine.precision.dtype) / GIB,
         "limit_source": "bytes of weights, gradients and moments, which all exist when the backward pass ends",
     }
-    peak = region.peak
-    return [
-        context.row(method, "tensor_memory_gib", counted.peak_bytes / GIB, **bound, **shared),
-        context.row(method, peak.metric, peak.gib, **(bound if peak.gib else {"value_reason": peak.reason}), **shared),
-    ]
+    rows = [context.row(method, "tensor_memory_gib", counted.peak_bytes / GIB, **bound, **shared)]
+    if engine.device.kind != "cpu":
+        rows.append(context.row(method, region.peak.metric, region.peak.gib, **bound, **shared))
+    return rows
 
 
 def throughput_rows(

@@ -208,11 +208,13 @@ def _speed_rows(context: Context, report: Report) -> tuple[list[Row], pd.DataFra
             lambda: engine.train_step(batch), engine.device, cold=False, time_limit_s=sizes["steady_time_limit_s"],
             clock=RanksClock(here, lambda: None, lambda what: None),
         )  # fmt: skip
-    floor = state_bytes(shape, LORA, precision.dtype) / here.size / GIB * (1 - SHARE_TOLERANCE)
     peak = region.peak
-    bound = {"limit": floor, "limit_source": f"a rank's part of weights, gradients and moments, less {SHARE_TOLERANCE:.0%}"}
-    if peak.gib is None:
-        bound = {"value_reason": peak.reason}
+    if peak.metric == "peak_memory_gib":
+        part = state_bytes(shape, LORA, precision.dtype) / here.size / GIB
+        bound = {"limit": part * (1 - SHARE_TOLERANCE),
+                 "limit_source": f"a rank's part of weights, gradients and moments, less {SHARE_TOLERANCE:.0%}"}  # fmt: skip
+    else:
+        bound = {"limit_source": "no limit: the whole process, interpreter and libraries included", "value_reason": peak.reason}
     rows = [context.row(VARIANT, peak.metric, peak.gib, rank=here.rank, params=about, **bound, **shared)]
     if here.rank == 0:
         rows += _rate_rows(context, timing, work, shape, about, shared)

@@ -20,6 +20,7 @@ from tests.book.made_up_learning import (
     text_rows,
     text_samples,
 )
+from tests.book.made_up_llama import llama_chapter
 
 GPU = {
     "python": "3.12.3",
@@ -68,6 +69,7 @@ def made_up_run(folder, *, source="mirror", peaks=None, bandwidth=4800.0, enviro
         run.record(HARDWARE, experiment, rows, time_samples(rows), input_hash=f"{replay}h")
     chapters = [
         collectives_chapter(np.random.default_rng(2), limited=bandwidth is not None),
+        *llama_chapter(np.random.default_rng(3)),
         *baseline_chapters(np.random.default_rng(1), limited=bandwidth is not None),
         (DATA, "text_pipeline", text_rows(source), text_samples(random)),
         (DATA, "image_pipeline", image_rows(source), image_samples(random)),
