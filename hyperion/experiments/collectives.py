@@ -42,7 +42,8 @@ def run(context: Context, report: Report) -> Result:
     """All collectives on all devices, each verified on every rank; on a single device rows that say why there are none."""
     ranks = ranks_of(context)
     if ranks < 2:
-        return Result([_absent(context, *cell, ranks, ONE_DEVICE) for cell in cells(context, ranks)], pd.DataFrame())
+        dtype, params = context.sizes["dtype"], {"ranks": ranks}
+        return Result([_absent(context, name, dtype, params, ONE_DEVICE) for name in COLLECTIVES], pd.DataFrame())
     return run_on_ranks(context, report, "hyperion.experiments.collectives:measure_on_rank", ranks=ranks)[0]
 
 
@@ -68,7 +69,7 @@ def measure_on_rank(context: Context, report: Report) -> Result:
         for done, (collective, dtype, size) in enumerate(todo):
             report(done, len(todo), f"{collective.name} {dtype} {size:,} B")
             if needed := _too_large(context, size):
-                rows.append(_absent(context, collective, dtype, size, here.size, needed))
+                rows.append(_absent(context, collective.name, dtype, _params(size, here.size), needed))
                 continue
             measured = measure_collective(
                 collective, size, dtype, here, roll, time_limit_s=context.sizes["time_limit_s"]
@@ -107,19 +108,19 @@ def _too_large(context: Context, size: int) -> str:
     return f"needs {needed / 2**30:.1f} GiB, the device has {there / 2**30:.1f}" if needed > there else ""
 
 
-def _absent(context: Context, collective: Collective, dtype: str, size: int, ranks: int, reason: str) -> Row:
-    return context.row(
-        collective.name, "busbw_gb_s", None, dtype=dtype, params=_params(size, ranks), value_reason=reason
-    )
+def _absent(context: Context, name: str, dtype: str, params: dict, reason: str) -> Row:
+    return context.row(name, "busbw_gb_s", None, dtype=dtype, params=params, value_reason=reason)
 
 
 def _rows(context: Context, measured: CollectiveMeasurement) -> list[Row]:
     seconds = measured.timing.estimate
     limit, source = busbw_limit(context.device, measured.collective, measured.ranks)
+    if world().backend == "nccl":  # the name that RCCL, too, goes by in PyTorch
+        source += f"; by {'RCCL' if torch.version.hip else 'NCCL'}"
     rows = [
         ("collective_time_s", seconds, {}),
         ("algbw_gb_s", seconds.map(measured.algbw_gb_s), {}),
-        ("busbw_gb_s", seconds.map(measured.busbw_gb_s), {"limit": limit, "limit_source": f"{source}; by {world().backend}"}),
+        ("busbw_gb_s", seconds.map(measured.busbw_gb_s), {"limit": limit, "limit_source": source}),
     ]
     return [
         context.row(

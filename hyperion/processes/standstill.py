@@ -166,8 +166,8 @@ def _leave(here: World, stand: list[Standing], stood_s: float, over: threading.E
     """Name who is behind, and leave: that rank first, if it can. The main thread may be anywhere: it is not asked."""
     late = behind(stand)
     speakers = late or range(here.size)
-    if here.rank not in late and here.rank != min(speakers):
-        over.wait(_LEAVE_S)
+    if here.rank not in late and here.rank != min(speakers) and over.wait(_LEAVE_S):
+        return  # the main thread got away: it found its peer gone, or the peer got on after all
     print(told(stand, stood_s), file=sys.stderr)
     sys.stderr.flush()
     sys.stdout.flush()

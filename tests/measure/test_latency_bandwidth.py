@@ -25,8 +25,10 @@ def test_noise_is_in_the_interval_and_a_bend_in_the_deviation():
     times = 20e-6 + SIZES / 300e9
     fit = fit_latency_bandwidth(SIZES / 1e9, [t * random.lognormal(0, 0.05, 40) for t in times])
     assert fit.latency_s.ci_low <= 20e-6 <= fit.latency_s.ci_high
-    assert fit.s_per_gb.ci_low * 300 <= 1 <= fit.s_per_gb.ci_high * 300 and fit.deviation < 0.1
-    bent = np.where(SIZES == SIZES[4], 2 * times, times)
+    slope = 1 / 300
+    assert fit.s_per_gb.ci_low <= slope <= fit.s_per_gb.ci_high
+    assert fit.deviation < 0.1
+    bent = times * np.where(np.arange(9) == 4, 2, 1)
     assert fit_latency_bandwidth(SIZES / 1e9, [[t] * 30 for t in bent]).deviation > 0.3
 
 

@@ -1,0 +1,20 @@
+"""The table of rates holds every cell once, and a missing one is empty."""
+
+from hyperion.book.formats import number
+from hyperion.book.tables_collectives import rates_by_size
+from tests.book.made_up_collectives import FACTORS, SIZES
+
+
+def test_a_line_a_size_and_a_column_a_collective(material):
+    rows = material.of("collectives")
+    table = rates_by_size(rows)
+    assert list(table.columns) == ["dtype", "S", *FACTORS]
+    assert len(table) == len(SIZES) + 1 and list(table["S"])[:2] == ["64 B", "512 B"]
+    found = next(r for r in rows if r.metric == "busbw_gb_s" and (r.variant, r.params["bytes"]) == ("broadcast", SIZES[-1]))
+    assert table[table["S"] == "1 GiB"]["broadcast"].item() == number(found.value, 3)
+
+
+def test_what_was_not_measured_is_an_empty_cell(material):
+    rows = [row for row in material.of("collectives") if (row.variant, row.dtype) != ("all_gather", "bf16")]
+    table = rates_by_size(rows)
+    assert table[table["dtype"] == "bf16"]["all_gather"].item() == ""
