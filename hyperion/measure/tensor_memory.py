@@ -2,7 +2,9 @@
 
 An allocator rounds up, caches, and keeps workspaces of libraries; resident memory of a process holds its interpreter too.
 What is counted here is neither: the bytes of the storages of all tensors that are alive. It sees what operators return,
-not what a kernel needs for itself while it runs.
+not what a kernel needs for itself while it runs. And it is seen: watched, autograd adds two gradients of one tensor into a
+third, which it does in place when nobody looks (ATen's isTensorSubclassLike). Where a weight is used twice, a peak that the
+backward pass reaches in that moment is counted higher by one gradient of it.
 """
 
 import weakref

@@ -40,6 +40,7 @@ class ActivationBytes:
         blocks: the repeated blocks in the order of the forward pass.
         head_transient: the most that the head's backward pass holds beside what is kept.
         head_gradients: of the head's parameters.
+        stem_transient: what the stem's backward pass holds beside all gradients.
     """
 
     stem: int
@@ -47,6 +48,7 @@ class ActivationBytes:
     head: int
     head_transient: int
     head_gradients: int
+    stem_transient: int
 
     def kept(self, checkpointed: bool = False) -> int:
         """After the forward pass: all activations, or with every block checkpointed their inputs alone."""
@@ -63,7 +65,7 @@ class ActivationBytes:
             moments.append(held + again + block.transient + gradients)
             gradients += block.gradients
             held -= block.input + (0 if checkpointed else block.saved)
-        return max(moments)
+        return max(*moments, self.stem + gradients + self.stem_transient)
 
 
 def language_activations(config: TransformerConfig, batch: int, length: int, sixteen_bit: bool) -> ActivationBytes:
@@ -98,6 +100,7 @@ def language_activations(config: TransformerConfig, batch: int, length: int, six
         stem=0, blocks=(block,) * config.layers, head=head,
         head_transient=2 * logits,  # the gradients of log-probabilities and of logits
         head_gradients=_FLOAT32 * V * D,
+        stem_transient=_FLOAT32 * V * D,  # the embedding's part of the gradient that it shares with the head
     )  # fmt: skip
 
 
@@ -120,4 +123,4 @@ def image_activations(width: int, batch: int, sixteen_bit: bool, image_size: int
         blocks.append(BlockBytes(before, saved, saved + out, 3 * out, _FLOAT32 * weights))
     stem = each * batch * width * image_size**2
     images = _SIXTEEN_BIT * batch * 3 * image_size**2 if sixteen_bit else 0  # the batch itself is there anyway
-    return ActivationBytes(stem + images, tuple(blocks), head=0, head_transient=0, head_gradients=0)
+    return ActivationBytes(stem + images, tuple(blocks), head=0, head_transient=0, head_gradients=0, stem_transient=0)
