@@ -101,8 +101,9 @@ def _tell(told: Path, error: BaseException) -> dict:
         "timed_out": lost_peer and any("timed out" in text.lower() or "timeout" in text.lower() for text in texts),
     }
     write_atomically(told, json.dumps(record).encode())
-    # What is not this rank's fault, or comes in its own words, needs no traceback: rank 0's log is what the user watches.
-    print(record["raised"] if lost_peer or own_words else record["traceback"], file=sys.stderr)
+    # The user watches rank 0's log: what is no fault of this rank, or comes in its own words, needs no traceback there.
+    short = f"rank {os.environ['RANK']} lost its peers: {record['raised']}" if lost_peer else record["raised"]
+    print(short if lost_peer or own_words else record["traceback"], file=sys.stderr)
     return record
 
 

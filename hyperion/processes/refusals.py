@@ -1,8 +1,9 @@
 """Jobs on ranks that cannot work, refused before a single process is started."""
 
+import contextlib
 import errno
 import socket
-from datetime import timedelta
+import threading
 
 from hyperion.processes.job import Job, JobError
 
@@ -73,13 +74,19 @@ def _can_listen(family: int, address: tuple) -> bool:
 
 
 def _is_meeting_place(host: str, port: int) -> bool:
+    """Whether who listens there is torch's store. Asked in a thread: torch waits for ever for an answer of another."""
     import torch.distributed as dist
 
-    try:
-        dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_PROBE_S))
-    except (dist.DistError, RuntimeError):
-        return False
-    return True
+    met = []
+
+    def meet() -> None:
+        with contextlib.suppress(dist.DistError):
+            met.append(dist.TCPStore(host, port, is_master=False, wait_for_workers=False))
+
+    meeting = threading.Thread(target=meet, daemon=True, name="hyperion-probe")
+    meeting.start()
+    meeting.join(_PROBE_S)
+    return bool(met)
 
 
 def _refused(job: Job, what: str, next_step: str) -> JobError:
