@@ -46,9 +46,9 @@ def forecast(context: Context) -> list[Forecast]:
 
 def run(context: Context, report) -> Result:
     """Profile one step of each model and format."""
-    ready = {kind: workloads.prepare(context, kind) for kind in KINDS}
-    cells = [found.for_worker() | {"dtype": d} for found in ready.values() for d in context.sizes["dtypes"]]
-    results = run_counted(context, report, "hyperion.experiments.memory_phases:profile_step", cells)
+    with workloads.prepared(context) as ready:
+        cells = [found.for_worker() | {"dtype": d} for found in ready.values() for d in context.sizes["dtypes"]]
+        results = run_counted(context, report, "hyperion.experiments.memory_phases:profile_step", cells)
     return replace(merged(results), source=workloads.source_of(ready.values()))
 
 

@@ -44,19 +44,23 @@ def forecast(context: Context) -> list[Forecast]:
 
 def run(context: Context, report) -> Result:
     """Train each variant in a process of its own over the same batches, then time all of a model's steps in turn."""
-    ready = {kind: workloads.prepare(context, kind) for kind in KINDS}
+    with workloads.prepared(context) as ready:
+        return _compared(context, report, list(ready.values()))
+
+
+def _compared(context: Context, report, ready: list[Ready]) -> Result:
     reasons = {dtype: _unsupported(context.device, dtype) for dtype in context.sizes["dtypes"]}
     dtypes = [dtype for dtype, reason in reasons.items() if not reason]
-    cells = [found.for_worker() | {"dtype": dtype} for found in ready.values() for dtype in dtypes]
+    cells = [found.for_worker() | {"dtype": dtype} for found in ready for dtype in dtypes]
     results = run_side_by_side(context, report, "hyperion.experiments.precision_variants:train_variant", cells)
     reasons = {dtype: why or _emulated(context.device, dtype) for dtype, why in reasons.items()}
-    for number, found in enumerate(ready.values()):
+    for number, found in enumerate(ready):
         report(number, len(ready), f"steps of the {found.kind} model in turn")
         results.append(_timed(context, found, [dtype for dtype, reason in reasons.items() if not reason]))
     told = merged(results)
-    absent = [_absent(context, found, dtype, why) for found in ready.values() for dtype, why in reasons.items() if why]
+    absent = [_absent(context, found, dtype, why) for found in ready for dtype, why in reasons.items() if why]
     rows = told.rows + _agreements(context, told.rows) + absent
-    return replace(told, rows=rows, source=workloads.source_of(ready.values()))
+    return replace(told, rows=rows, source=workloads.source_of(ready))
 
 
 def train_variant(context: Context, report, kind: str, file: str, source: str, dtype: str) -> Result:

@@ -1,6 +1,7 @@
 """The two baselines made ready to be compared: a model, its optimizer, and a few batches that are the same in every process."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -210,6 +211,17 @@ def source_of(ready: Iterable[Ready]) -> str:
     """The data source of several: "synthetic" where one of them is, so that the banner is not missed."""
     sources = [found.source for found in ready]
     return "synthetic" if "synthetic" in sources else sources[0]
+
+
+@contextmanager
+def prepared(context: Context) -> Iterator[dict[str, Ready]]:
+    """Both kinds, their batches in files that go when the context ends."""
+    ready = {kind: prepare(context, kind) for kind in KINDS}
+    try:
+        yield ready
+    finally:
+        for found in ready.values():
+            found.file.unlink()
 
 
 def prepare(context: Context, kind: str) -> Ready:

@@ -1,0 +1,96 @@
+"""Rows of the chapters on precision and memory that nothing was measured for: test data, valid by every rule of a row."""
+
+import pandas as pd
+
+from hyperion.results import Row
+
+PRECISION, MEMORY = "03_mixed_precision", "04_memory_optimization"
+MODELS = {"gpt2_124m": 8192, "resnet18": 512}
+MILLISECONDS = {"fp32": 140.0, "tf32": 40.0, "bf16": 28.0}
+GIB = {"fp32": 10.5, "tf32": 10.5, "bf16": 8.9, "fp16": 8.9}
+PHASES = ("before forward", "after forward", "after backward", "after step")
+
+
+def timed(value: float, **columns) -> dict:
+    return columns | {"value": value, "n": 30, "ci_low": 0.98 * value, "ci_high": 1.02 * value}
+
+
+def variant_rows() -> list[Row]:
+    rows = []
+    for model, batch in MODELS.items():
+
+        def row(metric, dtype, model=model, batch=batch, **columns):
+            params = {"batch": batch} | columns.pop("params", {})
+            shared = {"notebook": PRECISION, "experiment": "precision_variants", "data_source": "mirror"}
+            return Row(**shared, variant=model, metric=metric, dtype=dtype, params=params, **columns)
+
+        for dtype, gib in GIB.items():
+            whole = {"phase": "whole step"}
+            rows.append(row("tensor_memory_gib", dtype, value=gib, predicted=gib * 1.02, params=whole))
+            peak = {"value": gib * 1.05, "params": {"steps": 16}, "limit_source": "no limit: made up"}
+            rows.append(row("peak_memory_gib", dtype, **peak))
+            if dtype != "fp32":
+                check = {"check": "loss beside fp32", "check_error": 0.004, "check_tolerance": 0.03}
+                rows.append(row("relative_difference", dtype, value=0.004, params={"from": "fp32", "steps": 16}, **check))
+        steady = {"params": {"step": "steady"}, "limit_source": "no limit: made up"}
+        for dtype, milliseconds in MILLISECONDS.items():
+            rows.append(row("step_time_s", dtype, **timed(milliseconds / 1e3), **steady))
+            if dtype != "fp32":
+                over = steady | {"params": {"step": "steady", "over": "fp32"}}
+                rows.append(row("speedup", dtype, **timed(140.0 / milliseconds), **over))
+        rows.append(row("step_time_s", "fp16", value=None, value_reason="unsupported: made up", params={"step": "steady"}))
+        rows.append(row("count", "fp16", value=2.0, params={"what": "skipped steps", "steps": 16}))
+    return rows
+
+
+def variant_samples() -> pd.DataFrame:
+    lines = [
+        {"kind": "step", "variant": model, "dtype": dtype, "step": step, "loss": 5 / step * (1 + (dtype != "fp32") * 1e-3)}
+        for model in MODELS for dtype in GIB for step in range(1, 17)
+    ]  # fmt: skip
+    return pd.DataFrame(lines)
+
+
+def phase_rows() -> list[Row]:
+    rows = []
+    for model, batch in MODELS.items():
+        for dtype, activations in (("fp32", 6.0), ("bf16", 3.5)):
+            for phase in PHASES:
+                parts = {
+                    "parameters": 0.5, "optimizer state": 1.0, "buffers": 0.0, "batch": 0.1,
+                    "activations": activations if phase == "after forward" else 0.0,
+                    "gradients": 0.5 if phase in PHASES[2:] else 0.0,
+                }  # fmt: skip
+                shared = {"notebook": PRECISION, "experiment": "memory_phases", "variant": model, "dtype": dtype}
+                params = {"batch": batch, "phase": phase}
+                allocated = shared | {"metric": "allocated_memory_gib"}
+                rows += [Row(**allocated, value=size, params=params | {"part": part}) for part, size in parts.items()]
+                check = {"check": "the parts add up to all tensors", "check_error": 1e-6, "check_tolerance": 0.01}
+                total = params | {"part": "all tensors"}
+                rows.append(Row(**allocated, value=sum(parts.values()), params=total, **check))
+                if phase != PHASES[0]:
+                    peak = sum(parts.values()) + 2.0
+                    rows.append(Row(**shared, metric="tensor_memory_gib", value=peak, params=params))
+    return rows
+
+
+def checkpointing_rows() -> list[Row]:
+    rows = []
+    shared = {"notebook": MEMORY, "experiment": "activation_checkpointing", "dtype": "bf16"}
+    for model, batch in MODELS.items():
+        for how, gib, milliseconds in (("none", 10.0, 30.0), ("every block", 4.0, 40.0)):
+            params = {"batch": batch, "checkpointing": how}
+            fullest = params | {"phase": "forward and backward"}
+            rows.append(Row(**shared, variant=model, metric="tensor_memory_gib", value=gib, params=fullest))
+            step = timed(milliseconds / 1e3, limit_source="no limit: made up", params=params | {"step": "steady"})
+            rows.append(Row(**shared, variant=model, metric="step_time_s", **step))
+        over = {"batch": batch, "checkpointing": "every block", "step": "steady", "over": "no checkpointing"}
+        ratio = timed(0.75, limit_source="no limit: made up", params=over)
+        rows.append(Row(**shared, variant=model, metric="speedup", **ratio))
+    for layers in (3, 12):
+        for how, slope in (("none", 0.8), ("every block", 0.05)):
+            params = {"batch": 8192, "checkpointing": how, "layers": layers, "what": "activations after forward"}
+            name = "gpt2_124m" + ("" if layers == 12 else f"_cut_to_l{layers}")
+            kept = {"value": 1.5 + slope * layers, "predicted": 1.5 + slope * layers}
+            rows.append(Row(**shared, variant=name, metric="allocated_memory_gib", params=params, **kept))
+    return rows
