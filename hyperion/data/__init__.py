@@ -1,4 +1,5 @@
-"""Data: sources, WikiText-2, CIFAR-10, synthetic sets of known difficulty, tokenizers, packing, counting baselines.
+"""Data: sources, WikiText-2, CIFAR-10, instruction rows, synthetic sets of known difficulty, tokenizers, packing, counting
+baselines.
 
 The loaders import torch and stand in `hyperion.data.loaders`; everything here works without it.
 """
