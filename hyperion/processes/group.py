@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device, Facts, collect_facts, detect, detect_cpu
+from hyperion.hardware.facts import VISIBLE_DEVICE_VARIABLES
 
 BACKENDS = ("nccl", "gloo")
 # A group that gave up is taken down within this time, or left to the end of the process.
@@ -155,10 +156,10 @@ def choose_device(place: Place | None, backend: str | None, facts: Facts) -> tup
 
 def more_ranks_than_devices(ranks: int, devices: int) -> GroupError:
     """The refusal of two ranks on one GPU, which NCCL would refuse later and less clearly."""
+    hiding = ", ".join(f"{name}={os.environ[name]}" for name in VISIBLE_DEVICE_VARIABLES if name in os.environ)
     return GroupError(
         f"{ranks} ranks on a node where PyTorch sees {devices} GPU{'s' * (devices != 1)}",
-        where="the visible-device variables say which it sees: "
-        + (", ".join(f"{k}={v}" for k, v in _facts().visible_devices.items()) or "none is set"),
+        where=f"visible-device variables: {hiding or 'none set'}",
         next_step=f"start at most {devices} rank{'s' * (devices != 1)} on this node",
     )
 
