@@ -38,10 +38,8 @@ def foretold_s(context: Context, collective: Collective, size_bytes: int, ranks:
     rate, latency_s, words = _rate(context, ranks)
     if rate is None:
         return None, words
-    factor = collective.bus_factor(ranks)
-    crossing = size_bytes * factor
-    basis = f"{latency_s * 1e6:g} us assumed for each call, then {factor:g} x its bytes at {words}"
-    return latency_s + crossing / rate / 1e9, basis
+    crossing = size_bytes * collective.bus_factor(ranks)
+    return latency_s + crossing / rate / 1e9, f"{latency_s * 1e6:g} us assumed for each call, then f x S at {words}"
 
 
 def _rate(context: Context, ranks: int) -> tuple[float | None, float, str]:
