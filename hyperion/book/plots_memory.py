@@ -2,6 +2,7 @@
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MultipleLocator
 
 from hyperion.book.formats import number
 from hyperion.book.material import Material, measured
@@ -118,6 +119,7 @@ def _draw_trade(axes: Axes, rows: list[Row]) -> None:
     axes.set_yticks(range(len(models)), [f"{model}\n{_dtype_of(rows, model)}" for model in models])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
+    axes.xaxis.set_major_locator(MultipleLocator(0.5))
     axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     axes.set(xlabel="of what it is without", xlim=(0, axes.get_xlim()[1] * 1.55), title="With every block checkpointed")
     axes.legend(loc="lower left", bbox_to_anchor=(0.62, 1.0), ncols=2, borderaxespad=0.2)

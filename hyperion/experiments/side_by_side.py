@@ -15,7 +15,7 @@ from hyperion.experiments.variants import run_variant
 
 Report = Callable[[int, int, str], object]
 # Starting Python and torch takes a variant longer than its work, and keeps one core busy.
-_CORES_EACH, _FEWEST, _MOST = 4, 2, 4
+_CORES_EACH, _FEWEST, _MOST = 2, 2, 8
 
 
 def run_side_by_side(context: Context, report: Report, function: str, variants: list[dict]) -> list[Result]:

@@ -115,7 +115,8 @@ class Workload:
             lay_out: what is done to the module before its optimizer is built, see hyperion.parallel.parallelize.
         """
         seed_everything(seed)
-        model = self.build().to(device.torch_device)
+        with torch.device(device.torch_device):  # a GPU draws the weights of a large model much faster
+            model = self.build()
         model = model if lay_out is None else lay_out(model)
         rate, precision = self.sizes["learning_rate"], choose_precision(device, dtype)
         # Constant after a short warm-up: nothing is trained to the end here.
