@@ -1,11 +1,13 @@
 """What does a larger batch buy, and where does it end? Throughput and memory by batch, up to the batch that does not fit."""
 
 import gc
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import torch
 
+from hyperion.experiments.columns import stream_ceiling
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.reference_steps import (
     GIB,
@@ -34,7 +36,7 @@ def forecast(context: Context) -> list[Forecast]:
     dtype = _dtype(context)
     largest = [_forecast_largest(context, reference_model(name), dtype) for name in context.sizes["batches"]]
     return largest + [
-        foretold
+        replace(foretold, basis=_shared_basis(context, dtype) or foretold.basis)
         for name, batches in context.sizes["batches"].items()
         for batch in sorted(batches, reverse=True)
         for foretold in forecast_step(context, name, batch, dtype)
@@ -67,6 +69,17 @@ def sweep(context: Context, report, names: list[str]) -> Result:
 
 def _dtype(context: Context) -> str:
     return choose_precision(context.device, context.sizes["precision"]).dtype
+
+
+def _shared_basis(context: Context, dtype: str) -> str:
+    """What the throughputs of all batches rest on, in one sentence; "" without ceilings."""
+    gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
+    if gemm is None or stream is None:
+        return ""
+    return (
+        f"products at the measured {gemm.value:.4g} TFLOPS, then optimizer and activations at {stream.value:.4g} GB/s: the "
+        "update weighs the more the smaller the batch"
+    )
 
 
 def _forecast_largest(context: Context, model: ReferenceModel, dtype: str) -> Forecast:
