@@ -137,6 +137,8 @@ def _tell(here: World, measured: list[CollectiveMeasurement]) -> None:
         table = busbw_table(m for m in measured if m.dtype == dtype)
         table.columns.name = f"{dtype}, busbw GB/s"
         print(table.to_string(float_format=lambda rate: f"{rate:.4g}"))
+    for collective in {m.collective.name: m.collective for m in measured}.values():
+        print(f"{collective.name}: bytes = {collective.size}; busbw = {collective.bus_factor(here.size):g} x bytes / time")
     print(f"ok: {len(measured)} collectives, every value right on each of {here.size} ranks, before and after the timed calls")
 
 

@@ -74,8 +74,9 @@ def measure_on_rank(context: Context, report: Report) -> Result:
             measured = measure_collective(
                 collective, size, dtype, here, roll, time_limit_s=context.sizes["time_limit_s"]
             )
-            rows += _rows(context, measured)
-            frames.append(sample_frame(measured.timing, collective.name, dtype, _params(size, here.size)))
+            rows += _rows(context, measured, here.backend)
+            params = _params(size, here.size) | {"backend": here.backend}
+            frames.append(sample_frame(measured.timing, collective.name, dtype, params))
             sweeps.setdefault((collective.name, dtype), []).append(measured)
         roll.step("the end of the measurement")
         dist.barrier()
@@ -112,11 +113,9 @@ def _absent(context: Context, name: str, dtype: str, params: dict, reason: str) 
     return context.row(name, "busbw_gb_s", None, dtype=dtype, params=params, value_reason=reason)
 
 
-def _rows(context: Context, measured: CollectiveMeasurement) -> list[Row]:
+def _rows(context: Context, measured: CollectiveMeasurement, backend: str) -> list[Row]:
     seconds = measured.timing.estimate
     limit, source = busbw_limit(context.device, measured.collective, measured.ranks)
-    if world().backend == "nccl":  # the name that RCCL, too, goes by in PyTorch
-        source += f"; by {'RCCL' if torch.version.hip else 'NCCL'}"
     rows = [
         ("collective_time_s", seconds, {}),
         ("algbw_gb_s", seconds.map(measured.algbw_gb_s), {}),
@@ -125,7 +124,7 @@ def _rows(context: Context, measured: CollectiveMeasurement) -> list[Row]:
     return [
         context.row(
             measured.collective.name, metric, estimate.value, dtype=measured.dtype,
-            params=_params(measured.bytes, measured.ranks), **columns,
+            params=_params(measured.bytes, measured.ranks) | {"backend": backend}, **columns,
             **timed_columns(estimate, measured.timing, measured.verification),
         )
         for metric, estimate, columns in rows

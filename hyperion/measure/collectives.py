@@ -2,6 +2,8 @@
 
 Inputs are whole numbers that differ by rank and by element and whose sums are exact in the format, so the outputs are
 compared for equality: a rank left out, counted twice or swapped with another, or data moved by one element, shows.
+
+Source of the factors and of what S counts: NVIDIA nccl-tests, doc/PERFORMANCE.md.
 """
 
 from collections.abc import Callable
@@ -16,7 +18,6 @@ from hyperion.measure.timing import Timing, time_function
 from hyperion.measure.verify import Verification
 from hyperion.processes import RollCall, World
 
-FACTOR_SOURCE = "NVIDIA nccl-tests, doc/PERFORMANCE.md"
 DTYPES = {
     "fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int64": torch.int64,
 }  # fmt: skip
