@@ -1,6 +1,7 @@
 """Activation checkpointing on the blocks of both baselines: equal gradients, less memory, more time; and memory by depth."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -138,7 +139,7 @@ def _agreement(context: Context, kind: str) -> list[Row]:
     for how in (NONE, EVERY_BLOCK):
         engine, batch = _engine(context, work, "fp32", how)
         engine.model.train()
-        with engine.precision.products():
+        with engine.precision.products(), _in_one_order():
             with engine.precision.autocast(engine.device):
                 loss = engine.summed_loss(batch) / engine.count_items(batch)
             loss.backward()
@@ -156,6 +157,18 @@ def _agreement(context: Context, kind: str) -> list[Row]:
                 )
             )  # fmt: skip
     return rows
+
+
+@contextlib.contextmanager
+def _in_one_order() -> Iterator[None]:
+    """The fastest convolution kernels add up gradients of weights in whatever order threads come, differently each time:
+    on an H200 by 2e-5, which would hide a difference that checkpointing makes.
+    """
+    before, torch.backends.cudnn.deterministic = torch.backends.cudnn.deterministic, True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.deterministic = before
 
 
 def largest_difference(found: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
