@@ -56,8 +56,9 @@ def test_flops_are_those_that_torch_counts(model, rank):
     with FlopCounterMode(display=False) as both:
         loss().backward()
     expected = llama_flops_per_token(model.config, 16, rank, ATTENTION if rank else ())
-    assert forward.get_total_flops() == 48 * expected.forward
-    assert both.get_total_flops() == 48 * expected.forward_backward
+    # Some versions of transformers form the rotary angles by a product too: 2 H T / 2 FLOPs a batch, which nobody counts.
+    assert forward.get_total_flops() == pytest.approx(48 * expected.forward, rel=1e-4)
+    assert both.get_total_flops() == pytest.approx(48 * expected.forward_backward, rel=1e-4)
 
 
 def test_a_step_of_lora_costs_two_thirds_of_a_full_one():
