@@ -1,13 +1,12 @@
 """Where the memory of a training step goes: parameters, optimizer state, activations and gradients, phase by phase."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import pandas as pd
 import torch
 
-from hyperion.experiments import datasets, workloads
+from hyperion.experiments import workloads
 from hyperion.experiments.columns import out_of_memory_reason
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.side_by_side import run_counted
@@ -27,10 +26,7 @@ def forecast(context: Context) -> list[Forecast]:
     """Activations after the forward pass and the peak of the backward pass, from shapes."""
     lines = []
     for kind in KINDS:
-        work = workloads.foretold(context, kind)
-        if work is None:
-            lines.append(workloads.no_vocabulary(context, kind, "allocated_memory_gib"))
-            continue
+        work = workloads.workload(kind, context.sizes[kind])
         for dtype in context.sizes["dtypes"]:
             kept = work.activations(dtype in SIXTEEN_BIT).kept()
             basis = "from shapes: what each layer saves for its backward pass"
@@ -45,28 +41,26 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report) -> Result:
-    """Profile one step of each model and format."""
-    with workloads.prepared(context) as ready:
-        cells = [found.for_worker() | {"dtype": d} for found in ready.values() for d in context.sizes["dtypes"]]
-        results = run_counted(context, report, "hyperion.experiments.memory_phases:profile_step", cells)
-    return replace(merged(results), source=workloads.source_of(ready.values()))
+    """Profile one step of each model and format, on random batches: only their shapes matter."""
+    cells = [{"kind": kind, "dtype": dtype} for kind in KINDS for dtype in context.sizes["dtypes"]]
+    return merged(run_counted(context, report, "hyperion.experiments.memory_phases:profile_step", cells))
 
 
-EXPERIMENT = Experiment(forecast, run, forecast_reads=("text_pipeline",), data=datasets.TEXT + datasets.IMAGES)
+EXPERIMENT = Experiment(forecast, run)
 
 
-def profile_step(context: Context, report, kind: str, file: str, source: str, dtype: str) -> Result:
+def profile_step(context: Context, report, kind: str, dtype: str) -> Result:
     """One step, its memory looked at between the phases."""
-    work, batches = workloads.load(kind, context.sizes[kind], Path(file), context.device)
-    shared = {"dtype": dtype, "data_source": source}
+    work, shared = workloads.workload(kind, context.sizes[kind]), {"dtype": dtype}
     try:
-        moments = memory_by_phase(work.engine(dtype, context.device, context.seed), batches[0])
+        batch = workloads.random_batch(work, context.device, context.seed)
+        moments = memory_by_phase(work.engine(dtype, context.device, context.seed), batch)
     except torch.OutOfMemoryError as error:
         shared |= {"params": {"batch": work.items, "phase": PHASES[1], "part": "all tensors"}}
         absent = context.row(work.name, "allocated_memory_gib", None, value_reason=out_of_memory_reason(error), **shared)
-        return Result([absent], pd.DataFrame(), source)
+        return Result([absent], pd.DataFrame())
     rows = [row for moment in moments for row in _rows(context, work, moment, moments[0], shared)]
-    return Result(rows, pd.DataFrame(), source)
+    return Result(rows, pd.DataFrame())
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hyperion.data import channel_statistics
 from hyperion.data.loaders import ImageBatches, LanguageBatches
 from hyperion.experiments import datasets
-from hyperion.experiments.context import Context, Forecast
+from hyperion.experiments.context import Context
 from hyperion.experiments.training_rows import ADAMW_BYTES_A_PARAMETER, SGD_BYTES_A_PARAMETER
 from hyperion.hardware import Device
 from hyperion.models import (
@@ -180,12 +180,6 @@ def foretold(context: Context, kind: str) -> Workload | None:
         return workload(kind, context.sizes[kind])
     counted = datasets.vocabulary_row(context)
     return None if counted is None else workload(kind, context.sizes[kind], int(counted.value))
-
-
-def no_vocabulary(context: Context, kind: str, metric: str) -> Forecast:
-    """The forecast of a language model whose vocabulary nobody has counted."""
-    basis = "no estimate: this run has not counted the vocabulary (01_dataset_preparation)"
-    return Forecast(variant=context.sizes[kind]["model"], metric=metric, estimate=None, basis=basis)
 
 
 @dataclass(frozen=True)
