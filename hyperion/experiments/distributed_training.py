@@ -74,32 +74,35 @@ def _trained(context: Context, report: Report, recipe: Recipe) -> Result:
     if here.rank:
         return Result([], seen, training.source)
     curve = loss_curve(history).assign(training=recipe.name)
-    rows = _epoch_rows(context, recipe, training, history) + [_mean_row(context, recipe, training, history)]
+    rows = epoch_rows(context, recipe, training, history) + mean_rows(context, recipe, training, history)
     return Result(rows, pd.concat([curve, seen], ignore_index=True), training.source)
 
 
-def _epoch_rows(context: Context, recipe: Recipe, training: Training, history: History) -> list[Row]:
-    """Loss, throughput and memory of every epoch: of all ranks together (no rank) and of each."""
+def epoch_rows(context: Context, recipe: Recipe, training: Training, history: History) -> list[Row]:
+    """Loss, throughput and memory of every epoch: of all ranks together (no rank) and of each; the held-out loss of all."""
     rows = []
+    ranks = Counter(record.epoch for record in history.rank_epochs)  # an epoch of a resumed run may have had others
     for record in [*history.epochs, *history.rank_epochs]:
-        rows += _record_rows(context, recipe, training, record)
+        rows += _record_rows(context, recipe, training, record, ranks[record.epoch])
     for record in history.epochs:
         if record.evaluation is not None:
             rows.append(context.row(
                 recipe.name, "validation_loss", record.evaluation["loss"], dtype=training.engine.precision.dtype,
-                params=_params(recipe, world().size) | {"epoch": record.epoch},
+                params=_params(recipe, ranks[record.epoch]) | {"epoch": record.epoch},
                 limit_source="no limit: the entropy of the held-out data is not known", data_source=training.source,
             ))  # fmt: skip
     return rows
 
 
-def _record_rows(context: Context, recipe: Recipe, training: Training, record: EpochRecord) -> list[Row]:
+def _record_rows(
+    context: Context, recipe: Recipe, training: Training, record: EpochRecord, ranks: int
+) -> list[Row]:
     values = {
         "training_loss": (record.loss, _FITS),
         f"{training.engine.item}s_per_s": (record.items_per_s, _NO_LIMIT),
         record.peak_memory_metric: (record.peak_memory_gib, "no limit: the least memory of a step is not derived yet"),
     }
-    params = _params(recipe, world().size) | {"epoch": record.epoch}
+    params = _params(recipe, ranks) | {"epoch": record.epoch}
     return [
         context.row(
             recipe.name, metric, value, dtype=training.engine.precision.dtype, rank=record.rank, params=params,
@@ -110,17 +113,23 @@ def _record_rows(context: Context, recipe: Recipe, training: Training, record: E
     ]  # fmt: skip
 
 
-def _mean_row(context: Context, recipe: Recipe, training: Training, history: History) -> Row:
-    """The loss of all ranks, against the mean recomputed from the ranks' own."""
+def mean_rows(context: Context, recipe: Recipe, training: Training, history: History) -> list[Row]:
+    """The loss of the last epoch against the mean recomputed from the ranks' own. None where the two differ by right: parts
+    of unequal size (completions), or an epoch that another number of ranks began.
+    """
     last = history.epochs[-1]
     parts = [record for record in history.rank_epochs if record.epoch == last.epoch]
+    if recipe.task == "llama" or any(part.steps != last.steps for part in parts):
+        return []
     mean = mean_over_ranks(parts)
-    return context.row(
-        recipe.name, "training_loss", mean, dtype=training.engine.precision.dtype,
-        params=_params(recipe, world().size) | {"what": "mean of the ranks' losses"}, limit_source=_FITS,
-        check="loss of all ranks together", check_error=abs(mean / last.loss - 1), check_tolerance=1e-5,
-        data_source=training.source,
-    )  # fmt: skip
+    return [
+        context.row(
+            recipe.name, "training_loss", mean, dtype=training.engine.precision.dtype,
+            params=_params(recipe, len(parts)) | {"what": "mean of the ranks' losses"}, limit_source=_FITS,
+            check="loss of all ranks together", check_error=abs(mean / last.loss - 1), check_tolerance=1e-5,
+            data_source=training.source,
+        )
+    ]  # fmt: skip
 
 
 def _overlap_rows(context: Context, results: list[Result]) -> list[Row]:

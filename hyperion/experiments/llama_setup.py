@@ -2,12 +2,14 @@
 
 import contextlib
 import io
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from hyperion.checkpoints.adapters import CONFIG as ADAPTER
 from hyperion.data import (
     Completions,
     InstructionSet,
@@ -17,15 +19,19 @@ from hyperion.data import (
     read_tokenizer,
     tokenize_completions,
 )
+from hyperion.errors import HyperionError
 from hyperion.experiments.context import Context
 from hyperion.hardware import Device
 from hyperion.models import (
     LlamaLM,
     ModelFlops,
     llama_flops_per_token,
+    llama_folder,
     load_llama,
     local_llama,
+    random_llama_shape,
     require_vocabulary,
+    verify_llama_folder,
 )
 from hyperion.parallel import add_lora
 from hyperion.parallel.lora import ATTENTION
@@ -57,7 +63,7 @@ def material(context: Context, quiet: bool = False) -> Material:
     """The instruction rows of the context's data source, tokenized for the model that the profile names.
 
     Where the profile says `real_weights`, the folder llama/ of the mirror or the cache takes the place of the random
-    configuration, with the tokenizer that lies in it.
+    configuration. Where it names a folder or a model of the hub, that is it. Either brings its own tokenizer.
 
     Args:
         quiet: do not say which source was taken, because it has been said.
@@ -69,7 +75,7 @@ def material(context: Context, quiet: bool = False) -> Material:
 def _material(context: Context) -> Material:
     sizes = context.sizes
     rows = load_instructions(context.data_source, allow_synthetic=context.allow_synthetic, seed=context.seed)
-    folder = local_llama(context.data_source) if sizes["real_weights"] else None
+    folder = (local_llama(context.data_source) if sizes["real_weights"] else None) or llama_folder(sizes["model"])
     if folder is not None:
         tokenizer = read_tokenizer(folder)
     else:
@@ -81,6 +87,36 @@ def _material(context: Context) -> Material:
     )
     name = folder.resolve().name if folder is not None else sizes["model"]
     return Material(rows, tokenizer, train, held_out, name, folder or sizes["model"])
+
+
+def require_llama(model: str) -> None:
+    """Refuse weights that no training can begin with, before one is loaded; a model of the hub is looked at when it came.
+
+    Raises:
+        HyperionError: no such random configuration, an adapter in the place of a model, an incomplete folder, or a
+            tokenizer that is not the model's.
+    """
+    folder = Path(model).expanduser()
+    if model.startswith("random_"):
+        random_llama_shape(model, 1)
+    elif folder.is_dir():
+        _require_no_adapter(folder)
+        require_vocabulary(read_tokenizer(folder).vocab_size, verify_llama_folder(folder), where=folder)
+
+
+def _require_no_adapter(folder: Path) -> None:
+    if not (folder / ADAPTER).is_file():
+        return
+    try:
+        adapter = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+        rank, base = adapter["r"], adapter.get("base_model_name_or_path")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise HyperionError(f"{ADAPTER} cannot be read: {error!r}", where=folder, next_step="copy it again") from error
+    raise HyperionError(
+        f"an adapter of rank {rank} and no model: training begins with whole weights, and adapters of rank {RANK}",
+        where=folder,
+        next_step=f"name the weights that it was trained on{f' ({base})' if base else ''}",
+    )
 
 
 def base_model(context: Context, found: Material, dtype: torch.dtype) -> nn.Module:

@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
+from hyperion.checkpoints import agreed, on_rank_0
 from hyperion.data.imageset import channel_statistics
 from hyperion.data.instruction_batches import InstructionBatches
 from hyperion.data.loaders import ImageBatches, LanguageBatches, evaluation_windows
@@ -43,16 +43,16 @@ def set_up(context: Context, recipe: Recipe) -> Training:
 
 
 def rank_zero_first(function: Callable[[], T]) -> T:
-    """What `function` returns on every rank; rank 0 goes first, so that it alone prepares what all then find on disk."""
-    here = world()
+    """What `function` returns on every rank; rank 0 goes first, so that it alone prepares what all then find on disk.
+
+    Raises:
+        CheckpointError: on all ranks, what a rank raised: none waits for one that gave up.
+    """
+    here, first = world(), []
     if here.size == 1:
         return function()
-    if here.rank == 0:
-        found = function()
-        dist.barrier()
-        return found
-    dist.barrier()
-    return function()
+    on_rank_0(lambda: first.append(function()))
+    return agreed(lambda: first[0] if here.rank == 0 else function())
 
 
 def _language(context: Context, recipe: Recipe) -> Training:

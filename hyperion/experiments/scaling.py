@@ -13,6 +13,7 @@ from hyperion.processes import JobError
 from hyperion.results import Estimate, Row, independent_ratio_estimate, median_estimate
 
 PARITY = 1e-4
+LAUNCH_FAILED = "the launch failed"
 _ENTRY = "hyperion.experiments.scaling_workloads:measure_on_rank"
 _IDEAL = "no limit: N devices are ideally N times as fast, but caches can make them more"
 
@@ -61,7 +62,7 @@ def _launched(context: Context, report: Report, ranks: int) -> tuple[list[pd.Dat
         try:
             samples.append(merged(run_on_ranks(context, report, _ENTRY, {"names": [name]}, ranks=ranks)).samples)
         except JobError as error:
-            missing[name, ranks] = f"the launch failed: {error.what.splitlines()[0]}"
+            missing[name, ranks] = f"{LAUNCH_FAILED}: {error.what.splitlines()[0]}"
     return samples, missing
 
 

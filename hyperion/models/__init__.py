@@ -12,7 +12,7 @@ from hyperion.models.llama import (
     random_llama_shape,
     require_vocabulary,
 )
-from hyperion.models.llama_files import load_llama, local_llama
+from hyperion.models.llama_files import llama_folder, load_llama, local_llama, verify_llama_folder
 from hyperion.models.reference import REFERENCE_MODELS, ReferenceModel, reference_model
 from hyperion.models.resnet import ResNet18, flops_per_image, resnet18
 from hyperion.models.transformer import TransformerConfig, TransformerLM, flops_per_token, named_config
@@ -33,6 +33,7 @@ __all__ = [
     "image_activations",
     "language_activations",
     "llama_flops_per_token",
+    "llama_folder",
     "llama_lora_parameter_count",
     "llama_parameter_count",
     "load_llama",
@@ -44,4 +45,5 @@ __all__ = [
     "reference_model",
     "require_vocabulary",
     "resnet18",
+    "verify_llama_folder",
 ]

@@ -44,13 +44,24 @@ def load_llama(
         HyperionError: no such configuration or folder, no network, weights that are incomplete, pickled, quantised or not
             Llama's: named, before anything is trained.
     """
+    folder = llama_folder(model_id)
+    if folder is None:
+        return build_random_llama(str(model_id), vocab_size or 0, dtype, device)
+    return _load_folder(folder, dtype, device)
+
+
+def llama_folder(model_id: str | Path) -> Path | None:
+    """The folder that real weights and their tokenizer lie in, after a download where an id on the hub is new; None for the
+    name of a random configuration.
+
+    Raises:
+        HyperionError: no such folder and no such model, or no network.
+    """
     name = str(model_id)
     if name.startswith("random_") or name in RANDOM_LLAMAS:
-        return build_random_llama(name, vocab_size or 0, dtype, device)
+        return None
     folder = Path(name).expanduser()
-    if not folder.is_dir():
-        folder = _from_hub(name)
-    return _load_folder(folder, dtype, device)
+    return folder if folder.is_dir() else _from_hub(name)
 
 
 def local_llama(data_source: str) -> Path | None:
@@ -66,8 +77,11 @@ def local_llama(data_source: str) -> Path | None:
     return None
 
 
-def verify_llama_folder(folder: Path) -> None:
+def verify_llama_folder(folder: Path) -> LlamaForCausalLM:
     """Check that a folder holds a whole Llama: configuration, every shard, every tensor in its shape; no weight is read.
+
+    Returns:
+        The model without storage.
 
     Raises:
         HyperionError: names the file or tensor that is missing or wrong.
@@ -98,6 +112,7 @@ def verify_llama_folder(folder: Path) -> None:
                 where=folder,
                 next_step="use weights and config.json of the same model",
             )
+    return model
 
 
 def _stored_shapes(folder: Path) -> dict[str, list[int]]:

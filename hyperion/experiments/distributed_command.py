@@ -1,0 +1,251 @@
+"""The command behind run_distributed.py: one training or several on all ranks, or scaling; a run folder with a row from
+every rank, checkpoints to go on from, and an exit code that says how it ended."""
+
+import contextlib
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hyperion.checkpoints import on_rank_0
+from hyperion.errors import HyperionError
+from hyperion.experiments import scaling
+from hyperion.experiments.chapter import run_information
+from hyperion.experiments.context import Context, Result
+from hyperion.experiments.distributed_options import COMMAND, Machine, Request, checked, parsed
+from hyperion.experiments.distributed_progress import Progress, scaling_table, training_table
+from hyperion.experiments.distributed_training import epoch_rows, mean_rows
+from hyperion.experiments.profiles import default_profile, load_profile
+from hyperion.experiments.recipe import Recipe
+from hyperion.experiments.recipes import set_up
+from hyperion.experiments.training_rows import loss_curve
+from hyperion.experiments.variants import merged, packed, restored
+from hyperion.hardware import collect_facts, detect
+from hyperion.parallel import assert_ranks_agree
+from hyperion.processes import Job, JobError, process_group, run_ranks, world
+from hyperion.processes.group import choose_device, place_of
+from hyperion.processes.job import INTERRUPTED
+from hyperion.results import Run, new_run_folder, set_latest
+from hyperion.training import Interrupted, train
+
+TRAINING, SCALING = ("05_distributed_training", "distributed_training"), ("08_scaling_analysis", "scaling")
+CPU_RANKS = 2
+_FAILED = 1
+_LONGEST_S = 30 * 86400.0
+# torchrun ends the others when a rank left. A rank that is still there after this while has something of its own to tell.
+_PATIENCE_S = 5.0
+
+
+def main(description: str, export: Callable[[Run], object], given: Sequence[str] | None = None) -> int:
+    """Do what the command line asks.
+
+    Args:
+        description: for `--help`.
+        export: makes tables and pictures of a run, on rank 0, when all is measured.
+
+    Returns:
+        0; 1 when a training or a launch failed; 2 when the request cannot be met; 75 when SIGTERM came, and the state was
+        saved.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    with contextlib.redirect_stdout(open(os.devnull, "w")) if rank else contextlib.nullcontext():
+        try:
+            options = parsed(given, description)
+            machine = this_machine()
+            request = checked(options, machine)
+            _say(request.notes)
+            if request.counts:
+                return _scaled(request, export)
+            return _joined(request, export) if machine.launched else _launched(request, machine, export)
+        except HyperionError as error:
+            return _leave(error, rank)
+
+
+def this_machine() -> Machine:
+    """The device of this process, and how many there are and train together.
+
+    Raises:
+        HyperionError: torchrun started more ranks than there are devices, or a device cannot be opened.
+    """
+    place, facts = place_of(os.environ), collect_facts()
+    devices = len(facts.gpus) or CPU_RANKS
+    if place is None:
+        return Machine(device=detect(facts), devices=devices, ranks=devices, launched=False)
+    _, device = choose_device(place, None, facts)
+    return Machine(device=device, devices=devices, ranks=place.size, launched=True)
+
+
+def train_all(context: Context) -> dict[str, str]:
+    """Every training of the context in turn, on this rank's group; one that fails on all ranks alike does not end the rest.
+
+    Returns:
+        Why those failed that did, by name.
+
+    Raises:
+        HyperionError: the only training failed; Interrupted: SIGTERM came, and the state was saved.
+    """
+    recipes, done, failures = [Recipe(**settings) for settings in context.sizes["trainings"]], [], {}
+    for recipe in recipes:
+        try:
+            done.append(trained(context, recipe))
+        except Interrupted:
+            raise
+        except HyperionError as error:
+            if len(recipes) == 1:
+                raise
+            failures[recipe.name] = str(error)
+            _say([f"{recipe.name} FAILED: {error}"])
+            continue
+        finally:
+            _free_memory()
+        if world().rank == 0:
+            found = merged(done)
+            run = Run.open(context.workspace.parent)
+            run.record(*TRAINING, found.rows, found.samples, input_hash="command", source=found.source)
+    return failures
+
+
+def trained(context: Context, recipe: Recipe) -> Result:
+    """One training, gone on with where a checkpoint of it lies in the workspace; the rows of all ranks on rank 0."""
+    training, here = set_up(context, recipe), world()
+    progress = Progress(recipe, training, here)
+    history = train(
+        training.engine, training.batches, recipe.plan(), validation=training.validation,
+        folder=context.workspace / recipe.name, on_epoch=(progress.epoch,), report=progress.report,
+    )  # fmt: skip
+    assert_ranks_agree(training.engine.model)
+    if here.rank:
+        return Result([], loss_curve(history), training.source)
+    rows = epoch_rows(context, recipe, training, history) + mean_rows(context, recipe, training, history)
+    return Result(rows, loss_curve(history).assign(training=recipe.name), training.source)
+
+
+def on_rank(context: dict) -> dict:
+    """The entry of ranks that this command launched itself."""
+    return {"failures": train_all(restored(context))}
+
+
+def _joined(request: Request, export: Callable[[Run], object]) -> int:
+    """This process is a rank that torchrun started."""
+    with process_group() as here:
+        folder = Path(on_rank_0(lambda: str(_opened(request).folder)))
+        try:
+            failures = train_all(_context(request, folder))
+        except Interrupted as error:
+            raise _to_be_continued(error, folder) from error
+        except RuntimeError:  # of gloo and NCCL: a peer is gone, which torchrun must see first
+            time.sleep(_PATIENCE_S)
+            raise
+        dist.barrier()
+    return _finished(Run.open(folder), failures, export, training_table) if here.rank == 0 else _FAILED * bool(failures)
+
+
+def _launched(request: Request, machine: Machine, export: Callable[[Run], object]) -> int:
+    """This process starts a rank for each device and waits for them."""
+    run, heard = _opened(request), []
+
+    def hear(line: str) -> None:
+        heard.append(line)
+        print(line, flush=True)
+
+    job = Job(
+        "hyperion.experiments.distributed_command:on_rank", {"context": packed(_context(request, run.folder))},
+        timeout_s=_LONGEST_S, ranks=machine.ranks,
+    )  # fmt: skip
+    try:
+        failures = run_ranks(job, on_line=hear, log_folder=run.folder / "logs")[0]["failures"]
+    except JobError as error:
+        if error.exit_code == INTERRUPTED:
+            raise _to_be_continued(error, run.folder) from error
+        if any(error.what.splitlines()[0] in line for line in heard):
+            return error.exit_code  # rank 0 has told it
+        raise
+    return _finished(run, failures, export, training_table)
+
+
+def _scaled(request: Request, export: Callable[[Run], object]) -> int:
+    """Chapter 2.8 with the numbers of devices that were asked for, each a launch of its own."""
+    run, seed = _opened(request), request.options.seed
+    sizes = load_profile(default_profile(detect().kind)).sizes(*SCALING) | {"counts": list(request.counts)}
+    if request.options.precision != "auto":
+        sizes["precision"] = request.options.precision
+    context = Context(
+        notebook=SCALING[0], experiment=SCALING[1], sizes=sizes, seed=seed, workspace=run.folder / "checkpoints"
+    )
+    result = scaling.run(context, lambda done, total, note: print(f"[{done}/{total}] {note}", flush=True))
+    run.record(*SCALING, result.rows, result.samples, input_hash="command")
+    failures = {
+        f"{row.variant} on {row.params['ranks']}": row.value_reason
+        for row in result.rows if row.value_reason.startswith(scaling.LAUNCH_FAILED)
+    }  # fmt: skip
+    return _finished(run, failures, export, scaling_table)
+
+
+def _opened(request: Request) -> Run:
+    """The run that is continued, or a new one that says what was asked for."""
+    if request.run is not None:
+        return Run.open(request.run)
+    options = request.options
+    run = Run.create(
+        new_run_folder(f"{COMMAND}-{options.model}", request.results),
+        run_information("command", options.data_source, options.seed)
+        | {"command": {"options": asdict(options), "recipes": [asdict(recipe) for recipe in request.recipes]}},
+    )
+    print(f"rows, samples and checkpoints go to {run.folder}", flush=True)
+    return run
+
+
+def _context(request: Request, folder: Path) -> Context:
+    profile = load_profile(default_profile(detect().kind))
+    return Context(
+        notebook=TRAINING[0], experiment=TRAINING[1], sizes={"trainings": [asdict(recipe) for recipe in request.recipes]},
+        seed=request.options.seed, data_source=request.options.data_source, allow_synthetic=profile.allow_synthetic,
+        synthetic=profile.synthetic, workspace=folder / "checkpoints",
+    )  # fmt: skip
+
+
+def _finished(
+    run: Run, failures: dict[str, str], export: Callable[[Run], object], table: Callable[[Run], str]
+) -> int:
+    """Tables and pictures of what was measured, and the summary."""
+    if run.rows():
+        export(run)
+        set_latest(run.folder)
+        print(table(run))
+    for name, reason in failures.items():
+        print(f"FAILED  {name}: {reason}")
+    print(f"{run.folder}", flush=True)
+    return _FAILED if failures else 0
+
+
+def _to_be_continued(error: HyperionError, folder: Path) -> Interrupted:
+    return Interrupted(error.what, where=error.where, next_step=f"go on with it: {COMMAND}.py --run {folder}")
+
+
+def _leave(error: HyperionError, rank: int) -> int:
+    """Tell what cannot be put right from here, once: of many ranks that all met it rank 0 tells it."""
+    if rank:
+        time.sleep(_PATIENCE_S)
+        if isinstance(error, Interrupted):
+            return error.exit_code
+    print(f"{COMMAND}: {error}", file=sys.stderr, flush=True)
+    return error.exit_code
+
+
+def _say(lines: Sequence[str]) -> None:
+    if world().rank == 0:
+        for line in lines:
+            print(line, flush=True)
+
+
+def _free_memory() -> None:
+    """One training's model is gone before the next one is built."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
