@@ -1,5 +1,6 @@
 """What ties a process to the one that started it: it inherits the environment, and does not outlive it."""
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -7,6 +8,8 @@ import sys
 import threading
 import time
 from pathlib import Path
+
+import psutil
 
 # Time that a process which was asked to end gets to save what it has.
 GRACE_S = 30.0
@@ -41,6 +44,19 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         sys.exit("the launcher ended before the worker began")
+
+
+def kill_session(leader: int, ours: bool) -> None:
+    """SIGKILL for a process that leads a session of its own, and for whatever it started in it.
+
+    Args:
+        leader: its process number.
+        ours: whether the process of that number, if there is one, is still it. A number is given to another process only
+            when no process of the session is left.
+    """
+    if ours or not psutil.pid_exists(leader):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader, signal.SIGKILL)
 
 
 def do_not_outlive(parent: int) -> None:

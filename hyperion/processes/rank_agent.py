@@ -1,43 +1,62 @@
 """torchrun for one node, tied to its launcher: `python -m hyperion.processes.rank_agent FOLDER`.
 
-It is torch.distributed.run with three things added: it ends with its launcher, it refuses an entry that does not exist
-before N interpreters are started, and it writes down how each rank ended.
+It is torch.distributed.run with three things added: it ends with its launcher and leaves nothing behind, it refuses an
+entry that does not exist before N interpreters are started, and it writes down how each rank ended.
 """
 
 import ast
+import contextlib
 import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
+import psutil
+
 from hyperion.errors import HyperionError
-from hyperion.processes.lifeline import die_with
-from hyperion.processes.verdict import ENDS
-from hyperion.results.files import write_atomically
+from hyperion.processes.lifeline import die_with, kill_session
+from hyperion.processes.notes import Notes, read, write
 
 
 def main(folder: str) -> None:
     """Run the request's ranks; exit code 0 when all of them answered."""
-    request = json.loads((Path(folder) / "request.json").read_text())
+    notes = Notes(Path(folder))
+    request = read(notes.request)
     die_with(request["launcher"])
-    told = Path(folder) / ENDS
     try:
         require_entry(request["entry"])
     except HyperionError as error:
-        write_atomically(told, json.dumps({"error": error.as_dict()}).encode())
+        write(notes.ends, {"error": error.as_dict()})
         sys.exit(error.exit_code)
+    try:
+        _run(arguments(request, folder), notes)
+    finally:
+        for pid in notes.pids().values():
+            kill_session(pid, ours=_is_child(pid))
+        if os.getppid() != request["launcher"]:
+            shutil.rmtree(folder, ignore_errors=True)  # nobody is left to read it
+
+
+def _run(command: list[str], notes: Notes) -> None:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
-        torchrun.main(arguments(request, folder))
+        torchrun.main(command)
     except ChildFailedError as failed:
         # Times are whole seconds here: torchrun's record of them.
         ends = {rank: {"code": end.exitcode, "time": end.timestamp} for rank, end in failed.failures.items()}
-        write_atomically(told, json.dumps({"ends": ends}).encode())
+        write(notes.ends, {"ends": ends})
         sys.exit(1)
+
+
+def _is_child(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).ppid() == os.getpid()
+    return False
 
 
 def arguments(request: dict, folder: str) -> list[str]:

@@ -3,7 +3,6 @@
 import contextlib
 import faulthandler
 import importlib
-import json
 import os
 import signal
 import sys
@@ -12,13 +11,17 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import psutil
 
 from hyperion.errors import HyperionError
 from hyperion.processes.job import INTERRUPTED
 from hyperion.processes.lifeline import die_with, do_not_outlive
-from hyperion.results.files import write_atomically
+from hyperion.processes.notes import Notes, log_of, read, write
+
+if TYPE_CHECKING:
+    from hyperion.processes.group import World
 
 # How gloo says that a peer closed its connection, or did not come in time; as plain RuntimeErrors.
 _GLOO_MARKS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
@@ -27,31 +30,31 @@ _STACKS_S = 0.5
 
 def main(folder: str, agent: str) -> None:
     """Join the group, call the entry, write this rank's answer, or what became of it and when."""
-    here, rank = Path(folder), int(os.environ["RANK"])
-    request = json.loads((here / "request.json").read_text())
-    _write_to_own_log(Path(request["logs"]) / f"rank-{rank}.log")
+    notes, rank = Notes(Path(folder)), int(os.environ["RANK"])
+    request = read(notes.request)
+    _write_to_own_log(log_of(Path(request["logs"]), rank))
     die_with(int(agent))
     do_not_outlive(int(agent))
     # The launcher asks with this signal where the rank stands, before it ends a job that ran out of time. The file stays
     # open as long as the process.
-    faulthandler.register(signal.SIGUSR1, file=open(here / f"rank-{rank}.stack", "w"))  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=open(notes.stack(rank), "w"))  # noqa: SIM115
     faulthandler.enable()
-    write_atomically(here / f"rank-{rank}.pid", str(os.getpid()).encode())
-    told = here / f"rank-{rank}.json"
-    with _telling(told):
-        answer, interruption = _work(request, here, told)
-    if interruption is not None:
-        _tell(told, interruption)
-        sys.exit(INTERRUPTED)
-    write_atomically(told, json.dumps({"answer": answer}).encode())
+    write(notes.pid(rank), os.getpid())
+    with _telling(notes, rank):
+        answer, interruption = _work(request, notes, rank)
+        if interruption is None:
+            write(notes.record(rank), {"answer": answer})
+            return
+    _tell(notes, rank, interruption)
+    sys.exit(INTERRUPTED)
 
 
-def _work(request: dict, here: Path, told: Path) -> tuple[dict | None, HyperionError | None]:
+def _work(request: dict, notes: Notes, rank: int) -> tuple[dict | None, HyperionError | None]:
     """What the entry answered, or that it was asked to stop and saved: then the ranks part in order all the same."""
     module, function = request["entry"].split(":")
     from hyperion.processes.group import process_group
 
-    with process_group() as world, _telling(told):
+    with process_group() as world, _telling(notes, rank):
         try:
             answer = getattr(importlib.import_module(module), function)(**request["params"])
         except HyperionError as error:
@@ -59,35 +62,35 @@ def _work(request: dict, here: Path, told: Path) -> tuple[dict | None, HyperionE
                 raise
             return None, error
         if request["nodes"] > 1:
-            _share_answers(answer, world, here)
+            _share_answers(answer, world, notes)
     return answer, None
 
 
-def _share_answers(answer: dict, world, here: Path) -> None:
+def _share_answers(answer: dict, world: "World", notes: Notes) -> None:
     """Ranks of other nodes write their answers where this node's launcher cannot read them."""
     import torch.distributed as dist
 
     answers = [None] * world.size
     dist.all_gather_object(answers, answer)
     if world.local_rank == 0:
-        write_atomically(here / "answers.json", json.dumps(answers).encode())
+        write(notes.answers, answers)
 
 
 @contextlib.contextmanager
-def _telling(told: Path) -> Iterator[None]:
+def _telling(notes: Notes, rank: int) -> Iterator[None]:
     """Whatever is raised inside is written down at once, then the process ends: an orderly end would wait for peers."""
     try:
         yield
     except BaseException as error:
-        record = _tell(told, error)
+        record = _tell(notes, rank, error)
         if record["timed_out"]:
-            _ask_peers_where_they_stand(told.parent)
+            _ask_peers_where_they_stand(notes)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(record["exit_code"])
 
 
-def _tell(told: Path, error: BaseException) -> dict:
+def _tell(notes: Notes, rank: int, error: BaseException) -> dict:
     own_words = error.as_dict() if isinstance(error, HyperionError) else None
     texts = [str(link) for link in _links(error)]
     lost_peer = any(_is_lost_peer(link) for link in _links(error))
@@ -100,9 +103,9 @@ def _tell(told: Path, error: BaseException) -> dict:
         "lost_peer": lost_peer,
         "timed_out": lost_peer and any("timed out" in text.lower() or "timeout" in text.lower() for text in texts),
     }
-    write_atomically(told, json.dumps(record).encode())
+    write(notes.record(rank), record)
     # The user watches rank 0's log: what is no fault of this rank, or comes in its own words, needs no traceback there.
-    short = f"rank {os.environ['RANK']} lost its peers: {record['raised']}" if lost_peer else record["raised"]
+    short = f"rank {rank} lost its peers: {record['raised']}" if lost_peer else record["raised"]
     print(short if lost_peer or own_words else record["traceback"], file=sys.stderr)
     return record
 
@@ -130,10 +133,9 @@ def _from_entry(frames: TracebackType | None) -> TracebackType | None:
     return frames
 
 
-def _ask_peers_where_they_stand(here: Path) -> None:
+def _ask_peers_where_they_stand(notes: Notes) -> None:
     """Before torchrun ends the others because of this rank: who did not come is still somewhere."""
-    for file in here.glob("rank-*.pid"):
-        pid = int(file.read_text())
+    for pid in notes.pids().values():
         with contextlib.suppress(psutil.NoSuchProcess):
             if pid != os.getpid() and psutil.Process(pid).ppid() == os.getppid():
                 os.kill(pid, signal.SIGUSR1)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hyperion.hardware.cpu import read_cpu
 from hyperion.processes.job import INTERRUPTED, Job
+from hyperion.processes.notes import log_of, log_of_torchrun
 from hyperion.processes.output import Listener, last_lines
 from hyperion.processes.refusals import require_launchable
 from hyperion.processes.torchrun import Torchrun
@@ -106,14 +107,14 @@ def _failure(job: Job, torchrun: Torchrun, place: str) -> RankError:
         return RankError(**refusal)
     end = first_failure(torchrun.ends())
     if end is not None:
-        log = torchrun.logs / f"rank-{end.rank}.log"
+        log = log_of(torchrun.logs, end.rank)
         # A rank that fails before it has a log writes into torchrun's.
-        error = rank_error(job, end, log if log.exists() else torchrun.logs / "torchrun.log", place)
+        error = rank_error(job, end, log if log.exists() else log_of_torchrun(torchrun.logs), place)
         timed_out = end.raised and end.record["timed_out"]
         return waited_in_vain(job, error, torchrun.standings()) if timed_out else error
     code = torchrun.agent.returncode
     cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-    tail = last_lines((torchrun.logs / "torchrun.log").read_text(errors="replace"))
+    tail = last_lines(log_of_torchrun(torchrun.logs).read_text(errors="replace"))
     return RankError(
         f"torchrun, which kept the {job.ranks} ranks of {job.entry}, {cause}\n{tail}", where=place,
         next_step="see who ended it; its ranks were ended with it", signal=signal.Signals(-code).name if code < 0 else "",

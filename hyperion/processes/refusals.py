@@ -4,6 +4,7 @@ import contextlib
 import errno
 import socket
 import threading
+from datetime import timedelta
 
 from hyperion.processes.job import Job, JobError
 
@@ -81,7 +82,8 @@ def _is_meeting_place(host: str, port: int) -> bool:
 
     def meet() -> None:
         with contextlib.suppress(dist.DistError):
-            met.append(dist.TCPStore(host, port, is_master=False, wait_for_workers=False))
+            patience = timedelta(seconds=_PROBE_S)
+            met.append(dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=patience))
 
     meeting = threading.Thread(target=meet, daemon=True, name="hyperion-probe")
     meeting.start()

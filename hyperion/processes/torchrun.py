@@ -1,6 +1,5 @@
 """torchrun and the ranks it started on this node, from their start to the death of the last of them."""
 
-import json
 import os
 import signal
 import subprocess
@@ -13,9 +12,10 @@ import psutil
 
 from hyperion.hardware.cpu import read_cpu
 from hyperion.processes.job import INTERRUPTED, Job
-from hyperion.processes.lifeline import GRACE_S, child_environment
+from hyperion.processes.lifeline import GRACE_S, child_environment, kill_session
+from hyperion.processes.notes import Notes, log_of, log_of_torchrun, read, write
 from hyperion.processes.output import Listener
-from hyperion.processes.verdict import ENDS, End, Standing, standing
+from hyperion.processes.verdict import End, Standing, standing
 
 _POLL_S = 0.1
 # Ranks that lost a peer cannot go on, nor save: torchrun asks them to end, and this long after the loss they are killed.
@@ -34,16 +34,15 @@ class Torchrun:
     """
 
     def __init__(self, job: Job, folder: Path, logs: Path, listener: Listener):
-        self.job, self.folder, self.logs, self.listener = job, folder, logs, listener
+        self.job, self.notes, self.logs, self.listener = job, Notes(folder), logs, listener
         self.ranks: dict[int, psutil.Process] = {}
         self._swept: set[int] = set()
         self._lost_first: set[int] = set()
         self._lost_since = float("inf")
         self._asked = False
         self._heard, self._rest = 0, b""
-        request = asdict(job) | {"launcher": os.getpid(), "logs": str(logs)}
-        (folder / "request.json").write_text(json.dumps(request))
-        with open(logs / "torchrun.log", "w") as log:
+        write(self.notes.request, asdict(job) | {"launcher": os.getpid(), "logs": str(logs)})
+        with open(log_of_torchrun(logs), "w") as log:
             self.agent = subprocess.Popen(
                 [job.python, "-m", "hyperion.processes.rank_agent", str(folder)], stdin=subprocess.DEVNULL, stdout=log,
                 stderr=subprocess.STDOUT, env=_environment(job), start_new_session=True,
@@ -102,7 +101,7 @@ class Torchrun:
 
     def ends(self) -> list[End]:
         """How each rank of this node ended, as far as anybody knows."""
-        codes = self._told().get("ends", {})
+        codes = (read(self.notes.ends) or {}).get("ends", {})
         return [
             End(
                 rank, self._record(rank), **codes.get(str(rank), {}), swept=rank in self._swept,
@@ -113,15 +112,14 @@ class Torchrun:
 
     def refusal(self) -> dict | None:
         """The error with which torchrun's side refused to start ranks."""
-        return self._told().get("error")
+        return (read(self.notes.ends) or {}).get("error")
 
     def answers(self) -> list[dict] | None:
         """The answers of all ranks of all nodes in rank order; None when one is missing."""
-        gathered = self.folder / "answers.json"
         records = [self._record(rank) for rank in self._local_ranks()]
         if not records or not all(record and "answer" in record for record in records):
             return None
-        return json.loads(gathered.read_text()) if gathered.exists() else [record["answer"] for record in records]
+        return read(self.notes.answers) or [record["answer"] for record in records]
 
     def _local_ranks(self) -> list[int]:
         if self.job.nodes == 1:
@@ -139,11 +137,10 @@ class Torchrun:
             self._kill_ranks()
 
     def _find_ranks(self) -> None:
-        for file in self.folder.glob("rank-*.pid"):
-            rank = int(file.stem.removeprefix("rank-"))
+        for rank, pid in self.notes.pids().items():
             if rank not in self.ranks:
                 with suppress(psutil.NoSuchProcess):
-                    self.ranks[rank] = psutil.Process(int(file.read_text()))
+                    self.ranks[rank] = psutil.Process(pid)
 
     def _is_lost(self, rank: int) -> bool:
         """Whether a rank ended otherwise than it should: with an answer, or saved as it was asked to."""
@@ -153,15 +150,11 @@ class Torchrun:
         return record is None or ("answer" not in record and record["exit_code"] != INTERRUPTED)
 
     def _kill_ranks(self) -> None:
-        """torchrun starts each rank in a session of its own: what the rank started goes with it."""
         for process in self.ranks.values():
-            # Of a rank that ended long ago another process may have the number by now.
-            if process.is_running() or not psutil.pid_exists(process.pid):
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+            kill_session(process.pid, ours=process.is_running())
 
     def _hear(self) -> None:
-        log = self.logs / "rank-0.log"
+        log = log_of(self.logs, 0)
         if not log.exists():
             return
         with open(log, "rb") as file:
@@ -173,16 +166,11 @@ class Torchrun:
             self.listener.hear(line.decode(errors="replace") + "\n")
 
     def _stack(self, rank: int) -> str:
-        file = self.folder / f"rank-{rank}.stack"
+        file = self.notes.stack(rank)
         return file.read_text(errors="replace") if file.exists() else ""
 
     def _record(self, rank: int) -> dict | None:
-        file = self.folder / f"rank-{rank}.json"
-        return json.loads(file.read_text()) if file.exists() else None
-
-    def _told(self) -> dict:
-        file = self.folder / ENDS
-        return json.loads(file.read_text()) if file.exists() else {}
+        return read(self.notes.record(rank))
 
 
 def _environment(job: Job) -> dict[str, str]:

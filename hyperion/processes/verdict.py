@@ -12,8 +12,6 @@ from pathlib import Path
 from hyperion.processes.job import INTERRUPTED, KILLED_REMEDY, Job, JobError
 from hyperion.processes.output import last_lines
 
-# File of torchrun's account of how its ranks ended.
-ENDS = "ends.json"
 _FRAMES = 8
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
 _WAITING = ("torch/distributed/", "torch\\distributed\\")

@@ -1,0 +1,71 @@
+"""Entries of the jobs that test_ranks.py launches."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hyperion.errors import HyperionError
+from hyperion.processes import report_progress, world
+
+
+def total(values: list[float], names: list[str]) -> dict:
+    """A sum over ranks, and what each rank finds in its environment."""
+    here = world()
+    mine = torch.tensor([values[here.rank]])
+    dist.all_reduce(mine)
+    print(f"rank {here.rank} of {here.size}", flush=True)
+    report_progress(here.rank, 2, f"from {here.rank}")
+    return {"total": mine.item(), "rank": here.rank, "environment": {name: os.environ.get(name) for name in names}}
+
+
+def fails(how: str) -> dict:
+    """Rank 1 fails while rank 0 waits for it."""
+    if world().rank == 1:
+        print("rank 1 stands alone", flush=True)
+        if how == "killed":
+            _child()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "raised":
+            raise ValueError("the sum is wrong on purpose")
+        _turn_for_ever()
+    dist.all_reduce(torch.ones(1))
+    return {}
+
+
+def waits(folder: str, saves: bool) -> dict:
+    """Says in FOLDER/ready who started it, and waits; asked to end, it saves if it should."""
+    _child()
+    asked = []
+    if saves:
+        signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    ready = Path(folder) / "ready"
+    ready.with_suffix(".new").write_text(str(os.getppid()))
+    ready.with_suffix(".new").rename(ready)
+    while not asked:
+        time.sleep(0.05)
+    (Path(folder) / "saved").touch()
+    raise _Interrupted("stopped on purpose; the state was saved", next_step="start again")
+
+
+class _Interrupted(HyperionError):
+    exit_code = 75
+
+
+def _child() -> None:
+    """A process of the rank's own, as a data loader's worker is; it ignores SIGTERM."""
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    with contextlib.closing(child.stdout) as said:
+        said.readline()
+
+
+def _turn_for_ever() -> None:
+    while True:
+        time.sleep(0.05)
