@@ -7,6 +7,7 @@ from hyperion.results import Prediction, Run
 from tests.book.made_up_baseline import baseline_chapters
 from tests.book.made_up_collectives import collectives_chapter
 from tests.book.made_up_compilation import compilation_chapter
+from tests.book.made_up_distributed import distributed_chapters
 from tests.book.made_up_hardware import HARDWARE, PEAKS, bandwidth_rows, gemm_rows, roofline_rows, time_samples
 from tests.book.made_up_learning import (
     CORE,
@@ -71,6 +72,7 @@ def made_up_run(folder, *, source="mirror", peaks=None, bandwidth=4800.0, enviro
     chapters = [
         collectives_chapter(np.random.default_rng(2), limited=bandwidth is not None),
         *llama_chapter(np.random.default_rng(3)),
+        *distributed_chapters(np.random.default_rng(4)),
         compilation_chapter(),
         *baseline_chapters(np.random.default_rng(1), limited=bandwidth is not None),
         (DATA, "text_pipeline", text_rows(source), text_samples(random)),
