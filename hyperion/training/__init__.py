@@ -7,13 +7,14 @@ from hyperion.training.loop import Batches, train
 from hyperion.training.nonfinite import NonFiniteError
 from hyperion.training.optimizers import adamw, decay_groups, sgd_nesterov
 from hyperion.training.plan import Plan
-from hyperion.training.precision import Precision, choose_precision
+from hyperion.training.precision import TRAINING_DTYPES, LossScaler, Precision, choose_precision
 from hyperion.training.schedules import WarmupCosine
 from hyperion.training.seeds import rng_state, seed_everything, set_rng_state
 from hyperion.training.signals import EXIT_CODE, Interrupted, StopFlag
 
 __all__ = [
     "EXIT_CODE",
+    "TRAINING_DTYPES",
     "Batches",
     "Engine",
     "EpochRecord",
@@ -23,6 +24,7 @@ __all__ = [
     "Interrupted",
     "LanguageEngine",
     "LanguageEvaluation",
+    "LossScaler",
     "NonFiniteError",
     "Plan",
     "Precision",
