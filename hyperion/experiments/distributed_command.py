@@ -18,8 +18,9 @@ from hyperion.errors import HyperionError
 from hyperion.experiments import scaling
 from hyperion.experiments.chapter import run_information
 from hyperion.experiments.context import Context, Result
-from hyperion.experiments.distributed_options import COMMAND, Machine, Request, checked, parsed
+from hyperion.experiments.distributed_options import COMMAND, parsed
 from hyperion.experiments.distributed_progress import Progress, scaling_table, training_table
+from hyperion.experiments.distributed_request import Machine, Request, checked
 from hyperion.experiments.distributed_training import epoch_rows, mean_rows
 from hyperion.experiments.profiles import default_profile, load_profile
 from hyperion.experiments.recipe import Recipe
@@ -30,7 +31,6 @@ from hyperion.hardware import collect_facts, detect
 from hyperion.parallel import assert_ranks_agree
 from hyperion.processes import Job, JobError, process_group, run_ranks, world
 from hyperion.processes.group import choose_device, place_of
-from hyperion.processes.job import INTERRUPTED
 from hyperion.results import Run, new_run_folder, set_latest
 from hyperion.training import Interrupted, train
 
@@ -94,8 +94,9 @@ def train_all(context: Context) -> dict[str, str]:
     for recipe in recipes:
         try:
             done.append(trained(context, recipe))
-        except Interrupted:
-            raise
+        except Interrupted as error:
+            remedy = f"go on with it: {COMMAND}.py --resume {context.workspace.parent}"
+            raise Interrupted(error.what, where=error.where, next_step=remedy) from error
         except HyperionError as error:
             if len(recipes) == 1:
                 raise
@@ -132,18 +133,19 @@ def on_rank(context: dict) -> dict:
 
 
 def _joined(request: Request, export: Callable[[Run], object]) -> int:
-    """This process is a rank that torchrun started."""
+    """This process is a rank that torchrun started. Rank 0 says how it ended; the others stay until it has written all."""
+    code = 0
     with process_group() as here:
         folder = Path(on_rank_0(lambda: str(_opened(request).folder)))
         try:
             failures = train_all(_context(request, folder))
-        except Interrupted as error:
-            raise _to_be_continued(error, folder) from error
+            if here.rank == 0:
+                code = _finished(Run.open(folder), failures, export, training_table)
+            dist.barrier()
         except RuntimeError:  # of gloo and NCCL: a peer is gone, which torchrun must see first
             time.sleep(_PATIENCE_S)
             raise
-        dist.barrier()
-    return _finished(Run.open(folder), failures, export, training_table) if here.rank == 0 else _FAILED * bool(failures)
+    return code
 
 
 def _launched(request: Request, machine: Machine, export: Callable[[Run], object]) -> int:
@@ -161,8 +163,6 @@ def _launched(request: Request, machine: Machine, export: Callable[[Run], object
     try:
         failures = run_ranks(job, on_line=hear, log_folder=run.folder / "logs")[0]["failures"]
     except JobError as error:
-        if error.exit_code == INTERRUPTED:
-            raise _to_be_continued(error, run.folder) from error
         if any(error.what.splitlines()[0] in line for line in heard):
             return error.exit_code  # rank 0 has told it
         raise
@@ -198,6 +198,8 @@ def _opened(request: Request) -> Run:
         | {"command": {"options": asdict(options), "recipes": [asdict(recipe) for recipe in request.recipes]}},
     )
     print(f"rows, samples and checkpoints go to {run.folder}", flush=True)
+    if request.recipes:
+        print(f"whatever ends it, it goes on with: {COMMAND}.py --resume {run.folder}", flush=True)
     return run
 
 
@@ -222,10 +224,6 @@ def _finished(
         print(f"FAILED  {name}: {reason}")
     print(f"{run.folder}", flush=True)
     return _FAILED if failures else 0
-
-
-def _to_be_continued(error: HyperionError, folder: Path) -> Interrupted:
-    return Interrupted(error.what, where=error.where, next_step=f"go on with it: {COMMAND}.py --run {folder}")
 
 
 def _leave(error: HyperionError, rank: int) -> int:

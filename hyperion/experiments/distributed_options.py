@@ -1,22 +1,13 @@
-"""The options of run_distributed.py: read, held against each other and against the machine, and made into recipes."""
+"""The options of run_distributed.py: read, and held against each other."""
 
 import argparse
-import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hyperion.data.sources import SOURCES
 from hyperion.errors import HyperionError
-from hyperion.experiments.llama_rows import FULL, LORA, state_bytes
-from hyperion.experiments.llama_setup import RANK, require_llama
-from hyperion.experiments.profiles import Profile, default_profile, load_profile
-from hyperion.experiments.recipe import Recipe
-from hyperion.hardware import Device
-from hyperion.models import local_llama, random_llama_shape
-from hyperion.paths import results_folder
-from hyperion.results import Run, find_run
-from hyperion.training import choose_precision
+from hyperion.experiments.llama_setup import RANK
 
 COMMAND = "run_distributed"
 LANGUAGE = {"language_ddp": "ddp", "language_fsdp": "fsdp"}
@@ -24,9 +15,8 @@ TRAININGS = (*LANGUAGE, "cifar", "llama")
 ALL, SCALING = "all", "scaling"
 MODELS = (*TRAININGS, ALL, SCALING)
 EPOCHS = 5
-_STRATEGY = {"cifar": "ddp", "llama": "fsdp"}
 _PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16")
-_USUAL_VOCABULARY = 50257  # GPT-2's, which the instruction rows are tokenized with
+_OF_TRAININGS = ("epochs", "steps", "batch_size", "strategy")
 
 
 class OptionError(HyperionError):
@@ -55,44 +45,6 @@ class Options:
     data_source: str | None = None
     seed: int | None = None
     run: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What options are held against.
-
-    Args:
-        device: this process's.
-        devices: how many this machine has; on a CPU, ranks that share it.
-        ranks: how many train together.
-        launched: torchrun started this process as one of them.
-    """
-
-    device: Device
-    devices: int
-    ranks: int
-    launched: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """Options that can be met.
-
-    Args:
-        options: with the defaults in the place of what was not said.
-        recipes: one a training; none for scaling.
-        counts: numbers of devices, for scaling.
-        results: the folder of all runs.
-        run: the run to be continued, if any.
-        notes: what the reader must be told before anything begins.
-    """
-
-    options: Options
-    recipes: tuple[Recipe, ...] = ()
-    counts: tuple[int, ...] = ()
-    results: Path
-    run: Path | None = None
-    notes: tuple[str, ...] = ()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -124,204 +76,59 @@ def parsed(given: Sequence[str] | None, description: str) -> Options:
     say("--scaling_gpus", help="scaling: numbers of devices, as 1,2,4 (1, 2, 4 … and all)")
     say("--data_source", choices=SOURCES, help="auto: the first of mirror, cache, download and, on a CPU, synthetic")
     say("--seed", type=int, help="seeds all that is drawn (0)")
-    say("--run", help="go on with this run: its folder, or its name under results/; other options need no repeating")
+    # torchrun takes --run for an abbreviation of its own --run-path, wherever it stands.
+    say("--resume", "--run", dest="run", help="go on with this run: its folder, or its name under results/; other options "
+        "need no repeating. Under torchrun only --resume is understood")  # fmt: skip
     return Options(**vars(parser.parse_args(given)))
 
 
-def checked(options: Options, machine: Machine) -> Request:
-    """What the options ask of this machine; every rank comes to the same.
-
-    Raises:
-        HyperionError: they contradict each other, or this machine, the data or the weights do not allow it.
-    """
-    results = _results(options)
-    run = None if options.run is None else _run_folder(options.run, results)
-    options = _with_defaults(options) if run is None else _continued(options, run)
-    _require_sense(options)
-    shared = {"options": options, "results": results, "run": run}
-    choose_precision(machine.device, options.precision)
-    if options.model == SCALING:
-        _require_plain_process(options, machine)
-        return Request(**shared, counts=_counts(options.scaling_gpus, machine))
-    notes: list[str] = []
-    if run is None:
-        profile = load_profile(default_profile(machine.device.kind))
-        names = TRAININGS if options.model == ALL else (options.model,)
-        recipes = [_recipe(name, options, machine, profile, notes) for name in names]
-    else:
-        recipes = [Recipe(**settings) for settings in _command(run)["recipes"]]
-    for recipe in recipes:
-        _require_possible(recipe, machine)
-    return Request(**shared, recipes=tuple(recipes), notes=tuple(notes))
-
-
-def _with_defaults(options: Options) -> Options:
+def with_defaults(options: Options) -> Options:
+    """What was not said, said."""
     defaults = {"model": TRAININGS[0], "precision": "auto", "data_source": "auto", "seed": 0}
     if options.model != SCALING and options.steps is None:
         defaults["epochs"] = EPOCHS
     return replace(options, **{name: value for name, value in defaults.items() if getattr(options, name) is None})
 
 
-def _require_sense(options: Options) -> None:
-    """Refuse what contradicts itself, whatever the machine."""
+def require_sense(options: Options) -> None:
+    """Refuse what contradicts itself, whatever the machine.
+
+    Raises:
+        OptionError: names the option, and the remedy.
+    """
     model = options.model
     trains_llama = model in ("llama", ALL)
     if options.lora and not trains_llama:
-        raise _refused(f"--lora with --model {model}", "adapters are for the Llama: add --model llama, or leave --lora out")
+        raise refused(f"--lora with --model {model}: adapters are for the Llama", "add --model llama, or leave --lora out")
     if options.model_id is not None and not trains_llama:
-        raise _refused(
-            f"--model_id {options.model_id} with --model {model}",
-            "it names the weights of a Llama: add --model llama, or leave it out",
+        raise refused(
+            f"--model_id {options.model_id} with --model {model}: it names the weights of a Llama",
+            "add --model llama, or leave it out",
         )
     own = LANGUAGE.get(model)
     if options.strategy is not None and own not in (None, options.strategy):
-        raise _refused(f"--strategy {options.strategy} with --model {model}", f"name --model language_{options.strategy}")
+        raise refused(
+            f"--strategy {options.strategy} contradicts --model {model}",
+            f"name --model language_{options.strategy}, and leave --strategy out",
+        )
     if options.scaling_gpus is not None and model != SCALING:
-        raise _refused(
-            f"--scaling_gpus with --model {model}",
-            "add --model scaling; the ranks of a training are those that torchrun starts (--nproc_per_node)",
+        raise refused(
+            f"--scaling_gpus with --model {model}: a training runs on the ranks that torchrun starts",
+            "add --model scaling, or start torchrun with --nproc_per_node",
         )
     if options.epochs is not None and options.steps is not None:
-        raise _refused("--epochs and --steps together", "give one of them: --steps is for a short try")
+        raise refused("--epochs and --steps together", "give one of them: --steps is for a short try")
     if model == SCALING:
-        meant = ("model", "scaling_gpus", "precision", "seed", "base_dir", "data_source")
-        said = [name for name, value in asdict(options).items() if value not in (None, False) and name not in meant]
+        said = [name for name in _OF_TRAININGS if getattr(options, name) not in (None, False)]
         if said:
-            raise _refused(
-                f"--{said[0]} with --model scaling",
-                "leave it out: chapter 2.8 measures steps of fixed work, whose sizes the profile says",
+            raise refused(
+                f"--{said[0]} with --model scaling: it times steps of fixed work, whose sizes the profile says",
+                f"leave --{said[0]} out",
             )
 
 
-def _require_plain_process(options: Options, machine: Machine) -> None:
-    if machine.launched:
-        counts = f" --scaling_gpus {options.scaling_gpus}" if options.scaling_gpus else ""
-        raise _refused(
-            "--model scaling under torchrun: it starts a launch of its own for each number of devices",
-            f"start it plainly: python phase2_development/{COMMAND}.py --model scaling{counts}",
-        )
-
-
-def _counts(text: str | None, machine: Machine) -> tuple[int, ...]:
-    """Numbers of devices in order: those named, or 1, 2, 4, … and all."""
-    if text is None:
-        powers = [1 << power for power in range(machine.devices.bit_length()) if 1 << power <= machine.devices]
-        return tuple(dict.fromkeys([*powers, machine.devices]))
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdecimal() and int(part) for part in parts):
-        raise _refused(f"--scaling_gpus {text!r} is no list of numbers above 0", "write it as 1,2,4")
-    counts = sorted({int(part) for part in parts})
-    if counts[-1] > machine.devices:
-        raise _refused(
-            f"--scaling_gpus {text}: this machine has {machine.devices} devices"
-            + (" (ranks that share the CPU)" if machine.device.kind == "cpu" else ""),
-            f"name at most {machine.devices}",
-        )
-    return tuple(counts)
-
-
-def _recipe(name: str, options: Options, machine: Machine, profile: Profile, notes: list[str]) -> Recipe:
-    """One training: what the profile says of it, changed by the options."""
-    task = "language" if name in LANGUAGE else "images" if name == "cifar" else "llama"
-    sizes = dict(profile.sizes(COMMAND, task))
-    strategy = LANGUAGE.get(name) or options.strategy or _STRATEGY[name]
-    if task == "llama":
-        rates = sizes.pop("learning_rates")
-        sizes["learning_rate"] = rates["lora" if options.lora else "full"]
-        sizes["model"] = _llama(options, machine, sizes.pop("models"), strategy, notes)
-    batch = sizes.pop("batch_size")
-    if options.batch_size is None and batch % machine.ranks:
-        rounded = -(-batch // machine.ranks) * machine.ranks
-        notes.append(f"{name}: a batch of {rounded} in the place of {batch}, which {machine.ranks} ranks do not divide")
-        batch = rounded
-    return Recipe(
-        task=task, strategy=strategy, precision=options.precision, batch_size=options.batch_size or batch,
-        steps=options.steps, epochs=options.epochs, lora=options.lora and task == "llama", **sizes,
-    )  # fmt: skip
-
-
-def _llama(options: Options, machine: Machine, configurations: list[str], strategy: str, notes: list[str]) -> str:
-    """Name or folder of the weights: those asked for, those at hand, or random ones that fit the device."""
-    if options.model_id is not None:
-        return options.model_id
-    folder = local_llama(options.data_source)
-    if folder is not None:
-        notes.append(f"LLAMA  real weights from {folder.resolve()}")
-        return str(folder.resolve())
-    method, sharers = (LORA if options.lora else FULL), machine.ranks if strategy == "fsdp" else 1
-
-    def fits(name: str) -> bool:
-        state = state_bytes(random_llama_shape(name, _USUAL_VOCABULARY), method, "fp32")
-        return state / sharers < machine.device.memory_bytes / 2  # the other half is for activations and logits
-
-    name = next(filter(fits, configurations), configurations[-1])
-    notes.append(
-        f"LLAMA  RANDOM WEIGHTS: {name}. The mirror and the cache have no folder llama/, and no --model_id names weights. "
-        "Times and memory are those of such a Llama; what it learns says nothing about a pretrained one."
-    )
-    return name
-
-
-def _require_possible(recipe: Recipe, machine: Machine) -> None:
-    """Refuse what this machine or the weights do not allow."""
-    choose_precision(machine.device, recipe.precision)
-    if recipe.batch_size % machine.ranks:
-        raise _refused(
-            f"{machine.ranks} ranks do not divide a batch of {recipe.batch_size}",
-            f"give --batch_size a multiple of {machine.ranks}, or start another number of ranks",
-        )
-    if recipe.task == "llama":
-        require_llama(recipe.model)
-
-
-def _results(options: Options) -> Path:
-    """The folder of all runs, which must be writable, or be one that can be made."""
-    folder = results_folder() if options.base_dir is None else Path(options.base_dir) / "results"
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        raise OptionError(
-            f"{folder} cannot be written", where=there, next_step="make it writable, or name another with --base_dir"
-        )
-    return folder
-
-
-def _run_folder(name: str, results: Path) -> Path:
-    folder = results / name
-    return folder.resolve() if (folder / "run.json").is_file() else find_run(name)
-
-
-def _command(run: Path) -> dict:
-    """What a run's run.json says of the command that began it.
-
-    Raises:
-        HyperionError: it was no training of this command's.
-    """
-    command = Run.open(run).information().get("command")
-    if command is None or not command["recipes"]:
-        raise OptionError(
-            f"no training of {COMMAND}.py began there", where=run, next_step="name a run that one began, or leave --run out"
-        )
-    return command
-
-
-def _continued(options: Options, run: Path) -> Options:
-    """The options that a run was started with.
-
-    Raises:
-        HyperionError: an option says otherwise now.
-    """
-    began = Options(**_command(run)["options"])
-    for name in (field.name for field in fields(Options) if field.name != "run"):
-        now, then = getattr(options, name), getattr(began, name)
-        if now not in (None, False) and now != then:
-            raise OptionError(
-                f"--{name} {now}, and the run was started " + (f"with {then}" if then else "without"), where=run,
-                next_step=f"leave --{name} out, or leave --run out for a new run",
-            )  # fmt: skip
-    return began
-
-
-def _refused(what: str, next_step: str) -> OptionError:
+def refused(what: str, next_step: str) -> OptionError:
+    """An option's refusal."""
     return OptionError(what, where=f"options of {COMMAND}.py", next_step=next_step)
 
 

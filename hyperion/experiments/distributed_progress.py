@@ -80,4 +80,8 @@ def scaling_table(run: Run) -> str:
 
 
 def _text(table: pd.DataFrame) -> str:
-    return table.to_string(index=False, na_rep="", float_format=lambda value: f"{value:,.5g}")
+    return table.map(_cell).to_string(index=False)
+
+
+def _cell(value: object) -> str:
+    return "" if pd.isna(value) else f"{value:,.5g}" if isinstance(value, float) else str(value)
