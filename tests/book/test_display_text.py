@@ -2,8 +2,9 @@
 
 import pytest
 
-from hyperion.book.display_text import fill, pick, quoted_value
+from hyperion.book.display_text import fill, pick, quoted_value, verdict
 from hyperion.errors import HyperionError
+from hyperion.results import Row
 
 
 def test_pick_finds_the_one_row(material):
@@ -44,3 +45,15 @@ def test_fill_fails_where_the_row_lacks_what_the_text_says(material, cpu_materia
 
 def test_a_fraction_too_small_for_percent_keeps_its_digits():
     assert [quoted_value(value, "fraction") for value in (0.0, 0.25, 1.2e-6)] == ["0.0 %", "25.0 %", "1.2e-06"]
+
+
+def test_a_ratio_of_speeds_says_faster_only_when_its_whole_interval_does():
+    def ratio(low, value, high):
+        return Row(
+            notebook="n", experiment="e", variant="v", metric="speedup", value=value, n=30, ci_low=low, ci_high=high,
+            limit_source="no limit: made up",
+        )  # fmt: skip
+
+    assert verdict(ratio(1.01, 1.1, 1.2)) == "faster than"
+    assert verdict(ratio(0.7, 0.8, 0.99)) == "slower than"
+    assert verdict(ratio(0.99, 1.1, 1.2)) == "not told apart from"
