@@ -35,5 +35,6 @@ class Listener:
 
 
 def last_lines(log: str) -> str:
-    """The end of a log, without its reports of progress."""
-    return "".join([line for line in log.splitlines(keepends=True) if not line.startswith(_PROGRESS)][-_TAIL:])
+    """The end of a log, without reports of progress and without what C++ and Python add to an error for their makers."""
+    noise = (_PROGRESS, "frame #", "Extension modules:")
+    return "".join([line for line in log.splitlines(keepends=True) if not line.startswith(noise)][-_TAIL:])

@@ -35,10 +35,7 @@ def main(folder: str, agent: str) -> None:
     _write_to_own_log(log_of(Path(request["logs"]), rank))
     die_with(int(agent))
     do_not_outlive(int(agent))
-    # The launcher asks with this signal where the rank stands, before it ends a job that ran out of time. The file stays
-    # open as long as the process.
-    faulthandler.register(signal.SIGUSR1, file=open(notes.stack(rank), "w"))  # noqa: SIM115
-    faulthandler.enable()
+    _say_where_it_stands(notes.stack(rank))
     write(notes.pid(rank), os.getpid())
     with _telling(notes, rank):
         answer, interruption = _work(request, notes, rank)
@@ -47,6 +44,16 @@ def main(folder: str, agent: str) -> None:
             return
     _tell(notes, rank, interruption)
     sys.exit(INTERRUPTED)
+
+
+def _say_where_it_stands(stack: Path) -> None:
+    """On SIGUSR1, with which the launcher asks; on SIGTERM, with which torchrun ends a rank, unless the entry handles it
+    itself; on a crash, in the log. A rank that hangs in C++ answers too.
+    """
+    file = open(stack, "w")  # noqa: SIM115 - open as long as the process
+    faulthandler.register(signal.SIGUSR1, file=file)
+    faulthandler.register(signal.SIGTERM, file=file, chain=True)
+    faulthandler.enable(all_threads=False)
 
 
 def _work(request: dict, notes: Notes, rank: int) -> tuple[dict | None, HyperionError | None]:

@@ -13,7 +13,7 @@ from hyperion.processes.notes import log_of, log_of_torchrun
 from hyperion.processes.output import Listener, last_lines
 from hyperion.processes.refusals import require_launchable
 from hyperion.processes.torchrun import Torchrun
-from hyperion.processes.verdict import RankError, first_failure, rank_error, timeout_error, waited_in_vain
+from hyperion.processes.verdict import RankError, first_failure, rank_error, timeout_error, waited, waited_in_vain
 
 _STOPPED = 128 + signal.SIGTERM
 
@@ -53,6 +53,7 @@ def run_ranks(
         standings = None
         with _sigterm_passed_on(torchrun) as asked:
             try:
+                torchrun.start()
                 if torchrun.follow(job.timeout_s):
                     torchrun.ask_where_they_stand()
                     standings = torchrun.standings()
@@ -109,9 +110,9 @@ def _failure(job: Job, torchrun: Torchrun, place: str) -> RankError:
     if end is not None:
         log = log_of(torchrun.logs, end.rank)
         # A rank that fails before it has a log writes into torchrun's.
-        error = rank_error(job, end, log if log.exists() else log_of_torchrun(torchrun.logs), place)
-        timed_out = end.raised and end.record["timed_out"]
-        return waited_in_vain(job, error, torchrun.standings()) if timed_out else error
+        log = (log if log.exists() else log_of_torchrun(torchrun.logs)).read_text(errors="replace")
+        error = rank_error(job, end, log, place)
+        return waited_in_vain(job, error, torchrun.standings()) if waited(end, log) else error
     code = torchrun.agent.returncode
     cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
     tail = last_lines(log_of_torchrun(torchrun.logs).read_text(errors="replace"))

@@ -41,11 +41,16 @@ class Torchrun:
         self._lost_since = float("inf")
         self._asked = False
         self._heard, self._rest = 0, b""
-        write(self.notes.request, asdict(job) | {"launcher": os.getpid(), "logs": str(logs)})
-        with open(log_of_torchrun(logs), "w") as log:
+        self.agent: subprocess.Popen | None = None
+
+    def start(self) -> None:
+        """Start torchrun; its ranks follow within seconds."""
+        write(self.notes.request, asdict(self.job) | {"launcher": os.getpid(), "logs": str(self.logs)})
+        command = [self.job.python, "-m", "hyperion.processes.rank_agent", str(self.notes.folder)]
+        with open(log_of_torchrun(self.logs), "w") as log:
             self.agent = subprocess.Popen(
-                [job.python, "-m", "hyperion.processes.rank_agent", str(folder)], stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, env=_environment(job), start_new_session=True,
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=_environment(self.job),
+                start_new_session=True,
             )  # fmt: skip
 
     def follow(self, timeout_s: float) -> bool:
@@ -62,10 +67,13 @@ class Torchrun:
     def ask_to_end(self) -> None:
         """SIGTERM for every rank: time to save."""
         self._asked = True
-        self.agent.terminate()
+        if self.agent is not None:
+            self.agent.terminate()
 
     def end(self) -> None:
         """Leave no process behind: SIGTERM, `GRACE_S` to save, then SIGKILL."""
+        if self.agent is None:
+            return
         try:
             if self.agent.poll() is None:
                 self.ask_to_end()
@@ -133,7 +141,13 @@ class Torchrun:
             self._lost_first = set(filter(self._is_lost, self.ranks))
             self._lost_since = time.monotonic() if self._lost_first else float("inf")
         if not self._asked and time.monotonic() - self._lost_since > _PEERS_GRACE_S:
-            self._swept |= {rank for rank, process in self.ranks.items() if _lives(process)}
+            self._sweep()
+
+    def _sweep(self) -> None:
+        left = {rank for rank, process in self.ranks.items() if _lives(process)}
+        if left:
+            self.ask_where_they_stand()
+            self._swept |= left
             self._kill_ranks()
 
     def _find_ranks(self) -> None:

@@ -13,6 +13,7 @@ from hyperion.processes.job import INTERRUPTED, KILLED_REMEDY, Job, JobError
 from hyperion.processes.output import last_lines
 
 _FRAMES = 8
+_WATCHDOG = "collective operation timeout"
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
 _WAITING = ("torch/distributed/", "torch\\distributed\\")
 _BEGINNING = ("<frozen ", "/runpy.py", "/hyperion/processes/rank_worker.py", "/contextlib.py")
@@ -80,11 +81,18 @@ def _blame(end: End) -> tuple[int, bool, float]:
     return (1, False, end.time + 1) if aborted else (0, not end.first, end.time)
 
 
-def rank_error(job: Job, end: End, log: Path, place: str) -> RankError:
+def waited(end: End, log: str) -> bool:
+    """Whether the rank failed because a collective ran past the group's timeout: gloo raises, NCCL's watchdog aborts."""
+    if end.raised:
+        return end.record["timed_out"]
+    return end.code == -signal.SIGABRT and _WATCHDOG in log
+
+
+def rank_error(job: Job, end: End, log: str, place: str) -> RankError:
     """The failing rank's own account: its HyperionError, its traceback, or its signal and the end of its log.
 
     Args:
-        log: of this rank.
+        log: all that this rank printed.
         place: where to look, for the reader.
     """
     named = f"rank {end.rank} of {job.ranks}"
@@ -106,9 +114,8 @@ def rank_error(job: Job, end: End, log: Path, place: str) -> RankError:
         name = signal.Signals(-end.code).name
         cause = f"was killed by {name}"
         remedy = KILLED_REMEDY if name == "SIGKILL" else remedy
-    tail = last_lines(log.read_text(errors="replace")) if log.exists() else ""
     return RankError(
-        f"{named} {cause} in {job.entry}\n{tail}".rstrip(), rank=end.rank, signal=name, where=place, next_step=remedy
+        f"{named} {cause} in {job.entry}\n{last_lines(log)}".rstrip(), rank=end.rank, signal=name, where=place, next_step=remedy
     )
 
 

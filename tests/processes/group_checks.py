@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from hyperion.processes import group, process_group, world
 
-PATIENCE_S = 2.0
+PATIENCE_S = 1.0
 
 
 def main() -> None:

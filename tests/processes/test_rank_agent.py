@@ -1,0 +1,63 @@
+"""torchrun's side: its command line, and entries that are not there."""
+
+import sys
+
+import pytest
+
+from hyperion.errors import HyperionError
+from hyperion.processes.rank_agent import arguments, require_entry
+
+REQUEST = {"entry": "a:b", "params": {"x": 1}, "ranks": 4, "nodes": 1, "rendezvous": ""}
+
+
+def test_one_node_needs_no_address():
+    words = arguments(REQUEST, "/folder")
+    assert {"--standalone", "--nnodes=1", "--nproc-per-node=4", "--max-restarts=0"} <= set(words)
+
+
+def test_several_nodes_meet_under_a_name_of_their_own():
+    two = REQUEST | {"nodes": 2, "rendezvous": "node0:29500"}
+    words = arguments(two, "/folder")
+    assert {"--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=node0:29500"} <= set(words)
+    names = {word for request in (two, two, two | {"params": {}}) for word in arguments(request, "/f") if "rdzv-id" in word}
+    assert len(names) == 2
+
+
+MODULE = """
+import os
+from json import loads as parse
+if os.sep == "/":
+    CONSTANT = 1
+def plain(): local = 1
+class Callable: pass
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A module of entries."""
+    (tmp_path / "some_entries.py").write_text(MODULE)
+    (tmp_path / "all_of_them.py").write_text("from some_entries import *")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+
+@pytest.mark.parametrize("name", ["plain", "Callable", "CONSTANT", "parse"])
+def test_what_a_module_binds_is_an_entry(module, name):
+    require_entry(f"some_entries:{name}")
+    require_entry(f"all_of_them:{name}")
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("some_entries:nothing", "module 'some_entries' has no 'nothing'"),
+        ("some_entries:loads", "has no 'loads'"),
+        ("no_such_module:plain", "there is no module 'no_such_module'"),
+        ("no.such.module:plain", "there is no module 'no.such.module'"),
+        ("some_entries", "'some_entries' is no entry"),
+        (":plain", "':plain' is no entry"),
+    ],
+)
+def test_an_entry_that_is_not_there_is_refused(module, entry, message):
+    with pytest.raises(HyperionError, match=message):
+        require_entry(entry)
