@@ -117,9 +117,9 @@ def _draw_rates(axes: Axes, rows: list[Row], style: dict) -> None:
 
 
 def _draw_memory(axes: Axes, rows: list[Row], style: dict) -> None:
-    """Measured peaks, the line through the largest two, and the probes: filled where it fitted, a cross where not."""
+    """Measured peaks, the line through them, and the probes: filled where it fitted, a cross where not."""
     peaks = [row for row in rows if row.metric in ("peak_memory_gib", "peak_rss_gib")]
-    steady = sorted((row for row in measured(peaks) if row.params["step"] == "steady"), key=_batch)
+    steady = sorted((row for row in measured(peaks) if row.params["step"] != "probe"), key=_batch)
     axes.plot([_batch(row) for row in steady], [row.value for row in steady], linestyle="none", **style)
     slopes = measured(select(rows, metric="sample_memory_mib"))
     if not slopes or not steady:
@@ -147,8 +147,8 @@ def _draw_memory(axes: Axes, rows: list[Row], style: dict) -> None:
 
 
 def _memory_notes(rows: list[Row]) -> list[str]:
-    notes = ["Lines: through the two largest batches of the sweep; dashes: where they meet the cap. Crosses: batches that "
-             "were to be too large, and that the allocator refused; drawn where they would have been."]  # fmt: skip
+    notes = ["Lines: through the largest batch of the sweep and one half way to the cap, which the dashes mark. Crosses: "
+             "batches that were to be too large, and that the allocator refused; drawn where they would have been."]  # fmt: skip
     missing = [row for row in rows if row.metric == "count" and row.value is None]
     return notes + [f"{row.variant}: no largest batch: {row.value_reason}." for row in missing]
 

@@ -1,7 +1,7 @@
 """What does a larger batch buy, and where does it end? Throughput and memory by batch, up to the batch that does not fit."""
 
 import gc
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -27,7 +27,7 @@ from hyperion.models import ReferenceModel, reference_model
 from hyperion.results import Row, independent_ratio_estimate
 from hyperion.training import choose_precision
 
-# The line through the two largest batches is held to be right within a quarter.
+# The line of memory over batch is held to be right within a quarter.
 _FITS, _DOES_NOT_FIT = 0.75, 1.25
 
 
@@ -83,18 +83,38 @@ def _shared_basis(context: Context, dtype: str) -> str:
 
 
 def _forecast_largest(context: Context, model: ReferenceModel, dtype: str) -> Forecast:
-    """From shapes alone: each product's output is kept twice, as it is and as its norm or activation leaves it."""
     cap = context.sizes["memory_limit_gib"]
-    held = update_of(model).held_bytes * model.parameter_count
-    sample = 2 * model.activations * FORMATS[dtype].bytes + 4 * int(np.prod(model.sample_shape))
+    held, sample = _bytes_by_shapes(model, dtype)
     basis = (
         f"{cap:g} GiB, less {held / GIB:.3g} GiB of weights, gradients and moments, over {sample / 2**20:.3g} MiB a sample: "
         "the input, and the output of each product kept twice"
     )
     return Forecast(
-        variant=model.name, metric="count", estimate=(cap * GIB - held) / sample, basis=basis, dtype=dtype,
+        variant=model.name, metric="count", estimate=_largest_by_shapes(model, dtype, cap), basis=basis, dtype=dtype,
         params={"what": "largest batch"},
     )  # fmt: skip
+
+
+def _bytes_by_shapes(model: ReferenceModel, dtype: str) -> tuple[int, int]:
+    """(bytes that do not depend on the batch, bytes a sample): each product's output is kept twice, as it is and as its
+    norm or activation leaves it."""
+    sample = 2 * model.activations * FORMATS[dtype].bytes + 4 * torch.Size(model.sample_shape).numel()
+    return update_of(model).held_bytes * model.parameter_count, sample
+
+
+def _largest_by_shapes(model: ReferenceModel, dtype: str, cap_gib: float) -> float:
+    held, sample = _bytes_by_shapes(model, dtype)
+    return (cap_gib * GIB - held) / sample
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a batch took of the cap, None with the reason where it was refused or cannot be read."""
+
+    batch: int
+    gib: float | None
+    cap_gib: float
+    reason: str
 
 
 class _Sweep:
@@ -106,21 +126,23 @@ class _Sweep:
         self.frames: list[pd.DataFrame] = []
 
     def measure(self) -> None:
-        """First all that is timed, then, under a cap, all that is filled."""
-        sizes = self.context.sizes
-        batches = self.time_batches(sorted(sizes["batches"][self.model.name]))
+        """First all that is filled, in a process that has nothing to hide yet, then all that is timed."""
+        batches = sorted(self.context.sizes["batches"][self.model.name])
+        TrainingStep(self.model.name, 1, self.dtype, self.context.device).once()  # libraries and threads are there now
         try:
-            with memory_cap(self.context.device, sizes["memory_limit_gib"]) as capacity_gib:
-                self.fill_memory(batches, capacity_gib)
+            self.fill_memory(batches)
         except NoMemoryCap as error:
-            self._row("count", None, {"what": "largest batch"}, value_reason=error.what)
+            self._no_largest(error.what)
+        filled, self.rows = self.rows, []
+        self.time_batches(batches)
+        self.rows += filled
 
     def _row(self, metric: str, value: float | None, params: dict, **columns) -> None:
         row = self.context.row(self.model.name, metric, value, dtype=self.dtype, params=params, **columns)
         self.rows.append(row)
 
-    def time_batches(self, batches: list[int]) -> list[int]:
-        """Rows of every batch until one does not fit, efficiencies among them; the batches that did."""
+    def time_batches(self, batches: list[int]) -> None:
+        """Rows of every batch until one does not fit, efficiencies among them."""
         seconds: dict[int, np.ndarray] = {}
         for batch in batches:
             device = self.context.device
@@ -147,50 +169,61 @@ class _Sweep:
                 "batch_efficiency", share.value, step_params(batch), n=share.n, ci_low=low, ci_high=high, limit=1.0,
                 limit_source="the best of the batches measured, by construction",
             )  # fmt: skip
-        return list(seconds)
 
-    def fill_memory(self, batches: list[int], capacity_gib: float) -> None:
-        """Peak memory by batch, the line through the two largest, and a step on either side of where it meets the cap."""
-        peaks = [self.peak(batch, "steady") for batch in batches]
-        known = [(batch, peak.gib) for batch, peak in zip(batches, peaks, strict=True) if peak.gib is not None]
+    def fill_memory(self, batches: list[int]) -> None:
+        """Memory by batch, the line through two that fit, and a step on either side of where it meets the cap."""
+        cap = self.context.sizes["memory_limit_gib"]
+        points = [self.used(batch, "steady") for batch in batches]
+        # A small batch adds little to what a process holds anyway; one that fills half of the cap tells the slope well.
+        half = int(_largest_by_shapes(self.model, self.dtype, cap) / 2)
+        if half > batches[-1]:
+            points.append(self.used(half, "half way"))
+        known = [point for point in points if point.gib is not None]
         if len(known) < 2:
-            reason = peaks[-1].reason if peaks else "no batch was measured"
-            self._row("count", None, {"what": "largest batch"}, value_reason=f"no line through fewer than two: {reason}")
+            self._no_largest(f"no line through fewer than two batches: {points[-1].reason}")
             return
-        (small, low), (large, high) = known[-2:]
-        slope = (high - low) / (large - small)
+        small, large = known[-2:]
+        slope = (large.gib - small.gib) / (large.batch - small.batch)
         if slope <= 0:
-            reason = f"no slope: batch {large} took no more memory than batch {small}"
-            self._row("count", None, {"what": "largest batch"}, value_reason=reason)
+            self._no_largest(f"no slope: batch {large.batch} took no more memory than batch {small.batch}")
             return
-        largest = int(large + (capacity_gib - high) / slope)
-        self._row("sample_memory_mib", slope * 1024, {"what": "slope", "batches": [small, large]})
-        inside, outside = (self.peak(max(1, round(share * largest)), "probe") for share in (_FITS, _DOES_NOT_FIT))
+        self._row("sample_memory_mib", slope * 1024, {"what": "slope"})
+        self._put_to_the_test(int(large.batch + (large.cap_gib - large.gib) / slope))
+
+    def _put_to_the_test(self, largest: int) -> None:
+        inside, outside = (self.used(max(1, round(share * largest)), "probe") for share in (_FITS, _DOES_NOT_FIT))
         wrong = (inside.gib is None) + (outside.gib is not None)
         self._row(
             "count", float(largest), {"what": "largest batch"}, check_error=float(wrong), check_tolerance=0.0,
             check=f"wrong verdicts: {_FITS} of it fits, {_DOES_NOT_FIT} does not",
         )  # fmt: skip
 
-    def peak(self, batch: int, kind: str) -> PeakMemory:
-        """Peak memory of two steps of a fresh model (the second has moments), as a row; out of memory is one too."""
+    def _no_largest(self, reason: str) -> None:
+        self._row("count", None, {"what": "largest batch"}, value_reason=reason)
+
+    def used(self, batch: int, kind: str) -> Point:
+        """What two steps of a fresh model (the second has moments) take of the cap; the peak of the process is a row."""
         device = self.context.device
         gc.collect()
-        if device.kind != "cpu":
-            torch.cuda.empty_cache()  # what smaller batches left cached lies in pieces
+        with memory_cap(device, self.context.sizes["memory_limit_gib"]) as cap:
+            peak = self._peak(batch)
+        self._row(
+            peak.metric, peak.gib, {"batch": batch, "step": kind}, value_reason=peak.reason,
+            limit=least_memory_gib(self.model, batch), limit_source=LEAST_MEMORY,
+        )  # fmt: skip
+        taken = None if peak.gib is None else cap.gib - (cap.peak_gib - peak.gib)
+        return Point(batch, taken, cap.gib, peak.reason)
+
+    def _peak(self, batch: int) -> PeakMemory:
+        device = self.context.device
         try:
             with PeakMemoryRegion(device) as region:
                 step = TrainingStep(self.model.name, batch, self.dtype, device, self.context.seed)
                 step.once()
                 step.once()
-            peak = region.peak
         except (RuntimeError, MemoryError) as error:
             refusal = allocator_refusal(error, device)
             if refusal is None:
                 raise
-            peak = PeakMemory(region.peak.metric, None, f"out of memory: {refusal}")
-        self._row(
-            peak.metric, peak.gib, {"batch": batch, "step": kind}, value_reason=peak.reason,
-            limit=least_memory_gib(self.model, batch), limit_source=LEAST_MEMORY,
-        )  # fmt: skip
-        return peak
+            return PeakMemory(region.peak.metric, None, f"out of memory: {refusal}")
+        return region.peak

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import resource
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,8 +13,9 @@ from hyperion.errors import HyperionError
 from hyperion.hardware import Device
 from hyperion.measure.memory import GIB
 
-_M_MMAP_THRESHOLD = -3  # <malloc.h> of glibc
-_MAPPED_FROM_BYTES = 128 * 1024
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h> of glibc
+# glibc begins with the small threshold, and its own rule ends at the large one once larger buffers have come and gone.
+_SMALL, _LARGE = 128 * 1024, 32 * 2**20
 _SHARE_OF_FREE = 0.95
 _CPU_REFUSAL = "DefaultCPUAllocator: can't allocate memory"
 _ONEDNN_FAILURES = ("could not create a primitive", "could not execute a primitive")
@@ -45,59 +47,76 @@ def _refusal_of(count: int, device: Device) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class MemoryCap:
+    """What a process may have.
+
+    Args:
+        gib: GiB that may be added to what the process holds as the cap begins.
+        peak_gib: what PeakMemoryRegion reports when all of it is used.
+    """
+
+    gib: float
+    peak_gib: float
+
+
 @contextlib.contextmanager
-def memory_cap(device: Device, gib: float) -> Iterator[float]:
-    """Within it, tensors of this process get at most `gib` GiB; one more is refused as on a device that is full.
+def memory_cap(device: Device, gib: float) -> Iterator[MemoryCap]:
+    """Within it, tensors of this process get at most `gib` GiB; what is more is refused as on a device that is full.
 
     On an accelerator PyTorch's allocator is told to hold no more than that, and fails as it does on a full device, with
-    the same error. On a CPU the kernel is told (RLIMIT_DATA) to map no more than that beyond what the process has now;
-    from here on the C library maps each larger buffer by itself and returns it when it is freed, so that nothing freed
-    counts. That outlasts the cap: give the work a process of its own.
+    the same error. On a CPU the kernel is told (RLIMIT_DATA) to map no more than that beyond what the process has mapped;
+    meanwhile the C library maps each larger buffer by itself and unmaps it when it is freed, so that nothing freed counts.
 
     Args:
         gib: no more than 95 % of an accelerator's free memory is taken, whatever is asked for.
 
-    Yields:
-        The peak, in GiB, that PeakMemoryRegion would report with the cap used up.
-
     Raises:
         NoMemoryCap: half as much again as the cap was granted all the same.
     """
-    with (_resident_cap if device.kind == "cpu" else _device_cap)(device, gib) as (allowed_gib, peak_gib):
-        if _refusal_of(int(1.5 * allowed_gib * GIB), device) is None:
+    with (_resident_cap if device.kind == "cpu" else _device_cap)(device, gib) as cap:
+        if _refusal_of(int(1.5 * cap.gib * GIB), device) is None:
             raise NoMemoryCap(
-                f"{1.5 * allowed_gib:.3g} GiB were granted under a cap of {allowed_gib:.3g} GiB",
+                f"{1.5 * cap.gib:.3g} GiB were granted under a cap of {cap.gib:.3g} GiB",
                 where=device.name,
                 next_step="run it where the system enforces RLIMIT_DATA, on Linux itself",
             )
-        yield peak_gib
+        yield cap
 
 
 @contextlib.contextmanager
-def _device_cap(device: Device, gib: float) -> Iterator[tuple[float, float]]:
-    torch.cuda.empty_cache()
+def _device_cap(device: Device, gib: float) -> Iterator[MemoryCap]:
+    torch.cuda.empty_cache()  # what earlier work left cached lies in pieces
     free, total = torch.cuda.mem_get_info(device.torch_device)
-    allowed = min(gib * GIB, _SHARE_OF_FREE * free)
-    torch.cuda.set_per_process_memory_fraction(allowed / total, device.torch_device)
+    held = torch.cuda.memory_allocated(device.torch_device)
+    allowed = held + min(gib * GIB, _SHARE_OF_FREE * free)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device.torch_device)
     try:
-        yield allowed / GIB, allowed / GIB
+        yield MemoryCap((allowed - held) / GIB, allowed / GIB)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device.torch_device)
 
 
 @contextlib.contextmanager
-def _resident_cap(device: Device, gib: float) -> Iterator[tuple[float, float]]:
-    library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt"):  # glibc; other C libraries map large buffers one by one as it is
-        library.mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES)
-        library.malloc_trim(0)
+def _resident_cap(device: Device, gib: float) -> Iterator[MemoryCap]:
+    _tune_malloc(mapped_from_bytes=_SMALL, trimmed_at_bytes=_SMALL)
     mapped, resident = _status_bytes("VmData"), _status_bytes("VmRSS")
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (int(mapped + gib * GIB), hard))
     try:
-        yield gib, gib + resident / GIB
+        yield MemoryCap(gib, gib + resident / GIB)
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+        _tune_malloc(mapped_from_bytes=_LARGE, trimmed_at_bytes=2 * _LARGE)
+
+
+def _tune_malloc(mapped_from_bytes: int, trimmed_at_bytes: int) -> None:
+    """From which size on glibc maps a buffer by itself, and how much free memory it keeps; other libraries have no say."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(_M_MMAP_THRESHOLD, mapped_from_bytes)
+        library.mallopt(_M_TRIM_THRESHOLD, trimmed_at_bytes)
+        library.malloc_trim(0)
 
 
 def _status_bytes(name: str) -> int:

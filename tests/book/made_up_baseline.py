@@ -50,7 +50,8 @@ def batch_scaling_rows(random, limited):
             rows.append(_timed(random, "batch_scaling", model, "samples_per_s", rate, None, **more))
             rows.append(row(metric, 0.4 + mib * batch / 1024, params))
         largest = int((24 - 0.4) * 1024 / mib)
-        rows.append(row("sample_memory_mib", mib, {"what": "slope", "batches": [16, 64]}))
+        rows.append(row("sample_memory_mib", mib, {"what": "slope"}))
+        rows.append(row(metric, 0.4 + mib * (largest // 2) / 1024, {"batch": largest // 2, "step": "half way"}))
         rows.append(row(metric, 18.1, {"batch": int(0.75 * largest), "step": "probe"}))
         refused = "out of memory: CUDA out of memory. Tried to allocate 392.00 MiB."
         rows.append(row(metric, None, {"batch": int(1.25 * largest), "step": "probe"}, value_reason=refused))

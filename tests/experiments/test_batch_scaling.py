@@ -5,7 +5,6 @@ import torch
 
 from hyperion.experiments import Context
 from hyperion.experiments import batch_scaling as experiment
-from hyperion.measure import PeakMemory
 from hyperion.models import reference_model
 from hyperion.results import RowError, Run
 
@@ -38,50 +37,50 @@ def test_the_sweep_ends_in_a_row_for_the_batch_that_was_refused(context, tmp_pat
 
 
 class _Device:
-    """Memory that grows in a straight line up to a cap, as peaks of a sweep."""
+    """Memory that grows in a straight line and is granted up to a cap."""
 
-    def __init__(self, grants_gib, slope_gib=0.01):
+    def __init__(self, grants_gib, slope_gib=1e-4):
         self.grants_gib, self.slope_gib, self.asked = grants_gib, slope_gib, []
 
-    def sweep(self, context):
+    def fill(self, context, batches):
         sweep = experiment._Sweep(context, reference_model(NAME))
-        sweep.peak = self.peak
+        sweep.used = self.used
+        sweep.fill_memory(batches)
         return sweep
 
-    def peak(self, batch, kind):
+    def used(self, batch, kind):
         self.asked.append((batch, kind))
-        gib = 1.0 + self.slope_gib * batch
-        return PeakMemory("peak_memory_gib", *((gib,) if gib <= self.grants_gib else (None, "out of memory: full")))
+        gib = 0.01 + self.slope_gib * batch
+        granted = gib if gib <= self.grants_gib else None
+        return experiment.Point(batch, granted, SIZES["memory_limit_gib"], "" if granted else "out of memory: full")
 
 
 def count_of(sweep):
     return next(row for row in sweep.rows if row.metric == "count")
 
 
-def test_the_line_through_the_two_largest_batches_is_put_to_the_test_on_both_sides(context):
-    device = _Device(grants_gib=3.0)
-    sweep = device.sweep(context)
-    sweep.fill_memory([1, 8, 16], capacity_gib=3.0)
-    assert count_of(sweep).value == 200 and device.asked[-2:] == [(150, "probe"), (250, "probe")]
+def test_the_line_is_put_to_the_test_on_both_sides(context):
+    device = _Device(grants_gib=0.09)
+    sweep = device.fill(context, [1, 8, 16])
+    foretold = experiment.forecast(context)[0].estimate
+    assert device.asked[3:] == [(int(foretold / 2), "half way"), (600, "probe"), (1000, "probe")]
+    assert count_of(sweep).value == pytest.approx(800, abs=1)
     count_of(sweep).validate()
-    assert next(row for row in sweep.rows if row.metric == "sample_memory_mib").value == pytest.approx(10.24)
+    assert next(row for row in sweep.rows if row.metric == "sample_memory_mib").value == pytest.approx(0.1024)
 
 
-@pytest.mark.parametrize("grants_gib", [2.0, 9.0], ids=["refused too early", "never refused"])
+@pytest.mark.parametrize("grants_gib", [0.05, 9.0], ids=["refused too early", "never refused"])
 def test_a_wrong_verdict_refuses_the_row(context, grants_gib):
-    sweep = _Device(grants_gib).sweep(context)
-    sweep.fill_memory([1, 8, 16], capacity_gib=3.0)
     with pytest.raises(RowError, match="wrong verdicts"):
-        count_of(sweep).validate()
+        count_of(_Device(grants_gib).fill(context, [1, 8, 16])).validate()
 
 
 @pytest.mark.parametrize(
     "device, batches, reason",
-    [(_Device(1.05), [1, 8, 16], "no line"), (_Device(9.0), [16], "no line"), (_Device(9.0, 0.0), [8, 16], "no slope")],
+    [(_Device(0.0105), [1, 8, 16], "no line"), (_Device(9.0), [500], "no line"), (_Device(9.0, 0.0), [8, 16], "no slope")],
 )
 def test_without_a_line_there_is_no_largest_batch_and_the_row_says_why(context, device, batches, reason):
-    sweep = device.sweep(context)
-    sweep.fill_memory(batches, capacity_gib=3.0)
+    sweep = device.fill(context, batches)
     assert count_of(sweep).value is None and reason in count_of(sweep).value_reason
 
 
@@ -95,7 +94,8 @@ def test_a_batch_out_of_memory_ends_the_timed_sweep_and_is_a_row(context, monkey
 
     monkeypatch.setattr(torch.nn.TransformerEncoder, "forward", small_device)
     sweep = experiment._Sweep(context, reference_model(NAME))
-    assert sweep.time_batches([1, 48, 96, 192]) == [1, 48]
+    sweep.time_batches([1, 48, 96, 192])
+    assert [row.params["batch"] for row in sweep.rows if row.metric == "batch_efficiency"] == [1, 48]
     ended = [row for row in sweep.rows if row.metric == "samples_per_s" and row.value is None]
     assert [row.params["batch"] for row in ended] == [96]
     assert ended[0].value_reason == "out of memory: CUDA out of memory. Tried to allocate 2.00 GiB."

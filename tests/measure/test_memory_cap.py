@@ -10,7 +10,7 @@ import torch
 from hyperion.hardware import detect_cpu
 from hyperion.measure import allocator_refusal
 
-# In a process of its own: the C library keeps mapping large buffers one by one.
+# In a process of its own, which may run out of memory.
 SCRIPT = """
 import json, resource, torch
 from hyperion.hardware import detect_cpu
@@ -18,10 +18,10 @@ from hyperion.measure import NoMemoryCap, PeakMemoryRegion, allocator_refusal, m
 
 cpu, told, before = detect_cpu(), {}, resource.getrlimit(resource.RLIMIT_DATA)
 mib = 2**20
-with memory_cap(cpu, 0.25) as capacity_gib:
+with memory_cap(cpu, 0.25) as cap:
     with PeakMemoryRegion(cpu) as region:
         torch.ones(160 * mib, dtype=torch.uint8)
-    told["below"] = region.peak.gib is None or region.peak.gib < capacity_gib
+    told["below"] = region.peak.gib is None or region.peak.gib < cap.peak_gib
     kept = torch.ones(160 * mib, dtype=torch.uint8)
     try:
         torch.ones(160 * mib, dtype=torch.uint8)
