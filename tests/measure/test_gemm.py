@@ -49,10 +49,12 @@ def test_planted_faults_are_caught(cpu, fault):
 
 
 def test_precision_flags_are_given_back(cpu):
-    before = torch.backends.cuda.matmul.fp32_precision
-    with matmul_precision(FORMATS["tf32"]):
-        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-    assert torch.backends.cuda.matmul.fp32_precision == before
+    switches = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = [switch.fp32_precision for switch in switches]
+    for name, allowed in (("tf32", "tf32"), ("fp32", "ieee")):
+        with matmul_precision(FORMATS[name]):
+            assert [switch.fp32_precision for switch in switches] == [allowed, allowed]
+    assert [switch.fp32_precision for switch in switches] == before
 
 
 def test_relative_error_of_nothing_and_of_nan():
