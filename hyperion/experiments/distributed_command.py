@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hyperion.checkpoints import on_rank_0
+from hyperion.checkpoints import on_rank_0, save_adapter
 from hyperion.errors import HyperionError
 from hyperion.experiments import scaling
 from hyperion.experiments.chapter import run_information
@@ -121,6 +121,10 @@ def trained(context: Context, recipe: Recipe) -> Result:
         folder=context.workspace / recipe.name, on_epoch=(progress.epoch,), report=progress.report,
     )  # fmt: skip
     assert_ranks_agree(training.engine.model)
+    if recipe.lora:
+        folder = context.workspace.parent / "adapters" / recipe.name
+        saved = save_adapter(folder, len(history.losses), training.engine.model, training.base_sha256)
+        _say([f"{recipe.name}  adapters for peft: {saved}"])
     if here.rank:
         return Result([], loss_curve(history), training.source)
     rows = epoch_rows(context, recipe, training, history) + mean_rows(context, recipe, training, history)

@@ -74,9 +74,11 @@ class Training:
         batches: this rank's part of every batch.
         validation: makes fresh held-out batches; None when the recipe scores none.
         source: the data source that was taken.
+        base_sha256: of the frozen weights that adapters are trained on, "" without adapters.
     """
 
     engine: TorchEngine
     batches: ResumableBatches
     validation: Callable[[], Iterable] | None
     source: str
+    base_sha256: str = ""

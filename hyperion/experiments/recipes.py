@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch
 
-from hyperion.checkpoints import agreed, on_rank_0
+from hyperion.checkpoints import agreed, frozen_sha256, on_rank_0
 from hyperion.data.imageset import channel_statistics
 from hyperion.data.instruction_batches import InstructionBatches
 from hyperion.data.loaders import ImageBatches, LanguageBatches, evaluation_windows
@@ -114,6 +114,7 @@ def _llama(context: Context, recipe: Recipe) -> Training:
     found = rank_zero_first(lambda: material(replace(context, sizes=context.sizes | chosen)))
     precision = choose_precision(device, recipe.precision)
     base = base_model(context, found, frozen_dtype(precision) if recipe.lora else torch.float32)
+    base_sha256 = frozen_sha256(base) if recipe.lora else ""  # before it is sharded
     model = with_lora(base, context.seed) if recipe.lora else LlamaLM(base)
     model = parallelize(model, _plan(recipe, precision), here)
     batches = InstructionBatches(
@@ -123,12 +124,13 @@ def _llama(context: Context, recipe: Recipe) -> Training:
     engine = LanguageEngine(model, optimizer, _schedule(recipe, len(batches)), precision, device, world=here)
 
     def validation() -> Iterable:
-        held_out = InstructionBatches(
+        whole = InstructionBatches(
             found.held_out, recipe.batch_size // here.size, shuffle=False, drop_last=False, device=device.torch_device
         )
-        return _first(held_out, recipe.evaluation_batches)
+        return _first(whole, recipe.evaluation_batches)
 
-    return Training(engine, batches, None if recipe.evaluation_batches == 0 else validation, found.rows.source)
+    held_out = None if recipe.evaluation_batches == 0 else validation
+    return Training(engine, batches, held_out, found.rows.source, base_sha256)
 
 
 def _sharers(recipe: Recipe) -> World:
