@@ -29,7 +29,7 @@ from hyperion.experiments.training_rows import loss_curve
 from hyperion.experiments.variants import merged, packed, restored
 from hyperion.hardware import collect_facts, detect
 from hyperion.parallel import assert_ranks_agree
-from hyperion.processes import Job, JobError, process_group, run_ranks, world
+from hyperion.processes import Job, RankError, process_group, run_ranks, world
 from hyperion.processes.group import choose_device, place_of
 from hyperion.results import Run, new_run_folder, set_latest
 from hyperion.training import Interrupted, train
@@ -166,10 +166,11 @@ def _launched(request: Request, machine: Machine, export: Callable[[Run], object
     )  # fmt: skip
     try:
         failures = run_ranks(job, on_line=hear, log_folder=run.folder / "logs")[0]["failures"]
-    except JobError as error:
-        if any(error.what.splitlines()[0] in line for line in heard):
-            return error.exit_code  # rank 0 has told it
-        raise
+    except RankError as error:
+        if not any(error.what.splitlines()[0] in line for line in heard):  # else rank 0 has told it
+            _leave(error, rank=0)
+        crashed = error.signal not in ("", "SIGTERM") or "Traceback" in error.what
+        return _FAILED if crashed else error.exit_code
     return _finished(run, failures, export, training_table)
 
 
