@@ -6,6 +6,18 @@ from hyperion.paths import reference_folder
 from hyperion.results import Run, find_run
 
 
+def reference_runs() -> list[Run]:
+    """The committed reference runs, those a reader wants first: real data before synthetic, most GPUs before fewer or none."""
+    runs = [Run.open(path.parent) for path in sorted(reference_folder().glob("*/run.json"))]
+
+    def place(run: Run) -> tuple:
+        asked = run.information()
+        gpus = asked.get("environment", {}).get("gpus") or []
+        return asked.get("data_source") == "synthetic", -len(gpus), run.folder.name
+
+    return sorted(runs, key=place)
+
+
 def reference_run(machine: str, notebook: str) -> Run:
     """The named reference run, or the first that holds the notebook.
 
@@ -14,8 +26,7 @@ def reference_run(machine: str, notebook: str) -> Run:
     """
     if machine:
         return Run.open(find_run(str(reference_folder() / machine)))
-    for path in sorted(reference_folder().glob("*/run.json")):
-        run = Run.open(path.parent)
+    for run in reference_runs():
         if run.rows(notebook):
             return run
     raise HyperionError(

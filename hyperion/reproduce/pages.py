@@ -11,6 +11,8 @@ from hyperion.errors import HyperionError
 
 # Bounded, and starting at a slash: an open-ended pattern takes minutes on the half megabyte of a picture's base64.
 _KERNEL_FILE = re.compile(r"/[^\s\"'<>]{0,200}?/ipykernel_\d+/\d+\.py")
+# What a worker's compiler or launcher wrote of its own temporary folder.
+_TEMPORARY_FILE = re.compile(r"/[^\s\"'<>]{0,100}?/hyperion-[a-z]+-[^\s\"'<>\\]{0,300}")
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _MATH = re.compile(
     r"(?P<code>```.*?```|`[^`\n]*`)|\$\$(?P<block>.+?)\$\$|(?<![\\$])\$(?P<inline>[^$\n]+?)\$(?!\d)", re.DOTALL
@@ -35,7 +37,8 @@ def kept_copy(document, replacements: dict[str, str]):
     text = nbformat.writes(document)
     for path in sorted(replacements, key=len, reverse=True):
         text = text.replace(json.dumps(path)[1:-1], replacements[path])
-    copy = nbformat.reads(_KERNEL_FILE.sub("cell", text), as_version=4)
+    text = _TEMPORARY_FILE.sub("a temporary file", _KERNEL_FILE.sub("cell", text))
+    copy = nbformat.reads(text, as_version=4)
     for name in ("input_path", "output_path"):
         copy.metadata.get("papermill", {}).pop(name, None)
     copy.metadata.pop("widgets", None)

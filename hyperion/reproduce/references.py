@@ -5,6 +5,7 @@ import json
 from dataclasses import dataclass
 
 from hyperion.errors import HyperionError
+from hyperion.experiments.replay import reference_runs
 from hyperion.paths import reference_folder
 from hyperion.reproduce.notebooks import Notebook
 from hyperion.results import Run
@@ -29,7 +30,7 @@ def reference_for(notebook: Notebook, machine: str | None) -> tuple[Reference | 
     Raises:
         HyperionError: no reference run of that name; the message lists them.
     """
-    machines = sorted(path.parent.name for path in reference_folder().glob("*/run.json"))
+    machines = [run.folder.name for run in reference_runs()]
     if machine is not None and machine not in machines:
         raise HyperionError(
             f"no reference run of {machine!r}",
