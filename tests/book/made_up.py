@@ -23,6 +23,7 @@ from tests.book.made_up_learning import (
     text_samples,
 )
 from tests.book.made_up_llama import llama_chapter
+from tests.book.made_up_precision import precision_chapters
 
 GPU = {
     "python": "3.12.3",
@@ -74,6 +75,7 @@ def made_up_run(folder, *, source="mirror", peaks=None, bandwidth=4800.0, enviro
         *llama_chapter(np.random.default_rng(3)),
         *distributed_chapters(np.random.default_rng(4)),
         compilation_chapter(),
+        *precision_chapters(),
         *baseline_chapters(np.random.default_rng(1), limited=bandwidth is not None),
         (DATA, "text_pipeline", text_rows(source), text_samples(random)),
         (DATA, "image_pipeline", image_rows(source), image_samples(random)),

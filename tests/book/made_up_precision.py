@@ -94,3 +94,11 @@ def checkpointing_rows() -> list[Row]:
             kept = {"value": 1.5 + slope * layers, "predicted": 1.5 + slope * layers}
             rows.append(Row(**shared, variant=name, metric="allocated_memory_gib", params=params, **kept))
     return rows
+
+
+def precision_chapters():
+    """(notebook, experiment, rows, samples) of chapters 2.3 and 2.4."""
+    nothing = pd.DataFrame({"x": [1]})
+    yield PRECISION, "precision_variants", variant_rows(), variant_samples()
+    yield PRECISION, "memory_phases", phase_rows(), nothing
+    yield MEMORY, "activation_checkpointing", checkpointing_rows(), nothing
