@@ -46,6 +46,13 @@ def die_with(parent: int) -> None:
         sys.exit("the launcher ended before the worker began")
 
 
+def lives(process: psutil.Process) -> bool:
+    """Whether the process still does something: a zombie only waits for its parent."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def kill_session(leader: int, ours: bool) -> None:
     """SIGKILL for a process that leads a session of its own, and for whatever it started in it.
 

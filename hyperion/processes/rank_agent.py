@@ -5,20 +5,23 @@ entry that does not exist before N interpreters are started, and it writes down 
 """
 
 import ast
-import contextlib
 import hashlib
 import importlib.util
 import json
 import os
 import shutil
+import signal
 import sys
+import time
 from pathlib import Path
 
 import psutil
 
 from hyperion.errors import HyperionError
-from hyperion.processes.lifeline import die_with, kill_session
+from hyperion.processes.lifeline import GRACE_S, die_with, kill_session, lives
 from hyperion.processes.notes import Notes, read, write
+
+_POLL_S = 0.1
 
 
 def main(folder: str) -> None:
@@ -34,8 +37,7 @@ def main(folder: str) -> None:
     try:
         _run(arguments(request, folder), notes)
     finally:
-        for pid in notes.pids().values():
-            kill_session(pid, ours=_is_child(pid))
+        _end_ranks(notes)
         if os.getppid() != request["launcher"]:
             shutil.rmtree(folder, ignore_errors=True)  # nobody is left to read it
 
@@ -53,10 +55,20 @@ def _run(command: list[str], notes: Notes) -> None:
         sys.exit(1)
 
 
-def _is_child(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).ppid() == os.getpid()
-    return False
+def _end_ranks(notes: Notes) -> None:
+    """Leave no process behind. torchrun did its part, unless more than one signal came: when a launcher with threads is
+    killed Linux sends one for each of them, and the second ends torchrun while its ranks still save.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pids = notes.pids().values()
+    ranks = [child for child in psutil.Process().children() if child.pid in pids and lives(child)]
+    for rank in ranks:
+        rank.terminate()
+    deadline = time.monotonic() + GRACE_S
+    while any(map(lives, ranks)) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    for pid in pids:
+        kill_session(pid, ours=pid in {rank.pid for rank in ranks})
 
 
 def arguments(request: dict, folder: str) -> list[str]:

@@ -67,6 +67,7 @@ def _work(request: dict, notes: Notes, rank: int) -> tuple[dict | None, Hyperion
         except HyperionError as error:
             if error.exit_code != INTERRUPTED:
                 raise
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it does what it was asked to
             return None, error
         if request["nodes"] > 1:
             _share_answers(answer, world, notes)

@@ -12,7 +12,7 @@ import psutil
 
 from hyperion.hardware.cpu import read_cpu
 from hyperion.processes.job import INTERRUPTED, Job
-from hyperion.processes.lifeline import GRACE_S, child_environment, kill_session
+from hyperion.processes.lifeline import GRACE_S, child_environment, kill_session, lives
 from hyperion.processes.notes import Notes, log_of, log_of_torchrun, read, write
 from hyperion.processes.output import Listener
 from hyperion.processes.verdict import End, Standing, standing
@@ -78,7 +78,7 @@ class Torchrun:
             if self.agent.poll() is None:
                 self.ask_to_end()
             deadline = time.monotonic() + GRACE_S
-            while (self.agent.poll() is None or any(map(_lives, self.ranks.values()))) and time.monotonic() < deadline:
+            while (self.agent.poll() is None or any(map(lives, self.ranks.values()))) and time.monotonic() < deadline:
                 self._look_after_ranks()
                 time.sleep(_POLL_S)
         finally:
@@ -89,13 +89,13 @@ class Torchrun:
             self.agent.kill()
             self.agent.wait()
             deadline = time.monotonic() + _REAP_S
-            while any(map(_lives, self.ranks.values())) and time.monotonic() < deadline:
+            while any(map(lives, self.ranks.values())) and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
             self._hear()
 
     def ask_where_they_stand(self) -> None:
         """With a signal that a hung process answers too; `standings` are the answers."""
-        asked = {rank: process for rank, process in self.ranks.items() if _lives(process)}
+        asked = {rank: process for rank, process in self.ranks.items() if lives(process)}
         for process in asked.values():
             process.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + _STACKS_S
@@ -144,7 +144,7 @@ class Torchrun:
             self._sweep()
 
     def _sweep(self) -> None:
-        left = {rank for rank, process in self.ranks.items() if _lives(process)}
+        left = {rank for rank, process in self.ranks.items() if lives(process)}
         if left:
             self.ask_where_they_stand()
             self._swept |= left
@@ -158,7 +158,7 @@ class Torchrun:
 
     def _is_lost(self, rank: int) -> bool:
         """Whether a rank ended otherwise than it should: with an answer, or saved as it was asked to."""
-        if _lives(self.ranks[rank]):
+        if lives(self.ranks[rank]):
             return False
         record = self._record(rank)
         return record is None or ("answer" not in record and record["exit_code"] != INTERRUPTED)
@@ -191,9 +191,3 @@ def _environment(job: Job) -> dict[str, str]:
     """The cores are shared out among the ranks, unless the user did that: torchrun would give each a single thread."""
     threads = max(1, read_cpu().cores // job.ranks_per_node)
     return {"OMP_NUM_THREADS": str(threads)} | child_environment()
-
-
-def _lives(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False

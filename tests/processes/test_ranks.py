@@ -171,9 +171,14 @@ def test_a_hang_ends_with_the_timeout_and_shows_where_each_rank_stood(hanging):
 
 
 def launch(folder, saves):
-    """A process that runs one waiting rank and ends with the error's exit code, marked in its environment."""
+    """A process that runs one waiting rank and ends with the error's exit code, marked in its environment.
+
+    It has threads, as a notebook's kernel has: when it is killed Linux signals its child for one after the other.
+    """
     code = """
-import json, sys
+import json, sys, threading, time
+for _ in range(50):
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 from hyperion.errors import HyperionError
 from hyperion.processes import Job, run_ranks
 try:
