@@ -39,6 +39,12 @@ def entries(tmp_path, monkeypatch):
             def refuse():
                 raise HyperionError("the file is damaged", where="a.bin", next_step="copy it again")
 
+            class Stopped(HyperionError):
+                exit_code = 75
+
+            def stop():
+                raise Stopped("the state was saved")
+
             def die():
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -61,10 +67,11 @@ def test_returns_the_answer_and_streams_lines_and_progress(entries):
     assert progress == [(1, 2, "half way")]
 
 
-def test_guarding_variables_reach_the_worker(entries, monkeypatch):
-    for name in GUARDED:
+def test_guarding_variables_reach_the_worker_and_torchruns_do_not(entries, monkeypatch):
+    for name in (*GUARDED, "RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "0")
-    assert run_job(Job(f"{entries}:environment", {"names": GUARDED})) == dict.fromkeys(GUARDED, "0")
+    found = run_job(Job(f"{entries}:environment", {"names": [*GUARDED, "RANK", "WORLD_SIZE"]}))
+    assert found == {**dict.fromkeys(GUARDED, "0"), "RANK": None, "WORLD_SIZE": None}
 
 
 def test_a_raising_worker_hands_over_its_traceback(entries):
@@ -77,6 +84,17 @@ def test_what_a_worker_refuses_is_told_in_its_own_words(entries):
     with pytest.raises(JobError) as error:
         run_job(Job(f"{entries}:refuse"))
     assert str(error.value) == "the file is damaged\n  where: a.bin\n  next:  copy it again"
+
+
+def test_a_worker_that_was_stopped_and_saved_is_told_by_its_exit_code(entries):
+    with pytest.raises(JobError, match="the state was saved") as error:
+        run_job(Job(f"{entries}:stop"))
+    assert error.value.exit_code == 75
+
+
+def test_a_job_of_ranks_is_refused(entries):
+    with pytest.raises(JobError, match="is to run on ranks"):
+        run_job(Job(f"{entries}:double", {"value": 1}, ranks=2))
 
 
 def test_a_killed_worker_is_named_with_its_signal(entries):
