@@ -180,7 +180,6 @@ class _Call:
             show_fault(display.say, notebook, fault, self.run_store.folder)
             if entry.remeasure:
                 display.say(_MEASURES_ANEW)
-        self._export(display.say)
         return self._line(entry.status, notebook, entry.note)
 
     def _keep(self, notebook: Notebook, entry: Entry, document=None) -> None:
@@ -194,7 +193,8 @@ class _Call:
         self.export_fault = fault
 
     def _close(self, code: int) -> int:
-        if code == FINISHED:
+        # Once a call: drawing everything anew after each notebook took longer than some notebooks.
+        if code in (FINISHED, UNFINISHED):
             self._export(self._print)
         summary.show_table(self.console, self.lines)
         statuses = {line.status for line in self.lines.values()}
