@@ -79,14 +79,14 @@ def unit_mark(unit: str) -> str:
 
 
 def epoch_table(rows: Iterable[Row]) -> pd.DataFrame:
-    """Rows with an `epoch` parameter, one line a variant and epoch, one column a metric with its unit."""
+    """Rows with an `epoch` parameter, one line a variant, epoch and rank, one column a metric with its unit."""
     lines: dict[tuple, dict[str, str]] = {}
     for row in rows:
         if "epoch" not in row.params:
             continue
-        line = lines.setdefault(
-            (row.variant, row.params["epoch"]), {"model": row.variant, "epoch": row.params["epoch"]}
-        )
+        named = {"model": row.variant, "epoch": row.params["epoch"]}
+        named |= {} if row.rank is None else {"rank": row.rank}
+        line = lines.setdefault((row.variant, row.params["epoch"], row.rank), named)
         unit = metric_named(row.metric).unit
         header = row.metric + ("" if unit == "fraction" else unit_mark(unit))
         line[header] = number_within(row.value, row.ci_low, row.ci_high) if row.value is not None else row.value_reason

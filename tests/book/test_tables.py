@@ -56,8 +56,11 @@ def test_every_row_is_in_some_table(material, cpu_material):
         for _, experiment in source.experiments:
             rows = source.of(experiment)
             lines = sum(len(table) for _, table in tables_of(rows))
-            epochs = {(r.variant, r.params["epoch"]) for r in rows if "epoch" in r.params}
-            assert lines == len(epochs) + len([r for r in rows if "epoch" not in r.params])
+            epochs = {(r.variant, r.params["epoch"], r.rank) for r in rows if "epoch" in r.params}
+            phased = [r for r in rows if {"phase", "part"} <= r.params.keys()]
+            phases = {(r.variant, r.dtype, r.params["phase"]) for r in phased}
+            others = [r for r in rows if "epoch" not in r.params and r not in phased]
+            assert lines == len(epochs) + len(phases) + len(others)
 
 
 def test_prediction_error_is_signed(material):
