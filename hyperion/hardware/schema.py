@@ -124,6 +124,8 @@ class DeviceEntry:
 
     def __post_init__(self):
         _require(self.kind in ("cuda", "rocm"), "kind must be cuda or rocm")
+        counts = self.enumerated_units
+        _require(counts is None or (counts and min(counts) > 0), "enumerated_units must name counts, or be left out")
         _require(re.fullmatch(r"sm_\d+|gfx[0-9a-f]{3,5}", self.arch), "arch must look like sm_90 or gfx90a")
         _require(self.matches, "matches must name the device as PyTorch does")
         _require(set(self.paths) == set(PATHS), f"paths must be exactly {', '.join(PATHS)}")

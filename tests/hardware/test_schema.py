@@ -30,7 +30,7 @@ def test_a_published_value_is_accepted_exactly_within_the_agreement(units, ops, 
             build(SpecificationFile, content)
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)  # machines are shared: a slow example says nothing
 @given(st.data(), JUNK)
 def test_junk_in_any_field_is_a_fault_with_a_place_and_nothing_else(data, junk):
     content = copy.deepcopy(GOOD)
@@ -42,8 +42,8 @@ def test_junk_in_any_field_is_a_fault_with_a_place_and_nothing_else(data, junk):
         build(SpecificationFile, content)
     except SchemaFault as fault:
         assert fault.what and (name in fault.place or name in fault.what)
-    else:  # a text of three letters may do as a reason
-        assert isinstance(junk, str)
+    else:  # a text of three letters may do as a reason, positive numbers as counts of units
+        assert isinstance(junk, str) or (field == "enumerated_units" and (junk is None or junk and min(junk) > 0))
 
 
 @pytest.mark.parametrize("field", ["sources", "device"])
