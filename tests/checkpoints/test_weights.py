@@ -15,7 +15,7 @@ TENSORS = {"layer.weight": torch.arange(6.0).view(2, 3), "layer.bias": torch.one
 STATE = {"model": TENSORS, "optimizer": {"step": 3, "moment": torch.zeros(2)}, "note": "kept"}
 
 
-def same(found, wanted=TENSORS):
+def assert_same(found, wanted=TENSORS):
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
@@ -38,18 +38,18 @@ def pickled(folder, content):
 def test_a_file_gives_its_tensors_and_its_hash(tmp_path, make):
     path = make(tmp_path)
     weights = read_weights(path)
-    same(weights.tensors)
+    assert_same(weights.tensors)
     assert weights.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def test_a_checkpoint_of_the_library_gives_its_model_alone(tmp_path):
-    same(read_weights(save(tmp_path, 7, STATE)).tensors)
+    assert_same(read_weights(save(tmp_path, 7, STATE)).tensors)
 
 
 def test_a_sharded_checkpoint_gives_its_model_alone(tmp_path):
     with saving(tmp_path, 7) as new:
         write_sharded(new, STATE)
-    same(read_weights(tmp_path / "step-00000007").tensors)
+    assert_same(read_weights(tmp_path / "step-00000007").tensors)
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path):
