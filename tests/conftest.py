@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hyperion.processes.starting import fork_server_running
+
 # Tests share the cores with each other: OpenMP threads that spin while they wait would slow all of them several times.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -16,6 +18,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 def pytest_collection_modifyitems(items):
     """The README's commands run the whole book: they begin first, so that the other worker does the rest meanwhile."""
     items.sort(key=lambda item: item.path.name != "test_readme.py")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server() -> Iterator[None]:
+    """Workers are forked from a process that has imported PyTorch, as in `make reproduce`: hundreds begin in these tests."""
+    with fork_server_running():
+        yield
 
 
 @pytest.fixture(scope="session")

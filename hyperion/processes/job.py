@@ -18,6 +18,7 @@ from pathlib import Path
 from hyperion.errors import HyperionError
 from hyperion.processes.lifeline import GRACE_S, child_environment
 from hyperion.processes.output import Listener
+from hyperion.processes.starting import start
 
 # A worker that was asked to end, saved, and is to be started again: EX_TEMPFAIL of <sysexits.h>.
 INTERRUPTED = 75
@@ -88,12 +89,8 @@ def run_job(
     with tempfile.TemporaryDirectory(prefix="hyperion-job-") as folder:
         request, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
         request.write_text(json.dumps(asdict(job) | {"launcher": os.getpid()}))
-        command = [job.python, "-m", "hyperion.processes.worker", str(request), str(answer)]
         listener = Listener(on_line, on_progress)
-        worker = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-            env=child_environment(),
-        )  # fmt: skip
+        worker = start(job.python, "hyperion.processes.worker", [str(request), str(answer)], child_environment())
         try:
             timed_out = _stream(worker, job.timeout_s, listener)
         finally:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from hyperion.processes.fork_server import FORKED_BY
+
 # Time that a process which was asked to end gets to save what it has.
 GRACE_S = 30.0
 # What torchrun's agent sets for its ranks. A job that a rank starts is not that rank: it must not find them. All else is
@@ -38,12 +40,22 @@ def child_environment() -> dict[str, str]:
     return inherited | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-def die_with(parent: int) -> None:
-    """Ask Linux for a SIGTERM when the parent ends, however it ends; if it already has, stop here."""
+def die_with(launcher: int) -> None:
+    """Ask Linux for a SIGTERM when the parent ends, however it ends; if it already has, stop here.
+
+    The parent is the launcher, or the fork server that stands for it and sends that SIGTERM itself.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
+    if os.getppid() not in (launcher, int(os.environ.get(FORKED_BY, launcher))):
         sys.exit("the launcher ended before the worker began")
+
+
+def has_ended(pid: int) -> bool:
+    """Whether no process of this number does anything any more."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return not lives(psutil.Process(pid))
+    return True
 
 
 def lives(process: psutil.Process) -> bool:

@@ -18,7 +18,8 @@ from pathlib import Path
 import psutil
 
 from hyperion.errors import HyperionError
-from hyperion.processes.lifeline import GRACE_S, die_with, kill_session, lives
+from hyperion.hardware.cpu import read_cpu
+from hyperion.processes.lifeline import GRACE_S, die_with, has_ended, kill_session, lives
 from hyperion.processes.notes import Notes, read, write
 
 _POLL_S = 0.1
@@ -34,11 +35,13 @@ def main(folder: str) -> None:
     except HyperionError as error:
         write(notes.ends, {"error": error.as_dict()})
         sys.exit(error.exit_code)
+    # The cores are shared out among the ranks, unless the user did that: torchrun would give each a single thread.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, read_cpu().cores // (request["ranks"] // request["nodes"]))))
     try:
         _run(arguments(request, folder), notes)
     finally:
         _end_ranks(notes)
-        if os.getppid() != request["launcher"]:
+        if has_ended(request["launcher"]):
             shutil.rmtree(folder, ignore_errors=True)  # nobody is left to read it
 
 

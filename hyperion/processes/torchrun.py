@@ -2,19 +2,19 @@
 
 import os
 import signal
-import subprocess
 import time
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from subprocess import Popen, TimeoutExpired
 
 import psutil
 
-from hyperion.hardware.cpu import read_cpu
 from hyperion.processes.job import INTERRUPTED, Job
 from hyperion.processes.lifeline import GRACE_S, child_environment, kill_session, lives
 from hyperion.processes.notes import Notes, log_of, log_of_torchrun, read, write
 from hyperion.processes.output import Listener
+from hyperion.processes.starting import Forked, start
 from hyperion.processes.verdict import End, Standing, standing
 
 _POLL_S = 0.1
@@ -41,16 +41,15 @@ class Torchrun:
         self._lost_since = float("inf")
         self._asked = False
         self._heard, self._rest = 0, b""
-        self.agent: subprocess.Popen | None = None
+        self.agent: Popen | Forked | None = None
 
     def start(self) -> None:
         """Start torchrun; its ranks follow within seconds."""
         write(self.notes.request, asdict(self.job) | {"launcher": os.getpid(), "logs": str(self.logs)})
-        command = [self.job.python, "-m", "hyperion.processes.rank_agent", str(self.notes.folder)]
         with open(log_of_torchrun(self.logs), "w") as log:
-            self.agent = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=_environment(self.job),
-                start_new_session=True,
+            self.agent = start(
+                self.job.python, "hyperion.processes.rank_agent", [str(self.notes.folder)], child_environment(), stdout=log,
+                new_session=True,
             )  # fmt: skip
 
     def follow(self, timeout_s: float) -> bool:
@@ -84,7 +83,7 @@ class Torchrun:
         finally:
             self._find_ranks()
             self._kill_ranks()
-            with suppress(subprocess.TimeoutExpired):  # it reaps them and ends
+            with suppress(TimeoutExpired):  # it reaps them and ends
                 self.agent.wait(_PEERS_GRACE_S)
             self.agent.kill()
             self.agent.wait()
@@ -185,9 +184,3 @@ class Torchrun:
 
     def _record(self, rank: int) -> dict | None:
         return read(self.notes.record(rank))
-
-
-def _environment(job: Job) -> dict[str, str]:
-    """The cores are shared out among the ranks, unless the user did that: torchrun would give each a single thread."""
-    threads = max(1, read_cpu().cores // job.ranks_per_node)
-    return {"OMP_NUM_THREADS": str(threads)} | child_environment()

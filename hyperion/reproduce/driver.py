@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from hyperion.errors import HyperionError
 from hyperion.paths import project_root, results_folder
+from hyperion.processes.starting import fork_server_running
 from hyperion.reproduce import summary
 from hyperion.reproduce.execution import Fault, execute
 from hyperion.reproduce.hashes import data_changed, notebook_hash, rows_digest
@@ -106,7 +108,8 @@ class _Call:
         )
         self._print(f"{len(expected)} of {len(chosen)} notebooks to run, predicted {told(sum(expected.values()))}")
         code = FINISHED
-        with Display(self.console, expected) as display:
+        workers = fork_server_running() if expected else nullcontext()
+        with workers, Display(self.console, expected) as display:
             try:
                 for notebook in chosen:
                     self.lines[notebook.stem] = self._one(notebook, display)

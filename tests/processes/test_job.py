@@ -11,13 +11,16 @@ import psutil
 import pytest
 
 from hyperion.processes import Job, JobError, run_job
+from hyperion.processes.starting import SOCKET
 
 GUARDED = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
 
 
-@pytest.fixture
-def entries(tmp_path, monkeypatch):
-    """A module of entries that the worker can import."""
+@pytest.fixture(params=["forked", "started"])
+def entries(request, tmp_path, monkeypatch):
+    """A module of entries that the worker can import; with a fork server at hand, and without one."""
+    if request.param == "started":
+        monkeypatch.delenv(SOCKET)
     (tmp_path / "job_entries.py").write_text(
         textwrap.dedent(
             """

@@ -1,0 +1,188 @@
+"""A fork server: one process that has imported what all workers import, and forks them. Run as a file by `starting`.
+
+Importing PyTorch takes two to five seconds a process, and a book starts a hundred. It imports nothing of hyperion, so that
+each child reads the library as it is then, never computes, and never touches a GPU: a forked child is as fresh as one that
+was started and then imported the same.
+
+Asked over a Unix socket, one connection a child. A request is JSON, with the child's stdin, stdout and stderr beside it:
+{"python", "module", "arguments", "environment", "folder", "new_session"}. The answers are lines: the child's process number,
+then its exit code as subprocess has it. A child that wants another interpreter, or libraries loaded under other variables,
+is REFUSED. A caller that closes its end early asks, with SIGTERM, the child to end.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+
+PRELOADED = (
+    "numpy", "pandas", "psutil", "pyarrow.parquet", "scipy.optimize", "scipy.stats", "torch", "torch.distributed.run",
+    "torch.nn.parallel", "torch.utils.flop_counter",
+)  # fmt: skip
+REFUSED = 0
+# Set for a child: the process number of the server that forked it, which stands for its launcher.
+FORKED_BY = "HYPERION_FORKED_BY"
+# Read by C libraries and by PyTorch once, when they are loaded: a child that wants them otherwise must load them itself.
+_READ_ONCE = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "TORCH", "PYTORCH", "LD_", "MALLOC_", "ATEN_", "PYTHON")
+_READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHINDUCTOR_", "TORCH_SYMM_", "TORCH_NCCL_", "TORCHELASTIC_")
+_MOST_BYTES = 1 << 20
+
+
+def read_once(environment: dict[str, str]) -> dict[str, str]:
+    """The variables that act when a library is loaded, and never again."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(_READ_ONCE) and not name.startswith(_READ_LATER)
+    }
+
+
+class Server:
+    """The loop that forks, and tells how children ended. It ends with its owner: when stdin is closed.
+
+    Args:
+        listener: a listening Unix socket.
+    """
+
+    def __init__(self, listener: socket.socket):
+        self.listener = listener
+        self.callers: dict[int, socket.socket] = {}  # by process number of the child
+        self.selector = selectors.DefaultSelector()
+        self.woken, self.waker = socket.socketpair()
+        for end in (self.woken, self.waker, listener):
+            end.setblocking(False)
+
+    def serve(self) -> dict | None:
+        """Returns in each child the request that it is to do, and in the server None when its owner is gone."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's matter, and the children's
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(self.waker.fileno(), warn_on_full_buffer=False)
+        for source in (self.listener, self.woken, sys.stdin):
+            self.selector.register(source, selectors.EVENT_READ)
+        while True:
+            for key, _ in self.selector.select():
+                if key.fileobj is sys.stdin:
+                    return None
+                if key.fileobj is self.woken:
+                    self._reap()
+                elif key.fileobj is self.listener:
+                    if (request := self._accept()) is not None:
+                        return request
+                else:
+                    self._lost(key.fileobj)
+
+    def _accept(self) -> dict | None:
+        try:
+            caller, _ = self.listener.accept()
+        except BlockingIOError:
+            return None
+        caller.setblocking(True)
+        with contextlib.suppress(OSError, ValueError):  # a caller that left, or is none of ours
+            message, files, _, _ = socket.recv_fds(caller, _MOST_BYTES, 3)
+            while not message.endswith(b"\n"):
+                if not (more := caller.recv(_MOST_BYTES)):
+                    raise OSError("the caller left")
+                message += more
+            request = json.loads(message)
+            return self._fork(caller, request, files)
+        caller.close()
+        return None
+
+    def _fork(self, caller: socket.socket, request: dict, files: list[int]) -> dict | None:
+        if request["python"] != sys.executable or read_once(request["environment"]) != read_once(dict(os.environ)):
+            _tell(caller, REFUSED)
+            caller.close()
+        elif child := os.fork():
+            self.callers[child] = caller
+            self.selector.register(caller, selectors.EVENT_READ)
+            _tell(caller, child)
+        else:
+            self._close_all(caller)
+            _become(request, files)
+            return request
+        for file in files:
+            os.close(file)
+        return None
+
+    def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self.woken.recv(_MOST_BYTES):
+                pass
+        for child in list(self.callers):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                caller = self.callers.pop(child)
+                _tell(caller, os.waitstatus_to_exitcode(status))
+                self._forget(caller)
+
+    def _lost(self, caller: socket.socket) -> None:
+        """The launcher is gone: its child is asked to end, as Linux would ask if the launcher were its parent."""
+        for child, own in self.callers.items():
+            if own is caller:
+                os.kill(child, signal.SIGTERM)
+        self.selector.unregister(caller)
+
+    def _forget(self, caller: socket.socket) -> None:
+        with contextlib.suppress(KeyError):
+            self.selector.unregister(caller)
+        caller.close()
+
+    def _close_all(self, caller: socket.socket) -> None:
+        signal.set_wakeup_fd(-1)
+        self.selector.close()
+        for end in (self.listener, self.woken, self.waker, caller, *self.callers.values()):
+            end.close()
+
+
+def _tell(caller: socket.socket, answer) -> None:
+    with contextlib.suppress(OSError):
+        caller.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _become(request: dict, files: list[int]) -> None:
+    """Make this forked child what the request describes: as if its interpreter had just been started."""
+    if request["new_session"]:
+        os.setsid()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    for number in (signal.SIGINT, signal.SIGCHLD):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - as long as the process
+    for name, number, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
+        setattr(sys, name, open(number, "w", buffering=1, errors=errors, closefd=False))  # noqa: SIM115
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    mine = _entries(os.environ)
+    os.environ.clear()
+    os.environ.update(request["environment"] | {FORKED_BY: str(os.getppid())})
+    os.chdir(request["folder"])
+    base = [entry for entry in sys.path if entry not in mine and entry != os.path.dirname(__file__)]
+    sys.path[:] = dict.fromkeys([request["folder"], *_entries(os.environ), *base])
+    importlib.invalidate_caches()
+    sys.argv[1:] = request["arguments"]
+
+
+def _entries(environment) -> list[str]:
+    return [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+
+
+def main() -> None:
+    """Import, then serve on the listening socket whose file number is the argument."""
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    for module in PRELOADED:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # the collector would touch, and so copy, pages that all children share
+    request = Server(listener).serve()
+    if request is not None:
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

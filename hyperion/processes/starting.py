@@ -1,0 +1,154 @@
+"""How a worker's process begins: forked from a fork server where one is at hand, else as a new interpreter."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from hyperion.processes import fork_server
+
+# The server's socket, for all processes below the one that started it.
+SOCKET = "HYPERION_FORK_SERVER"
+_LOOK_S = 0.02
+
+
+class Forked:
+    """A process that a fork server made for this one: the part of subprocess.Popen's interface that launchers use.
+
+    Args:
+        connection: to the server, which has just told the process number.
+        pid: that number.
+        stdout: the end to read from, where the process writes into a pipe.
+    """
+
+    def __init__(self, connection: socket.socket, pid: int, stdout=None):
+        self.pid, self.stdout, self.returncode = pid, stdout, None
+        self._connection = connection
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal's; None while it runs."""
+        if self.returncode is None and select.select([self._connection], [], [], 0)[0]:
+            told = _line(self._connection)
+            self._connection.close()
+            # Linux ends a child whose server is gone with SIGTERM: nobody is left to tell how it took that.
+            self.returncode = json.loads(told) if told else -signal.SIGTERM
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs after `timeout` seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+            select.select([self._connection], [], [], _LOOK_S if deadline is None else min(_LOOK_S, timeout))
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process is known to have ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+def start(
+    python: str, module: str, arguments: list[str], environment: dict[str, str], stdout=subprocess.PIPE, new_session=False
+) -> "subprocess.Popen | Forked":
+    """Start `python -m module arguments`, stdout and stderr in one stream, nothing to read.
+
+    Args:
+        stdout: a file, or subprocess.PIPE for text that `.stdout` of the result reads.
+        new_session: make it the leader of a session, with a process group of its own.
+    """
+    return _forked(python, module, arguments, environment, stdout, new_session) or subprocess.Popen(
+        [python, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.STDOUT, text=True,
+        errors="replace", env=environment, start_new_session=new_session,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def fork_server_running() -> Iterator[None]:
+    """Workers that this process and those below it start meanwhile are forked; on Linux, and where none runs yet.
+
+    The server imports in the background. A worker that is asked for earlier waits for it.
+    """
+    if sys.platform != "linux" or os.environ.get(SOCKET):
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="hyperion-fork-") as folder:
+        address = str(Path(folder) / "socket")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen(64)
+            command = [sys.executable, "-u", fork_server.__file__, str(listener.fileno())]
+            server = subprocess.Popen(
+                command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], start_new_session=True
+            )  # fmt: skip
+        os.environ[SOCKET] = address
+        try:
+            yield
+        finally:
+            del os.environ[SOCKET]
+            server.kill()
+            server.communicate()
+
+
+def _forked(
+    python: str, module: str, arguments: list[str], environment: dict[str, str], stdout, new_session: bool
+) -> Forked | None:
+    """The process, or None where no server is at hand that could make it as it is asked for."""
+    address = os.environ.get(SOCKET)
+    if not address:
+        return None
+    request = {"python": python, "module": module, "arguments": arguments, "environment": environment,
+               "folder": os.getcwd(), "new_session": new_session}  # fmt: skip
+    reading, writing = os.pipe() if stdout is subprocess.PIPE else (None, stdout.fileno())
+    connection = socket.socket(socket.AF_UNIX)
+    pid = fork_server.REFUSED
+    try:
+        with open(os.devnull) as nothing:
+            connection.connect(address)
+            files = [nothing.fileno(), writing, writing]
+            message = json.dumps(request).encode() + b"\n"
+            sent = socket.send_fds(connection, [message], files)
+            connection.sendall(message[sent:])
+            pid = json.loads(_line(connection) or "0")
+    except OSError:
+        pass  # the server is gone: start it ourselves
+    if reading is not None:
+        os.close(writing)
+    if pid == fork_server.REFUSED:
+        connection.close()
+        if reading is not None:
+            os.close(reading)
+        return None
+    stream = None if reading is None else open(reading, errors="replace")  # noqa: SIM115 - its reader closes it
+    return Forked(connection, pid, stream)
+
+
+def _line(connection: socket.socket) -> str:
+    """One line and not a byte more, since the next one is to show as readable; "" at the end."""
+    line = b""
+    with contextlib.suppress(ConnectionError):
+        while not line.endswith(b"\n") and (byte := connection.recv(1)):
+            line += byte
+    return line.decode()

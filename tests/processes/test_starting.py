@@ -1,0 +1,182 @@
+"""Workers that a fork server makes: the same processes as those that are started, sooner."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import psutil
+import pytest
+
+from hyperion.processes import fork_server
+from hyperion.processes.lifeline import child_environment
+from hyperion.processes.starting import SOCKET, Forked, fork_server_running, start
+
+TELLS = """
+import json, os, sys
+print(json.dumps({
+    "arguments": sys.argv[1:], "folder": os.getcwd(), "paths": sys.path, "main": __name__, "mark": os.environ.get("MARK"),
+    "session": os.getsid(0) == os.getpid(), "threads": len(os.listdir("/proc/self/task")), "read": sys.stdin.read(),
+    "loaded": [name for name in sys.modules if name.startswith("hyperion")], "torch": "torch" in sys.modules,
+    "files": sorted(int(name) for name in os.listdir("/proc/self/fd")),
+}))
+print("told", file=sys.stderr)
+"""
+
+
+@pytest.fixture
+def module(tmp_path):
+    """Writes a module that start() can name, and gives the environment to find it in."""
+
+    def write(text: str) -> dict[str, str]:
+        (tmp_path / "told_module.py").write_text(textwrap.dedent(text))
+        environment = child_environment()
+        return environment | {"PYTHONPATH": f"{environment['PYTHONPATH']}{os.pathsep}{tmp_path}"}
+
+    return write
+
+
+def started(environment, arguments=(), **options):
+    return start(sys.executable, "told_module", list(arguments), environment, **options)
+
+
+def heard(process) -> str:
+    """All that a process prints until its end, which must be a good one."""
+    with process.stdout:
+        text = process.stdout.read()
+    assert process.wait(60) == 0, text
+    return text
+
+
+def plainly(environment, monkeypatch, **options):
+    """The same process without a fork server."""
+    with monkeypatch.context() as patch:
+        patch.delenv(SOCKET)
+        return started(environment, **options)
+
+
+@pytest.mark.parametrize("new_session", [False, True])
+def test_a_forked_process_finds_what_a_started_one_finds(module, monkeypatch, new_session):
+    environment = module(TELLS) | {"MARK": "7"}
+    options = {"arguments": ["one", "two words"], "new_session": new_session}
+    forked, plain = started(environment, **options), plainly(environment, monkeypatch, **options)
+    assert isinstance(forked, Forked) and isinstance(plain, subprocess.Popen)
+    here, there = (json.loads(heard(process).splitlines()[0]) for process in (forked, plain))
+    there["paths"] = list(dict.fromkeys(there["paths"]))  # the current folder is in PYTHONPATH too
+    assert here.pop("torch") and not there.pop("torch")
+    assert here.pop("threads") == there.pop("threads") == 1
+    assert here == there
+    assert here["loaded"] == [] and here["mark"] == "7" and here["session"] is new_session and here["read"] == ""
+
+
+def test_a_module_that_was_edited_is_read_anew(module):
+    for text in ("first", "second text"):
+        assert heard(started(module(f"print({text!r})"))) == f"{text}\n"
+
+
+def test_both_streams_come_in_the_order_of_writing_and_exits_run(module):
+    text = """
+        import atexit, sys
+        atexit.register(print, "at the end")
+        print("one"); print("two", file=sys.stderr); print("three", end="")
+    """
+    assert heard(started(module(text))) == "one\ntwo\nthreeat the end\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("import sys; sys.exit(75)", 75),
+        ("raise ValueError('on purpose')", 1),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("import os; os._exit(3)", 3),
+    ],
+)
+def test_exit_codes_are_those_of_subprocess(module, monkeypatch, text, code):
+    environment = module(text)
+    for process in (started(environment), plainly(environment, monkeypatch)):
+        with process.stdout:
+            told = process.stdout.read()
+        assert process.wait(60) == code
+        assert ("ValueError: on purpose" in told) == ("ValueError" in text)
+
+
+def test_a_wait_ends_with_its_timeout_and_signals_arrive(module):
+    process = started(module("import time; print('here', flush=True); time.sleep(600)"))
+    assert process.stdout.readline() == "here\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.1)
+    process.terminate()
+    assert process.wait(60) == -signal.SIGTERM
+    process.kill()  # nobody is there: nothing happens
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "TORCH_LOGS", "PYTORCH_ALLOC_CONF"])
+def test_what_is_read_when_a_library_is_loaded_needs_a_process_of_its_own(module, name):
+    assert not isinstance(process := started(module(TELLS) | {name: "3"}), Forked)
+    assert not json.loads(heard(process).splitlines()[0])["torch"]
+    assert name in fork_server.read_once({name: "3", "PYTHONPATH": "a", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"})
+
+
+def test_another_interpreter_is_started(module, tmp_path):
+    (python := tmp_path / "python").symlink_to(sys.executable)
+    environment = module("print('here')") | {"PYTHONHOME": sys.base_prefix}
+    with start(str(python), "told_module", [], environment) as process:
+        assert not isinstance(process, Forked)
+
+
+def test_the_server_ends_with_its_block_and_its_owner(module, monkeypatch):
+    monkeypatch.delenv(SOCKET)
+    environment = module("import time; print('here', flush=True); time.sleep(600)")
+    with fork_server_running():
+        process = started(environment)
+        assert isinstance(process, Forked) and process.stdout.readline() == "here\n"
+        server = psutil.Process(process.pid).parent()
+        with fork_server_running():  # the one that runs serves this block too
+            assert psutil.Process(process.pid).parent() == server
+    assert SOCKET not in os.environ and not server.is_running()
+    assert process.wait(10) == -signal.SIGTERM  # nobody is left to tell its exit code
+    psutil.Process(process.pid).kill()
+    process.stdout.close()
+
+
+def test_where_the_server_is_gone_workers_are_started(module, monkeypatch, tmp_path):
+    monkeypatch.setenv(SOCKET, str(tmp_path / "nothing"))
+    process = started(module("print('here')"))
+    assert isinstance(process, subprocess.Popen) and heard(process) == "here\n"
+
+
+def test_a_child_is_asked_to_end_when_its_launcher_is_killed(module, tmp_path):
+    sleeps = module("""
+        import os, sys, time
+        from pathlib import Path
+        Path(sys.argv[1]).write_text(str(os.getpid()))
+        time.sleep(600)
+    """)
+    pid = tmp_path / "pid"
+    code = f"""
+import sys
+from hyperion.processes.starting import start, Forked
+process = start(sys.executable, "told_module", [{str(pid)!r}], {sleeps!r})
+assert isinstance(process, Forked)
+process.stdout.read()
+"""
+    launcher = subprocess.Popen([sys.executable, "-c", code], env=os.environ | child_environment())
+    while not (pid.exists() and pid.read_text()):
+        assert launcher.poll() is None
+    child = psutil.Process(int(pid.read_text()))
+    launcher.kill()
+    launcher.wait()
+    assert child.wait(30) is None or not child.is_running()
+
+
+def test_ten_children_at_once_are_told_apart(module):
+    environment = module("import sys; print(sys.argv[1]); sys.exit(int(sys.argv[1]))")
+    processes = [started(environment, [str(number)]) for number in range(10)]
+    assert [process.stdout.read() for process in processes] == [f"{number}\n" for number in range(10)]
+    assert [process.wait(60) for process in processes] == list(range(10))
+    for process in processes:
+        process.stdout.close()
