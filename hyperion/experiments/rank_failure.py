@@ -82,7 +82,10 @@ def _killed(context: Context, report: Report, ranks: int) -> tuple[RankError, fl
 
 
 def _marked(mark: str) -> int:
-    """Processes other than this one that carry the mark in their environment."""
+    """Processes other than this one that were started with the mark in their environment: ranks, and what they started.
+
+    torchrun itself is waited for by the launcher, which has its exit code.
+    """
     found = 0
     for process in psutil.process_iter():
         try:

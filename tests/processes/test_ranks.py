@@ -16,6 +16,7 @@ import pytest
 
 from hyperion.errors import HyperionError
 from hyperion.processes import Job, JobError, RankError, run_ranks
+from hyperion.processes.lifeline import has_ended
 from hyperion.processes.refusals import require_launchable
 
 GUARDED = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
@@ -122,7 +123,8 @@ class Launched:
     def told(self) -> str:
         """What the launcher told at its end; by then, or soon after, nothing of its job is left."""
         _, told = self.process.communicate(timeout=60)
-        wait_until(lambda: not marked(self.folder))
+        # torchrun is forked, and a forked process does not show the environment that it was given.
+        wait_until(lambda: has_ended(self.torchrun()) and not marked(self.folder))
         return told
 
 
