@@ -173,8 +173,12 @@ def _entries(environment) -> list[str]:
 
 
 def main() -> None:
-    """Import, then serve on the listening socket whose file number is the argument."""
+    """Serve on the listening socket whose file number is the argument. Imports wait for the first caller."""
     listener = socket.socket(fileno=int(sys.argv[1]))
+    with selectors.DefaultSelector() as first:
+        for source in (listener, sys.stdin):
+            first.register(source, selectors.EVENT_READ)
+        first.select()
     for module in PRELOADED:
         importlib.import_module(module)
     gc.collect()

@@ -86,14 +86,19 @@ def start(
 
 
 @contextlib.contextmanager
-def fork_server_running() -> Iterator[None]:
-    """Workers that this process and those below it start meanwhile are forked; on Linux, and where none runs yet.
+def fork_server_running(environment: dict[str, str] | None = None) -> Iterator[None]:
+    """On Linux, workers that this process and those below it start meanwhile are forked.
 
-    The server imports in the background. A worker that is asked for earlier waits for it.
+    The first of them waits while the server imports; a server that nobody asks imports nothing.
+
+    Args:
+        environment: of the server, this process's when left out. It forks only what wants its libraries loaded under the
+            same variables (fork_server.read_once).
     """
-    if sys.platform != "linux" or os.environ.get(SOCKET):
+    if sys.platform != "linux":
         yield
         return
+    outer = os.environ.get(SOCKET)
     with tempfile.TemporaryDirectory(prefix="hyperion-fork-") as folder:
         address = str(Path(folder) / "socket")
         with socket.socket(socket.AF_UNIX) as listener:
@@ -101,13 +106,14 @@ def fork_server_running() -> Iterator[None]:
             listener.listen(64)
             command = [sys.executable, "-u", fork_server.__file__, str(listener.fileno())]
             server = subprocess.Popen(
-                command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], start_new_session=True
+                command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], start_new_session=True, env=environment
             )  # fmt: skip
         os.environ[SOCKET] = address
         try:
             yield
         finally:
-            del os.environ[SOCKET]
+            os.environ.pop(SOCKET, None)
+            os.environ.update({SOCKET: outer} if outer else {})
             server.kill()
             server.communicate()
 

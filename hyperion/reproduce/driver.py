@@ -17,7 +17,7 @@ from hyperion.reproduce import summary
 from hyperion.reproduce.execution import Fault, execute
 from hyperion.reproduce.hashes import data_changed, notebook_hash, rows_digest
 from hyperion.reproduce.keeping import export_subjects, kept_files, show_fault
-from hyperion.reproduce.kernels import scratch_folder
+from hyperion.reproduce.kernels import library_environment, scratch_folder
 from hyperion.reproduce.ledger import Entry, Ledger
 from hyperion.reproduce.machine import Machine, ask_machine
 from hyperion.reproduce.notebooks import Notebook, read_book, select
@@ -108,7 +108,7 @@ class _Call:
         )
         self._print(f"{len(expected)} of {len(chosen)} notebooks to run, predicted {told(sum(expected.values()))}")
         code = FINISHED
-        workers = fork_server_running() if expected else nullcontext()
+        workers = fork_server_running(library_environment()) if expected else nullcontext()
         with workers, Display(self.console, expected) as display:
             try:
                 for notebook in chosen:

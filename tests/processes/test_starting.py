@@ -135,8 +135,10 @@ def test_the_server_ends_with_its_block_and_its_owner(module, monkeypatch):
         process = started(environment)
         assert isinstance(process, Forked) and process.stdout.readline() == "here\n"
         server = psutil.Process(process.pid).parent()
-        with fork_server_running():  # the one that runs serves this block too
-            assert psutil.Process(process.pid).parent() == server
+        address = os.environ[SOCKET]
+        with fork_server_running():
+            assert os.environ[SOCKET] != address
+        assert os.environ[SOCKET] == address
     assert SOCKET not in os.environ and not server.is_running()
     assert process.wait(10) == -signal.SIGTERM  # nobody is left to tell its exit code
     psutil.Process(process.pid).kill()

@@ -264,3 +264,19 @@ def test_two_calls_at_once_work_in_folders_of_their_own(root, start):
     for run in runs:
         run.verify()
         assert len(run.rows()) == 1
+
+
+def test_workers_of_a_notebook_are_forked_from_a_process_that_has_imported_pytorch(root):
+    (root / "told_module.py").write_text("import os, sys; print('HYPERION_FORKED_BY' in os.environ, 'torch' in sys.modules)")
+    cell = f"""
+import sys
+from hyperion.processes.lifeline import child_environment
+from hyperion.processes.starting import start
+environment = child_environment()
+environment["PYTHONPATH"] += ":{root}"
+worker = start(sys.executable, "told_module", [], environment)
+assert worker.stdout.read().split() == ["True", "True"] and worker.wait() == 0
+"""
+    write_notebook(root / "phase1_hardware", "01_first", [cell, recording("01_first")])
+    code, text = call()
+    assert code == 0, text
