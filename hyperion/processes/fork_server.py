@@ -5,9 +5,9 @@ each child reads the library as it is then, never computes, and never touches a 
 was started and then imported the same.
 
 Asked over a Unix socket, one connection a child. A request is JSON, with the child's stdin, stdout and stderr beside it:
-{"python", "module", "arguments", "environment", "folder", "new_session"}. The answers are lines: the child's process number,
-then its exit code as subprocess has it. A child that wants another interpreter, or libraries loaded under other variables,
-is REFUSED. A caller that closes its end early asks, with SIGTERM, the child to end.
+{"python", "module", "arguments", "environment", "folder", "new_session"}. The answers are lines: {"pid": the child's process
+number}, then its exit code as subprocess has it; or {"pid": 0} for a child that wants another interpreter, or libraries
+loaded under other variables. A caller that closes its end early asks, with SIGTERM, the child to end.
 """
 
 import contextlib
@@ -25,12 +25,14 @@ PRELOADED = (
     "numpy", "pandas", "psutil", "pyarrow.parquet", "scipy.optimize", "scipy.stats", "torch", "torch.distributed.run",
     "torch.nn.parallel", "torch.utils.flop_counter",
 )  # fmt: skip
-REFUSED = 0
 # Set for a child: the process number of the server that forked it, which stands for its launcher.
 FORKED_BY = "HYPERION_FORKED_BY"
 # Read by C libraries and by PyTorch once, when they are loaded: a child that wants them otherwise must load them itself.
 _READ_ONCE = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "TORCH", "PYTORCH", "LD_", "MALLOC_", "ATEN_", "PYTHON")
-_READ_LATER = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHINDUCTOR_", "TORCH_SYMM_", "TORCH_NCCL_", "TORCHELASTIC_")
+_READ_LATER = (
+    "OMP_NUM_THREADS",  # set in the child
+    "PYTHONPATH", "PYTHONUNBUFFERED", "TORCHINDUCTOR_", "TORCH_SYMM_", "TORCH_NCCL_", "TORCHELASTIC_",
+)  # fmt: skip
 _MOST_BYTES = 1 << 20
 
 
@@ -96,15 +98,15 @@ class Server:
 
     def _fork(self, caller: socket.socket, request: dict, files: list[int]) -> dict | None:
         if request["python"] != sys.executable or read_once(request["environment"]) != read_once(dict(os.environ)):
-            _tell(caller, REFUSED)
+            _tell(caller, {"pid": 0})
             caller.close()
         elif child := os.fork():
             self.callers[child] = caller
             self.selector.register(caller, selectors.EVENT_READ)
-            _tell(caller, child)
         else:
-            self._close_all(caller)
             _become(request, files)
+            _tell(caller, {"pid": os.getpid()})
+            self._close_all(caller)
             return request
         for file in files:
             os.close(file)
@@ -166,6 +168,8 @@ def _become(request: dict, files: list[int]) -> None:
     sys.path[:] = dict.fromkeys([request["folder"], *_entries(os.environ), *base])
     importlib.invalidate_caches()
     sys.argv[1:] = request["arguments"]
+    if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdecimal():
+        sys.modules["torch"].set_num_threads(int(threads))
 
 
 def _entries(environment) -> list[str]:

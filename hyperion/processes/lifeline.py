@@ -78,11 +78,11 @@ def kill_session(leader: int, ours: bool) -> None:
             os.killpg(leader, signal.SIGKILL)
 
 
-def do_not_outlive(parent: int) -> None:
-    """End this process `GRACE_S` after its parent at the latest, though it may catch SIGTERM and wait for dead peers."""
+def do_not_outlive(launcher: int) -> None:
+    """End this process `GRACE_S` after its launcher at the latest, though it may catch SIGTERM and wait for dead peers."""
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while not has_ended(launcher):
             time.sleep(_LOOK_S)
         os.kill(os.getpid(), signal.SIGTERM)  # where Linux did not send it
         time.sleep(GRACE_S)

@@ -1,10 +1,12 @@
 """torchrun for one node, tied to its launcher: `python -m hyperion.processes.rank_agent FOLDER`.
 
-It is torch.distributed.run with three things added: it ends with its launcher and leaves nothing behind, it refuses an
-entry that does not exist before N interpreters are started, and it writes down how each rank ended.
+It is torch.distributed.run with four things added: it ends with its launcher and leaves nothing behind, it refuses an
+entry that does not exist before N interpreters are started, its ranks are forked where a fork server is at hand, and it
+writes down how each rank ended.
 """
 
 import ast
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -19,8 +21,10 @@ import psutil
 
 from hyperion.errors import HyperionError
 from hyperion.hardware.cpu import read_cpu
+from hyperion.processes.fork_server import FORKED_BY
 from hyperion.processes.lifeline import GRACE_S, die_with, has_ended, kill_session, lives
 from hyperion.processes.notes import Notes, read, write
+from hyperion.processes.starting import start
 
 _POLL_S = 0.1
 
@@ -48,7 +52,9 @@ def main(folder: str) -> None:
 def _run(command: list[str], notes: Notes) -> None:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+    SubprocessHandler._popen = lambda handler, rank_command, environment: _start_rank(rank_command, environment)
     try:
         torchrun.main(command)
     except ChildFailedError as failed:
@@ -58,13 +64,19 @@ def _run(command: list[str], notes: Notes) -> None:
         sys.exit(1)
 
 
+def _start_rank(command: tuple[str, ...], environment: dict[str, str]):
+    """A rank by torchrun's command, `python -u -m module arguments`: in a session of its own, as torchrun has them."""
+    module, *arguments = command[command.index("-m") + 1 :]
+    return start(command[0], module, arguments, environment, stdout=sys.stdout, new_session=True)
+
+
 def _end_ranks(notes: Notes) -> None:
     """Leave no process behind. torchrun did its part, unless more than one signal came: when a launcher with threads is
     killed Linux sends one for each of them, and the second ends torchrun while its ranks still save.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     pids = notes.pids().values()
-    ranks = [child for child in psutil.Process().children() if child.pid in pids and lives(child)]
+    ranks = [rank for rank in map(_child, pids) if rank is not None and lives(rank)]
     for rank in ranks:
         rank.terminate()
     deadline = time.monotonic() + GRACE_S
@@ -72,6 +84,15 @@ def _end_ranks(notes: Notes) -> None:
         time.sleep(_POLL_S)
     for pid in pids:
         kill_session(pid, ours=pid in {rank.pid for rank in ranks})
+
+
+def _child(pid: int) -> psutil.Process | None:
+    """The process of that number, if this one or the fork server on its behalf started it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        if process.ppid() in (os.getpid(), int(os.environ.get(FORKED_BY, 0))):
+            return process
+    return None
 
 
 def arguments(request: dict, folder: str) -> list[str]:

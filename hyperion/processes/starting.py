@@ -129,7 +129,7 @@ def _forked(
                "folder": os.getcwd(), "new_session": new_session}  # fmt: skip
     reading, writing = os.pipe() if stdout is subprocess.PIPE else (None, stdout.fileno())
     connection = socket.socket(socket.AF_UNIX)
-    pid = fork_server.REFUSED
+    pid = 0
     try:
         with open(os.devnull) as nothing:
             connection.connect(address)
@@ -137,12 +137,12 @@ def _forked(
             message = json.dumps(request).encode() + b"\n"
             sent = socket.send_fds(connection, [message], files)
             connection.sendall(message[sent:])
-            pid = json.loads(_line(connection) or "0")
+            pid = json.loads(_line(connection) or '{"pid": 0}')["pid"]
     except OSError:
         pass  # the server is gone: start it ourselves
     if reading is not None:
         os.close(writing)
-    if pid == fork_server.REFUSED:
+    if not pid:
         connection.close()
         if reading is not None:
             os.close(reading)

@@ -40,13 +40,13 @@ def fails(how: str) -> dict:
 
 
 def waits(folder: str, saves: bool) -> dict:
-    """Says in FOLDER/ready who started it, and waits; asked to end, it saves if it should."""
+    """Says in FOLDER/ready which torchrun it belongs to, and waits; asked to end, it saves if it should."""
     _child()
     asked = []
     if saves:
         signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
     ready = Path(folder) / "ready"
-    ready.with_suffix(".new").write_text(str(os.getppid()))
+    ready.with_suffix(".new").write_text(sys.argv[-1])
     ready.with_suffix(".new").rename(ready)
     while not asked:
         time.sleep(0.05)

@@ -114,11 +114,17 @@ def test_a_wait_ends_with_its_timeout_and_signals_arrive(module):
     process.stdout.close()
 
 
-@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "TORCH_LOGS", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "TORCH_LOGS", "PYTORCH_ALLOC_CONF"])
 def test_what_is_read_when_a_library_is_loaded_needs_a_process_of_its_own(module, name):
-    assert not isinstance(process := started(module(TELLS) | {name: "3"}), Forked)
+    assert not isinstance(process := started(module(TELLS) | {name: "ACTIVE"}), Forked)
     assert not json.loads(heard(process).splitlines()[0])["torch"]
     assert name in fork_server.read_once({name: "3", "PYTHONPATH": "a", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"})
+
+
+def test_the_number_of_threads_is_taken_over(module):
+    environment = module("import torch; print(torch.get_num_threads())") | {"OMP_NUM_THREADS": "3"}
+    process = started(environment)
+    assert isinstance(process, Forked) and heard(process) == "3\n"
 
 
 def test_another_interpreter_is_started(module, tmp_path):
