@@ -73,6 +73,10 @@ class ResumableBatches(ABC):
         """
         return np.concatenate([self._examples(epoch, position) for position in range(self.batches_per_epoch)])
 
+    def examples_of_all_ranks(self, epoch: int) -> np.ndarray:
+        """Which examples the ranks get together in an epoch, in order: those of one device, whatever the ranks are."""
+        return np.concatenate([self._whole_batch(epoch, position) for position in range(self.batches_per_epoch)])
+
     def _examples(self, epoch: int, position: int) -> np.ndarray:
         """This rank's examples of one batch."""
         whole = self._whole_batch(epoch, position)

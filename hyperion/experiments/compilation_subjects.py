@@ -150,3 +150,12 @@ def _load(module: nn.Module, name: str, weights: Mapping[str, Tensor]) -> None:
             f"these weights are not those of {name}: {faults[0]}{more}", next_step="name the model they were saved from"
         )
     module.load_state_dict(dict(weights))
+
+
+def given_weights(spec: dict) -> dict[str, torch.Tensor] | None:
+    """The weights of the file that `checkpoint` names, None where the description names none."""
+    if "checkpoint" not in spec:
+        return None
+    from hyperion.checkpoints.weights import read_weights  # a second to import, which no other variant needs
+
+    return read_weights(spec["checkpoint"]).tensors

@@ -47,7 +47,7 @@ def run(context: Context, report: Report) -> Result:
     ranks = devices_here(context)
     results = run_on_ranks(context, report, "hyperion.experiments.distributed_training:train_on_rank", ranks=ranks)
     curves = results[0].samples
-    curves = curves[curves["kind"] != "example"].drop(columns=["example", "source"])
+    curves = curves[~curves["kind"].isin(["example", "of one device"])].drop(columns=["example", "source"])
     return Result([*results[0].rows, *_overlap_rows(context, results)], curves, results[0].source)
 
 
@@ -63,8 +63,9 @@ def train_on_rank(context: Context, report: Report) -> Result:
 
 def _trained(context: Context, report: Report, recipe: Recipe) -> Result:
     training, here = set_up(context, recipe), world()
-    seen = pd.DataFrame({"example": training.batches.examples(0)})
-    seen = seen.assign(training=recipe.name, kind="example", source=training.source)
+    told = {"example": training.batches.examples(0), "of one device": training.batches.examples_of_all_ranks(0)}
+    seen = pd.concat([pd.DataFrame({"example": which, "kind": kind}) for kind, which in told.items()])
+    seen = seen.assign(training=recipe.name, source=training.source)
     history = train(
         training.engine, training.batches, recipe.plan(), validation=training.validation,
         folder=context.workspace / recipe.name, report=report,
@@ -136,16 +137,15 @@ def _overlap_rows(context: Context, results: list[Result]) -> list[Row]:
     """How many examples of the first epoch went to two ranks, and how many of one device's epoch to none."""
     rows = []
     for recipe in _recipes(context):
-        seen = [result.samples[result.samples["kind"] == "example"] for result in results]
-        seen = [frame[frame["training"] == recipe.name] for frame in seen]
-        parts, source = [frame["example"].to_numpy(dtype=np.int64) for frame in seen], seen[0]["source"].iloc[0]
-        times = Counter(np.concatenate(parts).tolist())
-        whole = len(parts) * len(parts[0])
+        seen = [result.samples[result.samples["training"] == recipe.name] for result in results]
+        parts = [frame.loc[frame["kind"] == "example", "example"].to_numpy(dtype=np.int64) for frame in seen]
+        whole = set(seen[0].loc[seen[0]["kind"] == "of one device", "example"].astype(np.int64))
+        times, source = Counter(np.concatenate(parts).tolist()), seen[0]["source"].iloc[0]
         counts = {
             "examples given to two ranks": sum(n > 1 for n in times.values()),
-            "examples given to no rank": whole - len(times),  # of as many as one device gets in an epoch
+            "examples given to no rank": len(whole - times.keys()),
         }
-        params = _params(recipe, len(parts)) | {"examples": whole}
+        params = _params(recipe, len(parts)) | {"examples": len(whole)}
         rows += [
             context.row(recipe.name, "count", number, params=params | {"what": what}, check="none",
                         check_error=number, check_tolerance=0, data_source=source)

@@ -17,6 +17,7 @@ from hyperion.experiments.recipe import Recipe
 from hyperion.experiments.recipes import set_up
 from hyperion.experiments.variants import Report, run_on_ranks
 from hyperion.processes import RankError, world
+from hyperion.processes.lifeline import has_ended
 from hyperion.training import train
 
 SOON_S = 60.0
@@ -28,9 +29,8 @@ _MARK = "HYPERION_RANK_FAILURE"
 def forecast(context: Context) -> list[Forecast]:
     """How soon the launcher knows."""
     basis = "torchrun looks at its workers ten times a second and ends the others at once; leaving takes them a second or two"
-    return [
-        Forecast(variant="ddp", metric="detection_time_s", estimate=3.0, basis=basis, params={"ranks": ranks_of(context)})
-    ]
+    params = _killing(ranks_of(context), ranks_of(context) - 1, "SIGKILL")
+    return [Forecast(variant="ddp", metric="detection_time_s", estimate=3.0, basis=basis, dtype="fp32", params=params)]
 
 
 def run(context: Context, report: Report) -> Result:
@@ -45,7 +45,7 @@ def run(context: Context, report: Report) -> Result:
     source = again.source
     rows = [
         context.row("ddp", "detection_time_s", seconds, dtype="fp32", limit_source="no limit: it should be short",
-                    params={"ranks": ranks, "rank": told.rank, "signal": told.signal},
+                    params=_killing(ranks, told.rank, told.signal),
                     check="rank and signal named, within a minute",
                     check_error=seconds if (told.rank, told.signal) == (ranks - 1, "SIGKILL") else 10 * SOON_S,
                     check_tolerance=SOON_S),
@@ -62,6 +62,10 @@ def run(context: Context, report: Report) -> Result:
 EXPERIMENT = Experiment(forecast, run, data=datasets.TEXT)
 
 
+def _killing(ranks: int, rank: int | None, signal_name: str) -> dict:
+    return {"ranks": ranks, "rank": rank, "signal": signal_name}
+
+
 def _killed(context: Context, report: Report, ranks: int) -> tuple[RankError, float, int]:
     """The launcher's error, seconds from the rank's death to it, and how many of the job's processes are still there."""
     os.environ[_MARK] = mark = os.urandom(8).hex()
@@ -71,7 +75,7 @@ def _killed(context: Context, report: Report, ranks: int) -> tuple[RankError, fl
     except RankError as error:
         raised = time.time()
         died = (context.workspace / "died").stat().st_mtime
-        return error, raised - died, _marked(mark)
+        return error, raised - died, _ranks_left(context) + _marked(mark)
     finally:
         del os.environ[_MARK]
     raise HyperionError(
@@ -81,10 +85,15 @@ def _killed(context: Context, report: Report, ranks: int) -> tuple[RankError, fl
     )
 
 
-def _marked(mark: str) -> int:
-    """Processes other than this one that were started with the mark in their environment: ranks, and what they started.
+def _ranks_left(context: Context) -> int:
+    """Ranks, by the process numbers they left, that still do something. The launcher has torchrun's exit code itself."""
+    return sum(not has_ended(int(note.read_text())) for note in context.workspace.glob("pid-*"))
 
-    torchrun itself is waited for by the launcher, which has its exit code.
+
+def _marked(mark: str) -> int:
+    """Processes other than this one that were started with the mark in their environment.
+
+    A forked one, as ranks may be, does not show the environment that it was given; what it started does.
     """
     found = 0
     for process in psutil.process_iter():
@@ -134,6 +143,8 @@ def train_on_rank(context: Context, report: Report, folder: str, kill_after: int
         sequence_length=sizes["sequence_length"], steps=sizes["steps"], learning_rate=sizes["learning_rate"],
         weight_decay=0.1, evaluation_batches=0, checkpoint_every=sizes["checkpoint_every"],
     )  # fmt: skip
+    if kill_after is not None:
+        (context.workspace / f"pid-{here.rank}").write_text(str(os.getpid()))
     training = set_up(context, recipe)
     batches = training.batches
     if kill_after is not None and here.rank == here.size - 1:

@@ -7,10 +7,11 @@ import numpy as np
 import pandas as pd
 import torch.distributed as dist
 
+from hyperion.checkpoints.folders import checkpoint_path
 from hyperion.experiments import datasets
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.ranks import ranks_of
-from hyperion.experiments.recipe import Recipe
+from hyperion.experiments.recipe import Recipe, Training
 from hyperion.experiments.recipes import set_up
 from hyperion.experiments.variants import Report, merged, run_on_ranks
 from hyperion.processes import world
@@ -49,16 +50,18 @@ EXPERIMENT = Experiment(forecast, run, data=datasets.TEXT)
 
 
 def save_and_go_on(context: Context, report: Report) -> Result:
-    """Train to the checkpoint, keep it, train on: the losses that every resumed run must repeat."""
-    sizes, folder = context.sizes, context.workspace / "first"
-    training = _set_up(context)
-    train(training.engine, training.batches, Plan(steps=sizes["steps_before"]), folder=folder, report=report)
-    size = 0
+    """Train past the checkpoint to the end, reading nothing back: the losses that every resumed run must repeat."""
+    sizes, folder, before = context.sizes, context.workspace / "first", context.sizes["steps_before"]
+    plan = Plan(steps=before + sizes["steps_after"], checkpoint_every=before)
+    result = _train(context, _set_up(context), plan, folder, report)
     if world().rank == 0:
-        shutil.copytree(folder, context.workspace / _SAVED)
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        saved = context.workspace / _SAVED
+        shutil.copytree(checkpoint_path(folder, before), checkpoint_path(saved, before))
+        size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+        parameters = {"what": "checkpoint", "ranks": world().size}
+        result.rows.append(context.row("fsdp", "stored_gb", size / 1e9, dtype="fp32", params=parameters))
     dist.barrier()
-    return _go_on(context, training, folder, report, size)
+    return result
 
 
 def resume(context: Context, report: Report) -> Result:
@@ -67,7 +70,8 @@ def resume(context: Context, report: Report) -> Result:
     if world().rank == 0:
         shutil.copytree(context.workspace / _SAVED, folder)
     dist.barrier()
-    return _go_on(context, _set_up(context), folder, report, 0)
+    plan = Plan(steps=context.sizes["steps_before"] + context.sizes["steps_after"])
+    return _train(context, _set_up(context), plan, folder, report)
 
 
 def _set_up(context: Context):
@@ -79,16 +83,10 @@ def _set_up(context: Context):
     ))  # fmt: skip
 
 
-def _go_on(context: Context, training, folder: Path, report: Report, size: int) -> Result:
-    sizes, here = context.sizes, world()
-    total = sizes["steps_before"] + sizes["steps_after"]
-    history = train(training.engine, training.batches, Plan(steps=total), folder=folder, report=report)
-    curve = pd.DataFrame({"ranks": here.size, "step": range(1, total + 1), "loss": history.losses})
-    rows = []
-    if here.rank == 0 and size:
-        parameters = {"what": "checkpoint", "ranks": here.size}
-        rows.append(context.row("fsdp", "stored_gb", size / 1e9, dtype="fp32", params=parameters))
-    return Result(rows, curve, training.source)
+def _train(context: Context, training: Training, plan: Plan, folder: Path, report: Report) -> Result:
+    history = train(training.engine, training.batches, plan, folder=folder, report=report)
+    curve = pd.DataFrame({"ranks": world().size, "step": range(1, plan.steps + 1), "loss": history.losses})
+    return Result([], curve, training.source)
 
 
 def _resuming(context: Context) -> list[int]:

@@ -1,5 +1,7 @@
 """Scaling: the same training on 1, 2, 4, … devices, each number of them a launch of its own."""
 
+import signal
+
 import numpy as np
 import pandas as pd
 
@@ -10,12 +12,13 @@ from hyperion.experiments.scaling_workloads import MODES, Workload, dtype_here, 
 from hyperion.experiments.training_rows import flops_floor
 from hyperion.experiments.variants import Report, merged, run_on_ranks
 from hyperion.processes import JobError
+from hyperion.processes.job import INTERRUPTED
 from hyperion.results import Estimate, Row, independent_ratio_estimate, median_estimate
 
 PARITY = 1e-4
 LAUNCH_FAILED = "the launch failed"
 _ENTRY = "hyperion.experiments.scaling_workloads:measure_on_rank"
-_IDEAL = "no limit: N devices are ideally N times as fast, but caches can make them more"
+_IDEAL = "no limit: N devices are ideally N times as fast, and more where each holds and updates a part of the state only"
 
 
 def forecast(context: Context) -> list[Forecast]:
@@ -56,14 +59,22 @@ def _launched(context: Context, report: Report, ranks: int) -> tuple[list[pd.Dat
     try:
         return [merged(run_on_ranks(context, report, _ENTRY, {"names": names}, ranks=ranks)).samples], {}
     except JobError as error:
+        _raise_if_asked_to_end(error)
         print(f"{ranks} ranks together: {error.what.splitlines()[0]}; each workload again by itself")
     samples, missing = [], {}
     for name in names:
         try:
             samples.append(merged(run_on_ranks(context, report, _ENTRY, {"names": [name]}, ranks=ranks)).samples)
         except JobError as error:
+            _raise_if_asked_to_end(error)
             missing[name, ranks] = f"{LAUNCH_FAILED}: {error.what.splitlines()[0]}"
     return samples, missing
+
+
+def _raise_if_asked_to_end(error: JobError) -> None:
+    """A launch that was asked to end is no failed one: the batch system wants this process to end too."""
+    if error.exit_code in (INTERRUPTED, 128 + signal.SIGTERM):
+        raise error
 
 
 def _cells(context: Context, workload: Workload, own: pd.DataFrame, ranks: int, reason: str) -> list[Row]:
@@ -81,14 +92,15 @@ def _cells(context: Context, workload: Workload, own: pd.DataFrame, ranks: int, 
 def _mode_rows(context: Context, workload: Workload, own: pd.DataFrame, mode: str, ranks: int) -> list[Row]:
     times, dtype = step_times(own, mode, ranks), dtype_here(context)
     if not len(times):
-        why = own.loc[(own["ranks"] == ranks) & (own["mode"] == mode), "reason"].iloc[0]
+        absent = own[(own["ranks"] == ranks) & (own["mode"] == mode) & (own["kind"] == "missing")]
+        why = absent["reason"].iloc[0]
         return [context.row(workload.name, "scaling_efficiency", None, value_reason=why, dtype=dtype,
                             params=_params(workload, mode, ranks, {}), limit_source=_IDEAL)]  # fmt: skip
     step = median_estimate(times)
     facts = own[(own["ranks"] == ranks) & (own["mode"] == mode) & (own["kind"] == "step")].iloc[0]
     tokens = int(facts["tokens"])
     params = _params(workload, mode, ranks, {"tokens": tokens})
-    floor, source = flops_floor(context.device, dtype, float(facts["flops"]) / ranks)
+    floor, source = flops_floor(context.device, dtype, float(facts["least_flops"]) / ranks)
     rate = step.map(lambda seconds: tokens / seconds)
     best = None if floor is None else tokens / floor
     rows = [
@@ -97,9 +109,7 @@ def _mode_rows(context: Context, workload: Workload, own: pd.DataFrame, mode: st
     ]
     if ranks == 1:
         return rows
-    alone = step_times(own, "alone", ranks, mode)
-    share = independent_ratio_estimate(times, alone).map(lambda ratio: 1 - ratio)
-    rows.append(_row(context, workload, "communication_share", share, dtype, params))
+    rows.append(_share_row(context, workload, own, times, params))
     one = step_times(own, MODES[0], 1)
     if not len(one):
         return rows
@@ -112,8 +122,17 @@ def _mode_rows(context: Context, workload: Workload, own: pd.DataFrame, mode: st
     ]
 
 
+def _share_row(context: Context, workload: Workload, own: pd.DataFrame, times: np.ndarray, params: dict) -> Row:
+    alone, dtype = step_times(own, "alone", params["ranks"], params["mode"]), dtype_here(context)
+    if not len(alone):
+        return context.row(workload.name, "communication_share", None, dtype=dtype, params=params,
+                           value_reason="the twin, which holds the whole state, does not fit")  # fmt: skip
+    share = independent_ratio_estimate(times, alone).map(lambda ratio: 1 - ratio)
+    return _row(context, workload, "communication_share", share, dtype, params)
+
+
 def step_times(own: pd.DataFrame, kind: str, ranks: int, mode: str | None = None) -> np.ndarray:
-    """Seconds of each step, that of the slowest rank: of a mode, or of `alone`, the twin without communication."""
+    """Seconds of each step, that of the slowest rank: of a mode, or of `alone`, the twin in a group of its own."""
     chosen = own[(own["ranks"] == ranks) & (own["kind"] == ("alone" if kind == "alone" else "step"))]
     chosen = chosen[chosen["mode"] == (mode or kind)]
     return chosen.groupby("index")["time_s"].max().to_numpy()

@@ -16,7 +16,7 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -69,7 +69,8 @@ def _require_ranks(plan: ParallelPlan, world: World) -> None:
             where="parallelize",
             next_step="choose 'ddp' or 'fsdp', or start one process",
         )
-    if plan.strategy != "single" and (present := dist.get_world_size() if dist.is_initialized() else 0) != world.size:
+    present = dist.get_world_size(world.group) if dist.is_initialized() else 0
+    if plan.strategy != "single" and present != world.size:
         raise HyperionError(
             f"strategy {plan.strategy!r} needs a process group of {world.size}, and this process is in one of {present}",
             where="parallelize",
@@ -124,7 +125,8 @@ def _shard(model: nn.Module, blocks: list[nn.Module], plan: ParallelPlan, world:
     # It warns of in-place operations on what the model returns: engines read it and change nothing.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     model.to(memory_format=torch.contiguous_format)  # FSDP2 shards no other
-    mesh = init_device_mesh(torch.device(world.device.torch_device).type, (world.size,))
+    kind = torch.device(world.device.torch_device).type
+    mesh = init_device_mesh(kind, (world.size,)) if world.group is None else DeviceMesh.from_group(world.group, kind)
     for block in blocks:
         # The backward pass begins with the last block: it would be gathered again as soon as it is freed.
         free = plan.reshard_after_forward and block is not blocks[-1]
@@ -157,6 +159,7 @@ def _replicate(model: nn.Module, world: World) -> nn.Module:
     return DistributedDataParallel(
         model,
         device_ids=None if device.type == "cpu" else [device.index],
+        process_group=world.group,
         gradient_as_bucket_view=True,  # gradients live in the buckets: no second copy of them
         # find_unused_parameters and static_graph stay False: every parameter is used in every step, and non-reentrant
         # checkpointing needs neither.

@@ -22,7 +22,10 @@ def is_replicated(model: nn.Module) -> bool:
 
 def ranks_of(model: nn.Module) -> int:
     """Ranks that `parallelize` laid the model over; 1 for a model of one device, also beside other ranks."""
-    return dist.get_world_size() if is_sharded(model) or is_replicated(model) else 1
+    if is_replicated(model):
+        return dist.get_world_size(model.process_group)
+    shards = (parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
+    return next((shard.device_mesh.size() for shard in shards), dist.get_world_size()) if is_sharded(model) else 1
 
 
 def start_sum(values: Tensor, ranks: int) -> Callable[[], Tensor]:

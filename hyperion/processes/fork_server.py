@@ -2,7 +2,7 @@
 
 Importing PyTorch takes two to five seconds a process, and a book starts a hundred. It imports nothing of hyperion, so that
 each child reads the library as it is then, never computes, and never touches a GPU: a forked child is as fresh as one that
-was started and then imported the same.
+was started and then imported the same, but for the pages of libraries, which count as resident once it has touched them.
 
 Asked over a Unix socket, one connection a child. A request is JSON, with the child's stdin, stdout and stderr beside it:
 {"python", "module", "arguments", "environment", "folder", "new_session"}. The answers are lines: {"pid": the child's process
@@ -20,6 +20,7 @@ import selectors
 import signal
 import socket
 import sys
+import traceback
 
 PRELOADED = (
     "numpy", "pandas", "psutil", "pyarrow.parquet", "scipy.optimize", "scipy.stats", "torch", "torch.distributed.run",
@@ -29,9 +30,10 @@ PRELOADED = (
 FORKED_BY = "HYPERION_FORKED_BY"
 # Read by C libraries and by PyTorch once, when they are loaded: a child that wants them otherwise must load them itself.
 _READ_ONCE = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "TORCH", "PYTORCH", "LD_", "MALLOC_", "ATEN_", "PYTHON")
+# PyTorch's number of threads is set in the child; those of NumPy and Arrow stay the server's.
+_THREADS = "OMP_NUM_THREADS"
 _READ_LATER = (
-    "OMP_NUM_THREADS",  # set in the child
-    "PYTHONPATH", "PYTHONUNBUFFERED", "TORCHINDUCTOR_", "TORCH_SYMM_", "TORCH_NCCL_", "TORCHELASTIC_",
+    _THREADS, "PYTHONPATH", "PYTHONUNBUFFERED", "TORCHINDUCTOR_", "TORCH_SYMM_", "TORCH_NCCL_", "TORCHELASTIC_",
 )  # fmt: skip
 _MOST_BYTES = 1 << 20
 
@@ -43,6 +45,13 @@ def read_once(environment: dict[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name.startswith(_READ_ONCE) and not name.startswith(_READ_LATER)
     }
+
+
+def _as_loaded(environment: dict[str, str]) -> bool:
+    """Whether libraries loaded under this server's variables serve a child that asks for these."""
+    threads, own = environment.get(_THREADS), os.environ.get(_THREADS)
+    settable = threads == own or (threads or "").isdecimal() and int(threads) > 0
+    return settable and read_once(environment) == read_once(dict(os.environ))
 
 
 class Server:
@@ -85,31 +94,37 @@ class Server:
         except BlockingIOError:
             return None
         caller.setblocking(True)
-        with contextlib.suppress(OSError, ValueError):  # a caller that left, or is none of ours
+        files: list[int] = []
+        try:
             message, files, _, _ = socket.recv_fds(caller, _MOST_BYTES, 3)
             while not message.endswith(b"\n"):
                 if not (more := caller.recv(_MOST_BYTES)):
                     raise OSError("the caller left")
                 message += more
-            request = json.loads(message)
-            return self._fork(caller, request, files)
-        caller.close()
+            return self._fork(caller, json.loads(message), files)
+        except (OSError, ValueError):  # a caller that left, or is none of ours; or no process can be made
+            caller.close()
+        finally:
+            for file in files:
+                os.close(file)
         return None
 
     def _fork(self, caller: socket.socket, request: dict, files: list[int]) -> dict | None:
-        if request["python"] != sys.executable or read_once(request["environment"]) != read_once(dict(os.environ)):
+        if request["python"] != sys.executable or not _as_loaded(request["environment"]):
             _tell(caller, {"pid": 0})
             caller.close()
         elif child := os.fork():
             self.callers[child] = caller
             self.selector.register(caller, selectors.EVENT_READ)
         else:
-            _become(request, files)
-            _tell(caller, {"pid": os.getpid()})
-            self._close_all(caller)
+            try:
+                _become(request, files)
+                _tell(caller, {"pid": os.getpid()})
+                self._close_all(caller)
+            except BaseException:  # in no case a second server
+                traceback.print_exc()
+                os._exit(1)
             return request
-        for file in files:
-            os.close(file)
         return None
 
     def _reap(self) -> None:
@@ -125,6 +140,8 @@ class Server:
 
     def _lost(self, caller: socket.socket) -> None:
         """The launcher is gone: its child is asked to end, as Linux would ask if the launcher were its parent."""
+        if caller not in self.callers.values():
+            return  # its child ended at the same time
         for child, own in self.callers.items():
             if own is caller:
                 os.kill(child, signal.SIGTERM)
@@ -153,7 +170,6 @@ def _become(request: dict, files: list[int]) -> None:
         os.setsid()
     for number, file in enumerate(files):
         os.dup2(file, number)
-        os.close(file)
     for number in (signal.SIGINT, signal.SIGCHLD):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - as long as the process
@@ -168,8 +184,8 @@ def _become(request: dict, files: list[int]) -> None:
     sys.path[:] = dict.fromkeys([request["folder"], *_entries(os.environ), *base])
     importlib.invalidate_caches()
     sys.argv[1:] = request["arguments"]
-    if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdecimal():
-        sys.modules["torch"].set_num_threads(int(threads))
+    if _THREADS in os.environ:
+        sys.modules["torch"].set_num_threads(int(os.environ[_THREADS]))
 
 
 def _entries(environment) -> list[str]:

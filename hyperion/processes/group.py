@@ -12,7 +12,7 @@ import itertools
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -41,6 +41,7 @@ class World:
         local_rank: its number on this node, which is the number of its device.
         backend: "nccl" (RCCL on AMD) or "gloo"; "" without a process group.
         device: the device of this rank.
+        group: what its collectives run in; None for the default group.
     """
 
     rank: int
@@ -48,6 +49,12 @@ class World:
     local_rank: int
     backend: str
     device: Device
+    group: dist.ProcessGroup | None = None
+
+    def alone(self) -> "World":
+        """This process in a group of its own, where the same program has nobody to talk to. Every rank calls it."""
+        group, _ = dist.new_subgroups(1)
+        return replace(self, rank=0, size=1, group=group)
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,15 @@ import signal
 import sys
 import time
 from pathlib import Path
+from subprocess import Popen
 
 import psutil
 
 from hyperion.errors import HyperionError
 from hyperion.hardware.cpu import read_cpu
-from hyperion.processes.fork_server import FORKED_BY
 from hyperion.processes.lifeline import GRACE_S, die_with, has_ended, kill_session, lives
 from hyperion.processes.notes import Notes, read, write
-from hyperion.processes.starting import start
+from hyperion.processes.starting import Forked, start
 
 _POLL_S = 0.1
 
@@ -41,20 +41,21 @@ def main(folder: str) -> None:
         sys.exit(error.exit_code)
     # The cores are shared out among the ranks, unless the user did that: torchrun would give each a single thread.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, read_cpu().cores // (request["ranks"] // request["nodes"]))))
+    ranks = _Ranks()
     try:
-        _run(arguments(request, folder), notes)
+        _run(arguments(request, folder), notes, ranks)
     finally:
-        _end_ranks(notes)
+        ranks.end()
         if has_ended(request["launcher"]):
             shutil.rmtree(folder, ignore_errors=True)  # nobody is left to read it
 
 
-def _run(command: list[str], notes: Notes) -> None:
+def _run(command: list[str], notes: Notes, ranks: "_Ranks") -> None:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-    SubprocessHandler._popen = lambda handler, rank_command, environment: _start_rank(rank_command, environment)
+    SubprocessHandler._popen = lambda handler, rank_command, environment: ranks.start(rank_command, environment)
     try:
         torchrun.main(command)
     except ChildFailedError as failed:
@@ -64,35 +65,33 @@ def _run(command: list[str], notes: Notes) -> None:
         sys.exit(1)
 
 
-def _start_rank(command: tuple[str, ...], environment: dict[str, str]):
-    """A rank by torchrun's command, `python -u -m module arguments`: in a session of its own, as torchrun has them."""
-    module, *arguments = command[command.index("-m") + 1 :]
-    return start(command[0], module, arguments, environment, stdout=sys.stdout, new_session=True)
+class _Ranks:
+    """The ranks that torchrun starts here, in sessions of their own, as it has them."""
 
+    def __init__(self):
+        self.started: list[psutil.Process] = []
 
-def _end_ranks(notes: Notes) -> None:
-    """Leave no process behind. torchrun did its part, unless more than one signal came: when a launcher with threads is
-    killed Linux sends one for each of them, and the second ends torchrun while its ranks still save.
-    """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    pids = notes.pids().values()
-    ranks = [rank for rank in map(_child, pids) if rank is not None and lives(rank)]
-    for rank in ranks:
-        rank.terminate()
-    deadline = time.monotonic() + GRACE_S
-    while any(map(lives, ranks)) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    for pid in pids:
-        kill_session(pid, ours=pid in {rank.pid for rank in ranks})
+    def start(self, command: tuple[str, ...], environment: dict[str, str]) -> Popen | Forked:
+        """A rank by torchrun's command, `python -u -m module arguments`."""
+        module, *arguments = command[command.index("-m") + 1 :]
+        process = start(command[0], module, arguments, environment, stdout=sys.stdout, new_session=True)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.started.append(psutil.Process(process.pid))
+        return process
 
-
-def _child(pid: int) -> psutil.Process | None:
-    """The process of that number, if this one or the fork server on its behalf started it."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        if process.ppid() in (os.getpid(), int(os.environ.get(FORKED_BY, 0))):
-            return process
-    return None
+    def end(self) -> None:
+        """Leave no process behind. torchrun did its part, unless more than one signal came: when a launcher with threads is
+        killed Linux sends one for each of them, and the second ends torchrun while its ranks still save.
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        living = [rank for rank in self.started if lives(rank)]
+        for rank in living:
+            rank.terminate()
+        deadline = time.monotonic() + GRACE_S
+        while any(map(lives, living)) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        for rank in self.started:
+            kill_session(rank.pid, ours=rank.is_running())
 
 
 def arguments(request: dict, folder: str) -> list[str]:

@@ -9,15 +9,18 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from hyperion.processes import fork_server
+from hyperion.processes.lifeline import has_ended
 
 # The server's socket, for all processes below the one that started it.
 SOCKET = "HYPERION_FORK_SERVER"
-_LOOK_S = 0.02
+_LOOK_S = 0.01
+_LONGEST_FOLDER = 70  # a socket's name has at most 107 characters
 
 
 class Forked:
@@ -31,16 +34,27 @@ class Forked:
 
     def __init__(self, connection: socket.socket, pid: int, stdout=None):
         self.pid, self.stdout, self.returncode = pid, stdout, None
-        self._connection = connection
+        self._connection: socket.socket | None = connection
+        self._looking = threading.Lock()  # a timer's thread and a handler of signals look too
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal's; None while it runs."""
-        if self.returncode is None and select.select([self._connection], [], [], 0)[0]:
+        if self._looking.acquire(blocking=False):
+            try:
+                self._look()
+            finally:
+                self._looking.release()
+        return self.returncode
+
+    def _look(self) -> None:
+        if self._connection is not None and _is_readable(self._connection):
             told = _line(self._connection)
             self._connection.close()
-            # Linux ends a child whose server is gone with SIGTERM: nobody is left to tell how it took that.
-            self.returncode = json.loads(told) if told else -signal.SIGTERM
-        return self.returncode
+            self._connection = None
+            self.returncode = json.loads(told) if told else None
+        if self._connection is None and self.returncode is None and has_ended(self.pid):
+            # Linux asks a child whose server is gone to end, and nobody is left to tell how it did.
+            self.returncode = -signal.SIGTERM
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the exit code.
@@ -52,7 +66,7 @@ class Forked:
         while self.poll() is None:
             if deadline is not None and time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
-            select.select([self._connection], [], [], _LOOK_S if deadline is None else min(_LOOK_S, timeout))
+            time.sleep(_LOOK_S)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -99,7 +113,8 @@ def fork_server_running(environment: dict[str, str] | None = None) -> Iterator[N
         yield
         return
     outer = os.environ.get(SOCKET)
-    with tempfile.TemporaryDirectory(prefix="hyperion-fork-") as folder:
+    base = tempfile.gettempdir()
+    with tempfile.TemporaryDirectory(prefix="hyperion-fork-", dir=base if len(base) < _LONGEST_FOLDER else "/tmp") as folder:
         address = str(Path(folder) / "socket")
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)
@@ -122,11 +137,11 @@ def _forked(
     python: str, module: str, arguments: list[str], environment: dict[str, str], stdout, new_session: bool
 ) -> Forked | None:
     """The process, or None where no server is at hand that could make it as it is asked for."""
-    address = os.environ.get(SOCKET)
-    if not address:
+    address, folder = os.environ.get(SOCKET), _current_folder()
+    if not address or not folder:
         return None
     request = {"python": python, "module": module, "arguments": arguments, "environment": environment,
-               "folder": os.getcwd(), "new_session": new_session}  # fmt: skip
+               "folder": folder, "new_session": new_session}  # fmt: skip
     reading, writing = os.pipe() if stdout is subprocess.PIPE else (None, stdout.fileno())
     connection = socket.socket(socket.AF_UNIX)
     pid = 0
@@ -137,7 +152,8 @@ def _forked(
             message = json.dumps(request).encode() + b"\n"
             sent = socket.send_fds(connection, [message], files)
             connection.sendall(message[sent:])
-            pid = json.loads(_line(connection) or '{"pid": 0}')["pid"]
+            answer = json.loads(_line(connection) or "null")
+            pid = answer["pid"] if isinstance(answer, dict) else 0
     except OSError:
         pass  # the server is gone: start it ourselves
     if reading is not None:
@@ -149,6 +165,18 @@ def _forked(
         return None
     stream = None if reading is None else open(reading, errors="replace")  # noqa: SIM115 - its reader closes it
     return Forked(connection, pid, stream)
+
+
+def _current_folder() -> str:
+    with contextlib.suppress(FileNotFoundError):
+        return os.getcwd()
+    return ""  # it was removed
+
+
+def _is_readable(connection: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _line(connection: socket.socket) -> str:

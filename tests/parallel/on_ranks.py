@@ -18,7 +18,7 @@ from hyperion.parallel import (
     trainable_parameter_count,
 )
 from hyperion.processes import world
-from hyperion.training import evaluate_images, evaluate_language
+from hyperion.training import LanguageEngine, Precision, adamw, evaluate_images, evaluate_language
 from tests.parallel import small
 
 PLANS = {
@@ -43,6 +43,7 @@ def everything() -> dict:
         "lora": {name: lora(PLANS[name]) for name in ("alone", "ddp", "fsdp")},
         "lora bf16": lora(PLANS["fsdp, checkpointed, kept"], torch.bfloat16),
         "communication": communication(),
+        "own group": own_group(),
         "agreement": agreement(),
         "refusals": refusals(),
     }
@@ -154,6 +155,22 @@ def communication() -> dict[str, int]:
     with CommDebugMode() as mode:
         engine.train_step(batches.next_batch())
     return {str(kind).rpartition(".")[2]: count for kind, count in mode.get_comm_counts().items()}
+
+
+def own_group() -> dict[str, list[float]]:
+    """Losses of a model that is this rank's alone, with weights that no other rank has: plainly, and laid over a group of one."""
+    here, losses = world().alone(), {}
+    for name in ("alone", "ddp", "fsdp"):
+        torch.manual_seed(10 + world().rank)
+        model = TransformerLM(small.CONFIG)
+        if PLANS[name] is not None:
+            model = parallelize(model, PLANS[name], here)
+        engine = LanguageEngine(
+            model, adamw(model, 1e-2), lambda step: 1e-2, Precision("fp32", "test"), here.device, world=here
+        )
+        batches = small.language_batches(None)
+        losses[name] = [float(engine.train_step(batches.next_batch()).loss) for _ in range(5)]
+    return losses
 
 
 def agreement() -> dict[str, str]:

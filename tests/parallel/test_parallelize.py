@@ -90,6 +90,14 @@ def test_a_step_of_fsdp_sums_twice_beside_what_it_must(answers):
     assert answers[0]["communication"] == {"allreduce_": 2, "_allgather_base_": 6, "_reduce_scatter_base_": 4}
 
 
+def test_in_a_group_of_its_own_a_rank_trains_as_if_there_were_no_others(answers):
+    mine, theirs = (answer["own group"] for answer in answers)
+    assert abs(mine["alone"][0] - theirs["alone"][0]) > 1e-4
+    for found in (mine, theirs):
+        np.testing.assert_allclose(found["ddp"], found["alone"], rtol=1e-6)
+        np.testing.assert_allclose(found["fsdp"], found["alone"], rtol=1e-6)
+
+
 def test_all_ranks_skip_the_step_that_overflows_in_fp16(answers):
     alone = answers[0]["fp16"]["alone"]
     assert alone["skipped"] > 0

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from hyperion.errors import HyperionError
 from hyperion.processes import report_progress, world
 
+MARK = "HYPERION_TEST_RANKS"
+
 
 def total(values: list[float], names: list[str]) -> dict:
     """A sum over ranks, and what each rank finds in its environment."""
@@ -26,7 +28,9 @@ def total(values: list[float], names: list[str]) -> dict:
 
 
 def fails(how: str) -> dict:
-    """Rank 1 fails while rank 0 waits for it."""
+    """Rank 1 fails while rank 0 waits for it. Each leaves its process number in the folder that MARK names."""
+    if MARK in os.environ:
+        (Path(os.environ[MARK]) / f"pid-{world().rank}").write_text(str(os.getpid()))
     if world().rank == 1:
         print("rank 1 stands alone", flush=True)
         if how == "killed":

@@ -18,6 +18,8 @@ from hyperion.errors import HyperionError
 from hyperion.processes import Job, JobError, RankError, run_ranks
 from hyperion.processes.lifeline import has_ended
 from hyperion.processes.refusals import require_launchable
+from hyperion.processes.starting import SOCKET
+from tests.processes.rank_entries import MARK
 
 GUARDED = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
 # What a launcher finds that runs under torchrun itself, as rank 3 of 4.
@@ -26,7 +28,6 @@ TORCHRUN = {
     "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "another", "TORCHELASTIC_USE_AGENT_STORE": "True",
     "TORCHELASTIC_RESTART_COUNT": "0", "PET_NNODES": "4",
 }  # fmt: skip
-MARK = "HYPERION_TEST_RANKS"
 
 
 def job(function, timeout_s=120.0, ranks=2, **params):
@@ -87,7 +88,10 @@ def test_the_environment_reaches_every_rank_without_the_launchers_own_place(fini
     assert found == {"WORLD_SIZE": "2", "PET_NNODES": None}
 
 
-def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path, monkeypatch):
+@pytest.mark.parametrize("way", ["forked", "started"])
+def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path, monkeypatch, way):
+    if way == "started":
+        monkeypatch.delenv(SOCKET)
     monkeypatch.setenv(MARK, str(tmp_path))
     begun = time.monotonic()
     with pytest.raises(RankError, match="^rank 1 of 2 was killed by SIGKILL") as error:
@@ -95,7 +99,7 @@ def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path, monkeypatch):
     assert (error.value.rank, error.value.signal) == (1, "SIGKILL")
     assert "rank 1 stands alone" in error.value.what and "memory" in error.value.next_step
     assert time.monotonic() - begun < 60
-    assert not marked(tmp_path)
+    assert len(list(tmp_path.glob("pid-*"))) == 2 and not marked(tmp_path)
 
 
 def test_the_traceback_is_that_of_the_rank_that_raised_and_not_of_its_peer():
@@ -132,16 +136,18 @@ class Launched:
 def launched(tmp_path_factory, hanging):
     """Launchers by what shall happen to them, begun together: most of their time they wait for imports."""
     launchers = {}
-    for fate, saves in (("launcher killed", True), ("torchrun killed", False), ("launcher terminated", True)):
+    fates = (("launcher killed", True), ("torchrun killed", False), ("launcher terminated", True))
+    for fate, saves in (*fates, ("launcher killed, nothing forked", True)):
         folder = tmp_path_factory.mktemp("launched")
-        launchers[fate] = Launched(folder, launch(folder, saves))
+        launchers[fate] = Launched(folder, launch(folder, saves, forked="nothing forked" not in fate))
     yield launchers
     for launcher in launchers.values():
         launcher.process.kill()
 
 
-def test_ranks_end_with_their_launcher_and_save_first(launched):
-    launcher = launched["launcher killed"]
+@pytest.mark.parametrize("fate", ["launcher killed", "launcher killed, nothing forked"])
+def test_ranks_end_with_their_launcher_and_save_first(launched, fate):
+    launcher = launched[fate]
     launcher.torchrun()
     launcher.process.kill()
     launcher.told()
@@ -172,7 +178,7 @@ def test_a_hang_ends_with_the_timeout_and_shows_where_each_rank_stood(hanging):
     assert error.value.rank == 1
 
 
-def launch(folder, saves):
+def launch(folder, saves, forked):
     """A process that runs one waiting rank and ends with the error's exit code, marked in its environment.
 
     It has threads, as a notebook's kernel has: when it is killed Linux signals its child for one after the other.
@@ -190,14 +196,16 @@ except HyperionError as error:
     sys.exit(error.exit_code)
 """
     params = json.dumps({"folder": str(folder), "saves": saves})
-    return subprocess.Popen(
-        [sys.executable, "-c", code, params], env=os.environ | {MARK: str(folder)}, stderr=subprocess.PIPE, text=True
-    )
+    environment = os.environ | {MARK: str(folder)} | ({} if forked else {SOCKET: ""})
+    return subprocess.Popen([sys.executable, "-c", code, params], env=environment, stderr=subprocess.PIPE, text=True)
 
 
 def marked(folder) -> list[int]:
-    """Living processes, other than this one, that have the folder in their environment."""
-    found = []
+    """Living processes, other than this one, that have the folder in their environment, or left their number in it: a
+    forked one does not show the environment that it was given.
+    """
+    left = (int(note.read_text()) for note in Path(folder).glob("pid-*"))
+    found = [pid for pid in left if not has_ended(pid)]
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARK) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:

@@ -2,16 +2,20 @@
 
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 from hyperion.processes import fork_server
-from hyperion.processes.lifeline import child_environment
+from hyperion.processes.lifeline import child_environment, has_ended
 from hyperion.processes.starting import SOCKET, Forked, fork_server_running, start
 
 TELLS = """
@@ -134,7 +138,7 @@ def test_another_interpreter_is_started(module, tmp_path):
         assert not isinstance(process, Forked)
 
 
-def test_the_server_ends_with_its_block_and_its_owner(module, monkeypatch):
+def test_the_server_ends_with_its_block_and_its_children_are_waited_for(module, monkeypatch):
     monkeypatch.delenv(SOCKET)
     environment = module("import time; print('here', flush=True); time.sleep(600)")
     with fork_server_running():
@@ -146,9 +150,57 @@ def test_the_server_ends_with_its_block_and_its_owner(module, monkeypatch):
             assert os.environ[SOCKET] != address
         assert os.environ[SOCKET] == address
     assert SOCKET not in os.environ and not server.is_running()
-    assert process.wait(10) == -signal.SIGTERM  # nobody is left to tell its exit code
-    psutil.Process(process.pid).kill()
+    assert process.poll() is None  # it did not ask to die with its parent
+    process.terminate()
+    assert process.wait(10) == -signal.SIGTERM  # what is assumed, since nobody is left to tell
+    assert has_ended(process.pid)
     process.stdout.close()
+
+
+def test_the_server_ends_with_its_owner(tmp_path):
+    code = """
+import os, sys, time
+from hyperion.processes.lifeline import child_environment
+from hyperion.processes.starting import fork_server_running, start
+with fork_server_running():
+    start(sys.executable, "json.tool", ["--help"], child_environment()).wait()
+    print(os.environ["HYPERION_FORK_SERVER"], flush=True)
+    time.sleep(600)
+"""
+    owner = subprocess.Popen([sys.executable, "-c", code], env=child_environment(), stdout=subprocess.PIPE, text=True)
+    folder = Path(owner.stdout.readline()).parent
+    (server,) = psutil.Process(owner.pid).children()
+    owner.kill()
+    owner.communicate()
+    assert server.wait(30) is None or has_ended(server.pid)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("harm", "asked"),
+    [({"environment": {"OMP_NUM_THREADS": "0"}}, 0), ({"folder": "/nothing/here"}, None), ({"module": None}, None)],
+)
+def test_a_request_that_cannot_be_met_leaves_the_server_serving(module, harm, asked):
+    environment = module("print('here')")
+    request = {"python": sys.executable, "module": "told_module", "arguments": [], "environment": environment,
+               "folder": os.getcwd(), "new_session": False} | harm  # fmt: skip
+    request["environment"] = environment | harm.get("environment", {})
+    with socket.socket(socket.AF_UNIX) as caller, open(os.devnull, "r+") as nothing:
+        caller.connect(os.environ[SOCKET])
+        socket.send_fds(caller, [json.dumps(request).encode() + b"\n"], [nothing.fileno()] * 3)
+        answer = json.loads(caller.makefile().readline())
+    assert answer == {"pid": asked} if asked is not None else answer
+    assert isinstance(process := started(environment), Forked) and heard(process) == "here\n"
+
+
+def test_callers_that_leave_at_once_do_not_disturb_the_server(module):
+    environment = module("pass")
+    for _ in range(20):
+        started(environment).kill()  # the child and its caller end together
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(os.environ[SOCKET])
+    environment = module("print('still here')")
+    assert isinstance(process := started(environment), Forked) and heard(process) == "still here\n"
 
 
 def test_where_the_server_is_gone_workers_are_started(module, monkeypatch, tmp_path):
@@ -173,8 +225,10 @@ assert isinstance(process, Forked)
 process.stdout.read()
 """
     launcher = subprocess.Popen([sys.executable, "-c", code], env=os.environ | child_environment())
+    deadline = time.monotonic() + 60
     while not (pid.exists() and pid.read_text()):
-        assert launcher.poll() is None
+        assert launcher.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
     child = psutil.Process(int(pid.read_text()))
     launcher.kill()
     launcher.wait()
