@@ -133,7 +133,7 @@ PLOTS = (
     Plot(
         "throughput",
         "image_classifier",
-        "Items trained on per second, and the memory taken at most.",
+        "Items trained on per second beside a steady step timed alone, and the memory taken at most.",
         plots_training.throughput,
     ),
     Plot(
@@ -181,7 +181,7 @@ PLOTS = (
     Plot(
         "distributed_training",
         "distributed_training",
-        "Loss by step, and how fast each rank was beside the others.",
+        "Loss by step, and how far each rank's loss on its own examples lies from that of all ranks together.",
         plots_distributed.distributed_training,
     ),
     Plot(
@@ -193,7 +193,7 @@ PLOTS = (
     Plot(
         "rank_failure",
         "rank_failure",
-        "What a run loses to the death of a rank: nothing after its last checkpoint.",
+        "A run loses to the death of a rank only the steps after its last checkpoint; the resumed run makes them again.",
         plots_distributed.rank_failure,
     ),
     Plot(
@@ -220,7 +220,7 @@ PLOTS = (
         "The losses of one device and of sharded ranks lie on each other.",
         plots_llama.lora_sharded,
     ),
-    Plot("predictions", ALL, "Every prediction over its measurement.", plots_predictions.predictions),
+    Plot("predictions", ALL, "How much better or worse it came than was foretold.", plots_predictions.predictions),
 )
 
 

@@ -6,6 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.transforms import Bbox
 
 from hyperion.book.formats import items, number, percent
 from hyperion.book.material import Material, measured, select
@@ -99,7 +100,8 @@ def batch_scaling(material: Material) -> Figure | None:
     left.set_ylabel("samples/s, median with 95 % interval")
     right.set(xscale="log", xlabel="batch", title="Peak memory; ×: out of memory")
     right.set_ylabel("GiB of device memory" if _on_device(rows) else "GiB resident in the process")
-    right.set_ylim(0, right.get_ylim()[1] * 1.1)
+    right.set_ylim(0, right.get_ylim()[1] * 1.15)
+    spread_above(right)
     log_ticks(left.yaxis)
     for axes in (left, right):
         axes.xaxis.set_major_formatter(lambda value, _: items(value))
@@ -144,6 +146,17 @@ def _draw_memory(axes: Axes, rows: list[Row], style: dict) -> None:
             f"{_batch(row):,}", cross, xytext=(0, 7), textcoords="offset points", ha="center", va="bottom", fontsize=8,
             color=style["color"],
         )  # fmt: skip
+
+
+def spread_above(axes: Axes) -> None:
+    """Move the panel's texts upwards, from the left, until none stands on another."""
+    axes.figure.draw_without_rendering()
+    placed: list[Bbox] = []
+    for text in sorted(axes.texts, key=lambda text: text.xy):
+        while any(text.get_window_extent().padded(2).overlaps(other) for other in placed):
+            x, y = text.xyann
+            text.xyann = (x, y + text.get_fontsize())
+        placed.append(text.get_window_extent())
 
 
 def _memory_notes(rows: list[Row]) -> list[str]:

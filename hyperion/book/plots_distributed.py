@@ -2,10 +2,13 @@
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hyperion.book.formats import number
 from hyperion.book.material import Material, measured
-from hyperion.book.style import COLOURS, INK, MUTED, add_notes, limit_line, look, new_figure, whole_numbers
+from hyperion.book.style import COLOURS, GRID, INK, MUTED, add_notes, limit_line, look, new_figure, whole_numbers
+from hyperion.results import Row
 
 _SMALLEST = 1e-9  # where a difference of exactly zero is drawn on a logarithmic axis
 _ZERO = f"A distance of exactly zero is drawn at {_SMALLEST:g}."
@@ -27,6 +30,7 @@ def parity(material: Material) -> Figure | None:
         if strategy != "single":
             _differences(right, curves.index, curves[strategy], curves["single"], shown, place)
     left.set(xlabel="optimizer step", ylabel="loss, nats per token", title="Losses")
+    whole_numbers(left.xaxis)
     left.legend()
     _difference_panel(right, rows[0].check_tolerance, "Relative distance from one device")
     add_notes(figure, [_ZERO])
@@ -34,7 +38,7 @@ def parity(material: Material) -> Figure | None:
 
 
 def distributed_training(material: Material) -> Figure | None:
-    """Loss of every training by step, and what each rank did of it."""
+    """Loss of every training by step, and each rank's own loss beside it: what ranks that wait for each other differ in."""
     rows = measured(material.of("distributed_training"))
     samples = material.samples("distributed_training")
     if not rows or samples.empty:
@@ -44,23 +48,62 @@ def distributed_training(material: Material) -> Figure | None:
     for place, (name, curve) in enumerate(steps.groupby("training", sort=False)):
         left.plot(curve["step"], curve["loss"] / curve["loss"].iloc[0], label=name, **_line(place))
     left.set(xlabel="optimizer step", ylabel="loss over that of the first step", title="Loss of all ranks together")
-    left.legend()
-    rates = [r for r in rows if r.metric in ("tokens_per_s", "images_per_s") and r.rank is not None]
-    last = {r.variant: max(x.params["epoch"] for x in rates if x.variant == r.variant) for r in rates}
-    names = list(last)
-    for place, name in enumerate(names):
-        chosen = sorted((r for r in rates if r.variant == name and r.params["epoch"] == last[name]), key=lambda r: r.rank)
-        mean = np.mean([r.value for r in chosen])
-        x = place + (np.arange(len(chosen)) - (len(chosen) - 1) / 2) * 0.7 / len(chosen)
-        right.bar(x, [r.value / mean for r in chosen], width=0.6 / len(chosen), color=COLOURS[place % len(COLOURS)])
-        for at, row in zip(x, chosen, strict=True):
-            right.annotate(f"{row.rank}", (at, 0.02), ha="center", color="white", fontsize=8)
-    right.axhline(1, color=INK, linestyle=(0, (5, 3)), linewidth=1)
-    right.set_xticks(range(len(names)), [name.replace("_", " ") for name in names], fontsize=7.5)
-    right.grid(axis="x", visible=False)
-    right.set(ylabel="rate over the mean of the ranks", title="Throughput of each rank, last epoch", ylim=(0, 1.3))
-    add_notes(figure, ["The number in a bar is its rank."])
+    whole_numbers(left.xaxis)
+    _headroom(left, 0.3)
+    left.legend(loc="upper right")
+    of_ranks = [row for row in rows if row.rank is not None]
+    _draw_ranks(right, [row for row in of_ranks if row.metric == "training_loss"])
+    add_notes(figure, ["The numbers are ranks.", *_rates_of_ranks(of_ranks), *_memory_of_ranks(of_ranks)])
     return figure
+
+
+def _draw_ranks(axes: Axes, losses: list[Row]) -> None:
+    """How far each rank's mean loss over the last epoch, on examples of its own, lies from the mean of all ranks."""
+    names = list(dict.fromkeys(row.variant for row in losses))
+    for place, name in enumerate(names):
+        chosen = _last_epoch([row for row in losses if row.variant == name])
+        mean = np.mean([row.value for row in chosen])
+        x = place + (np.arange(len(chosen)) - (len(chosen) - 1) / 2) * 0.7 / len(chosen)
+        percent = [100 * (row.value / mean - 1) for row in chosen]
+        axes.bar(x, percent, width=0.6 / len(chosen), **_line(place))
+        for at, high, row in zip(x, percent, chosen, strict=True):
+            axes.annotate(f"{row.rank}", (at, high), xytext=(0, 3 if high >= 0 else -3), textcoords="offset points",
+                          ha="center", va="bottom" if high >= 0 else "top", fontsize=8)  # fmt: skip
+    axes.axhline(0, color=INK, linewidth=1)
+    axes.set_xticks(range(len(names)), [name.replace("_", " ") for name in names], fontsize=7.5)
+    axes.grid(axis="x", visible=False)
+    axes.margins(y=0.15)
+    axes.set(ylabel="% from the mean of the ranks", title="Loss of each rank on its own examples, last epoch")
+
+
+def _rates_of_ranks(rows: list[Row]) -> list[str]:
+    """A sentence on how far the ranks' rates in the last epoch lie apart; nothing of a single rank."""
+    apart = []
+    for name in dict.fromkeys(row.variant for row in rows):
+        rates = [row for row in rows if row.variant == name and row.metric in ("tokens_per_s", "images_per_s")]
+        values = [row.value for row in _last_epoch(rates)]
+        apart += [max(values) / min(values) - 1] if len(values) > 1 else []
+    if not apart:
+        return []
+    return [f"Their rates, {number(100 * max(apart), 2)} % apart at most, tell nothing: they wait for each other in every step."]
+
+
+def _memory_of_ranks(rows: list[Row]) -> list[str]:
+    """A sentence on what each rank took at most in the last epoch; nothing when no rank could tell."""
+    told: dict[str, str] = {}
+    for name in dict.fromkeys(row.variant for row in rows):
+        peaks = _last_epoch([row for row in rows if row.variant == name and row.metric in ("peak_memory_gib", "peak_rss_gib")])
+        if peaks:
+            ends = dict.fromkeys(number(end([row.value for row in peaks]), 3) for end in (min, max))
+            told[name] = " to ".join(ends)
+    said = ", ".join(f"{name} {ends}" for name, ends in told.items())
+    return [f"Peak memory of a rank in that epoch, GiB: {said}."] if said else []
+
+
+def _last_epoch(rows: list[Row]) -> list[Row]:
+    """Of rows of one training: those of its last epoch, by rank."""
+    last = max((row.params["epoch"] for row in rows), default=None)
+    return sorted((row for row in rows if row.params["epoch"] == last), key=lambda row: row.rank)
 
 
 def resharding(material: Material) -> Figure | None:
@@ -83,6 +126,7 @@ def resharding(material: Material) -> Figure | None:
         left.plot(after.index, after[ranks], label=name, linestyle="none", **look(name, place), fillstyle="none", markersize=7)
         _differences(right, after.index, after[ranks], after[saved], name, place)
     left.set(xlabel="optimizer step", ylabel="loss, nats per token", title="Losses")
+    whole_numbers(left.xaxis)
     left.legend()
     _difference_panel(right, rows[0].check_tolerance, f"Relative distance from the {saved} ranks")
     add_notes(figure, [_ZERO])
@@ -90,7 +134,7 @@ def resharding(material: Material) -> Figure | None:
 
 
 def rank_failure(material: Material) -> Figure | None:
-    """Losses of a run that was killed and resumed over those of one that was left alone."""
+    """Losses of a run that was killed and resumed over those of one that was left alone, with the steps it lost."""
     rows = material.of("rank_failure", metric="detection_time_s")
     if not rows:
         return None
@@ -100,6 +144,8 @@ def rank_failure(material: Material) -> Figure | None:
     axes.plot(alone["step"], alone["loss"], label="left alone", linewidth=3.2, **_line(0))
     axes.plot(resumed["step"], resumed["loss"], label="killed, then resumed", linestyle="none", fillstyle="none",
               markersize=7, **look("resumed", 1))  # fmt: skip
+    _headroom(axes, 0.12)  # for the names of the lines
+    _mark_kill(axes, _sizes(material, told))
     axes.set(
         xlabel="optimizer step", ylabel="loss, nats per token",
         title=f"Rank {told.params['rank']} ended by {told.params['signal']}; the launcher said so {told.value:.1f} s later",
@@ -109,16 +155,44 @@ def rank_failure(material: Material) -> Figure | None:
     return figure
 
 
+def _sizes(material: Material, row: Row) -> dict:
+    """The sizes that the experiment of a row was run with, as its provenance has them; none in runs that kept none."""
+    stored = material.run.finished(row.notebook, row.experiment) or {}
+    return (stored.get("provenance") or {}).get("sizes") or {}
+
+
+def _mark_kill(axes: Axes, sizes: dict) -> None:
+    """Lines at the last checkpoint before the kill and at the kill, the steps between them shaded."""
+    if not {"kill_after", "checkpoint_every"} <= sizes.keys():
+        return
+    killed = sizes["kill_after"]
+    saved = killed - killed % sizes["checkpoint_every"]
+    if saved < killed:
+        lost = f"lost and made again: {killed - saved} steps"
+        axes.axvspan(saved + 0.5, killed + 0.5, color=GRID, linewidth=0, zorder=0.5, label=lost)
+    marks = [(saved, f"last checkpoint: step {saved}", "right"), (killed, f"killed after step {killed}", "left")]
+    for step, text, side in marks if saved else marks[1:]:
+        axes.axvline(step + 0.5, color=MUTED, linestyle=(0, (5, 3)), linewidth=1.2)
+        axes.annotate(text, (step + 0.5, 0.99), xycoords=("data", "axes fraction"), xytext=(-5 if side == "right" else 5, 0),
+                      textcoords="offset points", ha=side, va="top", color=MUTED, fontsize=8.5)  # fmt: skip
+
+
+def _headroom(axes: Axes, share: float) -> None:
+    """Room above the curves, as a share of their height."""
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(bottom, top + share * (top - bottom))
+
+
 def _line(place: int) -> dict:
     return {"color": COLOURS[place % len(COLOURS)]}
 
 
-def _differences(axes, steps, values: pd.Series, reference: pd.Series, label: str, place: int) -> None:
+def _differences(axes: Axes, steps, values: pd.Series, reference: pd.Series, label: str, place: int) -> None:
     distance = np.maximum(np.abs(values / reference - 1), _SMALLEST)
     axes.plot(steps, distance, label=label, **look(label, place))
 
 
-def _difference_panel(axes, tolerance: float, title: str) -> None:
+def _difference_panel(axes: Axes, tolerance: float, title: str) -> None:
     limit_line(axes, tolerance, f"tolerance {tolerance:g}", MUTED)
     axes.set(yscale="log", xlabel="optimizer step", title=title, ylim=(_SMALLEST / 2, 10 * tolerance))
     whole_numbers(axes.xaxis)

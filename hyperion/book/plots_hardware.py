@@ -9,8 +9,11 @@ from hyperion.book.formats import items, number
 from hyperion.book.intensity import gemm_intensity, stream_intensity
 from hyperion.book.material import Material, measured
 from hyperion.book.published import published_bandwidth, published_gemm
-from hyperion.book.style import MUTED, add_notes, errors_of, limit_line, log_ticks, look, new_figure, spread_labels
+from hyperion.book.style import INK, MUTED, add_notes, errors_of, limit_line, log_ticks, look, new_figure, spread_labels
 from hyperion.results import Row
+
+_DOT = {"linestyle": "none", "marker": ".", "markersize": 6, "color": "white", "markeredgecolor": INK, "zorder": 4}
+_FELT = 0.02  # a clock that is lower by less hardly shows in a rate
 
 
 def gemm(material: Material, published: bool = False) -> Figure | None:
@@ -27,6 +30,7 @@ def gemm(material: Material, published: bool = False) -> Figure | None:
     positions = {size: x for x, size in enumerate(sorted({_size(row) for row in measured(rows)}))}
     _draw_rates(panels[0], rows, positions)
     notes = _draw_published(panels[0], positions) if published else []
+    notes += _name_dots(panels[-1], _slowed(measured(rows)))
     panels[0].set(yscale="log", ylabel="TFLOPS, median with 95 % interval")
     log_ticks(panels[0].yaxis)
     # Above the panel: curves of many formats leave no free corner in it.
@@ -39,8 +43,8 @@ def gemm(material: Material, published: bool = False) -> Figure | None:
         handlelength=1.6,
         fontsize=8,
     )
-    legend.set_in_layout(False)  # wider than its panel, it would push the panels apart
     if limited:
+        legend.set_in_layout(False)  # wider than its panel, it would push the panels apart
         _draw_shares(panels[1], rows, positions)
     for axes in panels:
         axes.set_xticks(range(len(positions)), [_size_label(size) for size in positions])
@@ -170,7 +174,7 @@ def _series(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
 
 
 def _draw_rates(axes: Axes, rows: list[Row], positions: dict) -> None:
-    several = len({row.variant for row in measured(rows)}) > 1
+    several, slowed = len({row.variant for row in measured(rows)}) > 1, _slowed(measured(rows))
     limits: dict[float, list[str]] = {}
     for dtype in dict.fromkeys(row.dtype for row in measured(rows)):
         for series, points in _series(row for row in measured(rows) if row.dtype == dtype):
@@ -179,6 +183,7 @@ def _draw_rates(axes: Axes, rows: list[Row], positions: dict) -> None:
             label = None if "hot" in series else f"{dtype} {series}" if several else dtype
             x = [positions[_size(p)] + _aside(rows, dtype) for p in points]
             axes.errorbar(x, [p.value for p in points], errors_of(points), label=label, **style)
+            _dot_slowed(axes, x, [p.value for p in points], points, slowed)
         for limit in {row.limit for row in rows if row.dtype == dtype} - {None}:
             limits.setdefault(limit, []).append(dtype)
     if any(row.params.get("cache") == "hot" for row in measured(rows)):
@@ -194,14 +199,45 @@ def _aside(rows: list[Row], dtype: str) -> float:
 
 
 def _draw_shares(axes: Axes, rows: list[Row], positions: dict) -> None:
+    slowed = _slowed(measured(rows))
     for dtype in dict.fromkeys(row.dtype for row in measured(rows)):
         for series, points in _series(r for r in rows if r.dtype == dtype and r.fraction_of_limit is not None):
             points = sorted(points, key=_size)
             style = look(dtype) | ({"markerfacecolor": "none", "linestyle": ":"} if "hot" in series else {})
             x = [positions[_size(p)] + _aside(rows, dtype) for p in points]
             axes.plot(x, [100 * p.fraction_of_limit for p in points], **style)
+            _dot_slowed(axes, x, [100 * p.fraction_of_limit for p in points], points, slowed)
     axes.set(ylim=(0, 105), title="Share of the limit", ylabel="% of limit")
     limit_line(axes, 100, "", MUTED)
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(loc="lower right")
+
+
+def _slowed(rows: list[Row]) -> list[Row]:
+    """Rows whose samples were taken while the device held its clock down: a reason is known, and the clock was lower."""
+    highest = max((row.clock_mhz for row in rows if row.clock_mhz is not None), default=0)
+    low = [row for row in rows if row.clock_mhz is None or row.clock_mhz < (1 - _FELT) * highest]
+    return [row for row in low if row.throttle not in (None, "none")]
+
+
+def _dot_slowed(axes: Axes, x: list[float], y: list[float], points: list[Row], slowed: list[Row]) -> None:
+    """A dot in the mark of every point that was measured at a lowered clock."""
+    places = [place for place, row in enumerate(points) if row in slowed]
+    axes.plot([x[place] for place in places], [y[place] for place in places], **_DOT)
+
+
+def _name_dots(axes: Axes, slowed: list[Row]) -> list[str]:
+    """Put the dots into the panel's legend; returns how low the clock was, nothing without dots."""
+    if not slowed:
+        return []
+    reasons = sorted({reason for row in slowed for reason in row.throttle.split("+")} - {"none"})
+    axes.plot([], [], label=", ".join(reason.removeprefix("sw_").replace("_", " ") for reason in reasons), **_DOT)
+    said = f"Dots: the device held its clock down by more than {100 * _FELT:.0f} %"
+    known = [row for row in slowed if row.clock_mhz is not None]
+    if known:
+        lowest = min(known, key=lambda row: row.clock_mhz)
+        said += f", most of all to {lowest.clock_mhz:,.0f} MHz ({lowest.dtype} at {_size_label(_size(lowest))})"
+    return [said + ". Limits are those of the maximum clock."]
 
 
 def _draw_published(axes: Axes, positions: dict) -> list[str]:

@@ -65,7 +65,7 @@ def _draw_rates(axes: Axes, rates: list[Row], halves: list[Row]) -> list[str]:
     for limit, names in limits.items():
         whose = f" ({', '.join(names)})" if len(limits) > 1 else ""
         limit_line(axes, limit, f"limit of the links {number(limit)} GB/s{whose}", MUTED)
-    top = max([row.value for row in rates] + list(limits))
+    top = max([row.value if row.ci_high is None else row.ci_high for row in rates] + list(limits))
     axes.set_ylim(0, 1.1 * top)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     return list(dict.fromkeys(row.limit_source + "." for row in rates if row.limit is None))

@@ -6,7 +6,18 @@ from matplotlib.figure import Figure
 
 from hyperion.book.formats import number
 from hyperion.book.material import Material, measured, select
-from hyperion.book.style import COLOURS, INK, MUTED, add_notes, errors_of, limit_line, look, new_figure, whole_numbers
+from hyperion.book.style import (
+    COLOURS,
+    INK,
+    MUTED,
+    add_notes,
+    errors_of,
+    limit_line,
+    look,
+    new_figure,
+    spread_labels,
+    whole_numbers,
+)
 
 _SMALLEST = 1e-9  # where a difference of exactly zero is drawn on a logarithmic axis
 _MEMORY = (("peak_memory_gib", "device memory"), ("tensor_memory_gib", "bytes of tensors"))
@@ -40,14 +51,16 @@ def _draw_losses(axes: Axes, material: Material, held_out: list) -> None:
         [row.params["step"] for row in held_out], [row.value for row in held_out], errors_of(held_out),
         label="held-out rows, 95 % interval", linestyle="none", **look("held", 1),
     )  # fmt: skip
-    for row in held_out:
-        if row.predicted is not None:
-            limit_line(axes, row.predicted, "knows nothing: ln V + 1/2", MUTED)
+    levels = [(row.predicted, "knows nothing:\nln V + 1/2", MUTED) for row in held_out if row.predicted is not None]
     if held_out[0].limit is not None:
-        limit_line(axes, held_out[0].limit, "floor", INK)
+        levels.append((held_out[0].limit, "floor", INK))
+    for loss, _, colour in levels:
+        axes.axhline(loss, color=colour, linestyle=(0, (5, 3)), linewidth=1.2, zorder=1.5)
     axes.set(xlabel="optimizer step", ylabel="nats per completion token", title="Loss on completions")
     axes.margins(y=0.12)
     axes.legend(loc="best")
+    # Beside the panel: marks and the first steps lie on the upper line's left end.
+    spread_labels(axes, levels, gap_points=22)
 
 
 def _draw_memory(axes: Axes, rows: list) -> None:

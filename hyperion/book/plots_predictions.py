@@ -6,42 +6,79 @@ from hyperion.book.material import Material
 from hyperion.book.style import GRID, INK, add_notes, log_ticks, look, new_figure
 from hyperion.results import Prediction, Row, metric_named
 
+_ARROWS = {"higher": " ↑", "lower": " ↓", "none": ""}
+_NOTE = (
+    "Predictions were written down before the first sample, from ceilings and shapes only. ↑ more is better: predicted / "
+    "measured. ↓ less is better: measured / predicted. For both, above 1 says that better was foretold than came. No arrow: "
+    "predicted / measured, above 1 more was foretold. Grey: less than 1.25 times apart."
+)
+
 
 def predictions(material: Material) -> Figure | None:
-    """Predicted over measured, by measured value: 1 where the prediction was right, with a band of 20 %."""
-    rows = [row for row in material.rows if row.predicted and row.value and row.predicted > 0 and row.value > 0]
+    """How much better was foretold than came, by measured value: 1 where the prediction was right."""
+    rows = scored(material.rows)
     if not rows:
         return None
-    figure, (axes,) = new_figure("Predictions scored", material.machine(rows[0].experiment), width=9.2)
-    axes.axhspan(0.8, 1.2, color=GRID, linewidth=0, zorder=0.5)
+    metrics = list(dict.fromkeys(row.metric for row in rows))
+    height = max(4.2, 1.0 + 0.2 * len(metrics))  # of the legend, a line a metric
+    figure, (axes,) = new_figure("Predictions scored", material.machine(rows[0].experiment), width=9.2, height=height)
+    axes.axhspan(0.8, 1.25, color=GRID, linewidth=0, zorder=0.5)
     axes.axhline(1, color=INK, linewidth=1)
-    for position, metric in enumerate(dict.fromkeys(row.metric for row in rows)):
+    for position, metric in enumerate(metrics):
         points = [row for row in rows if row.metric == metric]
-        unit = metric_named(metric).unit
-        label = metric + ("" if unit in ("1", "fraction") else f" [{unit}]")
-        x, y = [row.value for row in points], [row.predicted / row.value for row in points]
-        axes.plot(x, y, linestyle="none", alpha=0.75, label=label, **look(metric, position))
+        x, y = [row.value for row in points], [_promised(metric, row.predicted, row.value) for row in points]
+        axes.plot(x, y, linestyle="none", alpha=0.75, label=_label(metric), **look(metric, position))
     guesses = _guesses(material.predictions, rows)
     if guesses:
         axes.plot(
             *zip(*guesses, strict=True), linestyle="none", marker="*", markersize=11, color=INK, label="reader's guess"
         )
-    axes.set(xscale="log", yscale="log", xlabel="measured, each in its unit", ylabel="predicted / measured")
+    axes.set(xscale="log", yscale="log", xlabel="measured, each in its unit", ylabel="foretold beside measured")
     low, high = axes.get_ylim()
     axes.set_ylim(min(low, 0.45), max(high, 2.2))
-    log_ticks(axes.xaxis)
     log_ticks(axes.yaxis)
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    note = "Predictions were written down before the first sample, from ceilings and shapes only. "
-    add_notes(figure, [note + "Above 1: too much was promised. Grey: within 20 %."])
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+    add_notes(figure, [_NOTE])
     return figure
 
 
+def scored(rows: list[Row]) -> list[Row]:
+    """Rows whose ratio to their prediction can be drawn.
+
+    A rank's row is left out where all ranks together have one: what was foretold is what they have together.
+    """
+
+    def subject(row: Row) -> tuple:
+        return (row.notebook, row.experiment, row.variant, row.dtype, row.metric, sorted(row.params.items()))
+
+    together = [subject(row) for row in rows if row.rank is None and row.predicted is not None]
+    return [
+        row
+        for row in rows
+        if row.predicted and row.value and row.predicted > 0 and row.value > 0
+        and (row.rank is None or subject(row) not in together)
+    ]  # fmt: skip
+
+
+def _promised(metric: str, foretold: float, measured: float) -> float:
+    """How many times better was foretold than came; of a metric that has no better, how many times more."""
+    return measured / foretold if metric_named(metric).direction == "lower" else foretold / measured
+
+
+def _label(metric: str) -> str:
+    known = metric_named(metric)
+    unit = "" if known.unit in ("1", "fraction") else f" [{known.unit}]"
+    return f"{metric}{unit}{_ARROWS[known.direction]}"
+
+
 def _guesses(written: list[Prediction], rows: list[Row]) -> list[tuple[float, float]]:
-    """(measured, guessed / measured) for each of the reader's guesses."""
+    """(measured, how it compares with the guess) for each of the reader's guesses."""
 
     def key(entry: Prediction | Row) -> tuple:
         return (entry.experiment, entry.variant, entry.dtype, entry.metric, sorted(entry.params.items()))
 
     measured = [(key(row), row.value) for row in rows]
-    return [(value, p.guess / value) for p in written if p.guess for row_key, value in measured if row_key == key(p)]
+    return [
+        (value, _promised(p.metric, p.guess, value))
+        for p in written if p.guess for row_key, value in measured if row_key == key(p)
+    ]  # fmt: skip

@@ -3,8 +3,8 @@
 import pytest
 from matplotlib.patches import Rectangle
 
-from hyperion.book.plots_baseline import batch_scaling, model_steps
-from hyperion.book.style import styled
+from hyperion.book.plots_baseline import batch_scaling, model_steps, spread_above
+from hyperion.book.style import new_figure, styled
 from tests.book.made_up_baseline import MIB_PER_SAMPLE, STEPS
 
 
@@ -43,6 +43,19 @@ def test_the_batch_that_did_not_fit_is_a_cross_on_the_line(material):
     # The line meets the cap of 24 GiB at the largest batch; a quarter more lies above it.
     assert all(line.get_ydata()[0] == pytest.approx(1.25 * 23.6 + 0.4, rel=0.05) for line in crosses)
     assert figure.axes[1].get_ylabel() == "GiB of device memory"
+
+
+def test_batches_beside_their_crosses_do_not_stand_on_each_other():
+    with styled():
+        figure, (axes,) = new_figure("crosses", "a machine")
+        axes.plot([0, 100], [0, 1])
+        for x in (50, 51, 52, 90):
+            axes.annotate("12,345", (x, 0.5), xytext=(0, 7), textcoords="offset points", ha="center", va="bottom")
+        spread_above(axes)
+        figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert not any(a.overlaps(b) for place, a in enumerate(boxes) for b in boxes[:place])
+    assert axes.texts[0].xyann == axes.texts[3].xyann == (0, 7)
 
 
 def test_resident_memory_is_called_so(cpu_material):

@@ -1,11 +1,18 @@
 """What the hardware figures show: limits, notes, coordinates."""
 
+from dataclasses import replace
+
 import numpy as np
+import pandas as pd
 import pytest
 
 from hyperion.book.intensity import gemm_intensity, stream_intensity
+from hyperion.book.material import Material
 from hyperion.book.plots_hardware import bandwidth, gemm, gemm_rows, roofline
 from hyperion.book.style import styled
+from hyperion.results import Run
+from tests.book.made_up import GPU
+from tests.book.made_up_hardware import HARDWARE
 
 
 def texts(figure):
@@ -33,6 +40,28 @@ def test_gemm_shares_are_the_rows_fractions(material):
     lines = drawn(gemm, material).axes[1].lines
     heights = np.concatenate([line.get_ydata() for line in lines if len(line.get_ydata()) == 5])
     assert sorted(heights) == pytest.approx(sorted(100 * r.fraction_of_limit for r in gemm_rows(material) if r.value))
+
+
+def test_only_clocks_that_were_held_down_for_a_reason_are_dotted(tmp_path, material):
+    def state(row):
+        clock = {16384: 1500.0, 8192: 1970.0}.get(row.params["m"], 1980.0)
+        return replace(row, clock_mhz=clock, throttle="hw_thermal+sw_power_cap" if clock < 1980 else "none")
+
+    rows = [state(row) for row in gemm_rows(material)]
+    run = Run.create(tmp_path / "run", {"environment": GPU})
+    run.record(HARDWARE, "gemm", rows, pd.DataFrame({"time_s": [0.1]}), input_hash="h")
+    figure = drawn(gemm, Material(run))
+    dots = [line for line in figure.axes[1].lines if line.get_marker() == "."]
+    slowed = [row for row in rows if row.value is not None and row.params["m"] == 16384]
+    assert sorted(y for line in dots for y in line.get_ydata()) == pytest.approx(
+        sorted(100 * row.fraction_of_limit for row in slowed)
+    )
+    assert [text.get_text() for text in figure.axes[1].get_legend().get_texts()] == ["hw thermal, power cap"]
+    assert "more than 2 %, most of all to 1,500 MHz" in texts(figure)
+
+
+def test_without_a_lowered_clock_there_are_no_dots(material, cpu_material):
+    assert "Dots" not in texts(drawn(gemm, material)) and "Dots" not in texts(drawn(gemm, cpu_material))
 
 
 def test_the_cross_check_is_no_part_of_the_sweep(material):

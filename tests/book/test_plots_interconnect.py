@@ -1,10 +1,16 @@
 """What the interconnect figure shows: the limit, every collective, and where each reaches half of its best."""
 
+from dataclasses import replace
+
 import numpy as np
+import pandas as pd
 import pytest
 
+from hyperion.book.material import Material
 from hyperion.book.plots_interconnect import collectives
 from hyperion.book.style import styled
+from hyperion.results import Run
+from tests.book.made_up import GPU
 from tests.book.made_up_collectives import FACTORS, LATENCY_S, SIZES
 from tests.book.test_plots_hardware import texts
 
@@ -41,3 +47,15 @@ def test_the_fit_is_the_line_through_the_times(figures):
     for fit, factor in zip(fits, FACTORS.values(), strict=True):
         expected = 1e6 * (LATENCY_S + np.array(fit.get_xdata()) * factor / 370e9)
         assert np.array(fit.get_ydata()) == pytest.approx(expected, rel=0.06)
+
+
+def test_a_wide_interval_lies_within_the_panel(tmp_path, cpu_material):
+    rows = [
+        replace(row, ci_high=1.5 * row.value) if row.metric == "busbw_gb_s" and row.value is not None else row
+        for row in cpu_material.of("collectives")
+    ]
+    run = Run.create(tmp_path / "run", {"environment": GPU})
+    run.record(rows[0].notebook, "collectives", rows, pd.DataFrame({"time_s": [0.1]}), input_hash="h")
+    with styled():
+        axes = collectives(Material(run)).axes[0]
+    assert axes.get_ylim()[1] >= max(row.ci_high for row in rows if row.metric == "busbw_gb_s" and row.value is not None)

@@ -2,7 +2,7 @@
 
 import math
 
-from hyperion.book.plots_training import image_classifier, language_model, leakage, perplexity
+from hyperion.book.plots_training import image_classifier, language_model, leakage, perplexity, throughput
 from hyperion.book.style import styled
 
 
@@ -37,6 +37,12 @@ def test_accuracy_lies_between_chance_and_the_best_possible(material, cpu_materi
 
 def test_the_leakage_line_is_the_entropy_of_a_token(material):
     assert "ln V = 4.159" in drawn(leakage, material)[1]
+
+
+def test_a_steady_step_is_drawn_as_a_reference_and_called_no_bound(material):
+    figure, shown = drawn(throughput, material)
+    steady = [line for axes in figure.axes for line in axes.lines if line.get_label() == "a steady step, timed alone"]
+    assert steady and {line.get_linestyle() for line in steady} == {":"} and "It is no bound" in shown.replace("\n", " ")
 
 
 def test_perplexities_are_written_beside_their_bars(material):
