@@ -157,6 +157,7 @@ def _lines(material: Material, experiments: list[tuple[str, str]]) -> dict:
         "ROCm (HIP)": kept.get("hip"),
         "driver": kept.get("driver"),
         "collectives": kept.get("collectives"),
+        "collective settings": ", ".join(f"{k}={v}" for k, v in (kept.get("collective_settings") or {}).items()),
         "Python": kept.get("python"),
         "packages": packages,
         "operating system": " ".join(filter(None, (kept.get("os"), kept.get("kernel")))),

@@ -13,6 +13,8 @@ LOOPBACK = "no limit: gloo's ranks share a host, and their messages are memory c
 _DEVICE_LATENCY_S, _HOST_LATENCY_S = 20e-6, 200e-6
 # Written into a socket's buffer and read out of it: two copies, each a read and a write.
 _LOOPBACK_COPIES = 4
+# NCCL's switch for reductions within NVSwitch (NVLink SHARP).
+_NVLS = "NCCL_NVLS_ENABLE"
 
 
 def busbw_limit(device: Device, collective: Collective, ranks: int) -> tuple[float | None, str]:
@@ -27,10 +29,12 @@ def busbw_limit(device: Device, collective: Collective, ranks: int) -> tuple[flo
     link, source = (None, reason) if found is None else found.link_limit_gb_s(ranks)
     if link is None:
         return None, f"no limit: {source}"
-    if collective.name == "all_reduce" and _switch_may_add(device):
-        factor = max(1.0, collective.bus_factor(ranks))
-        return link * factor, f"link, each byte sent once because the switch may add (NVLS): {factor:g} x {link:g} GB/s, {source}"
-    return link, f"link: {source}"
+    if collective.name != "all_reduce" or not _switch_can_add(device):
+        return link, f"link: {source}"
+    if os.environ.get(_NVLS) == "0":
+        return link, f"link: {source}; NVLS off ({_NVLS}=0)"
+    factor = max(1.0, collective.bus_factor(ranks))
+    return link * factor, f"link, each byte sent once because the switch may add (NVLS): {factor:g} x {link:g} GB/s, {source}"
 
 
 def foretold_s(context: Context, collective: Collective, size_bytes: int, ranks: int) -> tuple[float | None, str]:
@@ -58,7 +62,6 @@ def _rate(context: Context, ranks: int) -> tuple[float | None, float, str]:
     return rate, _HOST_LATENCY_S, words
 
 
-def _switch_may_add(device: Device) -> bool:
+def _switch_can_add(device: Device) -> bool:
     """NVSwitch adds from Hopper on, where NCCL chooses so; AMD's links have no switch."""
-    new_enough = device.kind == "cuda" and int(device.arch.removeprefix("sm_")) >= 90
-    return new_enough and os.environ.get("NCCL_NVLS_ENABLE") != "0"
+    return device.kind == "cuda" and int(device.arch.removeprefix("sm_")) >= 90

@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hyperion.hardware.collective_settings import collective_settings
 from hyperion.hardware.cpu import CpuFacts, read_cpu
 
 VISIBLE_DEVICE_VARIABLES = (
@@ -56,6 +57,7 @@ class Facts:
     gpu_error: str | None = None
     driver: str | None = None
     collectives: str | None = None
+    collective_settings: dict[str, str] = field(default_factory=dict)
     packages: dict[str, str] = field(default_factory=dict)
     os: str = ""
     kernel: str = ""
@@ -84,6 +86,7 @@ def collect_facts() -> Facts:
         gpu_error=gpu_error,
         driver=_driver_version(),
         collectives=_collectives_version(torch) if gpus else None,
+        collective_settings=collective_settings(os.environ),
         packages=_package_versions(),
         os=_os_name(),
         kernel=platform.release(),

@@ -11,8 +11,8 @@ from hyperion.hardware.facts import Facts, collect_facts
 def fingerprint(facts: Facts | None = None) -> dict:
     """The environment as a JSON-able dict. Host name and GPU UUIDs are hashed; no path and no user name occurs.
 
-    Keys: python, torch, cuda, hip, driver, collectives (nccl or rccl), packages, os, kernel, machine, cpu, gpus,
-    visible_devices, host_hash, source (hash, commit, modified).
+    Keys: python, torch, cuda, hip, driver, collectives (nccl or rccl), collective_settings (its environment variables),
+    packages, os, kernel, machine, cpu, gpus, visible_devices, host_hash, source (hash, commit, modified).
     """
     content = (facts or collect_facts()).to_json()
     for gpu in content["gpus"]:

@@ -33,6 +33,13 @@ def test_one_environment_is_one_column(tmp_path):
     assert shown.loc["device", "of this run"] == "Laptop (4 cores)" and shown.loc["seed", "of this run"] == "3"
 
 
+def test_settings_of_the_communication_library_are_shown_where_there_are_any(tmp_path):
+    assert "collective settings" not in run_of(tmp_path / "none", ("a", "h", {}, LAPTOP)).index
+    told = LAPTOP | {"collective_settings": {"NCCL_NVLS_ENABLE": "0", "NCCL_PROTO": "LL"}}
+    shown = run_of(tmp_path / "some", ("a", "h", {}, told))
+    assert shown.loc["collective settings", "of this run"] == "NCCL_NVLS_ENABLE=0, NCCL_PROTO=LL"
+
+
 def test_a_replay_shows_the_reference_machines_environment(tmp_path):
     shown = run_of(tmp_path, ("a", "replay:h200:h", {"profile": "full", "seed": 0}, GPU))
     assert list(shown) == ["of h200 (replay)"]

@@ -34,6 +34,15 @@ def test_a_switch_that_adds_may_beat_the_link_and_only_in_an_all_reduce(limit, r
     assert "NVLS" in limit("H200", "all_reduce", ranks, nvls=None)[1]
 
 
+def test_a_limit_without_the_switch_says_which_setting_turned_it_off(limit):
+    value, source = limit("H200", "all_reduce", 4, nvls="0")
+    assert value == 450 and source.endswith("NVLS off (NCCL_NVLS_ENABLE=0)")
+    # Where the switch has no part in it, neither has the setting.
+    others = [("H200", "all_gather", "0"), ("A100-80", "all_reduce", "0"), ("MI300X", "all_reduce", "0")]
+    for machine, name, nvls in [*others, ("H200", "all_reduce", "1")]:
+        assert "NVLS off" not in limit(machine, name, 4, nvls=nvls)[1]
+
+
 def test_amd_has_no_such_switch_and_its_links_are_shared_by_the_peers(limit):
     assert limit("MI300X", "all_reduce", 8, nvls=None)[0] == 448
     assert limit("MI300X", "all_reduce", 2, nvls=None)[0] == 64
