@@ -194,6 +194,7 @@ class Chapter:
                 notebook=self.notebook, experiment=experiment, variant=forecast.variant, dtype=forecast.dtype,
                 params=forecast.params, metric=forecast.metric, guess=None, estimate=forecast.estimate,
                 basis=forecast.basis + late, input_hash=digest, upstream_hash=_values_of(context.upstream),
+                each_rank=forecast.each_rank,
             )
             for forecast in chosen.forecast(context)
         ]  # fmt: skip
@@ -221,10 +222,11 @@ def _with_predictions(rows: list[Row], predictions: list[Prediction]) -> list[Ro
     """The rows with the estimates that were written down for them."""
 
     def estimate(row: Row) -> float | None:
-        # A forecast names the parameters it depends on; a row may state more of them.
+        # A forecast names the parameters it depends on; a row may state more of them. What all ranks have together is not
+        # what one of them has.
         for p in predictions:
             same = (p.variant, p.dtype, p.metric) == (row.variant, row.dtype, row.metric)
-            if same and p.params.items() <= row.params.items():
+            if same and p.each_rank == (row.rank is not None) and p.params.items() <= row.params.items():
                 return p.estimate
         return None
 

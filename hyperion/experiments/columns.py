@@ -58,7 +58,7 @@ def datasheet_ceilings(device: Device, dtype: str) -> tuple[Ceilings | None, str
 
 def stream_ceiling(rows: Iterable[Row]) -> Row | None:
     """The fastest measured stream among the largest arrays, None without any: smaller ones may owe their rate to a cache."""
-    streams = [row for row in rows if row.metric == "bandwidth_gb_s" and row.value is not None]
+    streams = [row for row in rows if row.metric == "bandwidth_gb_s" and row.value is not None and not row.hot]
     largest = max((row.params["elements"] for row in streams), default=None)
     return max((row for row in streams if row.params["elements"] == largest), key=lambda row: row.value, default=None)
 

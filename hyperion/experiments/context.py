@@ -48,14 +48,18 @@ class Context:
         )
 
     def best_upstream(self, metric: str, dtype: str) -> Row | None:
-        """The largest value of a metric measured earlier in this run, or None when none was."""
-        rows = [row for row in self.upstream if (row.metric, row.dtype) == (metric, dtype) and row.value is not None]
-        return max(rows, key=lambda row: row.value, default=None)
+        """The largest value of a metric measured earlier in this run, warm caches left out; None when none was."""
+        rows = [row for row in self.upstream if (row.metric, row.dtype, row.hot) == (metric, dtype, False)]
+        return max((row for row in rows if row.value is not None), key=lambda row: row.value, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """An estimate of one row's value from ceilings and shapes, or None with the reason in `basis`."""
+    """An estimate of one row's value from ceilings and shapes, or None with the reason in `basis`.
+
+    Args:
+        each_rank: it foretells what every rank has in a row of its own, not what all have together.
+    """
 
     variant: str
     metric: str
@@ -63,6 +67,7 @@ class Forecast:
     basis: str
     dtype: str = ""
     params: dict = field(default_factory=dict)
+    each_rank: bool = False
 
 
 @dataclass(frozen=True)

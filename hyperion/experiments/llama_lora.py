@@ -48,7 +48,7 @@ def forecast(context: Context) -> list[Forecast]:
     batch = _batches(context, found).next_batch()
     work = work_of(batch)
     memory = ["tensor_memory_gib", *(["peak_memory_gib"] if context.device.kind != "cpu" else [])]
-    estimates = [_memory_forecast(shape, method, dtype, work, metric) for metric in memory for method in METHODS]
+    estimates = [_memory_forecast(found, shape, method, dtype, work, metric) for metric in memory for method in METHODS]
     estimates.append(_share_forecast(shape, dtype))
     estimates += step_forecasts(
         context, LORA, dtype, "token", work.tokens, step_flops(shape, LORA, work.length), _traffic(shape, dtype, work)
@@ -214,10 +214,12 @@ def _count_rows(context: Context, found: Material, model: LlamaLM, shape: LlamaS
     ]
 
 
-def _memory_forecast(shape: LlamaShape, method: str, dtype: str, work: Work, metric: str) -> Forecast:
+def _memory_forecast(found: Material, shape: LlamaShape, method: str, dtype: str, work: Work, metric: str) -> Forecast:
     parts = step_bytes(shape, method, dtype, work.positions)
     told = f"{method}: " + " + ".join(f"{amount / GIB:.3g} GiB of {name}" for name, amount in parts.items())
-    return Forecast(variant=method, metric=metric, estimate=sum(parts.values()) / GIB, basis=told, dtype=dtype)
+    # With the model named it is the forecast of one step; an epoch's peak has the evaluation in it.
+    return Forecast(variant=method, metric=metric, estimate=sum(parts.values()) / GIB, basis=told, dtype=dtype,
+                    params={"model": found.model})  # fmt: skip
 
 
 def _share_forecast(shape: LlamaShape, dtype: str) -> Forecast:

@@ -54,7 +54,7 @@ def forecast(context: Context) -> list[Forecast]:
         Forecast(variant=VARIANT, metric="relative_difference", estimate=steps * 2.0**-24, basis=drift, dtype="fp32",
                  params={"what": "training loss", "ranks": ranks}),
         Forecast(variant=VARIANT, metric="share", estimate=1 / ranks, basis=f"each of {ranks} ranks holds its part",
-                 dtype="fp32", params={"what": "parameter bytes held", "ranks": ranks}),
+                 dtype="fp32", params={"what": "parameter bytes held", "ranks": ranks}, each_rank=True),
     ]  # fmt: skip
 
 

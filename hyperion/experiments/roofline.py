@@ -50,4 +50,5 @@ EXPERIMENT = Experiment(forecast, run, reads=("gemm", "bandwidth"))
 
 
 def _measured_dtypes(context: Context) -> list[str]:
-    return list(dict.fromkeys(r.dtype for r in context.upstream if r.metric == "gemm_tflops" and r.value is not None))
+    dtypes = dict.fromkeys(row.dtype for row in context.upstream if row.metric == "gemm_tflops")
+    return [dtype for dtype in dtypes if context.best_upstream("gemm_tflops", dtype) is not None]

@@ -68,6 +68,11 @@ class Row:
         return (self.notebook, self.experiment, self.variant, self.dtype, _json(self.params), self.rank, self.metric)
 
     @property
+    def hot(self) -> bool:
+        """Whether caches were warm: shown beside the cold value, but nobody's ceiling."""
+        return self.params.get("cache") == "hot"
+
+    @property
     def fraction_of_limit(self) -> float | None:
         """How near the value is to its limit, at most 1: value/limit where higher is better, limit/value where lower is."""
         direction = metric_named(self.metric).direction

@@ -36,6 +36,7 @@ class Prediction:
         basis: what the estimate was computed from (ceilings and shapes), or why there is none.
         input_hash: hash of what the experiment depends on; another configuration is another prediction.
         upstream_hash: digest of the earlier rows that the estimate was computed from; other rows give another estimate.
+        each_rank: it foretells the rows of single ranks, not the row of all ranks together.
     """
 
     notebook: str
@@ -49,6 +50,7 @@ class Prediction:
     basis: str
     input_hash: str
     upstream_hash: str = ""
+    each_rank: bool = False
 
 
 class Run:

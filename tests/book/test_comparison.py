@@ -10,7 +10,7 @@ def test_the_same_quantity_stands_in_one_line_with_its_ratio(material, tmp_path)
     other = Material(made_up_run(tmp_path / "other"))
     table = comparison_table(material, [other]).set_index("")
     assert table.index.tolist() == [headline.label for headline in headlines(material)]
-    best = table.loc["matrix product, bf16"]
+    best = table.loc["matrix product, bf16, cold caches"]
     assert best["other"] == best["this run"] and best["this run / other"] == "1"
     assert best["MI250X, as published"] == "121.07 TFLOPS"
 
@@ -18,8 +18,9 @@ def test_the_same_quantity_stands_in_one_line_with_its_ratio(material, tmp_path)
 def test_other_data_are_another_quantity(material, tmp_path):
     synthetic = Material(made_up_run(tmp_path / "invented", source="synthetic"))
     table = comparison_table(material, [synthetic]).set_index("")
-    assert table.loc["perplexity per token, valid split", "invented"] == ""
-    assert table.loc["matrix product, bf16", "invented"] != ""
+    told = {label.partition(", ")[2]: label for label in table.index}
+    assert table.loc[told["perplexity per token, valid split"], "invented"] == ""
+    assert table.loc["matrix product, bf16, cold caches", "invented"] != ""
 
 
 def test_a_run_is_not_its_own_reference(tmp_path):

@@ -11,6 +11,7 @@ import torch
 from hyperion.data import DataError
 from hyperion.errors import HyperionError
 from hyperion.experiments import datasets, experiment_names, load_profile, open_chapter, profile_names
+from hyperion.experiments.context import Experiment, Forecast, Result
 from hyperion.results import Row, Run, StoreError
 
 HARDWARE, NOTEBOOK = "01_hardware_exploration", "02_core_framework"
@@ -121,6 +122,27 @@ def test_what_the_notebooks_check_failed_on_is_measured_anew_once(run_folder, tm
     assert "measured again" in capsys.readouterr().out
     chapter.run("leakage")
     assert "nothing measured again" in capsys.readouterr().out
+
+
+def test_a_forecast_of_all_ranks_is_not_held_against_one_of_them(tmp_path, monkeypatch):
+    def forecast(context):
+        shared = {"variant": "v", "metric": "count", "basis": "b"}
+        return [Forecast(estimate=8.0, params={"what": "together"}, **shared),
+                Forecast(estimate=4.0, params={"what": "held"}, each_rank=True, **shared)]  # fmt: skip
+
+    def run(context, report):
+        cells = [("together", None), ("together", 0), ("together", 1), ("held", 0), ("held", 1), ("held", None)]
+        rows = [context.row("v", "count", 7.0, params={"what": what, "ranks": 2}, rank=rank) for what, rank in cells]
+        return Result(rows, pd.DataFrame({"x": [1]}))
+
+    monkeypatch.setattr("hyperion.experiments.chapter.experiment_named", lambda name: Experiment(forecast, run))
+    chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run"))
+    chapter.run("leakage")
+    stored = {(row.params["what"], row.rank): row.predicted for row in Run.open(tmp_path / "run").rows()}
+    assert stored == {
+        ("together", None): 8.0, ("together", 0): None, ("together", 1): None,
+        ("held", 0): 4.0, ("held", 1): 4.0, ("held", None): None,
+    }  # fmt: skip
 
 
 def record_ceilings(run, tflops):

@@ -66,6 +66,9 @@ def test_training_lowers_the_held_out_loss_and_every_row_holds(context):
               if row.metric == "tensor_memory_gib"]  # fmt: skip
     assert [row.variant for row in memory] == [LORA, FULL] and memory[0].value < memory[1].value
     assert all(row.limit < row.value for row in memory)
+    # An epoch's memory has the evaluation in it: the forecast is of the step, whose rows name the model.
+    foretold = [f for f in forecast(context) if f.metric == "tensor_memory_gib"]
+    assert all(f.params and f.params.items() <= row.params.items() for f, row in zip(foretold, memory, strict=True))
 
 
 @pytest.mark.parametrize("method", [LORA, FULL])

@@ -49,6 +49,8 @@ def test_two_ranks_train_as_one_device_does_layer_by_layer(done):
         row.validate()
     assert value(result, "relative_difference", "training loss") < 1e-5
     assert value(result, "count", "FSDP units") == forecast(context)[0].estimate == 3
+    # What a rank holds is foretold of each of them, the losses of all together.
+    assert {f.metric: f.each_rank for f in forecast(context)} == {"count": False, "relative_difference": False, "share": True}
     for rank in range(2):
         assert value(result, "share", "parameter bytes held", rank) == pytest.approx(0.5, rel=0.01)
         assert value(result, "relative_difference", "base weights after training", rank) == 0

@@ -1,0 +1,72 @@
+"""Each headline is the best of what its label names, and nothing that the label leaves open is better."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from hyperion.book.headlines import headlines
+from hyperion.results import Row
+
+
+@dataclass
+class Rows:
+    rows: list[Row]
+
+
+def row(experiment, variant, metric, value, dtype="bf16", **params):
+    return Row(notebook="nb", experiment=experiment, variant=variant, metric=metric, value=value, dtype=dtype, params=params,
+               limit_source="no limit: made up")  # fmt: skip
+
+
+def told(*rows):
+    return {headline.label: headline.row.value for headline in headlines(Rows(list(rows)))}
+
+
+def test_a_reference_models_best_step_is_looked_for_in_both_experiments():
+    rates = [
+        row("model_steps", "resnet50", "samples_per_s", 766.0, "fp32", batch=32),
+        row("model_steps", "resnet50", "samples_per_s", 1483.0, batch=32),
+        row("batch_scaling", "resnet50", "samples_per_s", 2306.0, batch=1024),
+        row("model_steps", "vit_b_16", "samples_per_s", 335.0, "fp32", batch=32),
+        row("batch_scaling", "vit_b_16", "samples_per_s", 31.0, batch=1),
+    ]
+    assert told(*rates) == {
+        "resnet50, training, bf16, batch 1,024": 2306.0, "vit_b_16, training, fp32, batch 32": 335.0,
+    }  # fmt: skip
+
+
+def test_the_fastest_compiled_mode_has_the_shortest_time_not_the_largest_ratio():
+    shared = {"model": "lm", "batch": 8}
+    rows = [row("compilation", "eager", "inference_time_s", 1.2e-3, **shared)]
+    for mode, seconds, ratio in (("max-autotune", 4.8e-4, 4.1), ("reduce-overhead", 4.5e-4, 2.8), ("default", 8e-4, 1.4)):
+        rows += [row("compilation", mode, "inference_time_s", seconds, **shared),
+                 row("compilation", mode, "speedup", ratio, **shared)]  # fmt: skip
+    assert told(*rows) == {"lm, inference, bf16, batch 8: reduce-overhead over eager": 2.8}
+
+
+def test_the_format_of_a_training_is_the_one_that_speeds_it_up_most():
+    rates = [row("precision_variants", "resnet18", "speedup", value, dtype, batch=512, over="fp32")
+             for dtype, value in (("tf32", 5.0), ("bf16", 7.6), ("fp16", 9.3))]  # fmt: skip
+    assert told(*rates) == {"resnet18, training: fp16 over fp32": 9.3}
+
+
+def test_warm_caches_and_small_arrays_give_no_headline():
+    shared = {"m": 4096, "n": 4096, "k": 4096}
+    rows = [row("gemm", "torch.mm", "gemm_tflops", 741.0, cache="cold", **shared),
+            row("gemm", "torch.mm", "gemm_tflops", 750.0, cache="hot", **shared),
+            row("bandwidth", "copy", "bandwidth_gb_s", 9000.0, "fp32", cache="cold", elements=10**6),
+            row("bandwidth", "copy", "bandwidth_gb_s", 4271.0, "fp32", cache="cold", elements=5 * 10**8),
+            row("bandwidth", "copy", "bandwidth_gb_s", 4300.0, "fp32", cache="hot", elements=5 * 10**8)]  # fmt: skip
+    assert told(*rows) == {"matrix product, bf16, cold caches": 741.0, "memory copy, fp32, largest arrays": 4271.0}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_reduces_over_other_numbers_of_ranks_are_another_kind(ranks):
+    rates = [row("collectives", "all_reduce", "busbw_gb_s", 100.0 * n, "fp32", bytes=64, ranks=n) for n in (2, 4)]
+    assert told(*rates)[f"all-reduce over {ranks} devices"] == 100.0 * ranks
+
+
+def test_no_two_headlines_of_a_run_have_one_label(material, cpu_material):
+    for of in (material, cpu_material):
+        labels = [headline.label for headline in headlines(of)]
+        assert len(labels) > 10 and len(set(labels)) == len(labels)
