@@ -56,7 +56,7 @@ _METRICS = (
     Metric("fit_deviation", "fraction", "lower", "largest relative distance of a measured time from a fit"),
     Metric("half_busbw_bytes", "B", "lower", "message size that reaches half of the best bus bandwidth, interpolated"),
     Metric("scaling_efficiency", "fraction", "higher", "speed per device over the speed of one device alone", True, True),
-    Metric("communication_share", "fraction", "lower", "share of the step that vanishes without communication", False, True),
+    Metric("communication_share", "fraction", "lower", "share of the step that vanishes in a group of one", False, True),
     Metric("detection_time_s", "s", "lower", "from the death of a rank to the launcher's error", True, False, True),
     Metric("stored_gb", "GB", "lower", "bytes of files on disk"),
     Metric("relative_difference", "fraction", "lower", "largest relative difference from the reference", needs_check=True),
