@@ -1,7 +1,12 @@
 """Parity: the same twenty optimizer steps on one device, under DDP and under FSDP2, loss by loss."""
 
+import hashlib
+
 import numpy as np
 import pandas as pd
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from hyperion.experiments import datasets
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
@@ -9,7 +14,7 @@ from hyperion.experiments.ranks import ranks_of
 from hyperion.experiments.recipe import Recipe
 from hyperion.experiments.recipes import set_up
 from hyperion.experiments.variants import Report, merged, run_on_ranks
-from hyperion.parallel import full_parameter_bytes, local_parameter_bytes
+from hyperion.parallel import full_parameter_bytes, is_replicated, local_parameter_bytes
 from hyperion.processes import world
 from hyperion.results import Row
 
@@ -57,7 +62,11 @@ def _steps(context: Context, report: Report, strategy: str) -> Result:
         losses.append(float(training.engine.train_step(training.batches.next_batch()).loss))
         report(step + 1, sizes["steps"], f"{strategy}: loss {losses[-1]:.3f}")
     curve = pd.DataFrame({"strategy": strategy, "step": range(1, len(losses) + 1), "loss": losses})
-    return Result([_bytes_row(context, strategy, training)], curve, training.source)
+    rows = [_bytes_row(context, strategy, training)]
+    if is_replicated(training.engine.model):
+        unequal = replicas_row(context, strategy, training.engine.model, training.source)  # all ranks take part
+        rows += [unequal] if world().rank == 0 else []
+    return Result(rows, curve, training.source)
 
 
 def _bytes_row(context: Context, strategy: str, training) -> Row:
@@ -72,6 +81,23 @@ def _bytes_row(context: Context, strategy: str, training) -> Row:
         check="share that the strategy promises", check_error=abs(share / promised - 1), check_tolerance=0.1,
         data_source=training.source,
     )  # fmt: skip
+
+
+def replicas_row(context: Context, strategy: str, model: nn.Module, source: str) -> Row:
+    """How many parameters of a model that each rank keeps whole differ between ranks, in any bit. Called by all ranks."""
+    mine = [_sha256(parameter) for parameter in model.parameters()]
+    everyones: list = [None] * world().size
+    dist.all_gather_object(everyones, mine)
+    unequal = sum(len(set(digests)) > 1 for digests in zip(*everyones, strict=True))
+    return context.row(
+        strategy, "count", unequal, dtype="fp32",
+        params={"what": "parameters that differ between ranks", "parameters": len(mine), "ranks": world().size},
+        check="sha256 of each parameter, on all ranks", check_error=unequal, check_tolerance=0, data_source=source,
+    )  # fmt: skip
+
+
+def _sha256(value: torch.Tensor) -> str:
+    return hashlib.sha256(value.detach().cpu().flatten().view(torch.uint8).numpy()).hexdigest()
 
 
 def _parity_row(context: Context, curves: pd.DataFrame, strategy: str, source: str) -> Row:
