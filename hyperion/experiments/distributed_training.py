@@ -140,7 +140,7 @@ def _overlap_rows(context: Context, results: list[Result]) -> list[Row]:
         seen = [result.samples[result.samples["training"] == recipe.name] for result in results]
         parts = [frame.loc[frame["kind"] == "example", "example"].to_numpy(dtype=np.int64) for frame in seen]
         whole = set(seen[0].loc[seen[0]["kind"] == "of one device", "example"].astype(np.int64))
-        times, source = Counter(np.concatenate(parts).tolist()), seen[0]["source"].iloc[0]
+        times, source = Counter(np.concatenate(parts).tolist()), seen[0]["source"].dropna().iloc[0]  # curves name none
         counts = {
             "examples given to two ranks": sum(n > 1 for n in times.values()),
             "examples given to no rank": len(whole - times.keys()),

@@ -90,6 +90,9 @@ class Row:
         metric = metric_named(self.metric)
         for name in ("notebook", "experiment", "variant"):
             self._demand(bool(getattr(self, name)), f"{name} is empty", "name where the value comes from")
+        for name in _TEXTS:
+            text = getattr(self, name)
+            self._demand(isinstance(text, str), f"{name} is {text!r}, which is no text", 'leave it "" where there is none')
         for column in _FLOATS:
             number = getattr(self, column)
             self._demand(number is None or math.isfinite(number), f"{column} is {number}", "store null and its reason")
@@ -137,6 +140,7 @@ class Row:
             raise RowError(f"row of {self.metric} {fault}", where=where, next_step=next_step)
 
 
+_TEXTS = ("notebook", "experiment", "variant", "dtype", "metric", "value_reason", "limit_source", "check", "data_source")
 _FLOATS = ("value", "ci_low", "ci_high", "predicted", "limit", "check_error", "check_tolerance", "clock_mhz", "power_w")
 _INTEGERS = ("rank", "n")
 # The order of the file: who, what, how sure, how near the limit, under which circumstances.

@@ -60,6 +60,7 @@ def test_a_carriage_return_survives_and_lines_end_in_newline(row):
         ({"notebook": ""}, "notebook is empty"),
         ({"experiment": ""}, "experiment is empty"),
         ({"variant": ""}, "variant is empty"),
+        ({"data_source": math.nan}, "data_source is nan, which is no text"),
         ({"value": math.nan}, "value is nan"),
         ({"ci_high": math.inf}, "ci_high is inf"),
         ({"predicted": -math.inf}, "predicted is -inf"),
