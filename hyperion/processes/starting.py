@@ -144,18 +144,8 @@ def _forked(
                "folder": folder, "new_session": new_session}  # fmt: skip
     reading, writing = os.pipe() if stdout is subprocess.PIPE else (None, stdout.fileno())
     connection = socket.socket(socket.AF_UNIX)
-    pid = 0
-    try:
-        with open(os.devnull) as nothing:
-            connection.connect(address)
-            files = [nothing.fileno(), writing, writing]
-            message = json.dumps(request).encode() + b"\n"
-            sent = socket.send_fds(connection, [message], files)
-            connection.sendall(message[sent:])
-            answer = json.loads(_line(connection) or "null")
-            pid = answer["pid"] if isinstance(answer, dict) else 0
-    except OSError:
-        pass  # the server is gone: start it ourselves
+    with open(os.devnull) as nothing:
+        pid = _asked(connection, address, request, [nothing.fileno(), writing, writing])
     if reading is not None:
         os.close(writing)
     if not pid:
@@ -165,6 +155,19 @@ def _forked(
         return None
     stream = None if reading is None else open(reading, errors="replace")  # noqa: SIM115 - its reader closes it
     return Forked(connection, pid, stream)
+
+
+def _asked(connection: socket.socket, address: str, request: dict, files: list[int]) -> int:
+    """The number of the process that the server at this address made; 0 where it made none, or is no longer there."""
+    message = json.dumps(request).encode() + b"\n"
+    try:
+        connection.connect(address)
+        sent = socket.send_fds(connection, [message], files)
+        connection.sendall(message[sent:])
+    except (ConnectionError, FileNotFoundError):
+        return 0
+    answer = json.loads(_line(connection) or "null")
+    return answer["pid"] if isinstance(answer, dict) else 0
 
 
 def _current_folder() -> str:

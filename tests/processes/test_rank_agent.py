@@ -39,12 +39,16 @@ def module(tmp_path, monkeypatch):
     (tmp_path / "some_entries.py").write_text(MODULE)
     (tmp_path / "all_of_them.py").write_text("from some_entries import *")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    return tmp_path / "some_entries.py"
 
 
 @pytest.mark.parametrize("name", ["plain", "Callable", "CONSTANT", "parse"])
-def test_what_a_module_binds_is_an_entry(module, name):
+def test_what_a_module_binds_is_an_entry_until_it_binds_it_no_more(module, name):
     require_entry(f"some_entries:{name}")
     require_entry(f"all_of_them:{name}")
+    module.write_text(MODULE.replace(name, "other"))
+    with pytest.raises(HyperionError, match=f"has no '{name}'"):
+        require_entry(f"some_entries:{name}")
 
 
 @pytest.mark.parametrize(
