@@ -28,10 +28,3 @@ def ranks_of(context: Context) -> int:
             next_step=f"set batch_size to a multiple of {ranks}, or ranks to a divisor of {batch}, in the profile",
         )
     return ranks
-
-
-def rank_counts(context: Context) -> list[int]:
-    """1, 2, 4, … as far as there are devices, and all of them."""
-    most = ranks_of(context)
-    counts = [1 << power for power in range(most.bit_length()) if 1 << power <= most]
-    return counts if counts[-1] == most else [*counts, most]

@@ -4,6 +4,7 @@ from hyperion.parallel.batch_norm import average_statistics
 from hyperion.parallel.invariants import (
     DesyncError,
     assert_ranks_agree,
+    differing_parameters,
     fsdp_units,
     full_parameter_bytes,
     local_parameter_bytes,
@@ -24,7 +25,7 @@ from hyperion.parallel.reductions import (
 
 __all__ = [
     "DesyncError", "ParallelPlan", "add_lora", "assert_ranks_agree", "average_statistics", "clip_gradients",
-    "expected_lora_parameters", "fsdp_units", "full_parameter_bytes", "is_replicated", "is_sharded", "layout_of",
-    "local_gradient_norm", "local_parameter_bytes", "parallelize", "ranks_of", "reshard", "start_sum",
-    "trainable_parameter_count",
+    "differing_parameters", "expected_lora_parameters", "fsdp_units", "full_parameter_bytes", "is_replicated",
+    "is_sharded", "layout_of", "local_gradient_norm", "local_parameter_bytes", "parallelize", "ranks_of", "reshard",
+    "start_sum", "trainable_parameter_count",
 ]  # fmt: skip

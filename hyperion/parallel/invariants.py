@@ -16,39 +16,57 @@ class DesyncError(HyperionError):
     """Ranks that should hold the same values do not."""
 
 
-@torch.no_grad()
 def assert_ranks_agree(model: nn.Module) -> None:
     """Check that every replicated parameter has the same bits on every rank as on rank 0.
 
-    Called by all ranks; it costs one broadcast of the replicated parameters, and no memory beyond one of them. Sharded
-    parameters have no second copy to compare. Alone there is nothing to check.
+    Called by all ranks; see `differing_parameters`.
 
     Raises:
         DesyncError: on every rank alike; names the ranks that differ from rank 0 and the first differing parameter.
     """
+    differing = differing_parameters(model)
+    if not differing:
+        return
+    first = next(iter(differing))
+    raise DesyncError(
+        f"parameter {first} of rank {', '.join(map(str, differing[first]))} is not that of rank 0; {len(differing)} of "
+        f"{len(_replicated(model))} parameters differ",
+        where=f"{type(_unwrapped(model)).__name__} on {dist.get_world_size()} ranks",
+        next_step="look for an update that not every rank makes: a step outside DDP, a seed or an input of the rank's own",
+    )
+
+
+@torch.no_grad()
+def differing_parameters(model: nn.Module) -> dict[str, list[int]]:
+    """Replicated parameters that have other bits on some ranks than on rank 0, by name, with these ranks.
+
+    Called by all ranks; it costs one broadcast of the replicated parameters, and no memory beyond one of them. Sharded
+    parameters have no second copy to compare. Alone there is nothing to compare.
+
+    Raises:
+        DesyncError: on every rank alike; the parameters have other names, shapes or types.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    if is_replicated(model):
-        model = model.module  # names without DDP's own prefix
-    assert_same_shapes(model)
-    replicated = {name: p.detach() for name, p in model.named_parameters() if not isinstance(p, DTensor)}
+        return {}
+    assert_same_shapes(_unwrapped(model))
+    replicated = _replicated(model)
     if not replicated:
-        return
+        return {}
     differing = torch.stack([_differs_from_rank_0(value) for value in replicated.values()])  # bool [parameters]
     everyones = [torch.empty_like(differing) for _ in range(dist.get_world_size())]
     dist.all_gather(everyones, differing)
-    by_rank = torch.stack(everyones).cpu()  # bool [ranks, parameters]
-    if not by_rank.any():
-        return
-    names, column = list(replicated), by_rank.any(dim=0)
-    first = int(column.int().argmax())
-    ranks = ", ".join(str(rank) for rank in by_rank[:, first].nonzero().flatten().tolist())
-    raise DesyncError(
-        f"parameter {names[first]} of rank {ranks} is not that of rank 0; {int(column.sum())} of {len(names)} "
-        "parameters differ",
-        where=f"{type(model).__name__} on {dist.get_world_size()} ranks",
-        next_step="look for an update that not every rank makes: a step outside DDP, a seed or an input of the rank's own",
-    )
+    by_parameter = torch.stack(everyones, dim=1).cpu()  # bool [parameters, ranks]
+    found = zip(replicated, by_parameter, strict=True)
+    return {name: ranks.nonzero().flatten().tolist() for name, ranks in found if ranks.any()}
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The module whose names are without DDP's own prefix."""
+    return model.module if is_replicated(model) else model
+
+
+def _replicated(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in _unwrapped(model).named_parameters() if not isinstance(p, DTensor)}
 
 
 def _differs_from_rank_0(value: Tensor) -> Tensor:

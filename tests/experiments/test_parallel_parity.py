@@ -48,7 +48,7 @@ def test_a_replica_that_drifted_by_one_bit_is_counted_and_its_row_refused():
     answers = run_ranks(Job("tests.experiments.test_parallel_parity:drifting", ranks=2, timeout_s=300), on_line=lambda line: None)
     for (clean, nothing), (drifted, refusal) in answers:
         assert (clean, nothing, drifted) == (0, "", 1)
-        assert "failed its check 'sha256 of each parameter, on all ranks'" in refusal
+        assert "failed its check \"bits of rank 0's parameters, on all ranks\"" in refusal
 
 
 def test_the_losses_are_one_devices_and_the_replicas_equal(tmp_path):
