@@ -21,10 +21,12 @@ import signal
 import socket
 import sys
 import traceback
+import warnings
 
+# torch._dynamo: the first optimizer of a process imports it, which takes as long as half of torch.
 PRELOADED = (
-    "numpy", "pandas", "psutil", "pyarrow.parquet", "scipy.optimize", "scipy.stats", "torch", "torch.distributed.run",
-    "torch.nn.parallel", "torch.utils.flop_counter",
+    "numpy", "pandas", "psutil", "pyarrow.parquet", "scipy.optimize", "scipy.stats", "torch", "torch._dynamo",
+    "torch.distributed.fsdp", "torch.distributed.run", "torch.nn.parallel", "torch.utils.flop_counter",
 )  # fmt: skip
 # Set for a child: the process number of the server that forked it, which stands for its launcher.
 FORKED_BY = "HYPERION_FORKED_BY"
@@ -33,7 +35,7 @@ _READ_ONCE = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "TORCH", "P
 # PyTorch's number of threads is set in the child; those of NumPy and Arrow stay the server's.
 _THREADS = "OMP_NUM_THREADS"
 _READ_LATER = (
-    _THREADS, "PYTHONPATH", "PYTHONUNBUFFERED", "TORCHINDUCTOR_", "TORCH_SYMM_", "TORCH_NCCL_", "TORCHELASTIC_",
+    _THREADS, "PYTHONPATH", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR", "TORCH_SYMM_", "TORCH_NCCL_", "TORCHELASTIC_",
 )  # fmt: skip
 _MOST_BYTES = 1 << 20
 
@@ -79,6 +81,7 @@ class Server:
         while True:
             for key, _ in self.selector.select():
                 if key.fileobj is sys.stdin:
+                    signal.set_wakeup_fd(-1)  # children end now too, and its socket goes before the handler does
                     return None
                 if key.fileobj is self.woken:
                     self._reap()
@@ -113,7 +116,7 @@ class Server:
         if request["python"] != sys.executable or not _as_loaded(request["environment"]):
             _tell(caller, {"pid": 0})
             caller.close()
-        elif child := os.fork():
+        elif child := _fork():
             self.callers[child] = caller
             self.selector.register(caller, selectors.EVENT_READ)
         else:
@@ -157,6 +160,13 @@ class Server:
         self.selector.close()
         for end in (self.listener, self.woken, self.waker, caller, *self.callers.values()):
             end.close()
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        # Python warns of threads. Those here are NumPy's, idle, and its library starts them anew in a child.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
 
 
 def _tell(caller: socket.socket, answer) -> None:

@@ -32,6 +32,8 @@ class Forked:
         stdout: the end to read from, where the process writes into a pipe.
     """
 
+    stdin = stderr = None  # there is nothing to write to, and stderr goes where stdout does
+
     def __init__(self, connection: socket.socket, pid: int, stdout=None):
         self.pid, self.stdout, self.returncode = pid, stdout, None
         self._connection: socket.socket | None = connection
@@ -85,17 +87,20 @@ class Forked:
 
 
 def start(
-    python: str, module: str, arguments: list[str], environment: dict[str, str], stdout=subprocess.PIPE, new_session=False
-) -> "subprocess.Popen | Forked":
+    python: str, module: str, arguments: list[str], environment: dict[str, str], stdout=subprocess.PIPE,
+    new_session=False, folder: str = "",
+) -> "subprocess.Popen | Forked":  # fmt: skip
     """Start `python -m module arguments`, stdout and stderr in one stream, nothing to read.
 
     Args:
         stdout: a file, or subprocess.PIPE for text that `.stdout` of the result reads.
         new_session: make it the leader of a session, with a process group of its own.
+        folder: to work in; this process's when left out.
     """
-    return _forked(python, module, arguments, environment, stdout, new_session) or subprocess.Popen(
+    folder = folder or _current_folder()
+    return _forked(python, module, arguments, environment, stdout, new_session, folder) or subprocess.Popen(
         [python, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.STDOUT, text=True,
-        errors="replace", env=environment, start_new_session=new_session,
+        errors="replace", env=environment, start_new_session=new_session, cwd=folder or None,
     )  # fmt: skip
 
 
@@ -134,10 +139,10 @@ def fork_server_running(environment: dict[str, str] | None = None) -> Iterator[N
 
 
 def _forked(
-    python: str, module: str, arguments: list[str], environment: dict[str, str], stdout, new_session: bool
+    python: str, module: str, arguments: list[str], environment: dict[str, str], stdout, new_session: bool, folder: str
 ) -> Forked | None:
     """The process, or None where no server is at hand that could make it as it is asked for."""
-    address, folder = os.environ.get(SOCKET), _current_folder()
+    address = os.environ.get(SOCKET)
     if not address or not folder:
         return None
     request = {"python": python, "module": module, "arguments": arguments, "environment": environment,

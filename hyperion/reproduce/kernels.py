@@ -43,10 +43,13 @@ def kernel_manager_class(scratch: Path, environment: dict[str, str]) -> type:
     from jupyter_client.manager import AsyncKernelManager
     from traitlets import default
 
+    from hyperion.reproduce import provisioner
+
+    provisioner.register()
     folder = scratch / "kernels" / KERNEL
     folder.mkdir(parents=True, exist_ok=True)
     (scratch / _SILENT_HOSTS).mkdir(exist_ok=True)
-    (folder / "kernel.json").write_text(json.dumps(_specification(scratch, environment)))
+    (folder / "kernel.json").write_text(json.dumps(_specification(scratch, environment, provisioner.NAME)))
 
     class ThisInterpreter(AsyncKernelManager):
         @default("kernel_spec_manager")
@@ -64,7 +67,7 @@ def kernel_manager_class(scratch: Path, environment: dict[str, str]) -> type:
     return ThisInterpreter
 
 
-def _specification(scratch: Path, environment: dict[str, str]) -> dict:
+def _specification(scratch: Path, environment: dict[str, str], provisioner: str) -> dict:
     ours = library_environment()
     own = {
         "PYTHONPATH": ours["PYTHONPATH"],
@@ -82,6 +85,7 @@ def _specification(scratch: Path, environment: dict[str, str]) -> dict:
         "argv": [sys.executable, "-s", "-m", "ipykernel_launcher", "--log-level=CRITICAL", "-f", "{connection_file}"],
         "display_name": "Python 3 (ipykernel)",
         "language": "python",
+        "metadata": {"kernel_provisioner": {"provisioner_name": provisioner}},
         # jupyter_client expands $NAME in these values.
         "env": {name: value.replace("$", "$$") for name, value in own.items()},
     }

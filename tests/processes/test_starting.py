@@ -61,10 +61,11 @@ def plainly(environment, monkeypatch, **options):
         return started(environment, **options)
 
 
-@pytest.mark.parametrize("new_session", [False, True])
-def test_a_forked_process_finds_what_a_started_one_finds(module, monkeypatch, new_session):
+@pytest.mark.parametrize(("new_session", "folder"), [(False, ""), (True, "elsewhere")])
+def test_a_forked_process_finds_what_a_started_one_finds(module, tmp_path, monkeypatch, new_session, folder):
     environment = module(TELLS) | {"MARK": "7"}
-    options = {"arguments": ["one", "two words"], "new_session": new_session}
+    (tmp_path / "elsewhere").mkdir()
+    options = {"arguments": ["one", "two words"], "new_session": new_session, "folder": folder and str(tmp_path / folder)}
     forked, plain = started(environment, **options), plainly(environment, monkeypatch, **options)
     assert isinstance(forked, Forked) and isinstance(plain, subprocess.Popen)
     here, there = (json.loads(heard(process).splitlines()[0]) for process in (forked, plain))
@@ -73,6 +74,7 @@ def test_a_forked_process_finds_what_a_started_one_finds(module, monkeypatch, ne
     assert here.pop("threads") == there.pop("threads") == 1
     assert here == there
     assert here["loaded"] == [] and here["mark"] == "7" and here["session"] is new_session and here["read"] == ""
+    assert here["folder"] == (str(tmp_path / folder) if folder else os.getcwd())
 
 
 def test_a_module_that_was_edited_is_read_anew(module):
@@ -118,7 +120,7 @@ def test_a_wait_ends_with_its_timeout_and_signals_arrive(module):
     process.stdout.close()
 
 
-@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "TORCH_LOGS", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "TORCH_LOGS", "PYTORCH_ALLOC_CONF", "TORCHINDUCTOR_COMPILE_THREADS"])
 def test_what_is_read_when_a_library_is_loaded_needs_a_process_of_its_own(module, name):
     assert not isinstance(process := started(module(TELLS) | {name: "ACTIVE"}), Forked)
     assert not json.loads(heard(process).splitlines()[0])["torch"]

@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from rich.console import Console
 
 from hyperion.errors import HyperionError
+from hyperion.processes.lifeline import has_ended
 from hyperion.reproduce import Request, reproduce
 from hyperion.reproduce.machine import Machine
 from hyperion.reproduce.pages import demand_no_machine_paths
@@ -264,6 +266,24 @@ def test_two_calls_at_once_work_in_folders_of_their_own(root, start):
     for run in runs:
         run.verify()
         assert len(run.rows()) == 1
+
+
+def test_a_kernel_has_pytorch_loaded_works_in_the_notebooks_folder_and_ends_with_its_driver(root, start):
+    telling = """
+import os, sys
+print("BANNER", "torch" in sys.modules, os.path.basename(os.getcwd()), os.getpid(), flush=True)
+"""
+    write_notebook(root / "phase1_hardware", "01_first", [telling, WAITING, recording("01_first")])
+    process = start()
+    told = next(line for line in process.stdout if "BANNER" in line).split()
+    loaded, folder, kernel = told[told.index("BANNER") + 1 :][:3]
+    assert (loaded, folder) == (str(sys.platform == "linux"), "phase1_hardware")
+    process.kill()
+    process.wait(60)
+    deadline = time.monotonic() + 30
+    while not has_ended(int(kernel)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_workers_of_a_notebook_are_forked_from_a_process_that_has_imported_pytorch(root):

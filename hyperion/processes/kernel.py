@@ -1,0 +1,19 @@
+"""A notebook's kernel that does not outlive its launcher: `python -m hyperion.processes.kernel LAUNCHER arguments`."""
+
+import os
+import runpy
+import sys
+
+from hyperion.processes.lifeline import die_with
+
+
+def main() -> None:
+    """Tie this process to the launcher of that number, and be an IPython kernel with the other arguments."""
+    die_with(int(sys.argv.pop(1)))
+    # ipykernel looks at its parent too, where Linux does not: here that may be the fork server.
+    os.environ["JPY_PARENT_PID"] = str(os.getppid())
+    runpy.run_module("ipykernel_launcher", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
