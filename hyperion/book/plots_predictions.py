@@ -43,21 +43,8 @@ def predictions(material: Material) -> Figure | None:
 
 
 def scored(rows: list[Row]) -> list[Row]:
-    """Rows whose ratio to their prediction can be drawn.
-
-    A rank's row is left out where all ranks together have one: what was foretold is what they have together.
-    """
-
-    def subject(row: Row) -> tuple:
-        return (row.notebook, row.experiment, row.variant, row.dtype, row.metric, sorted(row.params.items()))
-
-    together = [subject(row) for row in rows if row.rank is None and row.predicted is not None]
-    return [
-        row
-        for row in rows
-        if row.predicted and row.value and row.predicted > 0 and row.value > 0
-        and (row.rank is None or subject(row) not in together)
-    ]  # fmt: skip
+    """Rows whose ratio to their prediction can be drawn."""
+    return [row for row in rows if row.predicted and row.value and row.predicted > 0 and row.value > 0]
 
 
 def _promised(metric: str, foretold: float, measured: float) -> float:

@@ -39,11 +39,6 @@ def test_where_less_is_better_the_ratio_is_turned_round(material):
         assert list(line.get_ydata()) == pytest.approx(expected)
 
 
-def test_what_all_ranks_have_together_is_not_held_against_one_of_them():
-    total, parts = rank_row(None, 400.0, 500.0), [rank_row(rank, 100.0, 500.0) for rank in range(4)]
-    assert scored([total, *parts]) == [total]
-
-
 def test_a_forecast_of_each_rank_is_scored_for_each():
     parts = [rank_row(rank, 100.0, 120.0) for rank in range(4)]
     assert scored([rank_row(None, 400.0, None), *parts]) == parts
