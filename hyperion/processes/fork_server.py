@@ -116,7 +116,7 @@ class Server:
         if request["python"] != sys.executable or not _as_loaded(request["environment"]):
             _tell(caller, {"pid": 0})
             caller.close()
-        elif child := _fork():
+        elif child := _quiet_fork():
             self.callers[child] = caller
             self.selector.register(caller, selectors.EVENT_READ)
         else:
@@ -162,7 +162,7 @@ class Server:
             end.close()
 
 
-def _fork() -> int:
+def _quiet_fork() -> int:
     with warnings.catch_warnings():
         # Python warns of threads. Those here are NumPy's, idle, and its library starts them anew in a child.
         warnings.simplefilter("ignore", DeprecationWarning)
