@@ -55,6 +55,7 @@ def _read_nvml(pynvml, handle) -> Telemetry:
         "power_w": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
         "temperature_c": lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
         "throttle": lambda: nvml_throttle(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
+        "energy_j": lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000,
     }
     raw = {}
     for name, query in queries.items():
@@ -90,7 +91,7 @@ def interpret_amd(raw: dict[str, float | str | None], position: str) -> Telemetr
     """A reading of an AMD GPU. position is 'device', or which die of an MI250X it is: only the 'first' die of a module
     reports power, and it reports the module's; a 'second' die's power is None whatever the driver returns."""
     if position == "second":
-        reading = from_raw({**raw, "power_w": None}, "the driver does not report it for this GPU")
+        reading = from_raw({**raw, "power_w": None, "energy_j": None}, "the driver does not report it for this GPU")
         reading.unreadable["power_w"] = "the second die of an MI250X reports no power; the first reports the module's"
         return reading
     scope = "module" if position == "first" else "device"
@@ -152,9 +153,22 @@ def _amdsmi_metrics(pci_address: str):
 
 def _read_amdsmi(amdsmi, handle) -> dict[str, float | str | None]:
     try:
-        return interpret_amdsmi(amdsmi.amdsmi_get_gpu_metrics_info(handle))
+        readings = interpret_amdsmi(amdsmi.amdsmi_get_gpu_metrics_info(handle))
     except amdsmi.AmdSmiException:
-        return {}  # this firmware has no metrics table; sysfs still reads everything but throttling
+        readings = {}  # this firmware has no metrics table; sysfs still reads everything but throttling
+    try:
+        readings["energy_j"] = interpret_amdsmi_energy(amdsmi.amdsmi_get_energy_count(handle))
+    except amdsmi.AmdSmiException:
+        readings["energy_j"] = None  # this device has no energy counter
+    return readings
+
+
+def interpret_amdsmi_energy(count: dict) -> float | None:
+    """Joules of amdsmi's energy counter: ticks times the microjoules of one; ROCm 5 called the ticks 'power'."""
+    ticks = count.get("energy_accumulator", count.get("power"))
+    resolution_uj = count.get("counter_resolution")
+    numbers = isinstance(ticks, int | float) and isinstance(resolution_uj, int | float)
+    return ticks * resolution_uj * 1e-6 if numbers and ticks > 0 and resolution_uj > 0 else None
 
 
 def interpret_amdsmi(metrics: dict) -> dict[str, float | str | None]:

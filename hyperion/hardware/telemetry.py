@@ -3,8 +3,9 @@
 import functools
 import statistics
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +20,10 @@ class Telemetry:
 
     throttle is 'none' or the slow-down reasons joined by '+'. power_scope is 'device', or 'module' where the reading
     covers both dies of an MI250X. unreadable names each missing quantity with its reason.
+
+    energy_j is the device's own energy counter: since some moment in one reading, over the time between the first and the
+    last reading in medians of several; None where there is no such counter. window_s is that time, interval_s what lay
+    between two readings; 0 in a single reading.
     """
 
     clock_mhz: float | None = None
@@ -29,6 +34,9 @@ class Telemetry:
     power_scope: str | None = None
     unreadable: dict[str, str] = field(default_factory=dict)
     samples: int = 1
+    energy_j: float | None = None
+    window_s: float = 0.0
+    interval_s: float = 0.0
 
 
 Reader = Callable[[], Telemetry]
@@ -43,7 +51,8 @@ def from_raw(raw: dict[str, float | str | None], reason: str, power_scope: str =
     """A reading from what a library returned; zeros and missing values become None with `reason`."""
     values = {name: raw.get(name) or None for name in QUANTITIES}
     missing = {name: reason for name, value in values.items() if value is None}
-    return Telemetry(**values, power_scope=power_scope if values["power_w"] else None, unreadable=missing)
+    scope = power_scope if values["power_w"] else None
+    return Telemetry(**values, power_scope=scope, unreadable=missing, energy_j=raw.get("energy_j") or None)
 
 
 def read(device: "Device") -> Telemetry:
@@ -73,6 +82,7 @@ class Sampler:
         self._read = reader or reader_for(device)
         self._interval_s = interval_s
         self._readings: list[Telemetry] = []
+        self._moments_s: list[float] = []
         self._stop = threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
@@ -90,7 +100,9 @@ class Sampler:
     def _run(self) -> None:
         try:
             while True:
-                self._readings.append(self._read())
+                reading = self._read()
+                self._moments_s.append(time.monotonic())
+                self._readings.append(reading)
                 if self._stop.wait(self._interval_s):
                     return
         except Exception as error:  # handed to the caller's thread by __exit__
@@ -99,7 +111,10 @@ class Sampler:
     @property
     def telemetry(self) -> Telemetry:
         """Medians over the readings so far; throttle joins every reason seen."""
-        return median_of(list(self._readings))
+        readings = list(self._readings)
+        moments_s = self._moments_s[: len(readings)]
+        window_s = moments_s[-1] - moments_s[0] if readings else 0.0
+        return replace(median_of(readings), window_s=window_s, interval_s=self._interval_s)
 
 
 def median_of(readings: list[Telemetry]) -> Telemetry:
@@ -120,4 +135,10 @@ def median_of(readings: list[Telemetry]) -> Telemetry:
         power_scope=scopes[0] if scopes else None,
         unreadable={name: reason_of[name] for name, value in medians.items() if value is None and name in reason_of},
         samples=len(readings),
+        energy_j=_counted_between(readings[0].energy_j, readings[-1].energy_j),
     )
+
+
+def _counted_between(first: float | None, last: float | None) -> float | None:
+    """What a counter counted between two readings; None without a counter, or when it was reset in between."""
+    return last - first if first is not None and last is not None and last > first else None

@@ -10,6 +10,7 @@ from hyperion.measure.collectives import (
     measure_collective,
 )
 from hyperion.measure.dtypes import FORMATS, NumberFormat, matmul_precision
+from hyperion.measure.energy import Energy, energy_of
 from hyperion.measure.gemm import Gemm, blas_backend
 from hyperion.measure.latency_bandwidth import LatencyBandwidth, fit_latency_bandwidth, half_rate_size
 from hyperion.measure.memory import PeakMemory, PeakMemoryRegion
@@ -22,10 +23,10 @@ from hyperion.measure.timing import Timing, time_function, time_interleaved
 from hyperion.measure.verify import Verification, relative_error, verify_elementwise, verify_product
 
 __all__ = [
-    "COLLECTIVES", "FORMATS", "OPERATIONS", "BandwidthMeasurement", "Ceilings", "Collective", "CollectiveMeasurement",
+    "COLLECTIVES", "FORMATS", "OPERATIONS", "BandwidthMeasurement", "Ceilings", "Collective", "CollectiveMeasurement", "Energy",
     "Gemm", "LatencyBandwidth", "NoMemoryCap", "NumberFormat", "PeakMemory", "PeakMemoryRegion", "Phase", "RanksClock",
     "SavedForBackward", "StepTiming", "TensorMemory", "Timing", "Verification", "WrongValueError", "allocator_refusal",
-    "blas_backend", "bytes_of", "collective_bytes", "fit_latency_bandwidth", "half_rate_size", "matmul_precision",
+    "blas_backend", "bytes_of", "collective_bytes", "energy_of", "fit_latency_bandwidth", "half_rate_size", "matmul_precision",
     "measure_bandwidth", "measure_collective", "memory_cap", "relative_error", "state_of", "time_function",
     "time_interleaved", "time_step", "verify_elementwise", "verify_product",
 ]  # fmt: skip

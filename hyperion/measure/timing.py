@@ -49,6 +49,16 @@ class Timing:
         """Median seconds with its 95 % bootstrap interval."""
         return median_estimate(self.samples_s)
 
+    @property
+    def p5_s(self) -> float:
+        """Seconds below which 5 % of the samples lie."""
+        return float(np.quantile(self.samples_s, 0.05))
+
+    @property
+    def p95_s(self) -> float:
+        """Seconds below which 95 % of the samples lie."""
+        return float(np.quantile(self.samples_s, 0.95))
+
 
 def time_function(
     function: Callable[[], object],

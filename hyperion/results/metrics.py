@@ -32,6 +32,8 @@ class Metric:
 _METRICS = (
     Metric("gemm_tflops", "TFLOPS", "higher", "matrix product rate, 2·M·N·K over the median time", True, True, True),
     Metric("bandwidth_gb_s", "GB/s", "higher", "bytes read and written over the median time", True, True, True),
+    Metric("energy_j_per_tflop", "J/TFLOP", "lower", "median power x median time for 10¹² operations", False, True),
+    Metric("energy_j_per_gb", "J/GB", "lower", "median power x median time for 10⁹ bytes", False, True),
     Metric("speedup", "ratio", "higher", "interleaved A/B ratio of times, above 1 where A is faster", True, True),
     Metric(
         "roofline_ridge_flop_per_byte", "FLOP/byte", "none", "arithmetic intensity where the two measured roofs meet"
