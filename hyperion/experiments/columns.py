@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import pandas as pd
 
 from hyperion.hardware import Device, gemm_path, lookup, peak
-from hyperion.measure import Ceilings, Timing, Verification
+from hyperion.measure import Ceilings, Timing, Verification, checks
 from hyperion.results import Estimate, Row
 
 # A working set this many times the last-level cache leaves at most a tenth of its traffic in it.
@@ -84,7 +84,12 @@ def timed_columns(estimate: Estimate, timing: Timing, verification: Verification
 
 
 def sample_frame(timing: Timing, variant: str, dtype: str, params: dict) -> pd.DataFrame:
-    """Raw samples in seconds, one a line, and how they were taken."""
+    """Raw samples in seconds, one a line, and how they were taken.
+
+    Raises:
+        HarnessError: the parameters call the caches cold, or hot, and they were not.
+    """
+    checks.require_cache_label(params.get("cache"), timing.cold)
     return pd.DataFrame(
         {
             "variant": variant,
@@ -93,6 +98,7 @@ def sample_frame(timing: Timing, variant: str, dtype: str, params: dict) -> pd.D
             "index": range(len(timing.samples_s)),
             "time_s": timing.samples_s,
             "warm": timing.warm,
+            "drift": timing.drift.relative,
             "stopped": timing.stopped,
         }
     )

@@ -8,6 +8,9 @@ from hyperion.hardware import precision
 from hyperion.hardware.facts import Facts, GpuFacts, collect_facts
 from hyperion.hardware.specs import data_sheet_cache_bytes
 
+# No processor that PyTorch runs on lies outside; a clock given in kHz or GHz does.
+_CLOCKS_MHZ = (50, 20_000)
+
 
 class HardwareError(HyperionError):
     """A device that cannot be used or described."""
@@ -37,6 +40,20 @@ class Device:
     isa: tuple[str, ...] = ()
     vendor: str = ""
     family: int | None = None
+
+    def __post_init__(self):
+        """Refuse a clock in another unit: a limit made of it would let every value pass.
+
+        Raises:
+            HardwareError: a clock that is none in MHz.
+        """
+        for name in ("max_clock_mhz", "nominal_clock_mhz"):
+            clock_mhz = getattr(self, name)
+            if clock_mhz is not None and not _CLOCKS_MHZ[0] <= clock_mhz <= _CLOCKS_MHZ[1]:
+                raise HardwareError(
+                    f"{name} is {clock_mhz:g}, which is no clock in MHz", where=self.name,
+                    next_step="the driver may tell kHz, Hz or nothing: convert it, or leave the clock None",
+                )  # fmt: skip
 
     def supports(self, dtype_name: str) -> tuple[bool, str]:
         """Whether matrix products of this type run here, with the reason; see `precision.supports`."""

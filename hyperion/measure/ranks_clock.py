@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from hyperion.measure.timing import device_clock
+from hyperion.measure.clocks import device_clock
 from hyperion.processes import World
 
 # Enqueuing one sample (inputs restored, a meeting, two events, the collective) takes the host some 150 microseconds.
@@ -44,6 +44,9 @@ class RanksClock:
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
         *slowest, self._agreed_s = agreed.tolist()
         return [slowest[start : start + count] for start in range(0, len(slowest), count)]
+
+    def in_a_row(self, function: Callable, count: int) -> None:
+        """Calls without a meeting before each would tell how far apart the ranks are."""
 
     def _meet(self) -> None:
         """A collective of one number ends on all ranks at nearly the same moment: from there they start together."""

@@ -13,7 +13,8 @@ import numpy as np
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
-from hyperion.measure.timing import MINIMUM_SAMPLES, Timing, device_clock, time_function
+from hyperion.measure.clocks import device_clock
+from hyperion.measure.timing import MINIMUM_SAMPLES, Timing, time_function
 from hyperion.measure.verify import Verification
 
 PHASE_TOLERANCE = 0.05

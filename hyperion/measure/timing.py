@@ -5,16 +5,17 @@ batch of samples costs one synchronisation; on a CPU the same interface reads th
 cannot see, the host's cost of launching a call, `back_to_back` measures.
 """
 
-import time
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device, Sampler, Telemetry
+from hyperion.measure import checks
+from hyperion.measure.clocks import Clock, WallClock, device_clock
 from hyperion.results import Estimate, median_estimate
 
 MINIMUM_SAMPLES = 30
@@ -45,9 +46,25 @@ class Timing:
     telemetry: Telemetry = field(repr=False)
 
     @property
+    def drift(self) -> checks.Drift:
+        """How the samples changed while they were taken: a clock that falls, a device that heats up."""
+        return checks.drift_of(self.samples_s)
+
+    @property
+    def unsteady(self) -> str:
+        """Why these samples are not of one steady state, or "": they drifted, or the warm-up ended before it was flat."""
+        told = [] if self.warm else [f"the warm-up's windows still differed after {len(self.warmup_s)} of them"]
+        return "; ".join(told + [str(drift) for drift in [self.drift] if drift.present])
+
+    @property
     def estimate(self) -> Estimate:
-        """Median seconds with its 95 % bootstrap interval."""
-        return median_estimate(self.samples_s)
+        """Median seconds with its 95 % bootstrap interval. Resampling takes samples for exchangeable; of samples that drift
+        the interval reaches from the first third's median to the last third's."""
+        estimate, drift = median_estimate(self.samples_s), self.drift
+        if not drift.present:
+            return estimate
+        ends = (estimate.ci_low, estimate.ci_high, *drift.ends)
+        return Estimate(estimate.value, min(ends), max(ends), estimate.n)
 
     @property
     def p5_s(self) -> float:
@@ -68,7 +85,7 @@ def time_function(
     minimum_samples: int = MINIMUM_SAMPLES,
     time_limit_s: float = 5.0,
     back_to_back: int = 0,
-    clock: "Clock | None" = None,
+    clock: Clock | None = None,
 ) -> Timing:
     """Time one function; see `time_interleaved`."""
     return time_interleaved(
@@ -85,7 +102,7 @@ def time_interleaved(
     minimum_samples: int = MINIMUM_SAMPLES,
     time_limit_s: float = 5.0,
     back_to_back: int = 0,
-    clock: "Clock | None" = None,
+    clock: Clock | None = None,
 ) -> list[Timing]:
     """Time functions in turn (A B A B …), so that a drift of clock or temperature meets all of them alike.
 
@@ -103,14 +120,17 @@ def time_interleaved(
 
     Raises:
         HyperionError: `back_to_back` calls were to start with a cold cache each.
+        HarnessError: calls in a row take much longer than the clock says, or cold samples were taken without a flush.
     """
     if back_to_back and cold:
         raise HyperionError(
             "calls in a row find the cache as the call before left it", where="time_interleaved", next_step="cold=False"
         )
-    clock = clock or (_WallClock(device, back_to_back) if back_to_back else device_clock(device))
-    flush = _cache_flush(device) if cold else None
+    clock = clock or (WallClock(device, back_to_back) if back_to_back else device_clock(device))
+    flush = _Counted(_cache_flush(device)) if cold else None
     warmups = [_warm_up(clock, function, time_limit_s / 2) for function in functions]
+    for function, (windows, _) in zip(functions, warmups, strict=True):
+        checks.require_whole_work(windows[-1], functools.partial(clock.in_a_row, function))
     samples: list[list[float]] = [[] for _ in functions]
     started, stopped = clock.now(), ""
     with Sampler(device) as sampler:
@@ -127,120 +147,23 @@ def time_interleaved(
                 stopped = "time limit"
             batch = max(1, min(minimum_samples, int(_BATCH_S / per_round)))
     telemetry = sampler.telemetry
+    if flush is not None:
+        checks.require_flushed(len(samples[0]) * len(functions), flush.calls)
     return [
         Timing(np.array(series), tuple(windows), warm, cold, stopped, telemetry)
         for series, (windows, warm) in zip(samples, warmups, strict=True)
     ]
 
 
-class Clock(Protocol):
-    """What takes samples, and tells the time by which sampling ends."""
+class _Counted:
+    """A function that counts its calls."""
 
-    def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
-        """Seconds of `count` calls of each function, in turn; `flush` goes before each, outside of its time."""
+    def __init__(self, function: Callable[[], object]):
+        self.function, self.calls = function, 0
 
-    def now(self) -> float:
-        """Seconds since some moment."""
-
-
-# Enqueuing one sample (flush, two events, the call) takes the host some 30 microseconds; the device waits that long first.
-_HEAD_START_CYCLES = 80_000
-
-
-class _EventClock:
-    """Device events around each call, one synchronisation for the whole batch.
-
-    A batch begins with the device spinning until the host has filled the queue, so that no gap in which the device waits
-    for a launch falls between the two events of a sample. (A call that itself keeps the host busy for longer than the
-    device, an eager training step say, is timed with those waits: they are part of it.)
-    """
-
-    now = staticmethod(time.monotonic)
-
-    def __init__(self, device: Device, head_start_cycles: int):
-        self.device, self.head_start_cycles = torch.device(device.torch_device), head_start_cycles
-
-    def stamp(self) -> torch.cuda.Event:
-        """This moment in the device's queue of work."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """From one stamp to a later one, once the device has passed both."""
-        return start.elapsed_time(end) / 1e3
-
-    def sample(self, functions, flush, count: int) -> list[list[float]]:
-        pairs: list[list[tuple]] = [[] for _ in functions]
-        with torch.cuda.device(self.device):
-            torch.cuda._sleep(self.head_start_cycles * count * len(functions))
-            for _ in range(count):
-                for function, series in zip(functions, pairs, strict=True):
-                    if flush is not None:
-                        flush()
-                    start = self.stamp()
-                    function()
-                    series.append((start, self.stamp()))
-            torch.cuda.synchronize()
-        return [[self.seconds(*pair) for pair in series] for series in pairs]
-
-
-class _HostClock:
-    """The monotonic clock around each call: on a CPU a call has done its work when it returns."""
-
-    stamp = staticmethod(time.perf_counter_ns)
-    now = staticmethod(time.monotonic)
-
-    def seconds(self, start: int, end: int) -> float:
-        """From one stamp to a later one."""
-        return (end - start) / 1e9
-
-    def sample(self, functions, flush, count: int) -> list[list[float]]:
-        samples: list[list[float]] = [[] for _ in functions]
-        for _ in range(count):
-            for function, series in zip(functions, samples, strict=True):
-                if flush is not None:
-                    flush()
-                start = self.stamp()
-                function()
-                series.append(self.seconds(start, self.stamp()))
-        return samples
-
-
-class _WallClock:
-    """The monotonic clock around `calls` calls in a row, the device idle at both ends; a sample is their mean."""
-
-    now = staticmethod(time.monotonic)
-
-    def __init__(self, device: Device, calls: int):
-        self.calls = calls
-        self.synchronize = (lambda: None) if device.kind == "cpu" else _synchronizer(device)
-
-    def sample(self, functions, flush, count: int) -> list[list[float]]:
-        samples: list[list[float]] = [[] for _ in functions]
-        for _ in range(count):
-            for function, series in zip(functions, samples, strict=True):
-                self.synchronize()
-                start = time.perf_counter_ns()
-                for _ in range(self.calls):
-                    function()
-                self.synchronize()
-                series.append((time.perf_counter_ns() - start) / 1e9 / self.calls)
-        return samples
-
-
-def _synchronizer(device: Device) -> Callable[[], object]:
-    return lambda: torch.cuda.synchronize(device.torch_device)
-
-
-def device_clock(device: Device, head_start_cycles: int = _HEAD_START_CYCLES) -> _EventClock | _HostClock:
-    """The clock of a device: `sample(functions, flush, count)` gives seconds of `count` calls of each, in turn, and
-    `seconds(start, end)` those between two of its `stamp()`s.
-
-    Args:
-        head_start_cycles: how long a GPU spins for each call of a batch, so that its queue fills up first.
-    """
-    return _HostClock() if device.kind == "cpu" else _EventClock(device, head_start_cycles)
+    def __call__(self) -> None:
+        self.calls += 1
+        self.function()
 
 
 def _cache_flush(device: Device) -> Callable[[], object]:

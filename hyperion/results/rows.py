@@ -96,6 +96,11 @@ class Row:
         for column in _FLOATS:
             number = getattr(self, column)
             self._demand(number is None or math.isfinite(number), f"{column} is {number}", "store null and its reason")
+        for column in ("clock_mhz", "power_w"):
+            reading = getattr(self, column)
+            told = f"{column} is {reading:g}" if reading is not None else ""
+            self._demand(reading is None or reading > 0, told, "store null for what is unreadable, never 0")
+            self._demand(reading is None or reading < _MOST_READING, told, "clocks are in MHz (not kHz), power in watts")
         self._demand(_is_json(self.params), f"has params that are no JSON object: {self.params!r}", "use plain values")
         if self.value is None:
             self._demand(bool(self.value_reason), "value is null without a reason", "give value_reason")
@@ -143,6 +148,8 @@ class Row:
 _TEXTS = ("notebook", "experiment", "variant", "dtype", "metric", "value_reason", "limit_source", "check", "data_source")
 _FLOATS = ("value", "ci_low", "ci_high", "predicted", "limit", "check_error", "check_tolerance", "clock_mhz", "power_w")
 _INTEGERS = ("rank", "n")
+# Above any clock in MHz and any device's power in W, below any clock in kHz and any power in mW.
+_MOST_READING = 20_000
 # The order of the file: who, what, how sure, how near the limit, under which circumstances.
 COLUMNS = (
     "notebook", "experiment", "variant", "dtype", "params", "rank", "metric", "value", "unit", "value_reason", "n",

@@ -1,0 +1,181 @@
+"""Is the measurement itself sound? Checks that every measurement runs before its number is believed.
+
+Each refuses a way to be wrong that leaves the output right: a clock that stops too early, a cache that was not flushed, a
+label that does not fit, operands that hide mistakes. `planted_faults` plants each of these and sees that it is caught.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hyperion.errors import HyperionError
+from hyperion.measure.census import count_operations
+
+# A series drifts when it changes by more than this over its length, and by more than chance would have it.
+DRIFT_TOLERANCE = 0.05
+_DRIFT_Z = 3.29  # two-sided p = 0.001
+# Calls in a row may take longer than their samples said by this factor and this time: a launch costs the host some
+# microseconds, and what else runs on a machine must not make a sound clock look wrong.
+_COVER_FACTOR, _COVER_SLACK_S = 3.0, 2e-4
+_COVER_TRIES, _COVER_BLOCK_S, _COVER_CALLS = 5, 0.02, 10
+_PICKS, _DISTINCT = 4096, 16
+CONSTANT_DATA = ("zeros", "constant")
+
+
+class HarnessError(HyperionError):
+    """A measurement that does not measure what its name says."""
+
+
+@dataclass(frozen=True)
+class Drift:
+    """How samples changed while they were taken.
+
+    Args:
+        relative: change over the whole series as a share of its median: the slope of a resistant line.
+        z: standard normal score of the rank correlation between samples and their order.
+        ends: medians of the first and of the last third, in the samples' unit.
+    """
+
+    relative: float
+    z: float
+    ends: tuple[float, float]
+
+    @property
+    def present(self) -> bool:
+        """Whether it is larger than the tolerance and than chance."""
+        return abs(self.relative) > DRIFT_TOLERANCE and abs(self.z) > _DRIFT_Z
+
+    def __str__(self) -> str:
+        return f"the samples drifted by {self.relative:+.1%} while they were taken (z = {self.z:+.1f})"
+
+
+def drift_of(samples) -> Drift:
+    """Slope of a series over its order, and Daniels' test for trend.
+
+    Args:
+        samples: 1-D, in the order taken; fewer than 10 tell nothing, and have no drift.
+
+    Source: Tukey, Exploratory Data Analysis, 1977, chapter 10, for the line through the medians of the outer thirds;
+    Daniels, Journal of the Royal Statistical Society B 12 (1950) 171-181, for the test.
+    """
+    values = np.asarray(samples, dtype=np.float64)
+    n, third = len(values), len(values) // 3
+    if n < 10:
+        return Drift(0.0, 0.0, (float("nan"), float("nan")))
+    first, last = float(np.median(values[:third])), float(np.median(values[-third:]))
+    slope = (last - first) / (n - third)
+    correlation = np.corrcoef(_ranks(values), np.arange(n))[0, 1] if np.ptp(values) else 0.0
+    return Drift(slope * n / float(np.median(values)), float(correlation * np.sqrt(n - 1)), (first, last))
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Ranks from 0, those of equal values averaged."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts + 1) / 2)[inverse]
+
+
+def require_whole_work(sample_s: float, in_a_row: Callable[[int], float | None]) -> None:
+    """Do calls in a row, from an idle device to an idle device, take about as long as the clock says one call takes?
+
+    They do not where the clock stops before the work is done (no synchronisation, another stream), and where most calls
+    find their work done already.
+
+    Args:
+        sample_s: the clock's seconds of one call, a median.
+        in_a_row: takes a number of calls, makes them, and returns the host's seconds of each; None where that says nothing.
+
+    Raises:
+        HarnessError: they took more than three times as long, in five blocks of calls.
+    """
+    calls = max(1, min(_COVER_CALLS, int(_COVER_BLOCK_S / max(sample_s, 1e-9))))
+    seen: list[float] = []
+    while len(seen) < _COVER_TRIES:
+        seconds = in_a_row(calls)
+        if seconds is None or seconds <= _COVER_FACTOR * sample_s + _COVER_SLACK_S:
+            return
+        seen.append(seconds)
+    raise HarnessError(
+        f"the clock says {sample_s * 1e3:.4g} ms a call, but {calls} calls in a row take {min(seen) * 1e3:.4g} ms each until "
+        f"the device is idle",
+        where="a timed function",
+        next_step="wait for the device before the clock stops, keep the work on the current stream, and do it in every call",
+    )
+
+
+def require_flushed(samples: int, flushes: int) -> None:
+    """Was the cache flushed before every sample that is called cold?
+
+    Raises:
+        HarnessError: there are samples without a flush.
+    """
+    if flushes < samples:
+        raise HarnessError(
+            f"{samples} cold samples, but the cache was flushed {flushes} times",
+            where="a timed function",
+            next_step="call `flush` before each sample, or time with cold=False and say hot",
+        )
+
+
+def require_cache_label(label: str | None, cold: bool) -> None:
+    """Does a row's `cache` parameter say how its samples were taken?
+
+    Args:
+        label: "cold", "hot", or None where the row says nothing of it.
+
+    Raises:
+        HarnessError: it says the other.
+    """
+    taken = "cold" if cold else "hot"
+    if label in ("cold", "hot") and label != taken:
+        raise HarnessError(
+            f"samples with {taken} caches are labelled {label}", where="sample_frame",
+            next_step="label them as they were taken",
+        )  # fmt: skip
+
+
+def require_varied(*operands: torch.Tensor, data: str = "varied") -> None:
+    """Do operands hold as many values as their label promises? A product of constants is right wherever its elements come
+    from, and costs less power: its rate is not that of real numbers.
+
+    Args:
+        operands: any shape, dtype and device; some 4,000 elements of each are looked at.
+        data: what the row says of them: "zeros" and "constant" are allowed where they are said, and only there.
+
+    Raises:
+        HarnessError: an operand is (nearly) constant, or is not though it is said to be.
+    """
+    for place, operand in enumerate(operands):
+        flat = operand.detach().reshape(-1) if operand.is_contiguous() else operand.detach().t().reshape(-1)
+        step = max(1, flat.numel() // _PICKS) | 1
+        distinct = len(torch.unique(flat[::step].double().cpu()))
+        enough = distinct >= min(_DISTINCT, max(1, flat.numel() // 4))
+        if data in CONSTANT_DATA and distinct == 1 or data not in CONSTANT_DATA and enough:
+            continue
+        raise HarnessError(
+            f"operand {place} holds {distinct} distinct value{'s' * (distinct != 1)} among {len(flat[::step]):,}, "
+            f"and its data are called {data}",
+            where="the operands of a measurement",
+            next_step="draw them from a normal distribution, or say data='constant'",
+        )
+
+
+def require_product_flops(claimed: int, a_MK: torch.Tensor, b_KN: torch.Tensor) -> None:
+    """Is the number of FLOPs that a rate is made of the one that PyTorch counts for this product?
+
+    Args:
+        claimed: FLOPs, a multiply-add being 2.
+        a_MK, b_KN: operands; only their shapes are used.
+
+    Raises:
+        HarnessError: it is another.
+    """
+    meta_a, meta_b = (torch.empty(operand.shape, device="meta") for operand in (a_MK, b_KN))
+    counted = count_operations(lambda: torch.mm(meta_a, meta_b)).total_flops
+    if counted != claimed:
+        raise HarnessError(
+            f"{claimed:,} FLOPs are claimed of a product of {tuple(a_MK.shape)} and {tuple(b_KN.shape)} that has {counted:,}",
+            where="a matrix product",
+            next_step="count 2 x M x N x K: a multiply-add is two operations",
+        )
