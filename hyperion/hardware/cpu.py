@@ -38,12 +38,45 @@ class CpuFacts:
     max_clock_mhz: float | None
 
 
+@dataclass(frozen=True)
+class CacheLevel:
+    """One level of the caches that hold data.
+
+    Args:
+        level: 1, 2, 3.
+        sizes_bytes: size of each cache of this level: one a core, or one a socket or core complex.
+    """
+
+    level: int
+    sizes_bytes: tuple[int, ...]
+
+
+def data_caches(root: Path = Path("/"), usable: set[int] | None = None) -> tuple[CacheLevel, ...]:
+    """The data caches that the usable CPUs reach, innermost level first; none where the system does not tell.
+
+    Args:
+        usable: overrides the affinity mask of this process (for tests).
+    """
+    sizes: dict[int, dict[str, int]] = {}
+    for cpu in usable_cpus() if usable is None else usable:
+        for index in (root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index*"):
+            level, size = _integer(_text(index / "level")), _cache_size(_text(index / "size"))
+            if level and size and _text(index / "type") != "Instruction":
+                sizes.setdefault(level, {})[_text(index / "shared_cpu_list") or str(cpu)] = size
+    return tuple(CacheLevel(level, tuple(sizes[level].values())) for level in sorted(sizes))
+
+
+def usable_cpus() -> set[int]:
+    """Numbers of the logical CPUs that this process may run on."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
 def read_cpu(root: Path = Path("/"), usable: set[int] | None = None) -> CpuFacts:
     """Read the CPU. `usable` overrides the affinity mask of this process (for tests)."""
     import psutil
 
     if usable is None:
-        usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+        usable = usable_cpus()
     info = _cpuinfo(root)
     flags = set((info.get("flags") or info.get("Features") or "").split())
     name = info.get("model name") or platform.processor() or platform.machine() or "unknown CPU"
@@ -133,17 +166,8 @@ def _memory_limit(root: Path, physical_bytes: int) -> int:
 
 def _last_level_cache(root: Path, usable: set[int]) -> int | None:
     """Bytes of all last-level caches that the usable CPUs reach (one per socket or core complex), or None."""
-    instances: dict[str, int] = {}
-    for cpu in usable:
-        levels = {}
-        for index in (root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index*"):
-            level, size = _integer(_text(index / "level")), _cache_size(_text(index / "size"))
-            if level and size and _text(index / "type") != "Instruction":
-                levels[level] = (size, _text(index / "shared_cpu_list") or str(cpu))
-        if levels:
-            size, shared_by = levels[max(levels)]
-            instances[shared_by] = size
-    return sum(instances.values()) or None
+    levels = data_caches(root, usable)
+    return sum(levels[-1].sizes_bytes) if levels else None
 
 
 def _cache_size(text: str | None) -> int | None:

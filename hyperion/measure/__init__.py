@@ -1,6 +1,6 @@
 """Measure: one timing core, and gemm, bandwidth, collectives, steps in their phases, memory and roofline on it."""
 
-from hyperion.measure.bandwidth import OPERATIONS, BandwidthMeasurement, measure_bandwidth
+from hyperion.measure.bandwidth import OPERATIONS, REDUCTIONS, BandwidthMeasurement, measure_bandwidth
 from hyperion.measure.collectives import (
     COLLECTIVES,
     Collective,
@@ -21,12 +21,14 @@ from hyperion.measure.step import Phase, StepTiming, time_step
 from hyperion.measure.tensor_memory import SavedForBackward, TensorMemory, bytes_of, state_of
 from hyperion.measure.timing import Timing, time_function, time_interleaved
 from hyperion.measure.verify import Verification, relative_error, verify_elementwise, verify_product
+from hyperion.measure.verify_whole import verify_bits, verify_sum
 
 __all__ = [
-    "COLLECTIVES", "FORMATS", "OPERATIONS", "BandwidthMeasurement", "Ceilings", "Collective", "CollectiveMeasurement", "Energy",
-    "Gemm", "LatencyBandwidth", "NoMemoryCap", "NumberFormat", "PeakMemory", "PeakMemoryRegion", "Phase", "RanksClock",
-    "SavedForBackward", "StepTiming", "TensorMemory", "Timing", "Verification", "WrongValueError", "allocator_refusal",
-    "blas_backend", "bytes_of", "collective_bytes", "energy_of", "fit_latency_bandwidth", "half_rate_size", "matmul_precision",
-    "measure_bandwidth", "measure_collective", "memory_cap", "relative_error", "state_of", "time_function",
-    "time_interleaved", "time_step", "verify_elementwise", "verify_product",
+    "COLLECTIVES", "FORMATS", "OPERATIONS", "REDUCTIONS", "BandwidthMeasurement", "Ceilings", "Collective",
+    "CollectiveMeasurement", "Energy", "Gemm", "LatencyBandwidth", "NoMemoryCap", "NumberFormat", "PeakMemory",
+    "PeakMemoryRegion", "Phase", "RanksClock", "SavedForBackward", "StepTiming", "TensorMemory", "Timing", "Verification",
+    "WrongValueError", "allocator_refusal", "blas_backend", "bytes_of", "collective_bytes", "energy_of",
+    "fit_latency_bandwidth", "half_rate_size", "matmul_precision", "measure_bandwidth", "measure_collective",
+    "memory_cap", "relative_error", "state_of", "time_function", "time_interleaved", "time_step", "verify_bits",
+    "verify_elementwise", "verify_product", "verify_sum",
 ]  # fmt: skip

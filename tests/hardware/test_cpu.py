@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperion.hardware.cpu import _cache_size, read_cpu
+from hyperion.hardware.cpu import CacheLevel, _cache_size, data_caches, read_cpu
 
 
 def machine(
@@ -63,6 +63,12 @@ def test_only_usable_cores_and_their_caches_count(tmp_path):
     assert read_cpu(root, usable={0, 1}).last_level_cache_bytes == 48 * 2**20
 
 
+def test_data_caches_are_told_by_level_without_those_of_instructions(tmp_path):
+    caches = {0: ("32768K", "0,2"), 2: ("32768K", "0,2"), 1: ("16384K", "1,3"), 3: ("16384K", "1,3")}
+    levels = data_caches(machine(tmp_path, EPYC, SMT, caches, {}), usable={0, 1})
+    assert levels == (CacheLevel(2, (2**20, 2**20)), CacheLevel(3, (32 * 2**20, 16 * 2**20)))
+
+
 @pytest.mark.parametrize(
     ("files", "cores"),
     [
@@ -94,6 +100,7 @@ def test_an_empty_system_gives_nulls_and_no_zeros(tmp_path):
     assert cpu.cores == 2 and cpu.name
     nulls = (cpu.family, cpu.last_level_cache_bytes, cpu.nominal_clock_mhz, cpu.max_clock_mhz)
     assert nulls == (None, None, None, None)
+    assert data_caches(tmp_path, usable={0, 1}) == ()
 
 
 @given(st.integers(1, 4096), st.sampled_from([("", 1), ("K", 2**10), ("M", 2**20), ("G", 2**30)]))

@@ -1,16 +1,22 @@
 """Streams do what their names say, count the bytes they name, and are caught when they do not."""
 
+import numpy as np
 import pytest
 import torch
 
 from hyperion.hardware import detect_cpu
-from hyperion.measure import OPERATIONS, measure_bandwidth, verify_elementwise
+from hyperion.measure import FORMATS, OPERATIONS, REDUCTIONS, measure_bandwidth, verify_elementwise, verify_sum
+
+ARRAYS = {"copy": 2, "scale": 2, "add": 3, "triad": 3, "dot": 2}
+ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+CELLS = [(operation, "fp32") for operation in (*OPERATIONS, *REDUCTIONS)]
+CELLS += [(operation, dtype) for operation in ("triad", "dot") for dtype in ("fp16", "bf16", "fp64")]
 
 
-@pytest.mark.parametrize(("operation", "arrays"), [("copy", 2), ("scale", 2), ("add", 3), ("triad", 3)])
-def test_bytes_and_result(operation, arrays):
-    measured = measure_bandwidth(operation, 10_000, "fp32", detect_cpu(), time_limit_s=0.05)
-    assert measured.bytes == arrays * 10_000 * 4
+@pytest.mark.parametrize(("operation", "dtype"), CELLS)
+def test_bytes_and_result(operation, dtype):
+    measured = measure_bandwidth(operation, 10_000, dtype, detect_cpu(), time_limit_s=0.02)
+    assert measured.bytes == ARRAYS[operation] * 10_000 * ELEMENT_BYTES[dtype]
     assert measured.verification.passed
     assert len(measured.timing.samples_s) >= 30
 
@@ -25,3 +31,39 @@ def test_an_unwritten_tail_is_caught():
     output = a + 0.4 * b
     output[-1] = float("nan")
     assert not verify_elementwise(output, OPERATIONS["triad"].reference, (a, b), tolerance=1e-6).passed
+
+
+def factors(dtype: str, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    a, b = (torch.randn(elements, generator=generator).to(FORMATS[dtype].storage) for _ in range(2))
+    return a * 0.25, b
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "fp64"])
+def test_a_dot_product_over_part_of_its_elements_is_caught(dtype):
+    a, b = factors(dtype, 400_000)
+    assert verify_sum(torch.dot(a, b), (a, b), FORMATS[dtype]).passed
+    short = slice(None, int(0.97 * len(a)))
+    assert not verify_sum(torch.dot(a[short], b[short]), (a, b), FORMATS[dtype]).passed
+
+
+def test_a_dot_product_of_float64_may_not_miss_one_element():
+    a, b = factors("fp64", 400_000)
+    assert not verify_sum(torch.dot(a[:-1], b[:-1]), (a, b), FORMATS["fp64"]).passed
+
+
+def test_a_dot_product_that_was_never_written_is_caught():
+    a, b = factors("fp32", 1000)
+    assert not verify_sum(torch.tensor(float("nan")), (a, b), FORMATS["fp32"]).passed
+
+
+def test_accumulating_in_sixteen_bits_is_caught():
+    a, b = factors("fp16", 400_000)
+    running = np.add.accumulate((a * b).numpy(), dtype=np.float16)[-1]  # every partial sum is rounded to 11 bits
+    assert not verify_sum(torch.tensor(running), (a, b), FORMATS["fp16"]).passed
+
+
+def test_a_sum_of_zeros_is_zero():
+    zeros = torch.zeros(10)
+    assert verify_sum(torch.tensor(0.0), (zeros,), FORMATS["fp32"]).error == 0
+    assert not verify_sum(torch.tensor(1.0), (zeros,), FORMATS["fp32"]).passed
