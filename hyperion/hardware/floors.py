@@ -1,0 +1,197 @@
+"""What a healthy device reaches at least: vendors' acceptance floors, and sanity bounds of ours where there are none.
+
+The numbers are in floors.toml, validated when it is loaded. A vendor's floor is cited as published; a bound of ours bears
+that name, and never a vendor's.
+"""
+
+import functools
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hyperion.hardware.precision import DTYPES, gemm_path
+from hyperion.hardware.schema import SchemaFault, Source, build
+from hyperion.hardware.specs import Specification, SpecificationError, load_specifications, lookup
+
+if TYPE_CHECKING:
+    from hyperion.hardware.device import Device
+
+FLOORS_FILE = Path(__file__).with_name("floors.toml")
+STREAMS = ("copy", "scale", "add", "triad", "dot")
+# What is measured of a quantity, and in which unit; the metrics are those of result rows.
+METRICS = dict.fromkeys(STREAMS, "bandwidth_gb_s") | {"gemm": "gemm_tflops", "all_reduce": "busbw_gb_s"}
+_UNITS = {"bandwidth_gb_s": "GB/s", "gemm_tflops": "TFLOPS", "busbw_gb_s": "GB/s"}
+_SHARED = ("memory bandwidth", "peak", "link")
+OURS = "sanity bound, ours"
+
+
+@dataclass(frozen=True)
+class FloorEntry:
+    """A [[floor]]: a vendor's number; the header of floors.toml explains the fields."""
+
+    devices: list[str]
+    arch: str
+    quantity: str
+    dtype: str
+    size: int
+    value: float
+    unit: str
+    conditions: str
+    source: str
+    ranks: int | None = None
+
+    def __post_init__(self):
+        _check_quantity(self.quantity, self.dtype)
+        unit = _UNITS[METRICS[self.quantity]]
+        _require(self.unit == unit, f"{self.quantity} is measured in {unit}, not in {self.unit}")
+        collective = self.quantity == "all_reduce"
+        _require((self.ranks is not None) == collective, "an all_reduce names its ranks, and nothing else does")
+        _require(self.devices, "devices must name entries of specs.toml")
+
+
+@dataclass(frozen=True)
+class SanityEntry:
+    """A [[sanity]]: a share of the data sheet's value that we hold for the least of a healthy device."""
+
+    quantity: str
+    dtype: str
+    size: int
+    share: float
+    of: str
+    conditions: str
+
+    def __post_init__(self):
+        _check_quantity(self.quantity, self.dtype)
+        _require(self.of in _SHARED, f"of must be one of {', '.join(_SHARED)}")
+        _require(self.share < 1, "share must be below 1")
+
+
+@dataclass(frozen=True)
+class FloorFile:
+    """floors.toml."""
+
+    sources: dict[str, Source]
+    floor: list[FloorEntry]
+    sanity: list[SanityEntry]
+
+    def __post_init__(self):
+        known = {entry.name: entry for entry in load_specifications().device}
+        seen = set()
+        for entry in self.floor:
+            _require(entry.source in self.sources, f"{entry.quantity}: unknown source {entry.source}")
+            for name in entry.devices:
+                _require(name in known, f"{entry.quantity}: {name!r} is no entry of specs.toml")
+                _require(known[name].arch == entry.arch, f"{name}: architecture {known[name].arch}, not {entry.arch}")
+                key = (name, entry.quantity, entry.dtype, entry.size, entry.ranks)
+                _require(key not in seen, f"{name}: two floors for {entry.quantity}")
+                seen.add(key)
+
+
+@dataclass(frozen=True)
+class Floor:
+    """One floor of one device, resolved.
+
+    Args:
+        quantity, dtype, size, ranks: what to measure, as the header of floors.toml says; ranks is None but for all_reduce.
+        value, unit: the least that a healthy device reaches.
+        conditions: how the floor's owner measures it.
+        source: the vendor's document, or "sanity bound, ours: <share> of <data sheet value>".
+        date: the document's, "" for a bound of ours.
+    """
+
+    quantity: str
+    dtype: str
+    size: int
+    value: float
+    unit: str
+    conditions: str
+    source: str
+    date: str = ""
+    ranks: int | None = None
+
+    @property
+    def metric(self) -> str:
+        """The metric of the result row that it is held against."""
+        return METRICS[self.quantity]
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is a sanity bound of ours rather than a vendor's floor."""
+        return self.source.startswith(OURS)
+
+
+def floors_for(device: "Device", devices: int = 1) -> tuple[list[Floor], str]:
+    """(floors of this device in the file's order, ''), or ([], why none is known).
+
+    Args:
+        devices: devices of this kind in the host; without a second one there is no all-reduce to bound.
+    """
+    if device.kind == "cpu":
+        return [], f"no floor is known for {device.name}: no vendor publishes any for a CPU, nor its memory bandwidth"
+    sheet, reason = lookup(device)
+    if sheet is None:
+        return [], f"no floor is known for {device.name}: {reason}"
+    file = load_floors()
+    floors = [_published(entry, file) for entry in file.floor if sheet.name in entry.devices]
+    # A vendor's floor makes a bound of ours for the same thing needless, in whatever format and size.
+    covered = {floor.quantity if floor.quantity != "gemm" else (floor.quantity, floor.dtype) for floor in floors}
+    for entry in file.sanity:
+        name = entry.quantity if entry.quantity != "gemm" else (entry.quantity, entry.dtype)
+        bound = None if name in covered else _sanity(entry, device, sheet, devices)
+        floors += [bound] if bound else []
+    return floors, ""
+
+
+@functools.cache
+def load_floors(path: Path = FLOORS_FILE) -> FloorFile:
+    """Read and validate the file. Raises SpecificationError naming file, entry and field."""
+    try:
+        return build(FloorFile, tomllib.loads(path.read_text(encoding="utf-8")))
+    except tomllib.TOMLDecodeError as error:
+        raise SpecificationError(
+            f"{path.name} is not valid TOML: {error}", where=path.name, next_step="Correct the file at that line."
+        ) from error
+    except SchemaFault as fault:
+        raise SpecificationError(
+            f"{path.name}: {fault.what}",
+            where=f"{path.name}, {fault.place or 'whole file'}",
+            next_step="Correct the field; the header of floors.toml explains every one.",
+        ) from fault
+
+
+def _published(entry: FloorEntry, file: FloorFile) -> Floor:
+    source = file.sources[entry.source]
+    return Floor(
+        entry.quantity, entry.dtype, entry.size, entry.value, entry.unit, entry.conditions, source.cited, source.date,
+        entry.ranks,
+    )  # fmt: skip
+
+
+def _sanity(entry: SanityEntry, device: "Device", sheet: Specification, devices: int) -> Floor | None:
+    """A bound of ours, None where the data sheet has no value to take a share of."""
+    ranks = None
+    if entry.of == "memory bandwidth":
+        whole = sheet.memory_bandwidth_gb_s
+    elif entry.of == "peak":
+        whole = sheet.peak(gemm_path(entry.dtype, device)).published_tflops
+    else:
+        ranks = devices
+        whole = sheet.link_limit_gb_s(devices)[0] if devices > 1 else None
+    if whole is None:
+        return None
+    unit = _UNITS[METRICS[entry.quantity]]
+    source = f"{OURS}: {entry.share:g} x {entry.of} of the data sheet, {whole:g} {unit}"
+    return Floor(
+        entry.quantity, entry.dtype, entry.size, entry.share * whole, unit, entry.conditions, source, ranks=ranks
+    )
+
+
+def _check_quantity(quantity: str, dtype: str) -> None:
+    _require(quantity in METRICS, f"quantity must be one of {', '.join(METRICS)}")
+    _require(dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, not {dtype}")
+
+
+def _require(holds, what: str) -> None:
+    if not holds:
+        raise SchemaFault(what, "")
