@@ -12,6 +12,7 @@ import torch
 
 from hyperion.errors import HyperionError
 from hyperion.measure.census import count_operations
+from hyperion.measure.verify import Verification
 
 # A series drifts when it changes by more than this over its length, and by more than chance would have it.
 DRIFT_TOLERANCE = 0.05
@@ -20,8 +21,6 @@ _DRIFT_Z = 3.29  # two-sided p = 0.001
 # microseconds, and what else runs on a machine must not make a sound clock look wrong.
 _COVER_FACTOR, _COVER_SLACK_S = 3.0, 2e-4
 _COVER_TRIES, _COVER_BLOCK_S, _COVER_CALLS = 5, 0.02, 10
-_PICKS, _DISTINCT = 4096, 16
-CONSTANT_DATA = ("zeros", "constant")
 
 
 class HarnessError(HyperionError):
@@ -135,29 +134,17 @@ def require_cache_label(label: str | None, cold: bool) -> None:
         )  # fmt: skip
 
 
-def require_varied(*operands: torch.Tensor, data: str = "varied") -> None:
-    """Do operands hold as many values as their label promises? A product of constants is right wherever its elements come
-    from, and costs less power: its rate is not that of real numbers.
-
-    Args:
-        operands: any shape, dtype and device; some 4,000 elements of each are looked at.
-        data: what the row says of them: "zeros" and "constant" are allowed where they are said, and only there.
+def require_passed(verification: Verification) -> None:
+    """Hold a measurement to a verification whose failure makes its rate another quantity, whatever the output.
 
     Raises:
-        HarnessError: an operand is (nearly) constant, or is not though it is said to be.
+        HarnessError: it failed; the message has its name, error and tolerance.
     """
-    for place, operand in enumerate(operands):
-        flat = operand.detach().reshape(-1) if operand.is_contiguous() else operand.detach().t().reshape(-1)
-        step = max(1, flat.numel() // _PICKS) | 1
-        distinct = len(torch.unique(flat[::step].double().cpu()))
-        enough = distinct >= min(_DISTINCT, max(1, flat.numel() // 4))
-        if data in CONSTANT_DATA and distinct == 1 or data not in CONSTANT_DATA and enough:
-            continue
+    if not verification.passed:
         raise HarnessError(
-            f"operand {place} holds {distinct} distinct value{'s' * (distinct != 1)} among {len(flat[::step]):,}, "
-            f"and its data are called {data}",
+            f"{verification.name}: they are not (error {verification.error:.4g} above {verification.tolerance:.4g})",
             where="the operands of a measurement",
-            next_step="draw them from a normal distribution, or say data='constant'",
+            next_step="draw them from the distribution that their label names, or give them the label of what they hold",
         )
 
 
