@@ -85,7 +85,7 @@ def epoch_table(rows: Iterable[Row]) -> pd.DataFrame:
         if "epoch" not in row.params:
             continue
         named = {"model": row.variant, "epoch": row.params["epoch"]}
-        named |= {} if row.rank is None else {"rank": row.rank}
+        named |= {} if row.rank is None else {"rank": str(row.rank)}  # a column with gaps would make floats of numbers
         line = lines.setdefault((row.variant, row.params["epoch"], row.rank), named)
         unit = metric_named(row.metric).unit
         header = row.metric + ("" if unit == "fraction" else unit_mark(unit))

@@ -4,6 +4,7 @@ import pytest
 
 from hyperion.book.tables import epoch_table, html, markdown, metric_table, prediction_error, tables_of, tidy
 from hyperion.errors import HyperionError
+from hyperion.results import Row
 
 
 def test_tidy_keeps_every_row_and_number(material):
@@ -49,6 +50,12 @@ def test_epochs_become_lines_and_metrics_columns(material):
     assert table["epoch"].tolist() == list(range(1, 9))
     assert {"training_loss [nats]", "validation_loss [nats]", "tokens_per_s [tokens/s]", "learning_rate"} <= set(table)
     assert len(epoch_table(material.of("gemm"))) == 0
+
+
+def test_ranks_of_an_epoch_are_whole_numbers():
+    rows = [Row(notebook="n", experiment="e", variant="ddp", metric="training_loss", value=1.0, rank=rank,
+                params={"epoch": 1}) for rank in (None, 0, 1)]  # fmt: skip
+    assert list(epoch_table(rows)["rank"]) == ["", "0", "1"]
 
 
 def test_every_row_is_in_some_table(material, cpu_material):
