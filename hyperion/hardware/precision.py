@@ -112,7 +112,7 @@ def _cpu_supports(device: "Device", dtype: str) -> tuple[bool, str]:
     if dtype == "tf32":
         return False, "TF32 is a format of GPU matrix units; a CPU multiplies in fp32"
     if dtype.startswith("fp8"):
-        return False, "no CPU instruction multiplies fp8; it would be converted to fp32 first"
+        return False, "this CPU has no fp8 instructions: PyTorch would convert the operands to fp32, which measures fp32"
     native = {"bf16": ("amx_bf16", "avx512_bf16", "bf16"), "fp16": ("amx_fp16", "avx512_fp16"),
               "int8": ("amx_int8", "avx512_vnni", "avx_vnni", "i8mm")}[dtype]  # fmt: skip
     present = [flag for flag in native if flag in flags]

@@ -1,54 +1,150 @@
 """Matrix products: rate, correctness, and the library that did them."""
 
 import time
+from functools import partial
 
 import numpy as np
 import torch
 
+from hyperion.errors import HyperionError
 from hyperion.hardware import Device, Sampler
-from hyperion.measure.dtypes import FORMATS, NumberFormat, matmul_precision
+from hyperion.measure import checks
+from hyperion.measure.dtypes import NumberFormat, format_of, matmul_precision
+from hyperion.measure.operands import ACTIVATIONS, Operand, distinct_share, made_up, stored, verify_data
 from hyperion.measure.timing import MINIMUM_SAMPLES, Timing, device_clock, time_function
-from hyperion.measure.verify import Verification, verify_product
+from hyperion.measure.verify import Verification, poison, verify_product
+
+
+class RefusedProduct(HyperionError):
+    """The library does not multiply this shape in this format here; its own words say why."""
 
 
 class Gemm:
-    """Operands of one product on a device: standard normal inputs, B as the transposed weight of a Linear layer.
+    """Operands of one product on a device, B as the transposed weight of a Linear layer; `Gemm.of` takes given operands.
+
+    fp8 operands are multiplied by `torch._scaled_mm` into bf16, sums in float32 (its default, not `use_fast_accum`); int8
+    ones by `torch._int_mm` into int32; all others by `torch.mm`. PyTorch also multiplies where the device has no units for
+    the format, by converting it: `device.supports(dtype)` says which of the two a time is of.
 
     Args:
         m, n, k: sizes of C[M,N] = A[M,K]·B[K,N].
-        dtype: a name of `FORMATS`.
+        dtype: a name of `FORMATS`, or 'fp8' for the one that the device multiplies.
+        data: what the operands hold: zeros, constant, uniform or normal; see `DISTRIBUTIONS`.
 
     Attributes:
         flops: 2·M·N·K.
-        backend: the BLAS library PyTorch prefers for it.
+        traffic_bytes: both operands read once, the output written once.
+        backend: the BLAS library that does it, or that PyTorch prefers for it.
     """
 
-    def __init__(self, m: int, n: int, k: int, dtype: str, device: Device, seed: int = 0):
-        self.format, self.device = FORMATS[dtype], device
+    def __init__(self, m: int, n: int, k: int, dtype: str, device: Device, seed: int = 0, data: str = "normal"):
+        chosen = format_of(dtype, device)
         generator = torch.Generator(device.torch_device).manual_seed(seed)
-        normal = {"generator": generator, "device": device.torch_device, "dtype": torch.float32}
-        self.a_MK = torch.randn(m, k, **normal).to(self.format.storage)
-        self.b_KN = torch.randn(n, k, **normal).to(self.format.storage).T
-        self.c_MN = torch.empty(m, n, dtype=self.format.storage, device=device.torch_device)
-        self.flops = 2 * m * n * k
-        self.backend = blas_backend(device, self.format)
+        a, b = (made_up(data, shape, chosen, device, generator) for shape in ((m, k), (n, k)))
+        self._hold(a, b.transposed, _output(m, n, chosen, device), chosen, device, data)
+
+    @classmethod
+    def of(cls, a_MK: torch.Tensor, b_KN: torch.Tensor, dtype: str, device: Device, data: str = ACTIVATIONS) -> "Gemm":
+        """A product of given matrices, a layer's input and its transposed weight say, rounded to the format.
+
+        Args:
+            a_MK, b_KN: floating-point, on any device; they are copied.
+            data: the name under which rows speak of them.
+
+        Raises:
+            HyperionError: the shapes do not fit, or a value is not finite.
+        """
+        if a_MK.ndim != 2 or b_KN.ndim != 2 or a_MK.shape[1] != b_KN.shape[0]:
+            raise HyperionError(
+                f"A {list(a_MK.shape)} and B {list(b_KN.shape)} have no product.", where="Gemm.of",
+                next_step="Pass A as [M, K] and B as [K, N]; flatten a batch of activations to rows first.",
+            )  # fmt: skip
+        if not (torch.isfinite(a_MK).all() and torch.isfinite(b_KN).all()):
+            raise HyperionError("An operand holds NaN or infinity.", where="Gemm.of", next_step="Pass finite values.")
+        chosen = format_of(dtype, device)
+        a, b = (stored(x.detach().to(device.torch_device, copy=True).contiguous(), chosen) for x in (a_MK, b_KN.T))
+        c_MN = _output(len(a_MK), b_KN.shape[1], chosen, device)
+        return cls.holding(a, b.transposed, c_MN, chosen, device, data)
+
+    @classmethod
+    def holding(cls, a: Operand, b: Operand, c_MN: torch.Tensor, chosen: NumberFormat, device: Device, data: str) -> "Gemm":
+        """A product of stored operands, B column-major, into a given output: nothing is allocated or copied."""
+        product = cls.__new__(cls)
+        product._hold(a, b, c_MN, chosen, device, data)
+        return product
+
+    def _hold(self, a: Operand, b: Operand, c_MN: torch.Tensor, chosen: NumberFormat, device: Device, data: str) -> None:
+        self.format, self.device, self.data = chosen, device, data
+        self.a_MK, self.b_KN, self.c_MN = a.values, b.values, c_MN
+        self._a, self._b = a, b
+        (self.m, self.k), self.n = a.values.shape, b.values.shape[1]
+        self.flops = 2 * self.m * self.n * self.k
+        inputs = (self.m + self.n) * self.k * chosen.bytes
+        self.traffic_bytes = inputs + self.m * self.n * chosen.output.itemsize
+        self.backend = blas_backend(device, chosen)
+        if chosen.storage == torch.int8:
+            self._multiply = partial(torch._int_mm, a.values, b.values, out=c_MN)
+        elif chosen.scaled:
+            scales = a.scale, b.scale
+            self._multiply = partial(torch._scaled_mm, a.values, b.values, *scales, out_dtype=chosen.output, out=c_MN)
+        else:
+            self._multiply = partial(torch.mm, a.values, b.values, out=c_MN)
 
     def __call__(self) -> torch.Tensor:
-        return torch.mm(self.a_MK, self.b_KN, out=self.c_MN)
+        return self._multiply()
+
+    @property
+    def distinct_share(self) -> float:
+        """How many of its values differ, of those that could (0 to 1), in the operand where fewer do."""
+        return min(distinct_share(self.a_MK), distinct_share(self.b_KN))
+
+    def verify_data(self) -> Verification:
+        """Do the operands hold what `data` says: many values, or one?"""
+        return verify_data(self.data, self.a_MK, self.b_KN)
 
     def verify(self) -> Verification:
-        """Poison the output, multiply once, check a slice."""
-        self.c_MN.fill_(float("nan"))
+        """Poison the output, multiply once, check a slice.
+
+        Raises:
+            RefusedProduct: the library does not do this product here.
+        """
+        poison(self.c_MN)
         with matmul_precision(self.format):
-            self()
-        return verify_product(self.a_MK, self.b_KN, self.c_MN, self.format.gemm_tolerance)
+            self._first_call()
+        return self._verified()
 
     def measure(self, *, cold: bool = True, time_limit_s: float = 5.0) -> tuple[Timing, Verification]:
-        """Time the product, its caches flushed before each sample or not, then verify the output that the calls left."""
-        self.c_MN.fill_(float("nan"))
+        """Time the product, its caches flushed before each sample or not, then verify the output that the calls left.
+
+        Raises:
+            RefusedProduct: the library does not do this product here.
+        """
         with matmul_precision(self.format):
+            self._first_call()
+            poison(self.c_MN)
             timing = time_function(self, self.device, cold=cold, time_limit_s=time_limit_s)
-        return timing, verify_product(self.a_MK, self.b_KN, self.c_MN, self.format.gemm_tolerance)
+        return timing, self._verified()
+
+    def _first_call(self) -> None:
+        try:
+            self()
+        except RuntimeError as error:
+            # A full or a broken device has not refused this product in particular.
+            if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
+                raise
+            shape, words = f"{self.m}x{self.n}x{self.k} (MxNxK)", str(error).strip().split("\n")[0]
+            raise RefusedProduct(
+                f"{self.backend} refused a product of {shape} in {self.format.name}: {words}", where=self.device.name,
+                next_step="Choose other sizes (8-bit formats want multiples of 16 on a GPU), or another format.",
+            ) from error  # fmt: skip
+
+    def _verified(self) -> Verification:
+        checks.require_product_flops(self.flops, self.a_MK, self.b_KN)
+        checks.require_passed(self.verify_data())
+        # An int8 product is left as the integer sums of the stored values: no scale was applied.
+        scaled = self.format.scaled and self.format.storage.is_floating_point
+        scale = self._a.scale.item() * self._b.scale.item() if scaled else 1.0
+        return verify_product(self.a_MK, self.b_KN, self.c_MN, self.format.gemm_tolerance, scale=scale)
 
     def compare_with_plain_loop(self, calls: int = 10, rounds: int = MINIMUM_SAMPLES) -> tuple[Timing, Timing]:
         """The harness's clock beside the loop anybody would write: synchronize, host clock, `calls` products, synchronize.
@@ -75,21 +171,30 @@ class Gemm:
         synchronize()
         started = time.perf_counter()
         for _ in range(calls):
-            torch.mm(self.a_MK, self.b_KN, out=self.c_MN)
+            self()
         synchronize()
         return (time.perf_counter() - started) / calls
 
 
 def blas_backend(device: Device, number_format: NumberFormat) -> str:
-    """The library that PyTorch prefers for torch.mm here: a change of library is a change of machine."""
+    """The library that multiplies here, as far as PyTorch tells: a change of library is a change of machine."""
     if device.kind == "cpu":
-        if number_format.bytes == 2 and torch.backends.mkldnn.is_available():
-            return "oneDNN"
+        if number_format.bytes <= 2 and torch.backends.mkldnn.is_available():
+            return "oneDNN" if number_format.name in ("fp16", "bf16", "int8") else "oneDNN or conversion to float32"
         return "MKL" if torch.backends.mkl.is_available() else "OpenBLAS or built-in BLAS"
+    tunable = ", TunableOp on" if torch.cuda.tunable.is_enabled() else ""
+    if number_format.scaled:
+        # torch._scaled_mm (one scale a matrix) and torch._int_mm know no other; TunableOp does not choose for int8.
+        library = {"cuda": "cuBLASLt", "rocm": "hipBLASLt"}[device.kind]
+        return library + (tunable if number_format.storage.is_floating_point else "")
     preferred = str(torch.backends.cuda.preferred_blas_library()).rsplit(".", 1)[-1].lower()
     names = {
         "cuda": {"cublas": "cuBLAS", "cublaslt": "cuBLASLt"},
         "rocm": {"cublas": "rocBLAS", "cublaslt": "hipBLASLt"},
     }
     name = names[device.kind].get(preferred, f"{preferred} choice of PyTorch")
-    return f"{name} preferred" + (", TunableOp on" if torch.cuda.tunable.is_enabled() else "")
+    return f"{name} preferred{tunable}"
+
+
+def _output(m: int, n: int, number_format: NumberFormat, device: Device) -> torch.Tensor:
+    return torch.empty(m, n, dtype=number_format.output, device=device.torch_device)

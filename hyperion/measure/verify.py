@@ -28,16 +28,17 @@ def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def verify_product(
-    a_MK: torch.Tensor, b_KN: torch.Tensor, c_MN: torch.Tensor, tolerance: float, size: int = 128
+    a_MK: torch.Tensor, b_KN: torch.Tensor, c_MN: torch.Tensor, tolerance: float, size: int = 128, scale: float = 1.0
 ) -> Verification:
-    """Check C = A·B on `size` rows and columns spread over the whole output against a float64 product.
+    """Check C = scale·A·B on `size` rows and columns spread over the whole output against a float64 product.
 
     Args:
         a_MK, b_KN, c_MN: operands and output, any dtype and device.
         tolerance: largest relative Frobenius error.
+        scale: what the stored operands were divided by, both together.
     """
     rows, columns = _spread(c_MN.shape[0], size, c_MN.device), _spread(c_MN.shape[1], size, c_MN.device)
-    reference = a_MK[rows].double().cpu() @ b_KN[:, columns].double().cpu()
+    reference = a_MK[rows].double().cpu() @ b_KN[:, columns].double().cpu() * scale
     return _verified(c_MN, c_MN[rows][:, columns], reference, tolerance)
 
 
@@ -54,9 +55,15 @@ def verify_elementwise(
     return _verified(output, output[picks], reference, tolerance)
 
 
+def poison(output: torch.Tensor) -> None:
+    """Fill an output with what no operation here writes: NaN, or the lowest integer."""
+    output.fill_(float("nan") if output.is_floating_point() else torch.iinfo(output.dtype).min)
+
+
 def _verified(output: torch.Tensor, picked: torch.Tensor, reference: torch.Tensor, tolerance: float) -> Verification:
-    # Outputs are poisoned with NaN before the timed calls: an element that was never written is found wherever it is.
-    unwritten = bool(torch.isnan(output).any())
+    # Outputs are poisoned before the timed calls: an element that was never written is found wherever it is.
+    lowest = None if output.is_floating_point() else torch.iinfo(output.dtype).min
+    unwritten = bool((torch.isnan(output) if lowest is None else output == lowest).any())
     error = float("nan") if unwritten else relative_error(picked.cpu(), reference)
     return Verification("float64 slice", error, tolerance)
 
