@@ -38,6 +38,8 @@ _METRICS = (
     Metric(
         "roofline_ridge_flop_per_byte", "FLOP/byte", "none", "arithmetic intensity where the two measured roofs meet"
     ),
+    Metric("call_time_s", "s", "lower", "one call of a reader's own function, median", True, True),
+    Metric("flops", "FLOP", "none", "products, convolutions and attention of one call, by dispatch; a multiply-add is 2"),
     Metric("step_time_s", "s", "lower", "one optimizer step, median", True, True),
     Metric("tokens_per_s", "tokens/s", "higher", "tokens delivered by the loader over training time, no padding", True),
     Metric("images_per_s", "images/s", "higher", "images delivered by the loader over training time", True),

@@ -1,0 +1,184 @@
+"""What `measure.time` and `measure.compare` answer: frozen, printed in a few lines, drawn, and stored as rows."""
+
+import functools
+import html
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hyperion.hardware import Device
+from hyperion.measure.timing import RELATIVE_INTERVAL, Timing
+from hyperion.measure.units import estimate_text, seconds_text
+from hyperion.results import Estimate, Row, ratio_estimate
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Answer:
+    """Shows itself in words in a notebook, and hands its row over."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def _row(self, place: dict, metric: str, value: float, about: dict, **columns) -> Row:
+        """A valid row at a place: columns of the caller come on top of the answer's own, params beside its own."""
+        given = dict(place)
+        row = Row(metric=metric, value=value, params=about | (given.pop("params", None) or {}), **(columns | given))
+        row.validate()
+        return row
+
+
+@dataclass(frozen=True, repr=False)
+class TimeAnswer(Answer):
+    """One function's time.
+
+    Args:
+        label: what the function is called.
+        timing: the raw samples in seconds, and how they were taken.
+        device: where.
+    """
+
+    label: str
+    timing: Timing
+    device: Device
+
+    @functools.cached_property
+    def estimate(self) -> Estimate:
+        """Median seconds of a call with its 95 % bootstrap interval."""
+        return self.timing.estimate
+
+    @property
+    def verdict(self) -> str:
+        """Whether the median may be believed, and if not, why."""
+        doubts = _doubts(self.timing, self.estimate)
+        return "settled" if not doubts else "not settled: " + "; ".join(doubts)
+
+    def __str__(self) -> str:
+        low, high = np.quantile(self.timing.samples_s, [0.05, 0.95])
+        return (
+            f"{self.label}: {estimate_text(self.estimate)}, {cache_of(self.timing)} cache, {self.device.name}\n"
+            f"{self.verdict}; 90 % of the samples lie in {seconds_text(low)} … {seconds_text(high)}"
+        )
+
+    def row(self, *, notebook: str, experiment: str, variant: str, **columns) -> Row:
+        """The time as a row of `call_time_s`. Other columns of `Row` (dtype, limit, limit_source, params …) come on top."""
+        place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
+        interval = {"n": self.estimate.n, "ci_low": self.estimate.ci_low, "ci_high": self.estimate.ci_high}
+        reason = "" if columns.get("limit") is not None else "no limit: what the function must do is not known"
+        return self._row(place, "call_time_s", self.estimate.value, {"cache": cache_of(self.timing)},
+                         limit_source=reason, **interval, **state_of_device(self.timing))  # fmt: skip
+
+    def plot(self) -> "Figure":
+        """The raw samples in the order taken, with their median and its interval."""
+        from hyperion.measure.pictures import draw_samples
+
+        return draw_samples({self.label: self.timing}, self.device.name, self.verdict)
+
+
+@dataclass(frozen=True, repr=False)
+class ComparisonAnswer(Answer):
+    """Two functions timed in turn.
+
+    Args:
+        labels, timings: of A and of B; sample i of A stands beside sample i of B.
+        output_error: relative Frobenius distance of A's output from B's, None where outputs were not compared.
+        output_tolerance: how large it may be.
+        output_reason: why outputs were not compared, else "".
+    """
+
+    labels: tuple[str, str]
+    timings: tuple[Timing, Timing]
+    device: Device
+    output_error: float | None
+    output_tolerance: float | None
+    output_reason: str = ""
+
+    @functools.cached_property
+    def ratio(self) -> Estimate:
+        """Speed of A over B: above 1 where A is faster."""
+        return ratio_estimate(*(timing.samples_s for timing in self.timings))
+
+    @property
+    def outputs_agree(self) -> bool | None:
+        """None where they were not compared."""
+        # Not `error > tolerance`: a NaN must fail.
+        return None if self.output_error is None else self.output_error <= self.output_tolerance
+
+    @property
+    def verdict(self) -> str:
+        """Who is faster, if the 95 % interval of the ratio excludes 1."""
+        (a, b), ratio = self.labels, self.ratio
+        if ratio.ci_low > 1:
+            return f"{a} is {_times(ratio)} faster than {b}"
+        if ratio.ci_high < 1:
+            return f"{b} is {_times(ratio.map(lambda speed: 1 / speed))} faster than {a}"
+        return f"no difference shown: {a} over {b} is {_times(ratio)}"
+
+    @property
+    def outputs(self) -> str:
+        """What is known of the two outputs, in words."""
+        if self.output_error is None:
+            return f"outputs not compared: {self.output_reason}"
+        said = "outputs agree" if self.outputs_agree else "OUTPUTS DIFFER"
+        return f"{said}: relative error {self.output_error:.2g}, tolerance {self.output_tolerance:.2g}"
+
+    def __str__(self) -> str:
+        times = "; ".join(
+            f"{label}: {estimate_text(timing.estimate)}" for label, timing in zip(self.labels, self.timings, strict=True)
+        )
+        doubts = dict.fromkeys(doubt for timing in self.timings for doubt in _doubts(timing, None))
+        notes = "; ".join([self.outputs, f"{cache_of(self.timings[0])} cache, {self.device.name}", *doubts])
+        return f"{self.verdict}\n{times}\n{notes}"
+
+    def row(self, *, notebook: str, experiment: str, variant: str, **columns) -> Row:
+        """A's speed over B's as a row of `speedup`; the outputs' error is its check.
+
+        Raises:
+            RowError: the outputs differ: a wrong answer has no speed.
+        """
+        place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
+        check = {} if self.output_error is None else {
+            "check": "relative error of the outputs", "check_error": self.output_error, "check_tolerance": self.output_tolerance,
+        }  # fmt: skip
+        about = {"a": self.labels[0], "b": self.labels[1], "cache": cache_of(self.timings[0])}
+        reason = "" if columns.get("limit") is not None else "no limit: how slow B may be is not bounded"
+        ratio = self.ratio
+        return self._row(place, "speedup", ratio.value, about, n=ratio.n, ci_low=ratio.ci_low, ci_high=ratio.ci_high,
+                         limit_source=reason, **check, **state_of_device(self.timings[0]))  # fmt: skip
+
+    def plot(self) -> "Figure":
+        """The raw samples of both in the order taken, with their medians and intervals."""
+        from hyperion.measure.pictures import draw_samples
+
+        return draw_samples(dict(zip(self.labels, self.timings, strict=True)), self.device.name, self.verdict)
+
+
+def cache_of(timing: Timing) -> str:
+    """"cold" where the last-level cache was flushed before each sample, else "hot"."""
+    return "cold" if timing.cold else "hot"
+
+
+def state_of_device(timing: Timing) -> dict:
+    """The device's state over the samples, as columns of a row."""
+    seen = timing.telemetry
+    return {"clock_mhz": seen.clock_mhz, "power_w": seen.power_w, "throttle": seen.throttle}
+
+
+def _doubts(timing: Timing, estimate: Estimate | None) -> list[str]:
+    doubts = [timing.unsteady] if timing.unsteady else []
+    if estimate is not None and timing.stopped != "interval":
+        half = (estimate.ci_high - estimate.ci_low) / 2 / estimate.value if estimate.value else 0.0
+        if half > RELATIVE_INTERVAL:
+            doubts.append(f"the interval is still ±{100 * half:.2g} % at the time limit")
+    if timing.telemetry.throttle not in (None, "none"):
+        doubts.append(f"the device throttled ({timing.telemetry.throttle})")
+    return doubts
+
+
+def _times(ratio: Estimate) -> str:
+    return f"{ratio.value:.3g} × (95 % CI {ratio.ci_low:.3g} … {ratio.ci_high:.3g})"
