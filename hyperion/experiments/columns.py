@@ -99,6 +99,7 @@ def sample_frame(timing: Timing, variant: str, dtype: str, params: dict) -> pd.D
             "time_s": timing.samples_s,
             "warm": timing.warm,
             "drift": timing.drift.relative,
+            "unsteady": timing.unsteady,
             "stopped": timing.stopped,
         }
     )
