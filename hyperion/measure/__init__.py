@@ -1,6 +1,19 @@
 """Measure: one timing core, and gemm, bandwidth, collectives, steps in their phases, memory and roofline on it."""
 
+from hyperion.measure.allocation import LargestAllocation, largest_allocation
+from hyperion.measure.answers import ComparisonAnswer, TimeAnswer
+from hyperion.measure.answers_counted import FlopsAnswer, MemoryAnswer, Uncounted
+from hyperion.measure.api import compare, flops, memory, time
 from hyperion.measure.bandwidth import OPERATIONS, REDUCTIONS, BandwidthMeasurement, measure_bandwidth
+from hyperion.measure.cache_sweep import (
+    SWEEPS,
+    CacheCapacity,
+    CachePoint,
+    cache_capacities,
+    cache_level,
+    measure_cache_sweep,
+    sweep_sizes,
+)
 from hyperion.measure.collectives import (
     COLLECTIVES,
     Collective,
@@ -11,26 +24,46 @@ from hyperion.measure.collectives import (
 )
 from hyperion.measure.dtypes import FORMATS, NumberFormat, format_of, matmul_precision
 from hyperion.measure.energy import Energy, energy_of
+from hyperion.measure.explain import Explanation, Part, explain
 from hyperion.measure.gemm import Gemm, RefusedProduct, blas_backend
 from hyperion.measure.latency_bandwidth import LatencyBandwidth, fit_latency_bandwidth, half_rate_size
+from hyperion.measure.launch import LaunchCost, WorthwhileSize, measure_launch, worthwhile_size
 from hyperion.measure.memory import PeakMemory, PeakMemoryRegion
 from hyperion.measure.memory_cap import NoMemoryCap, allocator_refusal, memory_cap
 from hyperion.measure.operands import DISTRIBUTIONS, distinct_share, verify_data
 from hyperion.measure.ranks_clock import RanksClock
+from hyperion.measure.repeated import RepeatedCalls
 from hyperion.measure.roofline import Ceilings
 from hyperion.measure.step import Phase, StepTiming, time_step
 from hyperion.measure.tensor_memory import SavedForBackward, TensorMemory, bytes_of, state_of
 from hyperion.measure.timing import Timing, time_function, time_interleaved
+from hyperion.measure.transfer import (
+    DIRECTIONS,
+    CopyMeasurement,
+    PeerCopy,
+    measure_between,
+    measure_copy,
+    measure_peers,
+    measure_transfer,
+    peer_pairs,
+    peer_refusal,
+    transfer_refusal,
+)
 from hyperion.measure.verify import Verification, relative_error, verify_elementwise, verify_product
 from hyperion.measure.verify_whole import verify_bits, verify_sum
 
 __all__ = [
-    "COLLECTIVES", "DISTRIBUTIONS", "FORMATS", "OPERATIONS", "REDUCTIONS", "BandwidthMeasurement", "Ceilings",
-    "Collective", "CollectiveMeasurement", "Energy", "Gemm", "LatencyBandwidth", "NoMemoryCap", "NumberFormat",
-    "PeakMemory", "PeakMemoryRegion", "Phase", "RanksClock", "RefusedProduct", "SavedForBackward", "StepTiming",
-    "TensorMemory", "Timing", "Verification", "WrongValueError", "allocator_refusal", "blas_backend", "bytes_of",
-    "collective_bytes", "distinct_share", "energy_of", "fit_latency_bandwidth", "format_of", "half_rate_size",
-    "matmul_precision", "measure_bandwidth", "measure_collective", "memory_cap", "relative_error", "state_of",
-    "time_function", "time_interleaved", "time_step", "verify_bits", "verify_data", "verify_elementwise",
-    "verify_product", "verify_sum",
+    "COLLECTIVES", "DIRECTIONS", "DISTRIBUTIONS", "FORMATS", "OPERATIONS", "REDUCTIONS", "SWEEPS", "BandwidthMeasurement",
+    "CacheCapacity", "CachePoint", "Ceilings", "Collective", "CollectiveMeasurement", "ComparisonAnswer",
+    "CopyMeasurement", "Energy", "Explanation", "FlopsAnswer", "Gemm", "LargestAllocation", "LatencyBandwidth",
+    "LaunchCost", "MemoryAnswer", "NoMemoryCap", "NumberFormat", "Part", "PeakMemory", "PeakMemoryRegion", "PeerCopy",
+    "Phase", "RanksClock", "RefusedProduct", "RepeatedCalls", "SavedForBackward", "StepTiming", "TensorMemory",
+    "TimeAnswer", "Timing", "Uncounted", "Verification", "WorthwhileSize", "WrongValueError", "allocator_refusal",
+    "blas_backend", "bytes_of", "cache_capacities", "cache_level", "collective_bytes", "compare", "distinct_share",
+    "energy_of", "explain", "fit_latency_bandwidth", "flops", "format_of", "half_rate_size", "largest_allocation",
+    "matmul_precision", "measure_bandwidth", "measure_between", "measure_cache_sweep", "measure_collective",
+    "measure_copy", "measure_launch", "measure_peers", "measure_transfer", "memory", "memory_cap", "peer_pairs",
+    "peer_refusal", "relative_error", "state_of", "sweep_sizes", "time", "time_function", "time_interleaved", "time_step",
+    "transfer_refusal", "verify_bits", "verify_data", "verify_elementwise", "verify_product", "verify_sum",
+    "worthwhile_size",
 ]  # fmt: skip

@@ -58,7 +58,8 @@ class Explanation(Answer):
 
     Args:
         parts: in the order of the step: waiting, moving, computing, and what nothing explains.
-        timing: the unprofiled step, the mean of `in_a_row` of them in a row, in seconds.
+        timing: the unprofiled step in seconds; on a GPU each sample is the mean of as many in a row as were profiled, because
+            the host runs ahead of the device.
         profiled_step_s: the same under the profiler: the difference is the profiler's own cost.
         steps: how many were profiled.
         flops: of one step, None without ceilings.
@@ -71,7 +72,6 @@ class Explanation(Answer):
     timing: Timing
     profiled_step_s: float
     steps: int
-    in_a_row: int
     flops: int | None = None
     notes: tuple[str, ...] = ()
 
@@ -120,7 +120,7 @@ class Explanation(Answer):
         place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
         time = self.estimate
         step = self._row(
-            place, "step_time_s", time.value, {"cache": "hot", "in_a_row": self.in_a_row}, n=time.n, ci_low=time.ci_low,
+            place, "step_time_s", time.value, {"cache": "hot"}, n=time.n, ci_low=time.ci_low,
             ci_high=time.ci_high, limit_source="no limit: what the step must do is not known", **state_of_device(self.timing),
         )  # fmt: skip
         about = {"of": "step", "profiled_steps": self.steps}
@@ -154,7 +154,8 @@ def explain(
     outside of operators. What is left is unexplained. Kinds of kernels are told by their names.
 
     The step is really done, some hundred times in all: three times `profiled_steps` in a row under the profiler, of which the
-    time of median length counts; `minimum_samples` times without it, whose median the shares are scaled to; and warm-up.
+    time of median length counts; without it `minimum_samples` times (on a GPU each of `profiled_steps` in a row), whose
+    median the shares are scaled to; and warm-up.
 
     Args:
         step: does one step. Takes nothing, or the batch where `data` is given. It need not synchronise.
@@ -173,7 +174,7 @@ def explain(
     device = device_of(device)
     with noting("explain", label):
         timing = time_function(
-            lambda: run_step(step, feed), device, cold=False, back_to_back=profiled_steps,
+            lambda: run_step(step, feed), device, cold=False, back_to_back=1 if device.kind == "cpu" else profiled_steps,
             minimum_samples=minimum_samples, time_limit_s=time_limit_s,
         )  # fmt: skip
         trace = trace_steps(step, feed, device, profiled_steps)
@@ -186,7 +187,7 @@ def explain(
     parts = tuple(Part(name, ns, ns / window, ns / window * median) for name, ns in _named(kinds, ideal).items())
     profiled = window / trace.steps / 1e9
     notes = tuple(_notes(kinds[GEMM], ideal, ceilings, profiled / median - 1))
-    return Explanation(label, device, parts, timing, profiled, trace.steps, profiled_steps, work, notes)
+    return Explanation(label, device, parts, timing, profiled, trace.steps, work, notes)
 
 
 def _named(kinds: dict[str, int], ideal_ns: float | None) -> dict[str, int]:

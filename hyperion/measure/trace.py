@@ -133,10 +133,13 @@ def operator_kind(name: str) -> str:
 
 def gpu_events(raw: list[dict], index: int | None) -> list[Event]:
     """Kernels, copies and fills of one GPU in a trace of the profiler; of every GPU where `index` is None."""
+    work = [event for event in raw if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    # Tracers number devices in ways of their own; one that is alone must be the one.
+    alone = len({event["args"].get("device") for event in work}) < 2
     found = []
-    for event in raw:
-        category, about = event.get("cat"), event.get("args", {})
-        if category not in ("kernel", "gpu_memcpy", "gpu_memset") or index not in (None, about.get("device", index)):
+    for event in work:
+        category, about = event["cat"], event["args"]
+        if not alone and index is not None and about.get("device") != index:
             continue
         kind = MEMORY
         if category == "kernel":
