@@ -193,8 +193,32 @@ def lab(
 
 
 @app.command()
-def doctor() -> None:
-    """Check this machine and installation; each finding comes with its evidence and its remedy."""
+def doctor(
+    floors: Annotated[
+        bool, typer.Option("--floors", help="Measure what a healthy device reaches at least, and hold it against that.")
+    ] = False,
+    run: Annotated[
+        str | None, typer.Option(help="With --floors: read a run instead of measuring.", show_default="measure now")
+    ] = None,
+    harness: Annotated[
+        bool, typer.Option("--harness", help="Plant faults into measurements, and see that each is caught.")
+    ] = False,
+) -> None:
+    """Check this machine and installation; each finding comes with its evidence and its remedy.
+
+    With --floors: the vendor's published acceptance floors of this device, cited, else sanity bounds of ours from its data
+    sheet; on one device, on both dies of an MI250X module, on all. Exit code 1 when one is not met.
+
+    With --harness: every way to measure wrongly that this library knows, planted into a measurement, and what refused it.
+    """
+    if harness:
+        _harness()
+        return
+    if floors:
+        _floors(run)
+        return
+    if run is not None:
+        raise HyperionError("--run goes with --floors", next_step=f"hyperion doctor --floors --run {run}")
     from hyperion.doctor import run_checks
 
     colours = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -250,6 +274,27 @@ def publish(
     print(f"published: {folder}")
     if left_out:
         print(f"left out for their size: {', '.join(left_out)}")
+
+
+def _harness() -> None:
+    from hyperion.doctor.harness import self_test, self_test_conclusion, self_test_table
+
+    results, console = self_test(), _console()
+    console.print(self_test_table(results))
+    console.print(self_test_conclusion(results), markup=False, soft_wrap=True)
+    if not all(result.passed for result in results):
+        raise typer.Exit(1)
+
+
+def _floors(run: str | None) -> None:
+    from hyperion.doctor import check_floors, floor_table
+
+    report, console = check_floors(run), _console()
+    if report.verdicts:
+        console.print(floor_table(report))
+    console.print(report.conclusion, markup=False, soft_wrap=True)
+    if report.healthy is False:
+        raise typer.Exit(1)
 
 
 def _report_of(reports: list) -> None:

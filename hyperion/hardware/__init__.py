@@ -2,7 +2,7 @@
 
 from hyperion.hardware.device import Device, HardwareError, detect, detect_cpu
 from hyperion.hardware.facts import Facts, GpuFacts, collect_facts
-from hyperion.hardware.fingerprint import fingerprint, git_state, source_hash
+from hyperion.hardware.fingerprint import facts_of, fingerprint, git_state, source_hash
 from hyperion.hardware.floors import Floor, floors_for
 from hyperion.hardware.precision import DTYPES, PATHS, canonical_dtype, fp8_format, gemm_path
 from hyperion.hardware.specs import Peak, Specification, lookup, peak, specification
@@ -10,6 +10,6 @@ from hyperion.hardware.telemetry import Sampler, Telemetry, read
 
 __all__ = [
     "DTYPES", "PATHS", "Device", "Facts", "Floor", "GpuFacts", "HardwareError", "Peak", "Sampler", "Specification", "Telemetry",
-    "canonical_dtype", "collect_facts", "detect", "detect_cpu", "fingerprint", "floors_for", "fp8_format", "gemm_path",
-    "git_state", "lookup", "peak", "read", "source_hash", "specification",
+    "canonical_dtype", "collect_facts", "detect", "detect_cpu", "facts_of", "fingerprint", "floors_for", "fp8_format",
+    "gemm_path", "git_state", "lookup", "peak", "read", "source_hash", "specification",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import hyperion
 from hyperion.hardware.facts import Facts, collect_facts
+from hyperion.results.typed import from_json
 
 
 def fingerprint(facts: Facts | None = None) -> dict:
@@ -19,6 +20,19 @@ def fingerprint(facts: Facts | None = None) -> dict:
         gpu["uuid"] = gpu["uuid"] and hashlib.sha256(gpu["uuid"].encode()).hexdigest()[:12]
     content["source"] = {"hash": source_hash(), **git_state()}
     return content
+
+
+def facts_of(content: dict, place: str = "fingerprint") -> Facts:
+    """The facts behind a fingerprint, on any machine; UUIDs stay hashed.
+
+    Args:
+        content: what `fingerprint` returned, read back from JSON.
+        place: its name in errors.
+
+    Raises:
+        HyperionError: names a field that is unknown, missing or of another type.
+    """
+    return from_json(Facts, {name: value for name, value in content.items() if name != "source"}, place)
 
 
 def package_folder() -> Path:

@@ -1,0 +1,119 @@
+"""Measuring what floors name: on one device, on both dies of an MI250X module, and on all devices at once.
+
+Devices that share a package share its power: what one reaches alone, two may not reach together. One process a device,
+from a common start, and each keeps its device busy until the slowest is done, so that none finishes in the others' absence.
+"""
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hyperion.doctor.machine_rows import all_reduce_row, gemm_rows, named, stream_rows
+from hyperion.hardware import Device, Floor
+from hyperion.hardware.readers import gcd_position
+from hyperion.processes import Job, roll_call, run_ranks, world
+from hyperion.results import Row
+
+ONE, MODULE, ALL = "one device", "both dies of a module", "all devices"
+_PATIENCE = timedelta(minutes=10)
+_HANG_S = 120.0
+
+
+def modes_of(devices: list[Device], root: Path = Path("/")) -> dict[str, list[int]]:
+    """Which devices work at once, by mode; modes that this machine has not are left out.
+
+    Args:
+        root: where sysfs is, which tells the first die of an MI250X module from the second.
+    """
+    modes = {ONE: [0]}
+    ordered = sorted(devices, key=lambda device: device.pci_address or "")
+    for first, second in itertools.pairwise(ordered):
+        if (gcd_position(first, root), gcd_position(second, root)) == ("first", "second"):
+            modes[MODULE] = [first.index, second.index]
+            break
+    if len(devices) > 1 and len(devices) != len(modes.get(MODULE, ())):
+        modes[ALL] = list(range(len(devices)))
+    return modes
+
+
+def measure_floors(
+    floors: list[Floor], devices: list[Device], on_line: Callable[[str], object], time_limit_s: float = 2.0
+) -> list[Row]:
+    """Rows for the floors in every mode, which stands in their params, one of each device that worked.
+
+    Raises:
+        RankError: a device's process failed, or hung.
+    """
+    params = {
+        "floors": [asdict(floor) for floor in floors], "modes": modes_of(devices), "time_limit_s": time_limit_s,
+        "heat_s": 2.0,
+    }  # fmt: skip
+    job = Job("hyperion.doctor.floor_modes:measure_on_rank", params, timeout_s=900.0, ranks=len(devices))
+    answers = run_ranks(job, on_line=on_line)
+    return [Row(**row) for answer in answers for row in answer["rows"]]
+
+
+def measure_on_rank(floors: list[dict], modes: dict[str, list[int]], time_limit_s: float, heat_s: float) -> dict:
+    """A rank's side: its device alone or beside others, mode by mode, then the all-reduce of all.
+
+    Args:
+        heat_s: how long a device does the work before it is timed: clocks and power need a while to settle.
+    """
+    here, todo = world(), [Floor(**floor) for floor in floors]
+    # Who waits must not keep its GPU busy, as NCCL's barrier would: gloo waits on the CPU.
+    everybody = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    rows: list[Row] = []
+    for mode, ranks in modes.items():
+        together = dist.new_group(ranks, backend="gloo", timeout=_PATIENCE)
+        for floor in todo if here.rank in ranks else ():
+            if floor.quantity != "all_reduce":
+                if here.rank == 0:
+                    print(f"{mode}: {floor.quantity} {floor.dtype}", flush=True)
+                measured = _measured_together(_measurement(floor, here.device, time_limit_s), together, heat_s)
+                rows += named(measured, rank=here.rank, mode=mode)
+        dist.barrier(everybody)
+    rows += named(_all_reduces(todo, time_limit_s), rank=here.rank, mode=list(modes)[-1])
+    return {"rows": [asdict(row) for row in rows]}
+
+
+def measure_floor(floor: Floor, device: Device, time_limit_s: float) -> list[Row]:
+    """Rows of one floor's quantity on one device, under the floor's conditions: products with warm caches, streams cold."""
+    if floor.quantity == "gemm":
+        return gemm_rows(device, floor.dtype, floor.size, cold=False, time_limit_s=time_limit_s)
+    return stream_rows(device, floor.quantity, floor.dtype, floor.size, time_limit_s=time_limit_s)
+
+
+def _measurement(floor: Floor, device: Device, time_limit_s: float) -> Callable[[], list[Row]]:
+    return lambda: measure_floor(floor, device, time_limit_s)
+
+
+def _measured_together(measure: Callable[[], list[Row]], group: dist.ProcessGroup, heat_s: float) -> list[Row]:
+    """What `measure` returns when all ranks of the group do it at once, on devices that are warm."""
+    started = time.monotonic()
+    while time.monotonic() - started < heat_s:
+        measure()
+    dist.barrier(group)
+    rows = measure()
+    finished = dist.barrier(group, async_op=True)
+    while not finished.is_completed():
+        measure()
+    finished.wait()
+    return rows
+
+
+def _all_reduces(floors: list[Floor], time_limit_s: float) -> list[Row]:
+    """The all-reduces that floors of this many ranks name."""
+    here = world()
+    wanted = [floor for floor in floors if floor.quantity == "all_reduce" and floor.ranks == here.size]
+    if not wanted or here.size < 2:
+        return []
+    with roll_call(_HANG_S) as roll:
+        rows = [all_reduce_row(here, roll, floor.dtype, floor.size, time_limit_s=time_limit_s) for floor in wanted]
+        roll.step("the end of the measurement")
+        dist.barrier()
+    return rows

@@ -1,0 +1,103 @@
+"""Ceilings of one device as rows: a product, a stream or an all-reduce, timed and verified, with the joules it took."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from hyperion.experiments.collective_limits import busbw_limit
+from hyperion.experiments.columns import bandwidth_limit, gemm_limit, out_of_memory_reason, timed_columns
+from hyperion.hardware import Device
+from hyperion.measure import COLLECTIVES, FORMATS, Energy, Gemm, energy_of, measure_bandwidth, measure_collective
+from hyperion.processes import RollCall, World
+from hyperion.results import Estimate, Row
+
+NOTEBOOK = "machine"
+PRODUCT = "torch.mm"
+_ENERGY_METRICS = {"gemm_tflops": "energy_j_per_tflop", "bandwidth_gb_s": "energy_j_per_gb"}
+# Input, output, and what checking a stretch of them takes.
+_BUFFERS, _CHECKING_BYTES = 2, 2 << 30
+
+
+def gemm_rows(device: Device, dtype: str, size: int, *, cold: bool, time_limit_s: float) -> list[Row]:
+    """Rate and energy of a square product with cold or warm caches; without a value and with the reason where there is none."""
+    row = Row(
+        notebook=NOTEBOOK, experiment="gemm", variant=PRODUCT, metric="gemm_tflops", value=None, dtype=dtype,
+        params={"m": size, "n": size, "k": size, "cache": "cold" if cold else "hot"},
+    )  # fmt: skip
+    if absent := _cannot(device, dtype):
+        return [replace(row, value_reason=absent)]
+    try:
+        product = Gemm(size, size, size, dtype, device)
+        timing, verification = product.measure(cold=cold, time_limit_s=time_limit_s)
+    except torch.OutOfMemoryError as error:
+        return [replace(row, value_reason=out_of_memory_reason(error))]
+    if dtype == "tf32" and verification.error < FORMATS["fp32"].gemm_tolerance:
+        return [replace(row, value_reason="TF32 was allowed, but the product has the accuracy of fp32")]
+    rate = timing.estimate.map(lambda seconds: product.flops / seconds / 1e12)
+    limit, source = gemm_limit(device, dtype)
+    columns = timed_columns(rate, timing, verification)
+    row = replace(row, value=rate.value, limit=limit, limit_source=f"{source}; by {product.backend}", **columns)
+    energy = energy_of(timing)
+    return [row, _energy_row(row, energy, energy.j_per_tflop(product.flops))]
+
+
+def stream_rows(device: Device, operation: str, dtype: str, elements: int, *, time_limit_s: float) -> list[Row]:
+    """Rate and energy of a stream with flushed caches; without a value and with the reason where it does not fit."""
+    row = Row(
+        notebook=NOTEBOOK, experiment="bandwidth", variant=operation, metric="bandwidth_gb_s", value=None, dtype=dtype,
+        params={"elements": elements, "cache": "cold"},
+    )  # fmt: skip
+    try:
+        measured = measure_bandwidth(operation, elements, dtype, device, time_limit_s=time_limit_s)
+    except torch.OutOfMemoryError as error:
+        return [replace(row, value_reason=out_of_memory_reason(error))]
+    rate = measured.timing.estimate.map(lambda seconds: measured.bytes / seconds / 1e9)
+    limit, source = bandwidth_limit(device, measured.bytes)
+    columns = timed_columns(rate, measured.timing, measured.verification)
+    row = replace(row, value=rate.value, limit=limit, limit_source=source, **columns)
+    energy = energy_of(measured.timing)
+    return [row, _energy_row(row, energy, energy.j_per_gb(measured.bytes))]
+
+
+def all_reduce_row(here: World, roll: RollCall, dtype: str, size_bytes: int, *, time_limit_s: float) -> Row:
+    """Bus bandwidth of an all-reduce over all ranks. Every rank calls it."""
+    device, collective = here.device, COLLECTIVES["all_reduce"]
+    row = Row(
+        notebook=NOTEBOOK, experiment="collectives", variant="all_reduce", metric="busbw_gb_s", value=None, dtype=dtype,
+        params={"bytes": size_bytes, "ranks": here.size, "backend": here.backend},
+    )  # fmt: skip
+    needed = _BUFFERS * size_bytes + _CHECKING_BYTES
+    if needed > device.memory_bytes:
+        there = f"needs {needed / 2**30:.1f} GiB, the device has {device.memory_bytes / 2**30:.1f}"
+        return replace(row, value_reason=there)
+    measured = measure_collective(collective, size_bytes, dtype, here, roll, time_limit_s=time_limit_s)
+    rate = measured.timing.estimate.map(measured.busbw_gb_s)
+    limit, source = busbw_limit(device, collective, here.size)
+    columns = timed_columns(rate, measured.timing, measured.verification)
+    return replace(row, value=rate.value, limit=limit, limit_source=source, **columns)
+
+
+def named(rows: Iterable[Row], rank: int | None = None, **params) -> list[Row]:
+    """The rows with more parameters, and the rank they were taken on."""
+    return [replace(row, params=row.params | params, rank=rank) for row in rows]
+
+
+def _cannot(device: Device, dtype: str) -> str:
+    supported, how = device.supports(dtype)
+    return "" if supported else f"unsupported: {how}"
+
+
+def _energy_row(row: Row, energy: Energy, joules: Estimate | None) -> Row:
+    """The row of the joules beside that of the rate: same work, same samples."""
+    params = row.params | ({"power_scope": energy.scope} if energy.scope else {})
+    if energy.counter_difference is not None:
+        params["counter_difference"] = round(energy.counter_difference, 4)
+    bare = Row(
+        notebook=row.notebook, experiment=row.experiment, variant=row.variant, metric=_ENERGY_METRICS[row.metric],
+        value=None, dtype=row.dtype, params=params,
+    )  # fmt: skip
+    if joules is None:
+        return replace(bare, value_reason=energy.reason)
+    state = {"clock_mhz": row.clock_mhz, "power_w": row.power_w, "throttle": row.throttle}
+    return replace(bare, value=joules.value, n=joules.n, ci_low=joules.ci_low, ci_high=joules.ci_high, **state)
