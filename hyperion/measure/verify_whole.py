@@ -19,14 +19,14 @@ def verify_sum(total: torch.Tensor, factors: tuple[torch.Tensor, ...], number_fo
     A library that accumulates in 16 bits fails.
 
     Args:
-        total: the sum, one element, poisoned with NaN before the timed calls.
+        total: the sum, poisoned with NaN before the timed calls; where it has several elements, each must be the sum.
         factors: one tensor (a sum) or two (a dot product) of n elements whose products have random signs.
 
     Source: Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, sections 2.8 and 3.1.
     """
     exact, squares = _float64_sums(factors)
     scale = squares**0.5
-    difference = abs(total.double().item() - exact)
+    difference = (total.double() - exact).abs().max().item()  # NaN where any element is
     storage = torch.finfo(number_format.storage)
     accumulated = min(storage.eps, torch.finfo(torch.float32).eps)
     tolerance = factors[0].numel() ** 0.5 * accumulated + _DEVIATIONS * storage.eps / 2

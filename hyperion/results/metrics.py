@@ -34,6 +34,9 @@ _METRICS = (
     Metric("bandwidth_gb_s", "GB/s", "higher", "bytes read and written over the median time", True, True, True),
     Metric("energy_j_per_tflop", "J/TFLOP", "lower", "median power x median time for 10¹² operations", False, True),
     Metric("energy_j_per_gb", "J/GB", "lower", "median power x median time for 10⁹ bytes", False, True),
+    Metric("launch_time_s", "s", "lower", "enqueuing one trivially small kernel, or its turn in a graph", False, True, True),
+    Metric("worthwhile_bytes", "B", "lower", "traffic of a copy that works as long as its launch takes", False, True),
+    Metric("largest_allocation_gib", "GiB", "higher", "largest single allocation granted, by bisection", True, False, True),
     Metric("speedup", "ratio", "higher", "interleaved A/B ratio of times, above 1 where A is faster", True, True),
     Metric(
         "roofline_ridge_flop_per_byte", "FLOP/byte", "none", "arithmetic intensity where the two measured roofs meet"
