@@ -21,14 +21,14 @@ def judge_model_check(my_check: Callable[[nn.Module], bool]) -> pd.DataFrame:
     with torch.device("meta"):
         sound = reference_model("vit_b_16").build()
         mutants = {
-            "three layers under the name of a ViT": _stand_in(),
+            "three layers under the name of a ViT": stand_in(),
             "eleven blocks instead of twelve": VisionTransformer(layers=11).build(),
             "another well-known model": reference_model("resnet50").build(),
         }
     return mutation_score(my_check, sound, mutants)
 
 
-def _stand_in() -> nn.Module:
+def stand_in() -> nn.Module:
     """What a published benchmark timed as "Vision Transformer" when it could not import one: 212,328 parameters."""
     return nn.Sequential(
         nn.Conv2d(3, 64, 7, stride=2, padding=3), nn.ReLU(), nn.MaxPool2d(2),
