@@ -121,18 +121,20 @@ def compare(
     """Compare two runs, metric by metric; exit code 1 on a confirmed regression.
 
     A change is confirmed over at least five relaunches a side, at 5 % after Holm's correction, when it exceeds 3 % and
-    the spread between relaunches. With fewer relaunches it is listed as unconfirmed.
+    the spread between relaunches. With fewer relaunches it is listed as unconfirmed. The last line says what such a
+    comparison can see: its power for a change of 3 %, and the change that it would confirm four times out of five.
     """
     from hyperion.results import compare as compare_runs
-    from hyperion.results import relaunches
+    from hyperion.results import relaunches, sensitivity
 
     side_a, side_b = relaunches(a), relaunches(b)
     compared = compare_runs(side_a, side_b)
-    table = Table(*("variant", "metric", "A", "B", "change", "spread", "p (Holm)", "verdict"), pad_edge=False)
+    columns = ("variant", "metric", "A", "B", "change", "spread", "p (Holm)", "power at 3 %", "verdict")
+    table = Table(*columns, pad_edge=False)
     for c in compared:
         if everything or c.verdict != "same":
-            p = "" if c.p_value is None else f"{c.p_value:.2g}"
-            numbers = (f"{c.median_a:.5g}", f"{c.median_b:.5g}", f"{c.change:+.1%}", f"{c.spread:.1%}", p)
+            p, power = ("", "") if c.p_value is None else (f"{c.p_value:.2g}", f"{c.power:.0%}")
+            numbers = (f"{c.median_a:.5g}", f"{c.median_b:.5g}", f"{c.change:+.1%}", f"{c.spread:.1%}", p, power)
             table.add_row(c.name.replace("[", "\\["), c.metric, *numbers, c.verdict)
     console = _console()
     if table.row_count:
@@ -140,6 +142,8 @@ def compare(
     counts = {v: sum(c.verdict == v for c in compared) for v in ("regression", "improvement", "unconfirmed", "same")}
     told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     console.print(f"{len(compared)} values, {len(side_a)} against {len(side_b)} relaunches: {told}", markup=False)
+    if told := sensitivity(compared):
+        console.print(told, markup=False)
     if counts["regression"]:
         raise typer.Exit(_REGRESSION)
 

@@ -81,9 +81,10 @@ def test_compare_fails_on_a_confirmed_regression_only(tmp_path):
         stored(tmp_path / "b" / str(index), 80.0 + index / 10)
     slower = hyperion("compare", str(tmp_path / "a"), str(tmp_path / "b"))
     assert slower.returncode == 1 and "regression" in slower.stdout and "-20" in slower.stdout
+    assert "power: a change of 3% for the worse" in slower.stdout and "power at 3" in slower.stdout
     assert hyperion("compare", str(tmp_path / "b"), str(tmp_path / "a")).returncode == 0
     single = hyperion("compare", str(tmp_path / "a/0"), str(tmp_path / "b/0"))
-    assert single.returncode == 0 and "1 unconfirmed" in single.stdout
+    assert single.returncode == 0 and "1 unconfirmed" in single.stdout and "power: a" not in single.stdout
 
 
 def test_clean_lists_before_it_removes(tmp_path):

@@ -9,6 +9,7 @@ import numpy as np
 from hyperion.errors import HyperionError
 from hyperion.results.folders import find_run
 from hyperion.results.metrics import metric_named
+from hyperion.results.power import Rule, detectable_change, log_deviation, power
 from hyperion.results.statistics import holm, welch_p_value
 from hyperion.results.store import RUN, Run
 
@@ -26,6 +27,10 @@ class Comparison:
         spread: largest relative range among the relaunches of one side.
         p_value: Welch's test on the logarithms, corrected by Holm over all metrics compared; None with too few relaunches.
         verdict: regression, improvement, same, or unconfirmed (moved, but fewer than five relaunches a side).
+        power: the chance that a change of 3 % for the worse would have been confirmed, given how the relaunches scatter and
+            how many there are; None with too few. 3 % is the threshold itself, so that it is a half at most.
+        detectable: the smallest change for the worse that would have been confirmed four times out of five; None with too
+            few relaunches, or where none would.
     """
 
     name: str
@@ -36,6 +41,8 @@ class Comparison:
     spread: float
     p_value: float | None
     verdict: str
+    power: float | None = None
+    detectable: float | None = None
 
 
 def relaunches(name: str) -> list[Run]:
@@ -70,8 +77,24 @@ def compare(runs_a: list[Run], runs_b: list[Run]) -> list[Comparison]:
         )
     enough = min(len(runs_a), len(runs_b)) >= RELAUNCHES
     p_values = holm([welch_p_value(values_a[key], values_b[key]) for key in shared]) if enough else [None] * len(shared)
-    compared = [_compared(key, values_a[key], values_b[key], p) for key, p in zip(shared, p_values, strict=True)]
+    rule = Rule(len(runs_a), len(runs_b), SIGNIFICANCE / len(shared), SMALLEST_CHANGE) if enough else None
+    compared = [_compared(key, values_a[key], values_b[key], p, rule) for key, p in zip(shared, p_values, strict=True)]
     return sorted(compared, key=lambda comparison: comparison.change)
+
+
+def sensitivity(compared: list[Comparison]) -> str:
+    """What a comparison could have seen, in a sentence; "" with too few relaunches to confirm anything."""
+    powers = [c.power for c in compared if c.power is not None]
+    if not powers:
+        return ""
+    changes = sorted(float("inf") if c.detectable is None else c.detectable for c in compared)
+    middle = changes[(len(changes) - 1) // 2]
+    confirmed = "none, for half of the values" if middle == float("inf") else f"{middle:.1%}"
+    return (
+        f"power: a change of {SMALLEST_CHANGE:.0%} for the worse would have been confirmed with a chance of "
+        f"{np.median(powers):.0%} (median over the values; {min(powers):.0%} to {max(powers):.0%}), and four times out of "
+        f"five one of {confirmed}"
+    )
 
 
 def _values(runs: list[Run]) -> dict[tuple, list[float]]:
@@ -84,7 +107,7 @@ def _values(runs: list[Run]) -> dict[tuple, list[float]]:
     return values
 
 
-def _compared(key: tuple, a: list[float], b: list[float], p_value: float | None) -> Comparison:
+def _compared(key: tuple, a: list[float], b: list[float], p_value: float | None, rule: Rule | None) -> Comparison:
     metric = key[-1]
     median_a, median_b = float(np.median(a)), float(np.median(b))
     change = median_b / median_a - 1
@@ -92,7 +115,11 @@ def _compared(key: tuple, a: list[float], b: list[float], p_value: float | None)
         change = median_a / median_b - 1
     spread = max((max(side) - min(side)) / float(np.median(side)) for side in (a, b))
     name = " ".join(str(part) for part in key[1:5] if part not in ("", "{}"))
-    return Comparison(name, metric, median_a, median_b, change, spread, p_value, _verdict(change, spread, p_value))
+    seen = (None, None)
+    if rule is not None:
+        deviation = log_deviation(a, b)
+        seen = power(rule, deviation, SMALLEST_CHANGE), detectable_change(rule, deviation)
+    return Comparison(name, metric, median_a, median_b, change, spread, p_value, _verdict(change, spread, p_value), *seen)
 
 
 def _verdict(change: float, spread: float, p_value: float | None) -> str:
