@@ -1,0 +1,43 @@
+"""`hyperion doctor --harness`: the table of planted faults, and an exit code that tells when one gets through."""
+
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from hyperion.cli import app
+from hyperion.doctor import harness
+from hyperion.measure import checks
+from hyperion.measure.self_test import FaultResult
+
+
+def test_all_faults_are_caught_here_and_the_exit_code_is_0():
+    done = CliRunner().invoke(app, ["doctor", "--harness"])
+    told = re.sub(r"[\s│┃]+", " ", done.output)
+    assert done.exit_code == 0, told
+    faults = len(harness.ALL_FAULTS)
+    assert f"{faults} of {faults} planted faults caught, {faults} of {faults} clean twins pass" in told
+    assert "no synchronisation" in told and "checks.require_whole_work" in told
+
+
+@pytest.fixture
+def few_faults(monkeypatch):
+    names = ("no cache flush", "best of one")
+    monkeypatch.setattr(harness, "ALL_FAULTS", tuple(f for f in harness.ALL_FAULTS if f.name in names))
+
+
+def test_a_fault_that_gets_through_makes_it_1(monkeypatch, few_faults):
+    monkeypatch.setattr(checks, "require_flushed", lambda *given: None)
+    done = CliRunner().invoke(app, ["doctor", "--harness"])
+    assert done.exit_code == 1
+    assert "1 of 2 planted faults caught, 2 of 2 clean twins pass" in done.output
+    assert "not told apart: no cache flush" in done.output and "nothing objected" in done.output
+
+
+def test_a_clean_twin_that_is_refused_makes_it_1(monkeypatch):
+    refused = FaultResult("a fault", "7 [TFLOPS]", "a check", True, "caught", False, "refused [too]", 0.1)
+    monkeypatch.setattr(harness, "run_self_test", lambda device, faults: [refused])
+    done = CliRunner().invoke(app, ["doctor", "--harness"])
+    assert done.exit_code == 1
+    assert "1 of 1 planted faults caught, 0 of 1 clean twins pass" in done.output
+    assert "refused [too]" in done.output and "7 [TFLOPS]" in done.output
