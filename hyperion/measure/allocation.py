@@ -67,7 +67,8 @@ def largest_allocation(
 
     Raises:
         NoMemoryCap: the system does not hold this process to the cap.
-        HyperionError: an allocation beyond the device's memory was granted, so that no refusal could be found.
+        HyperionError: an allocation beyond the device's memory was granted, so that no refusal could be found; or not even
+            one step was.
     """
     free = _free_bytes(device)
     if cap_gib is None and device.kind == "cpu":
@@ -105,12 +106,16 @@ class _Search:
                 granted = middle
             else:
                 refused = middle
+        if granted == 0:
+            raise HyperionError(
+                f"not even {self.step_bytes / 2**20:.4g} MiB were granted: {self.refusal}",
+                where=self.device.name,
+                next_step="free some memory, or search in smaller steps: step_bytes=…",
+            )
         return granted
 
     def verify(self, steps: int) -> Verification:
         """Hold the largest once more, write numbers all over it and read them back; the error is the share that differ."""
-        if steps == 0:
-            return Verification("written and read back", 0.0, 0.0)
         held = self._allocate(steps)
         places = torch.linspace(0, held.numel() - 1, _TOUCHED, dtype=torch.float64).long().to(held.device)
         numbers = (torch.arange(_TOUCHED, device=held.device) % 251 + 1).to(torch.uint8)

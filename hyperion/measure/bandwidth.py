@@ -51,7 +51,8 @@ OPERATIONS = {
         Operation("triad", 2, 2, lambda out, a, b: torch.add(a, b, alpha=SCALAR, out=out), lambda a, b: a + SCALAR * b),
     )
 }
-# They read only, which is another path than writing: no figure takes them for one of the operations above.
+# They read only, which is another path than writing: no figure takes them for one of the operations above. On a GPU the
+# library's result is copied into the output, one element, within the timed call.
 REDUCTIONS = {"dot": Operation("dot", 2, 2, lambda out, a, b: torch.dot(a, b, out=out), None)}
 
 

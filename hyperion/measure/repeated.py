@@ -76,13 +76,17 @@ def _calls_in_a_block(function: Callable, device: Device) -> int:
 
 def _captured(function: Callable, calls: int, device: Device) -> torch.cuda.CUDAGraph:
     with torch.cuda.device(device.torch_device):
+        before = torch.cuda.current_stream()
         # A stream of this device: the one that torch keeps for captures belongs to the device that captured first.
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(before)
         with torch.cuda.stream(stream):
             function()  # what a library sets up on a stream's first call cannot be captured
-        torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(calls):
-                function()
+        before.wait_stream(stream)
+        try:
+            with torch.cuda.graph(graph, stream=stream):
+                for _ in range(calls):
+                    function()
+        finally:
+            torch.cuda.set_stream(before)  # torch.cuda.graph leaves its own behind where capturing fails
     return graph
