@@ -21,7 +21,7 @@ from hyperion.hardware import Device, detect, detect_cpu
 from hyperion.measure.answers import ComparisonAnswer, TimeAnswer
 from hyperion.measure.answers_counted import FlopsAnswer, MemoryAnswer
 from hyperion.measure.counting import count_flops, watch_memory
-from hyperion.measure.memory import PeakMemoryRegion
+from hyperion.measure.memory import GIB, PeakMemoryRegion
 from hyperion.measure.timing import MINIMUM_SAMPLES, time_interleaved
 from hyperion.measure.verify import relative_error
 
@@ -228,19 +228,21 @@ def noting(question: str, label: str) -> Iterator[None]:
 
 
 def _allocated(function: Function, device: Device) -> dict[str, int]:
-    place = torch.device(device.torch_device)
-    torch.cuda.synchronize(place)
-    before = torch.cuda.memory_allocated(place)
-    with PeakMemoryRegion(device):
+    torch.cuda.synchronize(device.torch_device)
+    before = torch.cuda.memory_allocated(device.torch_device)
+    with PeakMemoryRegion(device) as region:
         function()
-    return {"allocator_before_bytes": before, "allocator_peak_bytes": torch.cuda.max_memory_allocated(place)}
+    return {"allocator_before_bytes": before, "allocator_peak_bytes": round(region.peak.gib * GIB)}
 
 
 def _output_of(function: Function, device: Device) -> tuple[list, object]:
     """Leaves and shape of what a call from a fixed random state returns; tensors copied, for the next call may overwrite them."""
     gpus = [torch.device(device.torch_device)] if device.kind != "cpu" else []
     with torch.random.fork_rng(gpus):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would seed GPUs that nobody restores
+        for gpu in gpus:
+            with torch.cuda.device(gpu):
+                torch.cuda.manual_seed(0)
         leaves, structure = tree_flatten(function())
     return [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure
 

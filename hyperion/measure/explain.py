@@ -1,7 +1,7 @@
 """Where a training step's time goes, as a waterfall that adds up: your own step, a few of them under PyTorch's profiler."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +11,7 @@ from hyperion.hardware import Device
 from hyperion.measure.answers import Answer, state_of_device
 from hyperion.measure.api import checked_callable, device_of, flops, noting
 from hyperion.measure.intervals import NOBODY, partition
+from hyperion.measure.ranks_clock import RanksClock
 from hyperion.measure.roofline import Ceilings
 from hyperion.measure.timing import MINIMUM_SAMPLES, Timing, time_function
 from hyperion.measure.trace import (
@@ -26,6 +27,7 @@ from hyperion.measure.trace import (
     trace_steps,
 )
 from hyperion.measure.units import estimate_text, seconds_text
+from hyperion.processes import world
 from hyperion.results import Estimate, Row
 
 if TYPE_CHECKING:
@@ -157,6 +159,8 @@ def explain(
     time of median length counts; without it `minimum_samples` times (on a GPU each of `profiled_steps` in a row), whose
     median the shares are scaled to; and warm-up.
 
+    In a process group every rank calls it: the unprofiled step is the slowest rank's, the parts are this rank's own.
+
     Args:
         step: does one step. Takes nothing, or the batch where `data` is given. It need not synchronise.
         data: delivers the batch: a callable, or an iterable (a DataLoader, say), begun anew where it ends.
@@ -173,10 +177,9 @@ def explain(
         raise HyperionError(f"{profiled_steps} profiled steps", where="explain", next_step="profile at least one")
     device = device_of(device)
     with noting("explain", label):
-        timing = time_function(
-            lambda: run_step(step, feed), device, cold=False, back_to_back=1 if device.kind == "cpu" else profiled_steps,
-            minimum_samples=minimum_samples, time_limit_s=time_limit_s,
-        )  # fmt: skip
+        sampling = {"minimum_samples": minimum_samples, "time_limit_s": time_limit_s, "cold": False}
+        in_a_row = 1 if device.kind == "cpu" else profiled_steps
+        timing = _time_steps(lambda: run_step(step, feed), device, in_a_row, sampling)
         trace = trace_steps(step, feed, device, profiled_steps)
         work = flops(lambda: run_step(step, feed)).total if ceilings else None
     order = CPU_ORDER if device.kind == "cpu" else GPU_ORDER
@@ -188,6 +191,16 @@ def explain(
     profiled = window / trace.steps / 1e9
     notes = tuple(_notes(kinds[GEMM], ideal, ceilings, profiled / median - 1))
     return Explanation(label, device, parts, timing, profiled, trace.steps, work, notes)
+
+
+def _time_steps(one: Callable[[], object], device: Device, in_a_row: int, sampling: dict) -> Timing:
+    here = world()
+    if here.size == 1:
+        return time_function(one, device, back_to_back=in_a_row, **sampling)
+    # A step may hold collectives: all ranks must take as many of them.
+    clock = RanksClock(replace(here, device=device), lambda: None, lambda what: None)
+    timing = time_function(lambda: [one() for _ in range(in_a_row)], device, clock=clock, **sampling)
+    return replace(timing, samples_s=timing.samples_s / in_a_row, warmup_s=tuple(s / in_a_row for s in timing.warmup_s))
 
 
 def _named(kinds: dict[str, int], ideal_ns: float | None) -> dict[str, int]:

@@ -45,6 +45,8 @@ _PRODUCT_OPERATOR = re.compile(
     r"|scaled_grouped_mm|mkl_linear|linear_pointwise|.*conv.*|.*scaled_dot_product.*attention.*)$"
 )
 _GLUE = re.compile(r"^autograd::|Backward\d*$|^torch::autograd::")
+# Work of a CPU that is noted as a region, not as an operator: what a compiler fused, and collectives on threads of their own.
+_WORK_NOTED = re.compile(r"CompiledFxGraph|^gloo:")
 _HOST_COPY = re.compile(r"HtoD|DtoH|HostToDevice|DeviceToHost|Host ?-> ?Device|Device ?-> ?Host", re.IGNORECASE)
 
 
@@ -155,7 +157,7 @@ def cpu_events(raw: list[dict]) -> list[Event]:
     operators = [
         Event(event["name"], *_ends(event), event["tid"], operator_kind(event["name"]))
         for event in raw
-        if event.get("ph") == "X" and (event.get("cat") == "cpu_op" or "CompiledFxGraph" in event["name"])
+        if event.get("ph") == "X" and (event.get("cat") == "cpu_op" or _WORK_NOTED.search(event["name"]))
     ]
     return innermost(operators) if operators else []
 
