@@ -1,7 +1,6 @@
 """What launching costs: the host's time to enqueue a kernel, the device's between kernels of a graph, and the smallest kernel
 that is worth it."""
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import torch
 
 from hyperion.hardware import Device
 from hyperion.measure.cache_sweep import CachePoint
+from hyperion.measure.clocks import WallClock
 from hyperion.measure.repeated import RepeatedCalls
 from hyperion.measure.timing import Timing, time_function
 from hyperion.measure.verify import Verification
@@ -126,29 +126,19 @@ def _crossing(target: float, times: np.ndarray, sizes: Sequence[int]) -> float:
     return float(sizes[last] * (sizes[last + 1] / sizes[last]) ** share)
 
 
-class _EnqueueClock:
+class _EnqueueClock(WallClock):
     """The monotonic clock around `calls` calls in a row on an idle device, not waiting for the work that they enqueue."""
-
-    now = staticmethod(time.monotonic)
-
-    def __init__(self, device: Device, calls: int):
-        self.calls = calls
-        on_cpu = device.kind == "cpu"
-        self._synchronize = (lambda: None) if on_cpu else functools.partial(torch.cuda.synchronize, device.torch_device)
 
     def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
         samples: list[list[float]] = [[] for _ in functions]
         for _ in range(count):
             for function, series in zip(functions, samples, strict=True):
-                self._synchronize()
+                self.synchronize()
                 start = time.perf_counter_ns()
                 for _ in range(self.calls):
                     function()
                 series.append((time.perf_counter_ns() - start) / 1e9 / self.calls)
         return samples
-
-    def in_a_row(self, function: Callable, count: int) -> None:
-        """Until the device is idle it takes longer, and is meant to: the work itself is left out."""
 
 
 def _verify_counts(counter: torch.Tensor, call: Callable[[], None], repeated: RepeatedCalls) -> Verification:

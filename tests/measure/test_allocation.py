@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from hyperion.results import Row
+
 # In a process of its own, which may run out of memory.
 SCRIPT = """
 import dataclasses, json, resource, torch
@@ -61,6 +63,14 @@ def test_without_a_cap_a_host_is_asked_for_half_of_what_is_available(told):
     assert found["cap_bytes"] == pytest.approx(found["free_bytes"] / 2, rel=1e-6)
     assert found["cap_bytes"] - 2 * found["step_bytes"] <= found["granted_bytes"] <= found["cap_bytes"]
     assert found["granted_bytes"] < found["free_bytes"] <= found["memory_bytes"]
+
+
+def test_it_is_a_row_with_the_cap_as_its_limit(told):
+    found = told["coarse"]
+    row = Row(notebook="n", experiment="allocation", variant="single", metric="largest_allocation_gib",
+              value=found["granted_bytes"] / 2**30, limit=found["cap_bytes"] / 2**30, limit_source="cap on this process",
+              check=found["verification"]["name"], check_error=0.0, check_tolerance=0.0)  # fmt: skip
+    row.validate()
 
 
 def test_everything_is_given_back(told):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hyperion.hardware import detect_cpu
 from hyperion.measure import RepeatedCalls, measure_cache_sweep, measure_launch, worthwhile_size
 from hyperion.measure.launch import _crossing, _EnqueueClock, _verify_counts
+from hyperion.results import Row, RowError
 
 SIZES = [2**k for k in range(10, 24, 2)]
 
@@ -31,6 +32,16 @@ def test_a_cpu_has_a_dispatcher_and_no_graphs(cost):
     assert (cost.graph, cost.graph_kernels, cost.asynchronous) == (None, 0, False)
     assert cost.graph_reason == "unavailable: a CPU has no graphs"
     assert (cost.verification.name, cost.verification.error) == ("calls counted", 0.0)
+
+
+def test_the_cost_is_a_row(cost):
+    eager = cost.eager.estimate
+    columns = {"n": eager.n, "ci_low": eager.ci_low, "ci_high": eager.ci_high, "check": cost.verification.name,
+               "check_error": cost.verification.error, "check_tolerance": cost.verification.tolerance}  # fmt: skip
+    row = Row(notebook="n", experiment="launch", variant="eager", metric="launch_time_s", value=eager.value, **columns)
+    row.validate()
+    with pytest.raises(RowError, match="lacks its check"):
+        dataclasses.replace(row, check="").validate()
 
 
 def test_a_call_that_does_not_do_its_work_is_caught():
