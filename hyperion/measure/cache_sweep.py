@@ -42,6 +42,11 @@ class CacheCapacity:
         """Bytes that it holds for so many cores with a part each, spread over the caches."""
         return self.bytes * min(sharers, self.count)
 
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all its caches together."""
+        return self.bytes * self.count
+
 
 @dataclass(frozen=True)
 class CachePoint:
@@ -112,7 +117,7 @@ def sweep_sizes(capacities: Sequence[CacheCapacity], memory_bytes: int) -> list[
     """Working sets in bytes, each twice the one before: from 4 KiB to four times all of the last level together (256 MiB
     where it is unknown), and to no more than an eighth of the memory.
     """
-    largest = max((_LAST_LEVELS * c.bytes * c.count for c in capacities), default=_LARGEST_UNKNOWN)
+    largest = max((_LAST_LEVELS * c.total_bytes for c in capacities), default=_LARGEST_UNKNOWN)
     sizes = [_SMALLEST]
     while sizes[-1] < largest and 2 * sizes[-1] <= memory_bytes // _SHARE_OF_MEMORY:
         sizes.append(2 * sizes[-1])
@@ -136,10 +141,11 @@ def measure_cache_sweep(
         time_limit_s: for each size.
     """
     capacities = cache_capacities(device)
-    launch = _Work(operation, 1, dtype, device, seed, passes=1).calls.time(time_limit_s)
+    shared_up_to = capacities[-1].total_bytes if capacities else _BYTES_A_CALL
+    launch = _Work(operation, 1, dtype, device, seed, shared_up_to=0).calls.time(time_limit_s)
     points = []
     for size in sizes or sweep_sizes(capacities, device.memory_bytes):
-        work = _Work(operation, size, dtype, device, seed)
+        work = _Work(operation, size, dtype, device, seed, shared_up_to)
         level, basis = cache_level(work.working_set_bytes, work.sharers, capacities)
         work.poison()
         timing = work.calls.time(time_limit_s)
@@ -153,34 +159,29 @@ def measure_cache_sweep(
 
 
 class _Work:
-    """Tensors of one working set, and the call that goes over them."""
+    """Tensors of one working set, and the call that goes over them.
 
-    def __init__(self, operation: str, size: int, dtype: str, device: Device, seed: int, passes: int = 0):
-        self.operation, self.format, self.device = operation, FORMATS[dtype], device
+    Every core of a CPU reads all of a working set, so that its own caches must hold all of it. Of one that no cache holds,
+    larger than `shared_up_to` bytes, each reads a part, which is enough; of a copy each does a part at any size.
+    """
+
+    def __init__(self, operation: str, size: int, dtype: str, device: Device, seed: int, shared_up_to: int):
+        self.operation, self.format = operation, FORMATS[dtype]
         arrays = {"read": 1, "copy": 2}[operation]
         self.elements = max(1, size // (arrays * self.format.bytes))
         self.working_set_bytes = arrays * self.elements * self.format.bytes
-        self.passes = passes or self._passes()
+        threads = torch.get_num_threads() if device.kind == "cpu" else 1
+        self.passes, self.sharers = 1, min(threads, -(-self.elements // _ELEMENTS_A_THREAD))
+        if device.kind == "cpu" and operation == "read" and self.working_set_bytes <= shared_up_to:
+            # As many for every thread: PyTorch gives each some of the rows.
+            self.passes = threads * max(1, _BYTES_A_CALL // (threads * self.working_set_bytes))
+            self.sharers = 1
         options = {"device": device.torch_device, "dtype": self.format.storage}
         generator = torch.Generator(device.torch_device).manual_seed(seed)
         self.source = torch.randn(self.elements, generator=generator, **options)
         self.rows = self.source.expand(self.passes, self.elements)
         self.output = torch.empty(self.passes if operation == "read" else self.elements, **options)
         self.calls = RepeatedCalls(self._call, device)
-
-    def _passes(self) -> int:
-        if self.device.kind != "cpu" or self.operation == "copy":
-            return 1
-        # As many for every thread: each takes rows of its own, and so goes over the whole working set.
-        threads = torch.get_num_threads()
-        return threads * max(1, _BYTES_A_CALL // (threads * self.working_set_bytes))
-
-    @property
-    def sharers(self) -> int:
-        """Cores that each keep a part of the working set in their caches: those of a CPU share a copy, but not a read."""
-        if self.device.kind != "cpu" or self.operation == "read":
-            return 1
-        return min(torch.get_num_threads(), -(-self.elements // _ELEMENTS_A_THREAD))
 
     @property
     def how(self) -> str:

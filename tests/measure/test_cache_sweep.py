@@ -22,6 +22,7 @@ from hyperion.measure import (
     sweep_sizes,
     verify_sum,
 )
+from hyperion.measure.cache_sweep import _Work
 from tests.hardware.machines import facts, gpu
 
 KIB, MIB = 2**10, 2**20
@@ -111,3 +112,10 @@ def test_a_long_call_is_made_once_and_a_short_one_often():
     cpu = detect_cpu()
     assert RepeatedCalls(lambda: time.sleep(0.003), cpu).calls == 1
     assert RepeatedCalls(lambda: None, cpu).calls == 1000
+
+
+def test_what_no_cache_holds_is_read_once_in_parts():
+    [last] = [capacity.total_bytes for capacity in cache_capacities(detect_cpu())[-1:]] or [32 * MIB]
+    assert _Work("read", last // 2, "fp32", detect_cpu(), 0, last).sharers == 1
+    beyond = _Work("read", last + 4, "fp32", detect_cpu(), 0, last)
+    assert beyond.passes == 1 and beyond.sharers == min(torch.get_num_threads(), beyond.elements)
