@@ -9,6 +9,7 @@ import pytest
 
 import hyperion
 from hyperion.reproduce import read_book
+from hyperion.reproduce.pages import with_drawn_formulas
 
 ROOT = Path(hyperion.__file__).resolve().parent.parent
 PATHS = sorted(ROOT.glob("phase*/*.ipynb"))
@@ -63,6 +64,11 @@ def test_prose_goes_with_the_code(path):
     prose, code = sources_of(path, "markdown"), sources_of(path, "code")
     assert len(prose) >= PROSE_PER_CODE_CELL * len(code)
     assert prose[0].startswith("# ")
+
+
+def test_every_formula_can_be_drawn(path):
+    for source in sources_of(path, "markdown"):
+        assert "&#92;" not in with_drawn_formulas(source), source
 
 
 def test_no_absolute_paths_no_installs(path):

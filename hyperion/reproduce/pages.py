@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from hyperion.errors import HyperionError
+from hyperion.reproduce.page_css import STYLE
 
 # Bounded, and starting at a slash: an open-ended pattern takes minutes on the half megabyte of a picture's base64.
 _KERNEL_FILE = re.compile(r"/[^\s\"'<>]{0,200}?/ipykernel_\d+/\d+\.py")
@@ -17,12 +18,17 @@ _WIDGET = "application/vnd.jupyter.widget-view+json"
 _MATH = re.compile(
     r"(?P<code>```.*?```|`[^`\n]*`)|\$\$(?P<block>.+?)\$\$|(?<![\\$])\$(?P<inline>[^$\n]+?)\$(?!\d)", re.DOTALL
 )
-# nbconvert's page without what it would fetch: RequireJS, MathJax and Mermaid.
-_TEMPLATE = """{%- extends 'lab/index.html.j2' -%}
+# nbconvert's page in our own look, and without what it would fetch: RequireJS, MathJax and Mermaid.
+_TEMPLATE = (
+    """{%- extends 'lab/index.html.j2' -%}
 {%- block html_head_js_requirejs -%}{%- endblock -%}
 {%- block html_head_js_mathjax -%}{%- endblock -%}
 {%- block html_head_js_mermaidjs -%}{%- endblock -%}
-{%- block jupyter_widgets -%}{%- endblock -%}"""
+{%- block jupyter_widgets -%}{%- endblock -%}
+{%- block notebook_css -%}<style>{% raw %}"""
+    + STYLE
+    + "{% endraw %}</style>{%- endblock -%}"
+)
 
 
 def kept_copy(document, replacements: dict[str, str]):

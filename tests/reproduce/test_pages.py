@@ -3,6 +3,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from hyperion.errors import HyperionError
+from hyperion.reproduce.page_css import STYLE
 from hyperion.reproduce.pages import demand_no_machine_paths, kept_copy, page, with_drawn_formulas
 
 
@@ -29,6 +30,7 @@ def test_the_page_fetches_nothing_and_draws_its_formulas():
     text = page(kept_copy(executed(), {}), "A chapter")
     assert "<title>A chapter</title>" in text
     assert '<img alt="a" src="data:image/svg+xml' in text
+    assert STYLE in text and len(text) < 40_000  # without JupyterLab's style sheets
     for foreign in ('src="http', "src='http", 'link href="http', "cdnjs", "@import"):
         assert foreign not in text
 
