@@ -120,12 +120,12 @@ class FlopsAnswer(Answer):
         light = sum(found.pointwise for found in self.uncounted)
         if not self.by_operator and not self.uncounted:
             return "no PyTorch operator was seen: a replayed graph, or work outside of PyTorch, cannot be counted"
+        besides = f"{light} element-wise operator{'s' if light > 1 else ''} count as 0" if light else ""
+        if not strange:
+            return f"every other operator has a formula; {besides}" if light else "every operator has a formula"
         named = ", ".join(strange[:4]) + (f" and {len(strange) - 4} more" if len(strange) > 4 else "")
-        missing = [f"no formula for {named}"] if strange else []
-        missing += [f"{light} element-wise operators"] if light else []
-        if not missing:
-            return "every operator has a formula"
-        return ("0 IS NOT THE ANSWER" if not self.total else "a lower bound") + f": counted as 0: {'; '.join(missing)}"
+        bound = "a lower bound" if self.total else "0 IS NOT THE ANSWER"
+        return f"{bound}: no formula for {named}" + (f"; {besides} too" if light else "")
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {flops_text(flops)}" for name, flops in list(self.by_operator.items())[:4])
