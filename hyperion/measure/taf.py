@@ -1,0 +1,173 @@
+"""TAF, the rate that a device can reach on the products of one's own model: beside its peak, and beside the best rate of any
+product (MAF).
+
+Source of the three terms: AMD, Measuring max-achievable FLOPS, ROCm blogs, 2025 and 2026. TAF there weighs the products of
+a model by their FLOPs; time being FLOPs / rate, the mean that keeps the total time right is the harmonic one.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import hypot
+
+import torch
+
+from hyperion.errors import HyperionError
+from hyperion.hardware import Device
+from hyperion.measure.captured_gemms import CapturedGemms
+from hyperion.measure.dtypes import FORMATS, matmul_precision
+from hyperion.measure.gemm import Gemm, RefusedProduct
+from hyperion.measure.product_formulas import Product
+from hyperion.measure.timing import Timing, time_function
+from hyperion.measure.verify import Verification, verify_product
+from hyperion.results import Estimate
+
+_LEAST_TIME_S = 0.05
+
+
+@dataclass(frozen=True)
+class Taf:
+    """The FLOP-weighted rate of a model's products.
+
+    Args:
+        tflops: of the products with a known rate, each done alone, one after the other.
+        coverage: their share of the model's FLOPs, from 0 to 1.
+        rates: TFLOPS of each of them.
+        left_out: the others, with the reason.
+    """
+
+    tflops: Estimate
+    coverage: float
+    rates: dict[Product, Estimate]
+    left_out: dict[Product, str]
+
+    def __str__(self) -> str:
+        return f"TAF {self.tflops} TFLOPS over {100 * self.coverage:.1f} % of the FLOPs, {len(self.rates)} products timed"
+
+
+def taf(captured: CapturedGemms, rate: Callable[[Product], Estimate | None] | Mapping[Product, Estimate]) -> Taf:
+    """Total FLOPs over the sum of times, count x FLOPs / rate, of the products whose rate is known.
+
+    The interval follows from theirs as for independent errors: distances of the times from the interval's ends are added
+    up in quadrature.
+
+    Args:
+        rate: TFLOPS of a product, None where it has none.
+
+    Raises:
+        HyperionError: no product has a rate.
+    """
+    known = rate.get if isinstance(rate, Mapping) else rate
+    rates = {product: found for product in captured.counts if (found := known(product)) is not None}
+    if not rates:
+        raise HyperionError(
+            f"none of {len(captured.counts)} products has a rate", where="taf", next_step="time some of them, or allow more time"
+        )
+    work = {product: product.flops * captured.counts[product] / 1e12 for product in rates}
+    total, seconds = sum(work.values()), sum(work[p] / rates[p].value for p in rates)
+    slower = hypot(*(work[p] / rates[p].ci_low - work[p] / rates[p].value for p in rates))
+    faster = hypot(*(work[p] / rates[p].value - work[p] / rates[p].ci_high for p in rates))
+    tflops = Estimate(
+        total / seconds, total / (seconds + slower), total / (seconds - faster), min(found.n for found in rates.values())
+    )
+    left_out = {product: "no rate" for product in captured.counts if product not in rates}
+    covered = sum(product.flops * captured.counts[product] for product in rates)
+    return Taf(tflops, covered / captured.flops, rates, left_out)
+
+
+def measure_taf(captured: CapturedGemms, device: Device, time_limit_s: float = 30.0) -> Taf:
+    """Time the captured products on a device with flushed caches and verify each, those with most FLOPs first.
+
+    Products that lie differently in memory are timed as one, the second operand as a transposed weight; a convolution as the
+    product that it is, its patches already unfolded; attention as batched products, one after the other.
+
+    Args:
+        time_limit_s: after it no further product is begun; what was not timed is in `left_out` and missing in `coverage`.
+
+    Raises:
+        HyperionError: none could be timed, or a product is wrong.
+    """
+    measured: dict[tuple, Estimate | str] = {}
+    deadline = time.monotonic() + time_limit_s
+    ordered = captured.by_flops()
+    for place, (product, _) in enumerate(ordered):
+        left_s = deadline - time.monotonic()
+        if _key(product) in measured:
+            continue
+        if measured and left_s <= 0:
+            measured[_key(product)] = f"the {time_limit_s:g} s were over"
+            continue
+        share_s = max(_LEAST_TIME_S, left_s / (len(ordered) - place))
+        measured[_key(product)] = _rate(product, device, share_s)
+    found = {p: m for p in captured.counts if isinstance(m := measured[_key(p)], Estimate)}
+    reasons = {p: m for p in captured.counts if isinstance(m := measured[_key(p)], str)}
+    if not found:
+        raise HyperionError(
+            f"no product could be timed: {'; '.join(dict.fromkeys(reasons.values())) or 'the call has none'}",
+            where=f"measure_taf on {device.name}",
+            next_step="capture a call that multiplies matrices in a dtype of the device",
+        )
+    weighed = taf(captured, found)
+    return Taf(weighed.tflops, weighed.coverage, found, reasons)
+
+
+def _key(product: Product) -> tuple:
+    return product.batch, product.m, product.n, product.k, product.dtype
+
+
+def _rate(product: Product, device: Device, time_limit_s: float) -> Estimate | str:
+    """TFLOPS, or why there are none."""
+    if product.dtype not in FORMATS or product.batch > 1 and FORMATS[product.dtype].scaled:
+        return f"{product.dtype} has no {'batched ' * (product.batch > 1)}product to time"
+    supported, how = device.supports(product.dtype)
+    if not supported:
+        return f"unsupported: {how}"
+    size = product.m, product.n, product.k, product.dtype, device
+    try:
+        subject = Gemm(*size) if product.batch == 1 else BatchedGemm(product.batch, *size)
+        timing, verification = subject.measure(time_limit_s=time_limit_s)
+    except torch.OutOfMemoryError as error:
+        return f"out of memory: {str(error).splitlines()[0]}"
+    except RefusedProduct as error:
+        return f"refused: {error.what}"
+    if not verification.passed:
+        raise HyperionError(
+            f"{product} is wrong by {verification.error:.2g}, allowed are {verification.tolerance:.2g}",
+            where=f"measure_taf on {device.name}",
+            next_step="do not trust this device: run hyperion doctor",
+        )
+    return timing.estimate.map(lambda seconds: product.flops / seconds / 1e12)
+
+
+class BatchedGemm:
+    """Operands of products of one size that a single call does: C[b,M,N] = A[b,M,K]·B[b,K,N], made as those of `Gemm`.
+
+    Args:
+        batch: products in a call.
+    """
+
+    def __init__(self, batch: int, m: int, n: int, k: int, dtype: str, device: Device, seed: int = 0):
+        self.format, self.device = FORMATS[dtype], device
+        generator = torch.Generator(device.torch_device).manual_seed(seed)
+        normal = {"generator": generator, "device": device.torch_device, "dtype": torch.float32}
+        self.a_BMK = torch.randn(batch, m, k, **normal).to(self.format.storage)
+        self.b_BKN = torch.randn(batch, n, k, **normal).to(self.format.storage).transpose(1, 2)
+        self.c_BMN = torch.empty(batch, m, n, dtype=self.format.storage, device=device.torch_device)
+        self.flops = 2 * batch * m * n * k
+
+    def __call__(self) -> torch.Tensor:
+        return torch.bmm(self.a_BMK, self.b_BKN, out=self.c_BMN)
+
+    def measure(self, *, cold: bool = True, time_limit_s: float = 5.0) -> tuple[Timing, Verification]:
+        """Time the products, then verify the output that the calls left: first, middle and last of the batch."""
+        self.c_BMN.fill_(float("nan"))
+        with matmul_precision(self.format):
+            timing = time_function(self, self.device, cold=cold, time_limit_s=time_limit_s)
+        last = len(self.c_BMN) - 1
+        checks = [
+            verify_product(self.a_BMK[b], self.b_BKN[b], self.c_BMN[b], self.format.gemm_tolerance)
+            for b in sorted({0, last // 2, last})
+        ]
+        unwritten = bool(torch.isnan(self.c_BMN).any())
+        worst = max(checks, key=lambda check: check.error)
+        return timing, Verification(worst.name, float("nan") if unwritten else worst.error, worst.tolerance)
