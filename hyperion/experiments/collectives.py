@@ -20,12 +20,11 @@ from hyperion.measure import (
     half_rate_size,
     measure_collective,
 )
+from hyperion.measure.collectives import memory_needed
 from hyperion.processes import World, roll_call, world
 from hyperion.results import Row
 
 ONE_DEVICE = "one device: a collective takes at least two ranks"
-# Input, output, and what checking a stretch of them takes.
-_BUFFERS, _CHECKING_BYTES = 2, 2 << 30
 
 
 def forecast(context: Context) -> list[Forecast]:
@@ -105,7 +104,7 @@ def _forecast(context: Context, collective: Collective, metric: str, size: int, 
 
 def _too_large(context: Context, size: int) -> str:
     """Why a size is not tried. The same on all ranks: one that ran out of memory alone would leave the others waiting."""
-    needed, there = _BUFFERS * size + _CHECKING_BYTES, context.device.memory_bytes
+    needed, there = memory_needed(size), context.device.memory_bytes
     return f"needs {needed / 2**30:.1f} GiB, the device has {there / 2**30:.1f}" if needed > there else ""
 
 

@@ -1,4 +1,4 @@
-"""Five collectives: what each must leave on every rank, value by value, and which bandwidth its time stands for.
+"""Collectives, and a ring of messages: what each leaves on every rank, value by value, and which bandwidth its time means.
 
 Inputs are whole numbers that differ by rank and by element and whose sums are exact in the format, so the outputs are
 compared for equality: a rank left out, counted twice or swapped with another, or data moved by one element, shows.
@@ -25,6 +25,7 @@ CHECK = "equal to the expected values on every rank"
 _POISON = -1
 _MOST_VALUES = 1 << 11
 _CHUNK = 1 << 24
+_CHECKING_BYTES = 2 << 30
 
 
 class WrongValueError(HyperionError):
@@ -52,6 +53,7 @@ class Collective:
         sums: whether values of all ranks are added up.
         in_place: the output is also the input, and is overwritten by each call.
         whole_input, whole_output: whether that buffer has S bytes, or S / ranks.
+        only_on_root: whether the others' outputs are undefined, and only the root's is compared.
     """
 
     name: str
@@ -63,11 +65,22 @@ class Collective:
     in_place: bool = False
     whole_input: bool = True
     whole_output: bool = True
+    only_on_root: bool = False
 
 
 def root_of(ranks: int) -> int:
-    """Who broadcasts: the last rank. Where 0 is everybody's default, a mistaken root would not show."""
+    """Who broadcasts, and who gets what is reduced: the last rank. Where 0 is the default, a mistaken root would not show."""
     return ranks - 1
+
+
+def _around_the_ring(output: torch.Tensor, given: torch.Tensor) -> None:
+    """Every rank sends to the next one and receives from the one before, at the same time."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    messages = [
+        dist.P2POp(dist.isend, given, (rank + 1) % ranks), dist.P2POp(dist.irecv, output, (rank - 1) % ranks)
+    ]  # fmt: skip
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
 
 
 def _all_to_all_expected(value, rank, ranks, block, index):
@@ -110,6 +123,25 @@ COLLECTIVES = {
 }  # fmt: skip
 
 
+# The operations of the chapters, and those that training uses beside them: checkpoints and pipelines.
+ALL_COLLECTIVES = COLLECTIVES | {
+    collective.name: collective
+    for collective in (
+        Collective(
+            "reduce", "the buffer that each rank gives", lambda n: 1.0,
+            lambda output, _: dist.reduce(output, root_of(dist.get_world_size())),
+            COLLECTIVES["all_reduce"].expected,
+            sums=True, in_place=True, only_on_root=True,
+        ),
+        Collective(
+            "send_recv", "what each rank sends to the next one of a ring", lambda n: 1.0,
+            _around_the_ring,
+            lambda value, rank, ranks, block, index: value((rank - 1) % ranks, index),
+        ),
+    )
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class CollectiveMeasurement:
     """One verified, timed collective.
@@ -140,6 +172,11 @@ def collective_bytes(wanted: int, dtype: str, ranks: int) -> int:
     """S for about `wanted` bytes: the same whole number of elements, at least one, for every rank."""
     element = DTYPES[dtype].itemsize
     return -(-wanted // (element * ranks)) * element * ranks
+
+
+def memory_needed(size_bytes: int) -> int:
+    """Bytes that one collective of S bytes takes at most on a rank: input, output, and what checking a stretch of them does."""
+    return 2 * size_bytes + _CHECKING_BYTES
 
 
 def measure_collective(
@@ -216,6 +253,8 @@ class Buffers:
     def wrong(self) -> tuple[int, tuple[int, float, float] | None]:
         """How many elements differ, and of the first: its index, what stands there, what should."""
         count, first = 0, None
+        if self.collective.only_on_root and self.here.rank != root_of(self.here.size):
+            return count, first
         for start in range(0, self.output.numel(), _CHUNK):
             found = self.output[start : start + _CHUNK]
             index = torch.arange(start, start + found.numel(), device=found.device)

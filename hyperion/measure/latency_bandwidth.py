@@ -9,6 +9,8 @@ from scipy.optimize import nnls
 
 from hyperion.results import Estimate, estimates_of_medians
 
+_SMALLEST_S_PER_GB = 1e-12
+
 
 @dataclass(frozen=True)
 class LatencyBandwidth:
@@ -17,11 +19,14 @@ class LatencyBandwidth:
     Args:
         latency_s: seconds of a message without bytes.
         s_per_gb: seconds that another GB (1e9 bytes) takes; its inverse is the bandwidth.
+        half_rate_gb: size that takes twice the latency, in GB: there half of the bandwidth is reached. Hockney calls it n_1/2.
+            No size where the interval of `s_per_gb` reaches 0: then the times do not grow with it.
         deviation: largest relative distance of a median from the fit; protocols that change with the size make it large.
     """
 
     latency_s: Estimate
     s_per_gb: Estimate
+    half_rate_gb: Estimate
     deviation: float
 
 
@@ -38,12 +43,14 @@ def fit_latency_bandwidth(gigabytes: Sequence[float], times_s: Sequence[Sequence
 
     def fit(medians: np.ndarray) -> np.ndarray:
         # Neither a negative latency nor a negative cost of a byte means anything.
-        return nnls(np.column_stack([1 / medians, size / size.max() / medians]), np.ones(len(size)))[0] / [1, size.max()]
+        scaled = nnls(np.column_stack([1 / medians, size / size.max() / medians]), np.ones(len(size)))[0]
+        latency_s, s_per_gb = scaled / [1, size.max()]
+        return np.array([latency_s, s_per_gb, latency_s / max(s_per_gb, _SMALLEST_S_PER_GB)])
 
-    latency, slope = estimates_of_medians(times_s, fit)
+    latency, slope, half_rate = estimates_of_medians(times_s, fit)
     medians = np.array([np.median(samples) for samples in times_s])
     deviation = np.max(np.abs((latency.value + size * slope.value) / medians - 1))
-    return LatencyBandwidth(latency, slope, float(deviation))
+    return LatencyBandwidth(latency, slope, half_rate, float(deviation))
 
 
 def half_rate_size(sizes: Sequence[float], rates: Sequence[float]) -> float | None:

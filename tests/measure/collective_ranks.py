@@ -15,7 +15,8 @@ from hyperion.experiments import Context
 from hyperion.experiments.collective_check import Check, check_collectives, check_under_torchrun
 from hyperion.experiments.collectives import measure_on_rank
 from hyperion.measure import COLLECTIVES, measure_collective
-from hyperion.measure.collectives import DTYPES, Buffers
+from hyperion.measure.collectives import ALL_COLLECTIVES, DTYPES, Buffers
+from hyperion.measure.overlap import measure_overlap
 from hyperion.processes import RollCall, world
 from hyperion.results import rows_to_csv
 
@@ -26,6 +27,7 @@ EXPERIMENT = {
     "all_reduce_bytes": [TOO_LARGE], "time_limit_s": 0.01, "hang_timeout_s": 60.0,
 }  # fmt: skip
 ELEMENTS = 10_000
+OVERLAPPED = 1 << 22
 
 
 def _all_reduce_then(change):
@@ -55,6 +57,15 @@ def _all_but_the_last(output, given):
     output[-1:] = last
 
 
+def _other_way_round(output, given):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if rank == 1:
+        given = given.flip(0)
+    sent = dist.isend(given, (rank + 1) % ranks)
+    dist.recv(output, (rank - 1) % ranks)
+    sent.wait()
+
+
 # By name: (collective, dtype, the broken call, which ranks it leaves something wrong on).
 FAULTS = {
     "one value on rank 1": ("all_reduce", "fp32", _all_reduce_then(_on_rank_1(_add_one)), (1,)),
@@ -68,15 +79,36 @@ FAULTS = {
     "parts of two ranks swapped": ("all_gather", "bf16", _swapped_parts, (0, 1)),
     "nothing received": ("all_gather", "int64", lambda output, given: None, (0, 1)),
     "the last element not written": ("reduce_scatter", "fp64", _all_but_the_last, (0, 1)),
+    "the root's own part left out": ("reduce", "fp32", lambda output, given: output.zero_(), (1,)),
+    "reduced to another root": ("reduce", "bf16", lambda output, given: dist.reduce(output, 0), (1,)),
+    "a message in another order": ("send_recv", "fp16", _other_way_round, (0,)),
+    "its own message": ("send_recv", "int64", lambda output, given: output.copy_(given), (0, 1)),
     "no exchange": ("all_to_all", "fp32", lambda output, given: output.copy_(given), (0, 1)),
 }
+
+
+def _overlaps() -> dict:
+    """An all-reduce beside a sleep, which needs no core, beside another all-reduce, which needs the same links, and beside
+    products of the library's choice."""
+    other = Buffers(COLLECTIVES["all_reduce"], OVERLAPPED, "fp32", world(), RollCall())
+    beside = {"a sleep": lambda: time.sleep(0.01), "another": other.call, "products": None}
+    told = {}
+    for name, compute in beside.items():
+        measured = measure_overlap(
+            OVERLAPPED, "fp32", world(), RollCall(), compute=compute, minimum_samples=10, time_limit_s=0.05
+        )
+        told[name] = {
+            "share": measured.share.value, "low": measured.share.ci_low, "high": measured.share.ci_high, "words": str(measured),
+            "error": measured.verification.error, "samples": [t.samples_s.tolist() for t in (measured.compute, measured.both)],
+        }  # fmt: skip
+    return told
 
 
 def checks(folder: str) -> dict:
     """Sound and broken collectives and the experiment, written to a file; then a wrong value on rank 1 ends the job."""
     torch.set_num_threads(1)
     told = {"sound": {}, "broken": {}}
-    for name, collective in COLLECTIVES.items():
+    for name, collective in ALL_COLLECTIVES.items():
         for dtype in DTYPES:
             for size in SIZES:
                 m = measure_collective(collective, size, dtype, world(), RollCall(), time_limit_s=0.01)
@@ -86,35 +118,47 @@ def checks(folder: str) -> dict:
                 }  # fmt: skip
     for name, (collective, dtype, call, _) in FAULTS.items():
         size = ELEMENTS * DTYPES[dtype].itemsize
-        buffers = Buffers(replace(COLLECTIVES[collective], call=call), size, dtype, world(), RollCall())
+        buffers = Buffers(replace(ALL_COLLECTIVES[collective], call=call), size, dtype, world(), RollCall())
         buffers.prepare()
         buffers.call()
         told["broken"][name] = buffers.wrong()[0]
     context = Context(notebook="toy", experiment="collectives", sizes=EXPERIMENT, workspace=Path(folder))
     told["rows"] = rows_to_csv(measure_on_rank(context, lambda *progress: None).rows)
+    told["overlap"] = _overlaps()
     Path(folder, f"{world().rank}.json").write_text(json.dumps(told))
     collective, _, call, _ = FAULTS["one value on rank 1"]
     check_collectives(Check([4096], ["bf16"]), {collective: replace(COLLECTIVES[collective], call=call)})
     return {}
 
 
-def _from_call(count: int, what):
-    """An all-reduce before whose call number `count` rank 1 does `what`."""
-    calls = iter(range(1, sys.maxsize))
+def _from_call(name: str, count: int, what):
+    """A collective before whose call number `count` rank 1 does `what`."""
+    calls, sound = iter(range(1, sys.maxsize)), ALL_COLLECTIVES[name]
 
-    def call(output, _):
+    def call(output, given):
         if next(calls) == count and dist.get_rank() == 1:
             what()
-        dist.all_reduce(output)
+        sound.call(output, given)
 
-    return {"all_reduce": replace(COLLECTIVES["all_reduce"], call=call)}
+    return {name: replace(sound, call=call)}
 
 
-def hangs() -> dict:
+def hangs(name: str) -> dict:
     """Rank 1 does not come to one of the calls."""
-    return {"checked": check_collectives(Check([4096], ["fp32"], timeout_s=3), _from_call(10, lambda: time.sleep(600)))}
+    broken = _from_call(name, 10, lambda: time.sleep(600))
+    return {"checked": check_collectives(Check([4096], ["fp32"], timeout_s=3), broken)}
+
+
+def wrong_value(name: str) -> dict:
+    """The ranks on which a collective of two ranks ends are left with one element that is off by one."""
+
+    def call(output, given):
+        ALL_COLLECTIVES[name].call(output, given)
+        _on_rank_1(_add_one)(output)
+
+    return {"checked": check_collectives(Check([4096], ["bf16"]), {name: replace(ALL_COLLECTIVES[name], call=call)})}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    check_under_torchrun(Check([4096], ["fp32"]), _from_call(10, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+    check_under_torchrun(Check([4096], ["fp32"]), _from_call(sys.argv[1], 10, lambda: os.kill(os.getpid(), signal.SIGKILL)))

@@ -9,7 +9,7 @@ import torch
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
 from hyperion.measure import COLLECTIVES, Collective, collective_bytes, measure_collective
-from hyperion.measure.collectives import DTYPES, Buffers, root_of
+from hyperion.measure.collectives import ALL_COLLECTIVES, DTYPES, Buffers, memory_needed, root_of
 from hyperion.processes import Job, RankError, RollCall, World, run_ranks
 from hyperion.results import Row, Run, rows_from_csv
 from tests.measure.collective_ranks import ELEMENTS, EXPERIMENT, FAULTS, SIZES, TOO_LARGE
@@ -35,7 +35,7 @@ def rows(launched) -> list[Row]:
     return rows_from_csv(launched[0][0]["rows"])
 
 
-@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("name", ALL_COLLECTIVES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_collective_is_exact_in_every_format_on_every_rank(launched, name, dtype):
     for size in SIZES:
@@ -52,6 +52,8 @@ def test_all_ranks_hold_the_same_samples_those_of_the_slowest(launched):
 
 def test_busbw_of_one_second_is_the_bytes_that_cross_a_link(launched):
     factors = {"all_reduce": 1, "broadcast": 1, "all_gather": 1 / 2, "reduce_scatter": 1 / 2, "all_to_all": 1 / 2}
+    factors |= {"reduce": 1, "send_recv": 1}
+    assert set(factors) == set(ALL_COLLECTIVES)
     for name, factor in factors.items():
         told = launched[0][0]["sound"][f"{name} fp32 10007"]
         assert told["busbw"] == pytest.approx(factor * told["bytes"] / 1e9)
@@ -62,6 +64,18 @@ def test_a_planted_fault_is_seen_on_the_ranks_that_have_it(launched, fault):
     wrong = [told["broken"][fault] for told in launched[0]]
     assert tuple(rank for rank in range(2) if wrong[rank]) == FAULTS[fault][3]
     assert all(count <= ELEMENTS for count in wrong)
+
+
+def test_an_all_reduce_overlaps_a_sleep_more_than_another_all_reduce(launched):
+    ranks = [told["overlap"] for told in launched[0]]
+    for name in ("a sleep", "another", "products"):
+        # Samples are the slowest rank's, so what is made of them is the same everywhere.
+        assert ranks[0][name] == ranks[1][name] and ranks[0][name]["error"] == 0
+        assert ranks[0][name]["low"] <= ranks[0][name]["share"] <= ranks[0][name]["high"] <= 1.5
+        assert all(len(samples) >= 10 and min(samples) > 0 for samples in ranks[0][name]["samples"])
+    assert min(ranks[0]["a sleep"]["samples"][0]) >= 0.01
+    assert ranks[0]["a sleep"]["share"] > ranks[0]["another"]["share"]
+    assert "2 ranks" in ranks[0]["products"]["words"]
 
 
 def test_a_wrong_value_ends_the_job_and_names_the_rank(launched):
@@ -93,6 +107,8 @@ def simulated(collective: Collective, dtype: str, ranks: int, size: int) -> list
         b.output.copy_(
             {
                 "all_reduce": lambda: torch.stack(inputs).sum(0),
+                "reduce": lambda: torch.stack(inputs).sum(0),
+                "send_recv": lambda rank=rank: inputs[rank - 1],
                 "broadcast": lambda: inputs[root_of(ranks)],
                 "all_gather": lambda: torch.cat(inputs),
                 "reduce_scatter": lambda parts=parts, rank=rank: torch.stack([p[rank] for p in parts]).sum(0),
@@ -102,12 +118,24 @@ def simulated(collective: Collective, dtype: str, ranks: int, size: int) -> list
     return buffers
 
 
-@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("name", ALL_COLLECTIVES)
 @pytest.mark.parametrize(("dtype", "ranks"), [("bf16", 8), ("fp16", 16), ("fp32", 3), ("int64", 12)])
 def test_what_is_expected_holds_for_more_ranks_than_this_machine_has(name, dtype, ranks):
     """Sums of eight ranks in bf16 are exact too: the inputs are small enough."""
-    for buffers in simulated(COLLECTIVES[name], dtype, ranks, 5000):
+    for buffers in simulated(ALL_COLLECTIVES[name], dtype, ranks, 5000):
         assert buffers.wrong() == (0, None)
+
+
+def test_what_is_reduced_is_compared_on_the_root_alone():
+    """The others' outputs are undefined: NCCL leaves them, gloo may use them."""
+    ranks = simulated(ALL_COLLECTIVES["reduce"], "fp32", 3, 5000)
+    for rank in ranks:
+        rank.output[5] += 1
+    assert [rank.wrong()[0] for rank in ranks] == [0, 0, 1]
+
+
+def test_a_collective_needs_its_two_buffers_and_room_for_checking():
+    assert memory_needed(8 << 30) == 18 << 30
 
 
 def test_inputs_differ_by_rank_and_by_element():
