@@ -1,0 +1,206 @@
+"""How the devices of a machine reach each other, as lines of text: NVLink, xGMI and PCIe between GPUs, sockets and NUMA nodes.
+
+Read from NVML for NVIDIA, from the amdgpu driver's files for AMD; where neither tells, torch says between which GPUs a copy
+goes directly. Linux' files are read below `root`, so that tests can hand in another machine's.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from pathlib import Path
+
+from hyperion.hardware.device import Device
+from hyperion.hardware.readers import _nvml_handle
+
+# NVML's levels of the nearest common ancestor, under the names that nvidia-smi gives them.
+_ANCESTORS = {
+    0: ("PSB", "same board"), 10: ("PIX", "one PCIe switch"), 20: ("PXB", "several PCIe switches"),
+    30: ("PHB", "a PCIe host bridge"), 40: ("NODE", "host bridges of one NUMA node"),
+    50: ("SYS", "the link between NUMA nodes"),
+}  # fmt: skip
+_SWITCH = 2  # NVML_NVLINK_DEVICE_TYPE_SWITCH
+_KFD_PCIE, _KFD_XGMI = 2, 11  # HSA_IOLINKTYPE of the kernel's kfd_crat.h
+_KFD_NODES = "sys/class/kfd/kfd/topology/nodes"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Between each pair of devices what a message takes.
+
+    Args:
+        links: short words by (from, to), indices of devices.
+        meanings: what each word stands for.
+        numa_nodes: of each device, None where the system does not tell.
+        source: who told.
+    """
+
+    links: dict[tuple[int, int], str]
+    meanings: dict[str, str]
+    numa_nodes: tuple[int | None, ...]
+    source: str
+
+    @property
+    def lines(self) -> list[str]:
+        """A matrix of the links, a legend, and the source."""
+        count = len(self.numa_nodes)
+        names = [f"GPU{index}" for index in range(count)]
+        table = [["", *names, "NUMA node"]]
+        for i, (name, node) in enumerate(zip(names, self.numa_nodes, strict=True)):
+            cells = ["X" if i == j else self.links.get((i, j), "?") for j in range(count)]
+            table.append([name, *cells, "unknown" if node is None else str(node)])
+        widths = [max(len(row[column]) for row in table) for column in range(count + 2)]
+        matrix = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+        used = dict.fromkeys(self.links.values())
+        legend = [f"{word}: {self.meanings[word]}" for word in used if word in self.meanings]
+        return [*matrix, *legend, f"(from {self.source})"]
+
+
+def topology_lines(
+    devices: Sequence[Device], root: Path = Path("/"), nvml=None, can_access: Callable[[int, int], bool] | None = None
+) -> list[str]:
+    """The topology of these devices as printable lines; of a CPU its sockets and NUMA nodes.
+
+    Args:
+        devices: GPUs in torch's order, or one CPU.
+        nvml: the pynvml module, None to import it where it is installed.
+        can_access: whether GPU i reads GPU j's memory directly, None to ask torch.
+    """
+    if devices[0].kind == "cpu":
+        return cpu_lines(root)
+    found = _nvidia(devices, root, nvml) if devices[0].kind == "cuda" else _amd(devices, root)
+    return (found or _peers(devices, root, can_access)).lines
+
+
+def cpu_lines(root: Path = Path("/")) -> list[str]:
+    """Sockets, and of each NUMA node its CPUs, its memory and the distances that the firmware gives."""
+    cpus = sorted((root / "sys/devices/system/cpu").glob("cpu[0-9]*/topology/physical_package_id"))
+    sockets = {file.read_text().strip() for file in cpus}
+    lines = [f"{len(sockets)} socket{'s' * (len(sockets) != 1)}" if sockets else "sockets: the system does not tell"]
+    nodes = sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda folder: int(folder.name[4:]))
+    for node in nodes:
+        total = re.search(r"MemTotal:\s+(\d+) kB", _text(node / "meminfo"))
+        memory = f"{int(total[1]) / 2**20:.0f} GiB" if total else "memory unknown"
+        cpus, distances = (_text(node / name).strip() for name in ("cpulist", "distance"))
+        lines.append(f"NUMA node {node.name[4:]}: CPUs {cpus or 'none'}, {memory}, distances {distances or 'unknown'}")
+    return lines if nodes else [*lines, "NUMA nodes: the system does not tell"]
+
+
+def _nvidia(devices: Sequence[Device], root: Path, nvml) -> Topology | None:
+    """What nvidia-smi topo -m shows, or None without NVML."""
+    if nvml is None:
+        try:
+            import pynvml as nvml
+        except ImportError:
+            return None
+    try:
+        nvml.nvmlInit()
+        handles = [_nvml_handle(nvml, device) for device in devices]
+        if None in handles:
+            return None
+        places = [_place(nvml.nvmlDeviceGetPciInfo(handle).busId) for handle in handles]
+        ends = [_link_ends(nvml, handle) for handle in handles]
+        links = {
+            (i, j): _nvlink(ends, places, i, j) or _ancestor(nvml, handles[i], handles[j])
+            for i, j in permutations(range(len(devices)), 2)
+        }
+    except nvml.NVMLError:
+        return None
+    meanings = dict(_ANCESTORS.values()) | {
+        word: f"{word[2:]} NVLinks" for word in links.values() if word.startswith("NV")
+    }  # fmt: skip
+    return Topology(links, meanings, _numa_nodes(devices, root), "NVML")
+
+
+def _link_ends(nvml, handle) -> list[str]:
+    """Of each active NVLink of a GPU where it ends: "switch", or the place of another GPU."""
+    ends = []
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            if not nvml.nvmlDeviceGetNvLinkState(handle, link):
+                continue
+            to_switch = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link) == _SWITCH
+            ends.append("switch" if to_switch else _place(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId))
+        except nvml.NVMLError:
+            continue  # no such link on this GPU
+    return ends
+
+
+def _nvlink(ends: list[list[str]], places: list[str], i: int, j: int) -> str:
+    """NV and the number of NVLinks between two GPUs, direct or through the switch; "" without any."""
+    count = ends[i].count(places[j]) or min(ends[i].count("switch"), ends[j].count("switch"))
+    return f"NV{count}" if count else ""
+
+
+def _ancestor(nvml, one, other) -> str:
+    level = nvml.nvmlDeviceGetTopologyCommonAncestor(one, other)
+    return _ANCESTORS.get(level, (f"level {level}", ""))[0]
+
+
+def _place(bus_id: bytes | str) -> str:
+    """A PCI address in one spelling: NVML writes domains in eight digits and in capitals."""
+    text = bus_id.decode() if isinstance(bus_id, bytes) else bus_id
+    domain, _, rest = text.rstrip("\0").lower().partition(":")
+    return f"{int(domain, 16):04x}:{rest}"
+
+
+def _amd(devices: Sequence[Device], root: Path) -> Topology | None:
+    """xGMI and PCIe links that the amdgpu driver lists, or None where it lists none."""
+    nodes = {folder.name: _properties(folder / "properties") for folder in (root / _KFD_NODES).glob("*")}
+    index_of = {device.pci_address: index for index, device in enumerate(devices)}
+    gpu_of = {number: index_of.get(_kfd_place(node)) for number, node in nodes.items() if node.get("simd_count")}
+    links, meanings = {}, {}
+    for file in sorted((root / _KFD_NODES).glob("*/*_links/*/properties")):
+        link = _properties(file)
+        ends = gpu_of.get(str(link.get("node_from"))), gpu_of.get(str(link.get("node_to")))
+        if None in ends or ends[0] == ends[1]:
+            continue
+        word = {_KFD_XGMI: "XGMI", _KFD_PCIE: "PCIe"}.get(link.get("type"), f"type {link.get('type')}")
+        if word == "XGMI" and link.get("max_bandwidth"):
+            word = f"XGMI{link['max_bandwidth'] // 1000}"
+            meanings[word] = f"xGMI, {link['max_bandwidth'] / 1000:g} GB/s by the driver's account"
+        if not links.get(ends, "").startswith("XGMI"):
+            links[ends] = word
+    if not links:
+        return None
+    meanings |= {"XGMI": "xGMI, its rate not told", "PCIe": "PCIe, directly"}
+    for pair in permutations(range(len(devices)), 2):
+        links.setdefault(pair, "none")
+    meanings["none"] = "no link listed"
+    return Topology(links, meanings, _numa_nodes(devices, root), "the amdgpu driver's topology files")
+
+
+def _kfd_place(node: dict[str, int]) -> str:
+    """The PCI address in a node's location_id: bus, device and function; the bits above say which partition it is."""
+    location = node.get("location_id", 0) & 0xFFFF
+    return f"{node.get('domain', 0):04x}:{location >> 8:02x}:{location >> 3 & 31:02x}.{location & 7}"
+
+
+def _properties(file: Path) -> dict[str, int]:
+    pairs = (line.split() for line in _text(file).splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+
+
+def _peers(devices: Sequence[Device], root: Path, can_access: Callable[[int, int], bool] | None) -> Topology:
+    """Between which GPUs torch copies directly: all that is known where no library tells of links."""
+    if can_access is None:
+        import torch
+
+        can_access = torch.cuda.can_device_access_peer
+    pairs = permutations(range(len(devices)), 2)
+    links = {(i, j): "P2P" if can_access(devices[i].index, devices[j].index) else "host" for i, j in pairs}
+    meanings = {"P2P": "direct copies, by an unknown link", "host": "through the host's memory"}
+    return Topology(links, meanings, _numa_nodes(devices, root), "torch: no library here tells of links")
+
+
+def _numa_nodes(devices: Sequence[Device], root: Path) -> tuple[int | None, ...]:
+    texts = [_text(root / f"sys/bus/pci/devices/{device.pci_address}/numa_node").strip() for device in devices]
+    # The kernel writes -1 where the firmware does not say.
+    return tuple(int(text) if text.isdigit() else None for text in texts)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
