@@ -26,6 +26,7 @@ from hyperion.measure.dtypes import FORMATS, NumberFormat, format_of, matmul_pre
 from hyperion.measure.energy import Energy, energy_of
 from hyperion.measure.explain import Explanation, Part, explain
 from hyperion.measure.gemm import Gemm, RefusedProduct, blas_backend
+from hyperion.measure.gemm_search import Finalist, GemmSearch, search_gemm
 from hyperion.measure.latency_bandwidth import LatencyBandwidth, fit_latency_bandwidth, half_rate_size
 from hyperion.measure.launch import LaunchCost, WorthwhileSize, measure_launch, worthwhile_size
 from hyperion.measure.memory import PeakMemory, PeakMemoryRegion
@@ -53,17 +54,18 @@ from hyperion.measure.verify import Verification, relative_error, verify_element
 from hyperion.measure.verify_whole import verify_bits, verify_sum
 
 __all__ = [
-    "COLLECTIVES", "DIRECTIONS", "DISTRIBUTIONS", "FORMATS", "OPERATIONS", "REDUCTIONS", "SWEEPS", "BandwidthMeasurement",
-    "CacheCapacity", "CachePoint", "Ceilings", "Collective", "CollectiveMeasurement", "ComparisonAnswer",
-    "CopyMeasurement", "Energy", "Explanation", "FlopsAnswer", "Gemm", "LargestAllocation", "LatencyBandwidth",
-    "LaunchCost", "MemoryAnswer", "NoMemoryCap", "NumberFormat", "Part", "PeakMemory", "PeakMemoryRegion", "PeerCopy",
-    "Phase", "RanksClock", "RefusedProduct", "RepeatedCalls", "SavedForBackward", "StepTiming", "TensorMemory",
-    "TimeAnswer", "Timing", "Uncounted", "Verification", "WorthwhileSize", "WrongValueError", "allocator_refusal",
-    "blas_backend", "bytes_of", "cache_capacities", "cache_level", "collective_bytes", "compare", "distinct_share",
-    "energy_of", "explain", "fit_latency_bandwidth", "flops", "format_of", "half_rate_size", "largest_allocation",
-    "matmul_precision", "measure_bandwidth", "measure_between", "measure_cache_sweep", "measure_collective",
-    "measure_copy", "measure_launch", "measure_peers", "measure_transfer", "memory", "memory_cap", "peer_pairs",
-    "peer_refusal", "relative_error", "state_of", "sweep_sizes", "time", "time_function", "time_interleaved", "time_step",
+    "COLLECTIVES", "DIRECTIONS", "DISTRIBUTIONS", "FORMATS", "OPERATIONS", "REDUCTIONS", "SWEEPS",
+    "BandwidthMeasurement", "CacheCapacity", "CachePoint", "Ceilings", "Collective", "CollectiveMeasurement",
+    "ComparisonAnswer", "CopyMeasurement", "Energy", "Explanation", "Finalist", "FlopsAnswer", "Gemm", "GemmSearch",
+    "LargestAllocation", "LatencyBandwidth", "LaunchCost", "MemoryAnswer", "NoMemoryCap", "NumberFormat", "Part",
+    "PeakMemory", "PeakMemoryRegion", "PeerCopy", "Phase", "RanksClock", "RefusedProduct", "RepeatedCalls",
+    "SavedForBackward", "StepTiming", "TensorMemory", "TimeAnswer", "Timing", "Uncounted", "Verification",
+    "WorthwhileSize", "WrongValueError", "allocator_refusal", "blas_backend", "bytes_of", "cache_capacities",
+    "cache_level", "collective_bytes", "compare", "distinct_share", "energy_of", "explain", "fit_latency_bandwidth",
+    "flops", "format_of", "half_rate_size", "largest_allocation", "matmul_precision", "measure_bandwidth",
+    "measure_between", "measure_cache_sweep", "measure_collective", "measure_copy", "measure_launch",
+    "measure_peers", "measure_transfer", "memory", "memory_cap", "peer_pairs", "peer_refusal", "relative_error",
+    "search_gemm", "state_of", "sweep_sizes", "time", "time_function", "time_interleaved", "time_step",
     "transfer_refusal", "verify_bits", "verify_data", "verify_elementwise", "verify_product", "verify_sum",
     "worthwhile_size",
 ]  # fmt: skip

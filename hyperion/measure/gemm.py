@@ -110,7 +110,7 @@ class Gemm:
         """
         poison(self.c_MN)
         with matmul_precision(self.format):
-            self._first_call()
+            self.first_call()
         return self._verified()
 
     def measure(self, *, cold: bool = True, time_limit_s: float = 5.0) -> tuple[Timing, Verification]:
@@ -120,12 +120,17 @@ class Gemm:
             RefusedProduct: the library does not do this product here.
         """
         with matmul_precision(self.format):
-            self._first_call()
+            self.first_call()
             poison(self.c_MN)
             timing = time_function(self, self.device, cold=cold, time_limit_s=time_limit_s)
         return timing, self._verified()
 
-    def _first_call(self) -> None:
+    def first_call(self) -> None:
+        """Multiply for the first time, which loads or tunes a kernel, and may find that there is none.
+
+        Raises:
+            RefusedProduct: the library does not do this product here.
+        """
         try:
             self()
         except RuntimeError as error:

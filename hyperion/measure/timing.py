@@ -127,7 +127,7 @@ def time_interleaved(
             "calls in a row find the cache as the call before left it", where="time_interleaved", next_step="cold=False"
         )
     clock = clock or (WallClock(device, back_to_back) if back_to_back else device_clock(device))
-    flush = _Counted(_cache_flush(device)) if cold else None
+    flush = _Counted(cache_flush(device)) if cold else None
     warmups = [_warm_up(clock, function, time_limit_s / 2) for function in functions]
     for function, (windows, _) in zip(functions, warmups, strict=True):
         checks.require_whole_work(windows[-1], functools.partial(clock.in_a_row, function))
@@ -166,7 +166,7 @@ class _Counted:
         self.function()
 
 
-def _cache_flush(device: Device) -> Callable[[], object]:
+def cache_flush(device: Device) -> Callable[[], object]:
     # Twice the last-level cache, read and not written: lines left dirty would be written back inside the timed region.
     count = max(2 * (device.last_level_cache_bytes or 0), 1 << 24) // 4
     buffer = torch.ones(count, dtype=torch.float32, device=device.torch_device)

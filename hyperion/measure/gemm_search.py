@@ -1,0 +1,224 @@
+"""The maximum achievable rate of a format (MAF): a search over shapes, its leaders measured as everything else is."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hyperion.errors import HyperionError
+from hyperion.hardware import Device
+from hyperion.measure.clocks import Clock, device_clock
+from hyperion.measure.dtypes import format_of, matmul_precision
+from hyperion.measure.gemm import Gemm
+from hyperion.measure.operands import Operand, made_up
+from hyperion.measure.shape_ranking import Shape, ShapeRanking, flops_of, grid
+from hyperion.measure.timing import MINIMUM_SAMPLES, Timing, cache_flush, time_interleaved
+from hyperion.measure.verify import Verification
+from hyperion.results import Estimate
+
+FINALISTS = 6
+# A finalist whose few samples put it further behind than this is not timed again.
+_WITHIN = math.log(1.05)
+_SHARE_OF_RANKING = 0.6
+# Warm-up and samples of a finalist, in calls: less than that is no measurement.
+_CALLS_OF_A_FINALIST = MINIMUM_SAMPLES + 12
+_TIMING_LIMIT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Finalist:
+    """One of the leading shapes, timed with cold caches in turn with the others, and verified.
+
+    Args:
+        shape: (M, N, K).
+    """
+
+    shape: Shape
+    timing: Timing
+    verification: Verification
+
+    @property
+    def tflops(self) -> Estimate:
+        """10¹² FLOP/s: 2·M·N·K over the median time, with its 95 % interval."""
+        return self.timing.estimate.map(lambda seconds: flops_of(self.shape) / seconds / 1e12)
+
+
+@dataclass(frozen=True)
+class GemmSearch:
+    """What a search found.
+
+    Args:
+        dtype: the format's name; fp8 is named in full.
+        backend: the library that multiplied.
+        data: what the operands held.
+        finalists: fastest first, by their rates within each round of samples; where the clock swung, a median of one may
+            lie above that of a faster one.
+        ranking: TFLOPS of every shape that was seen, from few samples each, best first: good for finding leaders, and
+            no measurement.
+        shapes: how many shapes the grid has; `seen` of them were tried.
+        elapsed_s: what the search took, its operands' making and the finalists' timing included.
+        stopped: "all shapes seen", or why not all of them.
+    """
+
+    dtype: str
+    backend: str
+    data: str
+    finalists: tuple[Finalist, ...]
+    ranking: tuple[tuple[Shape, float], ...]
+    shapes: int
+    elapsed_s: float
+    stopped: str
+
+    @property
+    def seen(self) -> int:
+        """How many shapes were tried."""
+        return len(self.ranking)
+
+    @property
+    def best(self) -> Finalist:
+        """The fastest finalist whose output is right.
+
+        Raises:
+            HyperionError: no finalist's is.
+        """
+        right = [finalist for finalist in self.finalists if finalist.verification.passed]
+        if not right:
+            errors = ", ".join(f"{finalist.shape}: {finalist.verification.error:.3g}" for finalist in self.finalists)
+            raise HyperionError(
+                f"No leading {self.dtype} product passes its check ({errors}).", where=self.backend,
+                next_step="Run hyperion doctor: this library multiplies wrongly, or its tolerance does not fit it.",
+            )  # fmt: skip
+        return right[0]
+
+    def __str__(self) -> str:
+        best = self.best
+        m, n, k = best.shape
+        return (
+            f"{self.dtype}: {best.tflops} TFLOPS at {m}x{n}x{k} (MxNxK) by {self.backend}; {self.seen} of {self.shapes} "
+            f"shapes seen in {self.elapsed_s:.1f} s ({self.stopped})"
+        )
+
+
+class SharedOperands:
+    """Products of any shape of a grid from one pair of operands: views of buffers that are made once.
+
+    Args:
+        largest: the largest size of M, N and K.
+    """
+
+    def __init__(self, largest: int, dtype: str, device: Device, seed: int = 0, data: str = "normal"):
+        self.format, self.device, self.data = format_of(dtype, device), device, data
+        generator = torch.Generator(device.torch_device).manual_seed(seed)
+        self.a, self.b = (made_up(data, (largest**2,), self.format, device, generator) for _ in range(2))
+        self.c = torch.empty(largest**2, dtype=self.format.output, device=device.torch_device)
+
+    def product(self, shape: Shape) -> Gemm:
+        """C[M,N] = A[M,K]·B[K,N] on the beginnings of the buffers; products of other shapes overwrite its output."""
+        m, n, k = shape
+        a = Operand(self.a.values[: m * k].view(m, k), self.a.scale)
+        b = Operand(self.b.values[: n * k].view(n, k), self.b.scale)
+        return Gemm.holding(a, b.transposed, self.c[: m * n].view(m, n), self.format, self.device, self.data)
+
+
+def search_gemm(
+    dtype: str, device: Device, *, time_limit_s: float = 30.0, largest: int = 8192, step: int = 1024, seed: int = 0,
+    data: str = "normal", exhaustive: bool = False,
+) -> GemmSearch:  # fmt: skip
+    """The fastest product among all M, N and K that are multiples of `step` up to `largest` (by default 512 shapes).
+
+    Shapes are ranked by few samples with cold caches, taken in turn so that a drift of the clock meets all of them, coarse to
+    fine (`ShapeRanking`); the leaders are then timed in turn like every reported number (n ≥ 30, 95 % interval), and
+    verified. Products that could not be timed well within the limit are not tried.
+
+    Args:
+        dtype: a name of `FORMATS`, or 'fp8'.
+        time_limit_s: of the whole search; at least one shape is measured, whatever it takes.
+        exhaustive: see every shape, whatever time it takes; the limit is then that of the finalists.
+
+    Raises:
+        HyperionError: the device does not multiply this format (with the reason), or the grid is empty.
+        RefusedProduct: the library refuses one of the shapes.
+    """
+    supported, reason = device.supports(dtype)
+    if not supported:
+        raise HyperionError(
+            f"unsupported: {reason}", where=f"{dtype} on {device.name}", next_step="Ask device.supports(dtype) first."
+        )
+    if not 0 < step <= largest:
+        raise HyperionError(
+            f"No multiple of {step} lies between 1 and {largest}.", where="search_gemm", next_step="Choose step <= largest."
+        )
+    started = time.monotonic()
+    operands = SharedOperands(largest, dtype, device, seed, data)
+    with matmul_precision(operands.format):
+        ranking, finalists = search_shapes(
+            operands.product, device, largest, step, max(0.0, started + time_limit_s - time.monotonic()), seed, exhaustive
+        )
+    every = grid(largest, step)
+    return GemmSearch(
+        dtype=operands.format.name, backend=operands.product(every[0]).backend, data=data, finalists=finalists,
+        ranking=ranking, shapes=len(every), elapsed_s=time.monotonic() - started,
+        stopped="all shapes seen" if len(ranking) == len(every) else f"limit of {time_limit_s:g} s",
+    )  # fmt: skip
+
+
+def search_shapes(
+    product: Callable[[Shape], Gemm], device: Device, largest: int, step: int, time_limit_s: float, seed: int = 0,
+    exhaustive: bool = False, clock: Clock | None = None,
+) -> tuple[tuple[tuple[Shape, float], ...], tuple[Finalist, ...]]:  # fmt: skip
+    """The search itself, over whatever products are given: the ranking (shape, TFLOPS) and the finalists, fastest first.
+
+    Args:
+        product: makes the product of a shape, which can be called and verified.
+        clock: takes the samples instead of the device's own.
+    """
+    clock = clock or device_clock(device)
+    started, flush, products = clock.now(), cache_flush(device), {}
+
+    def sample(shapes: list[Shape]) -> list[float]:
+        for shape in shapes:
+            if shape not in products:
+                products[shape] = product(shape)
+                products[shape].first_call()
+        return [series[0] for series in clock.sample([products[shape] for shape in shapes], flush, 1)]
+
+    rest_s = (1 - _SHARE_OF_RANKING) * time_limit_s
+    ranking = ShapeRanking(
+        largest, step, sample, clock.now, seed=seed,
+        deadline=math.inf if exhaustive else started + _SHARE_OF_RANKING * time_limit_s,
+        # Two finalists at least must fit.
+        affordable_s=math.inf if exhaustive else rest_s / (2 * _CALLS_OF_A_FINALIST),
+    )  # fmt: skip
+    ranking.run()
+    left_s = time_limit_s if exhaustive else max(rest_s, started + time_limit_s - clock.now())
+    chosen = _finalists(ranking, left_s)
+    # Each finalist's warm-up may take half of the limit.
+    limit_s = min(_TIMING_LIMIT_S, left_s / (1 + len(chosen) / 2))
+    timings = time_interleaved([products[shape] for shape in chosen], device, time_limit_s=limit_s, clock=clock)
+    finalists = tuple(
+        Finalist(chosen[place], timings[place], products[chosen[place]].verify()) for place in _fastest_first(chosen, timings)
+    )
+    rates = ranking.log_rates()
+    ordered = sorted(((shape, math.exp(rate) / 1e12) for shape, rate in rates.items()), key=lambda pair: -pair[1])
+    return tuple(ordered), finalists
+
+
+def _fastest_first(shapes: list[Shape], timings: list[Timing]) -> list[int]:
+    """Places of shapes in the order of their rates, each compared with the others of its round: they met the same clock."""
+    log_rates = np.array([np.log(flops_of(shape) / timing.samples_s) for shape, timing in zip(shapes, timings, strict=True)])
+    return np.argsort(-np.median(log_rates - log_rates.mean(axis=0), axis=1), kind="stable").tolist()
+
+
+def _finalists(ranking: ShapeRanking, left_s: float) -> list[Shape]:
+    """The leaders that lie near the first and that there is time for: one in any case."""
+    chosen: list[Shape] = []
+    rates = ranking.log_rates()
+    leaders = ranking.leaders(FINALISTS)
+    for shape in leaders:
+        calls_s = _CALLS_OF_A_FINALIST * sum(flops_of(s) / math.exp(rates[s]) for s in [*chosen, shape])
+        if not chosen or (rates[leaders[0]] - rates[shape] <= _WITHIN and calls_s <= left_s):
+            chosen.append(shape)
+    return chosen
