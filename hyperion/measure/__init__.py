@@ -1,4 +1,4 @@
-"""Measure: one timing core, and gemm, bandwidth, collectives, steps in their phases, memory and roofline on it."""
+"""Measure: one timing core, and gemm, bandwidth, caches, copies, launches, collectives, steps, memory and roofline on it."""
 
 from hyperion.measure.allocation import LargestAllocation, largest_allocation
 from hyperion.measure.answers import ComparisonAnswer, TimeAnswer
