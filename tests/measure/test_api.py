@@ -98,10 +98,10 @@ def test_the_faster_one_is_named_whichever_comes_first():
 
 def test_the_same_function_twice_shows_no_difference():
     answer = measure.compare(lambda: None, lambda: None, labels=("A", "B"), **QUICK)
-    samples = answer.timings[0].samples_s
-    # The same samples a little to and fro: on a busy machine two honest series of ten may differ by chance.
-    other = replace(answer.timings[1], samples_s=samples * np.resize([0.99, 1.01], len(samples)))
-    answer = replace(answer, timings=(answer.timings[0], other))
+    # Samples drawn from one distribution: on a busy machine two honest series of ten may differ by chance.
+    drawn = np.random.default_rng(0).normal(1e-3, 1e-4, (2, 40))
+    timings = tuple(replace(timing, samples_s=samples) for timing, samples in zip(answer.timings, drawn, strict=True))
+    answer = replace(answer, timings=timings)
     assert answer.ratio.ci_low <= 1 <= answer.ratio.ci_high
     assert answer.verdict.startswith("no difference shown: A over B is ")
 
