@@ -17,6 +17,7 @@ from hyperion.measure.product_formulas import Product
 from hyperion.measure.tiles import best_tiling
 
 UNEXPLAINED = "unexplained"
+_LARGER_TILE = 0.03  # a library gives up about this share of the units for tiles that load less
 
 
 @dataclass(frozen=True)
@@ -135,13 +136,14 @@ def _known(product: Product, peak: NominalPeak, clock_mhz, bandwidth_gb_s, launc
     if peak.units is None:
         yield "tiles", None, "the number of compute units is unknown"
     else:
-        tiling = best_tiling(product.m, product.n, peak.units, product.batch)
+        tiling = best_tiling(product.m, product.n, peak.units, product.batch, _LARGER_TILE)
         yield "tiles", tiling.share, f"{tiling} over {peak.units} units"
     if bandwidth_gb_s is None:
         yield "memory", None, "no bandwidth was measured"
     else:
         roof = product.intensity * bandwidth_gb_s / 1e3
-        reason = f"{product.intensity:.4g} FLOP/byte at {bandwidth_gb_s:.4g} GB/s allow {roof:.4g} TFLOPS"
+        allowed = f"{roof:,.0f}" if roof >= 1e4 else f"{roof:.4g}"
+        reason = f"{product.intensity:.4g} FLOP/byte at {bandwidth_gb_s:.4g} GB/s allow {allowed} TFLOPS"
         yield "memory", lambda rate: min(1.0, roof / rate), reason
     if launch_time_s is None:
         yield "launch", None, "no launch time given"

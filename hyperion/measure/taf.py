@@ -7,7 +7,7 @@ a model by their FLOPs; time being FLOPs / rate, the mean that keeps the total t
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import hypot
 
 import torch
@@ -33,12 +33,14 @@ class Taf:
         tflops: of the products with a known rate, each done alone, one after the other.
         coverage: their share of the model's FLOPs, from 0 to 1.
         rates: TFLOPS of each of them.
+        shares: of each of them, its part of the model's FLOPs; they add up to the coverage.
         left_out: the others, with the reason.
     """
 
     tflops: Estimate
     coverage: float
     rates: dict[Product, Estimate]
+    shares: dict[Product, float]
     left_out: dict[Product, str]
 
     def __str__(self) -> str:
@@ -71,8 +73,9 @@ def taf(captured: CapturedGemms, rate: Callable[[Product], Estimate | None] | Ma
         total / seconds, total / (seconds + slower), total / (seconds - faster), min(found.n for found in rates.values())
     )
     left_out = {product: "no rate" for product in captured.counts if product not in rates}
-    covered = sum(product.flops * captured.counts[product] for product in rates)
-    return Taf(tflops, covered / captured.flops, rates, left_out)
+    covered = {product: product.flops * captured.counts[product] for product in rates}
+    shares = {product: flops / captured.flops for product, flops in covered.items()}
+    return Taf(tflops, sum(covered.values()) / captured.flops, rates, shares, left_out)
 
 
 def measure_taf(captured: CapturedGemms, device: Device, time_limit_s: float = 30.0) -> Taf:
@@ -107,8 +110,7 @@ def measure_taf(captured: CapturedGemms, device: Device, time_limit_s: float = 3
             where=f"measure_taf on {device.name}",
             next_step="capture a call that multiplies matrices in a dtype of the device",
         )
-    weighed = taf(captured, found)
-    return Taf(weighed.tflops, weighed.coverage, found, reasons)
+    return replace(taf(captured, found), left_out=reasons)
 
 
 def _key(product: Product) -> tuple:

@@ -4,7 +4,7 @@ Source: NVIDIA, Matrix Multiplication Background User's Guide, sections on tile 
 """
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 
 # Rows and columns of the output that one unit works on, as the BLAS libraries of both vendors choose them.
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
@@ -42,6 +42,14 @@ def tile(m: int, n: int, batch: int, units: int, tile: tuple[int, int], splits: 
     return Tiling(tile, tiles, waves, batch * m * n * splits / (waves * units * rows * columns))
 
 
-def best_tiling(m: int, n: int, units: int, batch: int = 1) -> Tiling:
-    """Of the usual tile sizes the one that leaves least idle, the largest of equals; K is not split."""
-    return max((tile(m, n, batch, units, size) for size in TILES), key=lambda tiling: tiling.share)
+def best_tiling(m: int, n: int, units: int, batch: int = 1, tolerance: float = 0.0) -> Tiling:
+    """Of the usual tile sizes the one that leaves least idle; K is not split.
+
+    Args:
+        tolerance: share that may be given up for a larger tile, which loads less for each product of two numbers.
+    """
+    tilings = [tile(m, n, batch, units, size) for size in TILES]
+    least = max(tiling.share for tiling in tilings) - tolerance
+    return max(
+        (tiling for tiling in tilings if tiling.share >= least), key=lambda tiling: (prod(tiling.tile), tiling.share)
+    )

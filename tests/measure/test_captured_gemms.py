@@ -221,6 +221,7 @@ def test_taf_says_how_much_of_the_work_it_knows():
     a, b = product(100, 100, 100), product(50, 100, 100)
     found = taf(CapturedGemms({a: 1, b: 1}, {}), {a: Estimate(1.0, 0.9, 1.1, 30)})
     assert found.coverage == pytest.approx(2 / 3) and found.left_out == {b: "no rate"}
+    assert found.shares == {a: pytest.approx(2 / 3)}
     with pytest.raises(HyperionError, match="none of 2 products"):
         taf(CapturedGemms({a: 1, b: 1}, {}), {})
 
