@@ -14,6 +14,7 @@ from hyperion.measure.cache_sweep import (
     measure_cache_sweep,
     sweep_sizes,
 )
+from hyperion.measure.captured_gemms import CapturedGemms, capture_gemms
 from hyperion.measure.collectives import (
     COLLECTIVES,
     Collective,
@@ -22,9 +23,11 @@ from hyperion.measure.collectives import (
     collective_bytes,
     measure_collective,
 )
+from hyperion.measure.dispatch import shapes_only
 from hyperion.measure.dtypes import FORMATS, NumberFormat, format_of, matmul_precision
 from hyperion.measure.energy import Energy, energy_of
 from hyperion.measure.explain import Explanation, Part, explain
+from hyperion.measure.gap import Gap, NominalPeak, explain_gap, nominal_peak
 from hyperion.measure.gemm import Gemm, RefusedProduct, blas_backend
 from hyperion.measure.gemm_search import Finalist, GemmSearch, search_gemm
 from hyperion.measure.latency_bandwidth import LatencyBandwidth, fit_latency_bandwidth, half_rate_size
@@ -32,10 +35,15 @@ from hyperion.measure.launch import LaunchCost, WorthwhileSize, measure_launch, 
 from hyperion.measure.memory import PeakMemory, PeakMemoryRegion
 from hyperion.measure.memory_cap import NoMemoryCap, allocator_refusal, memory_cap
 from hyperion.measure.operands import DISTRIBUTIONS, distinct_share, verify_data
+from hyperion.measure.operator_cost import OperatorCost, measure_operator_cost
+from hyperion.measure.product_formulas import Product
+from hyperion.measure.product_rates import ProductRates
 from hyperion.measure.ranks_clock import RanksClock
 from hyperion.measure.repeated import RepeatedCalls
 from hyperion.measure.roofline import Ceilings
 from hyperion.measure.step import Phase, StepTiming, time_step
+from hyperion.measure.step_prediction import MemoryStream, StepCeilings, StepPrediction, predict_step, training_calls
+from hyperion.measure.taf import BatchedGemm, Taf, measure_taf, taf
 from hyperion.measure.tensor_memory import SavedForBackward, TensorMemory, bytes_of, state_of
 from hyperion.measure.timing import Timing, time_function, time_interleaved
 from hyperion.measure.transfer import (
@@ -55,17 +63,20 @@ from hyperion.measure.verify_whole import verify_bits, verify_sum
 
 __all__ = [
     "COLLECTIVES", "DIRECTIONS", "DISTRIBUTIONS", "FORMATS", "OPERATIONS", "REDUCTIONS", "SWEEPS",
-    "BandwidthMeasurement", "CacheCapacity", "CachePoint", "Ceilings", "Collective", "CollectiveMeasurement",
-    "ComparisonAnswer", "CopyMeasurement", "Energy", "Explanation", "Finalist", "FlopsAnswer", "Gemm", "GemmSearch",
-    "LargestAllocation", "LatencyBandwidth", "LaunchCost", "MemoryAnswer", "NoMemoryCap", "NumberFormat", "Part",
-    "PeakMemory", "PeakMemoryRegion", "PeerCopy", "Phase", "RanksClock", "RefusedProduct", "RepeatedCalls",
-    "SavedForBackward", "StepTiming", "TensorMemory", "TimeAnswer", "Timing", "Uncounted", "Verification",
-    "WorthwhileSize", "WrongValueError", "allocator_refusal", "blas_backend", "bytes_of", "cache_capacities",
-    "cache_level", "collective_bytes", "compare", "distinct_share", "energy_of", "explain", "fit_latency_bandwidth",
+    "BandwidthMeasurement", "BatchedGemm", "CacheCapacity", "CachePoint", "CapturedGemms", "Ceilings", "Collective",
+    "CollectiveMeasurement", "ComparisonAnswer", "CopyMeasurement", "Energy", "Explanation", "Finalist",
+    "FlopsAnswer", "Gap", "Gemm", "GemmSearch", "LargestAllocation", "LatencyBandwidth", "LaunchCost",
+    "MemoryAnswer", "MemoryStream", "NoMemoryCap", "NominalPeak", "NumberFormat", "OperatorCost", "Part",
+    "PeakMemory", "PeakMemoryRegion", "PeerCopy", "Phase", "Product", "ProductRates", "RanksClock",
+    "RefusedProduct", "RepeatedCalls", "SavedForBackward", "StepCeilings", "StepPrediction", "StepTiming", "Taf",
+    "TensorMemory", "TimeAnswer", "Timing", "Uncounted", "Verification", "WorthwhileSize", "WrongValueError",
+    "allocator_refusal", "blas_backend", "bytes_of", "cache_capacities", "cache_level", "capture_gemms",
+    "collective_bytes", "compare", "distinct_share", "energy_of", "explain", "explain_gap", "fit_latency_bandwidth",
     "flops", "format_of", "half_rate_size", "largest_allocation", "matmul_precision", "measure_bandwidth",
     "measure_between", "measure_cache_sweep", "measure_collective", "measure_copy", "measure_launch",
-    "measure_peers", "measure_transfer", "memory", "memory_cap", "peer_pairs", "peer_refusal", "relative_error",
-    "search_gemm", "state_of", "sweep_sizes", "time", "time_function", "time_interleaved", "time_step",
+    "measure_operator_cost", "measure_peers", "measure_taf", "measure_transfer", "memory", "memory_cap",
+    "nominal_peak", "peer_pairs", "peer_refusal", "predict_step", "relative_error", "search_gemm", "shapes_only",
+    "state_of", "sweep_sizes", "taf", "time", "time_function", "time_interleaved", "time_step", "training_calls",
     "transfer_refusal", "verify_bits", "verify_data", "verify_elementwise", "verify_product", "verify_sum",
     "worthwhile_size",
 ]  # fmt: skip
