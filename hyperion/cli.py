@@ -1,11 +1,10 @@
 """The `hyperion` command. Every option of `make reproduce` is also a variable: PROFILE=smoke means --profile smoke."""
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from hyperion.errors import HyperionError
 
@@ -15,7 +14,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-_REGRESSION = 1
 # What a wrong option raises: click's class, from click itself or from the copy of it that newer typers bring along.
 _UsageError = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 RunName = Annotated[str, typer.Argument(help="A run: its folder or name, `latest`, or a reference machine's name.")]
@@ -124,28 +122,9 @@ def compare(
     the spread between relaunches. With fewer relaunches it is listed as unconfirmed. The last line says what such a
     comparison can see: its power for a change of 3 %, and the change that it would confirm four times out of five.
     """
-    from hyperion.results import compare as compare_runs
-    from hyperion.results import relaunches, sensitivity
+    from hyperion.commands.compare import print_comparison
 
-    side_a, side_b = relaunches(a), relaunches(b)
-    compared = compare_runs(side_a, side_b)
-    columns = ("variant", "metric", "A", "B", "change", "spread", "p (Holm)", "power at 3 %", "verdict")
-    table = Table(*columns, pad_edge=False)
-    for c in compared:
-        if everything or c.verdict != "same":
-            p, power = ("", "") if c.p_value is None else (f"{c.p_value:.2g}", f"{c.power:.0%}")
-            numbers = (f"{c.median_a:.5g}", f"{c.median_b:.5g}", f"{c.change:+.1%}", f"{c.spread:.1%}", p, power)
-            table.add_row(c.name.replace("[", "\\["), c.metric, *numbers, c.verdict)
-    console = _console()
-    if table.row_count:
-        console.print(table)
-    counts = {v: sum(c.verdict == v for c in compared) for v in ("regression", "improvement", "unconfirmed", "same")}
-    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    console.print(f"{len(compared)} values, {len(side_a)} against {len(side_b)} relaunches: {told}", markup=False)
-    if told := sensitivity(compared):
-        console.print(told, markup=False)
-    if counts["regression"]:
-        raise typer.Exit(_REGRESSION)
+    raise typer.Exit(print_comparison(a, b, everything))
 
 
 @app.command()
@@ -215,26 +194,33 @@ def doctor(
 
     With --harness: every way to measure wrongly that this library knows, planted into a measurement, and what refused it.
     """
-    if harness:
-        _harness()
-        return
-    if floors:
-        _floors(run)
-        return
-    if run is not None:
-        raise HyperionError("--run goes with --floors", next_step=f"hyperion doctor --floors --run {run}")
-    from hyperion.doctor import run_checks
+    from hyperion.commands import doctor as visit
 
-    colours = {"ok": "green", "warn": "yellow", "fail": "red"}
-    console, results = _console(), run_checks()
-    for result in results:
-        colour = colours.get(result.status, "white")
-        console.print(f"[{colour}]{result.status:<5}[/] {result.id}: ", end="")
-        console.print(result.evidence, markup=False, highlight=False, soft_wrap=True)
-        if result.remedy:
-            console.print(f"      next:  {result.remedy}", markup=False, highlight=False, soft_wrap=True)
-    if any(result.status == "fail" for result in results):
-        raise typer.Exit(1)
+    if run is not None and not floors:
+        raise HyperionError("--run goes with --floors", next_step=f"hyperion doctor --floors --run {run}")
+    raise typer.Exit(visit.print_harness() if harness else visit.print_floors(run) if floors else visit.print_checks())
+
+
+@app.command()
+def passport(
+    files: Annotated[list[Path] | None, typer.Argument(help="With --verify: passport files.", show_default=False)] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Check files instead of measuring.")] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Where to write it.", show_default="results/passports/<device>.json")
+    ] = None,
+    time_limit: Annotated[str, typer.Option(help="About how long it may take: 40s, 5m.")] = "5m",
+) -> None:
+    """What this machine is and reaches, in one file that can be shared: fingerprint, ceilings, floors, hashes.
+
+    To contribute your machine, add the file under results/passports/ in a pull request. With --verify: exit code 0 when all
+    files keep the rules, 1 with the field and the reason when one does not.
+    """
+    if verify != bool(files):
+        raise HyperionError("files and --verify go together", next_step="hyperion passport --verify FILE [FILE ...]")
+    from hyperion.commands import passport as office
+    from hyperion.reproduce.stopping import seconds_of
+
+    raise typer.Exit(office.verify(files) if verify else office.write(seconds_of(time_limit), output))
 
 
 @app.command()
@@ -280,38 +266,11 @@ def publish(
         print(f"left out for their size: {', '.join(left_out)}")
 
 
-def _harness() -> None:
-    from hyperion.doctor.harness import self_test, self_test_conclusion, self_test_table
-
-    results, console = self_test(), _console()
-    console.print(self_test_table(results))
-    console.print(self_test_conclusion(results), markup=False, soft_wrap=True)
-    if not all(result.passed for result in results):
-        raise typer.Exit(1)
-
-
-def _floors(run: str | None) -> None:
-    from hyperion.doctor import check_floors, floor_table
-
-    report, console = check_floors(run), _console()
-    if report.verdicts:
-        console.print(floor_table(report))
-    console.print(report.conclusion, markup=False, soft_wrap=True)
-    if report.healthy is False:
-        raise typer.Exit(1)
-
-
 def _report_of(reports: list) -> None:
     for entry in reports:
         print(f"{entry.status:<7} {entry.name}: {entry.detail}")
     if any(entry.status != "ok" for entry in reports):
         raise typer.Exit(1)
-
-
-def _console() -> Console:
-    """Standard output; where it is no terminal, wide enough for its tables."""
-    console = Console()
-    return console if console.is_terminal else Console(width=160)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from hyperion.dependencies import imported_modules
 PACKAGE = Path(hyperion.__file__).resolve().parent
 ROOMS = (
     "results", "hardware", "processes", "measure", "data", "models", "parallel", "checkpoints", "training",
-    "experiments", "book", "doctor", "reproduce", "cli",
+    "experiments", "book", "doctor", "passport", "reproduce", "commands", "cli",
 )  # fmt: skip
 # For everybody: they import no room. `install` works before there is an environment: it needs Python alone.
 GROUND = ("errors", "paths", "compat", "dependencies", "install")

@@ -146,7 +146,7 @@ def _about(floor: Floor, row: Row) -> bool:
     if floor.quantity == "gemm":
         sizes = [row.params.get(name) for name in "mnk"]
         same = all(size and abs(size / floor.size - 1) <= _SIZE_TOLERANCE for size in sizes)
-        return same and row.dtype == floor.dtype and row.variant == "torch.mm" and row.params.get("data", "randn") == "randn"
+        return same and row.dtype == floor.dtype and row.variant == "torch.mm" and row.params.get("data", "normal") == "normal"
     if floor.quantity == "all_reduce":
         enough = row.params.get("bytes", 0) >= (1 - _SIZE_TOLERANCE) * floor.size
         return row.variant == "all_reduce" and row.params.get("ranks") == floor.ranks and enough

@@ -1,4 +1,4 @@
-"""Ceilings of one device as rows: a product, a stream or an all-reduce, timed and verified, with the joules it took."""
+"""Ceilings of one device as verified rows: products and streams with their joules, launches, copies, an all-reduce."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -8,7 +8,19 @@ import torch
 from hyperion.experiments.collective_limits import busbw_limit
 from hyperion.experiments.columns import bandwidth_limit, gemm_limit, out_of_memory_reason, timed_columns
 from hyperion.hardware import Device
-from hyperion.measure import COLLECTIVES, FORMATS, Energy, Gemm, energy_of, measure_bandwidth, measure_collective
+from hyperion.measure import (
+    COLLECTIVES,
+    FORMATS,
+    Energy,
+    Gemm,
+    energy_of,
+    measure_bandwidth,
+    measure_collective,
+    measure_launch,
+    measure_transfer,
+)
+from hyperion.measure.gemm import RefusedProduct
+from hyperion.measure.transfer import transfer_refusal
 from hyperion.processes import RollCall, World
 from hyperion.results import Estimate, Row
 
@@ -32,6 +44,8 @@ def gemm_rows(device: Device, dtype: str, size: int, *, cold: bool, time_limit_s
         timing, verification = product.measure(cold=cold, time_limit_s=time_limit_s)
     except torch.OutOfMemoryError as error:
         return [replace(row, value_reason=out_of_memory_reason(error))]
+    except RefusedProduct as refusal:
+        return [replace(row, value_reason=f"unsupported: {refusal.what}")]
     if dtype == "tf32" and verification.error < FORMATS["fp32"].gemm_tolerance:
         return [replace(row, value_reason="TF32 was allowed, but the product has the accuracy of fp32")]
     rate = timing.estimate.map(lambda seconds: product.flops / seconds / 1e12)
@@ -58,6 +72,37 @@ def stream_rows(device: Device, operation: str, dtype: str, elements: int, *, ti
     row = replace(row, value=rate.value, limit=limit, limit_source=source, **columns)
     energy = energy_of(measured.timing)
     return [row, _energy_row(row, energy, energy.j_per_gb(measured.bytes))]
+
+
+def launch_rows(device: Device, *, time_limit_s: float) -> list[Row]:
+    """What launching the smallest kernel costs the host, and its turn within a graph where the device has graphs."""
+    cost = measure_launch(device, time_limit_s=time_limit_s)
+    rows = []
+    for variant, timing, calls in (("eager", cost.eager, cost.eager_calls), ("graph", cost.graph, cost.graph_kernels)):
+        row = Row(
+            notebook=NOTEBOOK, experiment="launch", variant=variant, metric="launch_time_s", value=None,
+            params={"calls": calls},
+        )  # fmt: skip
+        if timing is None:
+            rows.append(replace(row, value_reason=f"unsupported: {cost.graph_reason}"))
+            continue
+        seconds = timing.estimate
+        rows.append(replace(row, value=seconds.value, **timed_columns(seconds, timing, cost.verification)))
+    return rows
+
+
+def transfer_rows(device: Device, direction: str, count: int, *, pinned: bool, time_limit_s: float) -> list[Row]:
+    """Rate of a copy of `count` bytes between host and device."""
+    row = Row(
+        notebook=NOTEBOOK, experiment="transfer", variant=direction, metric="bandwidth_gb_s", value=None,
+        params={"bytes": count, "pinned": pinned, "cache": "hot"},
+    )  # fmt: skip
+    if refusal := transfer_refusal(device):
+        return [replace(row, value_reason=f"unsupported: {refusal}")]
+    measured = measure_transfer(direction, count, device, pinned=pinned, time_limit_s=time_limit_s)
+    rate = measured.bandwidth_gb_s
+    columns = timed_columns(rate, measured.timing, measured.verification)
+    return [replace(row, value=rate.value, limit_source="no limit: the host's link is not in a device's data sheet", **columns)]
 
 
 def all_reduce_row(here: World, roll: RollCall, dtype: str, size_bytes: int, *, time_limit_s: float) -> Row:

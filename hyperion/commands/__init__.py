@@ -1,0 +1,1 @@
+"""What commands print, and their exit codes; `hyperion.cli` has their options."""

@@ -1,0 +1,232 @@
+"""Passports: those that are committed keep the rules, and one that does not is refused by the field and the reason."""
+
+import copy
+import getpass
+import json
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hyperion.doctor import FloorReport, judge
+from hyperion.hardware import collect_facts, detect, fingerprint, floors_for
+from hyperion.passport import PassportError, measure_passport, passport_name, verify_passport, write_passport
+from hyperion.passport.form import hashes_of, private_text
+from hyperion.passport.measure import passport_of, shareable_fingerprint
+from tests.doctor.test_floors import healthy, row
+from tests.hardware.machines import facts, gpu
+from tests.test_cli import hyperion
+
+COMMITTED = sorted((Path(__file__).resolve().parents[1] / "results/passports").glob("*.json"))
+NODE = facts(gpus=tuple(gpu("MI250X", pci_address=f"0000:{bus:02x}:00.0") for bus in range(8)))
+
+
+def of_node(**changes) -> dict:
+    """The passport of a node of eight MI250X dies with injected rows."""
+    device = detect(NODE)
+    limits = {"bandwidth_gb_s": 1638.4, "gemm_tflops": 47.872}
+    rows = [replace(measured, limit=limits.get(measured.metric)) for measured in healthy(**changes)]
+    rows = [row("copy", None, dtype="fp16", value_reason="not measured"), *rows]
+    floors, unknown = floors_for(device, 8)
+    return passport_of(NODE, device, 8, rows, FloorReport(device.name, tuple(judge(floors, rows)), unknown))
+
+
+def file_of(folder: Path, content: dict, *, rehashed: bool = True) -> Path:
+    if rehashed:
+        content = content | {"hashes": hashes_of(content)}
+    path = folder / "passport.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def refusal(folder: Path, content: dict, **options) -> str:
+    with pytest.raises(PassportError) as error:
+        verify_passport(file_of(folder, content, **options))
+    assert error.value.next_step and error.value.where and error.value.exit_code == 1
+    return error.value.what
+
+
+def test_there_is_a_passport_of_a_cpu():
+    assert any(path.name.startswith("cpu-") for path in COMMITTED)
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.name)
+def test_every_committed_passport_keeps_the_rules(path):
+    assert verify_passport(path) >= 5
+    assert passport_name(json.loads(path.read_text())) == path.name
+
+
+def test_a_node_of_mi250x_has_a_passport_with_amds_floors(tmp_path):
+    content = of_node(copy=1150)
+    assert verify_passport(file_of(tmp_path, content)) == 7
+    outcomes = {(v["quantity"], v["dtype"]): v["outcome"] for v in content["floors"]["verdicts"]}
+    assert outcomes["copy", "fp64"] == "not met" and outcomes["triad", "fp64"] == "met"
+    assert passport_name(content) == "amd-instinct-mi250x-mi250-x8.json"
+
+
+def at(content: dict, path: str):
+    """The object that holds the field, and the field's name."""
+    *outer, name = [int(part) if part.isdigit() else part for part in path.split("/")]
+    for part in outer:
+        content = content[part]
+    return content, name
+
+
+def changed(path: str, value) -> dict:
+    content = of_node()
+    holder, name = at(content, path)
+    holder[name] = value
+    return content
+
+
+TAMPERED = [
+    ("ceilings/1/value", 1355.0, "ceilings", "ceilings[1].value: is"),
+    ("fingerprint/driver", "amdgpu 9", "fingerprint", ""),
+    ("floors/verdicts/0/outcome", "not met", "floors", "floors.verdicts[0].outcome: is 'not met', the rows say 'met'"),
+    ("created", "2030-01-01", "whole", ""),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "section", "_"), TAMPERED)
+def test_a_change_shows_in_the_hash_of_its_section(tmp_path, path, value, section, _):
+    said = refusal(tmp_path, changed(path, value), rehashed=False)
+    assert said.startswith(f"hashes.{section}: is not that of the content")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("ceilings/1/value", 1700.0, "ceilings[1]: row of bandwidth_gb_s lies outside its own interval"),
+        ("ceilings/1/ci_low", 1400.0, "ceilings[1]: row of bandwidth_gb_s lies outside its own interval"),
+        ("ceilings/1/n", 7, "ceilings[1].n: is 7, at least 30"),
+        ("ceilings/1/n", None, "ceilings[1]: row of bandwidth_gb_s lacks n"),
+        ("ceilings/1/unit", "GiB/s", "ceilings[1].unit: is 'GiB/s', bandwidth_gb_s is in 'GB/s'"),
+        ("ceilings/1/check_error", 0.5, "ceilings[1]: row of bandwidth_gb_s failed its check"),
+        ("ceilings/1/metric", "speedup", "ceilings[1].metric: is 'speedup'"),
+        ("ceilings/1/metric", "luck", "ceilings[1].metric: is 'luck'"),
+        ("ceilings/1/limit", None, "ceilings[1].limit: is None, the data sheet has 1638.4"),
+        ("ceilings/1/limit", 9999.0, "ceilings[1].limit: is 9999.0, the data sheet has 1638.4"),
+        ("ceilings/1/colour", "red", "ceilings[1].colour: is an unknown field"),
+        ("ceilings/1/params", {"elements": 2**28, "cache": "cold", "luck": 1}, "ceilings[1].params.luck: is an unknown field"),
+        ("ceilings/1/params/elements", -1, "ceilings[1].params.elements: is -1"),
+        ("ceilings/1/params", {"cache": "cold"}, "ceilings[1].params.elements must be a whole number"),
+        ("ceilings/1/value", "fast", "ceilings[1].value must be a finite number"),
+        ("ceilings/2", None, "ceilings[2] must be an object"),
+        ("floors/verdicts/0/value", 1000, "floors.verdicts[0].value: is 1000, its source says 1200"),
+        ("floors/verdicts/0/measured", 1.0, "floors.verdicts[0].measured: is 1.0, the rows say 1350"),
+        ("floors/verdicts/0/quantity", "luck", "floors.verdicts: has 'luck'"),
+        ("floors/unknown", "no idea", "floors: has verdicts, or says why"),
+        ("fingerprint/color", "red", "unknown field fingerprint.color"),
+        ("fingerprint/gpus/0/name", 3, "fingerprint.gpus[0].name must be a text"),
+        ("fingerprint/packages", {"torch": "/home/me/torch"}, "fingerprint.packages.torch: names a path"),
+        ("fingerprint/source", {"hash": "x"}, "missing field fingerprint.source.commit"),
+        ("device", "NVIDIA H200", "device: is 'NVIDIA H200', the fingerprint says 'AMD Instinct MI250X/MI250'"),
+        ("devices", 4, "devices: is 4, the fingerprint has 8"),
+        ("created", "yesterday", "created: is no date"),
+        ("schema", 2, "schema: is 2, this version reads 1"),
+        ("ceilings", [], "ceilings: holds no value"),
+        ("extra", 1, "unknown field extra"),
+    ],
+)
+def test_a_change_with_the_hashes_made_anew_is_still_refused_by_its_field(tmp_path, path, value, said):
+    assert said in refusal(tmp_path, changed(path, value))
+
+
+def test_a_value_beyond_the_data_sheet_is_refused_though_its_own_limit_allows_it(tmp_path):
+    content = of_node()
+    content["ceilings"][1] |= {"value": 3000.0, "ci_low": 2990.0, "ci_high": 3010.0, "limit": 3276.8}  # the module's
+    assert "ceilings[1].limit: is 3276.8, the data sheet has 1638.4" in refusal(tmp_path, content)
+    content["ceilings"][1] |= {"limit": 1638.4}
+    assert "beyond its limit" in refusal(tmp_path, content)
+
+
+def test_a_row_that_stands_twice_is_refused(tmp_path):
+    content = of_node()
+    content["ceilings"].append(copy.deepcopy(content["ceilings"][1]))
+    assert "ceilings[8]: says again what ceilings[1] says" in refusal(tmp_path, content)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"schema": 1, "schema": 1}', '{"schema": NaN}', "null", "\x00"])
+def test_what_is_no_passport_is_refused(tmp_path, text):
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(PassportError):
+        verify_passport(tmp_path / "p.json")
+    with pytest.raises(PassportError, match="cannot be read"):
+        verify_passport(tmp_path / "none.json")
+
+
+NUMBERS = st.integers(-5, 5) | st.floats(allow_nan=False, allow_infinity=False)
+JUNK = st.none() | st.booleans() | st.text(max_size=3) | NUMBERS | st.sampled_from([[], {}, [{}], {"x": 1}])
+GOOD = of_node()
+
+
+def leaves(value, path=()) -> list[tuple]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path] * bool(path) + [leaf for key, item in items for leaf in leaves(item, (*path, key))]
+
+
+PLACES = leaves(GOOD)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(PLACES), JUNK)
+def test_junk_anywhere_is_refused_in_words_or_kept(tmp_path, place, junk):
+    content = copy.deepcopy(GOOD)
+    holder = content
+    for part in place[:-1]:
+        holder = holder[part]
+    holder[place[-1]] = junk
+    try:
+        verify_passport(file_of(tmp_path, content, rehashed=all(name in content for name in GOOD)))
+    except PassportError as error:
+        assert error.what
+
+
+@given(st.text(max_size=30))
+def test_the_hashes_depend_on_every_text(text):
+    content = copy.deepcopy(GOOD)
+    content["fingerprint"]["kernel"] = text
+    assert (hashes_of(content) == hashes_of(GOOD)) == (text == GOOD["fingerprint"]["kernel"])
+
+
+def test_no_path_passes_and_no_address_is_taken_for_one():
+    for text in ("/home/me/x", "see /scratch/run1/a", "NCCL_TOPO_FILE=/opt/x", "~/.cache", "C:\\Users"):
+        assert private_text({"a": [text]}, "p") == "p.a[0]"
+        assert private_text({text: 1}, "p")
+    for text in ("https://github.com/ROCm/docs/blob/home/data/mi250.md", "GB/s", "2·M·N·K / (t)", "AMD Instinct MI250X/MI250"):
+        assert private_text({"a": text}, "p") == ""
+
+
+def test_what_names_a_machine_is_hashed_or_left_out():
+    content = shareable_fingerprint(facts("H200", visible_devices={"CUDA_VISIBLE_DEVICES": "GPU-64654e92-a282"}))
+    assert "64654e92" not in json.dumps(content) and content["visible_devices"] == {}
+    kept = shareable_fingerprint(facts("H200", visible_devices={"CUDA_VISIBLE_DEVICES": "0,1"}))
+    assert kept["visible_devices"] == {"CUDA_VISIBLE_DEVICES": "0,1"}
+
+
+def test_this_machine_gets_a_passport_in_seconds(tmp_path):
+    content = measure_passport(4.0, on_line=lambda line: None)
+    write_passport(content, tmp_path / "new" / passport_name(content))
+    [path] = (tmp_path / "new").iterdir()
+    assert verify_passport(path) >= 1
+    text = path.read_text()
+    for private in (socket.gethostname(), str(Path.home()) + "/", f"/{getpass.getuser()}/"):
+        assert private not in text
+    assert content["fingerprint"] == json.loads(json.dumps(fingerprint(collect_facts())))
+    reasons = [entry["value_reason"] for entry in content["ceilings"] if entry["value"] is None]
+    assert reasons and all(reasons)
+    assert content["floors"]["unknown"].startswith("no floor is known for")
+
+
+def test_the_command_checks_files_and_names_what_is_wrong(tmp_path):
+    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
+    good.write_text(json.dumps(GOOD))
+    bad.write_text(json.dumps(GOOD | {"devices": 4}))
+    done = hyperion("passport", "--verify", str(good), str(bad))
+    assert done.returncode == 1 and f"{good}: 7 values keep the rules" in done.stdout
+    assert f"{bad}: hashes.whole" in done.stdout and "Traceback" not in done.stderr
+    lone = hyperion("passport", "--verify")
+    assert lone.returncode == 2 and "files and --verify go together" in lone.stderr
