@@ -16,7 +16,7 @@ from hyperion.errors import HyperionError
 from hyperion.measure.ranks_clock import RanksClock
 from hyperion.measure.timing import Timing, time_function
 from hyperion.measure.verify import Verification
-from hyperion.processes import RollCall, World
+from hyperion.processes import RollCall, World, wait_for_peers
 
 DTYPES = {
     "fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int64": torch.int64,
@@ -80,7 +80,7 @@ def _around_the_ring(output: torch.Tensor, given: torch.Tensor) -> None:
         dist.P2POp(dist.isend, given, (rank + 1) % ranks), dist.P2POp(dist.irecv, output, (rank - 1) % ranks)
     ]  # fmt: skip
     for work in dist.batch_isend_irecv(messages):
-        work.wait()
+        wait_for_peers(work)
 
 
 def _all_to_all_expected(value, rank, ranks, block, index):

@@ -12,7 +12,7 @@ from hyperion.measure.gemm import Gemm
 from hyperion.measure.ranks_clock import RanksClock
 from hyperion.measure.timing import MINIMUM_SAMPLES, Timing, time_function, time_interleaved
 from hyperion.measure.verify import Verification
-from hyperion.processes import RollCall, World
+from hyperion.processes import RollCall, World, wait_for_peers
 from hyperion.results import Estimate
 from hyperion.results.statistics import estimates_of_medians
 
@@ -102,7 +102,7 @@ def measure_overlap(
         roll.step(f"{buffers.described}, beside a computation")
         work = dist.all_reduce(buffers.output, async_op=True)
         compute()
-        work.wait()
+        wait_for_peers(work)
 
     timings = time_interleaved(
         [compute, buffers.call, at_once], here.device, cold=False, minimum_samples=minimum_samples,

@@ -8,10 +8,10 @@ from hyperion.processes.output import report_progress
 from hyperion.processes.ranks import run_ranks
 from hyperion.processes.verdict import RankError
 
-_NEED_TORCH = ("RollCall", "World", "process_group", "roll_call", "world")
+_NEED_TORCH = ("RollCall", "World", "process_group", "roll_call", "wait_for_peers", "world")
 __all__ = [
     "Job", "JobError", "RankError", "RollCall", "World", "process_group", "report_progress", "roll_call", "run_job",
-    "run_ranks", "world",
+    "run_ranks", "wait_for_peers", "world",
 ]  # fmt: skip
 
 

@@ -159,6 +159,15 @@ def wrong_value(name: str) -> dict:
     return {"checked": check_collectives(Check([4096], ["bf16"]), {name: replace(ALL_COLLECTIVES[name], call=call)})}
 
 
+def dies(name: str) -> dict:
+    """Rank 1 is killed before one of the calls."""
+    return {"checked": check_collectives(Check([4096], ["fp32"]), _killed(name))}
+
+
+def _killed(name: str) -> dict:
+    return _from_call(name, 10, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    check_under_torchrun(Check([4096], ["fp32"]), _from_call(sys.argv[1], 10, lambda: os.kill(os.getpid(), signal.SIGKILL)))
+    check_under_torchrun(Check([4096], ["fp32"]), _killed(sys.argv[1]))
