@@ -41,7 +41,7 @@ def headlines(material: Material) -> list[Headline]:
 
 def _hardware(rows: list[Row]) -> Iterator[tuple[str, Row]]:
     products = [r for r in rows if r.metric == "gemm_tflops" and "plain_loop_calls" not in r.params]
-    copies = [r for r in rows if r.metric == "bandwidth_gb_s" and r.variant == "copy"]
+    copies = [r for r in rows if (r.experiment, r.metric, r.variant) == ("bandwidth", "bandwidth_gb_s", "copy")]
     largest = max((r.params["elements"] for r in copies), default=0)
     yield from ((f"matrix product, {r.dtype}, cold caches", r) for r in _best(products, lambda r: r.dtype))
     # Smaller arrays may owe their rate to a cache.

@@ -12,7 +12,7 @@ import torch
 
 from hyperion.hardware import Device
 from hyperion.measure.dtypes import FORMATS
-from hyperion.measure.timing import Timing, time_function
+from hyperion.measure.timing import MINIMUM_SAMPLES, Timing, time_function
 from hyperion.measure.verify import Verification, verify_elementwise
 from hyperion.measure.verify_whole import verify_sum
 
@@ -73,7 +73,14 @@ class BandwidthMeasurement:
 
 
 def measure_bandwidth(
-    operation: str, elements: int, dtype: str, device: Device, *, seed: int = 0, time_limit_s: float = 2.0
+    operation: str,
+    elements: int,
+    dtype: str,
+    device: Device,
+    *,
+    seed: int = 0,
+    time_limit_s: float = 2.0,
+    minimum_samples: int = MINIMUM_SAMPLES,
 ) -> BandwidthMeasurement:
     """Time one operation with flushed caches and preallocated output, then verify what the timed calls left.
 
@@ -81,6 +88,7 @@ def measure_bandwidth(
         operation: copy, scale, add, triad or dot.
         elements: elements per array; arrays × elements × itemsize bytes are allocated.
         dtype: fp64, fp32, fp16 or bf16.
+        minimum_samples: more of them where power is to be read beside for a while.
     """
     chosen, number_format = (OPERATIONS | REDUCTIONS)[operation], FORMATS[dtype]
     generator = torch.Generator(device.torch_device).manual_seed(seed)
@@ -89,7 +97,9 @@ def measure_bandwidth(
     if chosen.reference is None:
         inputs[0].mul_(_DOT_SCALE)
     output = torch.full((elements,) if chosen.reference else (), float("nan"), **options)
-    timing = time_function(lambda: chosen.run(output, *inputs), device, time_limit_s=time_limit_s)
+    timing = time_function(
+        lambda: chosen.run(output, *inputs), device, time_limit_s=time_limit_s, minimum_samples=minimum_samples
+    )
     if chosen.reference is None:
         verification = verify_sum(output, inputs, number_format)
     else:

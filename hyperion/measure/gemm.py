@@ -1,17 +1,16 @@
 """Matrix products: rate, correctness, and the library that did them."""
 
-import time
 from functools import partial
 
-import numpy as np
 import torch
 
 from hyperion.errors import HyperionError
-from hyperion.hardware import Device, Sampler
+from hyperion.hardware import Device
 from hyperion.measure import checks
 from hyperion.measure.dtypes import NumberFormat, format_of, matmul_precision
 from hyperion.measure.operands import ACTIVATIONS, Operand, distinct_share, made_up, stored, verify_data
-from hyperion.measure.timing import MINIMUM_SAMPLES, Timing, device_clock, time_function
+from hyperion.measure.plain_loop import compare_with_plain_loop
+from hyperion.measure.timing import MINIMUM_SAMPLES, Timing, time_function
 from hyperion.measure.verify import Verification, poison, verify_product
 
 
@@ -159,26 +158,8 @@ class Gemm:
         Returns:
             Timings of one product by the harness (median of its calls) and by the plain loop (mean of its calls).
         """
-        clock = device_clock(self.device)
-        harness, plain = [], []
-        with matmul_precision(self.format), Sampler(self.device) as sampler:
-            for _ in range(rounds + 1):
-                harness.append(float(np.median(clock.sample([self], None, calls)[0])))
-                plain.append(self._plain_loop(calls))
-        # The first round warms both up.
-        return tuple(
-            Timing(np.array(series[1:]), tuple(series[:1]), True, False, "rounds", sampler.telemetry)
-            for series in (harness, plain)
-        )
-
-    def _plain_loop(self, calls: int) -> float:
-        synchronize = torch.cuda.synchronize if self.device.kind != "cpu" else lambda: None
-        synchronize()
-        started = time.perf_counter()
-        for _ in range(calls):
-            self()
-        synchronize()
-        return (time.perf_counter() - started) / calls
+        with matmul_precision(self.format):
+            return compare_with_plain_loop(self, self.device, calls, rounds)
 
 
 def blas_backend(device: Device, number_format: NumberFormat) -> str:

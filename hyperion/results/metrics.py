@@ -37,6 +37,7 @@ _METRICS = (
     Metric("launch_time_s", "s", "lower", "enqueuing one trivially small kernel, or its turn in a graph", False, True, True),
     Metric("worthwhile_bytes", "B", "lower", "traffic of a copy that works as long as its launch takes", False, True),
     Metric("largest_allocation_gib", "GiB", "higher", "largest single allocation granted, by bisection", True, False, True),
+    Metric("cache_bytes", "B", "none", "capacity of one cache of a level, as the system tells it"),
     Metric("speedup", "ratio", "higher", "interleaved A/B ratio of times, above 1 where A is faster", True, True),
     Metric(
         "roofline_ridge_flop_per_byte", "FLOP/byte", "none", "arithmetic intensity where the two measured roofs meet"
