@@ -131,7 +131,11 @@ class ComparisonAnswer(Answer):
         times = "; ".join(
             f"{label}: {estimate_text(timing.estimate)}" for label, timing in zip(self.labels, self.timings, strict=True)
         )
-        doubts = dict.fromkeys(doubt for timing in self.timings for doubt in _doubts(timing, None))
+        doubts = [
+            f"{label}: {doubt}"
+            for label, timing in zip(self.labels, self.timings, strict=True)
+            for doubt in _doubts(timing, None)
+        ]
         notes = "; ".join([self.outputs, f"{cache_of(self.timings[0])} cache, {self.device.name}", *doubts])
         return f"{self.verdict}\n{times}\n{notes}"
 
