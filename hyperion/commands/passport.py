@@ -4,12 +4,13 @@ from pathlib import Path
 
 from hyperion.passport import PassportError, measure_passport, passport_name, verify_passport, write_passport
 from hyperion.paths import results_folder
+from hyperion.results.folders import PASSPORTS
 
 
 def write(time_limit_s: float, output: Path | None) -> int:
     """Measure this machine, write its passport, and hold the file to its rules."""
     content = measure_passport(time_limit_s)
-    path = output or results_folder() / "passports" / passport_name(content)
+    path = output or results_folder() / PASSPORTS / passport_name(content)
     write_passport(content, path)
     print(f"{path}: {verify_passport(path)} values")
     return 0

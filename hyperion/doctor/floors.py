@@ -7,7 +7,9 @@ from hyperion.errors import HyperionError
 from hyperion.hardware import Floor, collect_facts, detect, facts_of, floors_for
 from hyperion.results import Row, Run, find_run
 
-MET, NOT_MET, IMPOSSIBLE, NOT_MEASURED = "met", "not met", "above its limit", "not measured"
+MET, NOT_MET, NOT_MEASURED = "met", "not met", "not measured"
+# Failed measurements: they say nothing about the floor, and nothing good about the machine.
+IMPOSSIBLE, WRONG = "above its limit", "wrong output"
 # A run's products have sizes of their own: 4096 will do for a floor of 4000.
 _SIZE_TOLERANCE = 0.05
 
@@ -17,7 +19,7 @@ class Verdict:
     """One floor and what was found.
 
     Args:
-        outcome: met, not met, above its limit (a failed measurement), or not measured.
+        outcome: met, not met, not measured, or a failed measurement: above its limit, or with a wrong output.
         row: what was measured; of several devices the slowest one's. None where nothing was.
         note: why nothing was measured, or what to know beside the outcome.
         mode: how many devices worked at once, "" where only one is meant.
@@ -54,16 +56,14 @@ class FloorReport:
         """One sentence for the end of the table."""
         if self.unknown:
             return self.unknown
-        counts = {outcome: sum(v.outcome == outcome for v in self.verdicts) for outcome in (MET, NOT_MET, IMPOSSIBLE)}
-        measured = sum(counts.values())
-        left = len(self.verdicts) - measured
+        met, left = (sum(v.outcome == outcome for v in self.verdicts) for outcome in (MET, NOT_MEASURED))
+        measured = len(self.verdicts) - left
         also = f"; {left} not measured" if left else ""
         if self.healthy is None:
             return f"{self.device}: health not known, none of {len(self.verdicts)} floors was measured"
         if self.healthy:
             return f"{self.device}: healthy, all {measured} floors that were measured are met{also}"
-        failed = counts[NOT_MET] + counts[IMPOSSIBLE]
-        return f"{self.device}: NOT healthy, {failed} of {measured} floors that were measured are not met{also}"
+        return f"{self.device}: NOT healthy, {measured - met} of {measured} floors that were measured are not met{also}"
 
 
 def check_floors(run: str | None = None, on_line: Callable[[str], object] = print) -> FloorReport:
@@ -131,13 +131,26 @@ def _verdict(floor: Floor, rows: list[Row], mode: str) -> Verdict:
         reason = found[0].value_reason if found else _absent(floor, rows)
         return Verdict(floor, NOT_MEASURED, note=reason, mode=mode)
     best = [_best(floor, of_device) for of_device in by_device.values()]
-    if beyond := [row for row in best if row.limit is not None and row.value > row.limit]:
-        return Verdict(floor, IMPOSSIBLE, beyond[0], f"limit {beyond[0].limit:.6g}: a failed measurement", mode)
+    for row in best:
+        # Not `error > tolerance`: a NaN must fail.
+        if row.check and not row.check_error <= row.check_tolerance:
+            return Verdict(floor, WRONG, row, f"{row.check}: off by {row.check_error:.2g}", mode)
+        if row.limit is not None and row.value > row.limit:
+            return Verdict(floor, IMPOSSIBLE, row, f"limit {row.limit:.6g}: a failed measurement", mode)
     slowest = min(best, key=lambda row: row.value)
     met = slowest.value >= floor.value
-    uncertain = slowest.ci_low is not None and slowest.ci_low < floor.value <= slowest.ci_high
-    note = "the interval includes the floor: measure it again" if uncertain else ""
-    return Verdict(floor, MET if met else NOT_MET, slowest, note, mode)
+    notes = [_otherwise(floor, slowest)]
+    if slowest.ci_low is not None and slowest.ci_low < floor.value <= slowest.ci_high:
+        notes.append("the interval includes the floor: measure it again")
+    return Verdict(floor, MET if met else NOT_MET, slowest, "; ".join(filter(None, notes)), mode)
+
+
+def _otherwise(floor: Floor, row: Row) -> str:
+    """How a row's size and format differ from the floor's, "" where they do not."""
+    size = row.params.get({"gemm_tflops": "m", "bandwidth_gb_s": "elements"}.get(floor.metric, "bytes"))
+    parts = [f"size {size:,}"] if size != floor.size else []
+    parts += [row.dtype] if row.dtype != floor.dtype else []
+    return f"measured at {' and '.join(parts)}" if parts else ""
 
 
 def _about(floor: Floor, row: Row) -> bool:

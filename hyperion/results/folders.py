@@ -10,6 +10,7 @@ from hyperion.paths import reference_folder, results_folder
 from hyperion.results.files import StoreError, make_folder
 
 LATEST = "latest"
+PASSPORTS = "passports"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -37,12 +38,12 @@ def checked_name(name: str) -> str:
     """`name` if it can be a folder's name and is none of ours.
 
     Raises:
-        HyperionError: it has other characters, or is `latest` or `reference`.
+        HyperionError: it has other characters, or is `latest`, `reference` or `passports`.
     """
-    if not _NAME.fullmatch(name) or name in (LATEST, reference_folder().name):
+    if not _NAME.fullmatch(name) or name in (LATEST, PASSPORTS, reference_folder().name):
         raise HyperionError(
             f"{name!r} cannot name a run",
-            next_step="use letters, digits, '.', '_' and '-', and neither latest nor reference",
+            next_step="use letters, digits, '.', '_' and '-', and not latest, passports or reference",
         )
     return name
 

@@ -1,18 +1,17 @@
-"""Verdicts about floors: on injected devices and rows, on a stored run, and by processes that work at once."""
+"""Verdicts about floors: on injected devices and rows, on a stored run, and on rows of this CPU."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pandas as pd
 import pytest
 from rich.console import Console
 
 from hyperion.doctor import check_floors, floor_table, floors_of_run, judge
-from hyperion.doctor.floor_modes import ALL, MODULE, ONE, modes_of
-from hyperion.doctor.floors import IMPOSSIBLE, MET, NOT_MEASURED, NOT_MET, FloorReport
+from hyperion.doctor.floor_modes import MODULE, ONE
+from hyperion.doctor.floors import IMPOSSIBLE, MET, NOT_MEASURED, NOT_MET, WRONG, FloorReport
 from hyperion.doctor.machine_rows import gemm_rows, stream_rows
 from hyperion.errors import HyperionError
-from hyperion.hardware import Floor, detect, detect_cpu, fingerprint, floors_for
-from hyperion.processes import Job, run_ranks
+from hyperion.hardware import detect, detect_cpu, fingerprint, floors_for
 from hyperion.results import Row, Run
 from tests.hardware.machines import facts, gpu
 
@@ -80,6 +79,19 @@ def test_a_value_above_its_limit_is_a_failed_measurement_and_not_met():
     assert report.verdicts[0].outcome == IMPOSSIBLE and report.healthy is False
 
 
+def test_a_fast_but_wrong_output_is_not_met():
+    for error in (1.0, float("nan")):
+        report = FloorReport(GCD.name, tuple(judge(FLOORS[:1], [row("copy", 1350.0, check_error=error)])))
+        assert report.verdicts[0].outcome == WRONG and report.healthy is False and "1 of 1" in report.conclusion
+
+
+def test_another_size_or_format_than_the_floors_is_told():
+    other = row("copy", 1300.0, dtype="fp32", params={"elements": 500_000_000, "cache": "cold"})
+    assert judge(FLOORS[:1], [other])[0].note == "measured at size 500,000,000 and fp32"
+    assert judge(FLOORS[5:6], [row("gemm", 35.0, params={"m": 4096, "n": 4096, "k": 4096})])[0].note == "measured at size 4,096"
+    assert judge(FLOORS[:1], [row("copy", 1300.0)])[0].note == ""
+
+
 def test_what_was_not_measured_says_why_and_is_not_healthy():
     verdicts = judge(FLOORS, [row("copy", None, value_reason="out of memory: 6 GiB"), row("all_reduce", 100.0, params={
         "bytes": 2**33, "ranks": 4})])  # fmt: skip
@@ -136,45 +148,6 @@ def test_this_cpu_has_no_floor_and_that_is_said():
     report = check_floors()
     assert report.healthy is None and report.verdicts == ()
     assert report.conclusion.startswith(f"no floor is known for {detect_cpu().name}")
-
-
-def node(root) -> None:
-    """A sysfs tree that shows the four dies of two modules."""
-    for address in ADDRESSES:
-        (root / "sys/bus/pci/devices" / address).mkdir(parents=True)
-        (root / "sys/bus/pci/devices" / address / "device").write_text("0x7408\n")
-
-
-def test_an_mi250x_works_by_one_die_by_a_module_and_by_all(tmp_path):
-    node(tmp_path)
-    dies = [detect(NODE, index) for index in range(4)]
-    assert modes_of(dies, tmp_path) == {ONE: [0], MODULE: [0, 1], ALL: [0, 1, 2, 3]}
-    assert modes_of(dies[:2], tmp_path) == {ONE: [0], MODULE: [0, 1]}
-    assert modes_of(dies[:1], tmp_path) == {ONE: [0]}
-    # Torch may count them in another order than the bus, and a second die may be the first one visible.
-    moved = [replace(die, index=3 - index) for index, die in enumerate(dies)]
-    assert modes_of(moved, tmp_path)[MODULE] == [3, 2]
-    assert modes_of([replace(dies[1], index=0), replace(dies[2], index=1)], tmp_path) == {ONE: [0], ALL: [0, 1]}
-
-
-def test_other_gpus_have_no_modules(tmp_path):
-    h200 = facts(gpus=(gpu("H200"), gpu("H200")))
-    assert modes_of([detect(h200, index) for index in range(2)], tmp_path) == {ONE: [0], ALL: [0, 1]}
-
-
-def test_processes_measure_alone_and_at_once_and_reduce_together():
-    small = [
-        Floor("copy", "fp32", 1 << 20, 1e-6, "GB/s", "small", "ours"), Floor("gemm", "fp32", 64, 1e-9, "TFLOPS", "s", "ours"),
-        Floor("all_reduce", "fp32", 1 << 16, 1e-6, "GB/s", "small", "ours", ranks=2),
-    ]  # fmt: skip
-    params = {"floors": [asdict(floor) for floor in small], "modes": {ONE: [0], ALL: [0, 1]}, "time_limit_s": 0.05, "heat_s": 0.0}
-    job = Job("hyperion.doctor.floor_modes:measure_on_rank", params, timeout_s=100, ranks=2)
-    rows = [Row(**entry) for answer in run_ranks(job, on_line=lambda line: None) for entry in answer["rows"]]
-    for measured in rows:
-        measured.validate()
-    assert sorted({(r.params["mode"], r.rank) for r in rows if r.metric != "busbw_gb_s"}) == [(ALL, 0), (ALL, 1), (ONE, 0)]
-    for mode, verdict in [(m, v) for m in (ONE, ALL) for v in judge(small[:2], rows, m)] + [("", judge(small, rows)[2])]:
-        assert verdict.outcome == MET, (mode, verdict)
 
 
 def test_rows_of_this_cpu_keep_the_rules():
