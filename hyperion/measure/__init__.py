@@ -5,6 +5,7 @@ from hyperion.measure.answers import ComparisonAnswer, TimeAnswer
 from hyperion.measure.answers_counted import FlopsAnswer, MemoryAnswer, Uncounted
 from hyperion.measure.api import compare, flops, memory, time
 from hyperion.measure.bandwidth import OPERATIONS, REDUCTIONS, BandwidthMeasurement, measure_bandwidth
+from hyperion.measure.bucket_size import BucketSize, recommended_bucket
 from hyperion.measure.cache_sweep import (
     SWEEPS,
     CacheCapacity,
@@ -15,7 +16,9 @@ from hyperion.measure.cache_sweep import (
     sweep_sizes,
 )
 from hyperion.measure.captured_gemms import CapturedGemms, capture_gemms
+from hyperion.measure.checks import Drift, HarnessError
 from hyperion.measure.collectives import (
+    ALL_COLLECTIVES,
     COLLECTIVES,
     Collective,
     CollectiveMeasurement,
@@ -36,11 +39,14 @@ from hyperion.measure.memory import PeakMemory, PeakMemoryRegion
 from hyperion.measure.memory_cap import NoMemoryCap, allocator_refusal, memory_cap
 from hyperion.measure.operands import DISTRIBUTIONS, distinct_share, verify_data
 from hyperion.measure.operator_cost import OperatorCost, measure_operator_cost
+from hyperion.measure.overlap import Overlap, measure_overlap
+from hyperion.measure.planted_faults import run_self_test
 from hyperion.measure.product_formulas import Product
 from hyperion.measure.product_rates import ProductRates
 from hyperion.measure.ranks_clock import RanksClock
 from hyperion.measure.repeated import RepeatedCalls
 from hyperion.measure.roofline import Ceilings
+from hyperion.measure.self_test import FaultResult
 from hyperion.measure.step import Phase, StepTiming, time_step
 from hyperion.measure.step_prediction import MemoryStream, StepCeilings, StepPrediction, predict_step, training_calls
 from hyperion.measure.taf import BatchedGemm, Taf, measure_taf, taf
@@ -62,21 +68,21 @@ from hyperion.measure.verify import Verification, relative_error, verify_element
 from hyperion.measure.verify_whole import verify_bits, verify_sum
 
 __all__ = [
-    "COLLECTIVES", "DIRECTIONS", "DISTRIBUTIONS", "FORMATS", "OPERATIONS", "REDUCTIONS", "SWEEPS",
-    "BandwidthMeasurement", "BatchedGemm", "CacheCapacity", "CachePoint", "CapturedGemms", "Ceilings", "Collective",
-    "CollectiveMeasurement", "ComparisonAnswer", "CopyMeasurement", "Energy", "Explanation", "Finalist",
-    "FlopsAnswer", "Gap", "Gemm", "GemmSearch", "LargestAllocation", "LatencyBandwidth", "LaunchCost",
-    "MemoryAnswer", "MemoryStream", "NoMemoryCap", "NominalPeak", "NumberFormat", "OperatorCost", "Part",
-    "PeakMemory", "PeakMemoryRegion", "PeerCopy", "Phase", "Product", "ProductRates", "RanksClock",
-    "RefusedProduct", "RepeatedCalls", "SavedForBackward", "StepCeilings", "StepPrediction", "StepTiming", "Taf",
-    "TensorMemory", "TimeAnswer", "Timing", "Uncounted", "Verification", "WorthwhileSize", "WrongValueError",
-    "allocator_refusal", "blas_backend", "bytes_of", "cache_capacities", "cache_level", "capture_gemms",
-    "collective_bytes", "compare", "distinct_share", "energy_of", "explain", "explain_gap", "fit_latency_bandwidth",
-    "flops", "format_of", "half_rate_size", "largest_allocation", "matmul_precision", "measure_bandwidth",
-    "measure_between", "measure_cache_sweep", "measure_collective", "measure_copy", "measure_launch",
-    "measure_operator_cost", "measure_peers", "measure_taf", "measure_transfer", "memory", "memory_cap",
-    "nominal_peak", "peer_pairs", "peer_refusal", "predict_step", "relative_error", "search_gemm", "shapes_only",
-    "state_of", "sweep_sizes", "taf", "time", "time_function", "time_interleaved", "time_step", "training_calls",
-    "transfer_refusal", "verify_bits", "verify_data", "verify_elementwise", "verify_product", "verify_sum",
-    "worthwhile_size",
+    "ALL_COLLECTIVES", "COLLECTIVES", "DIRECTIONS", "DISTRIBUTIONS", "FORMATS", "OPERATIONS", "REDUCTIONS", "SWEEPS",
+    "BandwidthMeasurement", "BatchedGemm", "BucketSize", "CacheCapacity", "CachePoint", "CapturedGemms", "Ceilings",
+    "Collective", "CollectiveMeasurement", "ComparisonAnswer", "CopyMeasurement", "Drift", "Energy", "Explanation",
+    "FaultResult", "Finalist", "FlopsAnswer", "Gap", "Gemm", "GemmSearch", "HarnessError", "LargestAllocation",
+    "LatencyBandwidth", "LaunchCost", "MemoryAnswer", "MemoryStream", "NoMemoryCap", "NominalPeak", "NumberFormat",
+    "OperatorCost", "Overlap", "Part", "PeakMemory", "PeakMemoryRegion", "PeerCopy", "Phase", "Product",
+    "ProductRates", "RanksClock", "RefusedProduct", "RepeatedCalls", "SavedForBackward", "StepCeilings",
+    "StepPrediction", "StepTiming", "Taf", "TensorMemory", "TimeAnswer", "Timing", "Uncounted", "Verification",
+    "WorthwhileSize", "WrongValueError", "allocator_refusal", "blas_backend", "bytes_of", "cache_capacities",
+    "cache_level", "capture_gemms", "collective_bytes", "compare", "distinct_share", "energy_of", "explain",
+    "explain_gap", "fit_latency_bandwidth", "flops", "format_of", "half_rate_size", "largest_allocation",
+    "matmul_precision", "measure_bandwidth", "measure_between", "measure_cache_sweep", "measure_collective",
+    "measure_copy", "measure_launch", "measure_operator_cost", "measure_overlap", "measure_peers", "measure_taf",
+    "measure_transfer", "memory", "memory_cap", "nominal_peak", "peer_pairs", "peer_refusal", "predict_step",
+    "recommended_bucket", "relative_error", "run_self_test", "search_gemm", "shapes_only", "state_of", "sweep_sizes",
+    "taf", "time", "time_function", "time_interleaved", "time_step", "training_calls", "transfer_refusal",
+    "verify_bits", "verify_data", "verify_elementwise", "verify_product", "verify_sum", "worthwhile_size",
 ]  # fmt: skip
