@@ -88,20 +88,25 @@ FAULTS = {
 
 
 def _overlaps() -> dict:
-    """An all-reduce beside a sleep, which needs no core, beside another all-reduce, which needs the same links, and beside
-    products of the library's choice."""
-    other = Buffers(COLLECTIVES["all_reduce"], OVERLAPPED, "fp32", world(), RollCall())
-    beside = {"a sleep": lambda: time.sleep(0.01), "another": other.call, "products": None}
+    """An all-reduce beside a sleep, and beside products of the library's choice; and whether the sleep was called both by
+    itself and after an all-reduce had begun."""
+    roll, begun = RollCall(), []
+
+    def sleep() -> None:
+        begun.append("beside a computation" in roll.doing)
+        time.sleep(0.01)
+
+    beside = {"a sleep": sleep, "products": None}
     told = {}
     for name, compute in beside.items():
         measured = measure_overlap(
-            OVERLAPPED, "fp32", world(), RollCall(), compute=compute, minimum_samples=10, time_limit_s=0.05
+            OVERLAPPED, "fp32", world(), roll, compute=compute, minimum_samples=10, time_limit_s=0.05
         )
         told[name] = {
             "share": measured.share.value, "low": measured.share.ci_low, "high": measured.share.ci_high, "words": str(measured),
             "error": measured.verification.error, "samples": [t.samples_s.tolist() for t in (measured.compute, measured.both)],
         }  # fmt: skip
-    return told
+    return told | {"begun": [False in begun, True in begun]}
 
 
 def checks(folder: str) -> dict:

@@ -66,16 +66,21 @@ def test_a_planted_fault_is_seen_on_the_ranks_that_have_it(launched, fault):
     assert all(count <= ELEMENTS for count in wrong)
 
 
-def test_an_all_reduce_overlaps_a_sleep_more_than_another_all_reduce(launched):
+def test_an_all_reduce_is_timed_beside_a_computation_and_is_right_afterwards(launched):
     ranks = [told["overlap"] for told in launched[0]]
-    for name in ("a sleep", "another", "products"):
+    for name in ("a sleep", "products"):
         # Samples are the slowest rank's, so what is made of them is the same everywhere.
         assert ranks[0][name] == ranks[1][name] and ranks[0][name]["error"] == 0
-        assert ranks[0][name]["low"] <= ranks[0][name]["share"] <= ranks[0][name]["high"] <= 1.5
+        assert ranks[0][name]["low"] <= ranks[0][name]["share"] <= ranks[0][name]["high"]
         assert all(len(samples) >= 10 and min(samples) > 0 for samples in ranks[0][name]["samples"])
     assert min(ranks[0]["a sleep"]["samples"][0]) >= 0.01
-    assert ranks[0]["a sleep"]["share"] > ranks[0]["another"]["share"]
     assert "2 ranks" in ranks[0]["products"]["words"]
+
+
+def test_the_computation_begins_while_the_all_reduce_is_under_way(launched):
+    for told in launched[0]:
+        alone, beside = told["overlap"]["begun"]
+        assert alone and beside
 
 
 def test_a_wrong_value_ends_the_job_and_names_the_rank(launched):
