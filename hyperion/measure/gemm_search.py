@@ -152,14 +152,17 @@ def search_gemm(
             f"No multiple of {step} lies between 1 and {largest}.", where="search_gemm", next_step="Choose step <= largest."
         )
     started = time.monotonic()
+    every = grid(largest, step)
     operands = SharedOperands(largest, dtype, device, seed, data)
+    least = operands.product(every[0])
+    # The first check of a process loads what checks need, which takes seconds: not when the finalists have used up the time.
+    least.verify()
     with matmul_precision(operands.format):
         ranking, finalists = search_shapes(
             operands.product, device, largest, step, max(0.0, started + time_limit_s - time.monotonic()), seed, exhaustive
         )
-    every = grid(largest, step)
     return GemmSearch(
-        dtype=operands.format.name, backend=operands.product(every[0]).backend, data=data, finalists=finalists,
+        dtype=least.format.name, backend=least.backend, data=data, finalists=finalists,
         ranking=ranking, shapes=len(every), elapsed_s=time.monotonic() - started,
         stopped="all shapes seen" if len(ranking) == len(every) else f"limit of {time_limit_s:g} s",
     )  # fmt: skip
@@ -176,34 +179,50 @@ def search_shapes(
         clock: takes the samples instead of the device's own.
     """
     clock = clock or device_clock(device)
-    started, flush, products = clock.now(), cache_flush(device), {}
-
-    def sample(shapes: list[Shape]) -> list[float]:
-        for shape in shapes:
-            if shape not in products:
-                products[shape] = product(shape)
-                products[shape].first_call()
-        return [series[0] for series in clock.sample([products[shape] for shape in shapes], flush, 1)]
-
+    started, products = clock.now(), _Products(product, clock, cache_flush(device))
     rest_s = (1 - _SHARE_OF_RANKING) * time_limit_s
     ranking = ShapeRanking(
-        largest, step, sample, clock.now, seed=seed,
+        largest, step, products.sample, clock.now, seed=seed,
         deadline=math.inf if exhaustive else started + _SHARE_OF_RANKING * time_limit_s,
         # Two finalists at least must fit.
         affordable_s=math.inf if exhaustive else rest_s / (2 * _CALLS_OF_A_FINALIST),
     )  # fmt: skip
     ranking.run()
     left_s = time_limit_s if exhaustive else max(rest_s, started + time_limit_s - clock.now())
-    chosen = _finalists(ranking, left_s)
-    # Each finalist's warm-up may take half of the limit.
-    limit_s = min(_TIMING_LIMIT_S, left_s / (1 + len(chosen) / 2))
-    timings = time_interleaved([products[shape] for shape in chosen], device, time_limit_s=limit_s, clock=clock)
+    chosen, limit_s = _finalists(ranking, left_s, products.overhead_s)
+    timings = time_interleaved([products.made[shape] for shape in chosen], device, time_limit_s=limit_s, clock=clock)
     finalists = tuple(
-        Finalist(chosen[place], timings[place], products[chosen[place]].verify()) for place in _fastest_first(chosen, timings)
+        Finalist(chosen[place], timings[place], products.made[chosen[place]].verify())
+        for place in _fastest_first(chosen, timings)
     )
     rates = ranking.log_rates()
     ordered = sorted(((shape, math.exp(rate) / 1e12) for shape, rate in rates.items()), key=lambda pair: -pair[1])
     return tuple(ordered), finalists
+
+
+class _Products:
+    """Products by shape, made when they are first asked for, and sampled in turn with cold caches."""
+
+    def __init__(self, product: Callable[[Shape], Gemm], clock: Clock, flush: Callable[[], object]):
+        self.product, self.clock, self.flush = product, clock, flush
+        self.made: dict[Shape, Gemm] = {}
+        self._samples, self._around_s = 0, 0.0
+
+    @property
+    def overhead_s(self) -> float:
+        """What a sample takes beside the product itself, the flush above all."""
+        return self._around_s / max(1, self._samples)
+
+    def sample(self, shapes: list[Shape]) -> list[float]:
+        """Seconds of one call of each."""
+        for shape in shapes:
+            if shape not in self.made:
+                self.made[shape] = self.product(shape)
+                self.made[shape].first_call()
+        started = self.clock.now()
+        seconds = [series[0] for series in self.clock.sample([self.made[shape] for shape in shapes], self.flush, 1)]
+        self._samples, self._around_s = self._samples + len(shapes), self._around_s + self.clock.now() - started - sum(seconds)
+        return seconds
 
 
 def _fastest_first(shapes: list[Shape], timings: list[Timing]) -> list[int]:
@@ -212,13 +231,16 @@ def _fastest_first(shapes: list[Shape], timings: list[Timing]) -> list[int]:
     return np.argsort(-np.median(log_rates - log_rates.mean(axis=0), axis=1), kind="stable").tolist()
 
 
-def _finalists(ranking: ShapeRanking, left_s: float) -> list[Shape]:
-    """The leaders that lie near the first and that there is time for: one in any case."""
-    chosen: list[Shape] = []
+def _finalists(ranking: ShapeRanking, left_s: float, overhead_s: float) -> tuple[list[Shape], float]:
+    """The leaders that lie near the first and that there is time for, one in any case; and the time limit of their timing."""
     rates = ranking.log_rates()
     leaders = ranking.leaders(FINALISTS)
+    chosen: list[Shape] = []
+    least_s = 0.0
     for shape in leaders:
-        calls_s = _CALLS_OF_A_FINALIST * sum(flops_of(s) / math.exp(rates[s]) for s in [*chosen, shape])
-        if not chosen or (rates[leaders[0]] - rates[shape] <= _WITHIN and calls_s <= left_s):
-            chosen.append(shape)
-    return chosen
+        calls_s = _CALLS_OF_A_FINALIST * (flops_of(shape) / math.exp(rates[shape]) + overhead_s)
+        if not chosen or (rates[leaders[0]] - rates[shape] <= _WITHIN and least_s + calls_s <= left_s):
+            chosen, least_s = [*chosen, shape], least_s + calls_s
+    # Sampling ends at its limit, or later with the least number of samples; each warm-up may take half of the limit before.
+    count = len(chosen)
+    return chosen, min(_TIMING_LIMIT_S, left_s / (1 + count / 2), max(0.0, 2 * (left_s - least_s) / count))

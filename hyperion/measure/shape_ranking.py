@@ -65,11 +65,6 @@ class ShapeRanking:
         """The shapes that were sampled."""
         return {self.shapes[place] for place in set(self._places)}
 
-    @property
-    def samples(self) -> int:
-        """How many samples were taken, of all shapes together."""
-        return len(self._places)
-
     def run(self) -> None:
         """Coarse pass, climb, the rest of the grid, then the leaders again and again."""
         search_until = self.started + _SHARE_OF_SEARCH * (self.deadline - self.started)
@@ -99,10 +94,6 @@ class ShapeRanking:
         """Natural logarithm of the rate (FLOP/s) of each shape that was seen, at the clock of the middle of the ranking."""
         effects = shape_effects(np.array(self._places), np.array(self._log_rates), _MOMENT)
         return {self.shapes[place]: float(effect) for place, effect in effects.items()}
-
-    def seconds(self, shape: Shape) -> float:
-        """What one call of a shape that was seen takes."""
-        return flops_of(shape) / math.exp(self.log_rates()[shape])
 
     def _coarse(self) -> list[Shape]:
         sizes = sorted({shape[0] for shape in self.shapes})

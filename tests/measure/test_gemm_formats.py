@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hyperion.errors import HyperionError
-from hyperion.hardware import detect, detect_cpu
+from hyperion.hardware import detect, detect_cpu, gemm_path, peak
 from hyperion.measure import FORMATS, Gemm, RefusedProduct, blas_backend, format_of, verify_product
 from hyperion.measure.operands import stored
 from tests.hardware.machines import GPUS, facts
@@ -155,6 +155,15 @@ def test_what_a_library_refuses_is_told_in_its_words(cpu):
     product._multiply = full
     with pytest.raises(torch.OutOfMemoryError):
         product.measure(time_limit_s=0.01)
+
+
+@pytest.mark.parametrize("machine", GPUS)
+def test_every_format_has_a_peak_or_a_reason_on_every_machine(machine):
+    device = detect(facts(machine))
+    for name in FORMATS:
+        supported, reason = device.supports(name)
+        limit = peak(device, gemm_path(name, device)).limit_tflops
+        assert reason and (limit is not None or not supported)
 
 
 def test_traffic_counts_the_bytes_of_each_format(cpu):

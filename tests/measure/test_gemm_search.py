@@ -105,8 +105,11 @@ def test_a_quick_machine_sees_every_shape_and_the_best_is_found(cpu, monkeypatch
     assert landscape.time <= 30 and all(len(finalist.timing.samples_s) >= 30 for finalist in finalists)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("units", "tile"), [(132, (128, 256)), (110, (128, 128)), (304, (256, 256))])
+@pytest.mark.parametrize(
+    ("units", "tile", "seed"),
+    [(132, (128, 256), seed) for seed in SEEDS]
+    + [(units, tile, seed) for units, tile in ((110, (128, 128)), (304, (256, 256))) for seed in SEEDS[:8]],
+)
 def test_a_slow_machine_sees_some_shapes_and_the_best_is_found(cpu, monkeypatch, units, tile, seed):
     landscape = Landscape(seed, peak_tflops=12, units=units, tile=tile)
     ranking, finalists = search(landscape, cpu, monkeypatch, seed=seed)
@@ -163,7 +166,7 @@ def test_a_drift_larger_than_the_difference_of_shapes_is_divided_out():
 
 def test_an_untouched_ranking_has_no_leaders():
     ranking = ShapeRanking(2048, 1024, sample=lambda shapes: [], now=lambda: 0.0)
-    assert ranking.leaders(3) == [] and ranking.seen == set() and ranking.samples == 0
+    assert ranking.leaders(3) == [] and ranking.seen == set()
 
 
 def test_the_grid_holds_every_multiple_once():
