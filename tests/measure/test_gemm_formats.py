@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hyperion.errors import HyperionError
-from hyperion.hardware import detect, detect_cpu, gemm_path, peak
+from hyperion.hardware import detect, detect_cpu, fp8_format, gemm_path, peak
 from hyperion.measure import FORMATS, Gemm, RefusedProduct, blas_backend, format_of, verify_product
 from hyperion.measure.operands import stored
 from tests.hardware.machines import GPUS, facts
@@ -162,8 +162,10 @@ def test_every_format_has_a_peak_or_a_reason_on_every_machine(machine):
     device = detect(facts(machine))
     for name in FORMATS:
         supported, reason = device.supports(name)
-        limit = peak(device, gemm_path(name, device)).limit_tflops
-        assert reason and (limit is not None or not supported)
+        found = peak(device, gemm_path(name, device))
+        assert reason and (found.limit_tflops is not None or found.reason)
+        if FORMATS[name].scaled:
+            assert supported == (found.limit_tflops is not None and name in ("int8", fp8_format(device)))
 
 
 def test_traffic_counts_the_bytes_of_each_format(cpu):
