@@ -10,6 +10,8 @@ from hyperion.errors import HyperionError
 from hyperion.results import REGISTRY, Row, RowError, rows_from_csv, rows_to_csv
 
 NUMBER = st.floats(allow_nan=False, allow_infinity=False)
+# Of a clock in MHz or a power in W: 0 is no reading, and what is larger is in another unit.
+READING = st.floats(0, 20_000, exclude_min=True, exclude_max=True)
 TEXT = st.text(max_size=20)
 NAME = st.text(min_size=1, max_size=20)
 JSON = st.recursive(
@@ -31,8 +33,8 @@ def rows(draw):
         metric="count", value=value if known else None, value_reason="" if known else draw(NAME),
         n=draw(st.none() | st.integers(1, 10**9)), ci_low=low, ci_high=high, predicted=draw(st.none() | NUMBER),
         limit=draw(st.none() | NUMBER), limit_source=draw(TEXT), check=draw(TEXT), check_error=error,
-        check_tolerance=tolerance, data_source=draw(TEXT), clock_mhz=draw(st.none() | NUMBER),
-        power_w=draw(st.none() | NUMBER), throttle=draw(st.none() | NAME),
+        check_tolerance=tolerance, data_source=draw(TEXT), clock_mhz=draw(st.none() | READING),
+        power_w=draw(st.none() | READING), throttle=draw(st.none() | NAME),
     )  # fmt: skip
 
 
