@@ -32,7 +32,7 @@ from hyperion.measure.energy import Energy, energy_of
 from hyperion.measure.explain import Explanation, Part, explain
 from hyperion.measure.gap import Gap, NominalPeak, explain_gap, nominal_peak
 from hyperion.measure.gemm import Gemm, RefusedProduct, blas_backend
-from hyperion.measure.gemm_search import Finalist, GemmSearch, search_gemm
+from hyperion.measure.gemm_search import Finalist, GemmSearch, search_gemm, time_shapes
 from hyperion.measure.latency_bandwidth import LatencyBandwidth, fit_latency_bandwidth, half_rate_size
 from hyperion.measure.launch import LaunchCost, WorthwhileSize, measure_launch, worthwhile_size
 from hyperion.measure.memory import PeakMemory, PeakMemoryRegion
@@ -68,21 +68,22 @@ from hyperion.measure.verify import Verification, relative_error, verify_element
 from hyperion.measure.verify_whole import verify_bits, verify_sum
 
 __all__ = [
-    "ALL_COLLECTIVES", "COLLECTIVES", "DIRECTIONS", "DISTRIBUTIONS", "FORMATS", "OPERATIONS", "REDUCTIONS", "SWEEPS",
-    "BandwidthMeasurement", "BatchedGemm", "BucketSize", "CacheCapacity", "CachePoint", "CapturedGemms", "Ceilings",
-    "Collective", "CollectiveMeasurement", "ComparisonAnswer", "CopyMeasurement", "Drift", "Energy", "Explanation",
-    "FaultResult", "Finalist", "FlopsAnswer", "Gap", "Gemm", "GemmSearch", "HarnessError", "LargestAllocation",
-    "LatencyBandwidth", "LaunchCost", "MemoryAnswer", "MemoryStream", "NoMemoryCap", "NominalPeak", "NumberFormat",
-    "OperatorCost", "Overlap", "Part", "PeakMemory", "PeakMemoryRegion", "PeerCopy", "Phase", "Product",
-    "ProductRates", "RanksClock", "RefusedProduct", "RepeatedCalls", "SavedForBackward", "StepCeilings",
-    "StepPrediction", "StepTiming", "Taf", "TensorMemory", "TimeAnswer", "Timing", "Uncounted", "Verification",
-    "WorthwhileSize", "WrongValueError", "allocator_refusal", "blas_backend", "bytes_of", "cache_capacities",
-    "cache_level", "capture_gemms", "collective_bytes", "compare", "distinct_share", "energy_of", "explain",
-    "explain_gap", "fit_latency_bandwidth", "flops", "format_of", "half_rate_size", "largest_allocation",
-    "matmul_precision", "measure_bandwidth", "measure_between", "measure_cache_sweep", "measure_collective",
-    "measure_copy", "measure_launch", "measure_operator_cost", "measure_overlap", "measure_peers", "measure_taf",
-    "measure_transfer", "memory", "memory_cap", "nominal_peak", "peer_pairs", "peer_refusal", "predict_step",
-    "recommended_bucket", "relative_error", "run_self_test", "search_gemm", "shapes_only", "state_of", "sweep_sizes",
-    "taf", "time", "time_function", "time_interleaved", "time_step", "training_calls", "transfer_refusal",
-    "verify_bits", "verify_data", "verify_elementwise", "verify_product", "verify_sum", "worthwhile_size",
+    "ALL_COLLECTIVES", "COLLECTIVES", "DIRECTIONS", "DISTRIBUTIONS", "FORMATS", "OPERATIONS", "REDUCTIONS",
+    "SWEEPS", "BandwidthMeasurement", "BatchedGemm", "BucketSize", "CacheCapacity", "CachePoint", "CapturedGemms",
+    "Ceilings", "Collective", "CollectiveMeasurement", "ComparisonAnswer", "CopyMeasurement", "Drift", "Energy",
+    "Explanation", "FaultResult", "Finalist", "FlopsAnswer", "Gap", "Gemm", "GemmSearch", "HarnessError",
+    "LargestAllocation", "LatencyBandwidth", "LaunchCost", "MemoryAnswer", "MemoryStream", "NoMemoryCap",
+    "NominalPeak", "NumberFormat", "OperatorCost", "Overlap", "Part", "PeakMemory", "PeakMemoryRegion", "PeerCopy",
+    "Phase", "Product", "ProductRates", "RanksClock", "RefusedProduct", "RepeatedCalls", "SavedForBackward",
+    "StepCeilings", "StepPrediction", "StepTiming", "Taf", "TensorMemory", "TimeAnswer", "Timing", "Uncounted",
+    "Verification", "WorthwhileSize", "WrongValueError", "allocator_refusal", "blas_backend", "bytes_of",
+    "cache_capacities", "cache_level", "capture_gemms", "collective_bytes", "compare", "distinct_share",
+    "energy_of", "explain", "explain_gap", "fit_latency_bandwidth", "flops", "format_of", "half_rate_size",
+    "largest_allocation", "matmul_precision", "measure_bandwidth", "measure_between", "measure_cache_sweep",
+    "measure_collective", "measure_copy", "measure_launch", "measure_operator_cost", "measure_overlap",
+    "measure_peers", "measure_taf", "measure_transfer", "memory", "memory_cap", "nominal_peak", "peer_pairs",
+    "peer_refusal", "predict_step", "recommended_bucket", "relative_error", "run_self_test", "search_gemm",
+    "shapes_only", "state_of", "sweep_sizes", "taf", "time", "time_function", "time_interleaved", "time_shapes",
+    "time_step", "training_calls", "transfer_refusal", "verify_bits", "verify_data", "verify_elementwise",
+    "verify_product", "verify_sum", "worthwhile_size",
 ]  # fmt: skip

@@ -33,6 +33,7 @@ class Gemm:
     Attributes:
         flops: 2·M·N·K.
         traffic_bytes: both operands read once, the output written once.
+        function: the call that multiplies: torch.mm, torch._scaled_mm or torch._int_mm.
         backend: the BLAS library that does it, or that PyTorch prefers for it.
     """
 
@@ -78,16 +79,16 @@ class Gemm:
         self._a, self._b = a, b
         (self.m, self.k), self.n = a.values.shape, b.values.shape[1]
         self.flops = 2 * self.m * self.n * self.k
-        inputs = (self.m + self.n) * self.k * chosen.bytes
-        self.traffic_bytes = inputs + self.m * self.n * chosen.output.itemsize
+        self.traffic_bytes = (self.m + self.n) * self.k * chosen.bytes + self.m * self.n * chosen.output.itemsize
         self.backend = blas_backend(device, chosen)
         if chosen.storage == torch.int8:
-            self._multiply = partial(torch._int_mm, a.values, b.values, out=c_MN)
+            self.function, self._multiply = "torch._int_mm", partial(torch._int_mm, a.values, b.values, out=c_MN)
         elif chosen.scaled:
-            scales = a.scale, b.scale
-            self._multiply = partial(torch._scaled_mm, a.values, b.values, *scales, out_dtype=chosen.output, out=c_MN)
+            inputs = a.values, b.values, a.scale, b.scale
+            self.function = "torch._scaled_mm"
+            self._multiply = partial(torch._scaled_mm, *inputs, out_dtype=chosen.output, out=c_MN)
         else:
-            self._multiply = partial(torch.mm, a.values, b.values, out=c_MN)
+            self.function, self._multiply = "torch.mm", partial(torch.mm, a.values, b.values, out=c_MN)
 
     def __call__(self) -> torch.Tensor:
         return self._multiply()

@@ -168,6 +168,27 @@ def search_gemm(
     )  # fmt: skip
 
 
+def time_shapes(
+    shapes: list[Shape], dtype: str, device: Device, *, time_limit_s: float = _TIMING_LIMIT_S, seed: int = 0,
+    data: str = "normal",
+) -> list[Finalist]:  # fmt: skip
+    """Given shapes, timed in turn with cold caches and verified: the winner of one search beside that of another, say.
+
+    Args:
+        shapes: (M, N, K) of each; the result is in their order.
+
+    Raises:
+        HyperionError: the device has no such format.
+        RefusedProduct: the library refuses one of the shapes.
+    """
+    operands = SharedOperands(max(max(shape) for shape in shapes), dtype, device, seed, data)
+    products = [operands.product(shape) for shape in shapes]
+    with matmul_precision(operands.format):
+        for product in products:
+            product.first_call()
+        return _measured(shapes, products, device, time_limit_s)
+
+
 def search_shapes(
     product: Callable[[Shape], Gemm], device: Device, largest: int, step: int, time_limit_s: float, seed: int = 0,
     exhaustive: bool = False, clock: Clock | None = None,
@@ -190,14 +211,10 @@ def search_shapes(
     ranking.run()
     left_s = time_limit_s if exhaustive else max(rest_s, started + time_limit_s - clock.now())
     chosen, limit_s = _finalists(ranking, left_s, products.overhead_s)
-    timings = time_interleaved([products.made[shape] for shape in chosen], device, time_limit_s=limit_s, clock=clock)
-    finalists = tuple(
-        Finalist(chosen[place], timings[place], products.made[chosen[place]].verify())
-        for place in _fastest_first(chosen, timings)
-    )
+    finalists = _measured(chosen, [products.made[shape] for shape in chosen], device, limit_s, clock)
     rates = ranking.log_rates()
     ordered = sorted(((shape, math.exp(rate) / 1e12) for shape, rate in rates.items()), key=lambda pair: -pair[1])
-    return tuple(ordered), finalists
+    return tuple(ordered), tuple(finalists[place] for place in _fastest_first(finalists))
 
 
 class _Products:
@@ -225,9 +242,17 @@ class _Products:
         return seconds
 
 
-def _fastest_first(shapes: list[Shape], timings: list[Timing]) -> list[int]:
-    """Places of shapes in the order of their rates, each compared with the others of its round: they met the same clock."""
-    log_rates = np.array([np.log(flops_of(shape) / timing.samples_s) for shape, timing in zip(shapes, timings, strict=True)])
+def _measured(
+    shapes: list[Shape], products: list[Gemm], device: Device, time_limit_s: float, clock: Clock | None = None
+) -> list[Finalist]:
+    timings = time_interleaved(products, device, time_limit_s=time_limit_s, clock=clock)
+    # They share an output: each multiplies once more for its check.
+    return [Finalist(s, t, product.verify()) for s, t, product in zip(shapes, timings, products, strict=True)]
+
+
+def _fastest_first(finalists: list[Finalist]) -> list[int]:
+    """Places of finalists in the order of their rates, each compared with the others of its round: they met the same clock."""
+    log_rates = np.array([np.log(flops_of(finalist.shape) / finalist.timing.samples_s) for finalist in finalists])
     return np.argsort(-np.median(log_rates - log_rates.mean(axis=0), axis=1), kind="stable").tolist()
 
 

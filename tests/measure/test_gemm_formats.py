@@ -168,6 +168,11 @@ def test_every_format_has_a_peak_or_a_reason_on_every_machine(machine):
             assert supported == (found.limit_tflops is not None and name in ("int8", fp8_format(device)))
 
 
+def test_the_call_that_multiplies_is_named(cpu):
+    functions = {dtype: Gemm(16, 16, 16, dtype, cpu).function for dtype in ("tf32", "bf16", "fp8_e4m3fn", "int8")}
+    assert list(functions.values()) == ["torch.mm", "torch.mm", "torch._scaled_mm", "torch._int_mm"]
+
+
 def test_traffic_counts_the_bytes_of_each_format(cpu):
     assert Gemm(3, 5, 7, "fp32", cpu).traffic_bytes == 4 * (3 * 7 + 7 * 5 + 3 * 5)
     assert Gemm(3, 5, 7, "fp8_e4m3fn", cpu).traffic_bytes == 3 * 7 + 7 * 5 + 2 * 3 * 5
