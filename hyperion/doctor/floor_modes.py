@@ -7,8 +7,7 @@ from a common start, and each keeps its device busy until the slowest is done, s
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import asdict
-from datetime import timedelta
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,10 +16,10 @@ from hyperion.doctor.machine_rows import all_reduce_row, gemm_rows, named, strea
 from hyperion.hardware import Device, Floor
 from hyperion.hardware.readers import gcd_position
 from hyperion.processes import Job, roll_call, run_ranks, world
+from hyperion.processes.meeting import Meetings
 from hyperion.results import Row
 
 ONE, MODULE, ALL = "one device", "both dies of a module", "all devices"
-_PATIENCE = timedelta(minutes=10)
 _HANG_S = 120.0
 
 
@@ -65,18 +64,15 @@ def measure_on_rank(floors: list[dict], modes: dict[str, list[int]], time_limit_
         heat_s: how long a device does the work before it is timed: clocks and power need a while to settle.
     """
     here, todo = world(), [Floor(**floor) for floor in floors]
-    # Who waits must not keep its GPU busy, as NCCL's barrier would: gloo waits on the CPU.
-    everybody = dist.new_group(backend="gloo", timeout=_PATIENCE)
-    rows: list[Row] = []
+    meetings, rows = Meetings(), []
     for mode, ranks in modes.items():
-        together = dist.new_group(ranks, backend="gloo", timeout=_PATIENCE)
-        for floor in todo if here.rank in ranks else ():
+        for number, floor in enumerate(todo if here.rank in ranks else ()):
             if floor.quantity != "all_reduce":
                 if here.rank == 0:
                     print(f"{mode}: {floor.quantity} {floor.dtype}", flush=True)
-                measured = _measured_together(_measurement(floor, here.device, time_limit_s), together, heat_s)
-                rows += named(measured, rank=here.rank, mode=mode)
-        dist.barrier(everybody)
+                together = _Together(meetings, f"{mode}/{number}", len(ranks))
+                rows += named(together.measured(_measurement(floor, here.device, time_limit_s), heat_s), here.rank, mode=mode)
+        meetings.meet(f"{mode}/end", here.size)
     rows += named(_all_reduces(todo, time_limit_s), rank=here.rank, mode=list(modes)[-1])
     return {"rows": [asdict(row) for row in rows]}
 
@@ -92,18 +88,25 @@ def _measurement(floor: Floor, device: Device, time_limit_s: float) -> Callable[
     return lambda: measure_floor(floor, device, time_limit_s)
 
 
-def _measured_together(measure: Callable[[], list[Row]], group: dist.ProcessGroup, heat_s: float) -> list[Row]:
-    """What `measure` returns when all ranks of the group do it at once, on devices that are warm."""
-    started = time.monotonic()
-    while time.monotonic() - started < heat_s:
-        measure()
-    dist.barrier(group)
-    rows = measure()
-    finished = dist.barrier(group, async_op=True)
-    while not finished.is_completed():
-        measure()
-    finished.wait()
-    return rows
+@dataclass(frozen=True)
+class _Together:
+    """Ranks that measure one thing at once."""
+
+    meetings: Meetings
+    name: str
+    ranks: int
+
+    def measured(self, measure: Callable[[], list[Row]], heat_s: float) -> list[Row]:
+        """What `measure` returns when all of the ranks do it at the same time, on devices that are warm."""
+        started = time.monotonic()
+        while time.monotonic() - started < heat_s:
+            measure()
+        self.meetings.meet(f"{self.name}/start", self.ranks)
+        rows = measure()
+        self.meetings.arrive(f"{self.name}/done")
+        while not self.meetings.complete(f"{self.name}/done", self.ranks):
+            measure()
+        return rows
 
 
 def _all_reduces(floors: list[Floor], time_limit_s: float) -> list[Row]:
