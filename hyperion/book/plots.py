@@ -12,6 +12,7 @@ from hyperion.book import (
     plots_distributed,
     plots_hardware,
     plots_interconnect,
+    plots_levels,
     plots_llama,
     plots_memory,
     plots_precision,
@@ -19,6 +20,7 @@ from hyperion.book import (
     plots_scaling,
     plots_summary,
     plots_training,
+    plots_transfers,
 )
 from hyperion.book.material import Material
 from hyperion.book.style import png, styled
@@ -75,6 +77,30 @@ PLOTS = (
         "roofline",
         "Left of a ridge memory bounds the rate, right of it arithmetic.",
         plots_hardware.roofline,
+    ),
+    Plot(
+        "memory_levels",
+        "memory_levels",
+        "Bytes per second by working set: a step down wherever a cache is full.",
+        plots_levels.memory_levels,
+    ),
+    Plot(
+        "stream_formats",
+        "stream_formats",
+        "A memory moves bytes: the same streams in every number format, beside its limit.",
+        plots_levels.stream_formats,
+    ),
+    Plot(
+        "transfers",
+        "transfers",
+        "Between host and device by size, from pinned and from pageable memory, and from each GPU to each other one.",
+        plots_transfers.transfers,
+    ),
+    Plot(
+        "launch_cost",
+        "launch_cost",
+        "What launching a kernel costs, and from which size on a copy works longer than that.",
+        plots_transfers.launch_cost,
     ),
     Plot(
         "model_steps",

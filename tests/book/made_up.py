@@ -22,6 +22,7 @@ from tests.book.made_up_learning import (
     text_rows,
     text_samples,
 )
+from tests.book.made_up_levels import levels_chapters
 from tests.book.made_up_llama import llama_chapter
 from tests.book.made_up_precision import precision_chapters
 
@@ -76,6 +77,7 @@ def made_up_run(folder, *, source="mirror", peaks=None, bandwidth=4800.0, enviro
         *distributed_chapters(np.random.default_rng(4)),
         compilation_chapter(),
         *precision_chapters(),
+        *levels_chapters(np.random.default_rng(6), limited=bandwidth is not None),
         *baseline_chapters(np.random.default_rng(1), limited=bandwidth is not None),
         (DATA, "text_pipeline", text_rows(source), text_samples(random)),
         (DATA, "image_pipeline", image_rows(source), image_samples(random)),
