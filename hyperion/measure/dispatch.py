@@ -81,10 +81,11 @@ class Call:
 def dispatched(function: Callable[[], object]) -> list[Call]:
     """Call a function once and list the operators that it dispatches, in their order, those of its backward included.
 
-    An operator that only stands for others (`linear` in inference mode) is listed as these others.
+    An operator that only stands for others (`linear` in inference mode) is listed as these others. Compiled code is called
+    uncompiled: what a compiler has fused, no dispatcher sees.
     """
     recorder = _Recorder()
-    with recorder:
+    with torch.compiler.set_stance("force_eager"), recorder:
         function()
     return recorder.calls
 

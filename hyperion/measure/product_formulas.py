@@ -3,8 +3,9 @@
 A convolution is the product that computes it implicitly over unfolded patches: forward M = images x output pixels,
 N = output channels, K = input channels x kernel size, one for each group. Attention is its products of queries, keys and
 values for each head; no mask is subtracted, and its backward works the scores out anew. Every product counts 2·M·N·K, by
-which the sums are those of torch.utils.flop_counter. (One exception: for the weights' gradient of a convolution in groups
-torch counts every group's input channels for all groups; the product has those of its own group.)
+which the sums are those of torch.utils.flop_counter, but for what that lacks (attention on CPUs, integer products) and for
+the weights' gradient of a convolution in groups: torch counts every group's input channels for all groups, the product has
+those of its own group.
 """
 
 from collections.abc import Callable, Iterator

@@ -5,6 +5,9 @@ size should reach (`ProductRates`), or as its traffic, whichever is longer; any 
 input read once and every output written once, and the latency that even the smallest stream has. The host meanwhile spends
 its own time on every operator. An accelerator works while the host goes on, and the slower of the two decides; a CPU is
 host and device in one, and the times add up.
+
+What it does not know makes steps longer than foretold: convolutions whose kernels are slower than products of their sizes
+(float32 without TF32 above all), norms that read their input twice, and a host and a device that wait for each other by turns.
 """
 
 from collections.abc import Callable, Mapping, Sequence

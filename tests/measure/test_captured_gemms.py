@@ -154,6 +154,12 @@ def test_attention_with_fewer_heads_of_keys_counts_each_head_of_queries():
     assert captured.flops == 7 * 2 * 16 * 16 * 16 * 4
 
 
+def test_compiled_code_hides_no_product():
+    layer, x = torch.nn.Linear(8, 16), torch.randn(4, 8)
+    compiled = torch.compile(lambda: layer(x).relu())
+    assert capture_gemms(compiled).counts == capture_gemms(lambda: layer(x)).counts != {}
+
+
 def test_an_operator_without_a_formula_is_named():
     layer = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).eval()
     with torch.inference_mode():
