@@ -16,7 +16,8 @@ from hyperion import measure
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
 from hyperion.measure.api import OUTPUT_TOLERANCE, device_of
-from hyperion.results import RowError, rows_from_csv, rows_to_csv
+from hyperion.measure.units import bytes_text, estimate_text, flops_text, seconds_text
+from hyperion.results import Estimate, RowError, rows_from_csv, rows_to_csv
 
 PLACE = {"notebook": "my_notebook", "experiment": "my_experiment", "variant": "mine"}
 QUICK = {"device": "cpu", "cold": False, "minimum_samples": 10, "time_limit_s": 0.05}
@@ -34,6 +35,16 @@ def sleeper(milliseconds, returns=None):
 def stored(*rows):
     """The rows as they come back from disk, where every rule is applied to them."""
     return rows_from_csv(rows_to_csv(rows))
+
+
+# Numbers in words
+
+
+def test_numbers_take_the_prefix_that_fits():
+    assert [seconds_text(s) for s in (0, 2.5e-9, 1.2345e-4, 0.5, 90)] == ["0 ns", "2.5 ns", "123.5 µs", "500 ms", "90 s"]
+    assert [flops_text(n) for n in (0, 7, 2e9, 1.5e15)] == ["0 FLOP", "7 FLOP", "2 GFLOP", "1.5 PFLOP"]
+    assert [bytes_text(n) for n in (0, 1023, 3 << 20, 3 << 29)] == ["0 B", "1023 B", "3 MiB", "1.5 GiB"]
+    assert estimate_text(Estimate(2e-3, 1.9e-3, 2.25e-3, 31)) == "2 ms (95 % CI 1.9 … 2.25, n=31)"
 
 
 # Time
@@ -334,9 +345,10 @@ def test_the_names_stay_functions_and_drawing_is_imported_only_for_drawing():
     code = (
         "import sys, hyperion.measure.memory, hyperion.measure.explain, hyperion.experiments\n"
         "from hyperion import measure\n"
-        "from hyperion.measure import timing, gemm, compilation\n"
         "assert all(callable(getattr(measure, n)) for n in ('time', 'compare', 'memory', 'flops', 'explain'))\n"
-        "assert gemm.time is sys.modules['time'] and compilation.time is sys.modules['time']\n"
+        "named = {name: module.time for name, module in sys.modules.items() if name.startswith('hyperion.')\n"
+        "         and name not in ('hyperion.measure', 'hyperion.measure.api') and hasattr(module, 'time')}\n"
+        "assert named and all(found is sys.modules['time'] for found in named.values()), named\n"
         "assert 'matplotlib' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
