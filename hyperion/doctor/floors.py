@@ -104,10 +104,23 @@ def floors_of_run(run: Run) -> FloorReport:
         raise HyperionError(
             "run.json does not say on which device it was measured", where=run.folder, next_step="measure it again"
         )
-    facts = facts_of(information["environment"], "environment in run.json")
+    return floors_of(information["environment"], run.rows())
+
+
+def floors_of(environment: dict, rows: Iterable[Row]) -> FloorReport:
+    """The floors of a device held against rows that were measured on it.
+
+    Args:
+        environment: the fingerprint of the machine; in a notebook `chapter.environment`, in replay the reference's.
+        rows: of any experiments; `chapter.results.rows()`.
+
+    Raises:
+        HyperionError: the fingerprint has a field that is unknown, missing or of another type.
+    """
+    facts = facts_of(environment, "environment")
     device = detect(facts)
     floors, unknown = floors_for(device, max(1, len(facts.gpus)))
-    return FloorReport(device.name, tuple(judge(floors, run.rows())), unknown)
+    return FloorReport(device.name, tuple(judge(floors, rows)), unknown)
 
 
 def judge(floors: Iterable[Floor], rows: Iterable[Row], mode: str = "") -> list[Verdict]:

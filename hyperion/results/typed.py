@@ -13,7 +13,7 @@ class FieldError(HyperionError):
 
 
 def from_json(form, value, place: str):
-    """`value`, as `json.loads` gave it, as `form`: a dataclass of such fields, tuple[X, ...], list[X], dict[str, X], dict,
+    """`value`, as `json.loads` gave it (or with tuples for lists, as `asdict` did), as `form`: a dataclass of such fields, tuple[X, ...], list[X], dict[str, X], dict,
     X | None, or bool, int, float, str.
 
     Args:
@@ -28,7 +28,7 @@ def from_json(form, value, place: str):
     if dataclasses.is_dataclass(form):
         return _dataclass(form, value, place)
     if origin in (tuple, list):
-        _require(isinstance(value, list), place, "a list", value)
+        _require(isinstance(value, list | tuple), place, "a list", value)
         return origin(from_json(arguments[0], item, f"{place}[{index}]") for index, item in enumerate(value))
     if origin is dict:
         _require(isinstance(value, dict), place, "an object", value)

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from hyperion.doctor import check_floors, floor_table, floors_of_run, judge
+from hyperion.doctor import check_floors, floor_frame, floor_table, floors_of, floors_of_run, judge
 from hyperion.doctor.floor_modes import MODULE, ONE
 from hyperion.doctor.floors import IMPOSSIBLE, MET, NOT_MEASURED, NOT_MET, WRONG, FloorReport
 from hyperion.doctor.machine_rows import gemm_rows, stream_rows
@@ -63,6 +63,9 @@ def test_a_copy_of_1150_is_not_met_and_amds_floor_is_cited():
     console.print(floor_table(report))
     text = console.export_text()
     assert "not met" in text and "1150 [1138.5, 1161.5] n=40" in text and "AMD, System acceptance" in text
+    frame = floor_frame(report)
+    assert len(frame) == len(FLOORS) and frame["measured [95 % CI]"][0] == "1150 [1138.5, 1161.5] n=40"
+    assert list(frame["verdict"]) == [v.outcome + (f": {v.note}" if v.note else "") for v in report.verdicts]
 
 
 @pytest.mark.parametrize("quantity", [*GOOD])
@@ -140,13 +143,14 @@ def test_a_run_is_judged_by_the_device_it_was_measured_on(tmp_path):
     assert floors_of_run(stored("good", 1300.0)).healthy
     report = floors_of_run(stored("bad", 1150.0))
     assert report.device == "AMD Instinct MI250X/MI250" and report.healthy is False
+    assert floors_of(fingerprint(NODE), healthy(copy=1150.0)).healthy is False
     with pytest.raises(HyperionError, match="replayed run"):
         floors_of_run(stored("again", 1300.0, profile="replay"))
 
 
 def test_this_cpu_has_no_floor_and_that_is_said():
     report = check_floors()
-    assert report.healthy is None and report.verdicts == ()
+    assert report.healthy is None and report.verdicts == () and floor_frame(report).empty
     assert report.conclusion.startswith(f"no floor is known for {detect_cpu().name}")
 
 
