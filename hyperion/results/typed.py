@@ -13,10 +13,10 @@ class FieldError(HyperionError):
 
 
 def from_json(form, value, place: str):
-    """`value`, as `json.loads` gave it (or with tuples for lists, as `asdict` did), as `form`: a dataclass of such fields, tuple[X, ...], list[X], dict[str, X], dict,
-    X | None, or bool, int, float, str.
+    """`value`, as `json.loads` gave it (or with tuples for lists, as `asdict` did), as `form`.
 
     Args:
+        form: a dataclass of such fields, tuple[X, ...], list[X], dict[str, X], dict, X | None, or bool, int, float, str.
         place: the name of the value, for the error; its fields are named behind it.
 
     Raises:
