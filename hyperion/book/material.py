@@ -14,6 +14,8 @@ SUBJECTS = {
     "gemm": "hardware",
     "bandwidth": "hardware",
     "roofline": "hardware",
+    "best_products": "hardware",
+    "operand_data": "hardware",
     "memory_levels": "hardware",
     "stream_formats": "hardware",
     "transfers": "hardware",

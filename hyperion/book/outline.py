@@ -14,6 +14,8 @@ TITLES = {
     "gemm": "Matrix products",
     "bandwidth": "Memory bandwidth",
     "roofline": "Roofline",
+    "best_products": "The fastest product of each format",
+    "operand_data": "The numbers that are multiplied",
     "memory_levels": "Caches and memory",
     "stream_formats": "Streams by number format",
     "transfers": "Copies between memories",

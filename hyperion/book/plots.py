@@ -17,6 +17,7 @@ from hyperion.book import (
     plots_memory,
     plots_precision,
     plots_predictions,
+    plots_products,
     plots_scaling,
     plots_summary,
     plots_training,
@@ -101,6 +102,18 @@ PLOTS = (
         "launch_cost",
         "What launching a kernel costs, and from which size on a copy works longer than that.",
         plots_transfers.launch_cost,
+    ),
+    Plot(
+        "best_products",
+        "best_products",
+        "What is left of each format's limit when the shape is chosen well, and what shapes that somebody needs get of it.",
+        plots_products.best_products,
+    ),
+    Plot(
+        "operand_data",
+        "operand_data",
+        "The same product with other numbers: at one clock for all, and each at the clock that its own power leaves.",
+        plots_products.operand_data,
     ),
     Plot(
         "model_steps",

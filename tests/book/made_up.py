@@ -25,6 +25,7 @@ from tests.book.made_up_learning import (
 from tests.book.made_up_levels import levels_chapters
 from tests.book.made_up_llama import llama_chapter
 from tests.book.made_up_precision import precision_chapters
+from tests.book.made_up_products import products_chapters
 
 GPU = {
     "python": "3.12.3",
@@ -78,6 +79,7 @@ def made_up_run(folder, *, source="mirror", peaks=None, bandwidth=4800.0, enviro
         compilation_chapter(),
         *precision_chapters(),
         *levels_chapters(np.random.default_rng(6), limited=bandwidth is not None),
+        *products_chapters(np.random.default_rng(5), limited=bandwidth is not None),
         *baseline_chapters(np.random.default_rng(1), limited=bandwidth is not None),
         (DATA, "text_pipeline", text_rows(source), text_samples(random)),
         (DATA, "image_pipeline", image_rows(source), image_samples(random)),
