@@ -53,7 +53,7 @@ class Timing:
     @property
     def unsteady(self) -> str:
         """Why these samples are not of one steady state, or "": they drifted, or the warm-up ended before it was flat."""
-        told = [] if self.warm else [f"the warm-up's windows still differed after {len(self.warmup_s)} of them"]
+        told = [] if self.warm else ["the warm-up's windows still differed when its time was up"]
         return "; ".join(told + [str(drift) for drift in [self.drift] if drift.present])
 
     @property
