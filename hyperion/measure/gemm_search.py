@@ -214,7 +214,7 @@ def search_shapes(
     finalists = _measured(chosen, [products.made[shape] for shape in chosen], device, limit_s, clock)
     rates = ranking.log_rates()
     ordered = sorted(((shape, math.exp(rate) / 1e12) for shape, rate in rates.items()), key=lambda pair: -pair[1])
-    return tuple(ordered), tuple(finalists[place] for place in _fastest_first(finalists))
+    return tuple(ordered), tuple(finalists[place] for place in fastest_first(finalists))
 
 
 class _Products:
@@ -250,7 +250,7 @@ def _measured(
     return [Finalist(s, t, product.verify()) for s, t, product in zip(shapes, timings, products, strict=True)]
 
 
-def _fastest_first(finalists: list[Finalist]) -> list[int]:
+def fastest_first(finalists: list[Finalist]) -> list[int]:
     """Places of finalists in the order of their rates, each compared with the others of its round: they met the same clock."""
     log_rates = np.array([np.log(flops_of(finalist.shape) / finalist.timing.samples_s) for finalist in finalists])
     return np.argsort(-np.median(log_rates - log_rates.mean(axis=0), axis=1), kind="stable").tolist()

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hyperion.errors import HyperionError
-from hyperion.hardware import detect_cpu
-from hyperion.measure import Gemm, RefusedProduct, Verification, search_gemm, time_shapes
-from hyperion.measure.gemm_search import FINALISTS, SharedOperands, search_shapes
+from hyperion.hardware import Telemetry, detect_cpu
+from hyperion.measure import Finalist, Gemm, RefusedProduct, Timing, Verification, search_gemm, time_shapes
+from hyperion.measure.gemm_search import FINALISTS, SharedOperands, fastest_first, search_shapes
 from hyperion.measure.shape_ranking import ShapeRanking, flops_of, grid, shape_effects
 
 SEEDS = range(20)
@@ -124,6 +124,22 @@ def test_finalists_come_in_the_order_of_their_rates_and_close_ones_are_told_apar
         _, finalists = search(landscape, cpu, monkeypatch)
         rates = [landscape.rate(finalist.shape) for finalist in finalists]
         assert len(rates) == FINALISTS and all(later <= 1.005 * rate for rate, later in itertools.pairwise(rates))
+
+
+def test_finalists_are_compared_within_their_rounds():
+    """The first takes 0.4 % less, and the clock has two states, 10 % apart: a plain median may fall into either."""
+    mistaken = 0
+    for seed in range(20):
+        random = np.random.default_rng(seed)
+        state = random.permutation(np.resize([0.95, 1.05], 61))
+        samples = [seconds * state * random.lognormal(0, 0.005, 61) for seconds in (1.0, 1.004)]
+        finalists = [
+            Finalist((64, 64, 64), Timing(taken, (), True, True, "interval", Telemetry()), Verification("", 0.0, 0.0))
+            for taken in samples
+        ]
+        assert fastest_first(finalists) == [0, 1]
+        mistaken += np.median(samples[0]) > np.median(samples[1])
+    assert mistaken > 0
 
 
 def test_the_same_seed_takes_the_same_way(cpu, monkeypatch):
