@@ -91,7 +91,9 @@ def _forecast(context: Context, operation: str, size: int) -> Forecast:
 
 def _limit(device: Device, working_set: int) -> tuple[float | None, str]:
     """(GB/s of device memory, its source) for what no cache holds, or (None, why there is none)."""
-    cache = device.last_level_cache_bytes or 0
+    cache = device.last_level_cache_bytes
+    if cache is None:
+        return None, "no limit: a cache of unknown size may serve it"
     if working_set <= cache:
         return None, "no limit: another level than device memory, and data sheets tell no rate of caches"
     if working_set < _BEYOND_CACHE * cache:
