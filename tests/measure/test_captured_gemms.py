@@ -268,3 +268,9 @@ def test_a_batch_is_verified_to_its_last_product():
             return torch.bmm(self.a_BMK[:2], self.b_BKN[:2], out=self.c_BMN[:2])
 
     assert not ForgetsTheLast(3, 8, 8, 16, "fp32", CPU).measure(time_limit_s=0.05)[1].passed
+
+    class RepeatsTheFirst(BatchedGemm):
+        def __call__(self):
+            return torch.bmm(self.a_BMK[[0, 0, 0]], self.b_BKN[[0, 0, 0]], out=self.c_BMN)
+
+    assert not RepeatsTheFirst(3, 8, 8, 16, "fp32", CPU).measure(time_limit_s=0.05)[1].passed
