@@ -110,7 +110,7 @@ def _gemm_cell(device: Device, dtype: str) -> Cell:
 
 def _stream_cell(device: Device, operation: str, dtype: str) -> Cell:
     def measure(limit_s: float) -> list[Row]:
-        elements = stream_bytes(device, operation, limit_s) // FORMATS[dtype].bytes
+        elements = stream_bytes(device, operation, dtype, limit_s) // FORMATS[dtype].bytes
         return stream_rows(device, operation, dtype, elements, time_limit_s=limit_s)
 
     return Cell(f"{operation} in {dtype}", measure, _absent("bandwidth", operation, "bandwidth_gb_s", dtype))

@@ -8,7 +8,7 @@ import torch
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
 from hyperion.measure import FORMATS, Gemm, matmul_precision
-from hyperion.measure.bandwidth import OPERATIONS
+from hyperion.measure.bandwidth import OPERATIONS, REDUCTIONS
 
 _LARGEST_GEMM, _SMALLEST_GEMM = 8192, 256
 # Warm-up and thirty samples, each with a cache flush of about the same size.
@@ -33,13 +33,12 @@ def gemm_size(device: Device, dtype: str, limit_s: float) -> int:
     return size
 
 
-def stream_bytes(device: Device, operation: str, limit_s: float) -> int:
+def stream_bytes(device: Device, operation: str, dtype: str, limit_s: float) -> int:
     """Bytes of one array: past the caches, as far as its samples take about `limit_s`."""
     cache = device.last_level_cache_bytes or 0
     wanted = max(_CACHE_MULTIPLE * cache // 2, _LARGEST_STREAM if device.kind != "cpu" else 64 << 20)
     wanted = min(wanted, device.memory_bytes // 16)
-    inputs = OPERATIONS[operation].inputs if operation in OPERATIONS else 2
-    while wanted > _SMALLEST_STREAM and _CALLS * _stream_s(device, wanted, inputs) > limit_s:
+    while wanted > _SMALLEST_STREAM and _CALLS * _stream_s(device, operation, dtype, wanted) > limit_s:
         wanted //= 2
     return wanted // 4096 * 4096
 
@@ -53,11 +52,13 @@ def _gemm_s(device: Device, dtype: str, size: int) -> float:
         return float("inf")  # what the library refuses, the measurement says in its words
 
 
-def _stream_s(device: Device, count: int, inputs: int) -> float:
+def _stream_s(device: Device, operation: str, dtype: str, count: int) -> float:
     # An eighth of it will do: past the caches time grows with the bytes.
-    source = torch.zeros(count // 8, dtype=torch.uint8, device=device.torch_device)
-    target = torch.empty_like(source)
-    return 8 * (inputs + 1) / 2 * _call_s(lambda: target.copy_(source), device)
+    chosen, storage = (OPERATIONS | REDUCTIONS)[operation], FORMATS[dtype].storage
+    options = {"dtype": storage, "device": device.torch_device}
+    inputs = [torch.zeros(count // 8 // storage.itemsize, **options) for _ in range(chosen.inputs)]
+    output = torch.empty_like(inputs[0]) if operation in OPERATIONS else torch.empty((), **options)
+    return 8 * _call_s(lambda: chosen.run(output, *inputs), device)
 
 
 def _call_s(function: Callable[[], object], device: Device) -> float:
