@@ -14,6 +14,8 @@ SUBJECTS = {
     "gemm": "hardware",
     "bandwidth": "hardware",
     "roofline": "hardware",
+    "model_products": "hardware",
+    "gemm_gap": "hardware",
     "best_products": "hardware",
     "operand_data": "hardware",
     "memory_levels": "hardware",

@@ -20,6 +20,8 @@ TITLES = {
     "stream_formats": "Streams by number format",
     "transfers": "Copies between memories",
     "launch_cost": "Launching a kernel",
+    "model_products": "Products of our models",
+    "gemm_gap": "From peak to measured",
     "model_steps": "Training steps",
     "batch_scaling": "Batch by batch",
     "collectives": "Collectives",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _KINDS = {"matmul": 0, "convolution": 2, "attention": 3}
 _WHOLE, _SMALLEST = 1500.0, 14.0  # areas, in square points: of a mark with all FLOPs (added), and with none
 _NAMED = 3
+ABOVE_THE_SLOPE = "A mark above the slope owes its rate to a cache."
 
 
 @dataclass(frozen=True)
@@ -65,16 +66,27 @@ def kernels_roofline(
     if not kernels:
         return None
     figure, (axes,) = new_figure(f"Products of {model}", machine, height=4.8)
+    draw_kernels(axes, kernels, tflops, bandwidth_gb_s)
+    axes.legend(loc="lower right")
+    add_notes(figure, [
+        "Lines: ceilings measured on this machine. A mark is a product, timed alone with a cold cache; its area is its share "
+        f"of the model's FLOPs; those drawn have {percent(sum(k.share for k in kernels))} % of them. {named_kernels(kernels)}.",
+        ABOVE_THE_SLOPE,
+    ])  # fmt: skip
+    return figure
+
+
+def draw_kernels(axes: Axes, kernels: Sequence[Kernel], tflops: Mapping[str, float], bandwidth_gb_s: float) -> None:
+    """Ceilings and marks of one panel, those with most FLOPs lettered; arguments as of `kernels_roofline`."""
     used = [dtype for dtype in tflops if any(kernel.dtype == dtype for kernel in kernels)]
     ends = _ends(kernels, [tflops[dtype] for dtype in used], bandwidth_gb_s)
     labels = _draw_ceilings(axes, {dtype: tflops[dtype] for dtype in used}, bandwidth_gb_s, ends)
     for kind in dict.fromkeys(kernel.kind for kernel in kernels):
         _draw_kind(axes, kind, [kernel for kernel in kernels if kernel.kind == kind], several=len(used) > 1)
-    named = sorted(kernels, key=lambda kernel: -kernel.share)[:_NAMED]
-    for letter, side, kernel in zip("abc", (1, 1, -1), named, strict=False):  # one to the left: like products crowd
+    for letter, kernel in zip("abc", _largest(kernels), strict=False):
         axes.annotate(
-            letter, (kernel.intensity, kernel.tflops), xytext=(side * (6 + (_area(kernel) / pi) ** 0.5), 0),
-            textcoords="offset points", ha="center", va="center", fontsize=9, fontweight="bold", zorder=4,
+            letter, (kernel.intensity, kernel.tflops), xytext=(4 + (_area(kernel) / pi) ** 0.5, 0),
+            textcoords="offset points", va="center", fontsize=9, fontweight="bold", zorder=4,
         )  # fmt: skip
     axes.set(
         xscale="log", yscale="log", xlim=ends, ylabel="TFLOPS", xlabel="arithmetic intensity, FLOP per byte of memory traffic"
@@ -82,15 +94,18 @@ def kernels_roofline(
     axes.set_ylim(min(kernel.tflops for kernel in kernels) / 2.5, axes.get_ylim()[1] * 1.3)
     log_ticks(axes.xaxis)
     log_ticks(axes.yaxis)
-    axes.legend(loc="lower right")
     spread_labels(axes, labels)
-    letters = "; ".join(f"{letter}: {k.name}, {percent(k.share)} %" for letter, k in zip("abc", named, strict=False))
-    add_notes(figure, [
-        "Lines: ceilings measured on this machine. A mark is a product, timed alone with a cold cache; its area is its share "
-        f"of the model's FLOPs; those drawn have {percent(sum(k.share for k in kernels))} % of them. {letters}.",
-        "A mark above the slope owes its rate to a cache.",
-    ])  # fmt: skip
-    return figure
+
+
+def named_kernels(kernels: Sequence[Kernel]) -> str:
+    """What the letters of a panel stand for."""
+    return "; ".join(
+        f"{letter}: {k.name}, {percent(k.share)} %" for letter, k in zip("abc", _largest(kernels), strict=False)
+    )
+
+
+def _largest(kernels: Sequence[Kernel]) -> list[Kernel]:
+    return sorted(kernels, key=lambda kernel: -kernel.share)[:_NAMED]
 
 
 def _ends(kernels: Sequence[Kernel], ceilings: list[float], bandwidth_gb_s: float) -> tuple[float, float]:

@@ -10,13 +10,13 @@ from hyperion.experiments.reference_steps import (
     GIB,
     LEAST_MEMORY,
     TrainingStep,
-    forecast_step,
     least_memory_gib,
     processes_of,
     step_params,
     step_rows,
     timed,
 )
+from hyperion.experiments.step_forecasts import forecast_reference_step
 from hyperion.experiments.variants import merged, run_variant
 from hyperion.measure import PeakMemory, PeakMemoryRegion, allocator_refusal
 from hyperion.models import ReferenceModel, parameter_count, reference_model
@@ -27,13 +27,13 @@ _LEFT_GIB = 0.25
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Samples per second of every model and dtype."""
+    """Samples per second and seconds a step of every model and dtype, from ceilings and from what its step dispatches."""
     return [
         foretold
         for name in context.sizes["models"]
         for dtype in context.sizes["dtypes"]
         if context.device.supports(dtype)[0]
-        for foretold in forecast_step(context, name, context.sizes["batch_size"], dtype)
+        for foretold in forecast_reference_step(context, name, context.sizes["batch_size"], dtype)
     ]
 
 
@@ -44,7 +44,7 @@ def run(context: Context, report) -> Result:
     return merged([run_variant(context, report, function, {"names": names}) for names in groups])
 
 
-EXPERIMENT = Experiment(forecast, run, forecast_reads=("gemm", "bandwidth"))
+EXPERIMENT = Experiment(forecast, run, forecast_reads=("gemm", "bandwidth", "launch_cost"))
 
 
 def measure(context: Context, report, names: list[str]) -> Result:

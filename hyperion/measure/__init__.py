@@ -49,7 +49,7 @@ from hyperion.measure.roofline import Ceilings
 from hyperion.measure.self_test import FaultResult
 from hyperion.measure.step import Phase, StepTiming, time_step
 from hyperion.measure.step_prediction import MemoryStream, StepCeilings, StepPrediction, predict_step, training_calls
-from hyperion.measure.taf import BatchedGemm, Taf, measure_taf, taf
+from hyperion.measure.taf import BatchedGemm, Taf, TimedProduct, measure_products, measure_taf, taf
 from hyperion.measure.tensor_memory import SavedForBackward, TensorMemory, bytes_of, state_of
 from hyperion.measure.timing import Timing, time_function, time_interleaved
 from hyperion.measure.transfer import (
@@ -75,15 +75,15 @@ __all__ = [
     "LargestAllocation", "LatencyBandwidth", "LaunchCost", "MemoryAnswer", "MemoryStream", "NoMemoryCap",
     "NominalPeak", "NumberFormat", "OperatorCost", "Overlap", "Part", "PeakMemory", "PeakMemoryRegion", "PeerCopy",
     "Phase", "Product", "ProductRates", "RanksClock", "RefusedProduct", "RepeatedCalls", "SavedForBackward",
-    "StepCeilings", "StepPrediction", "StepTiming", "Taf", "TensorMemory", "TimeAnswer", "Timing", "Uncounted",
-    "Verification", "WorthwhileSize", "WrongValueError", "allocator_refusal", "blas_backend", "bytes_of",
-    "cache_capacities", "cache_level", "capture_gemms", "collective_bytes", "compare", "distinct_share",
+    "StepCeilings", "StepPrediction", "StepTiming", "Taf", "TensorMemory", "TimeAnswer", "TimedProduct", "Timing",
+    "Uncounted", "Verification", "WorthwhileSize", "WrongValueError", "allocator_refusal", "blas_backend",
+    "bytes_of", "cache_capacities", "cache_level", "capture_gemms", "collective_bytes", "compare", "distinct_share",
     "energy_of", "explain", "explain_gap", "fit_latency_bandwidth", "flops", "format_of", "half_rate_size",
     "largest_allocation", "matmul_precision", "measure_bandwidth", "measure_between", "measure_cache_sweep",
     "measure_collective", "measure_copy", "measure_launch", "measure_operator_cost", "measure_overlap",
-    "measure_peers", "measure_taf", "measure_transfer", "memory", "memory_cap", "nominal_peak", "peer_pairs",
-    "peer_refusal", "predict_step", "recommended_bucket", "relative_error", "run_self_test", "search_gemm",
-    "shapes_only", "state_of", "sweep_sizes", "taf", "time", "time_function", "time_interleaved", "time_shapes",
-    "time_step", "training_calls", "transfer_refusal", "verify_bits", "verify_data", "verify_elementwise",
-    "verify_product", "verify_sum", "worthwhile_size",
+    "measure_peers", "measure_products", "measure_taf", "measure_transfer", "memory", "memory_cap", "nominal_peak",
+    "peer_pairs", "peer_refusal", "predict_step", "recommended_bucket", "relative_error", "run_self_test",
+    "search_gemm", "shapes_only", "state_of", "sweep_sizes", "taf", "time", "time_function", "time_interleaved",
+    "time_shapes", "time_step", "training_calls", "transfer_refusal", "verify_bits", "verify_data",
+    "verify_elementwise", "verify_product", "verify_sum", "worthwhile_size",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from hyperion.errors import HyperionError
 from hyperion.hardware import Device
 from hyperion.measure.captured_gemms import CapturedGemms
 from hyperion.measure.dtypes import FORMATS, matmul_precision
-from hyperion.measure.gemm import Gemm, RefusedProduct
+from hyperion.measure.gemm import Gemm, RefusedProduct, blas_backend
 from hyperion.measure.product_formulas import Product
 from hyperion.measure.timing import Timing, time_function
 from hyperion.measure.verify import Verification, verify_product
@@ -78,19 +78,57 @@ def taf(captured: CapturedGemms, rate: Callable[[Product], Estimate | None] | Ma
     return Taf(tflops, sum(covered.values()) / captured.flops, rates, shares, left_out)
 
 
+@dataclass(frozen=True)
+class TimedProduct:
+    """A captured product that was timed with flushed caches and verified.
+
+    Args:
+        tflops: its rate, from `timing`.
+        backend: the BLAS library that PyTorch prefers for it.
+    """
+
+    tflops: Estimate
+    timing: Timing
+    verification: Verification
+    backend: str
+
+
 def measure_taf(captured: CapturedGemms, device: Device, time_limit_s: float = 30.0) -> Taf:
+    """The FLOP-weighted rate of the products that `measure_products` could time in that time.
+
+    Raises:
+        HyperionError: none could be timed, or a product is wrong.
+    """
+    measured = measure_products(captured, device, time_limit_s)
+    found = {product: result.tflops for product, result in measured.items() if isinstance(result, TimedProduct)}
+    reasons = {product: result for product, result in measured.items() if isinstance(result, str)}
+    if not found:
+        raise HyperionError(
+            f"no product could be timed: {'; '.join(dict.fromkeys(reasons.values())) or 'the call has none'}",
+            where=f"measure_taf on {device.name}",
+            next_step="capture a call that multiplies matrices in a dtype of the device",
+        )
+    return replace(taf(captured, found), left_out=reasons)
+
+
+def measure_products(
+    captured: CapturedGemms, device: Device, time_limit_s: float = 30.0
+) -> dict[Product, TimedProduct | str]:
     """Time the captured products on a device with flushed caches and verify each, those with most FLOPs first.
 
     Products that lie differently in memory are timed as one, the second operand as a transposed weight; a convolution as the
     product that it is, its patches already unfolded; attention as batched products, one after the other.
 
     Args:
-        time_limit_s: after it no further product is begun; what was not timed is in `left_out` and missing in `coverage`.
+        time_limit_s: after it no further product is begun.
+
+    Returns:
+        What was found of each, or why it was not timed.
 
     Raises:
-        HyperionError: none could be timed, or a product is wrong.
+        HyperionError: a product is wrong.
     """
-    measured: dict[tuple, Estimate | str] = {}
+    measured: dict[tuple, TimedProduct | str] = {}
     deadline = time.monotonic() + time_limit_s
     ordered = captured.by_flops()
     for place, (product, _) in enumerate(ordered):
@@ -101,24 +139,16 @@ def measure_taf(captured: CapturedGemms, device: Device, time_limit_s: float = 3
             measured[_key(product)] = f"the {time_limit_s:g} s were over"
             continue
         share_s = max(_LEAST_TIME_S, left_s / (len(ordered) - place))
-        measured[_key(product)] = _rate(product, device, share_s)
-    found = {p: m for p in captured.counts if isinstance(m := measured[_key(p)], Estimate)}
-    reasons = {p: m for p in captured.counts if isinstance(m := measured[_key(p)], str)}
-    if not found:
-        raise HyperionError(
-            f"no product could be timed: {'; '.join(dict.fromkeys(reasons.values())) or 'the call has none'}",
-            where=f"measure_taf on {device.name}",
-            next_step="capture a call that multiplies matrices in a dtype of the device",
-        )
-    return replace(taf(captured, found), left_out=reasons)
+        measured[_key(product)] = _timed(product, device, share_s)
+    return {product: measured[_key(product)] for product in captured.counts}
 
 
 def _key(product: Product) -> tuple:
     return product.batch, product.m, product.n, product.k, product.dtype
 
 
-def _rate(product: Product, device: Device, time_limit_s: float) -> Estimate | str:
-    """TFLOPS, or why there are none."""
+def _timed(product: Product, device: Device, time_limit_s: float) -> TimedProduct | str:
+    """What was measured, or why nothing was."""
     if product.dtype not in FORMATS or product.batch > 1 and FORMATS[product.dtype].scaled:
         return f"{product.dtype} has no {'batched ' * (product.batch > 1)}product to time"
     supported, how = device.supports(product.dtype)
@@ -135,10 +165,11 @@ def _rate(product: Product, device: Device, time_limit_s: float) -> Estimate | s
     if not verification.passed:
         raise HyperionError(
             f"{product} is wrong by {verification.error:.2g}, allowed are {verification.tolerance:.2g}",
-            where=f"measure_taf on {device.name}",
+            where=f"measure_products on {device.name}",
             next_step="do not trust this device: run hyperion doctor",
         )
-    return timing.estimate.map(lambda seconds: product.flops / seconds / 1e12)
+    rate = timing.estimate.map(lambda seconds: product.flops / seconds / 1e12)
+    return TimedProduct(rate, timing, verification, blas_backend(device, FORMATS[product.dtype]))
 
 
 class BatchedGemm:

@@ -31,6 +31,7 @@ class Metric:
 
 _METRICS = (
     Metric("gemm_tflops", "TFLOPS", "higher", "matrix product rate, 2·M·N·K over the median time", True, True, True),
+    Metric("taf_tflops", "TFLOPS", "higher", "products of one model, timed alone: FLOPs over all times", True, True, True),
     Metric("bandwidth_gb_s", "GB/s", "higher", "bytes read and written over the median time", True, True, True),
     Metric("energy_j_per_tflop", "J/TFLOP", "lower", "median power x median time for 10¹² operations", False, True),
     Metric("energy_j_per_gb", "J/GB", "lower", "median power x median time for 10⁹ bytes", False, True),

@@ -1,0 +1,66 @@
+"""What a training step of one of our models dispatches, operator by operator, without computing any of it."""
+
+import functools
+
+import torch
+
+from hyperion.experiments.reference_steps import update_of
+from hyperion.measure import shapes_only, training_calls
+from hyperion.measure.dispatch import Call
+from hyperion.models import REFERENCE_MODELS, ReferenceModel, TransformerLM, named_config, reference_model
+from hyperion.training import adamw
+
+
+@functools.cache
+def captured_step(name: str, batch: int, dtype: str) -> tuple[Call, ...]:
+    """Forward with loss, backward and update, the same step that chapter 1.2 times; some seconds of a slow core.
+
+    Args:
+        name: a reference model's, or a Transformer LM's configuration ("gpt2_124m"), trained at its whole context.
+        batch: samples, sequences of an LM.
+        dtype: fp32, or what autocast takes: bf16, fp16.
+
+    Raises:
+        HyperionError: no model has that name.
+    """
+    if name in REFERENCE_MODELS:
+        return tuple(_reference_step(reference_model(name), batch, dtype))
+    return tuple(_language_step(name, batch, dtype))
+
+
+def _reference_step(model: ReferenceModel, batch: int, dtype: str) -> list[Call]:
+    with torch.device("meta"):
+        module = model.build()
+    images = len(model.sample_shape) == 3
+    layout = torch.channels_last if images else torch.preserve_format
+    if images:
+        module.to(memory_format=layout)
+    with shapes_only(module):
+        inputs = torch.empty(batch, *model.sample_shape).contiguous(memory_format=layout)
+        targets = model.targets(inputs, torch.Generator())
+
+        def loss() -> torch.Tensor:
+            with _autocast(dtype):
+                return model.loss(module(inputs), targets)
+
+        return training_calls(loss, update_of(model).make(module))
+
+
+def _language_step(name: str, batch: int, dtype: str) -> list[Call]:
+    config = named_config(name)
+    with torch.device("meta"):
+        module = TransformerLM(config)
+    with shapes_only(module):
+        inputs = torch.zeros(batch, config.context, dtype=torch.int64)
+
+        def loss() -> torch.Tensor:
+            with _autocast(dtype):
+                return module.loss(inputs, inputs)
+
+        return training_calls(loss, adamw(module, 1e-4))
+
+
+def _autocast(dtype: str):
+    # Tensors without values pass for those of a CPU, whatever device the step is meant for.
+    half = torch.float16 if dtype == "fp16" else torch.bfloat16
+    return torch.autocast("cpu", half, enabled=dtype != "fp32")

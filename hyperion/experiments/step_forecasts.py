@@ -1,0 +1,80 @@
+"""How long steps should take, by the ceilings that a run has measured and by what the steps dispatch."""
+
+from collections.abc import Iterable
+
+from hyperion.experiments.captured_steps import captured_step
+from hyperion.experiments.columns import stream_ceiling
+from hyperion.experiments.context import Context, Forecast
+from hyperion.experiments.reference_steps import step_params
+from hyperion.measure import FORMATS, OPERATIONS, MemoryStream, ProductRates, StepCeilings, predict_step
+from hyperion.results import Row
+
+NO_CEILINGS = "no estimate: this run has measured no ceilings (01_hardware_exploration)"
+# Seconds of the host for an operator of an eager training step, Python, autograd and dispatch included, where the run has
+# measured no launch; and how many bare launches that is. The first was seen beside an H200 (19 us); a CPU's launch, a call
+# of the dispatcher and no more, is a smaller part of its operator.
+_OPERATOR_S = {"cpu": 30e-6, "gpu": 19e-6}
+_LAUNCHES = {"cpu": 20, "gpu": 4}
+
+
+def forecast_reference_step(context: Context, name: str, batch: int, dtype: str) -> list[Forecast]:
+    """Samples per second, then seconds, of a reference model's step, from the run's ceilings and the shapes alone."""
+    estimate, basis = None, NO_CEILINGS
+    ceilings, host = step_ceilings(context, dtype)
+    if ceilings is not None:
+        predicted = predict_step(captured_step(name, batch, dtype), ceilings)
+        estimate, basis = predicted.total_s, f"{predicted.basis} ({host})"
+    shared = {"variant": name, "dtype": dtype, "params": step_params(batch), "basis": basis}
+    rate = None if estimate is None else batch / estimate
+    return [
+        Forecast(metric="samples_per_s", estimate=rate, **shared), Forecast(metric="step_time_s", estimate=estimate, **shared)
+    ]  # fmt: skip
+
+
+def step_ceilings(context: Context, dtype: str) -> tuple[StepCeilings | None, str]:
+    """(the ceilings that a prediction of steps in a dtype rests on, where the host's time comes from).
+
+    None without rates of that dtype or without streams. A step in half precision has few products left in float32: where
+    the run has no rate of those, they are counted at the rate of the others.
+    """
+    units = context.device.compute_units or 1
+    measured = {name: _products(context.upstream, name) for name in (dtype, "fp32")}
+    stream = stream_ceiling(context.upstream)
+    if not measured[dtype] or stream is None:
+        return None, NO_CEILINGS
+    rates = {name: ProductRates.fit(points or measured[dtype], units) for name, points in measured.items()}
+    operator_s, host = operator_time(context)
+    overlapped = context.device.kind != "cpu"
+    return StepCeilings(rates, _memory(context.upstream, stream), operator_s, overlapped), host
+
+
+def operator_time(context: Context) -> tuple[float, str]:
+    """(host seconds for an operator of an eager step, how they are known)."""
+    kind = "cpu" if context.device.kind == "cpu" else "gpu"
+    launches = [
+        row for row in context.upstream if (row.metric, row.variant) == ("launch_time_s", "eager") and row.value is not None
+    ]
+    if not launches:
+        return _OPERATOR_S[kind], "the host's time of an operator assumed, no launch was measured in this run"
+    return _LAUNCHES[kind] * launches[-1].value, f"an operator taken as {_LAUNCHES[kind]} of this run's measured launches"
+
+
+def _products(rows: Iterable[Row], dtype: str) -> list[tuple[int, int, int, float]]:
+    """(M, N, K, TFLOPS) of the run's products, with cold caches as all ceilings."""
+    return [
+        (row.params["m"], row.params["n"], row.params["k"], row.value)
+        for row in rows
+        if (row.experiment, row.metric, row.dtype, row.hot) == ("gemm", "gemm_tflops", dtype, False) and row.value is not None
+    ]
+
+
+def _memory(rows: Iterable[Row], stream: Row) -> MemoryStream:
+    """Latency and bandwidth of the run's streams; of one size alone its rate, and no latency."""
+    streams = [
+        (OPERATIONS[row.variant].arrays * row.params["elements"] * FORMATS[row.dtype].bytes, row.value)
+        for row in rows
+        if (row.experiment, row.metric) == ("bandwidth", "bandwidth_gb_s")
+        and row.variant in OPERATIONS and row.value is not None and not row.hot
+    ]  # fmt: skip
+    several = len({size for size, _ in streams}) > 1
+    return MemoryStream.fit(streams) if several else MemoryStream(stream.value, 0.0)
