@@ -130,7 +130,9 @@ def time_interleaved(
     flush = _Counted(cache_flush(device)) if cold else None
     warmups = [_warm_up(clock, function, time_limit_s / 2) for function in functions]
     for function, (windows, _) in zip(functions, warmups, strict=True):
-        checks.require_whole_work(windows[-1], functools.partial(clock.in_a_row, function))
+        checks.require_whole_work(
+            windows[-1], functools.partial(clock.in_a_row, function), functools.partial(_call_s, clock, function)
+        )
     samples: list[list[float]] = [[] for _ in functions]
     started, stopped = clock.now(), ""
     with Sampler(device) as sampler:
@@ -153,6 +155,10 @@ def time_interleaved(
         Timing(np.array(series), tuple(windows), warm, cold, stopped, telemetry)
         for series, (windows, warm) in zip(samples, warmups, strict=True)
     ]
+
+
+def _call_s(clock: Clock, function: Callable, count: int) -> float:
+    return float(np.median(clock.sample([function], None, count)[0]))
 
 
 class _Counted:
@@ -182,7 +188,7 @@ def _warm_up(clock, function, limit_s: float) -> tuple[list[float], bool]:
     count = 1
     while True:
         started = clock.now()
-        medians.append(float(np.median(clock.sample([function], None, count)[0])))
+        medians.append(_call_s(clock, function, count))
         count = max(1, min(1000, int(_WARM_WINDOW_S * count / max(clock.now() - started, 1e-6))))
         last = medians[-3:]
         if len(last) == 3 and max(last) - min(last) <= _WARM_TOLERANCE * min(last):

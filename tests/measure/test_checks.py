@@ -57,13 +57,19 @@ def test_the_interval_of_drifting_samples_reaches_from_end_to_end():
 
 def test_calls_in_a_row_are_asked_again_before_a_clock_is_blamed():
     seen = iter([1.0, 1.0, 1.0, 0.02])
-    require_whole_work(0.01, lambda calls: next(seen))
+    require_whole_work(0.01, lambda calls: next(seen), again=lambda calls: 0.01)
     with pytest.raises(HarnessError, match="10 ms a call, but 2 calls in a row take 1000 ms"):
-        require_whole_work(0.01, lambda calls: 1.0)
+        require_whole_work(0.01, lambda calls: 1.0, again=lambda calls: 0.01)
+
+
+def test_a_machine_that_became_slow_slows_the_clocks_samples_too():
+    blocks = []
+    require_whole_work(0.01, lambda calls: blocks.append(calls) or 1.0, again=lambda calls: 0.5)
+    assert len(blocks) == 2
 
 
 def test_clocks_whose_samples_are_of_another_kind_are_not_asked():
-    require_whole_work(1e-9, lambda calls: None)
+    require_whole_work(1e-9, lambda calls: None, again=lambda calls: 1e-9)
     assert WallClock(CPU, 3).in_a_row(lambda: None, 5) is None
     assert device_clock(CPU).in_a_row(lambda: None, 5) > 0
 
