@@ -1,5 +1,6 @@
 """The gap waterfall: from the data sheet's peak down to what was measured, one named limit after the other."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -69,9 +70,10 @@ def gemm_gap(material: Material, dtype: str = "") -> Figure | None:
         return None
     machine = material.machine("gemm_gap")
     if len(gaps) == 1:
-        return gap_waterfall(gaps[0], machine, gaps[0].product)
-    lines = (len(gaps) + 1) // 2
-    figure, panels = new_figure("From peak to measured", machine, 2, lines=lines, height=1 + 2.5 * lines)
+        return gap_waterfall(gaps[0], machine, gaps[0].product, [] if dtype else _absences(gaps, rows))
+    columns = 2 if len(gaps) <= 4 else 3
+    lines = -(-len(gaps) // columns)
+    figure, panels = new_figure("From peak to measured", machine, columns, lines=lines, height=1.1 + 2.1 * lines)
     for axes, gap in zip(panels, gaps, strict=False):
         _draw_waterfall(axes, gap, plain=True)
         axes.set_title(gap.product)
@@ -81,18 +83,19 @@ def gemm_gap(material: Material, dtype: str = "") -> Figure | None:
     return figure
 
 
-def gap_waterfall(gap: "Gap | GapRows", machine: str, product: str) -> Figure:
+def gap_waterfall(gap: "Gap | GapRows", machine: str, product: str, more: Sequence[str] = ()) -> Figure:
     """A bar for the peak, one for what each known factor takes or adds, and one for what was measured.
 
     Args:
         gap: of `hyperion.measure.explain_gap`, or what rows say of one.
         machine: its name, for the title.
         product: what was multiplied, for the title: "matmul 4096 x 4096 x 4096 bf16".
+        more: further notes.
     """
     known = [step for step in gap.factors if step.factor is not None]
     figure, (axes,) = new_figure(f"From peak to measured: {product}", machine, height=1.5 + 0.46 * (len(known) + 2))
     _draw_waterfall(axes, gap)
-    add_notes(figure, _notes(gap))
+    add_notes(figure, [*_notes(gap), *more])
     return figure
 
 
@@ -111,7 +114,7 @@ def _gap_of(whole: Row, rows: list[Row]) -> GapRows:
 
 
 def _shared_notes(gaps: list[GapRows], rows: list[Row]) -> list[str]:
-    """What was not told apart, once for all formats that share the reason; and the formats that have no waterfall."""
+    """What was not told apart, once for all formats that share the reason; then `_absences`."""
     notes = ["From the data sheet's peak each bar takes what a known limit costs; what is left over is unexplained."]
     skipped: dict[str, list[str]] = {}
     for gap in gaps:
@@ -120,22 +123,28 @@ def _shared_notes(gaps: list[GapRows], rows: list[Row]) -> list[str]:
     for what, dtypes in skipped.items():
         of = "" if len(dtypes) == len(gaps) else f" of {', '.join(dtypes)}"
         notes.append(f"Not told apart, so part of what is unexplained{of}: {what}.")
+    return notes + _absences(gaps, rows)
+
+
+def _absences(gaps: list[GapRows], rows: list[Row]) -> list[str]:
+    """The formats that have no waterfall, and why."""
     absent: dict[str, dict[str, None]] = {}
     for row in rows:
         if row.variant == "measured / peak" and row.value is None and row.dtype not in {gap.dtype for gap in gaps}:
             absent.setdefault(row.value_reason, {})[row.dtype] = None
-    return notes + [f"{', '.join(dtypes)}: {reason}." for reason, dtypes in absent.items()]
+    return [f"{', '.join(dtypes)}: {reason}." for reason, dtypes in absent.items()]
 
 
 def _draw_waterfall(axes: Axes, gap: "Gap | GapRows", plain: bool = False) -> None:
     """The bars; `plain` leaves words out of small panels."""
     known = [step for step in gap.factors if step.factor is not None]
-    _bar(axes, 0, 0, gap.peak.tflops, INK, f"{number(gap.peak.tflops)} TFLOPS")
+    unit = "" if plain else " TFLOPS"
+    _bar(axes, 0, 0, gap.peak.tflops, INK, number(gap.peak.tflops) + unit)
     before = gap.peak.tflops
     for place, step in enumerate(known, 1):
         _step(axes, place, before, step, last=step is gap.factors[-1], unchanged="× 1" if plain else "× 1, not a limit here")
         before = step.tflops
-    _bar(axes, len(known) + 1, 0, gap.measured_tflops, COLOURS[0], f"{number(gap.measured_tflops)} TFLOPS")
+    _bar(axes, len(known) + 1, 0, gap.measured_tflops, COLOURS[0], number(gap.measured_tflops) + unit)
     names = ["data sheet", *(step.name for step in known), "measured"]
     axes.set_yticks(range(len(names)), names)
     highest = max([gap.peak.tflops, gap.measured_tflops, *(step.tflops for step in known)])

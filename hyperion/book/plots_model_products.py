@@ -45,7 +45,7 @@ def products_roofline(material: Material) -> Figure | None:
     lines = (len(panels_of) + 1) // 2
     figure, panels = new_figure(
         "Products of our models under the roofline", material.machine("model_products"), min(2, len(panels_of)), lines=lines,
-        height=1.2 + 3.3 * lines,
+        height=1.2 + 3.0 * lines,
     )  # fmt: skip
     ceilings = _ceilings(material)
     notes = [

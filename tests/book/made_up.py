@@ -9,6 +9,7 @@ from tests.book.made_up_collectives import collectives_chapter
 from tests.book.made_up_compilation import compilation_chapter
 from tests.book.made_up_distributed import distributed_chapters
 from tests.book.made_up_hardware import HARDWARE, PEAKS, bandwidth_rows, gemm_rows, roofline_rows, time_samples
+from tests.book.made_up_kernels import kernel_chapters
 from tests.book.made_up_learning import (
     CORE,
     DATA,
@@ -80,6 +81,7 @@ def made_up_run(folder, *, source="mirror", peaks=None, bandwidth=4800.0, enviro
         *precision_chapters(),
         *levels_chapters(np.random.default_rng(6), limited=bandwidth is not None),
         *products_chapters(np.random.default_rng(5), limited=bandwidth is not None),
+        *kernel_chapters(np.random.default_rng(7), peaks),
         *baseline_chapters(np.random.default_rng(1), limited=bandwidth is not None),
         (DATA, "text_pipeline", text_rows(source), text_samples(random)),
         (DATA, "image_pipeline", image_rows(source), image_samples(random)),

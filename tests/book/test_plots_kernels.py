@@ -1,7 +1,5 @@
 """Pictures of our models' products and of the gaps, drawn from rows of a GPU with many formats and of an unknown CPU."""
 
-from dataclasses import replace
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -14,19 +12,16 @@ from hyperion.book.style import styled
 from hyperion.results import Run
 from tests.book.made_up import GPU
 from tests.book.made_up_hardware import HARDWARE, PEAKS, bandwidth_rows, gemm_rows
-from tests.book.made_up_kernels import MAF, MODELS, gap_rows, model_products_rows
-
-CHAPTER = "04_limits_explained"
+from tests.book.made_up_kernels import LIMITS, MAF, MODELS, gap_rows, model_products_rows
 
 
 def made_up(folder, peaks, bandwidth, environment):
     random = np.random.default_rng(0)
     run = Run.create(folder / "run", {"environment": environment})
     frame = pd.DataFrame({"x": [1]})
-    products = [replace(row, notebook=CHAPTER) for row in model_products_rows(random, peaks)]
     for notebook, experiment, rows in (
         (HARDWARE, "gemm", gemm_rows(random, peaks)), (HARDWARE, "bandwidth", bandwidth_rows(random, bandwidth)),
-        (CHAPTER, "model_products", products), (CHAPTER, "gemm_gap", gap_rows(peaks)),
+        (LIMITS, "model_products", model_products_rows(random, peaks)), (LIMITS, "gemm_gap", gap_rows(peaks)),
     ):  # fmt: skip
         run.record(notebook, experiment, rows, frame, input_hash="h")
     return Material(run)
@@ -100,9 +95,9 @@ def test_all_formats_share_a_picture_and_one_alone_tells_its_reasons(gpu, cpu):
     assert drawn(gemm_gap, cpu) is None
 
 
-@pytest.mark.parametrize("name", ["model_products", "products_roofline", "gemm_gap"])
-def test_a_run_without_the_rows_has_no_picture(name, material):
-    assert draw(name, material) is None
+def test_the_only_waterfall_of_a_cpu_names_the_formats_that_have_none(cpu_material):
+    told = words(drawn(gemm_gap, cpu_material))
+    assert "8192 x 4096 x 8192 fp32" in told and "fp64, bf16: no peak: no data sheet entry" in told
 
 
 def test_pictures_are_the_same_each_time(gpu):
