@@ -48,8 +48,9 @@ def measure_operator_cost(device: Device, *, time_limit_s: float = 2.0) -> Opera
 
 
 def _tiny_step(device: Device):
-    with torch.device(device.torch_device):
-        torch.manual_seed(0)
+    gpus = [] if device.kind == "cpu" else [device.index]
+    # The caller's random numbers go on as if nothing had been drawn here.
+    with torch.random.fork_rng(gpus), torch.device(device.torch_device):
         convolution = nn.Sequential(nn.Conv1d(_WIDTH, _WIDTH, 3, padding=1), nn.BatchNorm1d(_WIDTH), nn.ReLU())
         layers = [nn.TransformerEncoderLayer(_WIDTH, 2, _WIDTH, dropout=0.0, batch_first=True) for _ in range(2)]
         network = nn.Sequential(convolution, *layers)

@@ -1,13 +1,11 @@
 """The harness's clock beside the loop anybody would write, on the same work, in turn."""
 
-import time
 from collections.abc import Callable
 
 import numpy as np
-import torch
 
 from hyperion.hardware import Device, Sampler
-from hyperion.measure.clocks import device_clock
+from hyperion.measure.clocks import WallClock, device_clock
 from hyperion.measure.timing import MINIMUM_SAMPLES, Timing
 
 
@@ -25,24 +23,14 @@ def compare_with_plain_loop(
     Returns:
         Timings of one call by the harness (median of its calls) and by the plain loop (mean of its calls).
     """
-    clock = device_clock(device)
+    clock, plain_clock = device_clock(device), WallClock(device, calls)
     ours, theirs = [], []
     with Sampler(device) as sampler:
         for _ in range(rounds + 1):
             ours.append(float(np.median(clock.sample([function], None, calls)[0])))
-            theirs.append(_plain_loop(plain or function, device, calls))
+            theirs.append(plain_clock.sample([plain or function], None, 1)[0][0])
     # The first round warms both up.
     return tuple(
         Timing(np.array(series[1:]), tuple(series[:1]), True, False, "rounds", sampler.telemetry)
         for series in (ours, theirs)
     )
-
-
-def _plain_loop(function: Callable[[], object], device: Device, calls: int) -> float:
-    synchronize = torch.cuda.synchronize if device.kind != "cpu" else lambda: None
-    synchronize()
-    started = time.perf_counter()
-    for _ in range(calls):
-        function()
-    synchronize()
-    return (time.perf_counter() - started) / calls

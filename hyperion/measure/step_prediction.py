@@ -23,7 +23,8 @@ from hyperion.measure.dispatch import Call, dispatched
 from hyperion.measure.product_formulas import Product, products_of
 from hyperion.measure.product_rates import ProductRates
 
-_OPTIMIZER = ("_fused_", "_foreach_")
+# `_fused_rms_norm` and `_fused_dropout` are no part of an update.
+_OPTIMIZER = ("_fused_adam", "_fused_adagrad", "_fused_sgd", "_foreach_")
 
 
 @dataclass(frozen=True)

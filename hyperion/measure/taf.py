@@ -17,6 +17,7 @@ from hyperion.hardware import Device
 from hyperion.measure.captured_gemms import CapturedGemms
 from hyperion.measure.dtypes import FORMATS, matmul_precision
 from hyperion.measure.gemm import Gemm, RefusedProduct, blas_backend
+from hyperion.measure.operands import made_up
 from hyperion.measure.product_formulas import Product
 from hyperion.measure.timing import Timing, time_function
 from hyperion.measure.verify import Verification, verify_product
@@ -128,18 +129,18 @@ def measure_products(
     Raises:
         HyperionError: a product is wrong.
     """
-    measured: dict[tuple, TimedProduct | str] = {}
-    deadline = time.monotonic() + time_limit_s
-    ordered = captured.by_flops()
-    for place, (product, _) in enumerate(ordered):
+    measured: dict[tuple, TimedProduct | str] = {_key(p): _refusal(p, device) for p in captured.counts}
+    waiting = [product for product, _ in captured.by_flops() if not measured[_key(product)]]
+    deadline, begun = time.monotonic() + time_limit_s, False
+    for place, product in enumerate(waiting):
         left_s = deadline - time.monotonic()
-        if _key(product) in measured:
-            continue
-        if measured and left_s <= 0:
+        if measured[_key(product)]:
+            continue  # another of these sizes was timed
+        if begun and left_s <= 0:
             measured[_key(product)] = f"the {time_limit_s:g} s were over"
             continue
-        share_s = max(_LEAST_TIME_S, left_s / (len(ordered) - place))
-        measured[_key(product)] = _timed(product, device, share_s)
+        share_s = max(_LEAST_TIME_S, left_s / (len(waiting) - place))
+        measured[_key(product)], begun = _timed(product, device, share_s), True
     return {product: measured[_key(product)] for product in captured.counts}
 
 
@@ -147,13 +148,16 @@ def _key(product: Product) -> tuple:
     return product.batch, product.m, product.n, product.k, product.dtype
 
 
-def _timed(product: Product, device: Device, time_limit_s: float) -> TimedProduct | str:
-    """What was measured, or why nothing was."""
+def _refusal(product: Product, device: Device) -> str:
+    """Why the product cannot be timed on the device, "" where it can."""
     if product.dtype not in FORMATS or product.batch > 1 and FORMATS[product.dtype].scaled:
         return f"{product.dtype} has no {'batched ' * (product.batch > 1)}product to time"
     supported, how = device.supports(product.dtype)
-    if not supported:
-        return f"unsupported: {how}"
+    return "" if supported else f"unsupported: {how}"
+
+
+def _timed(product: Product, device: Device, time_limit_s: float) -> TimedProduct | str:
+    """What was measured, or why nothing was."""
     size = product.m, product.n, product.k, product.dtype, device
     try:
         subject = Gemm(*size) if product.batch == 1 else BatchedGemm(product.batch, *size)
@@ -182,9 +186,8 @@ class BatchedGemm:
     def __init__(self, batch: int, m: int, n: int, k: int, dtype: str, device: Device, seed: int = 0):
         self.format, self.device = FORMATS[dtype], device
         generator = torch.Generator(device.torch_device).manual_seed(seed)
-        normal = {"generator": generator, "device": device.torch_device, "dtype": torch.float32}
-        self.a_BMK = torch.randn(batch, m, k, **normal).to(self.format.storage)
-        self.b_BKN = torch.randn(batch, n, k, **normal).to(self.format.storage).transpose(1, 2)
+        a, b = (made_up("normal", (batch, *sides), self.format, device, generator) for sides in ((m, k), (n, k)))
+        self.a_BMK, self.b_BKN = a.values, b.values.transpose(1, 2)
         self.c_BMN = torch.empty(batch, m, n, dtype=self.format.storage, device=device.torch_device)
         self.flops = 2 * batch * m * n * k
 

@@ -40,6 +40,8 @@ _PRODUCT = re.compile(
     r"|flash|fmha|attn_fwd|attn_bwd|attention",
     re.IGNORECASE,
 )
+# What Inductor fuses around a product or a collective bears its name as well: triton_poi_fused_convolution_relu_3.
+_FUSED = re.compile(r"^triton_(?!tem_)[a-z]+_fused_")
 _PRODUCT_OPERATOR = re.compile(
     r"^(aten|mkldnn|mkl|quantized|onednn)::_?(mm|addmm|bmm|baddbmm|mv|addmv|dot|vdot|linear|addbmm|int_mm|scaled_mm|grouped_mm"
     r"|scaled_grouped_mm|mkl_linear|linear_pointwise|.*conv.*|.*scaled_dot_product.*attention.*)$"
@@ -119,6 +121,8 @@ def run_step(step: Callable, data: Callable[[], object] | None, region=contextli
 
 def kernel_kind(name: str) -> str:
     """What a kernel counts as, by its name: a collective, a product (convolution and attention too), else memory-bound."""
+    if _FUSED.match(name):
+        return MEMORY
     if _COLLECTIVE.search(name):
         return COMMUNICATION
     return GEMM if _PRODUCT.search(name) else MEMORY

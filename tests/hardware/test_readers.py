@@ -23,6 +23,12 @@ from tests.hardware.machines import facts, gpu
 ADDRESSES = ("0000:c1:00.0", "0000:c6:00.0", "0000:c9:00.0", "0000:ce:00.0")
 
 
+@pytest.fixture(autouse=True)
+def no_amdsmi(monkeypatch, tmp_path):
+    """On a machine with ROCm, amdsmi would answer for a made-up die that has a real one's address."""
+    monkeypatch.setenv("ROCM_PATH", str(tmp_path))
+
+
 def amd_node(root, power_uw: dict[str, int]) -> None:
     """A sysfs tree of MI250X dies, each with its average power in microwatts."""
     for address in ADDRESSES:

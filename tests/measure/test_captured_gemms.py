@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
+from hyperion.measure import timing
 from hyperion.measure.captured_gemms import CapturedGemms, capture_gemms
 from hyperion.measure.dispatch import dispatched, shapes_only
 from hyperion.measure.product_formulas import Product
@@ -232,7 +233,9 @@ def test_taf_says_how_much_of_the_work_it_knows():
         taf(CapturedGemms({a: 1, b: 1}, {}), {})
 
 
-def test_the_products_of_a_layer_are_timed_here():
+def test_the_products_of_a_layer_are_timed_here(monkeypatch):
+    # Flushing a large cache thirty times a product would use the time up.
+    monkeypatch.setattr(timing, "cache_flush", lambda device: lambda: None)
     layer = torch.nn.MultiheadAttention(32, 4, batch_first=True)
     x = torch.randn(2, 8, 32)
     captured = capture_gemms(lambda: layer(x, x, x, need_weights=False)[0].sum().backward())
@@ -252,10 +255,17 @@ def test_without_time_only_the_largest_product_is_timed():
 
 def test_a_format_that_the_device_lacks_is_left_out_with_the_reason():
     a, b = product(64, 64, 64), Product("matmul", 1, 8, 8, 8, "tf32", "NN", 768)
-    found = measure_taf(CapturedGemms({a: 1, b: 1}, {}), CPU, time_limit_s=1.0)
-    assert found.left_out[b].startswith("unsupported: TF32")
+    # However little time there is: what cannot be timed takes none, and no other product's turn.
+    for counts in ({a: 1, b: 1}, {b: 10**6, a: 1}):
+        found = measure_taf(CapturedGemms(counts, {}), CPU, time_limit_s=0.0)
+        assert list(found.rates) == [a] and found.left_out[b].startswith("unsupported: TF32")
     with pytest.raises(HyperionError, match="no product could be timed: unsupported"):
         measure_taf(CapturedGemms({b: 1}, {}), CPU, time_limit_s=1.0)
+
+
+def test_float64_operands_of_a_batch_use_all_of_their_bits():
+    a_BMK = BatchedGemm(2, 32, 8, 32, "fp64", CPU).a_BMK
+    assert (a_BMK.float().double() != a_BMK).float().mean() > 0.99
 
 
 def test_a_batch_is_verified_to_its_last_product():

@@ -149,6 +149,11 @@ def test_a_device_that_is_alone_is_the_one_whatever_the_tracer_calls_it():
         ("triton_tem_fused_addmm_relu_0", GEMM),
         ("triton_poi_fused_add_convert_element_type_3", MEMORY),
         ("triton_red_fused_native_layer_norm_7", MEMORY),
+        ("triton_poi_fused__native_batch_norm_legit_functional_convolution_relu_2", MEMORY),
+        ("triton_poi_fused__scaled_dot_product_flash_attention_clone_1", MEMORY),
+        ("triton_poi_fused_all_gather_into_tensor_cat_4", MEMORY),
+        ("triton_tem_fused__unsafe_view_flex_attention_0", GEMM),
+        ("triton_fwd_attention_kernel", GEMM),  # one of the reader's own
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", MEMORY),
         ("void cudnn::bn_fw_tr_1C11_kernel_NCHW<float>", MEMORY),
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", MEMORY),

@@ -185,6 +185,14 @@ def test_steps_of_an_h200_are_foretold_from_its_ceilings_within_a_fifth_in_the_m
     assert median(abs(error) for error in errors) <= 0.20 and max(abs(error) for error in errors) <= 0.45
 
 
+def test_a_fused_norm_is_no_update():
+    calls = [call(name, (vector(1000),), (vector(1000),)) for name in ("_fused_rms_norm", "_fused_adamw_")]
+    found = predict_step(calls, toy_ceilings())
+    assert found.memory_s == found.optimizer_s == pytest.approx(8000 / 100e9)
+
+
 def test_the_host_costs_something_for_each_operator_here():
+    drawn = torch.get_rng_state()
     cost = measure_operator_cost(detect_cpu(), time_limit_s=0.5)
+    assert torch.equal(torch.get_rng_state(), drawn), "the caller's random numbers go on as they would have"
     assert cost.operators > 50 and 1e-7 < cost.time_s.ci_low <= cost.time_s.value < 1e-2
