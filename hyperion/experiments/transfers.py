@@ -1,5 +1,7 @@
 """How fast do bytes travel between memories: host and device, one GPU and another? And how much does one tensor get?"""
 
+import gc
+
 import pandas as pd
 import torch
 
@@ -65,7 +67,7 @@ def visible_devices(context: Context) -> list[Device]:
     """All devices that this process sees; the CPU alone where it computes on that."""
     if context.device.kind == "cpu":
         return [context.device]
-    return [detect(index) for index in range(torch.cuda.device_count())]
+    return [detect(index=index) for index in range(torch.cuda.device_count())]
 
 
 def _cells(context: Context) -> list[tuple[str, bool, int]]:
@@ -173,6 +175,7 @@ def _allocation_row(context: Context) -> Row:
     """The largest tensor that is granted, found by bisection, written and read back."""
     limit, source = _allocation_limit(context)
     step = context.sizes["step_mib"] * MIB
+    gc.collect()  # tensors of earlier experiments that only cycles still hold, such as a captured call and its graph
     try:
         found = largest_allocation(context.device, step_bytes=step, cap_gib=_cap_gib(context))
     except HyperionError as error:

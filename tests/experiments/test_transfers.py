@@ -1,5 +1,7 @@
 """Copies between memories: nothing to copy between on a CPU; on GPUs, played here, every cell, pair and limit."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -27,7 +29,7 @@ def gpus(monkeypatch):
     def play(machine: str, count: int, direct: bool = True):
         device = detect(facts(machine))
         monkeypatch.setattr(Context, "device", property(lambda self: device))
-        monkeypatch.setattr(transfers, "detect", lambda index: replace(device, index=index))
+        monkeypatch.setattr(transfers, "detect", lambda facts=None, index=0: replace(device, index=index))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda source, destination: direct)
         monkeypatch.setattr(transfers, "measure_transfer", lambda d, size, _, *, pinned, **rest: copied(size, pinned))
@@ -71,6 +73,23 @@ def test_no_profile_takes_more_than_a_quarter_of_a_cpus_memory(context, monkeypa
     monkeypatch.setattr(transfers, "largest_allocation", remember)
     transfers._allocation_row(replace(context, sizes=SIZES | {"cpu_cap_gib": 10**6}))
     assert asked == [pytest.approx(context.device.memory_bytes / 2**30 / 4)]
+
+
+def test_what_earlier_experiments_left_in_cycles_is_freed_before_the_largest_tensor_is_sought(context, monkeypatch):
+    """Else a device would seem smaller by what a sweep before it has held."""
+
+    class Left:
+        pass
+
+    left = Left()
+    left.itself, alive = left, weakref.ref(left)
+    del left
+    monkeypatch.setattr(transfers, "largest_allocation", lambda *args, **options: no_gpu() if alive() is None else None)
+    gc.disable()
+    try:
+        assert "not even 64 MiB" in transfers._allocation_row(context).value_reason
+    finally:
+        gc.enable()
 
 
 def test_every_direction_memory_and_size_without_a_limit(context, gpus, tmp_path):
