@@ -1,7 +1,7 @@
 """Comparing two sets of relaunches: what became slower, and is it more than chance and more than noise?"""
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +10,15 @@ from hyperion.errors import HyperionError
 from hyperion.results.folders import find_run
 from hyperion.results.metrics import metric_named
 from hyperion.results.power import Rule, detectable_change, log_deviation, power
+from hyperion.results.rows import Row
 from hyperion.results.statistics import holm, welch_p_value
 from hyperion.results.store import RUN, Run
 
 RELAUNCHES = 5
 SMALLEST_CHANGE = 0.03
 SIGNIFICANCE = 0.05
+# A row of a search tells how much it has seen; what it found then stands in its params as well.
+_SEARCHED, _FOUND = "seen", ("seen", "stopped", "m", "n", "k")
 
 
 @dataclass(frozen=True)
@@ -103,8 +106,15 @@ def _values(runs: list[Run]) -> dict[tuple, list[float]]:
         for row in run.rows():
             # A logarithm needs a positive value; a zero (no tokens, no loss) says nothing about speed.
             if row.value is not None and row.value > 0 and metric_named(row.metric).direction != "none":
-                values[row.key].append(row.value)
+                values[_identity(row)].append(row.value)
     return values
+
+
+def _identity(row: Row) -> tuple:
+    """The row's key without what a search came upon: its winner may have another shape in each relaunch."""
+    if _SEARCHED not in row.params:
+        return row.key
+    return replace(row, params={name: value for name, value in row.params.items() if name not in _FOUND}).key
 
 
 def _compared(key: tuple, a: list[float], b: list[float], p_value: float | None, rule: Rule | None) -> Comparison:

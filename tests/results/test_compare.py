@@ -69,3 +69,19 @@ def test_runs_that_share_nothing_and_folders_without_runs_are_refused(relaunched
     (tmp_path / "none").mkdir()
     with pytest.raises(HyperionError, match="no run in this folder"):
         relaunches(str(tmp_path / "none"))
+
+
+def test_a_search_is_compared_whatever_shape_won_and_given_shapes_only_with_themselves(tmp_path):
+    def run_with(name, m, seen):
+        common = {"notebook": "nb", "experiment": "best_products", "metric": "gemm_tflops", "dtype": "bf16", "value": 700.0,
+                  "n": 30, "ci_low": 699.0, "ci_high": 701.0, "limit_source": "none known", "check": "c", "check_error": 0.0,
+                  "check_tolerance": 1.0}  # fmt: skip
+        shape = {"m": m, "n": 8192, "k": 8192, "cache": "cold"}
+        found = Row(variant="fastest found", params=shape | {"seen": seen, "shapes": 512, "stopped": f"{seen} seen"}, **common)
+        run = Run.create(tmp_path / name, {})
+        rows = [found, Row(variant="finalist", params=shape, **common)]
+        run.record("nb", "best_products", rows, pd.DataFrame({"x": [0]}), input_hash="h")
+        return run
+
+    compared = compare([run_with("a", 4096, 400)], [run_with("b", 8192, 512)])
+    assert len(compared) == 1 and "fastest found" in compared[0].name
