@@ -4,11 +4,14 @@ import functools
 
 import torch
 
+from hyperion.errors import HyperionError
 from hyperion.experiments.reference_steps import update_of
 from hyperion.measure import shapes_only, training_calls
 from hyperion.measure.dispatch import Call
 from hyperion.models import REFERENCE_MODELS, ReferenceModel, TransformerLM, named_config, reference_model
 from hyperion.training import adamw
+
+_AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @functools.cache
@@ -21,8 +24,13 @@ def captured_step(name: str, batch: int, dtype: str) -> tuple[Call, ...]:
         dtype: fp32, or what autocast takes: bf16, fp16.
 
     Raises:
-        HyperionError: no model has that name.
+        HyperionError: no model has that name, or autocast takes no such dtype: a step in tf32 is captured as one in fp32.
     """
+    if dtype not in _AUTOCAST:
+        raise HyperionError(
+            f"{dtype} is nothing that a step is captured in", where=f"captured_step of {name}",
+            next_step=f"use one of {', '.join(_AUTOCAST)}",
+        )  # fmt: skip
     if name in REFERENCE_MODELS:
         return tuple(_reference_step(reference_model(name), batch, dtype))
     return tuple(_language_step(name, batch, dtype))
@@ -62,5 +70,4 @@ def _language_step(name: str, batch: int, dtype: str) -> list[Call]:
 
 def _autocast(dtype: str):
     # Tensors without values pass for those of a CPU, whatever device the step is meant for.
-    half = torch.float16 if dtype == "fp16" else torch.bfloat16
-    return torch.autocast("cpu", half, enabled=dtype != "fp32")
+    return torch.autocast("cpu", _AUTOCAST[dtype], enabled=dtype != "fp32")

@@ -107,6 +107,6 @@ def _product(context: Context, row: Row) -> Product:
 def _launch_time_s(context: Context) -> float | None:
     """Seconds of a launch inside of a product's time: none on a GPU, whose events time a queue that never runs dry."""
     if context.device.kind != "cpu":
-        return None
+        return 0.0
     launches = [row.value for row in context.upstream if (row.metric, row.variant) == ("launch_time_s", "eager")]
     return next((seconds for seconds in launches if seconds is not None), None)

@@ -51,7 +51,7 @@ def test_factors_multiply_to_measured_over_peak_in_every_format_and_product(tmp_
         assert all(row.check_error <= 1e-9 == row.check_tolerance for row in mine if row.value is not None)
         clock = steps[0]
         assert clock.variant == "clock" and clock.value < 1 and "1500 MHz measured" in clock.limit_source
-        assert steps[3].variant == "launch" and steps[3].value is None  # a GPU's events time a full queue
+        assert steps[3].variant == "launch" and steps[3].value == 1  # a GPU's events time a full queue
     assert len(found) == 3 * 6
 
 
@@ -65,8 +65,8 @@ def test_a_slow_memory_takes_its_share(tmp_path, monkeypatch):
 
 def test_on_a_cpu_the_launch_is_in_the_time(tmp_path):
     context = toy_context("gemm_gap", {}, tmp_path, [launch(1e-6)])
-    assert gemm_gap._launch_time_s(context) == (1e-6 if context.device.kind == "cpu" else None)
-    assert gemm_gap._launch_time_s(replace(context, upstream=[])) is None
+    assert gemm_gap._launch_time_s(context) == (1e-6 if context.device.kind == "cpu" else 0.0)
+    assert gemm_gap._launch_time_s(replace(context, upstream=[])) == (None if context.device.kind == "cpu" else 0.0)
 
 
 def test_without_peak_or_product_a_row_says_why(tmp_path, monkeypatch):

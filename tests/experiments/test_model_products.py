@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from hyperion.errors import HyperionError
 from hyperion.experiments import experiment_named
 from hyperion.experiments.captured_steps import captured_step
 from hyperion.experiments.model_products import maf_row
@@ -108,3 +109,8 @@ def test_a_language_model_is_captured_at_its_whole_context():
 def test_a_step_in_bf16_has_products_in_bf16():
     dtypes = {p.dtype for call in captured_step(MODEL, 2, "bf16") for p in products_of(call) or ()}
     assert dtypes == {"bf16"}
+
+
+def test_a_step_in_tf32_is_not_captured_as_one_in_bf16():
+    with pytest.raises(HyperionError, match="tf32 is nothing that a step is captured in"):
+        captured_step(MODEL, 2, "tf32")
