@@ -19,6 +19,7 @@ from hyperion.measure import (
     measure_launch,
     measure_transfer,
 )
+from hyperion.measure.collectives import memory_needed
 from hyperion.measure.gemm import RefusedProduct
 from hyperion.measure.transfer import transfer_refusal
 from hyperion.processes import RollCall, World
@@ -27,8 +28,6 @@ from hyperion.results import Estimate, Row
 NOTEBOOK = "machine"
 PRODUCT = "torch.mm"
 _ENERGY_METRICS = {"gemm_tflops": "energy_j_per_tflop", "bandwidth_gb_s": "energy_j_per_gb"}
-# Input, output, and what checking a stretch of them takes.
-_BUFFERS, _CHECKING_BYTES = 2, 2 << 30
 
 
 def gemm_rows(device: Device, dtype: str, size: int, *, cold: bool, time_limit_s: float) -> list[Row]:
@@ -112,8 +111,7 @@ def all_reduce_row(here: World, roll: RollCall, dtype: str, size_bytes: int, *, 
         notebook=NOTEBOOK, experiment="collectives", variant="all_reduce", metric="busbw_gb_s", value=None, dtype=dtype,
         params={"bytes": size_bytes, "ranks": here.size, "backend": here.backend},
     )  # fmt: skip
-    needed = _BUFFERS * size_bytes + _CHECKING_BYTES
-    if needed > device.memory_bytes:
+    if (needed := memory_needed(size_bytes)) > device.memory_bytes:
         there = f"needs {needed / 2**30:.1f} GiB, the device has {device.memory_bytes / 2**30:.1f}"
         return replace(row, value_reason=there)
     measured = measure_collective(collective, size_bytes, dtype, here, roll, time_limit_s=time_limit_s)
