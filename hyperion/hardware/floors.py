@@ -1,7 +1,7 @@
 """What a healthy device reaches at least: vendors' acceptance floors, and sanity bounds of ours where there are none.
 
-The numbers are in floors.toml, validated when it is loaded. A vendor's floor is cited as published; a bound of ours bears
-that name, and never a vendor's.
+The numbers are in floors.toml, validated when it is loaded. A vendor's floor is cited, with how we read its
+page where that misprints; a bound of ours bears that name, and never a vendor's.
 """
 
 import functools

@@ -37,6 +37,12 @@ def test_a_gcd_has_amds_published_floors(machine):
     assert (gemm.size, gemm.unit) == (4000, "TFLOPS") and (reduction.size, reduction.ranks) == (8 * 2**30, 8)
 
 
+@pytest.mark.parametrize("machine", ["MI300X", "MI325X"])
+def test_a_misprint_of_the_page_is_said_to_be_one(machine):
+    floor = of(machine)["gemm", "fp32"]
+    assert floor.value == 94.1 and "the page says 94100 TFLOPS, taken for GFLOPS" in floor.conditions
+
+
 @pytest.mark.parametrize("machine", GPUS)
 def test_floors_lie_below_the_limits_and_say_whose_they_are(machine):
     device = detect(facts(machine))
