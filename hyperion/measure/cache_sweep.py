@@ -6,7 +6,7 @@ over its working set many times within one call: it sums the rows of a matrix al
 Source of the method: McVoy and Staelin, lmbench: portable tools for performance analysis, USENIX 1996, section 5.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -181,17 +181,12 @@ class _Work:
         self.source = torch.randn(self.elements, generator=generator, **options)
         self.rows = self.source.expand(self.passes, self.elements)
         self.output = torch.empty(self.passes if operation == "read" else self.elements, **options)
-        self.calls = RepeatedCalls(self._call, device)
+        # Not a method of this: in a cycle with its captured calls it would hold its memory until somebody collects garbage.
+        self.calls = RepeatedCalls(_call_of(operation, self.rows, self.source, self.output), device)
 
     @property
     def how(self) -> str:
         return self.calls.how if self.passes == 1 else f"{self.passes} passes a call, {self.calls.how}"
-
-    def _call(self) -> None:
-        if self.operation == "read":
-            torch.sum(self.rows, dim=1, out=self.output)
-        else:
-            self.output.copy_(self.source)
 
     def poison(self) -> None:
         self.output.fill_(float("nan"))
@@ -200,6 +195,12 @@ class _Work:
         if self.operation == "read":
             return verify_sum(self.output, (self.source,), self.format)
         return verify_elementwise(self.output, lambda source: source, (self.source,), tolerance=0.0)
+
+
+def _call_of(operation: str, rows: torch.Tensor, source: torch.Tensor, output: torch.Tensor) -> Callable[[], object]:
+    if operation == "read":
+        return lambda: torch.sum(rows, dim=1, out=output)
+    return lambda: output.copy_(source)
 
 
 def _size(count: int) -> str:

@@ -1,8 +1,10 @@
 """A sweep names the level that has room, counts every pass, and says where it measured launches instead of a cache."""
 
 import dataclasses
+import gc
 import itertools
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -119,3 +121,16 @@ def test_what_no_cache_holds_is_read_once_in_parts():
     assert _Work("read", last // 2, "fp32", detect_cpu(), 0, last).sharers == 1
     beyond = _Work("read", last + 4, "fp32", detect_cpu(), 0, last)
     assert beyond.passes == 1 and beyond.sharers == min(torch.get_num_threads(), beyond.elements)
+
+
+@pytest.mark.parametrize("operation", SWEEPS)
+def test_a_working_set_is_freed_when_the_next_one_is_made(operation):
+    """Without the help of the garbage collector: a sweep on a GPU would hold all of its sizes at once."""
+    gc.disable()
+    try:
+        work = _Work(operation, 4096, "fp32", detect_cpu(), seed=0, shared_up_to=0)
+        memory = weakref.ref(work.source)
+        del work
+        assert memory() is None
+    finally:
+        gc.enable()
