@@ -3,9 +3,11 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+from hyperion.errors import HyperionError
 from hyperion.results import Row
 
 # In a process of its own, which may run out of memory.
@@ -65,12 +67,15 @@ def test_without_a_cap_a_host_is_asked_for_half_of_what_is_available(told):
     assert found["granted_bytes"] < found["free_bytes"] <= found["memory_bytes"]
 
 
-def test_it_is_a_row_with_the_cap_as_its_limit(told):
+def test_it_is_a_row_with_the_cap_as_its_limit_and_above_it_is_none(told):
     found = told["coarse"]
     row = Row(notebook="n", experiment="allocation", variant="single", metric="largest_allocation_gib",
               value=found["granted_bytes"] / 2**30, limit=found["cap_bytes"] / 2**30, limit_source="cap on this process",
               check=found["verification"]["name"], check_error=0.0, check_tolerance=0.0)  # fmt: skip
     row.validate()
+    assert 0.5 < row.fraction_of_limit <= 1
+    with pytest.raises(HyperionError):
+        replace(row, value=1.1 * row.limit).validate()
 
 
 def test_everything_is_given_back(told):
