@@ -48,21 +48,6 @@ class CopyMeasurement:
         return self.timing.estimate.map(lambda seconds: self.bytes / seconds / 1e9)
 
 
-@dataclass(frozen=True)
-class PeerCopy:
-    """A copy from one GPU to another.
-
-    Args:
-        source, destination: PyTorch's numbers of the devices.
-        direct: whether the source can reach the destination's memory by itself; without that, copies go through the host.
-    """
-
-    source: int
-    destination: int
-    direct: bool
-    copy: CopyMeasurement
-
-
 def transfer_refusal(device: Device) -> str:
     """Why nothing can be copied between host and device, in words; "" where it can."""
     return ONE_MEMORY if device.kind == "cpu" else ""
@@ -102,25 +87,6 @@ def measure_transfer(
         torch.empty_like(host, device=device.torch_device) if outward else torch.empty_like(host, pin_memory=pinned)
     )
     return measure_copy(source, destination, device, pinned=pinned, time_limit_s=time_limit_s)
-
-
-def measure_peers(devices: Sequence[Device], count: int, *, time_limit_s: float = 0.5, seed: int = 0) -> list[PeerCopy]:
-    """Time and verify a copy of `count` bytes over each ordered pair of GPUs, one at a time.
-
-    Raises:
-        HyperionError: there are no two GPUs.
-    """
-    if peer_refusal(devices):
-        raise HyperionError(peer_refusal(devices), where="measure_peers", next_step="make two GPUs visible")
-    return [
-        PeerCopy(
-            source.index,
-            destination.index,
-            torch.cuda.can_device_access_peer(source.index, destination.index),
-            measure_between(source, destination, count, time_limit_s=time_limit_s, seed=seed),
-        )
-        for source, destination in peer_pairs(devices)
-    ]
 
 
 def peer_pairs(devices: Sequence[Device]) -> list[tuple[Device, Device]]:
