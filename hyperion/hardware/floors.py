@@ -5,14 +5,13 @@ page where that misprints; a bound of ours bears that name, and never a vendor's
 """
 
 import functools
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hyperion.hardware.precision import DTYPES, gemm_path
-from hyperion.hardware.schema import SchemaFault, Source, build
-from hyperion.hardware.specs import Specification, SpecificationError, load_specifications, lookup
+from hyperion.hardware.schema import SchemaFault, Source
+from hyperion.hardware.specs import Specification, load_file, load_specifications, lookup
 
 if TYPE_CHECKING:
     from hyperion.hardware.device import Device
@@ -146,18 +145,7 @@ def floors_for(device: "Device", devices: int = 1) -> tuple[list[Floor], str]:
 @functools.cache
 def load_floors(path: Path = FLOORS_FILE) -> FloorFile:
     """Read and validate the file. Raises SpecificationError naming file, entry and field."""
-    try:
-        return build(FloorFile, tomllib.loads(path.read_text(encoding="utf-8")))
-    except tomllib.TOMLDecodeError as error:
-        raise SpecificationError(
-            f"{path.name} is not valid TOML: {error}", where=path.name, next_step="Correct the file at that line."
-        ) from error
-    except SchemaFault as fault:
-        raise SpecificationError(
-            f"{path.name}: {fault.what}",
-            where=f"{path.name}, {fault.place or 'whole file'}",
-            next_step="Correct the field; the header of floors.toml explains every one.",
-        ) from fault
+    return load_file(path, FloorFile)
 
 
 def _published(entry: FloorEntry, file: FloorFile) -> Floor:

@@ -130,16 +130,17 @@ def data_sheet_cache_bytes(name: str, arch: str) -> int | None:
 @functools.cache
 def load_specifications(path: Path = SPECS_FILE) -> SpecificationFile:
     """Read and validate the GPU file. Raises SpecificationError naming file, device and field."""
-    return _load(path, SpecificationFile)
+    return load_file(path, SpecificationFile)
 
 
 @functools.cache
 def load_cpu_rules(path: Path = CPU_SPECS_FILE) -> CpuRules:
     """Read and validate the CPU file. Raises SpecificationError naming file and field."""
-    return _load(path, CpuRules)
+    return load_file(path, CpuRules)
 
 
-def _load(path: Path, form):
+def load_file(path: Path, form):
+    """A TOML file of ours as the dataclass `form`. Raises SpecificationError naming file, entry and field."""
     try:
         return build(form, tomllib.loads(path.read_text(encoding="utf-8")))
     except tomllib.TOMLDecodeError as error:
@@ -150,7 +151,7 @@ def _load(path: Path, form):
         raise SpecificationError(
             f"{path.name}: {fault.what}",
             where=f"{path.name}, {fault.place or 'whole file'}",
-            next_step="Correct the field; the header of specs.toml explains every one.",
+            next_step=f"Correct the field; the header of {path.name} explains every one.",
         ) from fault
 
 
