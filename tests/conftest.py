@@ -52,3 +52,14 @@ def serve() -> Iterator[Callable[[Path], str]]:
     for server in servers:
         server.shutdown()
         server.server_close()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Toy work gains nothing from threads, and on busy cores threads wait for each other."""
+    import torch  # not above: it reads OMP_WAIT_POLICY when it is loaded
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -19,12 +19,7 @@ IMAGES = {"model": "resnet18_w4", "dtype": "bf16", "batch": 2, "modes": ["eager"
 SIZES = {"samples": 50, "back_to_back": 2, "time_limit_s": 0.01, "models": [LANGUAGE, IMAGES]}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -16,13 +16,7 @@ from tests.hardware.machines import facts
 SIZES = {"dtype": "fp32", "size": 96, "model": "lm_d64_h4_l2", "time_limit_s": 0.05, "settle_s": 0.01, "alone_s": 0.02}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Toy products gain nothing from threads, and on busy cores threads wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
