@@ -7,6 +7,7 @@ With a process group up, every rank calls these functions together: rank 0 makes
 error on any rank is raised on all.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -25,6 +26,7 @@ from hyperion.errors import refused_write
 MANIFEST = "manifest.json"
 FORMAT = "hyperion-checkpoint-2"
 UNFINISHED = ".unfinished-"
+REPLACED = ".replaced-"
 HASHING_THREADS = 8
 T = TypeVar("T")
 
@@ -89,7 +91,7 @@ def newest_good(folder: Path, read: Callable[[Path], T]) -> T | None:
         CheckpointError: there are checkpoints, and `read` refused every one.
     """
     refused = []
-    for path in on_rank_0(lambda: _newest_first(Path(folder))):
+    for path in on_rank_0(lambda: _found(Path(folder))):
         try:
             return read(path)
         except CheckpointError as error:
@@ -154,9 +156,20 @@ def _verified(path: Path) -> dict:
 def _begin(new: Path, step: int) -> None:
     """An empty folder to write into; what a killed save left is gone."""
     with _explained(new.parent, step):
+        _put_back(new.parent)
         for left_over in new.parent.glob(f"{UNFINISHED}*"):
             shutil.rmtree(left_over)
         new.mkdir(parents=True)
+
+
+def _put_back(folder: Path) -> None:
+    """A checkpoint that was being replaced by one of the same step when the process was killed gets its name again."""
+    for replaced in folder.glob(f"{REPLACED}*"):
+        target = folder / replaced.name.removeprefix(REPLACED)
+        if target.exists():
+            shutil.rmtree(replaced)
+        else:
+            replaced.rename(target)
 
 
 def _require_shared(new: Path) -> None:
@@ -192,9 +205,10 @@ def _finish(new: Path, target: Path, step: int, keep: int) -> None:
         _seal(new, step)
         replaced = None
         if target.exists():  # the same step again, after a resume: a folder cannot be renamed over another
-            replaced = target.rename(folder / f"{UNFINISHED}replaced-{target.name}")
+            replaced = target.rename(folder / f"{REPLACED}{target.name}")
         new.rename(target)
-        _flush(folder)
+        for place in (folder, folder.parent):  # the folder itself may be new
+            _flush(place)
         for old in ([replaced] if replaced else []) + _newest_first(folder)[keep:]:
             shutil.rmtree(old)
 
@@ -213,6 +227,12 @@ def _files(path: Path) -> list[str]:
     """Relative names of all files of a checkpoint but its manifest."""
     names = (file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir())
     return sorted(name for name in names if name != MANIFEST)
+
+
+def _found(folder: Path) -> list[Path]:
+    with contextlib.suppress(OSError):  # a folder that may only be read
+        _put_back(folder)
+    return _newest_first(folder)
 
 
 def _newest_first(folder: Path) -> list[Path]:

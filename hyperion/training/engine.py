@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from hyperion import processes
-from hyperion.checkpoints import CheckpointError, read_sharded, write_sharded
+from hyperion.checkpoints import CheckpointError, agreed, read_sharded, write_sharded
+from hyperion.checkpoints.states import EARLIER
 from hyperion.data.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
@@ -27,6 +28,7 @@ from hyperion.parallel import average_statistics, clip_gradients, is_sharded, lo
 from hyperion.processes import World
 from hyperion.training.allocator import keep_freed_memory
 from hyperion.training.evaluate import evaluate_images, evaluate_language
+from hyperion.training.nonfinite import NonFiniteError, non_finite_tensor
 from hyperion.training.precision import Precision
 
 
@@ -177,17 +179,26 @@ class TorchEngine(ABC):
     def save(self, folder: Path) -> None:
         """Model and optimizer state by parameter name, each rank its shards: any layout of the same model can read it.
         All ranks call it.
+
+        Raises:
+            NonFiniteError: a weight or moment is infinite or no number (CheckpointError on many ranks): a checkpoint with
+                it would be one that nobody can go on from. Nothing was written.
         """
         average_statistics(self.model)  # buffers are stored once, so they must be the same on all ranks
-        write_sharded(folder, self._state())
+        state = self._state()
+        advice = "nothing was saved; start again: the run goes on from the checkpoint before, or train more carefully"
+        agreed(lambda: _require_finite(state, f"after step {self.steps}", NonFiniteError, advice))
+        write_sharded(folder, state)
 
     def load(self, folder: Path) -> None:
         """Take over the state that `save` wrote on any number of ranks. All ranks call it.
 
         Raises:
-            CheckpointError: on all ranks: the files are bad, or belong to a model or optimizer of another shape.
+            CheckpointError: on all ranks: the files are bad, hold a number that is none, or belong to a model or optimizer
+                of another shape.
         """
         state = read_sharded(folder, self._state())
+        agreed(lambda: _require_finite(state, folder, CheckpointError, EARLIER))
         try:
             set_model_state_dict(self.model, state["model"])
             set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
@@ -209,6 +220,11 @@ class TorchEngine(ABC):
             "items_seen": self.tokens_seen,
             "scaler": self.scaler.state_dict(),
         }
+
+
+def _require_finite(state: dict[str, Any], where: object, kind: type[HyperionError], next_step: str) -> None:
+    if name := non_finite_tensor({part: state[part] for part in ("model", "optimizer")}):
+        raise kind(f"{name} holds an infinity or a NaN", where=where, next_step=next_step)
 
 
 class LanguageEngine(TorchEngine):

@@ -17,7 +17,7 @@ from hyperion.errors import HyperionError
 from hyperion.training.engine import Engine, StepMetrics
 from hyperion.training.history import EpochRecord, History
 from hyperion.training.meter import EpochMeter
-from hyperion.training.nonfinite import is_finite, non_finite
+from hyperion.training.nonfinite import NonFiniteError, is_finite, non_finite
 from hyperion.training.plan import Plan
 from hyperion.training.pulse import Pulse
 from hyperion.training.seeds import rng_state, seed_rank, set_rng_state
@@ -68,7 +68,8 @@ def train(
         The history of the whole run, earlier parts included; the same on all ranks.
 
     Raises:
-        NonFiniteError: a loss or gradient was not finite, on all ranks; the batch is in the file it names.
+        NonFiniteError: a loss or gradient was not finite, on all ranks; the batch is in the file it names. Or the loss of an
+            evaluation, or a weight when it was to be saved.
         Interrupted: SIGTERM came to some rank; the state was saved first, and all ranks leave. Its exit_code is 75.
             One process stops after the step in progress; many stop after the same step, when losses are read next.
         CheckpointError: no checkpoint of the folder can be used, or one could not be written.
@@ -165,6 +166,12 @@ class _Run:
                 evaluation = self.engine.evaluate(self.stop.watch(self.validation(), self.stop_evaluating))
             except Interrupted:
                 self.save_and_leave()
+            if not math.isfinite(evaluation["loss"]):  # the same on all ranks
+                raise NonFiniteError(
+                    f"evaluation after step {self.step}: loss {evaluation['loss']}; training stopped",
+                    where=self.folder,
+                    next_step="start again: it goes on from the checkpoint before; if it returns, look at the held-out data",
+                )
         part = EpochRecord(
             epoch=number,
             step=self.step,

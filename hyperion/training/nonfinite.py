@@ -1,4 +1,4 @@
-"""A loss or gradient that is no number: which step, which rank, and the batch kept as evidence."""
+"""A loss, gradient or weight that is no number: which step, which rank, and the batch kept as evidence."""
 
 import math
 import tempfile
@@ -6,17 +6,46 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
 from hyperion.checkpoints import agreed, gathered, rank_and_size, write_state
 from hyperion.errors import HyperionError
 
 
 class NonFiniteError(HyperionError):
-    """A loss or gradient that is infinite or no number."""
+    """A loss, gradient or weight that is infinite or no number."""
 
 
 def is_finite(numbers: Sequence[float]) -> bool:
     """Whether loss, gradient norm and the rank's own loss of a step all are numbers."""
     return all(map(math.isfinite, numbers))
+
+
+def non_finite_tensor(state: Any) -> str | None:
+    """The path of the first floating-point tensor of a nested state that holds an infinity or a NaN, None where all are
+    finite. Of sharded tensors this rank's shards are looked at. One wait for the device.
+    """
+    found: list[tuple[str, Tensor]] = []
+    _collect("", state, found)
+    if not found:
+        return None
+    sound = torch.stack([tensor.isfinite().all() for _, tensor in found]).tolist()
+    return next((path for (path, _), finite in zip(found, sound, strict=True) if not finite), None)
+
+
+def _collect(path: str, value: Any, found: list[tuple[str, Tensor]]) -> None:
+    if isinstance(value, Tensor):
+        local = value.to_local() if isinstance(value, DTensor) else value
+        if local.is_floating_point():
+            found.append((path, local.detach()))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _collect(f"{path}/{key}" if path else str(key), item, found)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _collect(f"{path}/{index}", item, found)
 
 
 def non_finite(folder: Path | None, first: int, numbers: Sequence[Sequence[float]], batches: list) -> NonFiniteError:

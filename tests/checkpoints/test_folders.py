@@ -60,6 +60,13 @@ def test_saving_the_same_step_again_replaces_it(tmp_path):
     assert names(tmp_path) == ["step-00000001"]
 
 
+def test_a_kill_while_a_step_is_replaced_costs_nothing(tmp_path):
+    put(tmp_path, 1, b"old").rename(tmp_path / ".replaced-step-00000001")  # as between the two renames
+    assert newest_good(tmp_path, lambda path: verify(path)["step"]) == 1
+    put(tmp_path, 1, b"new")
+    assert names(tmp_path) == ["step-00000001"]
+
+
 def truncate(path):
     (path / "part" / "data.bin").write_bytes(b"con")
 
