@@ -1,15 +1,13 @@
 """Batches on the device: deterministic order from a seed, resumed bit for bit from an epoch and a position."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
 from hyperion.data.faults import DataError
 from hyperion.data.packing import IGNORE_INDEX
-
-CROP_PADDING = 4
 
 
 class ResumableBatches(ABC):
@@ -159,85 +157,6 @@ class LanguageBatches(ResumableBatches):
         starts = torch.from_numpy(self._examples(epoch, position)).to(self._tokens.device)
         windows = self._tokens[starts[:, None] + self._steps].long()
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-
-
-class ImageBatches(ResumableBatches):
-    """Batches of images float32 [batch, 3, 32, 32], normalised on the device, and labels int64 [batch].
-
-    Args:
-        images: uint8 [N, 3, 32, 32], kept on the device as they are.
-        labels: integers [N].
-        batch_size: images in a batch, of all ranks together.
-        normalisation: mean and standard deviation by channel in units of full scale, those of the TRAIN images.
-        augment: random changes, of 'crop' (shift by up to 4 pixels, black border) and 'flip' (left to right); take
-            them from ImageSet.augmentations, because a flip changes the class of some sets.
-        shuffle: a new order every epoch, else the order of the files (evaluation).
-        drop_last: leave out the records that fill no whole batch, else end the epoch with a smaller one.
-        rank, ranks: this process's part of each batch; evaluation takes whole batches, on every rank.
-
-    Raises:
-        DataError: unknown augmentation, too few records for one batch, or a batch that the ranks do not divide.
-    """
-
-    def __init__(
-        self,
-        images: np.ndarray,
-        labels: np.ndarray,
-        batch_size: int,
-        normalisation: tuple[Sequence[float], Sequence[float]],
-        *,
-        seed: int = 0,
-        augment: Sequence[str] = (),
-        shuffle: bool = True,
-        drop_last: bool = True,
-        device: str | torch.device = "cpu",
-        rank: int = 0,
-        ranks: int = 1,
-    ):
-        super().__init__(len(images), batch_size, seed, drop_last, rank, ranks)
-        if unknown := set(augment) - {"crop", "flip"}:
-            raise DataError(f"unknown augmentation {sorted(unknown)}", next_step="use 'crop' and 'flip'")
-        self.augment, self.shuffle = tuple(augment), shuffle
-        self._images = torch.from_numpy(np.array(images)).to(device)
-        self._labels = torch.from_numpy(np.array(labels, dtype=np.int64)).to(device)
-        mean, deviation = (torch.tensor(values, device=device).view(1, 3, 1, 1) * 255 for values in normalisation)
-        self._mean, self._deviation = mean, deviation
-
-    def _identity(self) -> dict:
-        return {**super()._identity(), "augment": list(self.augment), "shuffle": self.shuffle}
-
-    def _order(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(self.records)
-        return np.random.default_rng((self.seed, epoch)).permutation(self.records)
-
-    def _batch(self, epoch: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        batch = len(self._whole_batch(epoch, position))
-        part, rows = self._part(batch), self._examples(epoch, position)
-        rows = torch.from_numpy(rows).to(self._images.device)
-        images = self._images[rows]
-        if self.augment:
-            # The whole batch's changes are drawn on every rank, so that they depend on no number of ranks.
-            generator = np.random.default_rng((self.seed, epoch, position))
-            shifts = generator.integers(0, 2 * CROP_PADDING + 1, size=(2, batch))
-            flips = generator.random(batch) < 0.5
-            images = self._augmented(images, shifts[:, part], flips[part])
-        return (images.float() - self._mean) / self._deviation, self._labels[rows]
-
-    def _augmented(self, images: torch.Tensor, shifts: np.ndarray, flips: np.ndarray) -> torch.Tensor:
-        """One gather that shifts each image [N, 3, H, W] by shifts [2, N] (rows, columns) and flips it where flips [N]."""
-        count, channels, height, width = images.shape
-        if "crop" not in self.augment:
-            shifts[:] = CROP_PADDING
-        if "flip" not in self.augment:
-            flips[:] = False
-        columns = np.where(flips[:, None], np.arange(width)[::-1], np.arange(width)) + shifts[1][:, None]
-        rows = np.arange(height) + shifts[0][:, None]
-        rows, columns = (torch.from_numpy(index).to(images.device) for index in (rows, columns))
-        padded = torch.nn.functional.pad(images, [CROP_PADDING] * 4)
-        image = torch.arange(count, device=images.device)[:, None, None, None]
-        channel = torch.arange(channels, device=images.device)[None, :, None, None]
-        return padded[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
 
 
 def _require_equal_parts(records: int, batch_size: int, drop_last: bool, rank: int, ranks: int) -> None:

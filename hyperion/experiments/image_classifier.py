@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from hyperion.data import ImageSet, PreparedImages, channel_statistics
-from hyperion.data.loaders import ImageBatches
+from hyperion.data.device_images import ImageBatches
 from hyperion.experiments import datasets
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.training_rows import (

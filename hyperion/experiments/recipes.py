@@ -7,9 +7,10 @@ from typing import TypeVar
 import torch
 
 from hyperion.checkpoints import agreed, frozen_sha256, on_rank_0
+from hyperion.data.device_images import ImageBatches
 from hyperion.data.imageset import channel_statistics
 from hyperion.data.instruction_batches import InstructionBatches
-from hyperion.data.loaders import ImageBatches, LanguageBatches, evaluation_windows
+from hyperion.data.loaders import LanguageBatches, evaluation_windows
 from hyperion.experiments import datasets
 from hyperion.experiments.context import Context
 from hyperion.experiments.llama_setup import base_model, frozen_dtype, material, with_lora

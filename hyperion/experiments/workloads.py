@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hyperion.data import channel_statistics
-from hyperion.data.loaders import ImageBatches, LanguageBatches
+from hyperion.data.device_images import ImageBatches
+from hyperion.data.loaders import LanguageBatches
 from hyperion.experiments import datasets
 from hyperion.experiments.context import Context
 from hyperion.experiments.training_rows import ADAMW_BYTES_A_PARAMETER, SGD_BYTES_A_PARAMETER

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hyperion.data.device_images import ImageBatches
 from hyperion.data.faults import DataError
-from hyperion.data.loaders import ImageBatches, LanguageBatches, evaluation_windows
+from hyperion.data.loaders import LanguageBatches, evaluation_windows
 from hyperion.data.packing import IGNORE_INDEX
 
 TOKENS = np.arange(1000, dtype=np.uint16)
@@ -86,53 +87,6 @@ def test_a_state_of_other_data_is_refused(change):
 def test_too_little_data_is_an_error():
     with pytest.raises(DataError, match="fill no batch of 4"):
         _language(tokens=TOKENS[:70])
-
-
-def test_images_are_normalised_with_the_given_statistics():
-    mean, deviation = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
-    batches = _images(normalisation=(mean, deviation), augment=(), shuffle=False)
-    images, labels = batches.next_batch()
-    expected = (IMAGES[:8] / 255 - np.reshape(mean, (1, 3, 1, 1))) / np.reshape(deviation, (1, 3, 1, 1))
-    assert images.dtype == torch.float32 and labels.dtype == torch.int64
-    np.testing.assert_allclose(images.numpy(), expected, atol=1e-5)
-    assert labels.tolist() == LABELS[:8].tolist()
-
-
-@pytest.mark.parametrize(("drop_last", "sizes"), [(True, [8] * 6), (False, [8] * 6 + [2])])
-def test_the_last_batch_is_dropped_or_kept(drop_last, sizes):
-    batches = _images(drop_last=drop_last)
-    assert len(batches) == len(sizes) and [len(labels) for _, labels in batches] == sizes
-
-
-def test_an_epoch_shows_every_image_once():
-    batches = _images(drop_last=False, augment=())
-    images = torch.cat([images for images, _ in batches]).round().to(torch.uint8).numpy()
-    assert {image.tobytes() for image in images} == {image.tobytes() for image in IMAGES}
-
-
-@pytest.mark.parametrize("augment", [("crop",), ("flip",), ("crop", "flip")])
-def test_augmented_images_are_shifts_and_flips_of_their_own_image(augment):
-    images, _ = _images(augment=augment, shuffle=False, batch_size=50, drop_last=False).next_batch()
-    found = images.round().to(torch.uint8).numpy()
-    padded = np.pad(IMAGES, ((0, 0), (0, 0), (4, 4), (4, 4)))
-    shifts = range(9) if "crop" in augment else [4]
-    flips, seen = (False, True) if "flip" in augment else (False,), set()
-    for image, border in zip(found, padded, strict=True):
-        candidates = {
-            (y, x, flip): border[:, y : y + 32, x : x + 32][:, :, :: -1 if flip else 1]
-            for y in shifts
-            for x in shifts
-            for flip in flips
-        }
-        matching = [key for key, candidate in candidates.items() if np.array_equal(candidate, image)]
-        assert len(matching) == 1
-        seen.update(matching)
-    assert len(seen) >= min(len(candidates), 20)
-
-
-def test_an_unknown_augmentation_is_an_error():
-    with pytest.raises(DataError, match=r"unknown augmentation \['mixup'\]"):
-        _images(augment=("mixup",))
 
 
 @settings(max_examples=60, deadline=None)

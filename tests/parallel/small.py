@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyperion.data.loaders import ImageBatches, LanguageBatches, evaluation_windows
+from hyperion.data.device_images import ImageBatches
+from hyperion.data.loaders import LanguageBatches, evaluation_windows
 from hyperion.data.packing import IGNORE_INDEX
 from hyperion.hardware import detect_cpu
 from hyperion.models import ResNet18, TransformerConfig, TransformerLM

@@ -29,7 +29,8 @@ from hyperion.checkpoints import (
     saving,
     write_sharded,
 )
-from hyperion.data.loaders import ImageBatches, LanguageBatches
+from hyperion.data.device_images import ImageBatches
+from hyperion.data.loaders import LanguageBatches
 from hyperion.errors import HyperionError
 from hyperion.models import TransformerConfig, TransformerLM, resnet18
 from hyperion.parallel import ParallelPlan, parallelize
