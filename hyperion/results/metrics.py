@@ -40,6 +40,7 @@ _METRICS = (
     Metric("largest_allocation_gib", "GiB", "higher", "largest single allocation granted, by bisection", True, False, True),
     Metric("cache_bytes", "B", "none", "capacity of one cache of a level, as the system tells it"),
     Metric("speedup", "ratio", "higher", "interleaved A/B ratio of times, above 1 where A is faster", True, True),
+    Metric("rate_ratio", "ratio", "higher", "ratio of rates measured one after the other, a drift included", True, True),
     Metric(
         "roofline_ridge_flop_per_byte", "FLOP/byte", "none", "arithmetic intensity where the two measured roofs meet"
     ),
@@ -64,12 +65,15 @@ _METRICS = (
     Metric("asymptotic_busbw_gb_s", "GB/s", "higher", "bus bandwidth of endless messages: slope of that fit", False, True),
     Metric("fit_deviation", "fraction", "lower", "largest relative distance of a measured time from a fit"),
     Metric("half_busbw_bytes", "B", "lower", "message size that reaches half of the best bus bandwidth, interpolated"),
+    Metric("recommended_bytes", "B", "lower", "message size with nine tenths of the rate of that fit", False, True),
+    Metric("overlap_share", "fraction", "higher", "time saved by doing two at once, over the shorter one", False, True, True),
     Metric("scaling_efficiency", "fraction", "higher", "speed per device over the speed of one device alone", True, True),
     Metric("communication_share", "fraction", "lower", "share of the step that vanishes in a group of one", False, True),
     Metric("detection_time_s", "s", "lower", "from the death of a rank to the launcher's error", True, False, True),
     Metric("stored_gb", "GB", "lower", "bytes of files on disk"),
     Metric("relative_difference", "fraction", "lower", "largest relative difference from the reference", needs_check=True),
     Metric("mfu", "fraction", "higher", "model FLOPs over time, divided by the device's peak for the dtype", True),
+    Metric("mfu_maf", "fraction", "higher", "model FLOPs over time, divided by the run's fastest product of the dtype", True),
     Metric("peak_memory_gib", "GiB", "lower", "most device memory allocated by tensors at once", True),
     Metric("allocated_memory_gib", "GiB", "lower", "device memory held by tensors at this moment"),
     Metric("reserved_memory_gib", "GiB", "lower", "most device memory the allocator held, pools of captured graphs included"),
