@@ -113,8 +113,9 @@ def _notes(tafs: list[Row], shares: list[Row]) -> list[str]:
     notes = ["TAF: products of one training step, each timed alone, weighed by FLOPs."]
     for dtype in dict.fromkeys(row.dtype for row in measured(tafs)):
         rows = [row for row in measured(tafs) if row.dtype == dtype]
-        covered = ", ".join(f"{row.variant} {100 * row.params['coverage']:.0f} %" for row in rows)
-        notes.append(f"Share of the FLOPs that was timed in {dtype}: {covered}.")
+        timed = {row.variant: row.value for row in shares if (row.dtype, row.params.get("what")) == (dtype, "FLOPs timed")}
+        covered = ", ".join(f"{row.variant} {100 * timed[row.variant]:.0f} %" for row in rows if row.variant in timed)
+        notes += [f"Share of the FLOPs that was timed in {dtype}: {covered}."] if covered else []
     origins = {row.params["maf"] for row in measured(shares) if "maf" in row.params}
     if origins == {"gemm"}:
         notes.append("MAF: the fastest square product of this run; no search over shapes is in it.")

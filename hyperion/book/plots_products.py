@@ -11,6 +11,7 @@ from hyperion.book.style import COLOURS, INK, MARKERS, MUTED, add_notes, errors_
 from hyperion.results import Row
 
 _BEST, _DATA = "best_products", "operand_data"
+_RATIOS = ("speedup", "rate_ratio")  # among products timed in turn, and among those timed alone
 _BAR = 0.56
 _TURNS = {"alone": COLOURS[0], "in turn": COLOURS[5]}
 _ERROR = {"ecolor": INK, "elinewidth": 1.0}
@@ -54,7 +55,7 @@ def operand_data(material: Material) -> Figure | None:
     figure, panels = new_figure(
         f"One product, other numbers: {params['m']}³ in {dtype}", material.machine(_DATA), 1 + len(states), height=3.9
     )
-    _draw_rates(panels[0], measured(rates), places, [row for row in rows if row.metric == "speedup"])
+    _draw_rates(panels[0], measured(rates), places, [row for row in rows if row.metric in _RATIOS])
     for axes, (column, title) in zip(panels[1:], states, strict=True):
         _draw_state(axes, alone, places, column, title)
     _name_lines(panels, list(places))
@@ -112,13 +113,13 @@ def _draw_given(axes: Axes, given: list[Row], places: dict[str, int], worth: Cal
 
 
 def _draw_rates(axes: Axes, rates: list[Row], places: dict[str, int], ratios: list[Row]) -> None:
-    speedups = {(row.variant, row.params["timed"]): row.value for row in ratios}
+    over_usual = {(row.variant, row.params["timed"]): row.value for row in ratios}
     width = _BAR / 2 + 0.08
     for side, (timed, colour) in zip((-0.5, 0.5), _TURNS.items(), strict=True):
         for row in (row for row in rates if row.params["timed"] == timed):
             place = places[row.variant] + side * width
             axes.barh(place, row.value, width, xerr=errors_of([row]), error_kw=_ERROR, color=colour)
-            ratio = speedups.get((row.variant, timed))
+            ratio = over_usual.get((row.variant, timed))
             _write(axes, row.ci_high or row.value, place, number(row.value) + (f"  ×{ratio:.3f}" if ratio else ""))
         axes.barh(0, 0, color=colour, label=timed)
     axes.set(xlabel="TFLOPS, median with 95 % interval", xlim=(0, 1.5 * max(row.ci_high or row.value for row in rates)))
@@ -161,7 +162,7 @@ def _searches(fastest: list[Row]) -> list[str]:
 
 
 def _told(rows: list[Row], rates: list[Row], states: list[tuple[str, str]]) -> list[str]:
-    ratios = [row for row in rows if row.metric == "speedup"]
+    ratios = [row for row in rows if row.metric in _RATIOS]
     notes = [
         "In turn: call by call, so that all data meet the same clock. Alone: each for itself, at the clock that its own power "
         "leaves." + (f" ×: speed over {ratios[0].params['over']} data timed alike." if ratios else "")

@@ -4,14 +4,14 @@ import pandas as pd
 import torch
 
 from hyperion.experiments.columns import (
-    datasheet_ceilings,
     gemm_limit,
     out_of_memory_reason,
     sample_frame,
     timed_columns,
 )
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
-from hyperion.measure import FORMATS, Gemm, Timing, Verification
+from hyperion.experiments.product_rows import absent_product, roofline_tflops
+from hyperion.measure import FORMATS, Gemm, Timing, Verification, format_of
 from hyperion.results import Row, ratio_estimate
 
 VARIANT = "torch.mm"
@@ -53,14 +53,9 @@ def _params(size: int, cache: str = "cold") -> dict:
 
 
 def _forecast(context: Context, dtype: str, size: int) -> Forecast:
-    ceilings, basis = datasheet_ceilings(context.device, dtype)
-    estimate = None
-    if ceilings is not None:
-        flops, traffic = 2 * size**3, 3 * size**2 * FORMATS[dtype].bytes
-        estimate = flops / ceilings.least_time_s(flops, traffic) / 1e12
-    return Forecast(
-        variant=VARIANT, metric="gemm_tflops", estimate=estimate, basis=basis, dtype=dtype, params=_params(size)
-    )
+    estimate, basis = roofline_tflops(context.device, dtype, size, size, size)
+    name = format_of(dtype, context.device).name
+    return Forecast(variant=VARIANT, metric="gemm_tflops", estimate=estimate, basis=basis, dtype=name, params=_params(size))
 
 
 def _measure_cell(context: Context, dtype: str, size: int) -> tuple[list[Row], list[pd.DataFrame]]:
@@ -73,10 +68,11 @@ def _measure_cell(context: Context, dtype: str, size: int) -> tuple[list[Row], l
         product = Gemm(size, size, size, dtype, context.device, seed=context.seed)
         for cache in ("cold", "hot"):
             timing, verification = product.measure(cold=cache == "cold", time_limit_s=context.sizes["time_limit_s"])
-            if dtype == "tf32" and verification.error < FORMATS["fp32"].gemm_tolerance:
+            name = product.format.name
+            if name == "tf32" and verification.error < FORMATS["fp32"].gemm_tolerance:
                 return [_absent(context, dtype, size, "TF32 was allowed, but the product has the accuracy of fp32")], []
-            rows.append(_rate_row(context, VARIANT, product, _params(size, cache), timing, verification))
-            frames.append(sample_frame(timing, VARIANT, dtype, _params(size, cache)))
+            rows.append(_rate_row(context, product.function, product, _params(size, cache), timing, verification))
+            frames.append(sample_frame(timing, product.function, name, _params(size, cache)))
     except torch.OutOfMemoryError as error:
         return [_absent(context, dtype, size, out_of_memory_reason(error))], []
     return rows, frames
@@ -94,7 +90,7 @@ def _rate_row(
 
 
 def _absent(context: Context, dtype: str, size: int, reason: str) -> Row:
-    return context.row(VARIANT, "gemm_tflops", None, dtype=dtype, params=_params(size), value_reason=reason)
+    return absent_product(context, VARIANT, dtype, _params(size), reason)
 
 
 def _cross_check(context: Context, report) -> tuple[list[Row], list[pd.DataFrame]]:

@@ -10,7 +10,7 @@ import pandas as pd
 
 from hyperion.experiments.columns import stream_ceiling
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
-from hyperion.experiments.model_products import maf_row
+from hyperion.experiments.product_rows import maf_row
 from hyperion.measure import Gap, Product, explain_gap, format_of, nominal_peak
 from hyperion.results import Row
 

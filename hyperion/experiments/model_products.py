@@ -13,7 +13,7 @@ import pandas as pd
 from hyperion.experiments.captured_steps import captured_step
 from hyperion.experiments.columns import gemm_limit, sample_frame, timed_columns
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
-from hyperion.experiments.product_rows import product_row
+from hyperion.experiments.product_rows import maf_row, product_row
 from hyperion.experiments.step_forecasts import step_ceilings
 from hyperion.measure import CapturedGemms, Product, TimedProduct, measure_products, nominal_peak, predict_step, taf
 from hyperion.measure.captured_gemms import gemms_of
@@ -21,6 +21,7 @@ from hyperion.models import REFERENCE_MODELS
 from hyperion.results import Estimate, Row
 
 TAF_OF_MAF, MAF_OF_PEAK = "TAF / MAF", "MAF / peak"
+COVERAGE = "FLOPs timed"  # of the products that TAF knows, among all of the step's
 _TOP = 8  # products of a step that get a row of their own, beside the fastest one
 
 
@@ -84,9 +85,10 @@ def _measure_step(context: Context, name: str, dtype: str) -> tuple[list[Row], l
     if not timed:
         return [_absent(context, name, dtype, "; ".join(dict.fromkeys(map(str, measured.values()))))], []
     found = taf(captured, {product: result.tflops for product, result in timed.items()})
-    params = {"batch": _batch(context, name), "coverage": round(found.coverage, 2)}
+    params = {"batch": _batch(context, name)}
     rows = [
         _taf_row(context, name, dtype, params, found.tflops, list(timed.values())),
+        context.row(name, "share", found.coverage, dtype=dtype, params=params | {"what": COVERAGE}),
         _taf_of_maf(context, name, dtype, found.tflops),
     ]
     frames = []
@@ -141,14 +143,6 @@ def _taf_row(
 def _absent(context: Context, name: str, dtype: str, reason: str) -> Row:
     params = {"batch": _batch(context, name)}
     return context.row(name, "taf_tflops", None, dtype=dtype, params=params, value_reason=reason)
-
-
-def maf_row(rows: list[Row], dtype: str) -> Row | None:
-    """The fastest product of a dtype: what the search over shapes found, where the run has one, else the best square."""
-    measured = [r for r in rows if (r.metric, r.dtype, r.hot) == ("gemm_tflops", dtype, False) and r.value is not None]
-    found = [r for r in measured if r.experiment == "best_products" and r.variant == "fastest found"]
-    squares = [row for row in measured if row.experiment == "gemm"]
-    return max(found or squares, key=lambda row: row.value, default=None)
 
 
 def _taf_of_maf(context: Context, name: str, dtype: str, rate: Estimate) -> Row:

@@ -36,6 +36,8 @@ IN_TURN, ALONE = "in turn", "alone"
 # The head and its vocabulary do nothing to what a layer before them is fed.
 _VOCABULARY, _SEQUENCES = 512, 8
 _CALLS_AT_ONCE = 8
+# Only what took turns is a speed-up; two rates taken one after the other have a ratio, and a drift in it.
+_RATIO = {IN_TURN: "speedup", ALONE: "rate_ratio"}
 _NO_LIMIT = {
     IN_TURN: "no limit: how far the usual data stay below their own limit is not bounded",
     ALONE: "no limit: each at the clock that its own power left it, one after the other, a drift between them included",
@@ -43,7 +45,7 @@ _NO_LIMIT = {
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """A roofline knows FLOPs and bytes, not numbers: the same rate for all data, and no speed-up."""
+    """A roofline knows FLOPs and bytes, not numbers: the same rate for all data, and ratios of 1."""
     dtype, size = context.sizes["dtype"], context.sizes["size"]
     if not context.device.supports(dtype)[0]:
         return []
@@ -51,7 +53,7 @@ def forecast(context: Context) -> list[Forecast]:
     estimate, basis = roofline_tflops(context.device, dtype, size, size, size)
     same = "roofline: as many FLOPs and bytes, whatever the numbers are"
     ratios = [
-        Forecast(variant=data, metric="speedup", estimate=1.0, basis=same, dtype=name, params=_ratio_params(context, timed))
+        Forecast(variant=data, metric=_RATIO[timed], estimate=1.0, basis=same, dtype=name, params=_ratio_params(context, timed))
         for timed in (ALONE, IN_TURN)
         for data in DATA
         if data != USUAL
@@ -166,8 +168,8 @@ def _ratio_rows(context: Context, name: str, timings: dict[str, dict[str, Timing
         for data in (data for data in series if data != USUAL):
             ratio = estimate(series[data].samples_s, series[USUAL].samples_s)
             yield context.row(
-                data, "speedup", ratio.value, dtype=name, params=_ratio_params(context, timed), limit_source=_NO_LIMIT[timed],
-                **timed_columns(ratio, series[data]),
+                data, _RATIO[timed], ratio.value, dtype=name, params=_ratio_params(context, timed),
+                limit_source=_NO_LIMIT[timed], **timed_columns(ratio, series[data]),
             )  # fmt: skip
 
 

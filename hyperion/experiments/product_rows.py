@@ -44,3 +44,11 @@ def wrong_product(dtype: str, verification: Verification) -> str:
     if dtype == "tf32" and verification.error < FORMATS["fp32"].gemm_tolerance:
         return "TF32 was allowed, but the product has the accuracy of fp32"
     return ""
+
+
+def maf_row(rows: list[Row], dtype: str) -> Row | None:
+    """The fastest product of a dtype: what the search over shapes found, where the run has one, else the best square."""
+    measured = [r for r in rows if (r.metric, r.dtype, r.hot) == ("gemm_tflops", dtype, False) and r.value is not None]
+    found = [r for r in measured if r.experiment == "best_products" and r.variant == "fastest found"]
+    squares = [row for row in measured if row.experiment == "gemm"]
+    return max(found or squares, key=lambda row: row.value, default=None)

@@ -66,7 +66,8 @@ def data_rows(random, limited: bool) -> list[Row]:
                               **common, **_CHECK))  # fmt: skip
             if data != "normal":
                 over = params | {"over": "normal"}
-                rows.append(timed(random, LIMITS, "operand_data", data, "speedup", factor, None, params=over, **common))
+                metric = "rate_ratio" if turn == "alone" else "speedup"
+                rows.append(timed(random, LIMITS, "operand_data", data, metric, factor, None, params=over, **common))
         rows.append(_energy(random, data, dtype, params, watts / (normal * alone) if limited else None))
     return rows
 
