@@ -2,6 +2,8 @@
 inside.
 """
 
+import contextlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -27,6 +29,7 @@ from hyperion.hardware import Device
 from hyperion.parallel import average_statistics, clip_gradients, is_sharded, local_gradient_norm, ranks_of, start_sum
 from hyperion.processes import World
 from hyperion.training.allocator import keep_freed_memory
+from hyperion.training.captured import CapturedStep, same_tensors, why_not_captured
 from hyperion.training.evaluate import evaluate_images, evaluate_language
 from hyperion.training.nonfinite import NonFiniteError, non_finite_tensor
 from hyperion.training.precision import Precision
@@ -97,9 +100,12 @@ class TorchEngine(ABC):
         precision: what the forward pass computes in.
         clip_norm: gradients are scaled down to this L2 norm; math.inf for never.
         world: the ranks that share each batch; those of this process's group when left out.
+        capture: record the whole step as one graph of the device at the first batch, and replay it for every batch of its
+            shapes; where there is no such graph, steps are done as ever and `uncaptured` says why.
 
     Attributes:
         scaler: what keeps fp16 gradients from vanishing; it is part of the engine's state.
+        uncaptured: why steps are not replayed, "" where they are.
     """
 
     item: str
@@ -113,6 +119,7 @@ class TorchEngine(ABC):
         device: Device,
         clip_norm: float = 1.0,
         world: World | None = None,
+        capture: bool = False,
     ):
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.precision, self.device, self.clip_norm = precision, device, clip_norm
@@ -125,6 +132,8 @@ class TorchEngine(ABC):
                 next_step="give it what hyperion.parallel.parallelize returned, or, to train alone beside other ranks, the "
                 "world of one rank",
             )
+        self.uncaptured = why_not_captured(device, self.ranks, precision.dtype) if capture else "not asked for"
+        self._captured: CapturedStep | None = None
         self._items_seen = torch.zeros((), dtype=torch.int64, device=device.torch_device)
         if device.kind == "cpu":
             keep_freed_memory()
@@ -133,6 +142,11 @@ class TorchEngine(ABC):
     def tokens_seen(self) -> int:
         """Tokens (or images) of all steps so far."""
         return int(self._items_seen)
+
+    @property
+    def capture_time_s(self) -> float | None:
+        """Seconds that recording the step took, None before; the first step waits for it."""
+        return None if self._captured is None else self._captured.time_s
 
     @abstractmethod
     def count_items(self, batch: Any) -> Tensor:
@@ -147,7 +161,23 @@ class TorchEngine(ABC):
         learning_rate = self.schedule(self.steps + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        self.model.train()
+        if not self.model.training:  # telling all modules takes the host as long as some kernels do
+            self.model.train()
+        if not self.uncaptured and self._captured is None:
+            counters = (self._items_seen,)
+            self._captured = CapturedStep(self._step, batch, self.model, self.optimizer, counters, self.device)
+        # A batch of other shapes, such as the last of an epoch, is done as ever.
+        replayed = self._captured is not None and self._captured.fits(batch)
+        loss, norm, items, rank_loss, rank_items, skipped = (
+            self._captured(batch, learning_rate) if replayed else self._step(batch)
+        )
+        self.steps += 1
+        return StepMetrics(loss, norm, items, learning_rate, rank_loss, rank_items, skipped)
+
+    def _step(self, batch: Any) -> tuple[Tensor, ...]:
+        """All that a step does on the device, at the learning rate of the optimizer's groups. Nothing here waits for the
+        device or asks for a value, so that it can be recorded.
+        """
         rank_items = self.count_items(batch)
         finish_count = start_sum(rank_items, self.ranks)  # runs beside the forward pass
         with self.precision.products():
@@ -159,14 +189,14 @@ class TorchEngine(ABC):
             self.scaler.backward(share if self.ranks == 1 else share * self.ranks)
         self.scaler.unscale(self.optimizer)
         norm, finish_loss = self._norm_and_loss(share.detach())
-        clip_gradients(self.model, self.clip_norm, norm)
+        if math.isfinite(self.clip_norm):
+            clip_gradients(self.model, self.clip_norm, norm)
         skipped = self.scaler.step(self.optimizer, norm)
         self.optimizer.zero_grad()
-        self.steps += 1
         self._items_seen += items
         loss = finish_loss()
         rank_loss = loss if self.ranks == 1 else total.detach() / rank_items.clamp(min=1)
-        return StepMetrics(loss, norm, items, learning_rate, rank_loss, rank_items, skipped)
+        return loss, norm, items, rank_loss, rank_items, skipped
 
     def _norm_and_loss(self, share: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
         """Norm of the gradient of the whole batch, and a function that gives the loss of the whole batch."""
@@ -201,7 +231,8 @@ class TorchEngine(ABC):
         agreed(lambda: _require_finite(state, folder, CheckpointError, EARLIER))
         try:
             set_model_state_dict(self.model, state["model"])
-            set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+            with contextlib.nullcontext() if self._captured is None else same_tensors(self.optimizer):
+                set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
             self.steps = int(state["steps"])
             self._items_seen.fill_(int(state["items_seen"]))
             self.scaler.load_state_dict(state["scaler"])
@@ -248,11 +279,15 @@ class LanguageEngine(TorchEngine):
 class ImageEngine(TorchEngine):
     """Batches (images_BCYX, labels_B) for a classifier; its kernels are laid out channels-last, which convolutions
     prefer.
+
+    Args:
+        label_smoothing: share of the target that is spread over all classes, in training only.
     """
 
     item = "image"
 
-    def __init__(self, model: nn.Module, *args: Any, **kwargs: Any):
+    def __init__(self, model: nn.Module, *args: Any, label_smoothing: float = 0.0, **kwargs: Any):
+        self.label_smoothing = label_smoothing
         if not is_sharded(model):  # FSDP2 gathers contiguous kernels, whatever layout their shards have
             model = model.to(memory_format=torch.channels_last)
         super().__init__(model, *args, **kwargs)
@@ -266,7 +301,8 @@ class ImageEngine(TorchEngine):
         images_BCYX, labels_B = batch
         if is_sharded(self.model):  # contiguous kernels would lay out the whole net's activations like themselves
             images_BCYX = images_BCYX.contiguous(memory_format=torch.channels_last)
-        return F.cross_entropy(self.model(images_BCYX).float(), labels_B, reduction="sum")
+        logits_BK = self.model(images_BCYX).float()
+        return F.cross_entropy(logits_BK, labels_B, reduction="sum", label_smoothing=self.label_smoothing)
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
         """See evaluate_images; 'loss' in nats per image, 'accuracy', 'standard_error', 'images'."""

@@ -207,12 +207,12 @@ class _Run:
         if not self.unread:
             return
         # A step that fp16 made overflow was skipped, and its loss scale halved: nothing is wrong with the training.
-        numbers = torch.stack(
-            [
-                torch.stack((step.loss, step.gradient_norm.masked_fill(step.skipped, 0.0), step.rank_loss))
-                for step, _ in self.unread
-            ]
-        ).tolist()
+        steps = [step for step, _ in self.unread]
+        losses, norms, rank_losses, skipped = (
+            torch.stack([getattr(step, name) for step in steps])
+            for name in ("loss", "gradient_norm", "rank_loss", "skipped")
+        )
+        numbers = torch.stack((losses, norms.masked_fill(skipped, 0.0), rank_losses), dim=1).tolist()
         bad = not all(map(is_finite, numbers))
         self.leaving, any_bad = self.pulse.agree(self.stop.requested, bad, len(numbers))
         if any_bad:

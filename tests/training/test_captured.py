@@ -1,0 +1,130 @@
+"""A recorded step is the step itself: what recording does first leaves no trace, and replays agree with steps done one by
+one."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hyperion.hardware import detect, detect_cpu
+from hyperion.training import ImageEngine, Precision, choose_precision, sgd_nesterov
+from hyperion.training.captured import WARM_UP_STEPS, same_tensors, undone, why_not_captured
+from tests.training.small import small_batches, small_engine
+from tests.training.test_engine import image_batches, image_engine
+
+
+def _everything(engine) -> dict:
+    moments = list(engine.optimizer.state.values())
+    return copy.deepcopy({"model": engine.model.state_dict(), "moments": moments, "seen": engine._items_seen})
+
+
+def _assert_same(one, other) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("make, batches", [(small_engine, small_batches), (image_engine, image_batches)])
+@pytest.mark.parametrize("before", [0, 2])
+def test_warming_up_leaves_no_trace(make, batches, before):
+    warmed, plain, loader = make(), make(), batches()
+    told = {}
+    for engine in (warmed, plain):
+        loader.load_state_dict(batches().state_dict())
+        torch.manual_seed(3)
+        for _ in range(before):
+            engine.train_step(loader.next_batch())
+        batch = loader.next_batch()
+        places = [parameter.data_ptr() for parameter in engine.model.parameters()]
+        if engine is warmed:
+            with undone(engine.model, engine.optimizer, (engine._items_seen,)):
+                for _ in range(WARM_UP_STEPS):
+                    engine._step(batch)
+                assert not torch.equal(_everything(engine)["seen"], torch.tensor(0))
+        told[engine] = [float(engine.train_step(batch).loss), float(engine.train_step(loader.next_batch()).loss)]
+        assert places == [parameter.data_ptr() for parameter in engine.model.parameters()]
+    assert told[warmed] == told[plain]
+    _assert_same(_everything(warmed), _everything(plain))
+
+
+def test_what_is_loaded_goes_into_the_moments_that_are_there(tmp_path):
+    engine, loader = image_engine(), image_batches()
+    for _ in range(2):
+        engine.train_step(loader.next_batch())
+    engine.save(tmp_path)
+    saved = _everything(engine)
+    engine.train_step(loader.next_batch())
+    places = [state["momentum_buffer"].data_ptr() for state in engine.optimizer.state.values()]
+    with same_tensors(engine.optimizer):
+        engine.load(tmp_path)
+    _assert_same(_everything(engine), saved)
+    assert places == [state["momentum_buffer"].data_ptr() for state in engine.optimizer.state.values()]
+
+
+def test_where_nothing_is_recorded_the_engine_says_why_and_trains_on():
+    engine, plain, batch = small_engine(capture=True), small_engine(), small_batches().next_batch()
+    assert engine.uncaptured == "a CPU has no graphs" and plain.uncaptured == "not asked for"
+    losses = []
+    for each in (engine, plain):
+        torch.manual_seed(0)
+        losses.append(float(each.train_step(batch).loss))
+    assert losses[0] == losses[1] and engine.capture_time_s is None
+
+
+def test_the_reasons_against_a_graph():
+    gpu = replace(detect_cpu(), kind="cuda")
+    assert why_not_captured(gpu, 1, "bf16") == ""
+    assert "2 ranks" in why_not_captured(gpu, 2, "bf16") and "loss scale" in why_not_captured(gpu, 1, "fp16")
+
+
+def _gpu_engine(capture: bool, dtype: str = "fp32"):
+    device = detect()
+    plain = image_engine()
+    model = plain.model.to(device.torch_device)
+    options = {"capture": capture, "label_smoothing": 0.1}
+    return ImageEngine(model, sgd_nesterov(model, 0.1), plain.schedule, Precision(dtype, "test"), device, **options)
+
+
+def _gpu_batches():
+    return [tuple(part.to(detect().torch_device) for part in image_batches().next_batch()) for _ in range(6)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_replays_agree_with_steps_one_by_one():
+    told = {}
+    for capture in (False, True):
+        engine = _gpu_engine(capture)
+        metrics = [engine.train_step(batch) for batch in _gpu_batches()]
+        told[capture] = torch.stack(
+            [torch.stack((m.loss, m.gradient_norm)) for m in metrics]
+        ).cpu()  # none written over
+        assert engine.tokens_seen == 60 and [m.learning_rate for m in metrics][1] == pytest.approx(0.1)
+    assert engine.uncaptured == "" and engine.capture_time_s > 0
+    torch.testing.assert_close(told[True], told[False], rtol=1e-3, atol=1e-4)
+    smaller = tuple(part[:5] for part in _gpu_batches()[0])
+    assert int(engine.train_step(smaller).items) == 5, "another shape is done as ever"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_a_recorded_engine_goes_on_from_a_checkpoint(tmp_path):
+    batches, engine = _gpu_batches(), _gpu_engine(True)
+    for batch in batches[:3]:
+        engine.train_step(batch)
+    engine.save(tmp_path)
+    expected = [float(engine.train_step(batch).loss) for batch in batches[3:]]
+    for other in (engine, _gpu_engine(True)):  # one that has a graph already, and a fresh one
+        other.load(tmp_path)
+        assert other.steps == 3 and other.tokens_seen == 30
+        assert [float(other.train_step(batch).loss) for batch in batches[3:]] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_dropout_draws_anew_in_every_replay():
+    device = detect()
+    engine = small_engine(device=device, capture=True)
+    engine.schedule = lambda step: 0.0  # the same weights, so that only what is dropped differs
+    batch = tuple(part.to(device.torch_device) for part in small_batches().next_batch())
+    losses = [float(engine.train_step(batch).loss) for _ in range(8)]
+    assert choose_precision(device).dtype == engine.precision.dtype and len(set(losses)) > 4
