@@ -1,0 +1,188 @@
+"""The memory of a training step before it is run: the engine's own step, on tensors that have a shape and no memory.
+
+PyTorch's fake tensors go through the same Python, autograd, autocast, checkpointing, loss in chunks and optimizer as real
+ones, operator by operator, and nothing is computed. So the order of events, which makes the peak, is that of the code that
+will run, not that of a formula. What a GPU adds is named beside: blocks of its allocator, and what kernels and libraries
+keep for themselves.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hyperion.errors import HyperionError
+from hyperion.hardware import Device
+from hyperion.measure.memory_timeline import MemoryHistory, MemoryTimeline
+from hyperion.measure.tensor_memory import state_of
+from hyperion.training.engine import TorchEngine
+
+BLOCK_BYTES = 512  # PyTorch's caching allocator rounds up to these
+Make = Callable[[Device], tuple[TorchEngine, Any]]
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Of one training step in the steady state, on one device.
+
+    Args:
+        history: every piece of memory of the step.
+        library_bytes: what matrix libraries keep for themselves from the first product on.
+    """
+
+    history: MemoryHistory
+    library_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is allocated at once."""
+        return self.history.peak_bytes + self.library_bytes
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Most bytes of each kind of tensor at any moment; not all kinds are at their most in the same one."""
+        return {kind: max(self.history.levels(kind)) for kind in self.history.kinds()}
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by kind in the fullest moment."""
+        return self.history.at(self.history.fullest())
+
+    @property
+    def phase(self) -> str:
+        """In which the fullest moment is."""
+        return self.history.phase_of(self.history.fullest())
+
+
+def estimate_memory(make: Make, device: Device, ask: bool = False) -> MemoryEstimate:
+    """Foretell the memory of a training step.
+
+    Args:
+        make: builds the engine and one batch on the device that it is given; it is called with fake tensors, which live on
+            `torch_device` "cpu" whatever the device is.
+        device: that the step will run on. It need not be there.
+        ask: it is there: ask its libraries what they keep (one small product) and need (each distinct convolution, once).
+    """
+    accelerator = device.kind != "cpu"
+    kernels = _KernelBytes(device if ask else None) if accelerator else None
+    with FakeTensorMode() as fake:
+        with _Forgetful(fake):
+            engine, batch = make(replace(device, torch_device="cpu"))
+        engine.train_step(batch)  # makes the optimizer's state
+        standing = state_of(engine.model, engine.optimizer) | {"batch": batch}
+        timeline = MemoryTimeline(engine.model, standing, BLOCK_BYTES if accelerator else 1, kernels, in_place=True)
+        with timeline:
+            engine.train_step(batch)
+        history = timeline.history()
+    return MemoryEstimate(history, library_bytes(device) if ask else 0)
+
+
+def library_bytes(device: Device) -> int:
+    """What the matrix library keeps on a device for good, seen by one small product and its backward pass: 0 on a CPU.
+
+    PyTorch gives each thread that multiplies, the caller's and that of the backward pass, a workspace of its own.
+    """
+    if device.kind == "cpu":
+        return 0
+    where = device.torch_device
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated(where)
+    a = torch.ones(64, 64, device=where, requires_grad=True)
+    (a @ a).sum().backward()
+    del a
+    torch.cuda.synchronize(where)
+    return torch.cuda.memory_allocated(where) - before
+
+
+def largest_batch(peak_bytes: Callable[[int], int], memory_bytes: int, at_most: int = 2**20) -> int:
+    """The largest batch whose step fits into a memory; 0 when not even one item does.
+
+    Args:
+        peak_bytes: of a step with a batch of that many items; must not fall as the batch grows.
+        memory_bytes: that there is.
+        at_most: where to stop looking.
+    """
+    if memory_bytes < 1:
+        raise HyperionError(
+            f"{memory_bytes} bytes hold nothing", where="largest_batch", next_step="give a memory in bytes"
+        )
+    if peak_bytes(1) > memory_bytes:
+        return 0
+    fits, fails = 1, 2
+    while fails <= at_most and peak_bytes(fails) <= memory_bytes:
+        fits, fails = fails, 2 * fails
+    fails = min(fails, at_most + 1)
+    while fails - fits > 1:
+        middle = (fits + fails) // 2
+        fits, fails = (middle, fails) if peak_bytes(middle) <= memory_bytes else (fits, middle)
+    return fits
+
+
+class _Forgetful(TorchDispatchMode):
+    """Lets parameters change their memory layout: `Module.to` refuses while the fake mode's memo refers to them."""
+
+    def __init__(self, fake: FakeTensorMode):
+        super().__init__()
+        self._memo = fake.fake_tensor_converter.meta_converter.tensor_memo
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        returned = func(*args, **kwargs or {})
+        self._memo.clear()
+        return returned
+
+
+class _KernelBytes:
+    """What kernels of a GPU need for themselves while they run, by operator and shapes.
+
+    Args:
+        ask: the device whose convolutions are asked, each distinct one once; None where it is not there, and they count as 0.
+    """
+
+    def __init__(self, ask: Device | None):
+        self._ask = ask
+        self._known: dict[tuple, int] = {}
+
+    def __call__(self, operator: Any, arguments: tuple) -> int:
+        name = operator._schema.name
+        if "scaled_dot_product" in name and name.endswith(("_backward", "_backward_for_cpu")):
+            # Flash attention adds up the gradient of the queries in float32, beside one sum for each query.
+            query = arguments[1]
+            return 4 * query.numel() + 4 * query.numel() // query.shape[-1]
+        if self._ask is None or not name.startswith("aten::convolution"):
+            return 0
+        key = (name, *map(_signature, arguments))
+        if key not in self._known:
+            self._known[key] = _workspace_bytes(operator, arguments, self._ask)
+        return self._known[key]
+
+
+def _signature(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return argument.dtype, tuple(argument.shape), argument.stride()
+    return str(argument)
+
+
+def _workspace_bytes(operator: Any, arguments: tuple, device: Device) -> int:
+    """Bytes beside input and output while a library's kernel runs; only the library knows, and it chooses by shape."""
+    where = device.torch_device
+    with unset_fake_temporarily():
+        real = [
+            torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=where).zero_()
+            if isinstance(a, Tensor)
+            else a
+            for a in arguments
+        ]
+        operator(*real)  # the first call may search for a kernel
+        torch.cuda.synchronize(where)
+        before = torch.cuda.memory_allocated(where)
+        torch.cuda.reset_peak_memory_stats(where)
+        outputs = operator(*real)
+        torch.cuda.synchronize(where)
+        returned = torch.cuda.memory_allocated(where) - before
+        peak = torch.cuda.max_memory_allocated(where) - before
+        del outputs, real
+    return max(0, peak - returned)

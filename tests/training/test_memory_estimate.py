@@ -1,0 +1,119 @@
+"""The estimate of a step's memory against what allocators really handed out: a CPU's here, an H200's as it was measured there."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hyperion.experiments import workloads
+from hyperion.hardware import detect_cpu
+from hyperion.measure.allocated_peak import allocated_peak
+from hyperion.measure.memory_timeline import ACTIVATIONS, GRADIENTS
+from hyperion.measure.tensor_memory import bytes_of, state_of
+from hyperion.models import transformer
+from hyperion.training.memory_estimate import BLOCK_BYTES, estimate_memory, largest_batch
+
+CPU = detect_cpu()
+H200 = replace(CPU, kind="cuda", arch="sm_90", name="NVIDIA H200")
+RATE = {"learning_rate": 1e-3, "warmup_steps": 1}
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def language(batch_size=4, sequence_length=32, model="lm_d64_h4_l2", vocabulary=512):
+    return workloads.workload(
+        "language", {"model": model, "sequence_length": sequence_length, "batch_size": batch_size} | RATE, vocabulary
+    )
+
+
+def images(batch_size=8, width=8):
+    return workloads.workload("image", {"width": width, "batch_size": batch_size} | RATE)
+
+
+def make(work, dtype, device):
+    return work.engine(dtype, device, 0), workloads.random_batch(work, device, 0)
+
+
+def measured(engine, batch) -> int:
+    engine.train_step(batch)
+    standing = bytes_of(
+        [*(t for tensors in state_of(engine.model, engine.optimizer).values() for t in tensors), *batch]
+    )
+    return allocated_peak(CPU, lambda: engine.train_step(batch), standing)
+
+
+EXACT, NEARLY = 1e-3, 0.05  # a CPU's convolutions need memory of their own
+CELLS = {
+    "lm fp32": (language(), "fp32", EXACT),
+    "lm bf16": (language(), "bf16", EXACT),
+    "lm fp16": (language(), "fp16", EXACT),
+    "resnet bf16": (images(), "bf16", NEARLY),
+}
+
+
+@pytest.mark.parametrize("work, dtype, within", CELLS.values(), ids=CELLS)
+def test_the_estimate_is_what_the_cpus_allocator_hands_out(work, dtype, within):
+    made = functools.partial(make, work, dtype)
+    assert estimate_memory(made, CPU).peak_bytes == pytest.approx(measured(*made(CPU)), rel=within)
+
+
+def test_a_loss_in_chunks_is_foretold_as_it_runs(monkeypatch):
+    made = functools.partial(make, language(batch_size=8), "fp32")
+    whole = estimate_memory(made, CPU).peak_bytes
+    monkeypatch.setattr(transformer, "LOSS_CHUNK_TOKENS", 64)
+    in_chunks = estimate_memory(made, CPU).peak_bytes
+    assert in_chunks < 0.85 * whole
+    assert in_chunks == pytest.approx(measured(*made(CPU)), rel=0.02)
+
+
+def test_the_estimate_follows_a_loop_that_keeps_what_it_need_not():
+    def hoarding(device):
+        engine, batch = make(language(), "fp32", device)
+        summed, kept = engine.summed_loss, []
+        engine.summed_loss = lambda batch: kept.append(torch.ones(10**6, device="cpu")) or summed(batch)
+        return engine, batch
+
+    plain = estimate_memory(functools.partial(make, language(), "fp32"), CPU).peak_bytes
+    assert (
+        estimate_memory(hoarding, CPU).peak_bytes - plain == 4 * 10**6
+    )  # of this step; that of the first was there before
+
+
+def test_what_an_h200_measured_is_foretold_without_one():
+    """torch 2.11 on an H200: the tensors of the fullest moment, and max_memory_allocated."""
+    for work, dtype, tensors_gib, allocated_gib in (
+        (language(8, 1024, "gpt2_124m", 50257), "bf16", 9.0756926, 9.2064080),
+        (images(512, 64), "bf16", 1.2457344, 1.3128963),
+    ):
+        estimate = estimate_memory(functools.partial(make, work, dtype), H200)
+        assert estimate.history.peak_bytes / GIB == pytest.approx(tensors_gib, rel=1e-3)
+        assert estimate.peak_bytes / GIB == pytest.approx(allocated_gib, rel=0.1)
+        assert estimate.phase == "backward"
+        assert all(life.size % BLOCK_BYTES == 0 for life in estimate.history.lives)
+
+
+def test_parts_are_those_of_the_model():
+    work = language()
+    estimate = estimate_memory(functools.partial(make, work, "fp32"), CPU)
+    weights = 4 * work.parameters
+    assert estimate.parts["parameters"] == estimate.parts[GRADIENTS] == weights
+    assert estimate.parts["optimizer state"] == pytest.approx(2 * weights, rel=1e-3)  # and a counter for each parameter
+    assert estimate.parts[ACTIVATIONS] == pytest.approx(work.activations(False).kept(), rel=0.02)
+    assert sum(estimate.at_peak.values()) == estimate.peak_bytes
+
+
+@pytest.mark.parametrize("memory", [99, 100, 109, 110, 1234, 10**6])
+def test_the_largest_batch_that_fits(memory):
+    def peak(batch):
+        return 90 + 10 * batch
+
+    best = largest_batch(peak, memory, at_most=500)
+    assert best == max((batch for batch in range(1, 501) if peak(batch) <= memory), default=0)
