@@ -43,8 +43,12 @@ def reached_source_hash(*modules: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def imported_modules(source: str, package: str = "") -> set[str]:
-    """Dotted names in hyperion that a Python source imports, inside functions too."""
+@functools.cache
+def imported_modules(source: str, package: str = "") -> frozenset[str]:
+    """Dotted names in hyperion that a Python source imports, inside functions too.
+
+    Cached by the text: each chapter reaches most of the library's files, and parsing them is slow.
+    """
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -57,7 +61,7 @@ def imported_modules(source: str, package: str = "") -> set[str]:
                 )
             found.add(base)
             found.update(f"{base}.{alias.name}" for alias in node.names)
-    return {name for name in found if name.split(".")[0] == "hyperion"}
+    return frozenset(name for name in found if name.split(".")[0] == "hyperion")
 
 
 def _module_file(name: str) -> Path | None:
