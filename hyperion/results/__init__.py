@@ -11,6 +11,7 @@ from hyperion.results.statistics import (
     estimates_of_medians,
     holm,
     independent_ratio_estimate,
+    mean_estimate,
     median_estimate,
     proportion_estimate,
     ratio_estimate,
@@ -20,7 +21,7 @@ from hyperion.results.store import Prediction, Run
 
 __all__ = [
     "REGISTRY", "SCHEMA_VERSION", "Comparison", "Estimate", "Metric", "Prediction", "Row", "RowError", "Run", "StoreError",
-    "compare", "estimates_of_medians", "find_run", "holm", "independent_ratio_estimate", "median_estimate", "metric_named",
-    "must_remeasure", "new_run_folder", "proportion_estimate", "ratio_estimate", "relaunches", "rows_from_csv", "rows_to_csv",
-    "sensitivity", "set_latest", "welch_p_value", "write_atomically",
+    "compare", "estimates_of_medians", "find_run", "holm", "independent_ratio_estimate", "mean_estimate", "median_estimate",
+    "metric_named", "must_remeasure", "new_run_folder", "proportion_estimate", "ratio_estimate", "relaunches", "rows_from_csv",
+    "rows_to_csv", "sensitivity", "set_latest", "welch_p_value", "write_atomically",
 ]  # fmt: skip

@@ -92,6 +92,8 @@ _METRICS = (
         True,
     ),
     Metric("accuracy", "fraction", "higher", "share of held-out images classified correctly", True, True),
+    Metric("accuracy_sd", "fraction", "lower", "standard deviation of the accuracy from seed to seed"),
+    Metric("time_to_accuracy_s", "s", "lower", "training time until the held-out accuracy reached a stated one", True),
     Metric("loss_scale", "1", "none", "factor on the loss that keeps fp16 gradients from vanishing"),
     Metric("learning_rate", "1", "none", "learning rate of the epoch's last step"),
     Metric("excess_loss_nats", "nats", "lower", "loss above the floor that a perfect model reaches", True),

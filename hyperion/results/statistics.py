@@ -92,6 +92,22 @@ def proportion_estimate(successes: int, n: int) -> Estimate:
     return Estimate(share, min(interval.low, share), max(interval.high, share), n)
 
 
+def mean_estimate(samples) -> Estimate:
+    """Mean of a few independent repetitions (seeds) with Student's 95 % interval.
+
+    Raises:
+        ValueError: fewer than two, of which nobody can say how they scatter.
+    """
+    from scipy import stats
+
+    values = _finite(samples)
+    if len(values) < 2:
+        raise ValueError(f"{len(values)} repetition has no spread: give at least two")
+    reach = stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
+    mean = float(values.mean())
+    return Estimate(mean, float(mean - reach), float(mean + reach), len(values))
+
+
 def holm(p_values: list[float]) -> list[float]:
     """Holm's step-down correction: p-values that bound the chance of any false alarm among all of them.
 

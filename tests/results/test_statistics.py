@@ -7,6 +7,7 @@ from hyperion.results import (
     estimates_of_medians,
     holm,
     independent_ratio_estimate,
+    mean_estimate,
     median_estimate,
     proportion_estimate,
     ratio_estimate,
@@ -69,6 +70,15 @@ def test_wilson_interval_against_its_formula():
     first, second = proportion_estimate(81, 263), proportion_estimate(0, 20)
     assert (first.ci_low, first.ci_high) == pytest.approx((0.2553, 0.3662), abs=5e-5)
     assert (second.ci_low, second.ci_high) == pytest.approx((0.0, 0.1611), abs=5e-5)
+
+
+def test_a_mean_of_few_against_students_table():
+    found = mean_estimate([1.0, 2.0, 3.0])
+    reach = 4.302653 / 3**0.5  # t of 2 degrees of freedom at 97.5 %, times the standard deviation 1
+    assert (found.value, found.n) == (2.0, 3)
+    assert (found.ci_low, found.ci_high) == pytest.approx((2 - reach, 2 + reach))
+    with pytest.raises(ValueError, match="no spread"):
+        mean_estimate([1.0])
 
 
 def test_holm_against_a_hand_example():
