@@ -120,7 +120,7 @@ def _workload(context: Context, kind: str, layers: int = 0) -> Workload:
 
 
 def _laid_out(checkpointing: str) -> Callable[[nn.Module], nn.Module]:
-    plan = ParallelPlan(strategy="single", checkpoint_blocks=checkpointing == EVERY_BLOCK)
+    plan = ParallelPlan(checkpointing=checkpointing)
     return lambda model: parallelize(model, plan, world())
 
 

@@ -20,10 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from hyperion.errors import HyperionError
-from hyperion.parallel.batch_norm import frozen_statistics
+from hyperion.parallel.activation_checkpoints import apply_checkpointing
 from hyperion.parallel.invariants import assert_same_shapes
 from hyperion.parallel.layouts import layout_of
 from hyperion.parallel.plan import ParallelPlan
@@ -52,8 +51,7 @@ def parallelize(model: nn.Module, plan: ParallelPlan, world: World) -> nn.Module
     model.to(world.device.torch_device)
     if world.size > 1:
         _take_from_rank_0(model)
-    if plan.checkpoint_blocks:
-        _checkpoint(model, blocks, plan.compile_blocks)
+    apply_checkpointing(model, blocks, plan)
     if plan.compile_blocks:
         for block in blocks:
             block.forward = torch.compile(block.forward)
@@ -86,28 +84,6 @@ def _take_from_rank_0(model: nn.Module) -> None:
         whole = tensor.detach().contiguous()  # a copy where the layout is another, such as channels-last
         dist.broadcast(whole, src=0)
         tensor.copy_(whole)
-
-
-def _checkpoint(model: nn.Module, blocks: list[nn.Module], compiled: bool) -> None:
-    for module in model.modules():
-        # A transformers model that fills a cache of keys and values would fill it twice, once in the recomputation.
-        if getattr(getattr(module, "config", None), "use_cache", False):
-            module.config.use_cache = False
-    for block in blocks:
-        _checkpoint_block(block, compiled)
-
-
-def _checkpoint_block(block: nn.Module, compiled: bool) -> None:
-    """Non-reentrant: the kind that torch recommends, and that works with frozen inputs, FSDP2 and compilation."""
-    forward, options = block.forward, {"use_reentrant": False}
-    if not compiled and any(isinstance(module, _BatchNorm) for module in block.modules()):
-        # Compiled, the recomputation is part of the backward graph, which updates no statistics.
-        options["context_fn"] = lambda: frozen_statistics(block)
-
-    def checkpointed(*args, **kwargs):
-        return checkpoint(forward, *args, **options, **kwargs)
-
-    block.forward = checkpointed
 
 
 def _shard(model: nn.Module, blocks: list[nn.Module], plan: ParallelPlan, world: World) -> nn.Module:

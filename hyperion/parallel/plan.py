@@ -6,6 +6,7 @@ from hyperion.errors import HyperionError
 
 STRATEGIES = ("single", "ddp", "fsdp")
 PARAM_DTYPES = (None, "bf16")
+NONE, EVERY_BLOCK, SELECTIVE, BUDGET = CHECKPOINTING = ("none", "every block", "selective", "budget")
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,12 @@ class ParallelPlan:
         param_dtype: FSDP only: the type that parameters are gathered and used in. None keeps their own; 'bf16' halves
             the traffic, while the shards that the optimizer updates and the sum of gradients stay float32. A
             `Precision` of bf16 (autocast) is another thing and goes with every strategy.
-        checkpoint_blocks: keep only the inputs of each block for the backward pass and compute the rest again.
+        checkpointing: what the forward pass keeps for the backward pass, which computes the rest again. 'none': all that
+            autograd asks for. 'every block': the inputs of blocks alone. 'selective': beside them the results of matrix
+            products, convolutions and attention, so that only cheap operations are done twice. 'budget': of the first
+            `checkpointed_blocks` blocks their inputs alone, of the others all.
+        checkpointed_blocks: 'budget' only: how many. hyperion.training.fewest_checkpointed finds the fewest that a memory
+            asks for. The first ones, because they are computed again last, when all others have given back their memory.
         compile_blocks: compile each block by itself; blocks that are alike share one compilation.
         reshard_after_forward: FSDP only: free a gathered block after its forward pass and gather it again in the
             backward pass. False keeps it: more memory, less traffic.
@@ -26,12 +32,17 @@ class ParallelPlan:
 
     strategy: str = "single"
     param_dtype: str | None = None
-    checkpoint_blocks: bool = False
+    checkpointing: str = NONE
+    checkpointed_blocks: int | None = None
     compile_blocks: bool = False
     reshard_after_forward: bool = True
 
     def __post_init__(self):
-        for name, choices in (("strategy", STRATEGIES), ("param_dtype", PARAM_DTYPES)):
+        for name, choices in (
+            ("strategy", STRATEGIES),
+            ("param_dtype", PARAM_DTYPES),
+            ("checkpointing", CHECKPOINTING),
+        ):
             if (value := getattr(self, name)) not in choices:
                 raise HyperionError(
                     f"{name} is {value!r}",
@@ -43,4 +54,12 @@ class ParallelPlan:
                 f"param_dtype and reshard_after_forward belong to strategy 'fsdp', not to {self.strategy!r}",
                 where="ParallelPlan",
                 next_step="leave them out; for bf16 with every strategy give the engine a Precision of bf16",
+            )
+        if (self.checkpointing == BUDGET) != (self.checkpointed_blocks is not None) or (
+            self.checkpointed_blocks or 0
+        ) < 0:
+            raise HyperionError(
+                f"checkpointing {self.checkpointing!r} with checkpointed_blocks {self.checkpointed_blocks}",
+                where="ParallelPlan",
+                next_step=f"give a number from 0 with {BUDGET!r}, and none with the others",
             )

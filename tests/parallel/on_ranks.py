@@ -25,8 +25,8 @@ PLANS = {
     "alone": None,
     "ddp": ParallelPlan("ddp"),
     "fsdp": ParallelPlan("fsdp"),
-    "ddp, checkpointed": ParallelPlan("ddp", checkpoint_blocks=True),
-    "fsdp, checkpointed, kept": ParallelPlan("fsdp", checkpoint_blocks=True, reshard_after_forward=False),
+    "ddp, checkpointed": ParallelPlan("ddp", checkpointing="every block"),
+    "fsdp, checkpointed, kept": ParallelPlan("fsdp", checkpointing="every block", reshard_after_forward=False),
 }
 IMAGE_PLANS = ("alone", "ddp", "fsdp, checkpointed, kept")
 

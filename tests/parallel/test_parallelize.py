@@ -2,16 +2,19 @@
 
 import functools
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyperion.errors import HyperionError
 from hyperion.models import TransformerLM, resnet18
 from hyperion.parallel import ParallelPlan, parallelize
+from hyperion.parallel.plan import BUDGET, CHECKPOINTING, NONE
 from tests.parallel import small
 from tests.parallel.on_ranks import IMAGE_PLANS, PLANS
 
@@ -64,7 +67,9 @@ def test_running_statistics_are_the_same_with_and_without_checkpointing_and_on_a
     assert answers[1]["images"]["ddp"]["running"] == ddp
 
 
-@pytest.mark.parametrize(("task", "plan"), [*(("language", p) for p in SHARED), *(("images", p) for p in SHARED_IMAGES)])
+@pytest.mark.parametrize(
+    ("task", "plan"), [*(("language", p) for p in SHARED), *(("images", p) for p in SHARED_IMAGES)]
+)
 def test_evaluation_over_ranks_is_that_of_one_device(answers, task, plan):
     found = answers[0][task][plan]
     assert found["evaluation"]["loss"] == pytest.approx(found["loss in a plain model"], rel=1e-6)
@@ -158,27 +163,60 @@ def _steps(model: nn.Module, batches) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
+POLICIES = [{"checkpointing": how} for how in CHECKPOINTING if how not in (NONE, BUDGET)]
+POLICIES.append({"checkpointing": BUDGET, "checkpointed_blocks": 2})
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy["checkpointing"])
 @pytest.mark.parametrize("make", [lambda: TransformerLM(small.CONFIG), lambda: resnet18(width=4)], ids=["lm", "resnet"])
-def test_checkpointed_blocks_give_the_same_gradients_statistics_and_names(make):
+def test_checkpointed_blocks_give_the_same_gradients_statistics_and_names(make, policy):
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
-    is_lm = isinstance(make(), TransformerLM)
-    inputs = torch.randint(50, (4, 8), generator=generator) if is_lm else torch.randn(4, 3, 32, 32, generator=generator)
+    is_lm, double = isinstance(make(), TransformerLM), torch.float64
+    inputs = torch.randint(50, (4, 8), generator=generator)
+    if not is_lm:
+        inputs = torch.randn(4, 3, 32, 32, generator=generator, dtype=double)
     batches = [(inputs, torch.randint(50, (4, 8) if is_lm else (4,), generator=generator))] * 2
     torch.manual_seed(0)
-    plain = make()
+    plain = make().to(double)
     torch.manual_seed(0)
-    checkpointed = parallelize(make(), ParallelPlan(checkpoint_blocks=True), small.ALONE)
+    checkpointed = parallelize(make().to(double), ParallelPlan(**policy), small.ALONE)
     assert torch.equal(_steps(checkpointed, batches), _steps(plain, batches))
     assert list(checkpointed.state_dict()) == list(plain.state_dict()) == list(get_model_state_dict(checkpointed))
     for mine, theirs in zip(checkpointed.buffers(), plain.buffers(), strict=True):
         assert torch.equal(mine, theirs)
 
 
+class _Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func._schema.name.removeprefix("aten::")] += 1
+        return func(*args, **kwargs or {})
+
+
+def test_each_policy_does_again_what_it_says():
+    """Three blocks, each with six products, one attention and one GELU; early stop leaves out a block's last product."""
+    torch.set_num_threads(1)
+    done = {}
+    for policy in [{}, *POLICIES]:
+        model = parallelize(TransformerLM(small.CONFIG), ParallelPlan(**policy), small.ALONE)
+        with _Operations() as operations:
+            _steps(model, [small.uneven(None, 3)])
+        counts = operations.counts
+        attention = "_scaled_dot_product_flash_attention_for_cpu"
+        done[policy.get("checkpointing")] = counts["addmm"], counts[attention], counts["gelu"]
+    plain = done.pop(None)
+    again = {how: tuple(more - once for more, once in zip(counts, plain, strict=True)) for how, counts in done.items()}
+    assert again == {"every block": (15, 3, 3), "selective": (0, 0, 3), "budget": (10, 2, 2)}
+
+
 def test_a_checkpointed_llama_fills_no_cache_twice():
     model, tokens = small.tiny_llama(), torch.arange(12).view(2, 6)
     expected = model(input_ids=tokens, labels=tokens).loss
-    model = parallelize(model, ParallelPlan(checkpoint_blocks=True), small.ALONE)
+    model = parallelize(model, ParallelPlan(checkpointing="every block"), small.ALONE)
     model.train()
     loss = model(input_ids=tokens, labels=tokens).loss
     loss.backward()
@@ -194,7 +232,7 @@ def test_compiled_blocks_share_one_graph_and_keep_their_names(monkeypatch):
     torch.manual_seed(0)
     plain = TransformerLM(small.CONFIG)
     torch.manual_seed(0)
-    plan = ParallelPlan(compile_blocks=True, checkpoint_blocks=True)
+    plan = ParallelPlan(compile_blocks=True, checkpointing="every block")
     compiled = parallelize(TransformerLM(small.CONFIG), plan, small.ALONE)
     batches = [small.uneven(None, 3)]
     counters.clear()

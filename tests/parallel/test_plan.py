@@ -16,6 +16,9 @@ from hyperion.parallel import ParallelPlan
         ({"strategy": "fsdp", "param_dtype": "fp8"}, "param_dtype is 'fp8'"),
         ({"strategy": "ddp", "param_dtype": "bf16"}, "belong to strategy 'fsdp', not to 'ddp'"),
         ({"reshard_after_forward": False}, "belong to strategy 'fsdp', not to 'single'"),
+        ({"checkpointing": "all"}, "checkpointing is 'all'"),
+        ({"checkpointing": "budget"}, "checkpointing 'budget' with checkpointed_blocks None"),
+        ({"checkpointing": "selective", "checkpointed_blocks": 3}, "'selective' with checkpointed_blocks 3"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options, message):
@@ -24,5 +27,5 @@ def test_what_makes_no_sense_is_refused(options, message):
 
 
 def test_a_plan_travels_as_json():
-    plan = ParallelPlan("fsdp", "bf16", True, True, False)
+    plan = ParallelPlan("fsdp", "bf16", "budget", 3, True, False)
     assert ParallelPlan(**json.loads(json.dumps(asdict(plan)))) == plan
