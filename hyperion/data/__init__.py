@@ -6,14 +6,14 @@ The loaders import torch and stand in `hyperion.data.loaders`; everything here w
 
 from hyperion.data.cifar10 import load_cifar10
 from hyperion.data.completions import Completions, tokenize_completions
-from hyperion.data.corpus import TextCorpus, count_non_empty, count_words_with_eos
+from hyperion.data.corpus import TextCorpus, corpus_of_files, count_non_empty, count_words_with_eos
 from hyperion.data.faults import DataError, DataUnavailable
 from hyperion.data.fetch import Report, fetch_all, verify_processed
 from hyperion.data.imageset import ImageSet, channel_statistics
 from hyperion.data.instructions import Instruction, InstructionSet, load_instructions
 from hyperion.data.manifest import DataManifest
 from hyperion.data.ngram import Baseline, bigram_baseline, unigram_baseline
-from hyperion.data.packing import IGNORE_INDEX, Packed, Padded, pack, pad
+from hyperion.data.packing import IGNORE_INDEX, Padding, packed_windows
 from hyperion.data.prepare import PreparedImages, PreparedText, open_prepared, prepare_images, prepare_text
 from hyperion.data.sources import SOURCES
 from hyperion.data.synthetic_text import EchoLanguage
@@ -23,8 +23,8 @@ from hyperion.data.wikitext2 import load_wikitext2
 
 __all__ = [
     "IGNORE_INDEX", "SOURCES", "Baseline", "Completions", "DataError", "DataManifest", "DataUnavailable", "EchoLanguage",
-    "ImageSet", "Instruction", "InstructionSet", "Packed", "Padded", "PreparedImages", "PreparedText", "Report",
-    "TextCorpus", "Tokenizer", "bigram_baseline", "channel_statistics", "count_non_empty", "count_words_with_eos",
-    "fetch_all", "load_cifar10", "load_instructions", "load_tokenizer", "load_wikitext2", "open_prepared", "pack", "pad",
+    "ImageSet", "Instruction", "InstructionSet", "Padding", "PreparedImages", "PreparedText", "Report", "TextCorpus",
+    "Tokenizer", "bigram_baseline", "channel_statistics", "corpus_of_files", "count_non_empty", "count_words_with_eos",
+    "fetch_all", "load_cifar10", "load_instructions", "load_tokenizer", "load_wikitext2", "open_prepared", "packed_windows",
     "prepare_images", "prepare_text", "read_tokenizer", "tokenize_completions", "unigram_baseline", "verify_processed",
 ]  # fmt: skip

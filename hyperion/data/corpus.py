@@ -1,7 +1,7 @@
 """A text corpus in three splits, and the strict reading of its files."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +12,42 @@ SPLITS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True)
+class LineFile:
+    """Lines of a UTF-8 text file, each with its newline, read as they are asked for; only '\\n' ends a line."""
+
+    path: Path
+
+    def __iter__(self) -> Iterator[str]:
+        """Raises:
+        DataError: the file is missing, is not UTF-8 (line and byte offset are named), holds carriage returns, or ends
+            without a newline (cut off).
+        """
+        again = "copy the file again from where it came, as UTF-8 text with Unix line ends"
+        name, offset, content = self.path.name, 0, b""
+        try:
+            with open(self.path, "rb") as file:
+                for number, content in enumerate(file, 1):
+                    line = content.decode("utf-8")
+                    if "\r" in line:
+                        raise DataError(
+                            f"{name} holds a carriage return", where=f"{self.path}, line {number}", next_step=again
+                        )
+                    offset += len(content)
+                    if line.endswith("\n"):
+                        yield line
+        except OSError as error:
+            raise DataError(f"cannot read {name}: {error.strerror}", where=self.path, next_step=again) from error
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{name} is not UTF-8: byte 0x{content[error.start]:02x} at offset {offset + error.start} ({error.reason})",
+                where=f"{self.path}, line {number}",
+                next_step=again,
+            ) from error
+        if not content.endswith(b"\n"):
+            raise DataError(f"{name} does not end with a newline: cut off or empty", where=self.path, next_step=again)
+
+
+@dataclass(frozen=True)
 class TextCorpus:
     """Lines of text in three splits, with where they came from.
 
@@ -19,14 +55,14 @@ class TextCorpus:
         name: 'wikitext-2' or 'synthetic-echo'; a synthetic corpus never carries the real one's name.
         source: 'mirror', 'cache', 'download' or 'synthetic'.
         detail: what the source says of itself, without machine paths.
-        splits: 'train', 'valid', 'test' to lines, each with its newline.
+        splits: 'train', 'valid', 'test' to lines, each with its newline: a list, or a LineFile that reads them anew each time.
         language: the true model of a synthetic corpus (entropy rate, exact likelihoods), None for a real one.
     """
 
     name: str
     source: str
     detail: str
-    splits: dict[str, list[str]] = field(repr=False)
+    splits: dict[str, list[str] | LineFile] = field(repr=False)
     language: EchoLanguage | None = None
 
     @property
@@ -35,8 +71,14 @@ class TextCorpus:
         digest = hashlib.sha256()
         for split in SPLITS:
             digest.update(f"{split}\0".encode())
-            digest.update("".join(self.splits[split]).encode())
+            for line in self.splits[split]:
+                digest.update(line.encode())
         return digest.hexdigest()
+
+    def characters(self, split: str) -> int:
+        """About how long a split's text is."""
+        lines = self.splits[split]
+        return lines.path.stat().st_size if isinstance(lines, LineFile) else sum(map(len, lines))
 
 
 def count_words_with_eos(lines: Iterable[str]) -> int:
@@ -50,32 +92,18 @@ def count_non_empty(lines: Iterable[str]) -> int:
 
 
 def read_lines(path: Path) -> list[str]:
-    """Lines of a UTF-8 text file, each with its newline; only '\\n' ends a line.
+    """All lines of a text file; see LineFile."""
+    return list(LineFile(path))
 
-    Raises:
-        DataError: the file is missing, is not UTF-8 (line and byte offset are named), holds carriage returns, or ends
-            without a newline (cut off).
+
+def corpus_of_files(name: str, files: dict[str, Path]) -> TextCorpus:
+    """A corpus of one's own, which may be longer than memory.
+
+    Args:
+        files: 'train', 'valid' and 'test' to text files in UTF-8.
     """
-    again = "copy the file again from where it came, as UTF-8 text with Unix line ends"
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read {path.name}: {error.strerror}", where=path, next_step=again) from error
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(
-            f"{path.name} is not UTF-8: byte 0x{content[error.start]:02x} at offset {error.start} ({error.reason})",
-            where=f"{path}, line {line}",
-            next_step=again,
-        ) from error
-    if "\r" in text:
-        line = text.count("\n", 0, text.index("\r")) + 1
-        raise DataError(f"{path.name} holds a carriage return", where=f"{path}, line {line}", next_step=again)
-    if not text.endswith("\n"):
-        raise DataError(f"{path.name} does not end with a newline: cut off or empty", where=path, next_step=again)
-    return [line + "\n" for line in text[:-1].split("\n")]
+    detail = ", ".join(f"{split}: {path.name}" for split, path in files.items())
+    return TextCorpus(name, "files", detail, {split: LineFile(files[split]) for split in SPLITS})
 
 
 def require_counts(

@@ -8,6 +8,7 @@ import numpy as np
 from hyperion.data.faults import DataError
 
 IMAGE_SHAPE = (3, 32, 32)
+_REMEDY = "remove these files and stage or prepare them again"
 
 
 @dataclass(frozen=True)
@@ -74,25 +75,42 @@ def check_split(images: np.ndarray, labels: np.ndarray, class_count: int, where:
     Raises:
         DataError: names the first bad record.
     """
-    remedy = "remove these files and stage or prepare them again"
+    check_images(images, where)
+    check_labels(labels, len(images), class_count, where)
+
+
+def check_images(images: np.ndarray, where: object) -> None:
+    """Refuse images that are not finite uint8 [N, 3, 32, 32].
+
+    Raises:
+        DataError: names the first bad record.
+    """
     if np.issubdtype(images.dtype, np.floating):
         bad = np.flatnonzero(~np.isfinite(images).reshape(len(images), -1).all(axis=1))
         fault = f"image {bad[0]} holds NaN or infinity" if len(bad) else f"images are {images.dtype}, expected uint8"
-        raise DataError(fault, where=where, next_step=remedy)
+        raise DataError(fault, where=where, next_step=_REMEDY)
     if images.dtype != np.uint8 or images.shape[1:] != IMAGE_SHAPE:
         raise DataError(
             f"images are {images.dtype} {list(images.shape)}, expected uint8 [N, 3, 32, 32]",
             where=where,
-            next_step=remedy,
+            next_step=_REMEDY,
         )
-    if labels.shape != (len(images),) or not np.issubdtype(labels.dtype, np.integer):
+
+
+def check_labels(labels: np.ndarray, image_count: int, class_count: int, where: object) -> None:
+    """Refuse labels that are not one class for each image.
+
+    Raises:
+        DataError: names the first bad record.
+    """
+    if labels.shape != (image_count,) or not np.issubdtype(labels.dtype, np.integer):
         raise DataError(
-            f"labels are {labels.dtype} {list(labels.shape)} for {len(images)} images", where=where, next_step=remedy
+            f"labels are {labels.dtype} {list(labels.shape)} for {image_count} images", where=where, next_step=_REMEDY
         )
     bad = np.flatnonzero((labels < 0) | (labels >= class_count))
     if len(bad):
         raise DataError(
             f"record {bad[0]} has the label {labels[bad[0]]}, outside 0 .. {class_count - 1} ({len(bad)} such records)",
             where=where,
-            next_step=remedy,
+            next_step=_REMEDY,
         )

@@ -34,19 +34,25 @@ class DataManifest:
         Raises:
             DataError: names the first file that is missing, truncated or edited.
         """
-        for name, expected in self.files.items():
-            path = folder / name
-            remedy = f"remove {folder} and stage or prepare it again"
-            if not path.is_file():
-                raise DataError(f"{name} is missing", where=path, next_step=remedy)
-            size = path.stat().st_size
-            if size != expected["bytes"]:
-                fault = f"{name} holds {size} bytes where its manifest says {expected['bytes']}: truncated or edited"
-                raise DataError(fault, where=path, next_step=remedy)
-            if sha256_of(path) != expected["sha256"]:
-                raise DataError(
-                    f"{name} does not have its manifest's sha256: it was edited", where=path, next_step=remedy
-                )
+        for name in self.files:
+            self.verify_file(folder, name)
+
+    def verify_file(self, folder: Path, name: str) -> None:
+        """Check size and hash of one file.
+
+        Raises:
+            DataError: it is missing, truncated or edited.
+        """
+        expected, path = self.files[name], folder / name
+        remedy = f"remove {folder} and stage or prepare it again"
+        if not path.is_file():
+            raise DataError(f"{name} is missing", where=path, next_step=remedy)
+        size = path.stat().st_size
+        if size != expected["bytes"]:
+            fault = f"{name} holds {size} bytes where its manifest says {expected['bytes']}: truncated or edited"
+            raise DataError(fault, where=path, next_step=remedy)
+        if sha256_of(path) != expected["sha256"]:
+            raise DataError(f"{name} does not have its manifest's sha256: it was edited", where=path, next_step=remedy)
 
 
 def write_manifest(folder: Path, *, name: str, source: str, detail: str, facts: dict | None = None) -> DataManifest:

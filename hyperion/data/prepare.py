@@ -2,21 +2,26 @@
 
 import hashlib
 import json
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from hyperion.data.corpus import SPLITS, TextCorpus, count_non_empty, count_words_with_eos
+from hyperion.data.array_files import ArrayWriter
+from hyperion.data.content import ARRAYS_OF, SAMPLES, TOKENIZER_FILE, content_faults
+from hyperion.data.corpus import SPLITS, TextCorpus
+from hyperion.data.encoding import Encoding, workers_for
 from hyperion.data.faults import DataError
 from hyperion.data.imageset import ImageSet, channel_statistics, check_split
-from hyperion.data.manifest import DataManifest
-from hyperion.data.packing import pack, pad
-from hyperion.data.shards import check_tokens, open_shards, token_dtype, write_shards
-from hyperion.data.staging import processed_root
+from hyperion.data.manifest import DataManifest, write_manifest
+from hyperion.data.packing import Padding, packed_windows
+from hyperion.data.shards import open_shards, token_dtype, write_shards
+from hyperion.data.staging import processed_root, staged
 from hyperion.data.tokenizer import Tokenizer
 
-FORMAT = 1  # part of every product's hash: a change of layout makes new folders
+FORMAT = 2  # part of every product's hash: a change of layout makes new folders
+OPENING_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,8 @@ class PreparedText:
     Attributes:
         folder: where it lies.
         tokens: split to token ids, uint16 or uint32 [tokens], memory mapped.
+        samples: split to int64 [samples, 2], memory mapped: where each line that is not blank begins in the stream, and how
+            many tokens it has.
         steps: split to step to counts: see `prepare_text`.
         manifest: hashes, source and settings.
         reused: whether an earlier call had made it.
@@ -33,6 +40,7 @@ class PreparedText:
 
     folder: Path
     tokens: dict[str, np.ndarray] = field(repr=False)
+    samples: dict[str, np.ndarray] = field(repr=False)
     steps: dict[str, dict[str, dict]]
     manifest: DataManifest
     reused: bool
@@ -57,13 +65,19 @@ class PreparedImages:
     reused: bool
 
 
-def prepare_text(corpus: TextCorpus, tokenizer: Tokenizer, sequence_length: int = 128) -> PreparedText:
+def prepare_text(
+    corpus: TextCorpus, tokenizer: Tokenizer, sequence_length: int = 128, workers: int | None = None
+) -> PreparedText:
     """Tokenize a corpus, prove that nothing is lost, and store the token streams in data/processed/.
 
     Steps of a split: 'read' (lines, words_with_eos), 'filter' (non_empty), 'tokenize' (tokens, tokens_per_word,
     round_trip: decoding gives the text back), 'pack' (windows, left_over), 'pad' (samples, tokens, padding,
-    padding_share, truncated: one non-empty line a row). Padding and packing are counted at `sequence_length`; only the
-    streams are stored.
+    padding_share, truncated: one non-empty line a row). Padding and packing are counted at `sequence_length`; stored are the
+    streams, where their lines lie, and the tokenizer. The text is read once, a few chunks at a time: with a corpus of files
+    (`corpus_of_files`) it may be longer than memory.
+
+    Args:
+        workers: processes that tokenize, by default as many as the text is worth. The files do not depend on it.
 
     Raises:
         DataError: decoding does not give the text back, a stored product is damaged (named), or the disk is full.
@@ -74,20 +88,26 @@ def prepare_text(corpus: TextCorpus, tokenizer: Tokenizer, sequence_length: int 
     )
     reused = folder.is_dir()
     if not reused:
-        streams, steps = {}, {}
-        for split in SPLITS:
-            streams[split], steps[split] = _text_steps(split, corpus.splits[split], tokenizer, sequence_length)
-        facts = {
-            "kind": "text",
-            "corpus_sha256": corpus.sha256,
-            "tokenizer": {"name": tokenizer.name, "source": tokenizer.source, "sha256": tokenizer.sha256},
-            "vocab_size": tokenizer.vocab_size,
-            "sequence_length": sequence_length,
-            "steps": steps,
-        }
-        write_shards(folder, streams, name=corpus.name, source=corpus.source, detail=corpus.detail, facts=facts)
-    tokens, manifest = open_prepared(folder)
-    return PreparedText(folder, tokens, manifest.facts["steps"], manifest, reused)
+        workers = workers or workers_for(sum(map(corpus.characters, SPLITS)))
+        with staged(folder) as work, tokenizer.encoding(workers) as encoding:
+            steps = {
+                split: _write_split(work, split, corpus.splits[split], tokenizer, encoding, sequence_length)
+                for split in SPLITS
+            }
+            (work / TOKENIZER_FILE).write_text(tokenizer.definition(), encoding="utf-8")
+            facts = {
+                "kind": "text",
+                "corpus_sha256": corpus.sha256,
+                "tokenizer": {"name": tokenizer.name, "source": tokenizer.source, "sha256": tokenizer.sha256},
+                "vocab_size": tokenizer.vocab_size,
+                "sequence_length": sequence_length,
+                "steps": steps,
+            }
+            write_manifest(work, name=corpus.name, source=corpus.source, detail=corpus.detail, facts=facts)
+    arrays, manifest = open_prepared(folder)
+    tokens = {split: arrays[split] for split in SPLITS}
+    samples = {split: arrays[f"{split}{SAMPLES}"] for split in SPLITS}
+    return PreparedText(folder, tokens, samples, manifest.facts["steps"], manifest, reused)
 
 
 def prepare_images(images: ImageSet) -> PreparedImages:
@@ -131,17 +151,12 @@ def open_prepared(folder: Path) -> tuple[dict[str, np.ndarray], DataManifest]:
     """
     arrays, manifest = open_shards(folder)
     kind = manifest.facts.get("kind")
-    if kind == "text":
-        for split, tokens in arrays.items():
-            check_tokens(tokens, manifest.facts["vocab_size"], folder / f"{split}.npy")
-    elif kind == "images":
-        for split in ("train", "test"):
-            images, labels = arrays[f"{split}_images"], arrays[f"{split}_labels"]
-            check_split(images, labels, len(manifest.facts["classes"]), folder / f"{split}_images.npy")
-    else:
+    if kind not in ARRAYS_OF:
         raise DataError(
             f"unknown kind of product {kind!r}", where=folder, next_step="remove it and prepare the data again"
         )
+    for fault in content_faults(folder, arrays, manifest):
+        raise fault
     return arrays, manifest
 
 
@@ -150,31 +165,49 @@ def _folder(name: str, parts: dict) -> Path:
     return processed_root() / f"{name}-{key[:12]}"
 
 
-def _text_steps(split: str, lines: list[str], tokenizer: Tokenizer, length: int) -> tuple[np.ndarray, dict[str, dict]]:
-    words = count_words_with_eos(lines)
-    encoded = tokenizer.encode(lines)
-    stream = np.concatenate(encoded)
-    if tokenizer.decode(stream) != "".join(lines):
-        raise DataError(
-            f"decoding the {split} split does not give its text back",
-            where=tokenizer.name,
-            next_step="use a byte-level tokenizer without normalisation",
-        )
-    packed = pack(stream, length)
-    padded = pad([ids for ids, line in zip(encoded, lines, strict=True) if line.strip()], length, tokenizer.eos_id)
-    return stream.astype(token_dtype(tokenizer.vocab_size)), {
-        "read": {"lines": len(lines), "words_with_eos": words},
-        "filter": {"non_empty": count_non_empty(lines)},
-        "tokenize": {"tokens": len(stream), "tokens_per_word": len(stream) / words, "round_trip": True},
-        "pack": {"windows": len(packed.inputs), "left_over": packed.left_over},
-        "pad": {
-            "samples": len(padded.inputs),
-            "tokens": padded.tokens,
-            "padding": padded.padding,
-            "padding_share": padded.padding_share,
-            "truncated": padded.truncated,
+def _write_split(
+    work: Path, split: str, lines: Iterable[str], tokenizer: Tokenizer, encoding: Encoding, length: int
+) -> dict:
+    """The split's token stream and the places of its samples, written as they are made; the counts of each step."""
+    read = words = 0
+    padded, opening = Padding(), []
+    with (
+        ArrayWriter(work, split, token_dtype(tokenizer.vocab_size)) as tokens,
+        ArrayWriter(work, f"{split}{SAMPLES}", np.int64, (2,)) as samples,
+    ):
+        for encoded in encoding.encode(lines):
+            if encoded.lost:
+                raise DataError(
+                    f"decoding the {split} split does not give its text back: {encoded.lost[:60]!r}",
+                    where=tokenizer.name,
+                    next_step="use a byte-level tokenizer without normalisation",
+                )
+            starts = tokens.rows + np.cumsum(encoded.sizes) - encoded.sizes
+            kept = ~encoded.blank
+            samples.append(np.stack([starts, encoded.sizes], axis=1)[kept])
+            tokens.append(encoded.ids)
+            padded += Padding.of(encoded.sizes[kept], length)
+            opening = opening or encoded.ids[: _opening_tokens(encoded.sizes)].tolist()
+            read, words = read + len(encoded.sizes), words + encoded.words_with_eos
+        windows, left_over = packed_windows(tokens.rows, length)
+        samples.close()
+        tokens.close()
+    return {
+        "read": {"lines": read, "words_with_eos": words},
+        "filter": {"non_empty": samples.rows},
+        "tokenize": {
+            "tokens": tokens.rows, "tokens_per_word": tokens.rows / words, "round_trip": True,
+            "opening": {"tokens": len(opening), "text": tokenizer.decode(opening)},
         },
-    }
+        "pack": {"windows": windows, "left_over": left_over},
+        "pad": {**asdict(padded), "padding_share": padded.share},
+    }  # fmt: skip
+
+
+def _opening_tokens(sizes: np.ndarray) -> int:
+    """Tokens of the first whole lines that have at least OPENING_TOKENS together."""
+    ends = np.cumsum(sizes)
+    return int(ends[min(np.searchsorted(ends, OPENING_TOKENS), len(ends) - 1)])
 
 
 def _image_steps(split: str, images: np.ndarray, labels: np.ndarray, source: ImageSet) -> dict[str, dict]:

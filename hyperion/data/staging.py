@@ -13,7 +13,7 @@ from hyperion.data.faults import DataError
 from hyperion.errors import refused_write
 from hyperion.paths import data_folder
 
-QUARANTINE = "quarantine"  # downloads that failed their checksum lie in this folder of the cache
+QUARANTINE = "quarantine"  # the folder for what failed a check, kept to be looked at
 
 
 def cache_root() -> Path:
@@ -45,7 +45,7 @@ def staged(target: Path) -> Iterator[Path]:
             _flush(path)
         _take_the_name(work, target)
     except OSError as error:
-        raise _explained(error, target) from error
+        raise explained(error, target) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -80,7 +80,8 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
-def _explained(error: OSError, target: Path) -> DataError:
+def explained(error: OSError, target: Path) -> DataError:
+    """The system's refusal to write below the data folder, in words."""
     return refused_write(
         error, DataError, action="cannot stage data", kept="nothing was staged", where=error.filename or target,
         elsewhere="name another folder with HYPERION_DATA=/some/folder",

@@ -14,6 +14,7 @@ import numpy as np
 import tokenizers
 
 from hyperion.data.corpus import TextCorpus
+from hyperion.data.encoding import Encoding
 from hyperion.data.faults import DataError, DataUnavailable
 from hyperion.data.network import download, hub_endpoint
 from hyperion.data.sources import mirror_root, take
@@ -59,6 +60,10 @@ class Tokenizer:
         encodings = self._bpe.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
+    def encoding(self, workers: int = 1) -> Encoding:
+        """For text of any length: the same ids, chunk by chunk, by so many processes. To be used in a `with`."""
+        return Encoding(self._bpe, workers)
+
     def encode_split(self, lines: Sequence[str]) -> np.ndarray:
         """Token ids of a whole split, int32 [tokens]: its lines with their newlines, nothing added."""
         return np.concatenate([np.empty(0, np.int32), *self.encode(lines)])
@@ -66,6 +71,10 @@ class Tokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of token ids: exactly the text that was encoded."""
         return self._bpe.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+
+    def definition(self) -> str:
+        """All of it, as JSON that the tokenizers library reads."""
+        return self._bpe.to_str()
 
 
 def load_tokenizer(source: str = "auto", corpus: TextCorpus | None = None, vocab_size: int | None = None) -> Tokenizer:
