@@ -20,7 +20,7 @@ from hyperion.experiments.compilation_subjects import (
     subject_params,
 )
 from hyperion.experiments.context import Context, Experiment, Result
-from hyperion.experiments.variants import Report, merged, run_variant
+from hyperion.experiments.variants import COMPILER, Report, merged, run_variant
 from hyperion.measure import FORMATS, PeakMemoryRegion, Timing, Verification, relative_error, time_interleaved
 from hyperion.measure.census import count_operations
 from hyperion.measure.compilation import (
@@ -52,7 +52,8 @@ def run(context: Context, report: Report) -> Result:
                 results.append(_absent(context, spec, mode, _LEFT_OUT))
                 continue
             params = {"spec": spec, "mode": mode, "probe": probe, "eager_s": eager_times.get(spec["model"])}
-            results.append(run_variant(context, _quiet, "hyperion.experiments.compilation:measure_mode", params))
+            entry = "hyperion.experiments.compilation:measure_mode"
+            results.append(run_variant(context, _quiet, entry, params, COMPILER if mode != EAGER else ()))
             if mode == EAGER:
                 eager_times[spec["model"]] = next(r.value for r in results[-1].rows if r.metric == "inference_time_s")
     report(len(cells), len(cells), "done")

@@ -18,7 +18,7 @@ from hyperion.experiments.llama_setup import DATA, Material, base_model, frozen_
 from hyperion.experiments.ranks import ranks_of
 from hyperion.experiments.recipes import rank_zero_first
 from hyperion.experiments.training_rows import flops_floor
-from hyperion.experiments.variants import Report, merged, run_on_ranks
+from hyperion.experiments.variants import LLAMA, Report, merged, run_on_ranks
 from hyperion.measure import PeakMemoryRegion, RanksClock, time_function
 from hyperion.measure.memory import GIB
 from hyperion.models import LlamaShape, random_llama_shape
@@ -60,7 +60,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 def run(context: Context, report: Report) -> Result:
     """All ranks in one launch; then this process, which is in no group, loads what they saved."""
-    results = run_on_ranks(context, report, f"{_HERE}:on_rank", ranks=ranks_of(context))
+    results = run_on_ranks(context, report, f"{_HERE}:on_rank", ranks=ranks_of(context), preload=LLAMA)
     shared = merged(results)
     return Result([*shared.rows, _loaded_row(context)], results[0].samples, shared.source)
 

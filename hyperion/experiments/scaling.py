@@ -10,7 +10,7 @@ from hyperion.experiments.ranks import devices_here
 from hyperion.experiments.scaling_forecast import efficiency_forecast
 from hyperion.experiments.scaling_workloads import MODES, Workload, dtype_here, workloads_of
 from hyperion.experiments.training_rows import flops_floor
-from hyperion.experiments.variants import Report, merged, run_on_ranks
+from hyperion.experiments.variants import LLAMA, Report, merged, run_on_ranks
 from hyperion.processes import JobError
 from hyperion.processes.job import INTERRUPTED
 from hyperion.results import Estimate, Row, independent_ratio_estimate, median_estimate
@@ -54,17 +54,20 @@ def _counts(context: Context) -> list[int]:
 def _launched(context: Context, report: Report, ranks: int) -> tuple[list[pd.DataFrame], dict]:
     """Samples of all workloads on so many ranks, and why those that are missing are missing, by (workload, ranks)."""
     names = [workload.name for workload in workloads_of(context)]
+    preload = LLAMA if any(workload.lora for workload in workloads_of(context)) else ()
     if ranks > devices_here(context):
         return [], {(name, ranks): f"this machine has {devices_here(context)} devices" for name in names}
     try:
-        return [merged(run_on_ranks(context, report, _ENTRY, {"names": names}, ranks=ranks)).samples], {}
+        found = run_on_ranks(context, report, _ENTRY, {"names": names}, ranks=ranks, preload=preload)
+        return [merged(found).samples], {}
     except JobError as error:
         _raise_if_asked_to_end(error)
         print(f"{ranks} ranks together: {error.what.splitlines()[0]}; each workload again by itself")
     samples, missing = [], {}
     for name in names:
         try:
-            samples.append(merged(run_on_ranks(context, report, _ENTRY, {"names": [name]}, ranks=ranks)).samples)
+            found = run_on_ranks(context, report, _ENTRY, {"names": [name]}, ranks=ranks, preload=preload)
+            samples.append(merged(found).samples)
         except JobError as error:
             _raise_if_asked_to_end(error)
             missing[name, ranks] = f"{LAUNCH_FAILED}: {error.what.splitlines()[0]}"

@@ -13,13 +13,20 @@ from hyperion.results import rows_from_csv, rows_to_csv
 
 Report = Callable[[int, int, str], object]
 
+# Slow libraries, for `preload`.
+COMPILER = ("torch._inductor.compile_fx",)
+LLAMA = ("transformers.models.llama.modeling_llama", "peft")
 
-def run_variant(context: Context, report: Report, function: str, params: dict | None = None) -> Result:
+
+def run_variant(
+    context: Context, report: Report, function: str, params: dict | None = None, preload: tuple[str, ...] = ()
+) -> Result:
     """Call `function(context, report, **params) -> Result` in a fresh process.
 
     Args:
         function: "package.module:name".
         params: JSON-able keyword arguments.
+        preload: as in `Job`.
 
     Raises:
         JobError: the variant raised, was killed, or ran past the profile's `timeout_s` (an hour unless named).
@@ -30,18 +37,20 @@ def run_variant(context: Context, report: Report, function: str, params: dict | 
         "hyperion.experiments.variants:run_in_worker",
         {"context": packed(context), "function": function, "params": params or {}, "samples_file": str(samples_file)},
         timeout_s=context.sizes.get("timeout_s", 3600.0),
+        preload=preload,
     )
     answer = run_job(job, on_progress=report)
     return unpacked(answer, samples_file, context.experiment)
 
 
 def run_on_ranks(
-    context: Context, report: Report, function: str, params: dict | None = None, *, ranks: int
-) -> list[Result]:
+    context: Context, report: Report, function: str, params: dict | None = None, *, ranks: int,
+    preload: tuple[str, ...] = (),
+) -> list[Result]:  # fmt: skip
     """Call `function(context, report, **params) -> Result` on every rank of a process group; the results in rank order.
 
     Args:
-        function, params: as in `run_variant`. A rank finds its place with `hyperion.processes.world()`, and
+        function, params, preload: as in `run_variant`. A rank finds its place with `hyperion.processes.world()`, and
             `context.device` is its device.
         ranks: from 1.
 
@@ -55,6 +64,7 @@ def run_on_ranks(
         {"context": packed(context), "function": function, "params": params or {}, "samples_file": str(samples_file)},
         timeout_s=context.sizes.get("timeout_s", 3600.0),
         ranks=ranks,
+        preload=preload,
     )
     answers = run_ranks(job, on_progress=report, log_folder=context.workspace / "logs" / function.rpartition(":")[2])
     return [

@@ -1,8 +1,10 @@
 """A fork server: one process that has imported what all workers import, and forks them. Run as a file by `starting`.
 
-Importing PyTorch takes two to five seconds a process, and a book starts a hundred. It imports nothing of hyperion, so that
+Importing PyTorch takes two to five seconds a process, and a book starts a hundred. It keeps nothing of hyperion, so that
 each child reads the library as it is then, never computes, and never touches a GPU: a forked child is as fresh as one that
 was started and then imported the same, but for the pages of libraries, which count as resident once it has touched them.
+
+Slow libraries that few children use (a compiler, transformers) are imported for the first child that wants them.
 
 Asked over a Unix socket, one connection a child. A request is JSON, with the child's stdin, stdout and stderr beside it:
 {"python", "module", "arguments", "environment", "folder", "new_session"}. The answers are lines: {"pid": the child's process
@@ -22,12 +24,15 @@ import socket
 import sys
 import traceback
 import warnings
+from pathlib import Path
 
 # torch._dynamo: the first optimizer of a process imports it, which takes as long as half of torch.
 PRELOADED = (
     "numpy", "pandas", "psutil", "pyarrow.parquet", "scipy.optimize", "scipy.stats", "torch", "torch._dynamo",
     "torch.distributed.fsdp", "torch.distributed.run", "torch.nn.parallel", "torch.utils.flop_counter",
 )  # fmt: skip
+# In a child's environment: more modules to import before it is forked, which then serve all children after it.
+WANTED = "HYPERION_PRELOAD"
 # Set for a child: the process number of the server that forked it, which stands for its launcher.
 FORKED_BY = "HYPERION_FORKED_BY"
 # Read by C libraries and by PyTorch once, when they are loaded: a child that wants them otherwise must load them itself.
@@ -38,6 +43,7 @@ _READ_LATER = (
     _THREADS, "PYTHONPATH", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR", "TORCH_SYMM_", "TORCH_NCCL_", "TORCHELASTIC_",
 )  # fmt: skip
 _MOST_BYTES = 1 << 20
+_repairs: list = []  # declarations live as long as the module that made them
 
 
 def read_once(environment: dict[str, str]) -> dict[str, str]:
@@ -116,7 +122,9 @@ class Server:
         if request["python"] != sys.executable or not _as_loaded(request["environment"]):
             _tell(caller, {"pid": 0})
             caller.close()
-        elif child := _quiet_fork():
+            return None
+        _import_wanted(request["environment"].get(WANTED, ""))
+        if child := _quiet_fork():
             self.callers[child] = caller
             self.selector.register(caller, selectors.EVENT_READ)
         else:
@@ -160,6 +168,64 @@ class Server:
         self.selector.close()
         for end in (self.listener, self.woken, self.waker, caller, *self.callers.values()):
             end.close()
+
+
+def _import_wanted(names: str) -> None:
+    """What cannot be imported here is left to the child, and to what it will say of it."""
+    missing = [name for name in names.split(",") if name and name not in sys.modules]
+    if not missing:
+        return
+    with _repaired_torchvision(), _driver_not_asked():
+        for name in missing:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+    _share_memory()
+
+
+@contextlib.contextmanager
+def _driver_not_asked():
+    """Libraries ask for devices while they are imported. They are told by the vendor's management library: a process that
+    has called the driver cannot be forked, so an import that goes on to ask that fails.
+    """
+    compiled = sys.modules["torch"]._C
+    ask = getattr(compiled, "_cuda_getDeviceCount", None)
+    by_management = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(by_management)
+
+    def refuse():
+        raise RuntimeError("the fork server must not touch a GPU")
+
+    os.environ[by_management], compiled._cuda_getDeviceCount = "1", refuse
+    try:
+        yield
+    finally:
+        if ask is None:
+            del compiled._cuda_getDeviceCount
+        else:
+            compiled._cuda_getDeviceCount = ask
+        if before is None:
+            del os.environ[by_management]
+        else:
+            os.environ[by_management] = before
+
+
+@contextlib.contextmanager
+def _repaired_torchvision():
+    """transformers and peft import torchvision: under hyperion's repair, whose modules then go, for children to read anew."""
+    path = sys.path[:]
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    try:
+        _repairs.append(importlib.import_module("hyperion.compat"))
+        yield
+    finally:
+        sys.path[:] = path
+        for name in [name for name in sys.modules if name.partition(".")[0] == "hyperion"]:
+            del sys.modules[name]
+
+
+def _share_memory() -> None:
+    gc.collect()
+    gc.freeze()  # the collector would touch, and so copy, pages that all children share
 
 
 def _quiet_fork() -> int:
@@ -211,8 +277,7 @@ def main() -> None:
         first.select()
     for module in PRELOADED:
         importlib.import_module(module)
-    gc.collect()
-    gc.freeze()  # the collector would touch, and so copy, pages that all children share
+    _share_memory()
     request = Server(listener).serve()
     if request is not None:
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)

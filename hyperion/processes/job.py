@@ -49,6 +49,7 @@ class Job:
             (`run_job`).
         nodes: hosts that share the ranks evenly; each of them calls `run_ranks` with the same job.
         rendezvous: "host:port" where the hosts meet; "" on a single host.
+        preload: slow libraries that the entry will import: where workers are forked, they are imported once for all of them.
     """
 
     entry: str
@@ -58,6 +59,7 @@ class Job:
     ranks: int | None = None
     nodes: int = 1
     rendezvous: str = ""
+    preload: tuple[str, ...] = ()
 
     @property
     def ranks_per_node(self) -> int:
@@ -90,7 +92,7 @@ def run_job(
         request, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
         request.write_text(json.dumps(asdict(job) | {"launcher": os.getpid()}))
         listener = Listener(on_line, on_progress)
-        worker = start(job.python, "hyperion.processes.worker", [str(request), str(answer)], child_environment())
+        worker = start(job.python, "hyperion.processes.worker", [str(request), str(answer)], child_environment(job.preload))
         try:
             timed_out = _stream(worker, job.timeout_s, listener)
         finally:

@@ -7,11 +7,12 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
-from hyperion.processes.fork_server import FORKED_BY
+from hyperion.processes.fork_server import FORKED_BY, WANTED
 
 # Time that a process which was asked to end gets to save what it has.
 GRACE_S = 30.0
@@ -28,8 +29,12 @@ _PR_SET_PDEATHSIG = 1
 _LOOK_S = 1.0
 
 
-def child_environment() -> dict[str, str]:
-    """The environment of a child: this one without torchrun's variables, and with this same hyperion importable."""
+def child_environment(preload: Sequence[str] = ()) -> dict[str, str]:
+    """The environment of a child: this one without torchrun's variables, and with this same hyperion importable.
+
+    Args:
+        preload: modules for the fork server to import before it forks the child.
+    """
     package_parent = str(Path(__file__).resolve().parents[2])
     inherited = {
         name: value
@@ -37,7 +42,7 @@ def child_environment() -> dict[str, str]:
         if name not in TORCHRUN_VARIABLES and not name.startswith(_TORCHRUN_OPTIONS)
     }
     path = os.pathsep.join([package_parent, *filter(None, [inherited.get("PYTHONPATH")])])
-    return inherited | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    return inherited | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", WANTED: ",".join(preload)}
 
 
 def die_with(launcher: int) -> None:

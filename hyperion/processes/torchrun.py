@@ -48,8 +48,8 @@ class Torchrun:
         write(self.notes.request, asdict(self.job) | {"launcher": os.getpid(), "logs": str(self.logs)})
         with open(log_of_torchrun(self.logs), "w") as log:
             self.agent = start(
-                self.job.python, "hyperion.processes.rank_agent", [str(self.notes.folder)], child_environment(), stdout=log,
-                new_session=True,
+                self.job.python, "hyperion.processes.rank_agent", [str(self.notes.folder)],
+                child_environment(self.job.preload), stdout=log, new_session=True,
             )  # fmt: skip
 
     def follow(self, timeout_s: float) -> bool:

@@ -127,6 +127,24 @@ def test_what_is_read_when_a_library_is_loaded_needs_a_process_of_its_own(module
     assert name in fork_server.read_once({name: "3", "PYTHONPATH": "a", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"})
 
 
+def test_a_library_that_is_wanted_is_imported_once_for_all_and_nothing_of_hyperion_stays(module, monkeypatch):
+    tells = "import sys; print('peft' in sys.modules, [n for n in sys.modules if n.startswith('hyperion')])"
+    monkeypatch.delenv(SOCKET)
+    with fork_server_running():
+        without, wanting, after = (
+            heard(started(module(tells) | {fork_server.WANTED: wanted})) for wanted in ("", "peft,no_such_module", "")
+        )
+    assert (without, wanting, after) == ("False []\n", "True []\n", "True []\n")
+
+
+def test_an_import_in_the_server_cannot_ask_the_driver():
+    compiled = pytest.importorskip("torch")._C
+    before = getattr(compiled, "_cuda_getDeviceCount", None)
+    with fork_server._driver_not_asked(), pytest.raises(RuntimeError, match="must not touch a GPU"):
+        compiled._cuda_getDeviceCount()
+    assert getattr(compiled, "_cuda_getDeviceCount", None) is before
+
+
 def test_the_number_of_threads_is_taken_over(module):
     environment = module("import torch; print(torch.get_num_threads())") | {"OMP_NUM_THREADS": "3"}
     process = started(environment)
