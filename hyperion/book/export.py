@@ -4,20 +4,23 @@ import json
 
 from hyperion.book.material import Material, subject_of
 from hyperion.book.outline import picture_path
-from hyperion.book.plots import ALL, PLOTS, draw
+from hyperion.book.plots import ALL, PLOTS, picture
 from hyperion.results import Row, Run, rows_to_csv
 from hyperion.results.rows import COLUMNS
 
 
-def export_run(run: Run) -> list[str]:
+def export_run(run: Run, material: Material | None = None) -> list[str]:
     """Write benchmarks/<subject>/<experiment>.csv and .json with the same rows, and the figures, as one transaction.
 
     Made from rows and samples alone, so the same rows give the same bytes.
 
+    Args:
+        material: of the run as it is now, so that figures drawn from it are not drawn again; read anew when left out.
+
     Returns:
         The paths written, relative to the run.
     """
-    material = Material(run)
+    material = material or Material(run)
     contents = tables(material) | pictures(material)
     run.write(contents)
     return sorted(contents)
@@ -37,7 +40,7 @@ def tables(material: Material) -> dict[str, bytes]:
 def pictures(material: Material) -> dict[str, bytes]:
     """PNG of every figure that the run has rows for, by path."""
     present = {name for _, name in material.experiments} | {ALL}
-    drawn = {plot: draw(plot.name, material) for plot in PLOTS if plot.experiment in present}
+    drawn = {plot: picture(plot, material) for plot in PLOTS if plot.experiment in present}
     return {picture_path(plot.experiment, plot.name): content for plot, content in drawn.items() if content}
 
 

@@ -87,6 +87,11 @@ class Material:
         """(notebook, experiment) pairs in the order of the rows."""
         return list(dict.fromkeys((row.notebook, row.experiment) for row in self.rows))
 
+    @cached_property
+    def drawn(self) -> dict[str, bytes | None]:
+        """Figures drawn so far by name (hyperion.book.plots.picture)."""
+        return {}
+
     @property
     def replayed(self) -> list[str]:
         """Reference machines that experiments of this run were replayed from."""

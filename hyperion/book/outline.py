@@ -6,7 +6,7 @@ import pandas as pd
 
 from hyperion.book.machines import device_name, replayed_from
 from hyperion.book.material import Material, subject_of
-from hyperion.book.plots import ALL, draw, plots_of
+from hyperion.book.plots import ALL, picture, plots_of
 from hyperion.book.tables import tables_of
 
 SUMMARY = "benchmarks/summary.png"
@@ -192,5 +192,5 @@ def _section(material: Material, experiment: str) -> Section:
 
 
 def _pictures(material: Material, experiment: str) -> list[Picture]:
-    drawn = [(plot, draw(plot.name, material)) for plot in plots_of(experiment)]
+    drawn = [(plot, picture(plot, material)) for plot in plots_of(experiment)]
     return [Picture(picture_path(experiment, plot.name), plot.caption, content) for plot, content in drawn if content]

@@ -15,9 +15,13 @@ README = "README.md"
 _UNFOLDED_LINES = 12
 
 
-def reference_readme(run: Run) -> dict[str, bytes]:
-    """README.md of a run and the pictures it shows, by path relative to the run."""
-    material = Material(run)
+def reference_readme(run: Run, material: Material | None = None) -> dict[str, bytes]:
+    """README.md of a run and the pictures it shows, by path relative to the run.
+
+    Args:
+        material: of the run as it is now, so that figures drawn from it are not drawn again; read anew when left out.
+    """
+    material = material or Material(run)
     told = sections(material)
     first = summary(material)
     shown = ([first] if first else []) + [picture for section in told for picture in section.pictures]

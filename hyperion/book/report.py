@@ -20,9 +20,13 @@ _UNFOLDED_LINES = 12
 _PNG_WIDTH = slice(16, 20)
 
 
-def write_report(run: Run) -> Path:
-    """Write report.html into the run; it fetches nothing. Returns its path."""
-    run.write({REPORT: report_page(Material(run)).encode()})
+def write_report(run: Run, material: Material | None = None) -> Path:
+    """Write report.html into the run; it fetches nothing. Returns its path.
+
+    Args:
+        material: of the run as it is now, so that figures drawn from it are not drawn again; read anew when left out.
+    """
+    run.write({REPORT: report_page(material or Material(run)).encode()})
     return run.folder / REPORT
 
 

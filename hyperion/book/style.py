@@ -5,8 +5,10 @@ import textwrap
 from collections.abc import Iterable
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
@@ -101,10 +103,11 @@ def png(figure: Figure) -> bytes:
 
     Line drawings need few colours: a palette of 256 makes the file a third as large, for pages that embed it and for git.
     """
-    drawn, reduced = io.BytesIO(), io.BytesIO()
+    canvas, reduced = FigureCanvasAgg(figure), io.BytesIO()
     with styled():
-        figure.savefig(drawn, format="png", metadata={"Software": None})
-    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(reduced, format="png", optimize=True)
+        canvas.draw()
+    drawn = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    drawn.quantize(256, dither=Image.Dither.NONE).save(reduced, format="png", optimize=True)
     return reduced.getvalue()
 
 

@@ -59,10 +59,11 @@ def export_subjects(ledger: Ledger) -> str:
     if ledger.exported == digest:
         return ""
     try:
-        from hyperion.book import export_run, write_report
+        from hyperion.book import Material, export_run, write_report
 
-        export_run(ledger.run)
-        write_report(ledger.run)
+        material = Material(ledger.run)
+        export_run(ledger.run, material)
+        write_report(ledger.run, material)
     except HyperionError as error:
         return f"FAILED to export tables and pictures: {error}"
     except Exception:

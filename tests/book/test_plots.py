@@ -6,20 +6,20 @@ import pytest
 from PIL import Image
 
 from hyperion.book.material import Material
-from hyperion.book.plots import PLOTS, draw
+from hyperion.book.plots import PLOTS, draw, picture
 from hyperion.errors import HyperionError
 from hyperion.results import Run
 
 NAMES = [plot.name for plot in PLOTS]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_figure_is_a_readable_picture_under_150_kb(material, cpu_material, name):
+@pytest.mark.parametrize("plot", PLOTS, ids=NAMES)
+def test_a_figure_is_a_readable_picture_under_150_kb(material, cpu_material, plot):
     for source in (material, cpu_material):
-        content = draw(name, source)
+        content = picture(plot, source)
         assert len(content) < 150_000
-        picture = Image.open(io.BytesIO(content))
-        assert 800 <= picture.width <= 1400 and 250 <= picture.height <= 900
+        image = Image.open(io.BytesIO(content))
+        assert 800 <= image.width <= 1400 and 250 <= image.height <= 900
 
 
 @pytest.mark.parametrize("name", NAMES)

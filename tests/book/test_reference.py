@@ -11,8 +11,8 @@ from hyperion.results import Run
 
 
 @pytest.fixture(scope="module")
-def files(run):
-    return reference_readme(run)
+def files(run, material):
+    return reference_readme(run, material)
 
 
 def test_every_picture_of_the_page_comes_with_it(files, material):
@@ -36,8 +36,8 @@ def test_tables_are_well_formed_and_details_closed(files):
     assert "unsupported: torch.mm takes no fp8" in page and "2.11.0+cu128" in page
 
 
-def test_the_page_says_synthetic(cpu_run):
-    assert "**Synthetic data" in reference_readme(cpu_run)["README.md"].decode()
+def test_the_page_says_synthetic(cpu_run, cpu_material):
+    assert "**Synthetic data" in reference_readme(cpu_run, cpu_material)["README.md"].decode()
 
 
 def test_an_empty_run_still_has_a_page(tmp_path):
