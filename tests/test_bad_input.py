@@ -212,7 +212,8 @@ def test_an_edited_result_is_never_built_upon(hyperion, tmp_path):
 
 SIZES = {
     "width": 4, "batch_size": 16, "epochs": 2, "held_out_images": 20, "learning_rate": 0.1, "warmup_share": 0.2,
-    "weight_decay": 5e-4, "precision": "fp32", "evaluate_every": 1, "checkpoint_every": 5, "steady_time_limit_s": 0.1,
+    "weight_decay": 5e-4, "label_smoothing": 0.0, "border": "black", "hole": 0, "precision": "fp32", "target": 0.5,
+    "evaluate_every": 1, "checkpoint_every": 5, "steady_time_limit_s": 0.1,
 }  # fmt: skip
 
 
@@ -229,14 +230,14 @@ def test_corrupted_checkpoints_of_a_training_that_goes_on(tmp_path, monkeypatch,
         return [(row.key, row.value) for row in result.rows if row.metric in ("training_loss", "accuracy")]
 
     undisturbed = train()
-    earlier, newest = sorted(context.workspace.glob("step-*"))
+    earlier, newest = sorted(context.workspace.glob("seed-0/step-*"))
     damaged = max(newest.rglob("*.safetensors"), key=lambda path: path.stat().st_size)
     damaged.write_bytes(damaged.read_bytes()[:-8] + bytes(8))
     assert train() == undisturbed
     printed = capsys.readouterr().out
     assert "WARNING: checkpoint refused" in printed and str(damaged) in printed
 
-    for checkpoint in context.workspace.glob("step-*"):
+    for checkpoint in context.workspace.glob("seed-0/step-*"):
         (checkpoint / "manifest.json").write_text("{")
     before = contents(context.workspace)
     with pytest.raises(JobError, match="checkpoints can be used") as caught:

@@ -1,14 +1,17 @@
 """The vision baseline: ResNet-18 with the CIFAR stem, chosen on held-out training images, tested once at the end."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
+import torch
 
 from hyperion.data import ImageSet, PreparedImages, channel_statistics
 from hyperion.data.device_images import ImageBatches
 from hyperion.experiments import datasets
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
+from hyperion.experiments.image_rows import Trained, accuracy_row, seed_rows, time_to_row, training_time_s
 from hyperion.experiments.training_rows import (
     SGD_BYTES_A_PARAMETER,
     epoch_rows,
@@ -18,13 +21,13 @@ from hyperion.experiments.training_rows import (
 )
 from hyperion.measure import FORMATS
 from hyperion.models import flops_per_image, parameter_count, resnet18
-from hyperion.results import Row, proportion_estimate
+from hyperion.results import Row
 from hyperion.training import (
     ImageEngine,
     Plan,
+    Precision,
     WarmupCosine,
     choose_precision,
-    evaluate_images,
     seed_everything,
     sgd_nesterov,
     train,
@@ -72,59 +75,108 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report) -> Result:
-    """Train, look at the held-out images as planned, test once, then time the steady step."""
-    seed_everything(context.seed)
+    """Train, look at the held-out images as planned, test once, then time the steady step; then again with other seeds."""
     image_set, prepared = datasets.images(context)
-    sizes, splits = context.sizes, _Splits.of(prepared, context.sizes)
-    normalisation = channel_statistics(splits.train[0])  # of what is trained on, and of nothing held out
+    splits = _Splits.of(prepared, context.sizes)
+    seeds = [context.seed + number for number in range(context.sizes.get("seeds", 1))]
+    best = _best_possible(image_set, len(splits.test[0]) == len(image_set.test_images))
+    rows, curves, trained = [], [], []
+    for number, seed in enumerate(seeds):
 
-    def loader(split: tuple[np.ndarray, np.ndarray], **options) -> ImageBatches:
-        where = context.device.torch_device
-        return ImageBatches(*split, sizes["batch_size"], normalisation, seed=context.seed, device=where, **options)
+        def told(done: int, total: int, note: str, number: int = number) -> None:
+            report(number * total + done, len(seeds) * total, note)
 
-    batches = loader(splits.train, augment=image_set.augmentations)
-    engine = _engine(context, len(batches))
-    plan = Plan(
-        epochs=sizes["epochs"], evaluate_every=sizes["evaluate_every"], checkpoint_every=sizes["checkpoint_every"]
-    )
-    history = train(
-        engine, batches, plan, validation=lambda: loader(splits.held_out, shuffle=False, drop_last=False),
-        folder=context.workspace, report=report,
-    )  # fmt: skip
-    name, dtype, source = engine.model.name, engine.precision.dtype, image_set.source
-    rows = epoch_rows(context, name, dtype, engine, history, source)
-    for record in history.epochs:
-        if record.evaluation is not None:
-            params = {"epoch": record.epoch, "step": record.step, "split": "held-out train"}
-            found = record.evaluation["accuracy"], record.evaluation["images"]
-            rows.append(_accuracy_row(context, name, dtype, *found, params, _best_possible(image_set, False), source))
-    whole = len(splits.test[0]) == len(image_set.test_images)
-    tested = evaluate_images(
-        engine.model, loader(splits.test, shuffle=False, drop_last=False), engine.precision, engine.device
-    )
-    params = {"split": "test", "step": engine.steps}
-    found = tested.accuracy, tested.images
-    rows.append(_accuracy_row(context, name, dtype, *found, params, _best_possible(image_set, whole), source))
-    flops = flops_per_image(CLASSES, sizes["width"])
-    steady, samples = steady_rows(
-        context, name, engine, batches.next_batch(), sizes["batch_size"], flops, flops.forward_backward, source
-    )
-    curves = pd.concat([loss_curve(history), samples], ignore_index=True)
-    return Result(rows + steady, curves, source)
+        run = _train(context, image_set, splits, seed, told)
+        if number == 0:
+            rows, curves = _rows(context, run, image_set, best)
+        else:
+            curves.append(_curve(run))
+        trained.append(replace(run, engine=None, batches=None))
+        del run  # leaves the device's memory for the next
+    if len(seeds) > 1:
+        rows += seed_rows(context, trained, best, image_set.source)
+    return Result(rows, pd.concat(curves, ignore_index=True), image_set.source)
 
 
 EXPERIMENT = Experiment(forecast, run, isolated=True, forecast_reads=("gemm", "bandwidth"), data=datasets.IMAGES)
 
 
-def _engine(context: Context, steps_per_epoch: int) -> ImageEngine:
+def _train(context: Context, image_set: ImageSet, splits: _Splits, seed: int, report) -> Trained:
+    """One training from a seed, and its one look at the test images."""
+    seed_everything(seed)
+    sizes, where = context.sizes, context.device.torch_device
+    precision = choose_precision(context.device, sizes["precision"])
+    normalisation = channel_statistics(splits.train[0])  # of what is trained on, and of nothing held out
+
+    def loader(split: tuple[np.ndarray, np.ndarray], **options) -> ImageBatches:
+        options |= {"seed": seed, "device": where, "dtype": FORMATS[precision.dtype].storage}
+        return ImageBatches(*split, sizes["batch_size"], normalisation, **options)
+
+    batches = loader(splits.train, augment=image_set.augmentations, border=sizes["border"], hole=sizes["hole"])
+    engine = _engine(context, precision, len(batches))
+    plan = Plan(
+        epochs=sizes["epochs"], evaluate_every=sizes["evaluate_every"], checkpoint_every=sizes["checkpoint_every"]
+    )
+    history = train(
+        engine, batches, plan, validation=lambda: loader(splits.held_out, shuffle=False, drop_last=False),
+        folder=context.workspace / f"seed-{seed}", report=report,
+    )  # fmt: skip
+    tested = engine.evaluate(loader(splits.test, shuffle=False, drop_last=False))
+    return Trained(seed, engine.model.name, precision.dtype, engine.steps, history, tested, engine, batches)
+
+
+def _engine(context: Context, precision: Precision, steps_per_epoch: int) -> ImageEngine:
     sizes, device = context.sizes, context.device
-    model = resnet18(CLASSES, sizes["width"]).to(device.torch_device)
+    with torch.device(device.torch_device):  # weights are drawn where they stay
+        model = resnet18(CLASSES, sizes["width"])
     optimizer = sgd_nesterov(model, sizes["learning_rate"], sizes["weight_decay"])
     total = sizes["epochs"] * steps_per_epoch
-    schedule = WarmupCosine(sizes["learning_rate"], max(1, int(sizes["warmup_share"] * total)), total)
-    precision = choose_precision(device, sizes["precision"])
-    print(f"{model.name}: {total} steps in {precision}")
-    return ImageEngine(model, optimizer, schedule, precision, device)
+    warmup = max(1, int(sizes["warmup_share"] * total))
+    schedule = WarmupCosine(sizes["learning_rate"], warmup, total, final_fraction=0.0)
+    # Nothing is clipped, as in the published recipes.
+    engine = ImageEngine(
+        model, optimizer, schedule, precision, device, clip_norm=math.inf, capture=True,
+        label_smoothing=sizes["label_smoothing"],
+    )  # fmt: skip
+    steps = "each replayed as one graph" if not engine.uncaptured else f"one by one ({engine.uncaptured})"
+    print(f"{model.name}: {total} steps in {precision}, {steps}")
+    return engine
+
+
+def _rows(
+    context: Context, run: Trained, image_set: ImageSet, best: tuple[float | None, str]
+) -> tuple[list[Row], list[pd.DataFrame]]:
+    """Rows and curves of a training, and of a steady step, timed after it."""
+    source, engine = image_set.source, run.engine
+    rows = epoch_rows(context, run.name, run.dtype, engine, run.history, source)
+    for record in run.history.epochs:
+        if record.evaluation is not None:
+            params = {"epoch": record.epoch, "step": record.step, "split": "held-out train"}
+            rows.append(accuracy_row(context, run, record.evaluation, params, _best_possible(image_set, False), source))
+    rows.append(accuracy_row(context, run, run.tested, {"split": "test", "step": run.steps}, best, source))
+    rows.append(time_to_row(context, run, source))
+    if engine.capture_time_s is not None:
+        what = {"what": "the step, warmed up and recorded as a graph"}
+        rows.append(
+            context.row(
+                run.name, "compile_time_s", engine.capture_time_s, dtype=run.dtype, params=what, data_source=source
+            )
+        )
+    sizes = context.sizes
+    flops = flops_per_image(CLASSES, sizes["width"])
+    steady, samples = steady_rows(
+        context, run.name, engine, run.batches.next_batch(), sizes["batch_size"], flops, flops.forward_backward, source
+    )
+    return rows + steady, [_curve(run), samples]
+
+
+def _curve(run: Trained) -> pd.DataFrame:
+    curve = loss_curve(run.history).assign(seed=run.seed)
+    ends = {
+        record.step: time_s for record, time_s in zip(run.history.epochs, training_time_s(run.history), strict=True)
+    }
+    evaluated = curve["kind"] == "evaluation"
+    return curve.assign(time_s=curve["step"].where(evaluated).map(ends))
 
 
 def _best_possible(image_set: ImageSet, whole_split: bool) -> tuple[float | None, str]:
@@ -134,20 +186,3 @@ def _best_possible(image_set: ImageSet, whole_split: bool) -> tuple[float | None
     if not whole_split:
         return None, "no limit: how many labels of a part of the split were changed is left to chance"
     return image_set.bayes_accuracy, "share of labels that were not changed: no classifier can know the rest"
-
-
-def _accuracy_row(
-    context: Context,
-    name: str,
-    dtype: str,
-    accuracy: float,
-    images: int,
-    params: dict,
-    best: tuple[float | None, str],
-    source: str,
-) -> Row:
-    share = proportion_estimate(round(accuracy * images), images)
-    return context.row(
-        name, "accuracy", share.value, dtype=dtype, params=params, n=images, ci_low=share.ci_low, ci_high=share.ci_high,
-        limit=best[0], limit_source=best[1], data_source=source,
-    )  # fmt: skip

@@ -1,5 +1,7 @@
 """Rows and curves that every trained baseline has: epochs, steady speed, memory, and the roofline they are held against."""
 
+from itertools import accumulate
+
 import pandas as pd
 import torch
 
@@ -9,7 +11,7 @@ from hyperion.hardware import Device, gemm_path, peak
 from hyperion.measure import Ceilings, Timing, Verification, time_function
 from hyperion.models import ModelFlops
 from hyperion.results import Row
-from hyperion.training import Engine, EpochRecord, History
+from hyperion.training import EpochRecord, History, TorchEngine
 
 _NO_LIMIT = "no limit: "
 # In float32, AdamW reads weight, gradient and two moments and writes all but the gradient; SGD has one moment.
@@ -17,10 +19,12 @@ ADAMW_BYTES_A_PARAMETER = 7 * 4
 SGD_BYTES_A_PARAMETER = 5 * 4
 
 
-def epoch_rows(context: Context, variant: str, dtype: str, engine: Engine, history: History, source: str) -> list[Row]:
+def epoch_rows(
+    context: Context, variant: str, dtype: str, engine: TorchEngine, history: History, source: str
+) -> list[Row]:
     """Training loss, learning rate, throughput, peak memory and, where it was evaluated, the held-out loss of each epoch."""
     rows = []
-    for record in history.epochs:
+    for record, peak_gib in zip(history.epochs, _peaks(engine, history), strict=True):
         values = {
             "training_loss": (record.loss, _NO_LIMIT + "a model may fit what it is trained on exactly"),
             "learning_rate": (record.learning_rate, ""),
@@ -29,7 +33,7 @@ def epoch_rows(context: Context, variant: str, dtype: str, engine: Engine, histo
                 _NO_LIMIT + "loading is part of it; the steady step of this model has one",
             ),
             record.peak_memory_metric: (
-                record.peak_memory_gib,
+                peak_gib,
                 _NO_LIMIT + "the least memory that a step needs is not derived yet",
             ),
         }
@@ -50,6 +54,13 @@ def epoch_rows(context: Context, variant: str, dtype: str, engine: Engine, histo
     return rows
 
 
+def _peaks(engine: TorchEngine, history: History) -> list[float | None]:
+    """The peak of each epoch in GiB. A recorded step keeps its memory in a pool of its own, which counts as tensors while it
+    is recorded and not when it is replayed: from then on the peak is at least what it was."""
+    peaks = [record.peak_memory_gib for record in history.epochs]
+    return peaks if engine.uncaptured or None in peaks else list(accumulate(peaks, max))
+
+
 def _epoch_params(record: EpochRecord) -> dict:
     return {"epoch": record.epoch, "step": record.step}
 
@@ -66,7 +77,7 @@ def loss_curve(history: History) -> pd.DataFrame:
 def steady_rows(
     context: Context,
     variant: str,
-    engine: Engine,
+    engine: TorchEngine,
     batch,
     items: int,
     flops: ModelFlops,

@@ -152,18 +152,27 @@ def test_language_model_leaves_scores_above_the_floor_and_resumes_to_the_same(te
     assert next(r for r in again.rows if r.key == scored.key).value == scored.value
 
 
-def test_image_classifier_tests_once_and_knows_the_best_possible(folder):
+def test_image_classifier_tests_once_a_seed_and_knows_the_best_possible(folder):
     sizes = {
         "width": 4, "batch_size": 50, "epochs": 2, "held_out_images": 100, "learning_rate": 0.1, "warmup_share": 0.2,
-        "weight_decay": 5e-4, "precision": "auto", "evaluate_every": 1, "checkpoint_every": 5,
-        "steady_time_limit_s": 0.05,
+        "weight_decay": 5e-4, "label_smoothing": 0.1, "border": "reflect", "hole": 8, "precision": "auto", "target": 0.05,
+        "evaluate_every": 1, "checkpoint_every": 5, "steady_time_limit_s": 0.05, "seeds": 2,
     }  # fmt: skip
     result, _ = perform("image_classifier", sizes, folder)
     accuracies = [row for row in result.rows if row.metric == "accuracy"]
-    assert [row.params["split"] for row in accuracies] == ["held-out train", "held-out train", "test"]
-    assert accuracies[-1].n == 200 and accuracies[0].n == 100
+    splits = ["held-out train", "held-out train", "test", "test, every seed", "test, every seed", "test, mean of seeds"]
+    assert [row.params["split"] for row in accuracies] == splits
+    held_out, test, first, second, mean = accuracies[0], *accuracies[2:]
+    assert (held_out.n, test.n, mean.n) == (100, 200, 2)
     # Only of the whole test split is it known how many labels were changed.
-    assert [row.limit for row in accuracies] == [None, None, 0.9]
+    assert [row.limit for row in (held_out, test, first, second, mean)] == [None, 0.9, 0.9, 0.9, 0.9]
+    assert test.value == first.value and mean.value == pytest.approx((first.value + second.value) / 2)
+    deviation = next(row for row in result.rows if row.metric == "accuracy_sd")
+    assert deviation.value == pytest.approx(abs(first.value - second.value) / 2**0.5)
+    times = [row for row in result.rows if row.metric == "time_to_accuracy_s"]
+    evaluated = result.samples.query("kind == 'evaluation' and seed == 0")
+    assert [row.params.get("seed") for row in times] == [None, 0, 1]
+    assert times[0].value == evaluated["time_s"].iloc[0] < evaluated["time_s"].iloc[1]
     assert (result.samples["kind"] == "steady step").sum() >= 30
     assert {row.variant for row in result.rows} == {"resnet18_w4"}
     mfu = next(row for row in result.rows if row.metric == "mfu")
