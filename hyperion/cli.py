@@ -14,6 +14,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+data_commands = typer.Typer(help="Prepared and staged data.", no_args_is_help=True)
+app.add_typer(data_commands, name="data")
 # What a wrong option raises: click's class, from click itself or from the copy of it that newer typers bring along.
 _UsageError = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 RunName = Annotated[str, typer.Argument(help="A run: its folder or name, `latest`, or a reference machine's name.")]
@@ -154,12 +156,23 @@ def fetch() -> None:
     _report_of(fetch_all())
 
 
-@app.command("verify-data")
-def verify_data() -> None:
-    """Check the prepared data in data/processed/: hashes, token ids, labels and pixels."""
-    from hyperion.data import verify_processed
+@data_commands.command("verify")
+def verify_data(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A prepared folder, or a folder of such.", show_default="all of data/processed and data/raw"
+        ),
+    ] = None,
+) -> None:
+    """Check prepared and staged data: hashes, records, vocabulary, labels, pixels, and that no split took another's place.
 
-    _report_of(verify_processed())
+    What is damaged is named by file and record and moved aside, into quarantine/, with the reason. Exit code 0 when all is
+    as it was written, 1 when something is not.
+    """
+    from hyperion.commands.data import print_verdicts
+
+    raise typer.Exit(print_verdicts(folder))
 
 
 @app.command()
@@ -203,7 +216,9 @@ def doctor(
 
 @app.command()
 def passport(
-    files: Annotated[list[Path] | None, typer.Argument(help="With --verify: passport files.", show_default=False)] = None,
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="With --verify: passport files.", show_default=False)
+    ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Check files instead of measuring.")] = False,
     output: Annotated[
         Path | None, typer.Option(help="Where to write it.", show_default="results/passports/<device>.json")

@@ -8,7 +8,7 @@ from hyperion.data.cifar10 import load_cifar10
 from hyperion.data.completions import Completions, tokenize_completions
 from hyperion.data.corpus import TextCorpus, corpus_of_files, count_non_empty, count_words_with_eos
 from hyperion.data.faults import DataError, DataUnavailable
-from hyperion.data.fetch import Report, fetch_all, verify_processed
+from hyperion.data.fetch import Report, fetch_all
 from hyperion.data.imageset import ImageSet, channel_statistics
 from hyperion.data.instructions import Instruction, InstructionSet, load_instructions
 from hyperion.data.manifest import DataManifest
@@ -19,12 +19,14 @@ from hyperion.data.sources import SOURCES
 from hyperion.data.synthetic_text import EchoLanguage
 from hyperion.data.tokenizer import Tokenizer, load_tokenizer
 from hyperion.data.tokenizer_files import read_tokenizer
+from hyperion.data.verify import Finding, Verdict, verify
 from hyperion.data.wikitext2 import load_wikitext2
 
 __all__ = [
     "IGNORE_INDEX", "SOURCES", "Baseline", "Completions", "DataError", "DataManifest", "DataUnavailable", "EchoLanguage",
-    "ImageSet", "Instruction", "InstructionSet", "Padding", "PreparedImages", "PreparedText", "Report", "TextCorpus",
-    "Tokenizer", "bigram_baseline", "channel_statistics", "corpus_of_files", "count_non_empty", "count_words_with_eos",
-    "fetch_all", "load_cifar10", "load_instructions", "load_tokenizer", "load_wikitext2", "open_prepared", "packed_windows",
-    "prepare_images", "prepare_text", "read_tokenizer", "tokenize_completions", "unigram_baseline", "verify_processed",
+    "Finding", "ImageSet", "Instruction", "InstructionSet", "Padding", "PreparedImages", "PreparedText", "Report",
+    "TextCorpus", "Tokenizer", "Verdict", "bigram_baseline", "channel_statistics", "corpus_of_files", "count_non_empty",
+    "count_words_with_eos", "fetch_all", "load_cifar10", "load_instructions", "load_tokenizer", "load_wikitext2",
+    "open_prepared", "packed_windows", "prepare_images", "prepare_text", "read_tokenizer", "tokenize_completions",
+    "unigram_baseline", "verify",
 ]  # fmt: skip

@@ -22,6 +22,7 @@ from hyperion.data.cifar10_formats import (
 )
 from hyperion.data.faults import DataError, DataUnavailable
 from hyperion.data.imageset import ImageSet, channel_statistics, check_split
+from hyperion.data.manifest import read_manifest, write_manifest
 from hyperion.data.network import download
 from hyperion.data.sources import mirror_root, take
 from hyperion.data.staging import cache_root, md5_of, staged
@@ -99,6 +100,7 @@ def stage_cifar10(url: str = URL) -> str:
             copy = work / file.relative_to(root)
             copy.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, copy)  # the content without the mirror's permissions
+        write_manifest(work, name=FOLDER, source="mirror", detail="copied from the mirror")
     return "copied from the mirror"
 
 
@@ -110,6 +112,9 @@ def _read(root: Path, source: str, label: str) -> ImageSet:
             where=root,
             next_step=f"put one of {', '.join(LAYOUTS)} there, or run `make fetch`",
         )
+    manifest = None if source == "mirror" else read_manifest(root)  # a mirror's top is its owner's
+    if manifest is not None:
+        manifest.verify(root)
     batches = read_layout(layout)
     for split, images, labels in (
         ("train", batches.train_images, batches.train_labels),
@@ -173,3 +178,4 @@ def _downloaded(url: str) -> ImageSet:
 def _stage_from_url(target: Path, url: str) -> None:
     with staged(target) as work:
         download(url, work / PYTHON_ARCHIVE, md5=OFFICIAL_MD5[PYTHON_ARCHIVE])
+        write_manifest(work, name=FOLDER, source="download", detail=f"downloaded from {url}")

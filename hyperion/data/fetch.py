@@ -1,4 +1,4 @@
-"""Stage everything while there is a network, and check what is staged: `make fetch` and `hyperion verify-data`."""
+"""Stage everything while there is a network: `make fetch`."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -7,8 +7,6 @@ from hyperion.data.cifar10 import URL, stage_cifar10
 from hyperion.data.faults import DataError
 from hyperion.data.instructions import URL as INSTRUCTIONS_URL
 from hyperion.data.instructions import stage_instructions
-from hyperion.data.prepare import open_prepared
-from hyperion.data.staging import processed_root
 from hyperion.data.tokenizer import stage_tokenizer
 from hyperion.data.wikitext2 import stage_wikitext2
 
@@ -33,17 +31,6 @@ def fetch_all(cifar10_url: str = URL, instructions_url: str = INSTRUCTIONS_URL) 
         _report("cifar-10", lambda: stage_cifar10(cifar10_url)),
         _report("instructions", lambda: stage_instructions(instructions_url)),
     ]
-
-
-def verify_processed() -> list[Report]:
-    """Check every product in data/processed/: hashes, token ids against the vocabulary, labels and pixels."""
-    folders = sorted(folder for folder in processed_root().glob("[!.]*") if folder.is_dir())
-    return [_report(folder.name, lambda folder=folder: _describe(folder)) for folder in folders]
-
-
-def _describe(folder) -> str:
-    arrays, manifest = open_prepared(folder)
-    return f"{len(arrays)} files, source {manifest.source}"
 
 
 def _report(name: str, action: Callable[[], str]) -> Report:

@@ -8,11 +8,8 @@ from hyperion.data import (
     load_instructions,
     load_tokenizer,
     load_wikitext2,
-    prepare_images,
-    verify_processed,
 )
 from hyperion.data.staging import cache_root
-from hyperion.data.synthetic_images import synthetic_images
 
 
 @pytest.mark.mirror
@@ -45,13 +42,3 @@ def test_damage_in_the_cache_is_reported(mirror, monkeypatch, refused):
     (cache_root() / "wikitext-2" / "wiki.test.tokens").write_text("cut\n")
     report = fetch_all(cifar10_url=refused + "/file", instructions_url=refused + "/rows")[0]
     assert report.status == "failed" and "has 1 lines, expected 4358" in report.detail
-
-
-def test_products_are_verified():
-    assert verify_processed() == []
-    folder = prepare_images(synthetic_images({"train": 20, "test": 10})).folder
-    (report,) = verify_processed()
-    assert (report.name, report.status, report.detail) == (folder.name, "ok", "4 files, source synthetic")
-    (folder / "train_labels.npy").write_bytes(b"")
-    (report,) = verify_processed()
-    assert report.status == "failed" and "train_labels.npy holds 0 bytes" in report.detail

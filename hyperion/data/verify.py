@@ -1,0 +1,227 @@
+"""Is what lies in a data folder what was put there? All faults of a prepared folder, each with its file and record."""
+
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hyperion.data import cifar10, instructions, tokenizer, wikitext2
+from hyperion.data.array_files import FOLDER as CHECKSUMS
+from hyperion.data.array_files import damaged_rows
+from hyperion.data.content import ARRAYS_OF, content_faults
+from hyperion.data.faults import DataError
+from hyperion.data.manifest import FILE_NAME, DataManifest, read_manifest
+from hyperion.data.shards import is_array, open_array
+from hyperion.data.staging import QUARANTINE, cache_root, explained, processed_root, sha256_of
+
+REASON_FILE = "REASON.json"
+PREPARE_AGAIN = (
+    "what needs it prepares it again from its source; the first does so: `make reproduce ONLY=01_dataset_preparation`"
+)
+STAGE_AGAIN = "stage it again with `make fetch`, or name a folder that has it with HYPERION_DATA_MIRROR"
+_SHOWN_RUNS = 3
+
+
+class Verdict(NamedTuple):
+    """What became of one folder.
+
+    Attributes:
+        findings: its faults, none where it is as it was written.
+        kept: where a damaged one was moved, None where it stayed.
+        next_step: what to do about it.
+    """
+
+    folder: Path
+    findings: list["Finding"]
+    kept: Path | None
+    next_step: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fault.
+
+    Attributes:
+        file: where it was found, by its name in the folder.
+        fault: what is wrong, the record named where one is damaged.
+    """
+
+    file: str
+    fault: str
+
+
+def verify(folder: Path | None = None) -> list[Verdict]:
+    """Examine prepared data and what was staged, and move what is damaged into quarantine.
+
+    Args:
+        folder: one product, or a folder of products; None for data/processed/ and data/raw/.
+
+    Raises:
+        DataError: there is no such folder, or nothing in it that can be verified.
+    """
+    if folder is None:
+        return [*map(_verdict, _products(processed_root())), *map(_staged_verdict, _staged_sets())]
+    products = [folder] if is_prepared(folder) else _products(folder)
+    if not products:
+        raise DataError(
+            f"nothing to verify in {folder}: "
+            + ("it holds no manifest" if folder.is_dir() else "there is no such folder"),
+            where=folder,
+            next_step=f"name a folder of {processed_root()}, or none for all of them",
+        )
+    return [_verdict(product) for product in products]
+
+
+def is_prepared(folder: Path) -> bool:
+    """Whether a folder holds, or held, a product: a manifest, or arrays."""
+    return (folder / FILE_NAME).is_file() or any(folder.glob("*.npy"))
+
+
+def examine(folder: Path) -> list[Finding]:
+    """Every fault of a prepared folder; none where all is as it was written.
+
+    First each file against the manifest: missing, truncated, changed (with the records that no longer have their checksum),
+    put in another one's place, or not listed. Then what sound files hold: ids of the vocabulary, text that the stored
+    tokenizer gives back, finite images, labels of the classes, and in each split what was counted when it was made.
+    """
+    try:
+        manifest = read_manifest(folder)
+        if manifest is None:
+            return [Finding(FILE_NAME, "it is missing: nothing says what these files should hold")]
+        names = ARRAYS_OF[manifest.facts["kind"]]
+    except DataError as fault:
+        return [Finding(FILE_NAME, fault.what)]
+    except (KeyError, TypeError) as error:
+        return [Finding(FILE_NAME, f"it says nothing of the kind of product: {error!r}")]
+    findings = [*_file_findings(folder, manifest)]
+    findings += [
+        Finding(f"{n}.npy", "the manifest does not list it") for n in names if f"{n}.npy" not in manifest.files
+    ]
+    damaged = {finding.file for finding in findings}
+    arrays = {}
+    for name in names:
+        file = f"{name}.npy"
+        if file in manifest.files and file not in damaged:
+            try:
+                arrays[name] = open_array(folder / file)
+            except DataError as fault:
+                findings.append(Finding(file, fault.what))
+    try:
+        found = [
+            Finding(Path(fault.where).name, fault.what) for fault in content_faults(folder, arrays, manifest, True)
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        found = [Finding(FILE_NAME, f"its facts do not fit its kind of product: {error!r}")]
+    return findings + found
+
+
+def quarantine(folder: Path, findings: list[Finding]) -> Path:
+    """Move a damaged folder aside, into `quarantine/` beside it, with a file that says why; nothing is deleted.
+
+    Returns:
+        Where it lies now.
+
+    Raises:
+        DataError: it cannot be moved.
+    """
+    kept = folder.parent / QUARANTINE / f"{folder.name}.{uuid.uuid4().hex[:8]}"
+    try:
+        kept.parent.mkdir(exist_ok=True)
+        os.rename(folder, kept)
+        reasons = {"was": folder.name, "findings": [asdict(finding) for finding in findings]}
+        (kept / REASON_FILE).write_text(json.dumps(reasons, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise explained(error, folder) from error
+    return kept
+
+
+def _file_findings(folder: Path, manifest: DataManifest) -> Iterator[Finding]:
+    """Files that are missing, changed or strange."""
+    hashes = {entry["sha256"]: name for name, entry in manifest.files.items() if is_array(name)}
+    for name, expected in manifest.files.items():
+        path = folder / name
+        try:
+            manifest.verify_file(folder, name)
+        except DataError as fault:
+            if not path.is_file():
+                yield Finding(name, fault.what)
+                continue
+            other = hashes.get(sha256_of(path))
+            if other is not None and other != name:
+                yield Finding(name, f"it holds what the manifest says of {other}: the splits' files were swapped")
+            elif path.stat().st_size < expected["bytes"]:
+                yield Finding(name, f"{fault.what}; {_missing_rows(path, expected['bytes'])}")
+            else:
+                yield Finding(name, f"{fault.what}; {_changed_rows(folder, name)}")
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name not in manifest.files and name != FILE_NAME:
+            yield Finding(name, "the manifest does not know this file")
+
+
+def _missing_rows(path: Path, whole_bytes: int) -> str:
+    """Which rows of a file that was cut are gone, in words."""
+    try:
+        with open(path, "rb") as file:
+            version = np.lib.format.read_magic(file)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, _, dtype = read(file)
+            header = file.tell()
+    except (ValueError, OSError):
+        return "its header is gone with the rest"
+    row = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
+    if header + row * shape[0] != whole_bytes:
+        return "its header was changed as well"
+    whole = max(0, path.stat().st_size - header) // row
+    return f"records {whole} to {shape[0] - 1} are cut off"
+
+
+def _changed_rows(folder: Path, name: str) -> str:
+    """Which records of a file are not what they were, in words."""
+    if not is_array(name):
+        return "it holds no records of its own"
+    try:
+        runs = damaged_rows(folder, Path(name).stem)
+    except (ValueError, OSError) as error:
+        return f"the records cannot be told: {error}"
+    if not runs:
+        return f"no record is damaged: its header, or {CHECKSUMS}/{name}, was changed"
+    shown = ", ".join(f"record {a}" if a == b else f"records {a} to {b}" for a, b in runs[:_SHOWN_RUNS])
+    return f"damaged: {shown}" + (f" and {len(runs) - _SHOWN_RUNS} stretches more" if len(runs) > _SHOWN_RUNS else "")
+
+
+def _products(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("[!.]*") if path.is_dir() and path.name != QUARANTINE)
+
+
+def _verdict(folder: Path) -> Verdict:
+    findings = examine(folder)
+    kept = quarantine(folder, findings) if findings else None
+    return Verdict(folder, findings, kept, PREPARE_AGAIN if findings else "")
+
+
+def _staged_sets() -> list[tuple[Path, Callable[[], str]]]:
+    """The sets that lie in the cache, and what checks each."""
+    found = {
+        wikitext2.FOLDER: wikitext2.stage_wikitext2,
+        tokenizer.FOLDER: tokenizer.stage_tokenizer,
+        cifar10.FOLDER: cifar10.stage_cifar10,
+        instructions.FOLDER: instructions.stage_instructions,
+    }
+    return [(cache_root() / name, check) for name, check in found.items() if (cache_root() / name).is_dir()]
+
+
+def _staged_verdict(place: tuple[Path, Callable[[], str]]) -> Verdict:
+    """A set that is staged is verified by its own loader: counts, checksums and hashes."""
+    folder, check = place
+    try:
+        check()
+    except DataError as fault:
+        findings = [Finding(Path(str(fault.where)).name, fault.what)]
+        return Verdict(folder, findings, quarantine(folder, findings), STAGE_AGAIN)
+    return Verdict(folder, [], None, "")
