@@ -20,6 +20,7 @@ from hyperion.book import (
     plots_precision,
     plots_predictions,
     plots_products,
+    plots_recovery,
     plots_scaling,
     plots_summary,
     plots_training,
@@ -194,6 +195,12 @@ PLOTS = (
         "image_classifier",
         "Items trained on per second beside a steady step timed alone, and the memory taken at most.",
         plots_training.throughput,
+    ),
+    Plot(
+        "recovery",
+        "recovery",
+        "Where each fault struck, and how many steps had to be done again.",
+        plots_recovery.recovery,
     ),
     Plot(
         "precision",

@@ -70,6 +70,7 @@ _METRICS = (
     Metric("scaling_efficiency", "fraction", "higher", "speed per device over the speed of one device alone", True, True),
     Metric("communication_share", "fraction", "lower", "share of the step that vanishes in a group of one", False, True),
     Metric("detection_time_s", "s", "lower", "from the death of a rank to the launcher's error", True, False, True),
+    Metric("steps_lost", "steps", "lower", "optimizer steps done again after a fault, the most of any trial", needs_check=True),
     Metric("stored_gb", "GB", "lower", "bytes of files on disk"),
     Metric("relative_difference", "fraction", "lower", "largest relative difference from the reference", needs_check=True),
     Metric("mfu", "fraction", "higher", "model FLOPs over time, divided by the device's peak for the dtype", True),

@@ -27,6 +27,7 @@ from tests.book.made_up_levels import levels_chapters
 from tests.book.made_up_llama import llama_chapter
 from tests.book.made_up_precision import precision_chapters
 from tests.book.made_up_products import products_chapters
+from tests.book.made_up_recovery import recovery_chapters
 
 GPU = {
     "python": "3.12.3",
@@ -77,6 +78,7 @@ def made_up_run(folder, *, source="mirror", peaks=None, bandwidth=4800.0, enviro
         collectives_chapter(np.random.default_rng(2), limited=bandwidth is not None),
         *llama_chapter(np.random.default_rng(3)),
         *distributed_chapters(np.random.default_rng(4)),
+        *recovery_chapters(),
         compilation_chapter(),
         *precision_chapters(),
         *levels_chapters(np.random.default_rng(6), limited=bandwidth is not None),
