@@ -72,13 +72,22 @@ def estimate_memory(make: Make, device: Device, ask: bool = False) -> MemoryEsti
     with FakeTensorMode() as fake:
         with _Forgetful(fake):
             engine, batch = make(replace(device, torch_device="cpu"))
-        engine.train_step(batch)  # makes the optimizer's state
+        engine.uncaptured = "tensors without memory are not recorded"
+        _make_state(engine)
         standing = state_of(engine.model, engine.optimizer) | {"batch": batch}
         timeline = MemoryTimeline(engine.model, standing, BLOCK_BYTES if accelerator else 1, kernels, in_place=True)
         with timeline:
             engine.train_step(batch)
         history = timeline.history()
     return MemoryEstimate(history, library_bytes(device) if ask else 0)
+
+
+def _make_state(engine: TorchEngine) -> None:
+    """What the optimizer makes in its first step, without the rest of that step."""
+    for parameter in engine.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    engine.optimizer.step()
+    engine.optimizer.zero_grad()
 
 
 def library_bytes(device: Device) -> int:
@@ -119,6 +128,29 @@ def largest_batch(peak_bytes: Callable[[int], int], memory_bytes: int, at_most: 
     while fails - fits > 1:
         middle = (fits + fails) // 2
         fits, fails = (middle, fails) if peak_bytes(middle) <= memory_bytes else (fits, middle)
+    return fits
+
+
+def fewest_checkpointed(peak_bytes: Callable[[int], int], blocks: int, memory_bytes: int) -> int:
+    """The fewest blocks to checkpoint so that a step fits into a memory, see ParallelPlan's 'budget'.
+
+    Args:
+        peak_bytes: of a step with that many blocks checkpointed; must not rise with their number.
+        blocks: how many the model has.
+
+    Raises:
+        HyperionError: it does not fit with all of them.
+    """
+    if (least := peak_bytes(blocks)) > memory_bytes:
+        raise HyperionError(
+            f"the step needs {least} bytes with every one of {blocks} blocks checkpointed, and {memory_bytes} there are",
+            where="fewest_checkpointed",
+            next_step="take a smaller batch (largest_batch says which fits), or a larger memory",
+        )
+    fails, fits = -1, blocks
+    while fits - fails > 1:
+        middle = (fails + fits) // 2
+        fails, fits = (fails, middle) if peak_bytes(middle) <= memory_bytes else (middle, fits)
     return fits
 
 

@@ -6,13 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from hyperion.errors import HyperionError
 from hyperion.experiments import workloads
 from hyperion.hardware import detect_cpu
 from hyperion.measure.allocated_peak import allocated_peak
 from hyperion.measure.memory_timeline import ACTIVATIONS, GRADIENTS
 from hyperion.measure.tensor_memory import bytes_of, state_of
 from hyperion.models import transformer
-from hyperion.training.memory_estimate import BLOCK_BYTES, estimate_memory, largest_batch
+from hyperion.parallel import ParallelPlan, parallelize
+from hyperion.processes import world
+from hyperion.training.memory_estimate import BLOCK_BYTES, estimate_memory, fewest_checkpointed, largest_batch
 
 CPU = detect_cpu()
 H200 = replace(CPU, kind="cuda", arch="sm_90", name="NVIDIA H200")
@@ -117,3 +120,29 @@ def test_the_largest_batch_that_fits(memory):
 
     best = largest_batch(peak, memory, at_most=500)
     assert best == max((batch for batch in range(1, 501) if peak(batch) <= memory), default=0)
+
+
+@pytest.mark.parametrize("memory", [50, 61, 99, 100, 105])
+def test_the_fewest_checkpointed_blocks_that_fit(memory):
+    def peak(checkpointed):
+        return 100 - 4 * checkpointed
+
+    fewest = fewest_checkpointed(peak, 12, memory + 2)
+    assert fewest == min(number for number in range(13) if peak(number) <= memory + 2)
+    with pytest.raises(HyperionError, match="with every one of 12 blocks"):
+        fewest_checkpointed(peak, 12, 51)
+
+
+def laid_out(plan, device):
+    work = language(8, 128, vocabulary=64)
+    lay_out = functools.partial(parallelize, plan=plan, world=replace(world(), device=device))
+    return work.engine("bf16", device, 0, lay_out), workloads.random_batch(work, device, 0)
+
+
+def test_policies_are_foretold_as_they_run():
+    peaks = []
+    for policy in ("none", "selective", "every block"):
+        made = functools.partial(laid_out, ParallelPlan(checkpointing=policy))
+        peaks.append(estimate_memory(made, CPU).peak_bytes)
+        assert peaks[-1] == pytest.approx(measured(*made(CPU)), rel=NEARLY)
+    assert peaks[0] > peaks[1] > peaks[2]
