@@ -24,7 +24,7 @@ from hyperion.processes.starting import SOCKET, fork_server_running
 from hyperion.results import Row
 
 MOST_LOST = {"SIGTERM": 1, "SIGKILL": EVERY, "power cut": 2 * EVERY, "NaN": EVERY, "full disk": EVERY}
-_ENTRY = "hyperion.experiments.recovery_run:run_once"
+_ENTRY = "hyperion.experiments.recovery_run:in_own_process"
 _TASKS = ("language", "images")
 _MOST_WORKERS = 16
 _TIMEOUT_S = 120.0

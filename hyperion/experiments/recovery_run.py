@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 import resource
 from pathlib import Path
 
@@ -42,6 +43,14 @@ class _DroppingLM(TransformerLM):
 
     def forward(self, inputs_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         return nn.functional.dropout(super().forward(inputs_BT, targets_BT), 0.2, self.training)
+
+
+def in_own_process(**params) -> dict:
+    """`run_once` in a process that sees no GPU: asking one for its random generator would make a context on it, in each of
+    many processes.
+    """
+    os.environ.update({"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"})
+    return run_once(**params)
 
 
 def run_once(
