@@ -10,11 +10,12 @@ from hyperion.book.published import published_bandwidth, published_baseline, pub
 from hyperion.book.reference import headline_markdown, reference_readme
 from hyperion.book.report import write_report
 from hyperion.book.tables import epoch_table, markdown, metric_table, tidy
-from hyperion.book.tables_collectives import rates_by_size
+from hyperion.book.tables_collectives import kernels_chosen, link_meanings, links_between, rates_by_size
 
 __all__ = [
     "PLOTS", "Material", "announce", "banner", "draw", "environment", "epoch_table", "export_run", "fill",
-    "headline_markdown", "markdown", "metric_table", "pick", "published_bandwidth", "published_baseline",
-    "published_gemm", "published_source", "rates_by_size", "reference_readme", "show", "show_predictions",
-    "show_published", "show_table", "teach", "tidy", "verdict", "write_report",
+    "headline_markdown", "kernels_chosen", "link_meanings", "links_between", "markdown", "metric_table", "pick",
+    "published_bandwidth", "published_baseline", "published_gemm", "published_source", "rates_by_size",
+    "reference_readme", "show", "show_predictions", "show_published", "show_table", "teach", "tidy", "verdict",
+    "write_report",
 ]  # fmt: skip

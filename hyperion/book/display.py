@@ -1,5 +1,6 @@
 """What notebooks call: a result as pictures and tables, a banner, and a lesson in numbers that come from rows."""
 
+from collections.abc import Iterable
 from html import escape
 from typing import Protocol
 
@@ -28,12 +29,13 @@ class HasRows(Protocol):
     replayed_from: str
 
 
-def show(result: HasRows, run: Run, published: bool = False) -> None:
+def show(result: HasRows, run: Run, published: bool = False, figures: Iterable[str] | None = None) -> None:
     """Show a result: banner where one is due, the figures of its experiment, and a table a metric.
 
     Args:
         run: the run that keeps the result; figures that span experiments (a roofline) read the others there.
         published: draw the published MI250X numbers into the matrix product and bandwidth figures.
+        figures: names of those to show; None shows all of the experiment.
 
     Raises:
         HyperionError: the result holds no row.
@@ -42,7 +44,8 @@ def show(result: HasRows, run: Run, published: bool = False) -> None:
         raise HyperionError("the result holds no row: nothing was measured", next_step="run the experiment again")
     announce(result)
     material, experiment = Material(run), result.rows[0].experiment
-    for plot in plots_of(experiment):
+    chosen = None if figures is None else set(figures)
+    for plot in (plot for plot in plots_of(experiment) if chosen is None or plot.name in chosen):
         options = {"published": published} if plot.name in ("gemm", "bandwidth") else {}
         picture = draw(plot.name, material, **options)
         if picture is not None:

@@ -76,12 +76,7 @@ PLOTS = (
         "Bytes read and written per second, by operation and array size.",
         plots_hardware.bandwidth,
     ),
-    Plot(
-        "roofline",
-        "roofline",
-        "Left of a ridge memory bounds the rate, right of it arithmetic.",
-        plots_hardware.roofline,
-    ),
+    Plot("roofline", "roofline", "Left of a ridge memory bounds, right of it arithmetic.", plots_hardware.roofline),
     Plot(
         "best_products",
         "best_products",
@@ -154,6 +149,8 @@ PLOTS = (
         "Bus bandwidth by message size up to the limit of the links, and the time of a call down to its latency.",
         plots_interconnect.collectives,
     ),
+    Plot("bucket_size", "collectives", "The size from which on more bytes add little.", plots_interconnect.bucket_size),
+    Plot("overlap", "collectives", "An all-reduce and products, alone and both at once.", plots_interconnect.overlap),
     Plot(
         "token_histogram",
         "text_pipeline",

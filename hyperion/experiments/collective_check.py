@@ -11,13 +11,14 @@ from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import pandas as pd
-import psutil
 import torch
 import torch.distributed as dist
 import typer
 
 from hyperion.errors import HyperionError
-from hyperion.hardware import Device, detect
+from hyperion.experiments.collective_rows import devices_of
+from hyperion.experiments.ranks import least_free_bytes
+from hyperion.hardware import detect
 from hyperion.hardware.topology import topology_lines
 from hyperion.measure import (
     Collective,
@@ -66,12 +67,19 @@ class Check:
 
 @app.command()
 def command(
-    sizes: Annotated[str, typer.Option(help="Bytes: 8, 4K, 16M, 1G …, with commas between.", show_default=_GPU_SIZES)] = "",
+    sizes: Annotated[
+        str, typer.Option(help="Bytes: 8, 4K, 16M, 1G …, with commas between.", show_default=_GPU_SIZES)
+    ] = "",
     dtypes: Annotated[str, typer.Option(help=f"Of {', '.join(DTYPES)}, with commas between.")] = "fp32,bf16",
     largest: Annotated[
-        str, typer.Option(help="Bytes of one more all_reduce, 0 for none.", show_default=f"{_GPU_LARGEST} on GPUs, 0 on a CPU")
+        str,
+        typer.Option(
+            help="Bytes of one more all_reduce, 0 for none.", show_default=f"{_GPU_LARGEST} on GPUs, 0 on a CPU"
+        ),
     ] = "",
-    overlap: Annotated[str, typer.Option(help="Bytes of the all_reduce timed beside a computation, 0 for none.")] = "4M",
+    overlap: Annotated[
+        str, typer.Option(help="Bytes of the all_reduce timed beside a computation, 0 for none.")
+    ] = "4M",
     timeout: Annotated[float, typer.Option(help="Seconds without progress until a rank counts as hung.")] = 60.0,
     backend: Annotated[
         str, typer.Option(help="With torchrun: nccl, or gloo on the CPU.", show_default="nccl on GPUs, gloo on a CPU")
@@ -96,7 +104,9 @@ def command(
         if "RANK" in os.environ:
             check_under_torchrun(check, backend=backend or None)
         elif backend:
-            raise typer.BadParameter("--backend is for torchrun: torchrun --standalone --nproc_per_node=2 … --backend gloo")
+            raise typer.BadParameter(
+                "--backend is for torchrun: torchrun --standalone --nproc_per_node=2 … --backend gloo"
+            )
         else:
             launch(check, ranks or _ranks_here())
     except HyperionError as error:
@@ -135,7 +145,7 @@ def check_collectives(check: Check, collectives: Mapping[str, Collective] = ALL_
     here, measured, left_out, beside = world(), [], [], None
     with roll_call(check.timeout_s) as roll:
         roll.step("agreeing on the memory there is")
-        free = _least_free_bytes(here)
+        free = least_free_bytes(here)
         for collective, dtype, size in _cells(check, collectives, here.size):
             if (needed := memory_needed(size)) > free:
                 what = f"{collective.name}, {dtype}, {size:,} bytes"
@@ -143,9 +153,7 @@ def check_collectives(check: Check, collectives: Mapping[str, Collective] = ALL_
                 continue
             measured.append(measure_collective(collective, size, dtype, here, roll, time_limit_s=check.time_limit_s))
         if check.overlap and memory_needed(check.overlap) <= free:
-            beside = measure_overlap(
-                check.overlap, check.dtypes[0], here, roll, time_limit_s=3 * check.time_limit_s
-            )
+            beside = measure_overlap(check.overlap, check.dtypes[0], here, roll, time_limit_s=3 * check.time_limit_s)
         # Nothing is called right before every rank found it right.
         roll.step("the verdict")
         dist.barrier()
@@ -166,17 +174,6 @@ def _cells(check: Check, collectives: Mapping[str, Collective], ranks: int) -> l
         dtype = check.dtypes[0]
         cells.append((collectives["all_reduce"], dtype, collective_bytes(check.largest, dtype, ranks)))
     return list(dict.fromkeys(cells))
-
-
-def _least_free_bytes(here: World) -> int:
-    """Memory that every rank has free: of its GPU, or its share of the host's. The same on all, so that all skip the same."""
-    if here.device.kind == "cpu":
-        free = psutil.virtual_memory().available // here.size
-    else:
-        free = torch.cuda.mem_get_info(here.device.torch_device)[0]
-    least = torch.tensor([free], dtype=torch.int64, device=here.device.torch_device)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    return int(least)
 
 
 def bucket_lines(measured: Iterable[CollectiveMeasurement]) -> list[str]:
@@ -204,14 +201,16 @@ def busbw_table(measured: Iterable[CollectiveMeasurement]) -> pd.DataFrame:
 
 def _tell(here: World, measured: list[CollectiveMeasurement]) -> None:
     print(f"{here.size} ranks, {here.backend}, {here.device.name}, torch {torch.__version__}")
-    for line in topology_lines(_devices(here)):
+    for line in topology_lines(devices_of(here)):
         print(line)
     for dtype in dict.fromkeys(m.dtype for m in measured):
         table = busbw_table(m for m in measured if m.dtype == dtype)
         table.columns.name = f"{dtype}, busbw GB/s"
-        print(table.to_string(float_format=lambda rate: f"{rate:.4g}"))
+        print(table.to_string(float_format=lambda rate: f"{rate:.4g}", na_rep=""))
     for collective in {m.collective.name: m.collective for m in measured}.values():
-        print(f"{collective.name}: bytes = {collective.size}; busbw = {collective.bus_factor(here.size):g} x bytes / time")
+        print(
+            f"{collective.name}: bytes = {collective.size}; busbw = {collective.bus_factor(here.size):g} x bytes / time"
+        )
     for line in bucket_lines(measured):
         print(line)
 
@@ -219,13 +218,6 @@ def _tell(here: World, measured: list[CollectiveMeasurement]) -> None:
 def _verdict(here: World, measured: list[CollectiveMeasurement], left_out: list[str]) -> str:
     told = f"ok: {len(measured)} collectives, every value right on each of {here.size} ranks, before and after the timed calls"
     return told + (f"; {len(left_out)} left out, too large" if left_out else "")
-
-
-def _devices(here: World) -> list[Device]:
-    """The GPUs of this host that ranks run on, or its CPU."""
-    if here.device.kind == "cpu":
-        return [here.device]
-    return [detect(index=index) for index in range(torch.cuda.device_count())]
 
 
 def _gib(size: int) -> str:

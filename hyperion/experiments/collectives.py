@@ -1,61 +1,93 @@
-"""How fast do the devices of a machine talk to each other, by collective, format and size, and does the right thing arrive?"""
+"""How fast do the devices of a machine talk to each other, by collective, format and size, and does the right thing arrive?
+
+One launch of the ranks measures it all: the sweeps, an all-reduce beside products, and which kernels the library chose.
+"""
 
 import itertools
+from dataclasses import replace
+from functools import partial
 
 import pandas as pd
-import torch
 import torch.distributed as dist
 
-from hyperion.experiments.collective_limits import busbw_limit, foretold_s
-from hyperion.experiments.columns import sample_frame, timed_columns
-from hyperion.experiments.context import Context, Experiment, Forecast, Result
-from hyperion.experiments.ranks import ranks_of
-from hyperion.experiments.variants import Report, run_on_ranks
-from hyperion.measure import (
-    COLLECTIVES,
-    Collective,
-    CollectiveMeasurement,
-    collective_bytes,
-    fit_latency_bandwidth,
-    half_rate_size,
-    measure_collective,
+from hyperion.experiments.collective_limits import foretold_s
+from hyperion.experiments.collective_rows import (
+    NOBODY,
+    ONE_DEVICE,
+    kernel_rows,
+    link_rows,
+    overlap_rows,
+    overlap_timings,
+    sweep_rows,
+    timed_rows,
 )
-from hyperion.measure.collectives import memory_needed
-from hyperion.processes import World, roll_call, world
+from hyperion.experiments.columns import sample_frame
+from hyperion.experiments.context import Context, Experiment, Forecast, Result
+from hyperion.experiments.ranks import least_free_bytes, ranks_of
+from hyperion.experiments.variants import Report, run_on_ranks
+from hyperion.measure import ALL_COLLECTIVES, Collective, collective_bytes, measure_collective, measure_overlap
+from hyperion.measure.collective_kernels import kernels_launched
+from hyperion.measure.collectives import Buffers, memory_needed
+from hyperion.processes import RollCall, World, process_group, roll_call, world
 from hyperion.results import Row
 
-ONE_DEVICE = "one device: a collective takes at least two ranks"
+Cell = tuple[Collective, str, int]
+_TOGETHER = (
+    "1: the links carry bytes while other parts of the device multiply; what the library's kernels take of those parts is "
+    "left out"
+)
+_IN_TURNS = "0: gloo copies by the very cores that compute"
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Each collective's bus bandwidth at the largest common size, and the time of the smallest all-reduce."""
-    ranks, dtype = ranks_of(context), context.sizes["dtype"]
+    """Bus bandwidths at the largest sizes, how much of an all-reduce products hide, and why no latency is foretold."""
+    ranks, sizes = ranks_of(context), context.sizes
+    dtype = sizes["dtype"]
     if ranks < 2:
         return [Forecast(variant="all_reduce", metric="busbw_gb_s", estimate=None, basis=ONE_DEVICE, dtype=dtype)]
-    smallest, largest = (collective_bytes(pick(context.sizes["bytes"]), dtype, ranks) for pick in (min, max))
-    forecasts = [_forecast(context, collective, "busbw_gb_s", largest, ranks) for collective in COLLECTIVES.values()]
-    return [*forecasts, _forecast(context, COLLECTIVES["all_reduce"], "collective_time_s", smallest, ranks)]
+    largest = collective_bytes(max(sizes["bytes"]), dtype, ranks)
+    asked = [(collective, largest) for collective in ALL_COLLECTIVES.values()]
+    asked += [
+        (ALL_COLLECTIVES["all_reduce"], collective_bytes(size, dtype, ranks)) for size in sizes["all_reduce_bytes"]
+    ]
+    told = [_rate_forecast(context, collective, size, ranks) for collective, size in asked]
+    estimate, basis = (0.0, _IN_TURNS) if context.device.kind == "cpu" else (1.0, _TOGETHER)
+    for size in sizes["overlap_bytes"]:
+        params = {"bytes": collective_bytes(size, dtype, ranks), "ranks": ranks}
+        told.append(
+            Forecast(
+                variant="overlap", metric="overlap_share", estimate=estimate, basis=basis, dtype=dtype, params=params
+            )
+        )
+    unknown = "no estimate: nothing measured so far tells what a message costs without its bytes"
+    for metric in ("latency_s", "recommended_bytes"):
+        told.append(
+            Forecast(
+                variant="all_reduce", metric=metric, estimate=None, basis=unknown, dtype=dtype, params={"ranks": ranks}
+            )
+        )
+    return told
 
 
 def run(context: Context, report: Report) -> Result:
-    """All collectives on all devices, each verified on every rank; on a single device rows that say why there are none."""
+    """All collectives on all devices, each verified on every rank; a single device checks values, and says what it cannot."""
     ranks = ranks_of(context)
     if ranks < 2:
-        dtype, params = context.sizes["dtype"], {"ranks": ranks}
-        return Result([_absent(context, name, dtype, params, ONE_DEVICE) for name in COLLECTIVES], pd.DataFrame())
+        with process_group(context.sizes["hang_timeout_s"]):
+            return check_alone(context, report)
     return run_on_ranks(context, report, "hyperion.experiments.collectives:measure_on_rank", ranks=ranks)[0]
 
 
 EXPERIMENT = Experiment(forecast, run, forecast_reads=("bandwidth",))
 
 
-def cells(context: Context, ranks: int) -> list[tuple[Collective, str, int]]:
+def cells(context: Context, ranks: int) -> list[Cell]:
     """(collective, dtype, bytes): the sweep in one format, a few sizes in others, and the largest all-reduces."""
     sizes = context.sizes
     asked = [(sizes["dtype"], wanted) for wanted in sizes["bytes"]]
     asked += itertools.product(sizes["other_dtypes"], sizes["other_bytes"])
-    every = list(itertools.product(COLLECTIVES.values(), asked))
-    every += [(COLLECTIVES["all_reduce"], (sizes["dtype"], wanted)) for wanted in sizes["all_reduce_bytes"]]
+    every = list(itertools.product(ALL_COLLECTIVES.values(), asked))
+    every += [(ALL_COLLECTIVES["all_reduce"], (sizes["dtype"], wanted)) for wanted in sizes["all_reduce_bytes"]]
     # Small sizes are rounded up to an element for each rank, and may then be the same.
     return list(dict.fromkeys((c, dtype, collective_bytes(wanted, dtype, ranks)) for c, (dtype, wanted) in every))
 
@@ -65,104 +97,104 @@ def measure_on_rank(context: Context, report: Report) -> Result:
     here, todo = world(), cells(context, world().size)
     rows, frames, sweeps = [], [], {}
     with roll_call(context.sizes["hang_timeout_s"]) as roll:
+        roll.step("agreeing on the memory there is")
+        free = least_free_bytes(here)
         for done, (collective, dtype, size) in enumerate(todo):
             report(done, len(todo), f"{collective.name} {dtype} {size:,} B")
-            if needed := _too_large(context, size):
-                rows.append(_absent(context, collective.name, dtype, _params(size, here.size), needed))
+            if needed := _too_large(size, free):
+                rows.append(_absent(context, (collective, dtype, size), here.size, needed))
                 continue
             measured = measure_collective(
                 collective, size, dtype, here, roll, time_limit_s=context.sizes["time_limit_s"]
             )
-            rows += _rows(context, measured, here.backend)
-            params = _params(size, here.size) | {"backend": here.backend}
+            rows += timed_rows(context, measured, here.backend)
+            params = {"bytes": size, "ranks": here.size, "backend": here.backend}
             frames.append(sample_frame(measured.timing, collective.name, dtype, params))
             sweeps.setdefault((collective.name, dtype), []).append(measured)
+        report(len(todo), len(todo), "beside products, and with which kernels")
+        for size in context.sizes["overlap_bytes"]:
+            told, samples = _overlap(context, size, here, roll)
+            rows, frames = rows + told, frames + samples
+        rows += _kernels(context, here, roll, free)
         roll.step("the end of the measurement")
         dist.barrier()
     if here.rank:
         return Result([], pd.DataFrame())
-    report(len(todo), len(todo), "done")
     for sweep in sweeps.values():
-        rows += _fit_rows(context, sweep)
-    return Result([*rows, _peer_row(context, here)], pd.concat(frames, ignore_index=True))
+        rows += sweep_rows(context, sweep)
+    return Result([*rows, *link_rows(context, here)], pd.concat(frames, ignore_index=True))
 
 
-def _params(size: int, ranks: int) -> dict:
-    return {"bytes": size, "ranks": ranks}
+def check_alone(context: Context, report: Report) -> Result:
+    """What one device can show: that its library takes every call and format, and leaves the right values."""
+    here, todo, rows = world(), cells(context, 1), []
+    free = least_free_bytes(here)
+    for done, (collective, dtype, size) in enumerate(todo):
+        report(done, len(todo), f"{collective.name} {dtype} {size:,} B")
+        reason = NOBODY if collective.name == "send_recv" else _too_large(size, free)
+        if reason:
+            rows.append(_absent(context, (collective, dtype, size), 1, reason))
+            continue
+        buffers = Buffers(collective, size, dtype, here, RollCall())
+        buffers.prepare()
+        buffers.call()
+        verified = buffers.require_exact("on the only rank")
+        row = _absent(context, (collective, dtype, size), 1, ONE_DEVICE, backend=here.backend)
+        checked = {"check": verified.name, "check_error": verified.error, "check_tolerance": verified.tolerance}
+        rows.append(replace(row, **checked))
+    for variant, metric in (("overlap", "overlap_share"), ("all_reduce", "recommended_bytes"), ("topology", "count")):
+        rows.append(context.row(variant, metric, None, params={"ranks": 1}, value_reason=ONE_DEVICE))
+    return Result(rows, pd.DataFrame())
 
 
-def _forecast(context: Context, collective: Collective, metric: str, size: int, ranks: int) -> Forecast:
+def _overlap(context: Context, size: int, here: World, roll: RollCall) -> tuple[list[Row], list[pd.DataFrame]]:
+    """Rows and samples of an all-reduce beside products that last about as long."""
+    dtype = context.sizes["dtype"]
+    measured = measure_overlap(size, dtype, here, roll, time_limit_s=context.sizes["overlap_time_limit_s"])
+    params = {"bytes": measured.bytes, "ranks": here.size, "backend": here.backend}
+    frames = [
+        sample_frame(timing, "overlap", dtype, params | {"what": what})
+        for what, timing in overlap_timings(measured).items()
+    ]
+    return overlap_rows(context, measured, here.backend), frames
+
+
+def _kernels(context: Context, here: World, roll: RollCall, free: int) -> list[Row]:
+    """Every collective's smallest and largest call once more, after all timing: rank 0 looks which kernels they launch."""
+    dtype = context.sizes["dtype"]
+    sizes = [collective_bytes(size, dtype, here.size) for size in context.sizes["bytes"] if memory_needed(size) <= free]
+    seen = [(collective, dtype, size) for collective in ALL_COLLECTIVES.values() for size in (min(sizes), max(sizes))]
+    if here.device.kind == "cpu":
+        return kernel_rows(context, seen[:1], None, here)
+
+    def call(collective: Collective, dtype: str, size: int) -> None:
+        buffers = Buffers(collective, size, dtype, here, roll)
+        buffers.prepare()
+        buffers.call()
+
+    calls = [partial(call, *cell) for cell in seen]
+    if here.rank == 0:
+        return kernel_rows(context, seen, kernels_launched(calls, here.device), here)
+    for one in calls:
+        one()
+    return []
+
+
+def _rate_forecast(context: Context, collective: Collective, size: int, ranks: int) -> Forecast:
     seconds, basis = foretold_s(context, collective, size, ranks)
-    estimate = seconds
-    if seconds is not None and metric == "busbw_gb_s":
-        estimate = size * collective.bus_factor(ranks) / seconds / 1e9
+    estimate = None if seconds is None else size * collective.bus_factor(ranks) / seconds / 1e9
     return Forecast(
-        variant=collective.name, metric=metric, estimate=estimate, basis=basis, dtype=context.sizes["dtype"],
-        params=_params(size, ranks),
+        variant=collective.name, metric="busbw_gb_s", estimate=estimate, basis=basis, dtype=context.sizes["dtype"],
+        params={"bytes": size, "ranks": ranks},
     )  # fmt: skip
 
 
-def _too_large(context: Context, size: int) -> str:
-    """Why a size is not tried. The same on all ranks: one that ran out of memory alone would leave the others waiting."""
-    needed, there = memory_needed(size), context.device.memory_bytes
-    return f"needs {needed / 2**30:.1f} GiB, the device has {there / 2**30:.1f}" if needed > there else ""
+def _too_large(size: int, free: int) -> str:
+    needed = memory_needed(size)
+    return f"needs {needed / 2**30:.1f} GiB on every rank, and {free / 2**30:.1f} are free" if needed > free else ""
 
 
-def _absent(context: Context, name: str, dtype: str, params: dict, reason: str) -> Row:
-    return context.row(name, "busbw_gb_s", None, dtype=dtype, params=params, value_reason=reason)
-
-
-def _rows(context: Context, measured: CollectiveMeasurement, backend: str) -> list[Row]:
-    seconds = measured.timing.estimate
-    limit, source = busbw_limit(context.device, measured.collective, measured.ranks)
-    rows = [
-        ("collective_time_s", seconds, {}),
-        ("algbw_gb_s", seconds.map(measured.algbw_gb_s), {}),
-        ("busbw_gb_s", seconds.map(measured.busbw_gb_s), {"limit": limit, "limit_source": source}),
-    ]
-    return [
-        context.row(
-            measured.collective.name, metric, estimate.value, dtype=measured.dtype,
-            params=_params(measured.bytes, measured.ranks) | {"backend": backend}, **columns,
-            **timed_columns(estimate, measured.timing, measured.verification),
-        )
-        for metric, estimate, columns in rows
-    ]  # fmt: skip
-
-
-def _fit_rows(context: Context, sweep: list[CollectiveMeasurement]) -> list[Row]:
-    """Latency and bandwidth of one collective, and the size from which on it gets half of what it reaches at most."""
-    first = sweep[0]
-    if len(sweep) < 3:
-        return []
-    crossing = [m.bytes * m.collective.bus_factor(m.ranks) / 1e9 for m in sweep]
-    fit = fit_latency_bandwidth(crossing, [m.timing.samples_s for m in sweep])
-    sizes, medians = [m.bytes for m in sweep], [m.timing.estimate.value for m in sweep]
-    half = half_rate_size(sizes, [m.busbw_gb_s(seconds) for m, seconds in zip(sweep, medians, strict=True)])
-    params = {"smallest": min(sizes), "largest": max(sizes), "ranks": first.ranks}
-
-    def row(metric: str, value: float | None, **columns) -> Row:
-        return context.row(first.collective.name, metric, value, dtype=first.dtype, params=params, **columns)
-
-    latency, slope = fit.latency_s, fit.s_per_gb
-    rows = [
-        row("latency_s", latency.value, n=latency.n, ci_low=latency.ci_low, ci_high=latency.ci_high),
-        row("fit_deviation", fit.deviation),
-        row("half_busbw_bytes", half, value_reason="" if half else "the smallest size already reaches half"),
-    ]
-    if slope.ci_low <= 0:
-        reason = "the times do not grow with the size by more than they scatter"
-        return [*rows, row("asymptotic_busbw_gb_s", None, value_reason=reason)]
-    rate = slope.map(lambda s_per_gb: 1 / s_per_gb)
-    return [*rows, row("asymptotic_busbw_gb_s", rate.value, n=rate.n, ci_low=rate.ci_low, ci_high=rate.ci_high)]
-
-
-def _peer_row(context: Context, here: World) -> Row:
-    """Between how many pairs of devices a copy goes directly; the others go through the host's memory."""
-    params = {"what": "pairs of devices with direct access", "pairs": here.size * (here.size - 1), "ranks": here.size}
-    if here.device.kind == "cpu":
-        reason = "no GPUs: the ranks are processes of one host"
-        return context.row("topology", "count", None, params=params, value_reason=reason)
-    pairs = itertools.permutations(range(here.size), 2)
-    direct = sum(torch.cuda.can_device_access_peer(one, other) for one, other in pairs)
-    return context.row("topology", "count", float(direct), params=params)
+def _absent(context: Context, cell: Cell, ranks: int, reason: str, **params) -> Row:
+    collective, dtype, size = cell
+    params = {"bytes": size, "ranks": ranks} | params
+    return context.row(collective.name, "busbw_gb_s", None, dtype=dtype, params=params, value_reason=reason)

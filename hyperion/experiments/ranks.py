@@ -1,9 +1,12 @@
-"""How many ranks an experiment runs on: what the profile says, as far as this machine has devices."""
+"""How many ranks an experiment runs on: what the profile says, as far as this machine has devices; and their memory."""
 
+import psutil
 import torch
+import torch.distributed as dist
 
 from hyperion.errors import HyperionError
 from hyperion.experiments.context import Context
+from hyperion.processes import World
 
 
 def devices_here(context: Context) -> int:
@@ -28,3 +31,15 @@ def ranks_of(context: Context) -> int:
             next_step=f"set batch_size to a multiple of {ranks}, or ranks to a divisor of {batch}, in the profile",
         )
     return ranks
+
+
+def least_free_bytes(here: World) -> int:
+    """Memory that every rank has free: of its GPU, or its share of the host's. A collective; the same on all, so that all
+    skip the same: one that ran out of memory alone would leave the others waiting."""
+    if here.device.kind == "cpu":
+        free = psutil.virtual_memory().available // here.size
+    else:
+        free = torch.cuda.mem_get_info(here.device.torch_device)[0]
+    least = torch.tensor([free], dtype=torch.int64, device=here.device.torch_device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return int(least)

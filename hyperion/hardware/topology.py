@@ -50,7 +50,9 @@ class Topology:
             cells = ["X" if i == j else self.links.get((i, j), "?") for j in range(count)]
             table.append([name, *cells, "unknown" if node is None else str(node)])
         widths = [max(len(row[column]) for row in table) for column in range(count + 2)]
-        matrix = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+        matrix = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+        ]
         used = dict.fromkeys(self.links.values())
         legend = [f"{word}: {self.meanings[word]}" for word in used if word in self.meanings]
         return [*matrix, *legend, f"(from {self.source})"]
@@ -68,8 +70,15 @@ def topology_lines(
     """
     if devices[0].kind == "cpu":
         return cpu_lines(root)
+    return topology_of(devices, root, nvml, can_access).lines
+
+
+def topology_of(
+    devices: Sequence[Device], root: Path = Path("/"), nvml=None, can_access: Callable[[int, int], bool] | None = None
+) -> Topology:
+    """The topology of these GPUs; arguments as of `topology_lines`."""
     found = _nvidia(devices, root, nvml) if devices[0].kind == "cuda" else _amd(devices, root)
-    return (found or _peers(devices, root, can_access)).lines
+    return found or _peers(devices, root, can_access)
 
 
 def cpu_lines(root: Path = Path("/")) -> list[str]:

@@ -193,6 +193,12 @@ def measure_collective(
         WrongValueError: on the rank whose output is wrong.
         HyperionError: a single rank, or more of them than the format can count exactly.
     """
+    if here.size < 2:
+        raise HyperionError(
+            f"{here.size} ranks: a collective takes two",
+            where="measure_collective",
+            next_step="start at least two ranks",
+        )
     buffers = Buffers(collective, size_bytes, dtype, here, roll)
     buffers.prepare()
     buffers.call()
@@ -208,7 +214,7 @@ class Buffers:
 
     def __init__(self, collective: Collective, size_bytes: int, dtype: str, here: World, roll: RollCall):
         self.collective, self.dtype, self.here, self.roll = collective, dtype, here, roll
-        self._values = _values_of(DTYPES[dtype], here.size if collective.sums else 1, here)
+        self._values = _values_of(DTYPES[dtype], here.size if collective.sums else 1)
         self.bytes = collective_bytes(size_bytes, dtype, here.size)
         self.block = self.bytes // (DTYPES[dtype].itemsize * here.size)
         self.described = f"{collective.name}, {dtype}, {self.bytes:,} bytes"
@@ -238,6 +244,9 @@ class Buffers:
         Raises:
             WrongValueError: one of them differs; the message names the rank, the first such element and both values.
         """
+        if self.here.device.kind != "cpu":
+            # Who waits for a peer waits here: the roll call tells it from one that is elsewhere by this frame.
+            torch.cuda.synchronize(self.here.device.torch_device)
         wrong, first = self.wrong()
         verification = Verification(CHECK, float(wrong), 0.0)
         if not verification.passed:
@@ -258,7 +267,9 @@ class Buffers:
         for start in range(0, self.output.numel(), _CHUNK):
             found = self.output[start : start + _CHUNK]
             index = torch.arange(start, start + found.numel(), device=found.device)
-            due = self.collective.expected(self._values, self.here.rank, self.here.size, self.block, index).to(found.dtype)
+            due = self.collective.expected(self._values, self.here.rank, self.here.size, self.block, index).to(
+                found.dtype
+            )
             differs = found != due
             here = int(differs.sum())
             if here and first is None:
@@ -273,18 +284,19 @@ class Buffers:
             part.copy_(self._values(self.here.rank, torch.arange(start, start + part.numel(), device=part.device)))
 
 
-def _values_of(dtype: torch.dtype, terms: int, here: World) -> Callable:
+def _values_of(dtype: torch.dtype, terms: int) -> Callable:
     """value(rank, index): whole numbers from 1 on, scattered, of which `terms` add up exactly in the format.
 
     A format with p bits of precision holds every whole number up to 2^p: 256 in bf16, 2048 in fp16.
     """
     exact = int(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
     values = min(exact // terms, _MOST_VALUES)
-    if here.size < 2 or values < 2:
+    if values < 2:
         raise HyperionError(
-            f"{here.size} ranks: a collective takes two" if here.size < 2 else f"{dtype} cannot add up {terms} ranks exactly",
-            where="measure_collective", next_step="start at least two ranks" if here.size < 2 else "choose a wider format",
-        )  # fmt: skip
+            f"{dtype} cannot add up {terms} ranks exactly",
+            where="collectives.Buffers",
+            next_step="choose a wider format",
+        )
 
     def value(rank, index: torch.Tensor) -> torch.Tensor:
         # A hash, not a ramp: a ramp moved by its period would look the same. Source: Steele et al., SplitMix, OOPSLA 2014.

@@ -7,11 +7,11 @@ import pandas as pd
 import pytest
 
 from hyperion.book.material import Material
-from hyperion.book.plots_interconnect import collectives
+from hyperion.book.plots_interconnect import bucket_size, collectives, overlap
 from hyperion.book.style import styled
 from hyperion.results import Run
 from tests.book.made_up import GPU
-from tests.book.made_up_collectives import FACTORS, LATENCY_S, SIZES
+from tests.book.made_up_collectives import FACTORS, LATENCY_S, OVERLAP_S, SIZES
 from tests.book.test_plots_hardware import texts
 
 
@@ -58,4 +58,28 @@ def test_a_wide_interval_lies_within_the_panel(tmp_path, cpu_material):
     run.record(rows[0].notebook, "collectives", rows, pd.DataFrame({"time_s": [0.1]}), input_hash="h")
     with styled():
         axes = collectives(Material(run)).axes[0]
-    assert axes.get_ylim()[1] >= max(row.ci_high for row in rows if row.metric == "busbw_gb_s" and row.value is not None)
+    assert axes.get_ylim()[1] >= max(
+        row.ci_high for row in rows if row.metric == "busbw_gb_s" and row.value is not None
+    )
+
+
+def test_the_recommended_size_and_ddps_own_are_drawn_beside_the_curves(material):
+    with styled():
+        axes = bucket_size(material).axes[0]
+    curves = {line.get_label(): line for line in axes.lines if len(line.get_xdata()) > 2}
+    assert list(curves) == ["all_reduce", "all_gather", "reduce_scatter"]
+    assert all(max(curve.get_ydata()) == pytest.approx(100) for curve in curves.values())
+    drawn = [line.get_xdata()[0] for line in axes.lines if len(line.get_xdata()) == 2]
+    advised = [9 * LATENCY_S * 370e9 / FACTORS[name] for name in curves]
+    assert drawn == pytest.approx([*advised, 25 * 2**20], rel=0.05)
+
+
+def test_both_at_once_is_drawn_between_hidden_and_in_turns(material):
+    with styled():
+        axes = overlap(material).axes[0]
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([1e3 * s for s in OVERLAP_S.values()], rel=0.05)
+    bounds = [
+        line.get_xdata()[0] for line in axes.lines if len(set(line.get_xdata())) == 1 and line.get_linestyle() == "--"
+    ]
+    assert bounds == pytest.approx([3.0, 5.0], rel=0.05)
+    assert "25 MiB" in axes.get_title("left") and "% of the shorter one hidden" in axes.get_title("left")

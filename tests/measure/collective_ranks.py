@@ -24,7 +24,8 @@ SIZES = (1, 10_007)
 TOO_LARGE = 1 << 60
 EXPERIMENT = {
     "dtype": "fp32", "bytes": [1, 8, 4096, 65_536], "other_dtypes": ["bf16"], "other_bytes": [64],
-    "all_reduce_bytes": [TOO_LARGE], "time_limit_s": 0.01, "hang_timeout_s": 60.0,
+    "all_reduce_bytes": [TOO_LARGE], "time_limit_s": 0.01, "overlap_bytes": [65_536], "overlap_time_limit_s": 0.02,
+    "hang_timeout_s": 60.0,
 }  # fmt: skip
 ELEMENTS = 10_000
 OVERLAPPED = 1 << 22

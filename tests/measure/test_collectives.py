@@ -166,7 +166,8 @@ def test_the_experiment_has_a_checked_row_for_every_cell_and_they_can_be_stored(
     rates = [row for row in rows if row.metric == "busbw_gb_s" and row.value is not None]
     # Of 1 and 8 bytes both become an element for each of two ranks.
     sizes = [("fp32", size) for size in (8, 4096, 65_536)] + [("bf16", 64)]
-    assert [(r.variant, r.dtype, r.params["bytes"]) for r in rates] == [(name, *cell) for name in COLLECTIVES for cell in sizes]
+    cells = [(name, *cell) for name in ALL_COLLECTIVES for cell in sizes]
+    assert [(r.variant, r.dtype, r.params["bytes"]) for r in rates] == cells
     assert all(row.check_error == 0 == row.check_tolerance and row.params["ranks"] == 2 for row in rates)
     assert all(row.limit is None and "loopback" in row.limit_source and "gloo" in row.limit_source for row in rates)
 
@@ -177,7 +178,7 @@ def test_the_rows_of_a_cell_agree_with_each_other(rows):
         if metric == "busbw_gb_s" and row.value is not None:
             algbw = by_key["algbw_gb_s", name, dtype, size].value
             assert algbw == pytest.approx(size / by_key["collective_time_s", name, dtype, size].value / 1e9)
-            assert row.value == pytest.approx(algbw * COLLECTIVES[name].bus_factor(2))
+            assert row.value == pytest.approx(algbw * ALL_COLLECTIVES[name].bus_factor(2))
 
 
 def test_what_does_not_fit_is_a_row_with_the_reason_and_is_not_tried(rows):
@@ -187,10 +188,25 @@ def test_what_does_not_fit_is_a_row_with_the_reason_and_is_not_tried(rows):
 
 
 def test_each_collective_is_fitted_in_the_swept_format(rows):
-    fitted = {row.variant for row in rows if row.metric == "latency_s"}
-    assert fitted == set(COLLECTIVES)
+    for metric in ("latency_s", "recommended_bytes"):
+        assert {row.variant for row in rows if row.metric == metric} == set(ALL_COLLECTIVES)
     assert {row.dtype for row in rows if row.metric == "fit_deviation"} == {EXPERIMENT["dtype"]}
     assert all(row.value >= 0 for row in rows if row.metric == "latency_s")
+
+
+def test_an_overlaps_rows_are_its_three_times_and_what_they_make(rows):
+    beside = [row for row in rows if row.variant == "overlap"]
+    seconds = {row.params["what"]: row.value for row in beside if row.metric == "call_time_s"}
+    (hidden,) = (row for row in beside if row.metric == "overlap_share")
+    (exposed,) = (row for row in beside if row.metric == "share")
+    compute, alone, both = (seconds[what] for what in ("products", "all_reduce", "both at once"))
+    assert hidden.value == pytest.approx((compute + alone - both) / min(compute, alone)) and hidden.check_error == 0
+    assert exposed.value == pytest.approx((both - compute) / alone) and hidden.n >= 30
+
+
+def test_gloo_names_no_algorithm_and_the_row_says_so(rows):
+    (kernel,) = (row for row in rows if row.params.get("what") == "kernels")
+    assert kernel.value is None and "gloo does not tell" in kernel.value_reason
 
 
 def test_peers_are_counted_where_there_are_gpus(rows):

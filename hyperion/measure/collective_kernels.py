@@ -1,0 +1,47 @@
+"""Which kernel a communication library launched for a collective: what can be known of its choice of algorithm from outside."""
+
+import re
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from hyperion.hardware import Device
+
+_KERNEL = re.compile(r"^(?:void )?(\w*(?:nccl|rccl|mscc)\w*Kernel\w*)", re.IGNORECASE)
+
+
+def kernels_launched(calls: Sequence[Callable[[], object]], device: Device) -> list[str] | None:
+    """The name of the kernel that each call launched, None where the profiler did not see one for each.
+
+    Args:
+        calls: collectives that all ranks call; a kernel each, as NCCL and RCCL launch them.
+        device: a GPU.
+    """
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for call in calls:
+            call()
+            torch.cuda.synchronize(device.torch_device)
+    on_device = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    found = [_KERNEL.match(event.name) for event in sorted(on_device, key=lambda event: event.time_range.start)]
+    names = [match[1] for match in found if match]
+    return names if len(names) == len(calls) else None
+
+
+def algorithm_of(kernel: str, *, switch_may_add: bool) -> str:
+    """What the name of NCCL's kernel tells of the algorithm, in words.
+
+    NCCL builds one kernel for trees and one for all other algorithms, which bears the ring's name. Source: NVIDIA nccl,
+    src/device/generate.py, best_kernel.
+
+    Args:
+        switch_may_add: whether the library could have chosen the switch (NVLS).
+    """
+    if "SendRecv" in kernel or "AlltoAll" in kernel:
+        return "messages between pairs"
+    if "TREE" in kernel:
+        return "tree"
+    if "RING" not in kernel:
+        return "not told by the kernel's name"
+    return "ring, or by way of the switch (NVLS)" if switch_may_add else "ring"
