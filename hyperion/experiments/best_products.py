@@ -7,13 +7,15 @@ when only the shape is chosen well. Beside it, in the same format, shapes that s
 import pandas as pd
 import torch
 
-from hyperion.experiments.columns import out_of_memory_reason, sample_frame
+from hyperion.experiments.columns import out_of_memory_reason, sample_frame, timed_columns
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.product_rows import absent_product, product_row, roofline_tflops
 from hyperion.measure import Finalist, Gemm, GemmSearch, RefusedProduct, format_of, search_gemm
-from hyperion.results import Row
+from hyperion.measure.dtypes import matmul_precision
+from hyperion.measure.plain_loop import compare_with_plain_loop
+from hyperion.results import Row, ratio_estimate
 
-FINALIST, FASTEST, GIVEN = "finalist", "fastest found", "given shape"
+FINALIST, FASTEST, GIVEN, BESIDE = "finalist", "fastest found", "given shape", "fastest over a plain loop"
 _TAKEN = {"cache": "cold", "data": "normal"}
 
 
@@ -63,7 +65,11 @@ def _measure_format(context: Context, dtype: str) -> tuple[list[Row], list[pd.Da
     if not supported:
         return [absent_product(context, FASTEST, dtype, _TAKEN, f"unsupported: {how}")], []
     try:
-        rows, frames = _searched(context, _search(context, dtype))
+        search = _search(context, dtype)
+        rows, frames = _searched(context, search)
+        if dtype in context.sizes["plain_loop"]:
+            row, frame = _beside_plain_loop(context, dtype, search.best.shape)
+            rows, frames = [*rows, row], [*frames, frame]
     except (torch.OutOfMemoryError, RefusedProduct) as error:
         name = format_of(dtype, context.device).name
         rows, frames = [absent_product(context, FASTEST, name, _TAKEN, _refusal(error))], []
@@ -92,6 +98,21 @@ def _searched(context: Context, search: GemmSearch) -> tuple[list[Row], list[pd.
         rows.append(_found_row(context, search, FINALIST, finalist, params))
         frames.append(sample_frame(finalist.timing, FINALIST, search.dtype, params))
     return rows, frames
+
+
+def _beside_plain_loop(context: Context, dtype: str, shape: tuple[int, int, int]) -> tuple[Row, pd.DataFrame]:
+    """The fastest product in turn with PyTorch's own call in the loop anybody would write, on operands of its own."""
+    ours, theirs = (Gemm(*shape, dtype, context.device, seed=context.seed + seed) for seed in (1, 2))
+    calls = context.sizes["plain_loop_calls"]
+    with matmul_precision(ours.format):
+        own, plain = compare_with_plain_loop(ours, context.device, calls, plain=theirs.plain_call())
+    ratio = ratio_estimate(own.samples_s, plain.samples_s)
+    name, params = ours.format.name, _shape_params(shape) | {"cache": "hot", "calls": calls, "plain_loop": ours.function}
+    row = context.row(
+        BESIDE, "speedup", ratio.value, dtype=name, params=params, **timed_columns(ratio, own, ours.verify()),
+        limit_source="no limit: the same product, by the device's events and by the host's clock",
+    )  # fmt: skip
+    return row, sample_frame(own, BESIDE, name, params)
 
 
 def _found_row(context: Context, search: GemmSearch, variant: str, found: Finalist, params: dict) -> Row:

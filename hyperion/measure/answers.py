@@ -185,4 +185,4 @@ def _doubts(timing: Timing, estimate: Estimate | None) -> list[str]:
 
 
 def _times(ratio: Estimate) -> str:
-    return f"{ratio.value:.3g} × (95 % CI {ratio.ci_low:.3g} … {ratio.ci_high:.3g})"
+    return f"{ratio.value:.4g} × (95 % CI {ratio.ci_low:.4g} … {ratio.ci_high:.4g})"

@@ -1,5 +1,6 @@
 """Matrix products: rate, correctness, and the library that did them."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -92,6 +93,16 @@ class Gemm:
 
     def __call__(self) -> torch.Tensor:
         return self._multiply()
+
+    def plain_call(self) -> Callable[[], torch.Tensor]:
+        """The same product as PyTorch's own call on the bare tensors, which makes its output anew."""
+        a, b = self.a_MK, self.b_KN
+        if self.format.storage == torch.int8:
+            return lambda: torch._int_mm(a, b)
+        if self.format.scaled:
+            scales, output = (self._a.scale, self._b.scale), self.format.output
+            return lambda: torch._scaled_mm(a, b, *scales, out_dtype=output)
+        return lambda: torch.mm(a, b)
 
     @property
     def distinct_share(self) -> float:

@@ -14,7 +14,7 @@ from tests.hardware.machines import facts
 SHAPES = [{"name": "a small layer", "m": 64, "n": 192, "k": 64}, {"name": "its way back", "m": 64, "n": 64, "k": 192}]
 SIZES = {
     "dtypes": ["fp32", "tf32", "bf16"], "largest": 128, "step": 64, "search_limit_s": 0.3, "time_limit_s": 0.02,
-    "exhaustive": False, "shapes": SHAPES,
+    "exhaustive": False, "shapes": SHAPES, "plain_loop": ["bf16"], "plain_loop_calls": 2,
 }  # fmt: skip
 
 
@@ -43,6 +43,13 @@ def test_the_fastest_is_a_finalist_and_says_what_was_seen(result, dtype):
     assert (fastest.params["stopped"] == "all shapes seen") == (fastest.params["seen"] == 8)
 
 
+def test_the_fastest_is_held_against_the_librarys_own_call_where_it_is_asked_for(result):
+    (row,) = [row for row in result.rows if row.metric == "speedup"]
+    (fastest,) = rows_of(result, "fastest found", "bf16")
+    assert row.dtype == "bf16" and row.params["plain_loop"] == "torch.mm" and row.n >= 30 and row.ci_low < row.value < row.ci_high
+    assert all(row.params[name] == fastest.params[name] for name in "mnk") and row.check_error <= row.check_tolerance
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_given_shapes_are_measured_in_every_format(result, dtype):
     given = rows_of(result, "given shape", dtype)
@@ -61,7 +68,7 @@ def test_the_samples_of_every_measured_product_are_kept(result):
     for row in result.rows:
         if row.value is not None and row.variant != "fastest found":
             assert row.n in counted[row.variant, row.dtype].to_list()
-    assert set(result.samples["variant"]) == {"finalist", "given shape"}
+    assert set(result.samples["variant"]) == {"finalist", "given shape", "fastest over a plain loop"}
 
 
 def test_a_roofline_foretells_the_largest_square_and_each_given_shape(monkeypatch, tmp_path):
