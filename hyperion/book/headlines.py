@@ -52,7 +52,8 @@ def _steps(rows: list[Row]) -> Iterator[tuple[str, Row]]:
     """The reference models of chapter 1.2, over all its formats and batches."""
     chosen = [r for r in rows if r.experiment in _REFERENCE_STEPS and r.metric == "samples_per_s"]
     for row in _best(chosen, lambda r: r.variant):
-        yield f"{row.variant}, training, {row.dtype}, batch {row.params['batch']:,}", row
+        compiled = ", compiled" if row.params.get("mode") == "compiled" else ""
+        yield f"{row.variant}, training, {row.dtype}{compiled}, batch {row.params['batch']:,}", row
 
 
 def _links(rows: list[Row]) -> Iterator[tuple[str, Row]]:

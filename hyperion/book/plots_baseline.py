@@ -16,48 +16,101 @@ from hyperion.results import Row
 PHASES = ("forward", "backward", "optimizer")
 _COLOURS = dict(zip(PHASES, (COLOURS[0], COLOURS[1], COLOURS[2]), strict=True))
 _BAR = 0.36
+_WORDS = {"channels_last": "ch.-last", "compiled": "compiled"}  # of a row's params, what is not the usual
+_SHARES = {"mfu": ("of the peak (MFU)", COLOURS[5]), "mfu_maf": ("of the fastest product (MAF)", COLOURS[3])}
 
 
 def model_steps(material: Material) -> Figure | None:
-    """Each model's step by dtype: the measured phases stacked, and beside them what their work needs at the limits."""
-    rows = measured(material.of("model_steps"))
+    """Each model's step by variant: the measured phases stacked, beside them what their work needs at the limits, and the
+    prediction as a line; below, the share of the peak and of the fastest product that the model's FLOPs reach."""
+    told = material.of("model_steps")
+    rows = measured(told)
     models = list(dict.fromkeys(row.variant for row in rows if row.metric == "step_time_s"))
     if not models:
         return None
+    used = [row for row in rows if row.metric in _SHARES]
     figure, panels = new_figure(
-        "A training step in its phases", material.machine("model_steps"), len(models), width=10.4, height=4.0
-    )
-    for axes, model in zip(panels, models, strict=True):
-        _draw_steps(axes, [row for row in rows if row.variant == model])
+        "A training step in its phases", material.machine("model_steps"), len(models), lines=2 if used else 1, width=10.4,
+        height=6.4 if used else 4.4,
+    )  # fmt: skip
+    for place, model in enumerate(models):
+        mine = [row for row in rows if row.variant == model]
+        _draw_steps(panels[place], mine)
+        if used:
+            _draw_shares(panels[len(models) + place], mine)
     panels[0].set_ylabel("ms of one step, median")
     marks = [Patch(color=colour, label=name) for name, colour in _COLOURS.items()]
     if any(row.limit is not None for row in _phases(rows)):
         marks.append(Patch(facecolor="white", edgecolor=INK, hatch="////", linewidth=0.8, label="least time at the limits"))
+    if used:
+        there = [metric for metric in _SHARES if any(row.metric == metric for row in used)]
+        shares = [Patch(color=_SHARES[metric][1], label=_SHARES[metric][0]) for metric in there]
+        lower = panels[len(models)]
+        lower.set_ylabel("model FLOPs, %")
+        lower.set_title(" ")  # the legend's line
+        legend = lower.legend(handles=shares, ncols=2, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
+        legend.set_in_layout(False)  # it may reach over the next panel, where nothing is
     figure.legend(handles=marks, ncols=4, loc="outside upper right")
-    add_notes(figure, _notes(rows))
+    add_notes(figure, [*_notes(rows), *_left_out(told)])
     return figure
 
 
+def _variants(rows: list[Row]) -> dict[str, list[Row]]:
+    """The rows of each variant of a model, by a name that says what differs from an eager step in the default layout."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(_name_of(row), []).append(row)
+    return {name: mine for name, mine in found.items() if select(mine, metric="step_time_s")}
+
+
+def _name_of(row: Row) -> str:
+    """Rows of before there were variants name none."""
+    words = [row.params.get("layout", ""), row.params.get("mode", "")]
+    return "\n".join([row.dtype, *(_WORDS[word] for word in words if word in _WORDS)])
+
+
 def _draw_steps(axes: Axes, rows: list[Row]) -> None:
-    dtypes = list(dict.fromkeys(row.dtype for row in rows if row.metric == "step_time_s"))
-    for x, dtype in enumerate(dtypes):
-        phases = _phases(row for row in rows if row.dtype == dtype)
+    variants, tallest = _variants(rows), 0.0
+    for x, mine in enumerate(variants.values()):
+        phases, step = _phases(mine), select(mine, metric="step_time_s")[0]
         limited = any(row.limit is not None for row in phases)
         place = x - _BAR / 2 if limited else x
         _stack(axes, place, [(row.metric, row.value) for row in phases], floor=False)
         if limited:
             _stack(axes, x + _BAR / 2, [(row.metric, row.limit or 0) for row in phases], floor=True)
-        step = select(rows, dtype=dtype, metric="step_time_s")[0]
-        share = "" if step.fraction_of_limit is None else f"\n{percent(step.fraction_of_limit)} % of limit"
         top = 1e3 * sum(row.value for row in phases)
+        if step.predicted is not None:
+            ends = [place - _BAR / 2 - 0.06, place + _BAR / 2 + 0.06]
+            axes.plot(ends, [1e3 * step.predicted] * 2, color=INK, linewidth=1.6, zorder=4)
+            tallest = max(tallest, 1e3 * step.predicted)
+        share = "" if step.fraction_of_limit is None else f"\n{percent(step.fraction_of_limit)} %"
         axes.annotate(
-            f"{number(step.value * 1e3, 3)} ms{share}", (place, top), xytext=(0, 4), textcoords="offset points",
-            ha="center", va="bottom", fontsize=8.5,
+            f"{number(step.value * 1e3, 3)}{share}", (place, max(top, 1e3 * (step.predicted or 0))), xytext=(0, 4),
+            textcoords="offset points", ha="center", va="bottom", fontsize=8,
         )  # fmt: skip
-    axes.set_xticks(range(len(dtypes)), dtypes)
-    room = 0.6 if len(dtypes) > 1 else 0.9
-    axes.set(title=rows[0].variant, xlim=(-room, len(dtypes) - 1 + room))
-    axes.set_ylim(0, axes.get_ylim()[1] * 1.2)
+    _name_variants(axes, list(variants))
+    axes.set(title=rows[0].variant)
+    axes.set_ylim(0, max(axes.get_ylim()[1], tallest) * 1.2)
+
+
+def _draw_shares(axes: Axes, rows: list[Row]) -> None:
+    variants = _variants(rows)
+    for x, mine in enumerate(variants.values()):
+        for side, (metric, (_, colour)) in zip((-0.5, 0.5), _SHARES.items(), strict=True):
+            for row in select(mine, metric=metric):
+                axes.bar([x + side * _BAR], [100 * row.value], _BAR, color=colour)
+                axes.annotate(
+                    percent(row.value), (x + side * _BAR, 100 * row.value), xytext=(0, 2), textcoords="offset points",
+                    ha="center", va="bottom", fontsize=8,
+                )  # fmt: skip
+    _name_variants(axes, list(variants))
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.15)
+
+
+def _name_variants(axes: Axes, names: list[str]) -> None:
+    axes.set_xticks(range(len(names)), names, fontsize=8)
+    room = 0.6 if len(names) > 1 else 0.9
+    axes.set_xlim(-room, len(names) - 1 + room)
     axes.grid(axis="x", visible=False)
 
 
@@ -80,9 +133,23 @@ def _notes(rows: list[Row]) -> list[str]:
     phases = _phases(rows)
     said = f"Batch {', '.join(sorted({str(row.params['batch']) for row in phases}))}."
     if any(row.limit is not None for row in phases):
-        said += " Hatched: model FLOPs at the limit rate of the format, optimizer traffic at the memory's."
+        said += " Hatched: model FLOPs at the limit rate of the format, optimizer traffic at the memory's; percent: of that."
+    if any(row.predicted is not None for row in select(rows, metric="step_time_s")):
+        said += " Black line: predicted."
+    found = next(iter(select(rows, metric="mfu_maf")), None)
+    if found is not None:
+        said += f" MAF: the fastest product of the format in this run's {found.params['maf']} experiment."
     without = {row.limit_source.removeprefix("no limit: ") for row in phases if row.limit is None}
     return [said] + [f"No least time: {reason}." for reason in sorted(without)]
+
+
+def _left_out(rows: list[Row]) -> list[str]:
+    """One note a reason: the variants that have no step, and why."""
+    missing: dict[str, dict[str, None]] = {}
+    for row in select(rows, metric="step_time_s"):
+        if row.value is None:
+            missing.setdefault(row.value_reason, {})[f"{row.variant} {_name_of(row)}".replace("\n", " ")] = None
+    return [f"{', '.join(names)}: {reason}." for reason, names in missing.items()]
 
 
 def batch_scaling(material: Material) -> Figure | None:

@@ -6,6 +6,7 @@ import torch
 
 from hyperion.errors import HyperionError
 from hyperion.experiments.reference_steps import update_of
+from hyperion.experiments.step_variants import has_layout
 from hyperion.measure import shapes_only, training_calls
 from hyperion.measure.dispatch import Call
 from hyperion.models import REFERENCE_MODELS, ReferenceModel, TransformerLM, named_config, reference_model
@@ -39,9 +40,8 @@ def captured_step(name: str, batch: int, dtype: str) -> tuple[Call, ...]:
 def _reference_step(model: ReferenceModel, batch: int, dtype: str) -> list[Call]:
     with torch.device("meta"):
         module = model.build()
-    images = len(model.sample_shape) == 3
-    layout = torch.channels_last if images else torch.preserve_format
-    if images:
+    layout = torch.channels_last if has_layout(model) else torch.preserve_format
+    if has_layout(model):
         module.to(memory_format=layout)
     with shapes_only(module):
         inputs = torch.empty(batch, *model.sample_shape).contiguous(memory_format=layout)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hyperion.experiments.columns import sample_frame, timed_columns
 from hyperion.experiments.context import Context, Forecast
+from hyperion.experiments.step_variants import StepVariant, has_layout
 from hyperion.experiments.training_rows import (
     ADAMW_BYTES_A_PARAMETER,
     SGD_BYTES_A_PARAMETER,
@@ -18,7 +19,7 @@ from hyperion.experiments.training_rows import (
     step_forecasts,
 )
 from hyperion.hardware import Device, lookup
-from hyperion.measure import FORMATS, Phase, StepTiming, Verification, matmul_precision, time_step
+from hyperion.measure import FORMATS, Phase, StepTiming, Verification, time_step
 from hyperion.models import ReferenceModel, reference_model
 from hyperion.models.reference import Encoder, ResNet50, VisionTransformer
 from hyperion.results import Row
@@ -60,27 +61,35 @@ class TrainingStep:
     """Forward with loss, backward, and update on one batch that lies on the device: `step(phase)` does it once.
 
     Inputs are standard normal; the targets are those of the model's configuration. The batch stays the same, so a step
-    that works lowers the loss. Images and kernels lie channels-last, which convolutions prefer.
+    that works lowers the loss. Of a compiled step, each block of the model is compiled, forward and backward, when it is
+    called first; blocks that are alike share what was compiled. Loss and update stay eager.
+
+    Args:
+        variant: the number format, eager and with the layout that the model's convolutions prefer; or all three of them.
 
     Attributes:
         model: the configuration.
         module: what is trained.
-        losses: of the first and of the latest step, scalars on the device; reading one waits for it.
+        losses: of every step, scalars on the device; reading one waits for it.
     """
 
-    def __init__(self, name: str, batch: int, dtype: str, device: Device, seed: int = 0):
+    def __init__(self, name: str, batch: int, variant: str | StepVariant, device: Device, seed: int = 0):
         self.model = reference_model(name)
-        self._device, self._precision = device, choose_precision(device, dtype)
+        if isinstance(variant, str):
+            variant = StepVariant(variant, channels_last=has_layout(self.model))
+        self._device, self._precision = device, choose_precision(device, variant.dtype)
         torch.manual_seed(seed)
         with torch.device(device.torch_device):
             self.module = self.model.build()
             generator = torch.Generator(device.torch_device).manual_seed(seed)
             inputs = torch.randn(batch, *self.model.sample_shape, generator=generator)
             self._targets = self.model.targets(inputs, generator)
-        if inputs.ndim == 4:
+        if variant.channels_last:
             self.module.to(memory_format=torch.channels_last)
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         self._inputs, self._optimizer = inputs, update_of(self.model).make(self.module)
+        for block in map(self.module.get_submodule, self.model.layout().blocks if variant.compiled else ()):
+            block.forward = torch.compile(block.forward, dynamic=False)
         self.losses: list[Tensor] = []
 
     def __call__(self, phase: Phase) -> None:
@@ -91,28 +100,36 @@ class TrainingStep:
         with phase("optimizer"):
             self._optimizer.step()
             self._optimizer.zero_grad()
-        self.losses[1:] = [loss.detach()]
+        self.losses.append(loss.detach())
 
     def once(self) -> None:
         """A step that nobody times."""
-        self(lambda name: contextlib.nullcontext())
+        with self.products():
+            self(lambda name: contextlib.nullcontext())
+
+    def products(self) -> contextlib.AbstractContextManager:
+        """The context of steps: fp32 means products and convolutions of float32 numbers, with TF32 off; tf32 has it on."""
+        return self._precision.products()
 
 
 def timed(step: TrainingStep, device: Device, time_limit_s: float) -> tuple[StepTiming, Verification]:
     """A step's timing, and whether its loss fell: a step that does not train is none, however fast."""
-    # TF32 off: a row that says fp32 means products and convolutions of float32 numbers.
-    with matmul_precision(FORMATS["fp32"]):
+    with step.products():
         timing = time_step(step, device, time_limit_s=time_limit_s)
-    first, last = (float(loss) for loss in step.losses)
+    first, last = float(step.losses[0]), float(step.losses[-1])
     return timing, Verification("last loss / first loss", last / first, 0.99)
 
 
 def step_rows(
-    context: Context, model: ReferenceModel, batch: int, dtype: str, timing: StepTiming, learned: Verification
+    context: Context, model: ReferenceModel, batch: int, dtype: str, timing: StepTiming, learned: Verification, **told
 ) -> tuple[list[Row], pd.DataFrame]:
-    """Step time, throughput and MFU, then each phase, every one with what its work needs at the device's limits."""
+    """Step time, throughput and MFU, then each phase, every one with what its work needs at the device's limits.
+
+    Args:
+        told: more that tells these rows from others of the model.
+    """
     name, work, device = model.name, model.flops, context.device
-    params = step_params(batch)
+    params = step_params(batch) | told
     shared = {"dtype": dtype, "params": params}
     rows = speed_rows(
         context, name, "sample", batch, timing.whole, work, work.forward_backward, shared, timing.verification, learned

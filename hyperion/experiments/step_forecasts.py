@@ -6,6 +6,7 @@ from hyperion.experiments.captured_steps import captured_step
 from hyperion.experiments.columns import stream_ceiling
 from hyperion.experiments.context import Context, Forecast
 from hyperion.experiments.reference_steps import step_params
+from hyperion.experiments.step_variants import StepVariant
 from hyperion.measure import FORMATS, OPERATIONS, MemoryStream, ProductRates, StepCeilings, predict_step
 from hyperion.results import Row
 
@@ -15,16 +16,23 @@ NO_CEILINGS = "no estimate: this run has measured no ceilings (01_hardware_explo
 # of the dispatcher and no more, is a smaller part of its operator.
 _OPERATOR_S = {"cpu": 30e-6, "gpu": 19e-6}
 _LAUNCHES = {"cpu": 20, "gpu": 4}
+# A kernel of compiled code is launched by generated Python, without autograd and dispatch: taken as half an operator.
+_KERNEL_OPERATORS = 0.5
 
 
-def forecast_reference_step(context: Context, name: str, batch: int, dtype: str) -> list[Forecast]:
-    """Samples per second, then seconds, of a reference model's step, from the run's ceilings and the shapes alone."""
-    estimate, basis = None, NO_CEILINGS
+def forecast_reference_step(context: Context, name: str, batch: int, variant: StepVariant) -> list[Forecast]:
+    """Samples per second, then seconds, of a reference model's step, from the run's ceilings and the shapes alone.
+
+    A layout moves no other bytes, so that its estimate is that of the step without it.
+    """
+    estimate, basis, dtype = None, NO_CEILINGS, variant.dtype
     ceilings, host = step_ceilings(context, dtype)
     if ceilings is not None:
-        predicted = predict_step(captured_step(name, batch, dtype), ceilings)
+        calls = captured_step(name, batch, "fp32" if dtype == "tf32" else dtype)
+        kernel_s = _KERNEL_OPERATORS * ceilings.operator_time_s if variant.compiled else None
+        predicted = predict_step(calls, ceilings, kernel_s)
         estimate, basis = predicted.total_s, f"{predicted.basis} ({host})"
-    shared = {"variant": name, "dtype": dtype, "params": step_params(batch), "basis": basis}
+    shared = {"variant": name, "dtype": dtype, "params": step_params(batch) | variant.params, "basis": basis}
     rate = None if estimate is None else batch / estimate
     return [
         Forecast(metric="samples_per_s", estimate=rate, **shared), Forecast(metric="step_time_s", estimate=estimate, **shared)
@@ -34,11 +42,12 @@ def forecast_reference_step(context: Context, name: str, batch: int, dtype: str)
 def step_ceilings(context: Context, dtype: str) -> tuple[StepCeilings | None, str]:
     """(the ceilings that a prediction of steps in a dtype rests on, where the host's time comes from).
 
-    None without rates of that dtype or without streams. A step in half precision has few products left in float32: where
-    the run has no rate of those, they are counted at the rate of the others.
+    None without rates of that dtype or without streams. In tf32 the products of float32 numbers have the rates of tf32. A
+    step in half precision has few products left in float32: where the run has no rate of those, they are counted at the
+    rate of the others.
     """
     units = context.device.compute_units or 1
-    measured = {name: _products(context.upstream, name) for name in (dtype, "fp32")}
+    measured = {name: _products(context.upstream, dtype if dtype == "tf32" else name) for name in (dtype, "fp32")}
     stream = stream_ceiling(context.upstream)
     if not measured[dtype] or stream is None:
         return None, NO_CEILINGS

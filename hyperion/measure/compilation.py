@@ -21,6 +21,7 @@ MODES = (EAGER, *COMPILED_MODES)
 # With CUDA graphs the call after the compiling one records, and the one after that replays for the first time.
 _SETTLED_CALLS = 3
 _MOST_CALLS = 20
+_MOST_GRAPHS = 32  # of one function: a block of a model meets as many kinds of itself as the model has
 _CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 # What a generated wrapper calls: loops that Inductor wrote itself, products from its templates, library routines.
 _CALL = re.compile(r"^\s+(?:\w+ = )?(cpp_fused\w*|triton_\w+\.run|extern_kernels\.\w+|torch\.ops\.[\w.]+)\(", re.MULTILINE)
@@ -147,6 +148,25 @@ def measure_compilation(
         kernel_calls=calls,
         cuda_graphs=_cuda_graphs(options, device),
     )
+
+
+def measure_first_calls(function: Callable, device: Device) -> float:
+    """Seconds that the first calls of something with compiled parts take beyond settled ones, caches cold at first.
+
+    An error of the compiler is raised, and so is a part that would be compiled more than 32 times: PyTorch would go on in
+    eager mode there, and say so in its log alone. Importing the compiler is not counted.
+
+    Raises:
+        HyperionError: calls that go on compiling.
+        torch._dynamo.exc.TorchDynamoException: the compiler failed.
+    """
+    import torch._inductor.compile_fx  # takes seconds the first time
+
+    _forget()
+    settings = torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS, fail_on_recompile_limit_hit=True)
+    with cold_caches(), _loud_and_quiet(), settings:
+        seconds = _first_calls(function, (), device)
+    return sum(seconds) - len(seconds) * min(seconds)
 
 
 def count_graph_breaks(function: Callable, arguments: tuple) -> tuple[int, dict[str, int]]:

@@ -6,6 +6,9 @@ input read once and every output written once, and the latency that even the sma
 its own time on every operator. An accelerator works while the host goes on, and the slower of the two decides; a CPU is
 host and device in one, and the times add up.
 
+Compiled code fuses what lies between two products: an operand of a product is written once, by what made it, and its result
+is read once, by what uses it. So the rest moves as many bytes as the products themselves, and launches one kernel for each.
+
 What it does not know makes steps longer than foretold: convolutions whose kernels are slower than products of their sizes
 (float32 without TF32 above all), norms that read their input twice, and a host and a device that wait for each other by turns.
 """
@@ -131,11 +134,15 @@ def training_calls(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer)
     return dispatched(step)
 
 
-def predict_step(step: Callable[[], object] | Sequence[Call], ceilings: StepCeilings) -> StepPrediction:
+def predict_step(
+    step: Callable[[], object] | Sequence[Call], ceilings: StepCeilings, kernel_time_s: float | None = None
+) -> StepPrediction:
     """Predict how long a step takes.
 
     Args:
         step: what does it, called once, best within `shapes_only`; or what `training_calls` or `dispatched` listed of it.
+        kernel_time_s: of a step whose forward and backward are compiled, the host's seconds for each kernel of theirs; None
+            for one that is dispatched operator by operator.
 
     Raises:
         HyperionError: a product's dtype has no rate, or the step dispatches nothing that moves memory.
@@ -147,15 +154,20 @@ def predict_step(step: Callable[[], object] | Sequence[Call], ceilings: StepCeil
     products = [product for call in calls for product in products_of(call) or ()]
     others = [call for call in calls if products_of(call) is None]
     update = [call for call in others if call.name.startswith(_OPTIMIZER)]
-    moved, updated = (sum(call.bytes for call in some) / bandwidth for some in (others, update))
+    moved, updated = (sum(call.bytes for call in some) for some in (others, update))
+    moved, small, host_s = moved - updated, len(others), len(calls) * ceilings.operator_time_s
+    if kernel_time_s is not None:
+        fused = len(calls) - len(others)  # a kernel beside each call of a product
+        moved, small = min(moved, sum(product.bytes for product in products)), min(small, fused + len(update))
+        host_s = 2 * fused * kernel_time_s + len(update) * ceilings.operator_time_s
     parts = {
         "products_s": sum(_product_s(product, ceilings) for product in products),
-        "memory_s": moved - updated,
-        "optimizer_s": updated,
-        "latency_s": len(others) * ceilings.memory.latency_s if ceilings.overlapped else 0.0,
-        "host_s": len(calls) * ceilings.operator_time_s,
+        "memory_s": moved / bandwidth,
+        "optimizer_s": updated / bandwidth,
+        "latency_s": small * ceilings.memory.latency_s if ceilings.overlapped else 0.0,
+        "host_s": host_s,
     }
-    basis = _basis(parts, len(calls), sum(p.flops for p in products), ceilings)
+    basis = _basis(parts, len(calls), sum(p.flops for p in products), ceilings, kernel_time_s)
     return StepPrediction(**parts, overlapped=ceilings.overlapped, operators=len(calls), basis=basis)
 
 
@@ -170,7 +182,9 @@ def _product_s(product: Product, ceilings: StepCeilings) -> float:
     return max(arithmetic, product.bytes / (ceilings.memory.bandwidth_gb_s * 1e9))
 
 
-def _basis(parts: dict[str, float], operators: int, flops: int, ceilings: StepCeilings) -> str:
+def _basis(
+    parts: dict[str, float], operators: int, flops: int, ceilings: StepCeilings, kernel_time_s: float | None
+) -> str:
     device_s = sum(parts.values()) - parts["host_s"]
     if not ceilings.overlapped:
         together = "one after the other"
@@ -178,9 +192,12 @@ def _basis(parts: dict[str, float], operators: int, flops: int, ceilings: StepCe
         together = "the host's time decides"
     else:
         together = "the device's time decides"
+    rest, each = "other operators' bytes", f"{operators} operators of {ceilings.operator_time_s * 1e6:.3g} us"
+    if kernel_time_s is not None:
+        rest, each = "what is fused between them", f"two kernels a product of {kernel_time_s * 1e6:.3g} us, and the update"
     return (
         f"products of {flops / 1e9:.4g} GFLOP at measured rates of their size {parts['products_s'] * 1e3:.3g} ms, "
-        f"other operators' bytes at {ceilings.memory.bandwidth_gb_s:.4g} GB/s {parts['memory_s'] * 1e3:.3g} ms, "
+        f"{rest} at {ceilings.memory.bandwidth_gb_s:.4g} GB/s {parts['memory_s'] * 1e3:.3g} ms, "
         f"update {parts['optimizer_s'] * 1e3:.3g} ms, latencies {parts['latency_s'] * 1e3:.3g} ms; "
-        f"host {operators} operators of {ceilings.operator_time_s * 1e6:.3g} us = {parts['host_s'] * 1e3:.3g} ms; {together}"
+        f"host {each} = {parts['host_s'] * 1e3:.3g} ms; {together}"
     )

@@ -6,21 +6,27 @@ from hyperion.results import Row
 from tests.book.made_up_hardware import timed
 
 BASELINE = "02_baseline_performance"
-# Milliseconds of forward, backward and update, and of the whole at the limit.
-STEPS = {
-    ("resnet50", "fp32"): (9.0, 19.0, 0.4, 11.6),
-    ("resnet50", "bf16"): (4.5, 7.2, 0.4, 0.73),
-    ("vit_b_16", "fp32"): (24.0, 49.0, 1.1, 50.3),
-    ("vit_b_16", "bf16"): (3.1, 6.6, 1.1, 3.14),
-    ("encoder_d512_h8_l6", "fp32"): (1.6, 3.2, 0.4, 0.86),
-}
+EAGER = {"layout": "contiguous", "mode": "eager"}
+LAST = EAGER | {"layout": "channels_last"}
+# Model, format, variant; milliseconds of forward, backward and update, and of the whole at the limit.
+STEPS = [
+    ("resnet50", "fp32", EAGER, (9.0, 19.0, 0.4, 11.6)),
+    ("resnet50", "tf32", EAGER, (7.0, 12.0, 0.4, 1.5)),
+    ("resnet50", "bf16", EAGER, (6.5, 9.2, 0.4, 0.73)),
+    ("resnet50", "bf16", LAST, (4.5, 7.2, 0.4, 0.73)),
+    ("resnet50", "bf16", LAST | {"mode": "compiled"}, (2.5, 4.2, 0.4, 0.73)),
+    ("vit_b_16", "fp32", EAGER, (24.0, 49.0, 1.1, 50.3)),
+    ("vit_b_16", "bf16", EAGER, (3.1, 6.6, 1.1, 3.14)),
+    ("encoder_d512_h8_l6", "fp32", EAGER, (1.6, 3.2, 0.4, 0.86)),
+]
+ABSENT = "no variant: it works on sequences"
 MIB_PER_SAMPLE = {"resnet50": 55.0, "vit_b_16": 98.0, "encoder_d512_h8_l6": 3.1}
 
 
 def model_steps_rows(random, limited):
     rows = []
-    for (model, dtype), (*phases, least) in STEPS.items():
-        common = {"dtype": dtype, "params": {"batch": 32, "step": "steady"}}
+    for model, dtype, variant, (*phases, least) in STEPS:
+        common = {"dtype": dtype, "params": {"batch": 32, "step": "steady"} | variant}
         check = {"check": "forward + backward + optimizer = step", "check_error": 0.004, "check_tolerance": 0.05}
         whole = sum(phases)
         for metric, duration, share in zip(
@@ -28,11 +34,18 @@ def model_steps_rows(random, limited):
             strict=True,
         ):  # fmt: skip
             floor = share * least / 1e3 if limited else None
-            more = check if metric == "step_time_s" else {}
+            more = check | {"predicted": 0.8 * duration / 1e3} if metric == "step_time_s" else {}
             rows.append(_timed(random, "model_steps", model, metric, duration / 1e3, floor, **common, **more))
         rate = 32e3 / whole
-        rows.append(_timed(random, "model_steps", model, "samples_per_s", rate, None, predicted=2 * rate, **common))
-    return rows
+        rows.append(_timed(random, "model_steps", model, "samples_per_s", rate, None, predicted=1.25 * rate, **common))
+        share = least / whole / 1.1
+        maf = common | {"params": common["params"] | {"maf": "gemm"}}
+        rows.append(_timed(random, "model_steps", model, "mfu_maf", 1.4 * share, None, **maf))
+        if limited:
+            rows.append(_timed(random, "model_steps", model, "mfu", share, None, **common))
+    absent = {"batch": 32, "step": "steady"} | LAST
+    return [*rows, Row(notebook=BASELINE, experiment="model_steps", variant="vit_b_16", dtype="bf16", metric="step_time_s",
+                       value=None, value_reason=ABSENT, params=absent)]  # fmt: skip
 
 
 def batch_scaling_rows(random, limited):

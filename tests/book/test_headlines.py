@@ -30,9 +30,11 @@ def test_a_reference_models_best_step_is_looked_for_in_both_experiments():
         row("model_steps", "vit_b_16", "samples_per_s", 335.0, "fp32", batch=32),
         row("batch_scaling", "vit_b_16", "samples_per_s", 31.0, batch=1),
     ]
-    assert told(*rates) == {
+    assert told(*rates, row("model_steps", "vit_b_16", "samples_per_s", 330.0, batch=32, mode="compiled")) == {
         "resnet50, training, bf16, batch 1,024": 2306.0, "vit_b_16, training, fp32, batch 32": 335.0,
     }  # fmt: skip
+    fastest = row("model_steps", "vit_b_16", "samples_per_s", 2900.0, batch=32, mode="compiled")
+    assert told(*rates, fastest)["vit_b_16, training, bf16, compiled, batch 32"] == 2900.0
 
 
 def test_the_fastest_compiled_mode_has_the_shortest_time_not_the_largest_ratio():

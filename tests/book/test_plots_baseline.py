@@ -5,7 +5,7 @@ from matplotlib.patches import Rectangle
 
 from hyperion.book.plots_baseline import batch_scaling, model_steps, spread_above
 from hyperion.book.style import new_figure, styled
-from tests.book.made_up_baseline import MIB_PER_SAMPLE, STEPS
+from tests.book.made_up_baseline import ABSENT, MIB_PER_SAMPLE, STEPS
 
 
 def drawn(function, material):
@@ -22,17 +22,28 @@ def bars(axes, hatched):
 
 def test_phases_are_stacked_beside_their_least_times(material):
     figure, shown = drawn(model_steps, material)
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["resnet50", "vit_b_16", "encoder_d512_h8_l6"]
-    fp32, bf16 = STEPS["resnet50", "fp32"], STEPS["resnet50", "bf16"]
-    assert bars(figure.axes[0], hatched=False) == pytest.approx([*fp32[:3], *bf16[:3]], rel=0.02)
-    assert sum(bars(figure.axes[0], hatched=True)) == pytest.approx(fp32[3] + bf16[3], rel=0.02)
-    assert "% of limit" in shown and "Batch 32" in shown and "No least time" not in shown
+    assert [axes.get_title(loc="left") for axes in figure.axes[:3]] == ["resnet50", "vit_b_16", "encoder_d512_h8_l6"]
+    times = [times for model, _, _, times in STEPS if model == "resnet50"]
+    assert bars(figure.axes[0], hatched=False) == pytest.approx([part for each in times for part in each[:3]], rel=0.02)
+    assert sum(bars(figure.axes[0], hatched=True)) == pytest.approx(sum(each[3] for each in times), rel=0.02)
+    assert "percent: of that" in shown and "Batch 32" in shown and "No least time" not in shown
+
+
+def test_each_variant_has_its_name_its_prediction_and_its_two_utilisations(material):
+    figure, shown = drawn(model_steps, material)
+    names = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert names == ["fp32", "tf32", "bf16", "bf16\nch.-last", "bf16\nch.-last\ncompiled"]
+    foretold = [line.get_ydata()[0] for line in figure.axes[0].lines]
+    assert foretold == pytest.approx([0.8 * sum(each[:3]) for m, _, _, each in STEPS if m == "resnet50"], rel=1e-6)
+    assert len(bars(figure.axes[3], hatched=False)) == 2 * len(names)
+    assert f"vit_b_16 bf16 ch.-last: {ABSENT}" in shown and "this run's gemm" in shown
 
 
 def test_without_limits_there_are_no_hatched_bars_and_the_note_says_why(cpu_material):
     figure, shown = drawn(model_steps, cpu_material)
     assert not any(bars(axes, hatched=True) for axes in figure.axes)
-    assert "No least time: no data sheet entry" in shown and "% of limit" not in shown
+    assert "No least time: no data sheet entry" in shown and "percent: of that" not in shown
+    assert len(bars(figure.axes[3], hatched=False)) == 5, "without a peak the fastest product is all there is"
 
 
 def test_the_batch_that_did_not_fit_is_a_cross_on_the_line(material):

@@ -2,11 +2,14 @@
 
 import contextlib
 
+import numpy as np
 import pytest
 import torch
 
+from hyperion.errors import HyperionError
 from hyperion.experiments import Context
 from hyperion.experiments import model_steps as experiment
+from hyperion.experiments.model_steps import parity_row
 from hyperion.experiments.reference_steps import (
     TrainingStep,
     forecast_step,
@@ -15,9 +18,12 @@ from hyperion.experiments.reference_steps import (
     timed,
     update_of,
 )
-from hyperion.hardware import detect_cpu
+from hyperion.experiments.step_variants import StepVariant, cells_of
+from hyperion.hardware import detect, detect_cpu
 from hyperion.models import reference_model
 from hyperion.results import Row, RowError
+from tests.experiments.test_model_products import upstream
+from tests.hardware.machines import facts
 
 NAME = "encoder_d128_h2_l2"
 
@@ -25,10 +31,13 @@ NAME = "encoder_d128_h2_l2"
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+SIZES = {"models": [NAME], "variants": [{"dtype": "fp32"}, {"dtype": "tf32"}], "batch_size": 2, "time_limit_s": 0.05,
+         "parity_steps": 5, "tolerance": {"fp32": 0.01}}  # fmt: skip
+
+
 @pytest.fixture
 def context(tmp_path):
-    sizes = {"models": [NAME], "dtypes": ["fp32", "tf32"], "batch_size": 2, "time_limit_s": 0.05}
-    return Context(notebook="toy", experiment="model_steps", sizes=sizes, workspace=tmp_path)
+    return Context(notebook="toy", experiment="model_steps", sizes=SIZES, workspace=tmp_path)
 
 
 def silent(done, total, note=""):
@@ -36,29 +45,92 @@ def silent(done, total, note=""):
 
 
 def test_every_phase_throughput_memory_and_the_count_are_rows(context):
-    result = experiment.measure(context, silent, [NAME])
+    context.upstream.append(upstream("gemm", "torch.mm", 2.0))
+    result = experiment.measure(context, silent, [0])
     for row in result.rows:
         row.validate()
-    rows = {row.metric: row for row in result.rows if row.dtype == "fp32"}
-    assert set(rows) == {"count", "step_time_s", "samples_per_s", "mfu", "forward_time_s", "backward_time_s",
+        assert row.params.items() >= {"batch": 2, "layout": "contiguous", "mode": "eager"}.items()
+    rows = {row.metric: row for row in result.rows}
+    assert set(rows) == {"count", "step_time_s", "samples_per_s", "mfu", "mfu_maf", "forward_time_s", "backward_time_s",
                          "optimizer_time_s", "peak_rss_gib"}  # fmt: skip
     assert (rows["count"].value, rows["count"].check, rows["count"].check_error) == (396_544, "expected count", 0)
-    assert rows["step_time_s"].check == "forward + backward + optimizer = step" and rows["step_time_s"].n >= 30
-    assert rows["samples_per_s"].value == pytest.approx(2 / rows["step_time_s"].value)
-    assert rows["samples_per_s"].check == "last loss / first loss" and rows["samples_per_s"].check_error < 0.99
+    step, rate = rows["step_time_s"], rows["samples_per_s"]
+    assert step.check == "forward + backward + optimizer = step" and step.n >= 30
+    assert rate.value == pytest.approx(2 / step.value)
+    assert rate.check == "last loss / first loss" and rate.check_error < 0.99
+    reached = 2 * reference_model(NAME).flops.forward_backward / step.value / 1e12
+    assert rows["mfu_maf"].value == pytest.approx(reached / 2.0) and rows["mfu_maf"].params["maf"] == "gemm"
+    assert rows["mfu_maf"].ci_low <= reached / 2.2 and rows["mfu_maf"].ci_high >= reached / 1.8
     assert rows["peak_rss_gib"].value is None or rows["peak_rss_gib"].value > rows["peak_rss_gib"].limit
     assert set(result.samples["phase"]) == {"step", "forward", "backward", "optimizer"}
+    for foretold in experiment.forecast(context):
+        met = [row for row in result.rows if row.metric == foretold.metric and foretold.params.items() <= row.params.items()]
+        assert len(met) == 1
 
 
-def test_a_dtype_that_the_device_lacks_is_a_row_with_the_reason(context):
-    rows = [row for row in experiment.measure(context, silent, [NAME]).rows if row.dtype == "tf32"]
-    assert len(rows) == 1 and rows[0].value is None and rows[0].value_reason.startswith("unsupported: TF32")
+def test_without_a_product_of_the_format_there_is_no_share_of_the_fastest(context):
+    context.upstream.append(upstream("gemm", "torch.mm", 2.0, dtype="bf16"))
+    row = next(row for row in experiment.measure(context, silent, [0]).rows if row.metric == "mfu_maf")
+    assert row.value is None and "no product in fp32" in row.value_reason
+
+
+def told(models, variants, device):
+    sizes = {"models": models, "variants": variants}
+    return [(str(cell.variant), cell.absent.partition(":")[0]) for cell in cells_of(sizes, device)]
+
+
+def test_a_variant_that_a_device_or_a_model_has_not_says_why(context):
+    everything = [{"dtype": "tf32"}, {"dtype": "fp32", "channels_last": True}, {"dtype": "bf16", "compiled": True, "models": []}]
+    assert told([NAME], everything, detect_cpu()) == [
+        ("tf32", "unsupported"), ("fp32 channels_last", "no variant"), ("bf16 compiled", "left out by this profile"),
+    ]  # fmt: skip
+    rows = [experiment._absent(context, cell) for cell in cells_of(context.sizes, detect_cpu()) if cell.absent]
+    assert [(row.dtype, row.value) for row in rows] == [("tf32", None)] and "TF32" in rows[0].value_reason
+
+
+def test_compiled_convolutions_lie_channels_last_and_sequences_as_ever():
+    compiled = [{"dtype": "bf16", "channels_last": True, "compiled": True}, {"dtype": "fp32", "compiled": True}]
+    gpu = detect(facts("H200"))
+    assert told(["resnet50"], compiled, gpu) == [("bf16 channels_last compiled", ""), ("fp32 compiled", "left out")]
+    assert told(["vit_b_16"], compiled[:1], gpu) == [("bf16 compiled", "")]
+
+
+def test_a_model_that_there_is_not_fails():
+    with pytest.raises(HyperionError, match="no reference model is named 'resnet51'"):
+        told(["resnet51"], [{"dtype": "fp32"}], detect_cpu())
+
+
+def test_what_does_not_fit_is_a_row_with_the_reason(context, monkeypatch):
+    def full(*args):
+        raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+
+    monkeypatch.setattr(experiment, "TrainingStep", full)
+    [row] = experiment.measure(context, silent, [0]).rows
+    assert row.value is None and row.value_reason.startswith("out of memory: ") and row.params["mode"] == "eager"
+
+
+def test_a_compiled_step_with_other_losses_is_refused(context):
+    [cell] = cells_of(SIZES | {"variants": [{"dtype": "fp32", "compiled": True}]}, detect_cpu())
+    eager = np.linspace(7.0, 1.0, 200)
+    parity_row(context, cell, 1.005 * eager, eager).validate()
+    with pytest.raises(RowError, match="loss beside eager, mean of 200 steps"):
+        parity_row(context, cell, np.full(200, 7.0), eager).validate()  # one that trains nothing
+
+
+def test_another_layout_is_the_same_step():
+    losses, strides = [], []
+    for last in (False, True):
+        step = TrainingStep("resnet50_w16_64px", 1, StepVariant("fp32", channels_last=last), detect_cpu())
+        step.once()
+        losses.append(float(step.losses[0]))
+        strides.append(step.module.layer1[0].conv2.weight.is_contiguous(memory_format=torch.channels_last))
+    assert strides == [False, True] and losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_a_step_that_trains_nothing_is_refused(context, monkeypatch):
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: None)
     with pytest.raises(RowError, match="last loss / first loss"):
-        for row in experiment.measure(context, silent, [NAME]).rows:
+        for row in experiment.measure(context, silent, [0]).rows:
             row.validate()
 
 

@@ -90,6 +90,16 @@ def test_a_step_by_hand():
     assert "0.5243 GFLOP" in found.basis and "the device's time decides" in found.basis
 
 
+def test_compiled_code_moves_what_its_products_move_and_launches_two_kernels_for_each():
+    relus = (TOY[0], TOY[2], TOY[2], TOY[2], TOY[3])
+    found = predict_step(relus, toy_ceilings(), kernel_time_s=4e-6)
+    assert found.memory_s == pytest.approx(3 * 4 * 640**2 / 100e9)
+    assert found.memory_s < predict_step(relus, toy_ceilings()).memory_s == pytest.approx(6e6 / 100e9)
+    assert found.host_s == pytest.approx(2 * 4e-6 + 1e-5) and found.latency_s == pytest.approx(2 * 2e-6)
+    one = predict_step(TOY, toy_ceilings(), kernel_time_s=4e-6)  # fused code moves no more than eager code
+    assert one.memory_s == pytest.approx(2e6 / 100e9) and "what is fused between them" in one.basis
+
+
 def test_the_slower_of_host_and_device_decides_and_on_a_cpu_they_add_up():
     waiting = predict_step(TOY, toy_ceilings(operator_time_s=1e-3))
     assert waiting.total_s == waiting.host_s == pytest.approx(3e-3) and "the host's time decides" in waiting.basis
