@@ -1,5 +1,6 @@
 """Batches on the device: deterministic order from a seed, resumed bit for bit from an epoch and a position."""
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
@@ -8,6 +9,7 @@ import torch
 
 from hyperion.data.faults import DataError
 from hyperion.data.packing import IGNORE_INDEX
+from hyperion.data.token_stream import TokenStream
 
 
 class ResumableBatches(ABC):
@@ -21,7 +23,8 @@ class ResumableBatches(ABC):
         _require_equal_parts(records, batch_size, drop_last, rank, ranks)
         self.batch_size, self.seed, self.epoch, self.position = batch_size, seed, 0, 0
         self.records, self.rank, self.ranks = records, rank, ranks
-        self._ordered: tuple[int, np.ndarray] = (-1, np.empty(0))
+        self._orders: dict[int, np.ndarray] = {}
+        self._drawing = threading.Lock()
         self.batches_per_epoch = records // batch_size if drop_last else -(-records // batch_size)
         if self.batches_per_epoch < 1:
             raise DataError(
@@ -35,15 +38,32 @@ class ResumableBatches(ABC):
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """What is left of the current epoch, or the next epoch where nothing is left."""
-        self._turn_page()
-        for _ in range(self.position, self.batches_per_epoch):
+        for _ in range(self.left_in_epoch()):
             yield self.next_batch()
 
     def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The next batch, across the ends of epochs."""
-        self._turn_page()
+        return self.batch_at(*self.advance())
+
+    def left_in_epoch(self) -> int:
+        """Batches left of the current epoch, or those of the next one where nothing is left."""
+        return self.batches_per_epoch - self.position % self.batches_per_epoch
+
+    def advance(self) -> tuple[int, int]:
+        """Epoch and position of the next batch; from now on the one after it is the next."""
+        if self.position == self.batches_per_epoch:
+            self.epoch, self.position = self.epoch + 1, 0
         self.position += 1
-        return self._batch(self.epoch, self.position - 1)
+        return self.epoch, self.position - 1
+
+    def place_after(self, place: tuple[int, int]) -> tuple[int, int]:
+        """Epoch and position of the batch after that of `place`."""
+        epoch, position = place
+        return (epoch, position + 1) if position + 1 < self.batches_per_epoch else (epoch + 1, 0)
+
+    def batch_at(self, epoch: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's part of the batch of a place, whatever was asked for before."""
+        return self._batch(epoch, position)
 
     def state_dict(self) -> dict:
         """Where the sequence stands, JSON-able; the end of an epoch is the start of the next one."""
@@ -82,16 +102,18 @@ class ResumableBatches(ABC):
 
     def _whole_batch(self, epoch: int, position: int) -> np.ndarray:
         """The examples of one batch, of all ranks."""
-        if self._ordered[0] != epoch:
-            self._ordered = (epoch, self._order(epoch))
-        return self._ordered[1][position * self.batch_size : (position + 1) * self.batch_size]
+        return self._ordered(epoch)[position * self.batch_size : (position + 1) * self.batch_size]
+
+    def _ordered(self, epoch: int) -> np.ndarray:
+        """The order of an epoch, drawn once; two are kept, since threads may be ahead in the next one."""
+        with self._drawing:
+            if epoch not in self._orders:
+                latest = list(self._orders.items())[-1:]
+                self._orders = dict(latest) | {epoch: self._order(epoch)}
+            return self._orders[epoch]
 
     def _identity(self) -> dict:
         return {"records": self.records, "batch_size": self.batch_size, "seed": self.seed}
-
-    def _turn_page(self) -> None:
-        if self.position == self.batches_per_epoch:
-            self.epoch, self.position = self.epoch + 1, 0
 
     def _part(self, batch: int) -> slice:
         """Where this rank's examples stand among the `batch` examples of a whole batch."""
@@ -110,7 +132,7 @@ class ResumableBatches(ABC):
 class LanguageBatches(ResumableBatches):
     """Shuffled windows of a token stream: inputs and targets int64 [batch, length], targets one token ahead.
 
-    The stream lies on the device. Each epoch cuts it into windows of sequence_length + 1 tokens of their own (the last one
+    Each epoch cuts it into windows of sequence_length + 1 tokens of their own (the last one
     is only a target) from a new random offset, and shuffles them; at most two windows' worth of tokens and the windows
     that fill no whole batch are left out, others each epoch. Windows that lay sequence_length apart would all start at
     the same place of a line in text whose lines have a length that divides it (the synthetic text: 16), and a model would
@@ -120,6 +142,7 @@ class LanguageBatches(ResumableBatches):
         tokens: token ids [tokens].
         batch_size: windows in a batch, of all ranks together.
         rank, ranks: this process's part of each batch; evaluation takes whole batches, on every rank.
+        resident: hold the tokens on the device; else they stay in their file, see TokenStream.
 
     Raises:
         DataError: too few tokens for one batch, or a batch that the ranks do not divide.
@@ -134,12 +157,13 @@ class LanguageBatches(ResumableBatches):
         device: str | torch.device = "cpu",
         rank: int = 0,
         ranks: int = 1,
+        *,
+        resident: bool = True,
     ):
         records = (len(tokens) - sequence_length) // (sequence_length + 1)
         super().__init__(records, batch_size, seed, True, rank, ranks)
         self.sequence_length = sequence_length
-        self._tokens = torch.from_numpy(np.asarray(tokens).astype(np.int32)).to(device)
-        self._steps = torch.arange(sequence_length + 1, device=device)
+        self._stream = TokenStream(tokens, device, resident)
 
     @property
     def tokens_per_batch(self) -> int:
@@ -154,8 +178,7 @@ class LanguageBatches(ResumableBatches):
         return generator.integers(own) + own * generator.permutation(self.records)
 
     def _batch(self, epoch: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        starts = torch.from_numpy(self._examples(epoch, position)).to(self._tokens.device)
-        windows = self._tokens[starts[:, None] + self._steps].long()
+        windows = self._stream.windows(self._examples(epoch, position), self.sequence_length + 1)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 

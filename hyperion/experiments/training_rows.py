@@ -22,7 +22,7 @@ SGD_BYTES_A_PARAMETER = 5 * 4
 def epoch_rows(
     context: Context, variant: str, dtype: str, engine: TorchEngine, history: History, source: str
 ) -> list[Row]:
-    """Training loss, learning rate, throughput, peak memory and, where it was evaluated, the held-out loss of each epoch."""
+    """Training loss, learning rate, throughput, peak memory and the share of time spent waiting for the loader, by epoch."""
     rows = []
     for record, peak_gib in zip(history.epochs, _peaks(engine, history), strict=True):
         values = {
@@ -51,6 +51,9 @@ def epoch_rows(
                     data_source=source,
                 )
             )
+        if record.waiting_share is not None:
+            waiting = _epoch_params(record) | {"what": "waiting for the loader"}
+            rows.append(context.row(variant, "share", record.waiting_share, dtype=dtype, params=waiting, data_source=source))
     return rows
 
 

@@ -27,6 +27,8 @@ class EpochRecord:
             CPU).
         peak_memory_gib: the peak over the epoch's steps; None when this system cannot tell.
         evaluation: numbers of the held-out split after the epoch, None when the plan has none here; all ranks'.
+        waited_s: seconds of time_s for which the loop waited for the loader; on an accelerator the host's, which may pass
+            while the device still works.
         rank: whose part this is: losses, items and times of this rank alone, since it last began with another number
             of ranks. None for all ranks together: their global losses, all their items, the time and the memory of the
             rank that took most.
@@ -45,6 +47,12 @@ class EpochRecord:
     peak_memory_gib: float | None
     evaluation: dict[str, float] | None
     rank: int | None = None
+    waited_s: float = 0.0
+
+    @property
+    def waiting_share(self) -> float | None:
+        """Share of the timed steps spent waiting for the loader; None when no step was timed."""
+        return self.waited_s / self.time_s if self.timed_steps else None
 
 
 @dataclass
@@ -89,6 +97,7 @@ class History:
             loss=loss,
             items=earlier_items + sum(part.items for part in parts),
             time_s=time_s,
+            waited_s=max(part.waited_s for part in parts),
             items_per_s=None if None in rates else math.fsum(rates),
             peak_memory_gib=None if None in peaks else max(peaks),
             evaluation=evaluation,

@@ -123,7 +123,7 @@ class _Run:
         if left == 0:
             return
         self.start_clocks()
-        for batch in self.batches:
+        for batch in self.meter.waiting(self.batches):
             metrics = self.engine.train_step(batch)
             self.meter.count(metrics.rank_items)
             self.unread.append((metrics, batch))

@@ -1,6 +1,7 @@
 """Time, items and peak memory of an epoch's steps, with evaluation and checkpoints left out."""
 
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ class EpochMeter:
         self.untimed_left = 0 if warmed_up else UNTIMED_STEPS
         self.items: int | Tensor = 0
         self.timed_items: int | Tensor = 0
-        self.timed_steps, self.time_s = 0, 0.0
+        self.timed_steps, self.time_s, self.waited_s = 0, 0.0, 0.0
         self.metric, self.gib = "", None
         self._region: PeakMemoryRegion | None = None
         self._since: float | None = None
@@ -44,6 +45,18 @@ class EpochMeter:
             self.untimed_left -= 1
             self._start_clock()
 
+    def waiting(self, batches: Iterable) -> Iterator:
+        """The same batches; the time for which the loop waits for each counts as waiting, once steps are timed."""
+        batches = iter(batches)
+        while True:
+            asked = time.perf_counter()
+            batch = next(batches, None)
+            if self._since is not None:
+                self.waited_s += time.perf_counter() - asked
+            if batch is None:
+                return
+            yield batch
+
     def pause(self) -> None:
         """Wait for the device and stop; a second call does nothing."""
         if self._region is None:
@@ -61,6 +74,7 @@ class EpochMeter:
         return {
             "items": int(self.items),
             "time_s": self.time_s,
+            "waited_s": self.waited_s,
             "timed_steps": self.timed_steps,
             "items_per_s": timed_items / self.time_s if self.timed_steps else None,
             "peak_memory_metric": self.metric,
@@ -74,6 +88,7 @@ class EpochMeter:
             "timed_items": int(self.timed_items),
             "timed_steps": self.timed_steps,
             "time_s": self.time_s,
+            "waited_s": self.waited_s,
             "metric": self.metric,
             "gib": self.gib,
         }

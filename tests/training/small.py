@@ -37,9 +37,9 @@ def small_engine(
     return LanguageEngine(model, adamw(model, learning_rate), schedule, precision, device, **changes)
 
 
-def small_batches(device: str = "cpu") -> LanguageBatches:
+def small_batches(device: str = "cpu", resident: bool = True) -> LanguageBatches:
     """Seven batches an epoch."""
-    return LanguageBatches(TOKENS, sequence_length=8, batch_size=10, seed=3, device=device)
+    return LanguageBatches(TOKENS, sequence_length=8, batch_size=10, seed=3, device=device, resident=resident)
 
 
 def small_validation():

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hyperion.checkpoints import CheckpointError, read_state
+from hyperion.data.prefetch import Prefetched
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect
 from hyperion.training import EXIT_CODE, Interrupted, NonFiniteError, Plan, seed_everything, train
@@ -97,6 +98,18 @@ def test_a_crashed_run_resumes_bit_for_bit(whole, tmp_path, crash_after, resumed
     assert engine.tokens_seen == STEPS * 80
     for ours, theirs in zip(engine.model.parameters(), whole[1].model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_batches_made_ahead_by_threads_train_and_resume_to_the_same_losses(whole, tmp_path):
+    """Threads that are ahead of the step when it crashes change nothing: the checkpoint holds the place of the step."""
+    with Prefetched(small_batches(resident=False), workers=2) as batches, pytest.raises(Stop):
+        train(small_engine(), Crashing(batches, 11), Plan(steps=STEPS, checkpoint_every=4), folder=tmp_path)
+    with Prefetched(small_batches(resident=False), workers=3) as batches:
+        engine = small_engine()
+        history = train(engine, batches, Plan(steps=STEPS, checkpoint_every=4), folder=tmp_path)
+    assert history.resumed_at == [8] and history.losses == whole[0].losses
+    assert all(torch.equal(a, b) for a, b in zip(engine.model.parameters(), whole[1].model.parameters(), strict=True))
+    assert all(0 <= record.waiting_share < 1 for record in history.epochs if record.timed_steps)
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path):

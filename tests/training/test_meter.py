@@ -55,3 +55,20 @@ def test_sums_survive_a_checkpoint():
     other.load_state_dict(meter.state_dict())
     assert other.results() == meter.results()
     assert other.untimed_left == UNTIMED_STEPS
+
+
+def test_waiting_for_the_loader_is_told_apart_from_the_step():
+    def loader():
+        for _ in range(4):
+            time.sleep(0.02)
+            yield "batch"
+
+    meter = EpochMeter(detect_cpu(), warmed_up=True)
+    for number, _ in enumerate(meter.waiting(loader())):
+        if number == 0:
+            meter.start()  # nothing is timed before
+        time.sleep(0.01)
+        meter.count(items(1))
+    meter.pause()
+    results = meter.results()
+    assert 0.06 <= results["waited_s"] <= results["time_s"] - 0.04
