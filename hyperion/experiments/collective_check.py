@@ -16,6 +16,7 @@ import torch.distributed as dist
 import typer
 
 from hyperion.errors import HyperionError
+from hyperion.experiments.collective_limits import switch_can_add, switch_is_off
 from hyperion.experiments.collective_rows import devices_of
 from hyperion.experiments.ranks import least_free_bytes
 from hyperion.hardware import detect
@@ -28,9 +29,10 @@ from hyperion.measure import (
     measure_collective,
 )
 from hyperion.measure.bucket_size import recommended_bucket
+from hyperion.measure.collective_kernels import algorithm_of, kernels_of_collectives
 from hyperion.measure.collectives import ALL_COLLECTIVES, DTYPES, memory_needed
 from hyperion.measure.overlap import measure_overlap
-from hyperion.processes import Job, RankError, World, process_group, roll_call, run_ranks, world
+from hyperion.processes import Job, RankError, RollCall, World, process_group, roll_call, run_ranks, world
 
 CPU_RANKS = 2
 _CPU_SIZES, _GPU_SIZES, _GPU_LARGEST = "8,4K,256K,4M", "8,4K,256K,16M,128M,1G", "8G"
@@ -89,8 +91,8 @@ def command(
     ] = 0,
 ) -> None:
     """Check all_reduce, broadcast, all_gather, reduce_scatter, all_to_all, reduce and send_recv by value on every rank, and
-    time them. Beside that: how the devices are connected, the message size that is large enough, and whether an all_reduce
-    runs beside a computation.
+    time them. Beside that: how the devices are connected, the algorithm as far as a kernel's name tells it, the message size
+    that is large enough, and whether an all_reduce runs beside a computation.
 
     Run it with torchrun --standalone --nproc_per_node=4, or plainly with python: then it starts the ranks itself. It ends with
     0 when all is right, with 1 when a rank got a wrong value, died or did not come, and names the rank.
@@ -154,12 +156,13 @@ def check_collectives(check: Check, collectives: Mapping[str, Collective] = ALL_
             measured.append(measure_collective(collective, size, dtype, here, roll, time_limit_s=check.time_limit_s))
         if check.overlap and memory_needed(check.overlap) <= free:
             beside = measure_overlap(check.overlap, check.dtypes[0], here, roll, time_limit_s=3 * check.time_limit_s)
+        kernels = _kernels(measured, here, roll)
         # Nothing is called right before every rank found it right.
         roll.step("the verdict")
         dist.barrier()
     if here.rank == 0:
         _tell(here, measured)
-        for line in (*([beside] if beside else []), *left_out, _verdict(here, measured, left_out)):
+        for line in (*kernels, *([beside] if beside else []), *left_out, _verdict(here, measured, left_out)):
             print(line)
     return len(measured)
 
@@ -174,6 +177,21 @@ def _cells(check: Check, collectives: Mapping[str, Collective], ranks: int) -> l
         dtype = check.dtypes[0]
         cells.append((collectives["all_reduce"], dtype, collective_bytes(check.largest, dtype, ranks)))
     return list(dict.fromkeys(cells))
+
+
+def _kernels(measured: list[CollectiveMeasurement], here: World, roll: RollCall) -> list[str]:
+    """Which kernel the library launches for the largest size of each collective, and the algorithm as far as its name tells."""
+    if here.device.kind == "cpu":
+        return [f"algorithm: {here.backend} does not tell"]
+    largest = {m.collective: m for m in sorted(measured, key=lambda m: m.bytes)}
+    names = kernels_of_collectives([(c, m.dtype, m.bytes) for c, m in largest.items()], here, roll)
+    if names is None:
+        return ["algorithm: the profiler saw no kernel for each call"]
+    may_add = switch_can_add(here.device) and not switch_is_off()
+    return [
+        f"{collective.name}, {m.bytes:,} bytes: {name}, {algorithm_of(name, switch_may_add=may_add)}"
+        for (collective, m), name in zip(largest.items(), names, strict=True)
+    ]
 
 
 def bucket_lines(measured: Iterable[CollectiveMeasurement]) -> list[str]:

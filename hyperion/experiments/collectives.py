@@ -5,7 +5,6 @@ One launch of the ranks measures it all: the sweeps, an all-reduce beside produc
 
 import itertools
 from dataclasses import replace
-from functools import partial
 
 import pandas as pd
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.ranks import least_free_bytes, ranks_of
 from hyperion.experiments.variants import Report, run_on_ranks
 from hyperion.measure import ALL_COLLECTIVES, Collective, collective_bytes, measure_collective, measure_overlap
-from hyperion.measure.collective_kernels import kernels_launched
+from hyperion.measure.collective_kernels import kernels_of_collectives
 from hyperion.measure.collectives import Buffers, memory_needed
 from hyperion.processes import RollCall, World, process_group, roll_call, world
 from hyperion.results import Row
@@ -166,18 +165,8 @@ def _kernels(context: Context, here: World, roll: RollCall, free: int) -> list[R
     seen = [(collective, dtype, size) for collective in ALL_COLLECTIVES.values() for size in (min(sizes), max(sizes))]
     if here.device.kind == "cpu":
         return kernel_rows(context, seen[:1], None, here)
-
-    def call(collective: Collective, dtype: str, size: int) -> None:
-        buffers = Buffers(collective, size, dtype, here, roll)
-        buffers.prepare()
-        buffers.call()
-
-    calls = [partial(call, *cell) for cell in seen]
-    if here.rank == 0:
-        return kernel_rows(context, seen, kernels_launched(calls, here.device), here)
-    for one in calls:
-        one()
-    return []
+    names = kernels_of_collectives(seen, here, roll)
+    return [] if here.rank else kernel_rows(context, seen, names, here)
 
 
 def _rate_forecast(context: Context, collective: Collective, size: int, ranks: int) -> Forecast:

@@ -2,14 +2,41 @@
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from hyperion.hardware import Device
+from hyperion.measure.collectives import Buffers, Collective
+from hyperion.processes import RollCall, World
 
 _KERNEL = re.compile(r"^(?:void )?(\w*(?:nccl|rccl|mscc)\w*Kernel\w*)", re.IGNORECASE)
+
+
+def kernels_of_collectives(
+    cells: Sequence[tuple[Collective, str, int]], here: World, roll: RollCall
+) -> list[str] | None:
+    """Make each call once more, on every rank; rank 0, on a GPU, has the kernels' names. To be called after all timing: a
+    profiler leaves its traces in what follows.
+
+    Args:
+        cells: (collective, dtype, bytes).
+        roll: told of every collective that is started.
+    """
+
+    def call(collective: Collective, dtype: str, size: int) -> None:
+        buffers = Buffers(collective, size, dtype, here, roll)
+        buffers.prepare()
+        buffers.call()
+
+    calls = [partial(call, *cell) for cell in cells]
+    if here.rank == 0 and here.device.kind != "cpu":
+        return kernels_launched(calls, here.device)
+    for one in calls:
+        one()
+    return None
 
 
 def kernels_launched(calls: Sequence[Callable[[], object]], device: Device) -> list[str] | None:
