@@ -69,33 +69,26 @@ class ActivationBytes:
 
 
 def language_activations(config: TransformerConfig, batch: int, length: int, sixteen_bit: bool) -> ActivationBytes:
-    """Of a TransformerLM that is given targets, in float32 or under autocast to a 16-bit format.
+    """Of a TransformerLM that is given targets, in float32 or under autocast to bfloat16.
 
     In units of one [B, T, D] tensor a block keeps its input and the sum after attention (1 + 1), both norms' outputs
-    (1 + 1), query, key and value (3), attention's output (1), and the MLP before and after GELU (4 + 4): 16. Autocast
-    leaves the first two in float32 and halves the rest, but casts the first norm's output three times, once for each of
-    query, key and value, and keeps a 16-bit copy of each matrix of weights.
+    (1 + 1), query, key and value (3), attention's output (1), and the MLP before and after GELU (4 + 4): 16. Autocast to
+    bfloat16 halves them all, and keeps a 16-bit copy of each matrix of weights. (float16 keeps more: sums stay float32.)
+    The loss is PyTorch's own: the kernels of `token_loss` keep logits in 16 bits.
 
     Args:
         batch, length: B and T.
     """
     B, T, D, V = batch, length, config.width, config.vocab_size
-    unit, logits = B * T * D, _FLOAT32 * B * T * V  # logits are float32 in every precision
+    each = _SIXTEEN_BIT if sixteen_bit else _FLOAT32
+    unit, logits = each * B * T * D, _FLOAT32 * B * T * V  # logits are float32 in every precision
     parameters, matrices = 12 * D * D + 13 * D, 12 * D * D
     log_sum_exp = _FLOAT32 * B * T * config.heads  # of attention
-    if sixteen_bit:
-        saved = unit * (_FLOAT32 + _SIXTEEN_BIT * (3 + 1 + 3 + 1 + 8)) + _SIXTEEN_BIT * matrices
-        head = _FLOAT32 * unit + _SIXTEEN_BIT * (unit + V * D) + logits
-    else:
-        saved = 15 * _FLOAT32 * unit
-        head = 2 * _FLOAT32 * unit + logits
+    saved = 15 * unit + log_sum_exp + (_SIXTEEN_BIT * matrices if sixteen_bit else 0)
     block = BlockBytes(
-        input=_FLOAT32 * unit,
-        saved=saved + log_sum_exp,
-        recomputed=saved + log_sum_exp,
-        transient=(_FLOAT32 + 4 * (_SIXTEEN_BIT if sixteen_bit else _FLOAT32)) * unit,
-        gradients=_FLOAT32 * parameters,
+        input=unit, saved=saved, recomputed=saved, transient=5 * unit, gradients=_FLOAT32 * parameters
     )
+    head = 2 * unit + logits + (_SIXTEEN_BIT * V * D if sixteen_bit else 0)
     return ActivationBytes(
         stem=0, blocks=(block,) * config.layers, head=head,
         head_transient=2 * logits,  # the gradients of log-probabilities and of logits

@@ -19,8 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from hyperion.data.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError
 from hyperion.models.layout import Layout, ModelFlops
+from hyperion.models.token_loss import token_loss
 
-LOSS_CHUNK_TOKENS = 16384  # logits exist for at most this many tokens at once: 3.3 GB in float32 at V = 50257
+# Logits exist for at most this many tokens at once: 6.6 GB in bfloat16 at V = 50257. Without gradients smaller pieces cost
+# nothing.
+LOSS_CHUNK_TOKENS, EVALUATED_TOKENS = 65536, 16384
 
 
 @dataclass(frozen=True)
@@ -108,8 +111,29 @@ class CausalSelfAttention(nn.Module):
         return self.output(y_BNTH.transpose(1, 2).flatten(-2))
 
 
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm that reads and writes the type of its input and computes in float32, under autocast too: autocast would
+    write float32, which every layer behind it reads, converts and keeps.
+    """
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        if not autocasts_to_bf16(x_BTD.device.type):
+            return super().forward(x_BTD)
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            return super().forward(x_BTD)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU in the tanh form, as in GPT-2. Compiled as the same function of an exponential, which GPUs have a unit for: x ·
+    sigmoid(2 √(2/π) (x + 0.044715 x³)), since (1 + tanh z) / 2 = sigmoid(2 z).
+    """
+    if torch.compiler.is_compiling():
+        return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
+    return F.gelu(x, approximate="tanh")
+
+
 class FeedForward(nn.Module):
-    """D -> 4 D -> D with GELU (the tanh form, as in GPT-2)."""
+    """D -> 4 D -> D with GELU."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -117,7 +141,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
+        return self.down(gelu(self.up(x_BTD)))
 
 
 class Block(nn.Module):
@@ -125,9 +149,9 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int):
         super().__init__()
-        self.attention_norm = nn.LayerNorm(width)
+        self.attention_norm = LayerNorm(width)
         self.attention = CausalSelfAttention(width, heads)
-        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_norm = LayerNorm(width)
         self.mlp = FeedForward(width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -136,15 +160,20 @@ class Block(nn.Module):
 
 
 class TransformerLM(nn.Module):
-    """Causal language model over token ids (see the module's docstring)."""
+    """Causal language model over token ids (see the module's docstring).
 
-    def __init__(self, config: TransformerConfig):
+    Args:
+        loss_chunk_tokens: the loss of more tokens is computed in chunks, whose logits are computed again in the backward
+            pass.
+    """
+
+    def __init__(self, config: TransformerConfig, loss_chunk_tokens: int = LOSS_CHUNK_TOKENS):
         super().__init__()
-        self.config = config
+        self.config, self.loss_chunk_tokens = config, loss_chunk_tokens
         self.token_embedding = nn.Embedding(config.vocab_size, config.width)
         self.position_embedding = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.layers))
-        self.final_norm = nn.LayerNorm(config.width)
+        self.final_norm = LayerNorm(config.width)
         self.initialize()
 
     @torch.no_grad()
@@ -183,6 +212,9 @@ class TransformerLM(nn.Module):
             )
         positions_T = torch.arange(T, device=inputs_BT.device)
         x_BTD = self.token_embedding(inputs_BT) + self.position_embedding(positions_T)
+        if autocasts_to_bf16(x_BTD.device.type):
+            # The residual stream too: sums with float32 would be float32 all along, twice the bytes of every read.
+            x_BTD = x_BTD.bfloat16()
         for block in self.blocks:
             x_BTD = block(x_BTD)
         x_BTD = self.final_norm(x_BTD)
@@ -196,14 +228,13 @@ class TransformerLM(nn.Module):
 
         More than one chunk in training recomputes each chunk's logits in the backward pass instead of keeping them.
         """
-        chunks = list(zip(x_MD.split(LOSS_CHUNK_TOKENS), targets_M.split(LOSS_CHUNK_TOKENS), strict=True))
+        weight_VD = self.token_embedding.weight
+        size = self.loss_chunk_tokens if torch.is_grad_enabled() else EVALUATED_TOKENS
+        chunks = list(zip(x_MD.split(size), targets_M.split(size), strict=True))
         if len(chunks) == 1 or not torch.is_grad_enabled():
-            return torch.cat([_chunk_nll(x, self.token_embedding.weight, targets) for x, targets in chunks])
+            return torch.cat([token_loss(x, weight_VD, targets) for x, targets in chunks])
         return torch.cat(
-            [
-                checkpoint(_chunk_nll, x, self.token_embedding.weight, targets, use_reentrant=False)
-                for x, targets in chunks
-            ]
+            [checkpoint(token_loss, x, weight_VD, targets, use_reentrant=False) for x, targets in chunks]
         )
 
     def loss(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
@@ -220,9 +251,10 @@ class TransformerLM(nn.Module):
         )
 
 
-def _chunk_nll(x_MD: Tensor, weight_VD: Tensor, targets_M: Tensor) -> Tensor:
-    logits_MV = F.linear(x_MD, weight_VD).float()  # softmax over a large vocabulary is not safe in 16 bits
-    return F.cross_entropy(logits_MV, targets_M, ignore_index=IGNORE_INDEX, reduction="none")
+def autocasts_to_bf16(device: str) -> bool:
+    """Whether products on this kind of device are made in bfloat16 just now. (float16 has not the range for sums.)"""
+    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return enabled and torch.get_autocast_dtype(device) == torch.bfloat16
 
 
 def flops_per_token(config: TransformerConfig, sequence_length: int | None = None) -> ModelFlops:

@@ -1,0 +1,73 @@
+"""The loss of tokens against float64; its kernels in Triton's interpreter, and compiled for AMD's and NVIDIA's devices."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hyperion.data.packing import IGNORE_INDEX
+from hyperion.models.token_loss import has_triton, padded_classes, token_loss
+
+needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton is not installed: it comes with PyTorch for GPUs")
+
+# Rows of several blocks with a remainder, one row whose largest logit comes last, ignored and impossible targets.
+INTERPRETED = """
+import torch
+from hyperion.models.token_loss_kernels import nll_backward, nll_forward
+torch.manual_seed(0)
+M, V, P, BLOCK = 6, 300, 320, 64
+logits = torch.randn(M, P) * 20; logits[3, V - 1] = 90; logits[:, V:] = 1e4
+targets = torch.tensor([0, 299, 5, 299, -100, 300])
+nll, log_sum = torch.full((M,), 7.0), torch.full((M,), 7.0)
+nll_forward[(M,)](logits, targets, nll, log_sum, P, V, -100, BLOCK=BLOCK)
+exact = torch.nn.functional.cross_entropy(logits[:5, :V].double(), targets[:5], ignore_index=-100, reduction="none")
+assert torch.allclose(nll[:5].double(), exact, atol=1e-5, rtol=1e-6), (nll, exact)
+assert nll[4] == 0 and nll[5].isnan()
+double = logits[:5, :V].double().requires_grad_()
+weights = torch.tensor([1.0, 0.5, -2.0, 3.0, 9.0])
+(torch.nn.functional.cross_entropy(double, targets[:5], ignore_index=-100, reduction="none") * weights).sum().backward()
+gradient = torch.full((5, P), 7.0)
+nll_backward[(5, -(-P // BLOCK))](weights, logits, targets, log_sum, gradient, P, V, -100, BLOCK=BLOCK)
+assert torch.allclose(gradient[:, :V].double(), double.grad, atol=1e-6) and (gradient[:, V:] == 0).all()
+print("equal")
+"""
+
+
+def test_rows_of_logits_are_aligned():
+    assert [padded_classes(classes) for classes in (1, 64, 65, 50257)] == [64, 64, 128, 50304]
+
+
+def test_it_is_the_negative_log_likelihood_in_float64():
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 8, dtype=torch.float64), torch.randn(37, 8, dtype=torch.float64)
+    targets = torch.tensor([0, 36, 5, IGNORE_INDEX, 2])
+    expected = F.cross_entropy(x @ weight.T, targets, ignore_index=IGNORE_INDEX, reduction="none")
+    torch.testing.assert_close(token_loss(x, weight, targets).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@needs_triton
+def test_the_kernels_agree_with_float64():
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert done.stdout == "equal\n", done.stderr
+
+
+@needs_triton
+@pytest.mark.parametrize(("backend", "architecture", "width"), [("hip", "gfx90a", 64), ("hip", "gfx942", 64), ("cuda", 90, 32)])
+def test_the_kernels_compile_for_devices_that_are_not_here(backend, architecture, width):
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from hyperion.models import token_loss_kernels as kernels
+
+    sizes = {"columns": "i32", "classes": "i32", "ignored": "i32", "BLOCK": "constexpr"}
+    forward = {"logits": "*bf16", "targets": "*i64", "nll": "*fp32", "log_sum": "*fp32"} | sizes
+    backward = {"gradient": "*fp32", "logits": "*bf16", "targets": "*i64", "log_sum": "*fp32", "grad_logits": "*bf16"} | sizes
+    for kernel, signature in ((kernels.nll_forward, forward), (kernels.nll_backward, backward)):
+        source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs={"BLOCK": kernels.BLOCK})
+        built = triton.compile(source, target=GPUTarget(backend, architecture, width), options={"num_warps": kernels.WARPS})
+        assert built.asm["hsaco" if backend == "hip" else "cubin"]
