@@ -25,7 +25,8 @@ CHECK = "equal to the expected values on every rank"
 _POISON = -1
 _MOST_VALUES = 1 << 11
 _CHUNK = 1 << 24
-_CHECKING_BYTES = 2 << 30
+# Of a message shorter than a stretch: indices of 8 bytes and a handful of numbers made from each, for elements of 2.
+_CHECKING_BYTES, _CHECKING_FACTOR = 2 << 30, 64
 
 
 class WrongValueError(HyperionError):
@@ -176,7 +177,7 @@ def collective_bytes(wanted: int, dtype: str, ranks: int) -> int:
 
 def memory_needed(size_bytes: int) -> int:
     """Bytes that one collective of S bytes takes at most on a rank: input, output, and what checking a stretch of them does."""
-    return 2 * size_bytes + _CHECKING_BYTES
+    return 2 * size_bytes + min(_CHECKING_BYTES, _CHECKING_FACTOR * size_bytes)
 
 
 def measure_collective(

@@ -141,6 +141,7 @@ def test_what_is_reduced_is_compared_on_the_root_alone():
 
 def test_a_collective_needs_its_two_buffers_and_room_for_checking():
     assert memory_needed(8 << 30) == 18 << 30
+    assert memory_needed(4096) < 1 << 20
 
 
 def test_inputs_differ_by_rank_and_by_element():
