@@ -11,7 +11,6 @@ Shape suffixes: M tokens, V classes, P columns of the logits (P >= V, filled up 
 import functools
 import importlib.util
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
