@@ -169,14 +169,14 @@ def mfu_of_maf(context: Context, cell: Cell, timing: StepTiming) -> Row:
     work = cell.model.flops.forward_backward * context.sizes["batch_size"]
     rate = timing.whole.estimate.map(lambda seconds: work / seconds / 1e12)
     peak, source = gemm_limit(context.device, dtype)
+    size = " x ".join(str(maf.params[side]) for side in "mnk")  # it may be another one in the next run: no part of the key
     columns = timed_columns(rate, timing.whole) | {
         # Both ends at once: the interval holds the ratio at least as often as the two hold their own values.
         "ci_low": rate.ci_low / maf.ci_high, "ci_high": rate.ci_high / maf.ci_low,
         "limit": None if peak is None else peak / maf.value,
-        "limit_source": source if peak is None else f"that peak over the fastest product: {source}",
+        "limit_source": f"{source}; over the fastest product, {maf.value:.4g} TFLOPS at {size}",
     }  # fmt: skip
-    size = "x".join(str(maf.params[side]) for side in "mnk")
-    return _row(context, cell, "mfu_maf", rate.value / maf.value, columns=columns, maf=maf.experiment, product=size)
+    return _row(context, cell, "mfu_maf", rate.value / maf.value, columns=columns, maf=maf.experiment)
 
 
 def _memory_row(context: Context, cell: Cell, peak: PeakMemory, left_gib: float | None) -> Row:

@@ -11,7 +11,7 @@ from hyperion.models.reference import ResNet50
 EAGER, COMPILED = "eager", "compiled"
 CONTIGUOUS, CHANNELS_LAST = "contiguous", "channels_last"
 _ONE_LAYOUT = "no variant: it works on sequences, which have no channels to put last; only a network of convolutions has"
-_LEFT_OUT = "left out by this profile: compiling takes longer than the steps that it would measure"
+_LEFT_OUT = "left out by this profile, for time"
 _TWO_SWITCHES = (
     "left out: Inductor on a GPU reads PyTorch's older switch of TF32, and refuses a process that is kept to fp32 by the newer"
 )

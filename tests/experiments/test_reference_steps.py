@@ -82,7 +82,7 @@ def told(models, variants, device):
 def test_a_variant_that_a_device_or_a_model_has_not_says_why(context):
     everything = [{"dtype": "tf32"}, {"dtype": "fp32", "channels_last": True}, {"dtype": "bf16", "compiled": True, "models": []}]
     assert told([NAME], everything, detect_cpu()) == [
-        ("tf32", "unsupported"), ("fp32 channels_last", "no variant"), ("bf16 compiled", "left out by this profile"),
+        ("tf32", "unsupported"), ("fp32 channels_last", "no variant"), ("bf16 compiled", "left out by this profile, for time"),
     ]  # fmt: skip
     rows = [experiment._absent(context, cell) for cell in cells_of(context.sizes, detect_cpu()) if cell.absent]
     assert [(row.dtype, row.value) for row in rows] == [("tf32", None)] and "TF32" in rows[0].value_reason
