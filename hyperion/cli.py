@@ -199,6 +199,9 @@ def doctor(
     harness: Annotated[
         bool, typer.Option("--harness", help="Plant faults into measurements, and see that each is caught.")
     ] = False,
+    numerics: Annotated[
+        bool, typer.Option("--numerics", help="Compare logits, gradients and losses with float64, in every precision.")
+    ] = False,
 ) -> None:
     """Check this machine and installation; each finding comes with its evidence and its remedy.
 
@@ -206,11 +209,15 @@ def doctor(
     sheet; on one device, on both dies of an MI250X module, on all. Exit code 1 when one is not met.
 
     With --harness: every way to measure wrongly that this library knows, planted into a measurement, and what refused it.
+
+    With --numerics: two small trainings against the float64 numbers kept in git; 1 names the first tensor that is off.
     """
     from hyperion.commands import doctor as visit
 
     if run is not None and not floors:
         raise HyperionError("--run goes with --floors", next_step=f"hyperion doctor --floors --run {run}")
+    if numerics:
+        raise typer.Exit(visit.print_numerics())
     raise typer.Exit(visit.print_harness() if harness else visit.print_floors(run) if floors else visit.print_checks())
 
 

@@ -1,4 +1,4 @@
-"""`hyperion doctor`: findings with their remedies, floors, and the harness's test of itself."""
+"""`hyperion doctor`: findings with their remedies, floors, numerics, and the harness's test of itself."""
 
 from hyperion.commands.console import console
 from hyperion.doctor import check_floors, floor_table, run_checks
@@ -25,6 +25,19 @@ def print_floors(run: str | None) -> int:
         output.print(floor_table(report))
     output.print(report.conclusion, markup=False, soft_wrap=True)
     return 1 if report.healthy is False else 0
+
+
+def print_numerics() -> int:
+    """Print what this device computes beside what float64 gave; 1 when a number is further off than its tolerance."""
+    from hyperion.doctor.numerics import check_numerics
+    from hyperion.doctor.numerics_table import numerics_table
+
+    output = console()
+    report = check_numerics(on_line=lambda line: output.print(line, markup=False))
+    output.print(numerics_table(report))
+    for line in filter(None, (report.note, report.conclusion)):
+        output.print(line, markup=False, soft_wrap=True)
+    return 0 if report.passed else 1
 
 
 def print_harness() -> int:

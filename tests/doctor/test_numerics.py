@@ -1,0 +1,120 @@
+"""The machine's numbers pass, the pack is what float64 gives, and each planted error is caught and named."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hyperion.commands.doctor import print_numerics
+from hyperion.doctor.numerics import NumericsReport, check_numerics, compare
+from hyperion.doctor.numerics_cases import CASES, uniform
+from hyperion.doctor.numerics_pack import PACK, difference, make_pack, read_pack
+from hyperion.doctor.numerics_table import numerics_table
+from hyperion.doctor.numerics_tolerances import note, tolerances
+from hyperion.hardware import detect, detect_cpu
+from tests.hardware.machines import facts
+
+LANGUAGE, IMAGES = CASES
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def fp32(case) -> NumericsReport:
+    device = detect_cpu()
+    return NumericsReport(device.name, tuple(compare(case, "fp32", device, read_pack())))
+
+
+def test_float32_and_bf16_on_this_cpu_pass():
+    report = check_numerics(detect_cpu(), ["fp32", "tf32", "bf16"])
+    assert report.passed and "all 12 quantities are within" in report.conclusion
+    absent = [finding for finding in report.findings if finding.reason]
+    assert [finding.dtype for finding in absent] == ["tf32", "tf32"]
+    assert all(
+        finding.error > 0 for finding in report.findings if not finding.reason
+    )  # compared with itself it would be 0
+    assert len(numerics_table(report).rows) == 14
+
+
+def test_the_pack_is_what_float64_gives_here_and_small():
+    kept, made = read_pack(), make_pack()
+    assert kept.keys() == made.keys() and PACK.stat().st_size < 300_000
+    assert max(difference(made[name], kept[name]) for name in kept) < 1e-9
+
+
+def test_the_generators_numbers_are_those_of_every_platform():
+    assert uniform("a name", (3,)).tolist() == [0.15357892215251923, -0.6080374121665955, 0.1580948382616043]
+
+
+def one_weight(monkeypatch):
+    """Of the 4096 of a matrix, one that is 2 % larger."""
+    model = LANGUAGE.model
+
+    def changed(self):
+        made = model()
+        with torch.no_grad():
+            made.blocks[1].mlp.up.weight[5, 7] *= 1.02
+        return made
+
+    monkeypatch.setattr(type(LANGUAGE), "model", changed)
+
+
+def no_mask(monkeypatch):
+    attention = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, is_causal: attention(q, k, v))
+
+
+def other_gelu(monkeypatch):
+    gelu = F.gelu
+    monkeypatch.setattr(F, "gelu", lambda x, approximate: gelu(x))
+
+
+def other_epsilon(monkeypatch):
+    layer_norm = F.layer_norm
+    monkeypatch.setattr(F, "layer_norm", lambda x, shape, weight, bias, eps: layer_norm(x, shape, weight, bias, 1e-6))
+
+
+@pytest.mark.parametrize("plant", [one_weight, no_mask, other_gelu, other_epsilon])
+def test_a_planted_error_is_caught_and_named(monkeypatch, capsys, plant):
+    plant(monkeypatch)
+    report = fp32(LANGUAGE)
+    assert not report.passed
+    assert "the first tensor that is off: the logits of language in fp32" in report.conclusion
+    monkeypatch.setattr("hyperion.doctor.numerics.check_numerics", lambda on_line: report)
+    assert print_numerics() == 1
+    assert "WRONG NUMBERS" in capsys.readouterr().out
+
+
+def test_a_backward_pass_that_is_wrong_in_one_layer_names_its_gradient(monkeypatch):
+    shell = IMAGES.shell
+
+    def broken():
+        model = shell()
+        model.blocks[3].conv2.weight.register_hook(lambda gradient: gradient * 1.001)
+        return model
+
+    report = fp32(replace(IMAGES, shell=broken))
+    wrong = next(finding for finding in report.findings if not finding.passed)
+    assert (wrong.quantity, wrong.first) == ("gradients", "the gradient of blocks.3.conv2.weight")
+
+
+def test_a_nan_does_not_pass():
+    device, pack = detect_cpu(), read_pack()
+    pack["language/losses"][7] = float("nan")
+    report = NumericsReport(device.name, tuple(compare(LANGUAGE, "fp32", device, pack)))
+    assert not report.passed and "the loss of step 8 of language in fp32" in report.conclusion
+
+
+def test_an_mi250x_may_be_further_off_in_16_bits_and_the_report_says_why():
+    mi250x, h200 = (detect(facts(name)) for name in ("MI250X", "H200"))
+    assert tolerances("language", "fp32", mi250x) == tolerances("language", "fp32", h200)
+    for dtype in ("fp16", "bf16"):
+        wider, usual = tolerances("resnet18", dtype, mi250x), tolerances("resnet18", dtype, h200)
+        assert all(usual[name] < wider[name] < 1 for name in usual)
+    assert "flushes subnormal" in note(mi250x) and note(h200) == ""
