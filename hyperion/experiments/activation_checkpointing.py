@@ -1,65 +1,62 @@
-"""Activation checkpointing on the blocks of both baselines: equal gradients, less memory, more time; and memory by depth."""
+"""Policies of activation checkpointing on the blocks of both baselines: equal gradients, memory against time; by depth."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import pandas as pd
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hyperion.experiments import workloads
 from hyperion.experiments.columns import out_of_memory_reason
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
+from hyperion.experiments.memory_forecasts import foretold, laid_out, made, policy, within_budget
 from hyperion.experiments.side_by_side import run_counted
 from hyperion.experiments.step_comparison import Contender, compare_steps, emptied_afterwards
 from hyperion.experiments.variants import merged
 from hyperion.experiments.workloads import KINDS, SIXTEEN_BIT, Batch, Workload
 from hyperion.measure import PeakMemoryRegion, SavedForBackward, TensorMemory, state_of
-from hyperion.parallel import ParallelPlan, parallelize
-from hyperion.processes import world
+from hyperion.parallel import ParallelPlan, layout_of
+from hyperion.parallel.plan import BUDGET, EVERY_BLOCK, NONE, SELECTIVE
 from hyperion.results import Row
 from hyperion.training import TorchEngine, choose_precision
 
 GIB = 2**30
-NONE, EVERY_BLOCK = "none", "every block"
 GRADIENT_TOLERANCE = 1e-5
+_WHEN = {"phase": "forward and backward"}
 # A parameter whose gradient is this small a part of the whole has none but rounding: a bias that a softmax ignores, say.
 _NEGLIGIBLE = 1e-4
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """The speed that recomputing costs (the first line is the one to guess), and memory from shapes."""
-    dtype = choose_precision(context.device, context.sizes["precision"]).dtype
+    """The speed that recomputing costs (the first line is the one to guess), and memory by the estimator."""
     lines = []
     for kind in KINDS:
-        work = _workload(context, kind)
-        flops = work.flops.forward_backward
-        basis = "FLOPs alone: the blocks' forward pass comes on top of forward and backward"
-        lines.append(
-            Forecast(
-                variant=work.name, metric="speedup", estimate=flops / (flops + work.block_flops), basis=basis, dtype=dtype,
-                params={"batch": work.items, "checkpointing": EVERY_BLOCK},
-            )
-        )  # fmt: skip
-        lines += [_memory_forecast(work, dtype, checkpointing) for checkpointing in (NONE, EVERY_BLOCK)]
+        for plan in _plans(context, kind):
+            lines += _policy_forecasts(context, kind, plan)
     for layers in context.sizes["depths"]:
-        work = _workload(context, "language", layers)
+        work, dtype = _workload(context, "language", layers), _dtype(context)
         lines += [_kept_forecast(work, dtype, checkpointing) for checkpointing in (NONE, EVERY_BLOCK)]
+    lines.sort(key=lambda line: line.params["checkpointing"] != EVERY_BLOCK or line.metric != "speedup")
     return lines
 
 
 def run(context: Context, report) -> Result:
-    """Memory of each variant, the gradients of both beside each other, memory by depth, then both steps in turn."""
-    cells = [{"kind": kind, "checkpointing": how} for kind in KINDS for how in (NONE, EVERY_BLOCK)]
+    """Memory under each policy, the gradients of all beside each other, memory by depth, then their steps in turn."""
+    plans = {kind: _plans(context, kind) for kind in KINDS}
+    cells = [
+        {"kind": kind, "checkpointing": plan.checkpointing, "blocks": plan.checkpointed_blocks}
+        for kind in KINDS for plan in plans[kind]
+    ]  # fmt: skip
     results = run_counted(context, report, "hyperion.experiments.activation_checkpointing:measure_memory", cells)
     for done, kind in enumerate(KINDS):
         report(2 * done, 2 * len(KINDS), f"gradients of the {kind} model")
         with emptied_afterwards():
-            results.append(Result(_agreement(context, kind), pd.DataFrame()))
+            results.append(Result(_agreement(context, kind, plans[kind]), pd.DataFrame()))
         report(2 * done + 1, 2 * len(KINDS), f"steps of the {kind} model in turn")
-        results.append(_timed(context, kind))
+        results.append(_timed(context, kind, plans[kind]))
     for layers in context.sizes["depths"]:
         for how in (NONE, EVERY_BLOCK):
             with emptied_afterwards():
@@ -70,13 +67,12 @@ def run(context: Context, report) -> Result:
 EXPERIMENT = Experiment(forecast, run)
 
 
-def measure_memory(context: Context, report, kind: str, checkpointing: str) -> Result:
+def measure_memory(context: Context, report, kind: str, checkpointing: str, blocks: int | None) -> Result:
     """The fullest moment of forward and backward in a training step, optimizer state and all."""
-    work, device = _workload(context, kind), context.device
-    dtype = choose_precision(device, context.sizes["precision"]).dtype
-    row = partial(context.row, work.name, dtype=dtype, params=_params(work, checkpointing) | {"phase": "forward and backward"})
+    work, device, plan = _workload(context, kind), context.device, policy(checkpointing, blocks)
+    row = partial(context.row, work.name, dtype=_dtype(context), params=_params(work, plan) | _WHEN)
     try:
-        engine, batch = _engine(context, work, dtype, checkpointing)
+        engine, batch = made(work, _dtype(context), plan, device, context.seed)
         engine.train_step(batch)  # makes the optimizer's state
         with PeakMemoryRegion(device) as region:
             peak = forward_and_backward(engine, batch).peak
@@ -119,40 +115,52 @@ def _workload(context: Context, kind: str, layers: int = 0) -> Workload:
     return workloads.workload(kind, sizes, sizes.get("vocabulary", 0), layers)
 
 
-def _laid_out(checkpointing: str) -> Callable[[nn.Module], nn.Module]:
-    plan = ParallelPlan(checkpointing=checkpointing)
-    return lambda model: parallelize(model, plan, world())
+def _dtype(context: Context) -> str:
+    return choose_precision(context.device, context.sizes["precision"]).dtype
 
 
-def _engine(context: Context, work: Workload, dtype: str, checkpointing: str) -> tuple[TorchEngine, Batch]:
-    engine = work.engine(dtype, context.device, context.seed, _laid_out(checkpointing))
-    return engine, workloads.random_batch(work, context.device, context.seed)
+def _plans(context: Context, kind: str) -> list[ParallelPlan]:
+    """Every policy, the one without any first; the budget's lies between those of nothing and of everything saved."""
+    budget = within_budget(_workload(context, kind), _dtype(context), context.device, context.sizes["budget_share"])
+    return [policy(how) for how in (NONE, EVERY_BLOCK, SELECTIVE)] + [budget]
 
 
-def _params(work: Workload, checkpointing: str) -> dict:
-    return {"batch": work.items, "checkpointing": checkpointing}
+def _params(work: Workload, plan: ParallelPlan) -> dict:
+    params = {"batch": work.items, "checkpointing": plan.checkpointing}
+    return params if plan.checkpointing != BUDGET else params | {"checkpointed_blocks": plan.checkpointed_blocks}
 
 
-def _agreement(context: Context, kind: str) -> list[Row]:
-    """Gradients in fp32, and BatchNorm's running statistics, with checkpointing beside those without."""
-    work, found = _workload(context, kind), {}
-    for how in (NONE, EVERY_BLOCK):
-        engine, batch = _engine(context, work, "fp32", how)
-        engine.model.train()
-        with engine.precision.products(), _in_one_order():
-            with engine.precision.autocast(engine.device):
-                loss = engine.summed_loss(batch) / engine.count_items(batch)
-            loss.backward()
-        statistics = {name: buffer for name, buffer in engine.model.named_buffers() if buffer.is_floating_point()}
-        found[how] = {name: p.grad for name, p in engine.model.named_parameters()}, statistics
+def _agreement(context: Context, kind: str, plans: list[ParallelPlan]) -> list[Row]:
+    """Gradients in fp32, and BatchNorm's running statistics, of each policy beside those without."""
+    work = _workload(context, kind)
+    plain, *others = (_gradients(context, work, plan) for plan in plans)
+    return [
+        row
+        for plan, found in zip(plans[1:], others, strict=True)
+        for row in _difference_rows(context, work, plan, found, plain)
+    ]
+
+
+def _gradients(context: Context, work: Workload, plan: ParallelPlan) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    engine, batch = made(work, "fp32", plan, context.device, context.seed)
+    engine.model.train()
+    with engine.precision.products(), _in_one_order():
+        with engine.precision.autocast(engine.device):
+            loss = engine.summed_loss(batch) / engine.count_items(batch)
+        loss.backward()
+    statistics = {name: buffer for name, buffer in engine.model.named_buffers() if buffer.is_floating_point()}
+    return {name: p.grad for name, p in engine.model.named_parameters()}, statistics
+
+
+def _difference_rows(context: Context, work: Workload, plan: ParallelPlan, found: tuple, plain: tuple) -> list[Row]:
     rows = []
-    for what, with_it, without in zip(("gradients", "running statistics"), found[EVERY_BLOCK], found[NONE], strict=True):
+    for what, with_it, without in zip(("gradients", "running statistics"), found, plain, strict=True):
         if without:
             difference = largest_difference(with_it, without)
             rows.append(
                 context.row(
                     work.name, "relative_difference", difference, dtype="fp32",
-                    params=_params(work, EVERY_BLOCK) | {"of": what}, check=f"{what} as without checkpointing",
+                    params=_params(work, plan) | {"of": what}, check=f"{what} as without checkpointing",
                     check_error=difference, check_tolerance=GRADIENT_TOLERANCE,
                 )
             )  # fmt: skip
@@ -181,34 +189,44 @@ def largest_difference(found: dict[str, Tensor], reference: dict[str, Tensor]) -
     )
 
 
-def _timed(context: Context, kind: str) -> Result:
-    work = _workload(context, kind)
-    dtype = choose_precision(context.device, context.sizes["precision"]).dtype
+def _timed(context: Context, kind: str, plans: list[ParallelPlan]) -> Result:
+    work, dtype = _workload(context, kind), _dtype(context)
     batch = workloads.random_batch(work, context.device, context.seed)
     contenders = [
         Contender(
-            "no checkpointing" if how == NONE else how, dtype, {"checkpointing": how},
-            partial(work.engine, dtype, context.device, context.seed, _laid_out(how)),
-            work.least_flops + (work.block_flops if how == EVERY_BLOCK else 0),
+            "no checkpointing" if plan.checkpointing == NONE else plan.checkpointing, dtype,
+            {name: value for name, value in _params(work, plan).items() if name != "batch"},
+            partial(work.engine, dtype, context.device, context.seed, laid_out(plan, context.device)),
+            work.least_flops + _again(work, plan),
         )
-        for how in (NONE, EVERY_BLOCK)
+        for plan in plans
     ]  # fmt: skip
     return compare_steps(context, work, batch, contenders, "")
 
 
+def _again(work: Workload, plan: ParallelPlan) -> float:
+    """FLOPs of an item that are done a second time."""
+    blocks = len(layout_of(work.build()).blocks)
+    shares = {NONE: 0, SELECTIVE: 0, EVERY_BLOCK: 1, BUDGET: (plan.checkpointed_blocks or 0) / blocks}
+    return work.block_flops * shares[plan.checkpointing]
+
+
 def _kept_rows(context: Context, work: Workload, checkpointing: str) -> list[Row]:
     """What a forward pass keeps at this depth."""
-    dtype = choose_precision(context.device, context.sizes["precision"]).dtype
-    columns = {"dtype": dtype, "params": _depth_params(work, checkpointing)}
+    columns = {"dtype": _dtype(context), "params": _depth_params(work, checkpointing)}
     try:
-        kept = forward_and_backward(*_engine(context, work, dtype, checkpointing)).kept
+        kept = forward_and_backward(
+            *made(work, _dtype(context), policy(checkpointing), context.device, context.seed)
+        ).kept
     except torch.OutOfMemoryError as error:
-        return [context.row(work.name, "allocated_memory_gib", None, value_reason=out_of_memory_reason(error), **columns)]
+        return [
+            context.row(work.name, "allocated_memory_gib", None, value_reason=out_of_memory_reason(error), **columns)
+        ]
     return [context.row(work.name, "allocated_memory_gib", kept / GIB, **columns)]
 
 
 def _depth_params(work: Workload, checkpointing: str) -> dict:
-    return _params(work, checkpointing) | {"layers": work.config.layers, "what": "activations after forward"}
+    return _params(work, policy(checkpointing)) | {"layers": work.config.layers, "what": "activations after forward"}
 
 
 def _kept_forecast(work: Workload, dtype: str, checkpointing: str) -> Forecast:
@@ -219,10 +237,23 @@ def _kept_forecast(work: Workload, dtype: str, checkpointing: str) -> Forecast:
     )  # fmt: skip
 
 
-def _memory_forecast(work: Workload, dtype: str, checkpointing: str) -> Forecast:
-    peak = work.peak_bytes(dtype in SIXTEEN_BIT, checkpointing == EVERY_BLOCK)
-    return Forecast(
-        variant=work.name, metric="tensor_memory_gib", estimate=peak / GIB, dtype=dtype,
-        params=_params(work, checkpointing) | {"phase": "forward and backward"},
-        basis="from shapes: weights, moments and batch, and the fullest moment of the backward pass",
-    )  # fmt: skip
+def _policy_forecasts(context: Context, kind: str, plan: ParallelPlan) -> list[Forecast]:
+    work, dtype = _workload(context, kind), _dtype(context)
+    estimate, line = foretold(work, dtype, plan, context.device), partial(Forecast, variant=work.name, dtype=dtype)
+    params, basis = _params(work, plan), "the estimator: this very step on tensors that have shapes and no memory"
+    lines = [
+        line(metric="tensor_memory_gib", estimate=estimate.history.peak_bytes / GIB, basis=basis, params=params | _WHEN)
+    ]
+    if context.device.kind != "cpu":
+        lines.append(
+            line(metric="peak_memory_gib", estimate=estimate.peak_bytes / GIB, basis=basis, params=params | _WHEN)
+        )
+    if plan.checkpointing != NONE:
+        flops = work.flops.forward_backward
+        lines.append(
+            line(
+                metric="speedup", estimate=flops / (flops + _again(work, plan)), params=params,
+                basis="FLOPs alone: what the policy computes again comes on top of forward and backward",
+            )
+        )  # fmt: skip
+    return lines

@@ -6,7 +6,7 @@ history of a step is known without the step, see hyperion.training.memory_estima
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -65,6 +65,11 @@ class MemoryHistory:
     def kinds(self) -> list[str]:
         """In the order of their first birth."""
         return list(dict.fromkeys(life.kind for life in sorted(self.lives, key=lambda life: life.born)))
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Most bytes of each kind at any moment; not all kinds are at their most in the same one."""
+        return {kind: max(self.levels(kind)) for kind in self.kinds()}
 
     def fullest(self) -> int:
         """The event after which most was alive."""
@@ -151,9 +156,9 @@ class MemoryTimeline(TorchDispatchMode):
 
     def history(self) -> MemoryHistory:
         """Of everything so far."""
-        lives = tuple(map(Birth, self._sizes, self._kinds, self._born, self._died))
         ends = self._ends[0] or self._event, self._ends[1] or self._event, self._event
-        return MemoryHistory(lives, self._event, ends)
+        lives = tuple(map(Birth, self._sizes, self._kinds, self._born, self._died))
+        return MemoryHistory(tuple(_as_activation(life, ends[0]) for life in lives), self._event, ends)
 
     def _count(self, tensor: Tensor, kind: str) -> None:
         storage = tensor.untyped_storage()
@@ -198,3 +203,9 @@ class MemoryTimeline(TorchDispatchMode):
         number = self._numbers.get(storage_key(tensor))
         if number is not None and self._kinds[number] == TEMPORARY:
             self._kinds[number] = kind
+
+
+def _as_activation(life: Birth, forward_end: int) -> Birth:
+    """What the forward pass leaves behind is there for the backward pass, also where autograd was not the one to keep it."""
+    left = 0 < life.born < forward_end and (life.died is None or life.died >= forward_end)
+    return replace(life, kind=ACTIVATIONS) if life.kind == TEMPORARY and left else life

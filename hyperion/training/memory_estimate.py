@@ -6,6 +6,8 @@ will run, not that of a formula. What a GPU adds is named beside: blocks of its 
 keep for themselves.
 """
 
+import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyperion.errors import HyperionError
@@ -22,6 +25,7 @@ from hyperion.measure.tensor_memory import state_of
 from hyperion.training.engine import TorchEngine
 
 BLOCK_BYTES = 512  # PyTorch's caching allocator rounds up to these
+_IS_CUDA = torch.Tensor.is_cuda.__get__
 Make = Callable[[Device], tuple[TorchEngine, Any]]
 
 
@@ -45,7 +49,7 @@ class MemoryEstimate:
     @property
     def parts(self) -> dict[str, int]:
         """Most bytes of each kind of tensor at any moment; not all kinds are at their most in the same one."""
-        return {kind: max(self.history.levels(kind)) for kind in self.history.kinds()}
+        return self.history.parts
 
     @property
     def at_peak(self) -> dict[str, int]:
@@ -69,7 +73,7 @@ def estimate_memory(make: Make, device: Device, ask: bool = False) -> MemoryEsti
     """
     accelerator = device.kind != "cpu"
     kernels = _KernelBytes(device if ask else None) if accelerator else None
-    with FakeTensorMode() as fake:
+    with FakeTensorMode() as fake, _AsOnGpu() if accelerator else contextlib.nullcontext():
         with _Forgetful(fake):
             engine, batch = make(replace(device, torch_device="cpu"))
         engine.uncaptured = "tensors without memory are not recorded"
@@ -115,19 +119,20 @@ def largest_batch(peak_bytes: Callable[[int], int], memory_bytes: int, at_most: 
         memory_bytes: that there is.
         at_most: where to stop looking.
     """
-    if memory_bytes < 1:
-        raise HyperionError(
-            f"{memory_bytes} bytes hold nothing", where="largest_batch", next_step="give a memory in bytes"
-        )
-    if peak_bytes(1) > memory_bytes:
+    fits, held = 1, peak_bytes(1)
+    if held > memory_bytes:
         return 0
-    fits, fails = 1, 2
-    while fails <= at_most and peak_bytes(fails) <= memory_bytes:
-        fits, fails = fails, 2 * fails
-    fails = min(fails, at_most + 1)
+    fails, an_item, halve = at_most + 1, 0, False
     while fails - fits > 1:
-        middle = (fits + fails) // 2
-        fits, fails = (middle, fails) if peak_bytes(middle) <= memory_bytes else (fits, middle)
+        # Memory grows nearly in proportion to the batch: a few estimates find it, where halving would take many.
+        guess = fits + int((memory_bytes - held) / an_item) if an_item else 2 * fits
+        guess = (fits + fails) // 2 if halve else min(max(guess, fits + 1), fails - 1)
+        needed = peak_bytes(guess)
+        an_item = (needed - held) / (guess - fits)
+        if needed <= memory_bytes:
+            fits, held, halve = guess, needed, False
+        else:
+            halve, fails = fails <= at_most, guess
     return fits
 
 
@@ -141,16 +146,22 @@ def fewest_checkpointed(peak_bytes: Callable[[int], int], blocks: int, memory_by
     Raises:
         HyperionError: it does not fit with all of them.
     """
+    if (most := peak_bytes(0)) <= memory_bytes:
+        return 0
     if (least := peak_bytes(blocks)) > memory_bytes:
         raise HyperionError(
             f"the step needs {least} bytes with every one of {blocks} blocks checkpointed, and {memory_bytes} there are",
             where="fewest_checkpointed",
             next_step="take a smaller batch (largest_batch says which fits), or a larger memory",
         )
-    fails, fits = -1, blocks
+    fails, fits = 0, blocks
+    guess = math.ceil(blocks * (most - memory_bytes) / (most - least))  # blocks that are alike save alike
     while fits - fails > 1:
-        middle = (fails + fits) // 2
-        fails, fits = (fails, middle) if peak_bytes(middle) <= memory_bytes else (middle, fits)
+        guess = min(max(guess, fails + 1), fits - 1)
+        if peak_bytes(guess) <= memory_bytes:
+            fits, guess = guess, guess - 1
+        else:
+            fails, guess = guess, guess + 1
     return fits
 
 
@@ -165,6 +176,13 @@ class _Forgetful(TorchDispatchMode):
         returned = func(*args, **kwargs or {})
         self._memo.clear()
         return returned
+
+
+class _AsOnGpu(TorchFunctionMode):
+    """Lets code that asks a tensor whether it is on a GPU take the way that it will take there."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
+        return True if func == _IS_CUDA else func(*args, **kwargs or {})
 
 
 class _KernelBytes:
