@@ -31,6 +31,7 @@ SUBJECTS = {
     "ngram_baselines": "baseline",
     "language_model": "baseline",
     "image_classifier": "baseline",
+    "image_training_speed": "baseline",
     "recovery": "baseline",
     "scaling": "scaling",
     "parallel_parity": "distributed",

@@ -31,6 +31,7 @@ TITLES = {
     "ngram_baselines": "Counting models",
     "language_model": "Language model",
     "image_classifier": "Image classifier",
+    "image_training_speed": "Training images fast",
     "recovery": "Faults and recovery",
     "parallel_parity": "One device and many: the same losses",
     "distributed_training": "Training on all ranks",

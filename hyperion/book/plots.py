@@ -12,6 +12,7 @@ from hyperion.book import (
     plots_distributed,
     plots_gap,
     plots_hardware,
+    plots_images,
     plots_interconnect,
     plots_levels,
     plots_llama,
@@ -193,6 +194,8 @@ PLOTS = (
         "Items trained on per second beside a steady step timed alone, and the memory taken at most.",
         plots_training.throughput,
     ),
+    Plot("time_to_accuracy", "image_classifier", "Accuracy over seconds of training.", plots_images.time_to_accuracy),
+    Plot("image_speed", "image_training_speed", "Two training paths in turn.", plots_images.image_training_speed),
     Plot(
         "recovery",
         "recovery",

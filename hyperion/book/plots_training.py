@@ -184,6 +184,8 @@ def _draw_steps(axes: Axes, material: Material, experiment: str) -> None:
     """The loss of every step, faint, and its running mean. Reads samples with kind "step": columns step, loss."""
     samples = material.samples(experiment)
     steps = samples[samples["kind"] == "step"].sort_values("step")
+    if "seed" in steps:
+        steps = steps[steps["seed"] == steps["seed"].min()]
     step, loss = steps["step"].to_numpy(), steps["loss"].to_numpy()
     window = max(1, len(loss) // 40)
     smooth = np.convolve(loss, np.ones(window) / window, mode="valid")

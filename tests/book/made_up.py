@@ -9,6 +9,7 @@ from tests.book.made_up_collectives import collectives_chapter
 from tests.book.made_up_compilation import compilation_chapter
 from tests.book.made_up_distributed import distributed_chapters
 from tests.book.made_up_hardware import HARDWARE, PEAKS, bandwidth_rows, gemm_rows, roofline_rows, time_samples
+from tests.book.made_up_images import classifier_samples, speed_chapter, time_to_accuracy_row
 from tests.book.made_up_kernels import kernel_chapters
 from tests.book.made_up_learning import (
     CORE,
@@ -78,6 +79,7 @@ def made_up_run(folder, *, source="mirror", peaks=None, bandwidth=4800.0, enviro
         collectives_chapter(np.random.default_rng(2), limited=bandwidth is not None),
         *llama_chapter(np.random.default_rng(3)),
         *distributed_chapters(np.random.default_rng(4)),
+        speed_chapter(),
         *recovery_chapters(),
         compilation_chapter(),
         *precision_chapters(),
@@ -106,8 +108,8 @@ def made_up_run(folder, *, source="mirror", peaks=None, bandwidth=4800.0, enviro
         (
             CORE,
             "image_classifier",
-            classifier_rows(random, source, 0.95 if synthetic else None),
-            step_samples(random, 0.1, 900),
+            [*classifier_rows(random, source, 0.95 if synthetic else None), time_to_accuracy_row(source)],
+            classifier_samples(random),
         ),
     ]
     for notebook, experiment, rows, samples in chapters:

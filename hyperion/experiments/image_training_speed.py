@@ -1,0 +1,211 @@
+"""Our way of training ResNet-18, loader and augmentation included, beside the plain public one, in turn on one device."""
+
+import math
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+import torch
+
+from hyperion.data import PreparedImages, channel_statistics
+from hyperion.data.device_images import ImageBatches
+from hyperion.data.imageset import ImageSet
+from hyperion.experiments import datasets
+from hyperion.experiments.columns import out_of_memory_reason, sample_frame, timed_columns
+from hyperion.experiments.context import Context, Experiment, Forecast, Result
+from hyperion.experiments.plain_image_loop import CLASSES, PlainLoop, copy_weights, plain_model
+from hyperion.experiments.step_comparison import emptied_afterwards
+from hyperion.experiments.training_rows import speed_rows, step_forecasts
+from hyperion.experiments.workloads import Workload, workload
+from hyperion.hardware import Device
+from hyperion.measure import FORMATS, Timing, time_interleaved
+from hyperion.models import resnet18
+from hyperion.results import Row, ratio_estimate
+from hyperion.training import ImageEngine, choose_precision, seed_everything, sgd_nesterov
+
+OURS, PLAIN = "hyperion", "plain"
+# Kernels of a compiled step that are launched one by one: of each of 20 convolutions itself, its gradients by input and
+# kernel, three casts, the statistics of its norm and their gradients, two fused passes; then the update and the batch.
+_LAUNCHES = 20 * 12 + 30
+_NO_LIMIT = "no limit: how far the slower of the two stays below its own limit is not bounded"
+
+
+def forecast(context: Context) -> list[Forecast]:
+    """Images per second of both from ceilings and shapes; the plain loop also waits for the host to launch its kernels."""
+    dtype, found = choose_precision(context.device, context.sizes["precision"]).dtype, []
+    launches = [row.value for row in context.upstream if (row.metric, row.variant) == ("launch_time_s", "eager")]
+    for batch in context.sizes["batches"]:
+        work = _work(context, batch)
+        half = FORMATS[dtype].bytes / 4
+        traffic = {name: moved * (half if name == "activations" else 1) for name, moved in work.step_bytes.items()}
+        rate = step_forecasts(context, work.name, dtype, "image", batch, work.flops, traffic)[0]
+        found.append(replace(rate, params=_params(batch, OURS)))
+        ratio, basis = None, rate.basis
+        if rate.estimate is not None and launches and launches[0] is not None:
+            device_s, host_s = batch / rate.estimate, _LAUNCHES * launches[0]
+            ratio = max(device_s, host_s) / device_s
+            basis = (
+                f"the plain loop launches some {_LAUNCHES} kernels at the measured {launches[0] * 1e6:.3g} us each, a graph "
+                f"one; the device needs {device_s * 1e3:.3g} ms for either"
+            )
+        params = _params(batch, OURS) | {"over": PLAIN}
+        found.append(
+            Forecast(variant=work.name, metric="speedup", estimate=ratio, basis=basis, dtype=dtype, params=params)
+        )
+    return found
+
+
+def run(context: Context, report) -> Result:
+    """For each batch: both from the same weights over the same batches, then their speeds in turn."""
+    image_set, prepared = datasets.images(context)
+    torch.backends.cudnn.benchmark = True  # for both; this process ends with the experiment
+    rows, frames = [], []
+    for number, batch in enumerate(context.sizes["batches"]):
+        report(number, len(context.sizes["batches"]), f"batch {batch}")
+        with emptied_afterwards():
+            try:
+                pair = _Pair.built(context, image_set, prepared, batch)
+                rows += _parity(context, pair, frames, image_set.source)
+                rows += _speeds(context, pair, frames, image_set.source)
+                del pair
+            except torch.OutOfMemoryError as error:
+                name, reason = _work(context, batch).name, out_of_memory_reason(error)
+                rows.append(context.row(name, "step_time_s", None, params=_params(batch, OURS), value_reason=reason))
+    return Result(rows, pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(), image_set.source)
+
+
+EXPERIMENT = Experiment(
+    forecast, run, isolated=True, forecast_reads=("gemm", "bandwidth", "launch_cost"), data=datasets.IMAGES
+)
+
+
+@dataclass
+class _Pair:
+    """Both loops at one batch.
+
+    Attributes:
+        engine, batches: ours.
+        plain: the other, from the same weights.
+        published: whose model the other trains.
+        compiled: whether both are.
+    """
+
+    work: Workload
+    engine: ImageEngine
+    batches: ImageBatches
+    plain: PlainLoop
+    published: str
+    compiled: bool
+
+    @classmethod
+    def built(cls, context: Context, image_set: ImageSet, prepared: PreparedImages, batch: int) -> "_Pair":
+        sizes, device = context.sizes, context.device
+        if compiled := sizes["compiled"]:
+            torch.compiler.reset()  # else code of the batch before would be made anew for batches of any size
+        precision, rate = choose_precision(device, sizes["precision"]), sizes["learning_rate"]
+        count = sizes.get("train_images")
+        images, labels = (np.array(prepared.arrays[f"train_{name}"][:count]) for name in ("images", "labels"))
+        batches = ImageBatches(
+            images, labels, batch, channel_statistics(images), seed=context.seed, augment=image_set.augmentations,
+            device=device.torch_device, dtype=FORMATS[precision.dtype].storage,
+        )  # fmt: skip
+        seed_everything(context.seed)
+        model = resnet18(CLASSES, sizes["width"])
+        other, published = plain_model(sizes["width"])
+        copy_weights(model, other)
+        plain = PlainLoop(other, images, labels, image_set.augmentations, batch, rate, precision, device, compiled)
+        model = model.to(device.torch_device)
+        # The same update in both: no decay, which the published loop has for norms too, and no clipping.
+        engine = ImageEngine(
+            model, sgd_nesterov(model, rate, weight_decay=0.0), lambda step: rate, precision, device,
+            clip_norm=math.inf, capture=True,
+        )  # fmt: skip
+        if compiled:
+            model.compile()
+        print(f"batch {batch}: ours {engine.uncaptured or 'replayed as a graph'}; the plain loop trains the ResNet-18 of {published}")
+        return cls(_work(context, batch), engine, batches, plain, published, compiled)
+
+    def loss(self, loop: str, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """One optimizer step of a loop on a batch; the loss before it."""
+        if loop == PLAIN:
+            return self.plain.train_on(images.float(), labels)
+        return self.engine.train_step((images, labels)).loss
+
+    def ours(self) -> torch.Tensor:
+        """The next batch, and one optimizer step on it."""
+        return self.engine.train_step(self.batches.next_batch()).loss
+
+
+def _parity(context: Context, pair: _Pair, frames: list[pd.DataFrame], source: str) -> list[Row]:
+    """Losses of both over the same batches from the same weights, and the seconds that their first steps took."""
+    device, steps = context.device, context.sizes["parity_steps"]
+    losses: dict[str, list[torch.Tensor]] = {OURS: [], PLAIN: []}
+    first_s: dict[str, float] = {}
+    for step in range(steps):
+        images, labels = pair.batches.next_batch()
+        for name, curve in losses.items():
+            started = time.perf_counter()
+            curve.append(pair.loss(name, images, labels))
+            if step == 0:
+                _wait_for(device)
+                first_s[name] = time.perf_counter() - started
+    curves = {name: torch.stack(found).float().cpu().numpy() for name, found in losses.items()}
+    batch, dtype = pair.work.items, pair.engine.precision.dtype
+    tail = slice(-max(1, steps // 4), None)
+    difference = float(abs(np.mean(curves[OURS][tail]) / np.mean(curves[PLAIN][tail]) - 1))
+    for name, curve in curves.items():
+        frames.append(
+            pd.DataFrame({"kind": "parity", "loop": name, "batch": batch, "step": range(1, steps + 1), "loss": curve})
+        )
+    shared = {"dtype": dtype, "data_source": source}
+    compared = {"batch": batch, "what": "training loss", "of": OURS, "from": PLAIN, "steps": steps}
+    rows = [
+        context.row(
+            pair.work.name, "relative_difference", difference, params=compared, check_error=difference,
+            check="mean loss of the last quarter of the steps, same weights and batches",
+            check_tolerance=context.sizes["tolerance"], **shared,
+        )
+    ]  # fmt: skip
+    for name, seconds in first_s.items():
+        rows.append(context.row(pair.work.name, "compile_time_s", seconds, params=_params(batch, name), **shared))
+    return rows
+
+
+def _wait_for(device: Device) -> None:
+    if device.kind != "cpu":
+        torch.cuda.synchronize(device.torch_device)
+
+
+def _speeds(context: Context, pair: _Pair, frames: list[pd.DataFrame], source: str) -> list[Row]:
+    """Both in turn, some steps at a time, loader included: what a training sees."""
+    sizes, work, dtype = context.sizes, pair.work, pair.engine.precision.dtype
+    timings: list[Timing] = time_interleaved(
+        [pair.ours, pair.plain.step], context.device, cold=False, time_limit_s=sizes["time_limit_s"],
+        back_to_back=sizes["steps_in_a_row"],
+    )  # fmt: skip
+    rows = []
+    for name, timing in zip((OURS, PLAIN), timings, strict=True):
+        params = _params(work.items, name)
+        shared = {"dtype": dtype, "params": params, "data_source": source}
+        rows += speed_rows(context, work.name, "image", work.items, timing, work.flops, work.least_flops, shared)
+        frames.append(sample_frame(timing, work.name, dtype, params).assign(kind="step, loader included"))
+    ratio = ratio_estimate(timings[0].samples_s, timings[1].samples_s)
+    how = {
+        "over": PLAIN, "compiled": pair.compiled, "replayed": not pair.engine.uncaptured, "plain_model": pair.published,
+    }  # fmt: skip
+    rows.append(
+        context.row(
+            work.name, "speedup", ratio.value, dtype=dtype, params=_params(work.items, OURS) | how, data_source=source,
+            limit_source=_NO_LIMIT, **timed_columns(ratio, timings[0]),
+        )
+    )  # fmt: skip
+    return rows
+
+
+def _work(context: Context, batch: int) -> Workload:
+    return workload("image", {"width": context.sizes["width"], "batch_size": batch})
+
+
+def _params(batch: int, loop: str) -> dict:
+    return {"batch": batch, "loop": loop, "loader": "included"}

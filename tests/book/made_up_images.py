@@ -1,0 +1,68 @@
+"""Rows and curves of the image classifier's speed that no machine measured: test data, valid by every rule of a row."""
+
+import math
+
+import numpy as np
+import pandas as pd
+
+from hyperion.results import Row
+from tests.book.made_up_learning import CORE, step_samples
+
+_RATES = {(512, "hyperion"): 8.8e4, (512, "plain"): 4.1e4, (128, "hyperion"): 5.0e4, (128, "plain"): 1.1e4}
+
+
+def speed_chapter():
+    """(notebook, experiment, rows, samples) of both training paths in turn."""
+    return CORE, "image_training_speed", _rows(), _losses()
+
+
+def classifier_samples(random, epochs=10):
+    """The loss of every step, and two seeds' held-out accuracy by epoch with the seconds of training."""
+    curves = [
+        {
+            "kind": "evaluation", "seed": seed, "step": 90 * epoch, "time_s": 0.6 * epoch,
+            "accuracy": 0.94 - 0.6 * math.exp(-epoch / (2 + seed)),
+        }
+        for seed in range(2)
+        for epoch in range(1, epochs + 1)
+    ]  # fmt: skip
+    return pd.concat([step_samples(random, 0.1, 900).assign(seed=0), pd.DataFrame(curves)], ignore_index=True)
+
+
+def time_to_accuracy_row(source):
+    """When the first of those seeds came to 93 %."""
+    return Row(
+        notebook=CORE, experiment="image_classifier", variant="resnet18", dtype="bf16", metric="time_to_accuracy_s",
+        value=5.4, params={"target": 0.93, "split": "held-out train"}, limit_source="no limit", data_source=source,
+    )  # fmt: skip
+
+
+def _rows():
+    common = {"notebook": CORE, "experiment": "image_training_speed", "variant": "resnet18", "dtype": "bf16"}
+    rows = [
+        Row(
+            **common, metric="images_per_s", value=rate, n=30, ci_low=0.99 * rate, ci_high=1.01 * rate, limit=3.2e5,
+            limit_source="model FLOPs at the limit", params={"batch": batch, "loop": loop, "loader": "included"},
+        )
+        for (batch, loop), rate in _RATES.items()
+    ]  # fmt: skip
+    for batch in (512, 128):
+        ratio = _RATES[batch, "hyperion"] / _RATES[batch, "plain"]
+        params = {"batch": batch, "loop": "hyperion", "over": "plain", "compiled": True, "replayed": True}
+        rows.append(
+            Row(**common, metric="speedup", value=ratio, n=30, ci_low=0.98 * ratio, ci_high=1.02 * ratio, params=params,
+                limit_source="no limit: a ratio")
+        )  # fmt: skip
+    return rows
+
+
+def _losses():
+    step = np.arange(1, 201)
+    frames = [
+        pd.DataFrame(
+            {"kind": "parity", "loop": loop, "batch": batch, "step": step, "loss": 1 + np.exp(-step / 60) + shift}
+        )
+        for batch in (512, 128)
+        for loop, shift in (("hyperion", 0.004), ("plain", 0.0))
+    ]
+    return pd.concat(frames, ignore_index=True)

@@ -1,0 +1,75 @@
+"""Our training path beside the plain one: the same work, and a check that notices when it is not."""
+
+import pytest
+import torch
+
+from hyperion.experiments import datasets
+from hyperion.experiments.image_training_speed import OURS, PLAIN, _Pair, _parity
+from hyperion.experiments.plain_image_loop import PlainLoop, copy_weights, plain_model
+from hyperion.hardware import detect_cpu
+from hyperion.models import resnet18
+from hyperion.training import Precision
+from tests.experiments.toy import perform, toy_context
+
+SIZES = {
+    "width": 4, "batches": [8], "train_images": 64, "learning_rate": 0.05, "precision": "fp32", "compiled": False,
+    "parity_steps": 4, "tolerance": 0.03, "steps_in_a_row": 1, "time_limit_s": 0.05,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_data(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HYPERION_DATA", str(tmp_path_factory.mktemp("speed") / "data"))
+        yield
+
+
+def test_both_do_the_same_work_and_take_turns(one_thread, tmp_path):
+    result = perform(toy_context("image_training_speed", SIZES, tmp_path), tmp_path)
+    by_metric = {metric: [row for row in result.rows if row.metric == metric] for metric in ("images_per_s", "speedup")}
+    ours, plain = by_metric["images_per_s"]
+    assert (ours.params["loop"], plain.params["loop"]) == (OURS, PLAIN) and ours.n == plain.n >= 30
+    (speedup,) = by_metric["speedup"]
+    assert speedup.params["over"] == PLAIN and not speedup.params["replayed"]
+    assert speedup.value == pytest.approx(ours.value / plain.value, rel=1e-6)
+    agreement = next(row for row in result.rows if row.metric == "relative_difference")
+    assert agreement.check_error == agreement.value < 1e-4
+    assert result.samples.query("kind == 'parity'").groupby("loop").size().to_dict() == {OURS: 4, PLAIN: 4}
+
+
+def test_other_work_is_noticed(one_thread, tmp_path):
+    context = toy_context("image_training_speed", SIZES, tmp_path)
+    pair = _Pair.built(context, *datasets.images(context), batch=8)
+    pair.plain.optimizer.param_groups[0]["lr"] *= 4
+    (agreement, *_) = _parity(context, pair, [], "synthetic")
+    assert agreement.check_error > agreement.check_tolerance
+
+
+def test_torchvisions_resnet_is_ours_under_other_names():
+    torch.manual_seed(0)
+    ours, (published, name) = resnet18(), plain_model(64)
+    copy_weights(ours, published)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(published.eval()(images), ours.eval()(images), rtol=1e-4, atol=1e-4)
+    assert name == "torchvision"
+
+
+def test_the_plain_loop_shows_every_image_once_an_epoch_shifted_and_mirrored():
+    images = torch.zeros(40, 3, 32, 32, dtype=torch.uint8)
+    images[:, :, 16, 10] = torch.arange(1, 41, dtype=torch.uint8)[:, None]  # one bright pixel tells image and place
+    model, _ = plain_model(4)
+    loop = PlainLoop(
+        model, images.numpy(), torch.arange(40).numpy() % 10, ("crop", "flip"), 10, 0.1, Precision("fp32", "test"),
+        detect_cpu(), compiled=False,
+    )  # fmt: skip
+    shown, places = [], set()
+    for _ in range(4):
+        batch, labels = loop.next_batch()
+        assert batch.is_contiguous(memory_format=torch.channels_last)
+        peaks = (batch[:, 0] - batch[:, 0].amin(dim=(1, 2), keepdim=True)).flatten(1).argmax(dim=1)
+        places |= {(int(at) // 32, int(at) % 32) for at in peaks}
+        shown += labels.tolist()
+    assert sorted(shown) == sorted(i % 10 for i in range(40))
+    rows, columns = zip(*places, strict=True)
+    assert min(rows) >= 12 and max(rows) <= 20 and {c < 16 for c in columns} == {True, False}
