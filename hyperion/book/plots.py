@@ -135,7 +135,7 @@ PLOTS = (
     Plot(
         "model_steps",
         "model_steps",
-        "Where a training step's time goes, and what the same work would take at the device's limits.",
+        "Where a training step's time goes in each of its variants, and how much of the peak and of the fastest product it uses.",
         plots_baseline.model_steps,
     ),
     Plot(
