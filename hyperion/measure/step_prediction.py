@@ -10,8 +10,8 @@ Compiled code fuses what lies between two products: an operand of a product is w
 is read once, by what uses it. So the rest moves as many bytes as the products themselves, and launches one kernel for each.
 
 What it does not know makes steps longer than foretold: convolutions whose kernels are slower than products of their sizes
-(float32 without TF32 above all), norms that read their input twice, layouts that a library turns round before it multiplies, the way into each part that was
-compiled by itself, and a host and a device that wait for each other by turns.
+(float32 without TF32 above all), norms that read their input twice, layouts that a library turns round before it multiplies,
+the way into each part that was compiled by itself, and a host and a device that wait for each other by turns.
 """
 
 from collections.abc import Callable, Mapping, Sequence
