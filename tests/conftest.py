@@ -13,6 +13,8 @@ from hyperion.processes.starting import fork_server_running
 
 # Tests share the cores with each other: OpenMP threads that spin while they wait would slow all of them several times.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# As in `make reproduce`, so that one fork server serves workers and kernels alike.
+os.environ.setdefault("PYTHONNOUSERSITE", "1")
 
 
 def pytest_collection_modifyitems(items):

@@ -19,6 +19,8 @@ from hyperion.processes.lifeline import has_ended
 
 # The server's socket, for all processes below the one that started it.
 SOCKET = "HYPERION_FORK_SERVER"
+# What that server loaded its libraries under: where it is the same, a block within another needs no server of its own.
+LOADED = "HYPERION_FORK_SERVER_LOADED"
 _LOOK_S = 0.01
 _LONGEST_FOLDER = 70  # a socket's name has at most 107 characters
 
@@ -108,16 +110,18 @@ def start(
 def fork_server_running(environment: dict[str, str] | None = None) -> Iterator[None]:
     """On Linux, workers that this process and those below it start meanwhile are forked.
 
-    The first of them waits while the server imports; a server that nobody asks imports nothing.
+    The first of them waits while the server imports; a server that nobody asks imports nothing. Within a block whose
+    server can do the same, of this process or of one above it, there is no second one.
 
     Args:
         environment: of the server, this process's when left out. It forks only what wants its libraries loaded under the
             same variables (fork_server.read_once).
     """
-    if sys.platform != "linux":
+    loaded = json.dumps([sys.executable, fork_server.read_once(environment or dict(os.environ))], sort_keys=True)
+    outer = {name: os.environ[name] for name in (SOCKET, LOADED) if name in os.environ}
+    if sys.platform != "linux" or (SOCKET in outer and outer.get(LOADED) == loaded):
         yield
         return
-    outer = os.environ.get(SOCKET)
     base = tempfile.gettempdir()
     with tempfile.TemporaryDirectory(prefix="hyperion-fork-", dir=base if len(base) < _LONGEST_FOLDER else "/tmp") as folder:
         address = str(Path(folder) / "socket")
@@ -128,12 +132,13 @@ def fork_server_running(environment: dict[str, str] | None = None) -> Iterator[N
             server = subprocess.Popen(
                 command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], start_new_session=True, env=environment
             )  # fmt: skip
-        os.environ[SOCKET] = address
+        os.environ.update({SOCKET: address, LOADED: loaded})
         try:
             yield
         finally:
-            os.environ.pop(SOCKET, None)
-            os.environ.update({SOCKET: outer} if outer else {})
+            for name in (SOCKET, LOADED):
+                os.environ.pop(name, None)
+            os.environ.update(outer)
             server.kill()
             server.communicate()
 

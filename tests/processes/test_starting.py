@@ -167,8 +167,13 @@ def test_the_server_ends_with_its_block_and_its_children_are_waited_for(module, 
         server = psutil.Process(process.pid).parent()
         address = os.environ[SOCKET]
         with fork_server_running():
+            assert os.environ[SOCKET] == address
+        with fork_server_running(dict(os.environ) | {"OMP_WAIT_POLICY": "ACTIVE"}):
             assert os.environ[SOCKET] != address
-        assert os.environ[SOCKET] == address
+        other = started(environment)
+        assert os.environ[SOCKET] == address and isinstance(other, Forked)
+        other.kill()
+        other.stdout.close()
     assert SOCKET not in os.environ and not server.is_running()
     assert process.poll() is None  # it did not ask to die with its parent
     process.terminate()
@@ -187,7 +192,9 @@ with fork_server_running():
     print(os.environ["HYPERION_FORK_SERVER"], flush=True)
     time.sleep(600)
 """
-    owner = subprocess.Popen([sys.executable, "-c", code], env=child_environment(), stdout=subprocess.PIPE, text=True)
+    environment = child_environment()
+    del environment[SOCKET]
+    owner = subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
     folder = Path(owner.stdout.readline()).parent
     (server,) = psutil.Process(owner.pid).children()
     owner.kill()

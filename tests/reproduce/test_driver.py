@@ -14,6 +14,7 @@ from rich.console import Console
 
 from hyperion.errors import HyperionError
 from hyperion.processes.lifeline import has_ended
+from hyperion.processes.starting import SOCKET
 from hyperion.reproduce import Request, reproduce
 from hyperion.reproduce.machine import Machine
 from hyperion.reproduce.pages import demand_no_machine_paths
@@ -90,6 +91,7 @@ def test_a_failure_stops_what_depends_on_it_and_a_second_call_does_only_the_rest
 def test_the_kernel_is_this_interpreter_in_the_notebooks_folder_with_the_whole_environment(root, monkeypatch):
     for name in NVIDIA_SWITCHES:
         monkeypatch.setenv(name, "7")
+    monkeypatch.delenv("PYTHONNOUSERSITE")
     facts = (
         "import os, site, sys\nfrom pathlib import Path\n"
         f"facts = [sys.executable == {sys.executable!r}, Path.cwd().name == 'phase1_hardware',\n"
@@ -268,7 +270,8 @@ def test_two_calls_at_once_work_in_folders_of_their_own(root, start):
         assert len(run.rows()) == 1
 
 
-def test_a_kernel_has_pytorch_loaded_works_in_the_notebooks_folder_and_ends_with_its_driver(root, start):
+def test_a_kernel_has_pytorch_loaded_works_in_the_notebooks_folder_and_ends_with_its_driver(root, start, monkeypatch):
+    monkeypatch.delenv(SOCKET)  # with a fork server of the driver's own, as nobody else has one
     telling = """
 import os, sys
 print("BANNER", "torch" in sys.modules, os.path.basename(os.getcwd()), os.getpid(), flush=True)
@@ -286,7 +289,8 @@ print("BANNER", "torch" in sys.modules, os.path.basename(os.getcwd()), os.getpid
         time.sleep(0.05)
 
 
-def test_workers_of_a_notebook_are_forked_from_a_process_that_has_imported_pytorch(root):
+def test_workers_of_a_notebook_are_forked_from_a_process_that_has_imported_pytorch(root, monkeypatch):
+    monkeypatch.delenv(SOCKET)
     (root / "told_module.py").write_text("import os, sys; print('HYPERION_FORKED_BY' in os.environ, 'torch' in sys.modules)")
     cell = f"""
 import sys
