@@ -94,11 +94,11 @@ def _draw_steps(axes: Axes, rows: list[Row]) -> None:
 
 
 def _draw_shares(axes: Axes, rows: list[Row]) -> None:
-    variants = _variants(rows)
+    variants, there = _variants(rows), [metric for metric in _SHARES if select(rows, metric=metric)]
     for x, mine in enumerate(variants.values()):
-        for side, (metric, (_, colour)) in zip((-0.5, 0.5), _SHARES.items(), strict=True):
+        for side, metric in zip((-0.5, 0.5) if len(there) > 1 else (0,), there, strict=True):
             for row in select(mine, metric=metric):
-                axes.bar([x + side * _BAR], [100 * row.value], _BAR, color=colour)
+                axes.bar([x + side * _BAR], [100 * row.value], _BAR, color=_SHARES[metric][1])
                 axes.annotate(
                     percent(row.value), (x + side * _BAR, 100 * row.value), xytext=(0, 2), textcoords="offset points",
                     ha="center", va="bottom", fontsize=8,
