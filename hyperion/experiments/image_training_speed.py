@@ -88,7 +88,6 @@ class _Pair:
         engine, batches: ours.
         plain: the other, from the same weights.
         published: whose model the other trains.
-        compiled: whether both are.
     """
 
     work: Workload
@@ -96,12 +95,11 @@ class _Pair:
     batches: ImageBatches
     plain: PlainLoop
     published: str
-    compiled: bool
 
     @classmethod
     def built(cls, context: Context, image_set: ImageSet, prepared: PreparedImages, batch: int) -> "_Pair":
         sizes, device = context.sizes, context.device
-        if compiled := sizes["compiled"]:
+        if sizes["compiled"] or sizes["plain_compiled"]:
             torch.compiler.reset()  # else code of the batch before would be made anew for batches of any size
         precision, rate = choose_precision(device, sizes["precision"]), sizes["learning_rate"]
         count = sizes.get("train_images")
@@ -114,17 +112,21 @@ class _Pair:
         model = resnet18(CLASSES, sizes["width"])
         other, published = plain_model(sizes["width"])
         copy_weights(model, other)
-        plain = PlainLoop(other, images, labels, image_set.augmentations, batch, rate, precision, device, compiled)
+        plain = PlainLoop(
+            other, images, labels, image_set.augmentations, batch, rate, precision, device, sizes["plain_compiled"]
+        )
         model = model.to(device.torch_device)
         # The same update in both: no decay, which the published loop has for norms too, and no clipping.
         engine = ImageEngine(
             model, sgd_nesterov(model, rate, weight_decay=0.0), lambda step: rate, precision, device,
             clip_norm=math.inf, capture=True,
         )  # fmt: skip
-        if compiled:
+        if sizes["compiled"]:
             model.compile()
-        print(f"batch {batch}: ours {engine.uncaptured or 'replayed as a graph'}; the plain loop trains the ResNet-18 of {published}")
-        return cls(_work(context, batch), engine, batches, plain, published, compiled)
+        print(
+            f"batch {batch}: ours {engine.uncaptured or 'replayed as a graph'}; the plain loop trains the ResNet-18 of {published}"
+        )
+        return cls(_work(context, batch), engine, batches, plain, published)
 
     def loss(self, loop: str, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """One optimizer step of a loop on a batch; the loss before it."""
@@ -192,7 +194,8 @@ def _speeds(context: Context, pair: _Pair, frames: list[pd.DataFrame], source: s
         frames.append(sample_frame(timing, work.name, dtype, params).assign(kind="step, loader included"))
     ratio = ratio_estimate(timings[0].samples_s, timings[1].samples_s)
     how = {
-        "over": PLAIN, "compiled": pair.compiled, "replayed": not pair.engine.uncaptured, "plain_model": pair.published,
+        "over": PLAIN, "compiled": sizes["compiled"], "replayed": not pair.engine.uncaptured,
+        "plain_compiled": sizes["plain_compiled"], "plain_model": pair.published,
     }  # fmt: skip
     rows.append(
         context.row(
