@@ -123,9 +123,8 @@ class _Pair:
         )  # fmt: skip
         if sizes["compiled"]:
             model.compile()
-        print(
-            f"batch {batch}: ours {engine.uncaptured or 'replayed as a graph'}; the plain loop trains the ResNet-18 of {published}"
-        )
+        how = engine.uncaptured or "replayed as a graph"
+        print(f"batch {batch}: ours {how}; the plain loop trains the ResNet-18 of {published}")
         return cls(_work(context, batch), engine, batches, plain, published)
 
     def loss(self, loop: str, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
