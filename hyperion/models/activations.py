@@ -73,7 +73,8 @@ def language_activations(config: TransformerConfig, batch: int, length: int, six
 
     In units of one [B, T, D] tensor a block keeps its input and the sum after attention (1 + 1), both norms' outputs
     (1 + 1), query, key and value (3), attention's output (1), and the MLP before and after GELU (4 + 4): 16. Autocast to
-    bfloat16 halves them all, and keeps a 16-bit copy of each matrix of weights. (float16 keeps more: sums stay float32.)
+    bfloat16 halves them all, and keeps a 16-bit copy of each matrix of weights. (On a GPU its norms read float32 copies of
+    the first two, which are kept in their place; in float16 sums stay float32.)
     The loss is PyTorch's own: the kernels of `token_loss` keep logits in 16 bits.
 
     Args:
@@ -85,9 +86,7 @@ def language_activations(config: TransformerConfig, batch: int, length: int, six
     parameters, matrices = 12 * D * D + 13 * D, 12 * D * D
     log_sum_exp = _FLOAT32 * B * T * config.heads  # of attention
     saved = 15 * unit + log_sum_exp + (_SIXTEEN_BIT * matrices if sixteen_bit else 0)
-    block = BlockBytes(
-        input=unit, saved=saved, recomputed=saved, transient=5 * unit, gradients=_FLOAT32 * parameters
-    )
+    block = BlockBytes(input=unit, saved=saved, recomputed=saved, transient=5 * unit, gradients=_FLOAT32 * parameters)
     head = 2 * unit + logits + (_SIXTEEN_BIT * V * D if sixteen_bit else 0)
     return ActivationBytes(
         stem=0, blocks=(block,) * config.layers, head=head,

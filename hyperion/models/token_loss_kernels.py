@@ -15,14 +15,18 @@ BLOCK, WARPS = 8192, 16
 
 
 @triton.jit
-def nll_forward(logits, targets, nll, log_sum, columns, classes, ignored, BLOCK: tl.constexpr):
+def nll_forward(
+    logits, targets, nll, log_sum, ignored, columns: tl.constexpr, classes: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * columns
     largest = float("-inf")
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, classes, BLOCK):
         place = first + tl.arange(0, BLOCK)
-        x = tl.load(start + place, mask=place < classes, other=float("-inf")).to(tl.float32)
+        # Masked by the aligned number of columns: another would be loaded value by value.
+        x = tl.load(start + place, mask=place < columns, other=float("-inf")).to(tl.float32)
+        x = tl.where(place < classes, x, float("-inf"))
         larger = tl.maximum(largest, tl.max(x, 0))
         total = total * tl.exp(largest - larger) + tl.exp(x - larger)
         largest = larger
@@ -35,13 +39,16 @@ def nll_forward(logits, targets, nll, log_sum, columns, classes, ignored, BLOCK:
 
 
 @triton.jit
-def nll_backward(gradient, logits, targets, log_sum, grad_logits, columns, classes, ignored, BLOCK: tl.constexpr):
+def nll_backward(
+    gradient, logits, targets, log_sum, grad_logits, ignored,
+    columns: tl.constexpr, classes: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(targets + row)
     scale = tl.where(target == ignored, 0.0, tl.load(gradient + row))
-    x = tl.load(logits + row * columns + place, mask=place < classes, other=float("-inf")).to(tl.float32)
-    softmax = tl.exp(x - tl.load(log_sum + row))
+    x = tl.load(logits + row * columns + place, mask=place < columns, other=float("-inf")).to(tl.float32)
+    softmax = tl.where(place < classes, tl.exp(x - tl.load(log_sum + row)), 0.0)
     value = tl.where(place == target, softmax - 1.0, softmax) * scale
     tl.store(grad_logits + row * columns + place, value.to(grad_logits.dtype.element_ty), mask=place < columns)
 
@@ -52,7 +59,7 @@ def token_nll(logits_MP: Tensor, targets_M: Tensor, classes: int, ignored: int) 
     rows, columns = logits_MP.shape
     nll, log_sum = (torch.empty(rows, dtype=torch.float32, device=logits_MP.device) for _ in range(2))
     wrap_triton(nll_forward)[(rows,)](
-        logits_MP, targets_M, nll, log_sum, columns, classes, ignored, BLOCK=BLOCK, num_warps=WARPS
+        logits_MP, targets_M, nll, log_sum, ignored, columns, classes, BLOCK=BLOCK, num_warps=WARPS
     )
     return nll, log_sum
 
@@ -65,7 +72,7 @@ def token_nll_backward(
     rows, columns = logits_MP.shape
     grad_logits = torch.empty_like(logits_MP)
     wrap_triton(nll_backward)[(rows, triton.cdiv(columns, BLOCK))](
-        gradient_M, logits_MP, targets_M, log_sum_M, grad_logits, columns, classes, ignored, BLOCK=BLOCK, num_warps=WARPS
+        gradient_M, logits_MP, targets_M, log_sum_M, grad_logits, ignored, columns, classes, BLOCK=BLOCK, num_warps=WARPS
     )
     return grad_logits
 

@@ -22,7 +22,7 @@ M, V, P, BLOCK = 6, 300, 320, 64
 logits = torch.randn(M, P) * 20; logits[3, V - 1] = 90; logits[:, V:] = 1e4
 targets = torch.tensor([0, 299, 5, 299, -100, 300])
 nll, log_sum = torch.full((M,), 7.0), torch.full((M,), 7.0)
-nll_forward[(M,)](logits, targets, nll, log_sum, P, V, -100, BLOCK=BLOCK)
+nll_forward[(M,)](logits, targets, nll, log_sum, -100, P, V, BLOCK=BLOCK)
 exact = torch.nn.functional.cross_entropy(logits[:5, :V].double(), targets[:5], ignore_index=-100, reduction="none")
 assert torch.allclose(nll[:5].double(), exact, atol=1e-5, rtol=1e-6), (nll, exact)
 assert nll[4] == 0 and nll[5].isnan()
@@ -30,7 +30,7 @@ double = logits[:5, :V].double().requires_grad_()
 weights = torch.tensor([1.0, 0.5, -2.0, 3.0, 9.0])
 (torch.nn.functional.cross_entropy(double, targets[:5], ignore_index=-100, reduction="none") * weights).sum().backward()
 gradient = torch.full((5, P), 7.0)
-nll_backward[(5, -(-P // BLOCK))](weights, logits, targets, log_sum, gradient, P, V, -100, BLOCK=BLOCK)
+nll_backward[(5, -(-P // BLOCK))](weights, logits, targets, log_sum, gradient, -100, P, V, BLOCK=BLOCK)
 assert torch.allclose(gradient[:, :V].double(), double.grad, atol=1e-6) and (gradient[:, V:] == 0).all()
 print("equal")
 """
@@ -64,10 +64,11 @@ def test_the_kernels_compile_for_devices_that_are_not_here(backend, architecture
 
     from hyperion.models import token_loss_kernels as kernels
 
-    sizes = {"columns": "i32", "classes": "i32", "ignored": "i32", "BLOCK": "constexpr"}
+    constants = {"columns": 50304, "classes": 50257, "BLOCK": kernels.BLOCK}
+    sizes = {"ignored": "i32"} | dict.fromkeys(constants, "constexpr")
     forward = {"logits": "*bf16", "targets": "*i64", "nll": "*fp32", "log_sum": "*fp32"} | sizes
     backward = {"gradient": "*fp32", "logits": "*bf16", "targets": "*i64", "log_sum": "*fp32", "grad_logits": "*bf16"} | sizes
     for kernel, signature in ((kernels.nll_forward, forward), (kernels.nll_backward, backward)):
-        source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs={"BLOCK": kernels.BLOCK})
+        source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
         built = triton.compile(source, target=GPUTarget(backend, architecture, width), options={"num_warps": kernels.WARPS})
         assert built.asm["hsaco" if backend == "hip" else "cubin"]
