@@ -1,6 +1,7 @@
 """What a model's ranks have in common, and sums over them that the host does not wait for."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,24 @@ def ranks_of(model: nn.Module) -> int:
         return dist.get_world_size(model.process_group)
     shards = (parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
     return next((shard.device_mesh.size() for shard in shards), dist.get_world_size()) if is_sharded(model) else 1
+
+
+@contextlib.contextmanager
+def without_exchange(model: nn.Module) -> Iterator[None]:
+    """Gradients of forward and backward passes inside are added up on each rank; the next backward pass outside exchanges
+    the sums. FSDP2 keeps them unsharded until then.
+    """
+    if is_replicated(model):
+        with model.no_sync():
+            yield
+    elif is_sharded(model):
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+    else:
+        yield
 
 
 def start_sum(values: Tensor, ranks: int) -> Callable[[], Tensor]:

@@ -28,10 +28,11 @@ from hyperion.errors import HyperionError
 from hyperion.hardware import Device
 from hyperion.parallel import average_statistics, clip_gradients, is_sharded, local_gradient_norm, ranks_of, start_sum
 from hyperion.processes import World
+from hyperion.training.accumulation import micro_batches
 from hyperion.training.allocator import keep_freed_memory
 from hyperion.training.captured import CapturedStep, same_tensors, why_not_captured
 from hyperion.training.evaluate import evaluate_images, evaluate_language
-from hyperion.training.nonfinite import NonFiniteError, non_finite_tensor
+from hyperion.training.nonfinite import NonFiniteError, require_finite
 from hyperion.training.precision import Precision
 
 
@@ -102,6 +103,9 @@ class TorchEngine(ABC):
         world: the ranks that share each batch; those of this process's group when left out.
         capture: record the whole step as one graph of the device at the first batch, and replay it for every batch of its
             shapes; where there is no such graph, steps are done as ever and `uncaptured` says why.
+        micro_batches: parts that a rank takes its batch in, one after the other, in a fraction of the memory. It is the same
+            step up to rounding: each item weighs the same, whatever part it is in. (But dropout draws others, and a batch
+            norm sees one part at a time.)
 
     Attributes:
         scaler: what keeps fp16 gradients from vanishing; it is part of the engine's state.
@@ -120,10 +124,11 @@ class TorchEngine(ABC):
         clip_norm: float = 1.0,
         world: World | None = None,
         capture: bool = False,
+        micro_batches: int = 1,
     ):
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.precision, self.device, self.clip_norm = precision, device, clip_norm
-        self.scaler = precision.loss_scaler(device)
+        self.scaler, self.micro_batches = precision.loss_scaler(device), micro_batches
         self.steps, self.ranks = 0, ranks_of(model)
         if self.ranks != (sharing := (world or processes.world()).size):
             raise HyperionError(
@@ -180,22 +185,28 @@ class TorchEngine(ABC):
         """
         rank_items = self.count_items(batch)
         finish_count = start_sum(rank_items, self.ranks)  # runs beside the forward pass
+        sums, items = [], None
         with self.precision.products():
-            with self.precision.autocast(self.device):
-                total = self.summed_loss(batch)
-            items = finish_count()
-            share = total / items  # of the mean over the whole batch: the shares of all ranks add up to it
-            # DDP and FSDP average the ranks' gradients, where the gradient of the mean is their sum.
-            self.scaler.backward(share if self.ranks == 1 else share * self.ranks)
+            for part, exchange in micro_batches(batch, self.micro_batches, self.model):
+                with exchange:
+                    with self.precision.autocast(self.device):
+                        total = self.summed_loss(part)
+                    items = finish_count() if items is None else items
+                    share = total / items  # of the mean over the whole batch: those of all parts and ranks add up to it
+                    # DDP and FSDP average the ranks' gradients, where the gradient of the mean is their sum.
+                    self.scaler.backward(share if self.ranks == 1 else share * self.ranks)
+                sums.append(total.detach())
+        total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
+        share = total / items
         self.scaler.unscale(self.optimizer)
-        norm, finish_loss = self._norm_and_loss(share.detach())
+        norm, finish_loss = self._norm_and_loss(share)
         if math.isfinite(self.clip_norm):
             clip_gradients(self.model, self.clip_norm, norm)
         skipped = self.scaler.step(self.optimizer, norm)
         self.optimizer.zero_grad()
         self._items_seen += items
         loss = finish_loss()
-        rank_loss = loss if self.ranks == 1 else total.detach() / rank_items.clamp(min=1)
+        rank_loss = loss if self.ranks == 1 else total / rank_items.clamp(min=1)
         return loss, norm, items, rank_loss, rank_items, skipped
 
     def _norm_and_loss(self, share: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
@@ -217,7 +228,7 @@ class TorchEngine(ABC):
         average_statistics(self.model)  # buffers are stored once, so they must be the same on all ranks
         state = self._state()
         advice = "nothing was saved; start again: the run goes on from the checkpoint before, or train more carefully"
-        agreed(lambda: _require_finite(state, f"after step {self.steps}", NonFiniteError, advice))
+        agreed(lambda: require_finite(state, f"after step {self.steps}", NonFiniteError, advice))
         write_sharded(folder, state)
 
     def load(self, folder: Path) -> None:
@@ -228,7 +239,7 @@ class TorchEngine(ABC):
                 of another shape.
         """
         state = read_sharded(folder, self._state())
-        agreed(lambda: _require_finite(state, folder, CheckpointError, EARLIER))
+        agreed(lambda: require_finite(state, folder, CheckpointError, EARLIER))
         try:
             set_model_state_dict(self.model, state["model"])
             with contextlib.nullcontext() if self._captured is None else same_tensors(self.optimizer):
@@ -251,11 +262,6 @@ class TorchEngine(ABC):
             "items_seen": self.tokens_seen,
             "scaler": self.scaler.state_dict(),
         }
-
-
-def _require_finite(state: dict[str, Any], where: object, kind: type[HyperionError], next_step: str) -> None:
-    if name := non_finite_tensor({part: state[part] for part in ("model", "optimizer")}):
-        raise kind(f"{name} holds an infinity or a NaN", where=where, next_step=next_step)
 
 
 class LanguageEngine(TorchEngine):

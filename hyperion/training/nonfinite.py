@@ -35,6 +35,12 @@ def non_finite_tensor(state: Any) -> str | None:
     return next((path for (path, _), finite in zip(found, sound, strict=True) if not finite), None)
 
 
+def require_finite(state: dict[str, Any], where: object, kind: type[HyperionError], next_step: str) -> None:
+    """Raises `kind` when weights or moments of an engine's state hold an infinity or a NaN."""
+    if name := non_finite_tensor({part: state[part] for part in ("model", "optimizer")}):
+        raise kind(f"{name} holds an infinity or a NaN", where=where, next_step=next_step)
+
+
 def _collect(path: str, value: Any, found: list[tuple[str, Tensor]]) -> None:
     if isinstance(value, Tensor):
         local = value.to_local() if isinstance(value, DTensor) else value

@@ -55,14 +55,14 @@ SAVED_AT, NEXT = 9, 5
 PLAN = Plan(steps=STEPS, checkpoint_every=3)
 
 
-def engine_of(strategy: str, seed: int = 0, kind: type[TransformerLM] = TransformerLM) -> LanguageEngine:
+def engine_of(strategy: str, seed: int = 0, kind: type[TransformerLM] = TransformerLM, **changes) -> LanguageEngine:
     """The small run's engine, laid over the ranks."""
     seed_everything(seed)
     here = world()
     model = kind(TransformerConfig(vocab_size=19, context=8, width=16, heads=2, layers=2))
     model = parallelize(model, ParallelPlan(strategy=strategy), here)
     precision, schedule = choose_precision(here.device), WarmupCosine(3e-3, 4, STEPS)
-    return LanguageEngine(model, adamw(model, 3e-3), schedule, precision, here.device)
+    return LanguageEngine(model, adamw(model, 3e-3), schedule, precision, here.device, **changes)
 
 
 def batches_of(kind: type[LanguageBatches] = LanguageBatches) -> LanguageBatches:
@@ -130,6 +130,13 @@ def check_layouts_exchange_checkpoints(place: Path) -> None:
         history = train(engine_of(strategy, seed=4), batches_of(), Plan(steps=SAVED_AT + NEXT), folder=folder)
         assert history.resumed_at == [SAVED_AT]
         assert history.losses == pytest.approx(expected[: SAVED_AT + NEXT], abs=1e-5), (source, strategy)
+
+
+def check_accumulated_steps_are_those_of_whole_batches(place: Path) -> None:
+    expected = json.loads((place / "single.json").read_text())
+    for strategy in ("ddp", "fsdp"):
+        history = train(engine_of(strategy, micro_batches=2), batches_of(), Plan(steps=NEXT))  # of five examples: 3 and 2
+        assert history.losses == pytest.approx(expected[:NEXT], abs=1e-5), strategy
 
 
 def check_a_truncated_shard_is_refused_by_all(place: Path) -> None:
