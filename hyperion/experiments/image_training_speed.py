@@ -33,14 +33,15 @@ _NO_LIMIT = "no limit: how far the slower of the two stays below its own limit i
 
 def forecast(context: Context) -> list[Forecast]:
     """Images per second of both from ceilings and shapes; the plain loop also waits for the host to launch its kernels."""
-    dtype, found = choose_precision(context.device, context.sizes["precision"]).dtype, []
+    dtype = choose_precision(context.device, context.sizes["precision"]).dtype
+    ratios, rates = [], []
     launches = [row.value for row in context.upstream if (row.metric, row.variant) == ("launch_time_s", "eager")]
     for batch in context.sizes["batches"]:
         work = _work(context, batch)
         half = FORMATS[dtype].bytes / 4
         traffic = {name: moved * (half if name == "activations" else 1) for name, moved in work.step_bytes.items()}
         rate = step_forecasts(context, work.name, dtype, "image", batch, work.flops, traffic)[0]
-        found.append(replace(rate, params=_params(batch, OURS)))
+        rates.append(replace(rate, params=_params(batch, OURS)))
         ratio, basis = None, rate.basis
         if rate.estimate is not None and launches and launches[0] is not None:
             device_s, host_s = batch / rate.estimate, _LAUNCHES * launches[0]
@@ -50,10 +51,10 @@ def forecast(context: Context) -> list[Forecast]:
                 f"one; the device needs {device_s * 1e3:.3g} ms for either"
             )
         params = _params(batch, OURS) | {"over": PLAIN}
-        found.append(
+        ratios.append(
             Forecast(variant=work.name, metric="speedup", estimate=ratio, basis=basis, dtype=dtype, params=params)
         )
-    return found
+    return ratios + rates
 
 
 def run(context: Context, report) -> Result:
@@ -168,8 +169,10 @@ def _parity(context: Context, pair: _Pair, frames: list[pd.DataFrame], source: s
             check_tolerance=context.sizes["tolerance"], **shared,
         )
     ]  # fmt: skip
-    for name, seconds in first_s.items():
-        rows.append(context.row(pair.work.name, "compile_time_s", seconds, params=_params(batch, name), **shared))
+    sizes, replayed = context.sizes, not pair.engine.uncaptured
+    made = {OURS: sizes["compiled"] or replayed, PLAIN: sizes["plain_compiled"]}
+    for name in (name for name, anything in made.items() if anything):
+        rows.append(context.row(pair.work.name, "compile_time_s", first_s[name], params=_params(batch, name), **shared))
     return rows
 
 
