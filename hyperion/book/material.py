@@ -24,6 +24,8 @@ SUBJECTS = {
     "launch_cost": "hardware",
     "collectives": "interconnect",
     "text_pipeline": "data",
+    "tokenizer_speed": "data",
+    "loader_speed": "data",
     "image_pipeline": "data",
     "model_steps": "baseline",
     "batch_scaling": "baseline",
@@ -33,6 +35,7 @@ SUBJECTS = {
     "image_classifier": "baseline",
     "image_training_speed": "baseline",
     "recovery": "baseline",
+    "parity_ladder": "baseline",
     "scaling": "scaling",
     "parallel_parity": "distributed",
     "distributed_training": "distributed",
@@ -41,6 +44,8 @@ SUBJECTS = {
     "precision_variants": "precision",
     "memory_phases": "memory",
     "activation_checkpointing": "memory",
+    "memory_estimate": "memory",
+    "memory_trace": "memory",
     "compilation": "compilation",
     "llama_lora": "llama",
     "lora_sharded": "llama",
@@ -91,7 +96,7 @@ class Material:
 
     @cached_property
     def drawn(self) -> dict[str, bytes | None]:
-        """Figures drawn so far by name (hyperion.book.plots.picture)."""
+        """Figures drawn so far by name (hyperion.book.outline.picture)."""
         return {}
 
     @property

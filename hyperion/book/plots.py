@@ -159,6 +159,18 @@ PLOTS = (
         plots_data.token_histogram,
     ),
     Plot(
+        "tokenizer_speed",
+        "tokenizer_speed",
+        "Tokens on disk per second, beside datasets.map with the same tokenizer on the same cores.",
+        plots_data.tokenizer_speed,
+    ),
+    Plot(
+        "loader_speed",
+        "loader_speed",
+        "Samples per second of each loader by itself, and the share of a training step for which the loop waits for it.",
+        plots_data.loader_speed,
+    ),
+    Plot(
         "image_grid",
         "image_pipeline",
         "Some images of every class, as the classifier gets to see them.",
@@ -223,8 +235,20 @@ PLOTS = (
     Plot(
         "activation_checkpointing",
         "activation_checkpointing",
-        "Memory saved and time paid when every block is checkpointed, and activations by depth.",
+        "Memory saved and time paid under each policy of checkpointing, and activations by depth.",
         plots_memory.checkpointing,
+    ),
+    Plot(
+        "memory_estimate",
+        "memory_estimate",
+        "Peaks of memory foretold before anything ran, beside what the allocator measured.",
+        plots_memory.memory_estimate,
+    ),
+    Plot(
+        "memory_trace",
+        "memory_trace",
+        "One step from inside: memory by what it is, operation by operation, and the kernels that took its time.",
+        plots_memory.memory_trace,
     ),
     Plot(
         "compilation",
@@ -293,13 +317,6 @@ PLOTS = (
 def plots_of(experiment: str) -> list[Plot]:
     """The figures that belong to an experiment."""
     return [plot for plot in PLOTS if plot.experiment == experiment]
-
-
-def picture(plot: Plot, material: Material) -> bytes | None:
-    """PNG bytes of a figure as pages and folders hold it, drawn once for a material; None when there is nothing to draw."""
-    if plot.name not in material.drawn:
-        material.drawn[plot.name] = draw(plot.name, material)
-    return material.drawn[plot.name]
 
 
 def draw(name: str, material: Material, **options) -> bytes | None:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from hyperion.measure.tensor_memory import storage_key
 
 PHASES = ("forward", "backward", "update")
-ACTIVATIONS, GRADIENTS, RECOMPUTED, TEMPORARY = "activations", "gradients", "recomputed", "temporary"
+ACTIVATIONS, GRADIENTS, TEMPORARY = "activations", "gradients", "temporary"
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Birth:
 
     Args:
         size: bytes.
-        kind: "parameters", "optimizer state", … of what was there before, else one of the four of this module.
+        kind: "parameters", "optimizer state", … of what was there before, else one of the three of this module.
         born, died: numbers of events, from 0; a `died` of None outlived the step.
     """
 
@@ -191,8 +191,7 @@ class MemoryTimeline(TorchDispatchMode):
         return next(self._model.parameters()).device.type
 
     def _mark_saved(self, tensor: Tensor) -> Tensor:
-        recomputed = torch._C._current_autograd_node() is not None
-        self._mark(tensor, RECOMPUTED if recomputed else ACTIVATIONS)
+        self._mark(tensor, ACTIVATIONS)
         return tensor.detach()  # of its graph: an output kept by its own node would keep itself alive
 
     def _mark_gradient(self, parameter: Tensor) -> None:

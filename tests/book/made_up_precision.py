@@ -31,14 +31,18 @@ def variant_rows() -> list[Row]:
             rows.append(row("peak_memory_gib", dtype, **peak))
             if dtype != "fp32":
                 check = {"check": "loss beside fp32", "check_error": 0.004, "check_tolerance": 0.03}
-                rows.append(row("relative_difference", dtype, value=0.004, params={"from": "fp32", "steps": 16}, **check))
+                rows.append(
+                    row("relative_difference", dtype, value=0.004, params={"from": "fp32", "steps": 16}, **check)
+                )
         steady = {"params": {"step": "steady"}, "limit_source": "no limit: made up"}
         for dtype, milliseconds in MILLISECONDS.items():
             rows.append(row("step_time_s", dtype, **timed(milliseconds / 1e3), **steady))
             if dtype != "fp32":
                 over = steady | {"params": {"step": "steady", "over": "fp32"}}
                 rows.append(row("speedup", dtype, **timed(140.0 / milliseconds), **over))
-        rows.append(row("step_time_s", "fp16", value=None, value_reason="unsupported: made up", params={"step": "steady"}))
+        rows.append(
+            row("step_time_s", "fp16", value=None, value_reason="unsupported: made up", params={"step": "steady"})
+        )
         rows.append(row("count", "fp16", value=2.0, params={"what": "skipped steps", "steps": 16}))
     return rows
 
@@ -78,15 +82,18 @@ def checkpointing_rows() -> list[Row]:
     rows = []
     shared = {"notebook": MEMORY, "experiment": "activation_checkpointing", "dtype": "bf16"}
     for model, batch in MODELS.items():
-        for how, gib, milliseconds in (("none", 10.0, 30.0), ("every block", 4.0, 40.0)):
-            params = {"batch": batch, "checkpointing": how}
-            fullest = params | {"phase": "forward and backward"}
-            rows.append(Row(**shared, variant=model, metric="tensor_memory_gib", value=gib, params=fullest))
+        for how, gib, milliseconds in (
+            ("none", 10.0, 30.0), ("every block", 4.0, 40.0), ("selective", 7.0, 32.0), ("budget", 6.0, 36.0),
+        ):  # fmt: skip
+            params = {"batch": batch, "checkpointing": how} | ({"checkpointed_blocks": 5} if how == "budget" else {})
+            fullest = {"value": gib, "predicted": 1.01 * gib, "params": params | {"phase": "forward and backward"}}
+            rows.append(Row(**shared, variant=model, metric="tensor_memory_gib", **fullest))
             step = timed(milliseconds / 1e3, limit_source="no limit: made up", params=params | {"step": "steady"})
             rows.append(Row(**shared, variant=model, metric="step_time_s", **step))
-        over = {"batch": batch, "checkpointing": "every block", "step": "steady", "over": "no checkpointing"}
-        ratio = timed(0.75, limit_source="no limit: made up", params=over)
-        rows.append(Row(**shared, variant=model, metric="speedup", **ratio))
+            if how != "none":
+                over = params | {"step": "steady", "over": "no checkpointing"}
+                ratio = timed(30.0 / milliseconds, limit_source="no limit: made up", params=over)
+                rows.append(Row(**shared, variant=model, metric="speedup", **ratio))
     for layers in (3, 12):
         for how, slope in (("none", 0.8), ("every block", 0.05)):
             params = {"batch": 8192, "checkpointing": how, "layers": layers, "what": "activations after forward"}
@@ -96,9 +103,46 @@ def checkpointing_rows() -> list[Row]:
     return rows
 
 
+def estimate_rows() -> list[Row]:
+    shared = {"notebook": MEMORY, "experiment": "memory_estimate", "dtype": "bf16"}
+    peak = {"metric": "peak_memory_gib", "limit_source": "no limit: made up"}
+    rows = [
+        Row(**shared, **peak, variant=model, value=gib, predicted=foretold, params={"batch": 512, "checkpointing": "none"})
+        for model, gib, foretold in (("gpt2_124m", 9.2, 9.1), ("resnet18", 1.3, 1.5))
+    ]  # fmt: skip
+    capped = {"batch": 28672, "checkpointing": "none", "memory_gib": 24.0}
+    rows.append(Row(**shared, **peak, variant="gpt2_124m", value=22.0, predicted=22.1, params=capped))
+    larger = capped | {"batch": 35840}
+    rows.append(
+        Row(**shared, **peak, variant="gpt2_124m", value=None, value_reason="out of memory: made up", params=larger)
+    )
+    asked = {"what": "largest batch that fits", "memory_gib": 24.0, "checkpointing": "none"}
+    return [*rows, Row(**shared, variant="gpt2_124m", metric="count", value=28, predicted=28, params=asked)]
+
+
+def trace_rows() -> tuple[list[Row], pd.DataFrame]:
+    shared = {"notebook": MEMORY, "experiment": "memory_trace", "variant": "gpt2_124m", "dtype": "bf16"}
+    rows = [
+        Row(**shared, metric="tensor_memory_gib", value=gib, params={"checkpointing": how})
+        for how, gib in (("none", 3.0), ("every block", 2.0))
+    ]
+    for place, name in enumerate(("nvjet_tst_128x256", "flash_fwd_kernel", "multi_tensor_apply_kernel<" + 90 * "x")):
+        params = {"of": "time of all kernels", "what": name, "kind": "GEMM"}
+        rows.append(Row(**shared, metric="share", value=0.4 / (1 + place), params=params))
+    lines = [
+        {"event": event, "phase": phase, "kind": kind, "gib": gib, "checkpointing": how, "variant": "gpt2_124m", "dtype": "bf16"}
+        for how in ("none", "every block")
+        for event, phase in enumerate(("forward", "backward", "update"))
+        for kind, gib in (("parameters", 1.0), ("activations", (0.5, 2.0 if how == "none" else 1.0, 0.0)[event]))
+    ]  # fmt: skip
+    return rows, pd.DataFrame(lines)
+
+
 def precision_chapters():
     """(notebook, experiment, rows, samples) of chapters 2.3 and 2.4."""
     nothing = pd.DataFrame({"x": [1]})
     yield PRECISION, "precision_variants", variant_rows(), variant_samples()
     yield PRECISION, "memory_phases", phase_rows(), nothing
     yield MEMORY, "activation_checkpointing", checkpointing_rows(), nothing
+    yield MEMORY, "memory_estimate", estimate_rows(), nothing
+    yield MEMORY, "memory_trace", *trace_rows()
