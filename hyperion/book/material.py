@@ -24,8 +24,6 @@ SUBJECTS = {
     "launch_cost": "hardware",
     "collectives": "interconnect",
     "text_pipeline": "data",
-    "tokenizer_speed": "data",
-    "loader_speed": "data",
     "image_pipeline": "data",
     "model_steps": "baseline",
     "batch_scaling": "baseline",
@@ -35,7 +33,6 @@ SUBJECTS = {
     "image_classifier": "baseline",
     "image_training_speed": "baseline",
     "recovery": "baseline",
-    "parity_ladder": "baseline",
     "scaling": "scaling",
     "parallel_parity": "distributed",
     "distributed_training": "distributed",
@@ -96,7 +93,7 @@ class Material:
 
     @cached_property
     def drawn(self) -> dict[str, bytes | None]:
-        """Figures drawn so far by name (hyperion.book.outline.picture)."""
+        """Figures drawn so far by name (hyperion.book.plots.picture)."""
         return {}
 
     @property

@@ -6,7 +6,7 @@ import pandas as pd
 
 from hyperion.book.machines import device_name, replayed_from
 from hyperion.book.material import Material, subject_of
-from hyperion.book.plots import ALL, Plot, draw, plots_of
+from hyperion.book.plots import ALL, picture, plots_of
 from hyperion.book.tables import tables_of
 
 SUMMARY = "benchmarks/summary.png"
@@ -26,8 +26,6 @@ TITLES = {
     "batch_scaling": "Batch by batch",
     "collectives": "Collectives",
     "text_pipeline": "Text",
-    "tokenizer_speed": "Text to tokens",
-    "loader_speed": "Loaders",
     "image_pipeline": "Images",
     "leakage": "No look ahead",
     "ngram_baselines": "Counting models",
@@ -35,7 +33,6 @@ TITLES = {
     "image_classifier": "Image classifier",
     "image_training_speed": "Training images fast",
     "recovery": "Faults and recovery",
-    "parity_ladder": "The parity ladder",
     "parallel_parity": "One device and many: the same losses",
     "distributed_training": "Training on all ranks",
     "resharding": "Checkpoints across numbers of ranks",
@@ -189,13 +186,6 @@ def picture_path(experiment: str, name: str) -> str:
     if experiment == ALL:
         return SUMMARY if name == "summary" else f"benchmarks/{name}/{name}.png"
     return f"benchmarks/{subject_of(experiment)}/{name}.png"
-
-
-def picture(plot: Plot, material: Material) -> bytes | None:
-    """PNG bytes of a figure as pages and folders hold it, drawn once for a material; None when there is nothing to draw."""
-    if plot.name not in material.drawn:
-        material.drawn[plot.name] = draw(plot.name, material)
-    return material.drawn[plot.name]
 
 
 def _section(material: Material, experiment: str) -> Section:

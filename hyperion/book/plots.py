@@ -159,18 +159,6 @@ PLOTS = (
         plots_data.token_histogram,
     ),
     Plot(
-        "tokenizer_speed",
-        "tokenizer_speed",
-        "Tokens on disk per second, beside datasets.map with the same tokenizer on the same cores.",
-        plots_data.tokenizer_speed,
-    ),
-    Plot(
-        "loader_speed",
-        "loader_speed",
-        "Samples per second of each loader by itself, and the share of a training step for which the loop waits for it.",
-        plots_data.loader_speed,
-    ),
-    Plot(
         "image_grid",
         "image_pipeline",
         "Some images of every class, as the classifier gets to see them.",
@@ -317,6 +305,13 @@ PLOTS = (
 def plots_of(experiment: str) -> list[Plot]:
     """The figures that belong to an experiment."""
     return [plot for plot in PLOTS if plot.experiment == experiment]
+
+
+def picture(plot: Plot, material: Material) -> bytes | None:
+    """PNG bytes of a figure as pages and folders hold it, drawn once for a material; None when there is nothing to draw."""
+    if plot.name not in material.drawn:
+        material.drawn[plot.name] = draw(plot.name, material)
+    return material.drawn[plot.name]
 
 
 def draw(name: str, material: Material, **options) -> bytes | None:
