@@ -3,8 +3,8 @@
 import json
 
 from hyperion.book.material import Material, subject_of
-from hyperion.book.outline import picture_path
-from hyperion.book.plots import ALL, PLOTS, picture
+from hyperion.book.outline import picture, picture_path
+from hyperion.book.plots import ALL, PLOTS
 from hyperion.results import Row, Run, rows_to_csv
 from hyperion.results.rows import COLUMNS
 

@@ -93,7 +93,7 @@ class Material:
 
     @cached_property
     def drawn(self) -> dict[str, bytes | None]:
-        """Figures drawn so far by name (hyperion.book.plots.picture)."""
+        """Figures drawn so far by name (hyperion.book.outline.picture)."""
         return {}
 
     @property

@@ -6,7 +6,7 @@ import pandas as pd
 
 from hyperion.book.machines import device_name, replayed_from
 from hyperion.book.material import Material, subject_of
-from hyperion.book.plots import ALL, picture, plots_of
+from hyperion.book.plots import ALL, Plot, draw, plots_of
 from hyperion.book.tables import tables_of
 
 SUMMARY = "benchmarks/summary.png"
@@ -186,6 +186,13 @@ def picture_path(experiment: str, name: str) -> str:
     if experiment == ALL:
         return SUMMARY if name == "summary" else f"benchmarks/{name}/{name}.png"
     return f"benchmarks/{subject_of(experiment)}/{name}.png"
+
+
+def picture(plot: Plot, material: Material) -> bytes | None:
+    """PNG bytes of a figure as pages and folders hold it, drawn once for a material; None when there is nothing to draw."""
+    if plot.name not in material.drawn:
+        material.drawn[plot.name] = draw(plot.name, material)
+    return material.drawn[plot.name]
 
 
 def _section(material: Material, experiment: str) -> Section:

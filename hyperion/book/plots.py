@@ -307,13 +307,6 @@ def plots_of(experiment: str) -> list[Plot]:
     return [plot for plot in PLOTS if plot.experiment == experiment]
 
 
-def picture(plot: Plot, material: Material) -> bytes | None:
-    """PNG bytes of a figure as pages and folders hold it, drawn once for a material; None when there is nothing to draw."""
-    if plot.name not in material.drawn:
-        material.drawn[plot.name] = draw(plot.name, material)
-    return material.drawn[plot.name]
-
-
 def draw(name: str, material: Material, **options) -> bytes | None:
     """PNG bytes of a figure, None when the run holds nothing to draw in it.
 

@@ -42,6 +42,7 @@ _THREADS = "OMP_NUM_THREADS"
 _READ_LATER = (
     _THREADS, "PYTHONPATH", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR", "TORCH_SYMM_", "TORCH_NCCL_", "TORCHELASTIC_",
 )  # fmt: skip
+_FOR_MAKE = "PYTHON"  # `make PYTHON=…` chooses an interpreter with it; none reads it itself
 _MOST_BYTES = 1 << 20
 _repairs: list = []  # declarations live as long as the module that made them
 
@@ -51,7 +52,7 @@ def read_once(environment: dict[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if name.startswith(_READ_ONCE) and not name.startswith(_READ_LATER)
+        if name.startswith(_READ_ONCE) and not name.startswith(_READ_LATER) and name != _FOR_MAKE
     }
 
 

@@ -5,7 +5,6 @@ import json
 from dataclasses import dataclass
 
 from hyperion.errors import HyperionError
-from hyperion.experiments.replay import reference_runs
 from hyperion.paths import reference_folder
 from hyperion.reproduce.notebooks import Notebook
 from hyperion.results import Run
@@ -30,6 +29,8 @@ def reference_for(notebook: Notebook, machine: str | None) -> tuple[Reference | 
     Raises:
         HyperionError: no reference run of that name; the message lists them.
     """
+    from hyperion.experiments.replay import reference_runs  # its room imports PyTorch: seconds, for replays alone
+
     machines = [run.folder.name for run in reference_runs()]
     if machine is not None and machine not in machines:
         raise HyperionError(

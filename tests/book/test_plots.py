@@ -6,7 +6,8 @@ import pytest
 from PIL import Image
 
 from hyperion.book.material import Material
-from hyperion.book.plots import PLOTS, draw, picture
+from hyperion.book.outline import picture
+from hyperion.book.plots import PLOTS, draw
 from hyperion.errors import HyperionError
 from hyperion.results import Run
 
