@@ -24,6 +24,8 @@ SUBJECTS = {
     "launch_cost": "hardware",
     "collectives": "interconnect",
     "text_pipeline": "data",
+    "tokenizer_speed": "data",
+    "loader_speed": "data",
     "image_pipeline": "data",
     "model_steps": "baseline",
     "batch_scaling": "baseline",

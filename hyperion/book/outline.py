@@ -26,6 +26,8 @@ TITLES = {
     "batch_scaling": "Batch by batch",
     "collectives": "Collectives",
     "text_pipeline": "Text",
+    "tokenizer_speed": "Text to tokens",
+    "loader_speed": "Loaders",
     "image_pipeline": "Images",
     "leakage": "No look ahead",
     "ngram_baselines": "Counting models",

@@ -158,6 +158,8 @@ PLOTS = (
         "How often each token occurs: the commonest, and all of them by rank.",
         plots_data.token_histogram,
     ),
+    Plot("tokenizer_speed", "tokenizer_speed", "Tokens on disk a second, beside datasets.map.", plots_data.tokenizer_speed),
+    Plot("loader_speed", "loader_speed", "Each loader by itself, and how long a step waits for it.", plots_data.loader_speed),
     Plot(
         "image_grid",
         "image_pipeline",

@@ -1,11 +1,12 @@
-"""Figures of the data chapter: how often tokens occur, and what the images look like."""
+"""Figures of the data chapter: how often tokens occur, what the images look like, and how fast both are made and loaded."""
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from hyperion.book.formats import items, number
-from hyperion.book.material import Material
-from hyperion.book.style import COLOURS, MUTED, add_notes, new_figure
+from hyperion.book.formats import interval, items, number
+from hyperion.book.material import Material, measured, select
+from hyperion.book.style import COLOURS, MUTED, add_notes, errors_of, new_figure
+from hyperion.results import Row
 
 _COMMONEST = 20
 _SIDE = 32
@@ -71,6 +72,88 @@ def image_grid(material: Material) -> Figure | None:
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)
     return figure
+
+
+def tokenizer_speed(material: Material) -> Figure | None:
+    """Tokens written per second by this library and by `datasets.map`, with the ratio of their times.
+
+    Reads the rows tokenizer_tokens_per_s and speedup of `tokenizer_speed`, by params.processes.
+    """
+    rows = measured(material.of("tokenizer_speed", metric="tokenizer_tokens_per_s"))
+    if not rows:
+        return None
+    counts = sorted({row.params["processes"] for row in rows})
+    variants = list(dict.fromkeys(row.variant for row in rows))
+    figure, (axes,) = new_figure("Text to tokens on disk", material.machine("tokenizer_speed"), height=3.6)
+    width = 0.8 / len(variants)
+    for place, variant in enumerate(variants):
+        mine = sorted(select(rows, variant=variant), key=lambda row: row.params["processes"])
+        x = [counts.index(row.params["processes"]) + (place - (len(variants) - 1) / 2) * width for row in mine]
+        rates = [row.value / 1e6 for row in mine]
+        errors = [[end / 1e6 for end in ends] for ends in errors_of(mine)]
+        axes.bar(x, rates, 0.92 * width, yerr=errors, color=COLOURS[place], label=variant, error_kw={"linewidth": 1})
+        for at, row in zip(x, mine, strict=True):
+            text = number(row.value / 1e6, 3) + " M/s"
+            axes.annotate(
+                text, (at, row.ci_high / 1e6), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=8
+            )
+    axes.set_xticks(range(len(counts)), [f"{count} process{'es' if count > 1 else ''}" for count in counts])
+    axes.set(ylabel="million tokens/s, median with 95 % interval", ylim=(0, 1.18 * axes.get_ylim()[1]))
+    axes.grid(axis="x", visible=False)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=2, borderaxespad=0.2)
+    ratios = measured(material.of("tokenizer_speed", metric="speedup"))
+    told = [
+        f"{row.params['processes']}: {number(row.value, 3)} × as fast as {row.params['over']} "
+        f"({interval(row.value, row.ci_low, row.ci_high)})"
+        for row in ratios
+    ]
+    cores = rows[0].params["cores"]
+    add_notes(figure, [f"On {cores} cores, in turn, the same tokens. By processes, {'; '.join(told)}."])
+    return figure
+
+
+def loader_speed(material: Material) -> Figure | None:
+    """Samples per second of each loader by itself, and the share of a step for which the loop waits for it.
+
+    Reads the rows loader_samples_per_s and share of `loader_speed`.
+    """
+    rows = measured(material.of("loader_speed", metric="loader_samples_per_s"))
+    if not rows:
+        return None
+    shares = [
+        r for r in measured(material.of("loader_speed", metric="share")) if r.params["what"].startswith("waiting")
+    ]
+    figure, (left, right) = new_figure("Loaders of text", material.machine("loader_speed"), 2, height=3.8)
+    places = range(len(rows))
+    errors = [[end / 1e3 for end in ends] for ends in errors_of(rows)]
+    left.barh(places, [row.value / 1e3 for row in rows], 0.7, xerr=errors, color=COLOURS[0], error_kw={"linewidth": 1})
+    left.set_yticks(places, [_loader_name(row) for row in rows], fontsize=8)
+    left.set(xlabel="thousand samples/s, median with 95 % interval", title="By itself")
+    right.barh(range(len(shares)), [100 * row.value for row in shares], 0.5, color=COLOURS[1])
+    right.set_yticks(range(len(shares)), [_loader_name(row) for row in shares], fontsize=8)
+    for place, row in enumerate(shares):
+        text = f"{number(100 * row.value, 2)} %"
+        right.annotate(
+            text, (100 * row.value, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
+        )
+    right.set(xlabel="% of training time spent waiting", title="In a training step")
+    right.set_xlim(0, max(1.0, 1.3 * right.get_xlim()[1]))
+    for axes in (left, right):
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+    batch, length = rows[0].params["batch"], rows[0].params["length"]
+    add_notes(
+        figure,
+        [
+            f"Batches of {batch} samples of {length} tokens. Padded batches hold fewer tokens: what is filled up carries no loss."
+        ],
+    )
+    return figure
+
+
+def _loader_name(row: Row) -> str:
+    workers = row.params["workers"]
+    return f"{row.variant}, {workers} thread{'s' if workers > 1 else ''}" if workers else row.variant
 
 
 def _source(material: Material, experiment: str) -> str:

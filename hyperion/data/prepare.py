@@ -89,21 +89,7 @@ def prepare_text(
     reused = folder.is_dir()
     if not reused:
         workers = workers or workers_for(sum(map(corpus.characters, SPLITS)))
-        with staged(folder) as work, tokenizer.encoding(workers) as encoding:
-            steps = {
-                split: _write_split(work, split, corpus.splits[split], tokenizer, encoding, sequence_length)
-                for split in SPLITS
-            }
-            (work / TOKENIZER_FILE).write_text(tokenizer.definition(), encoding="utf-8")
-            facts = {
-                "kind": "text",
-                "corpus_sha256": corpus.sha256,
-                "tokenizer": {"name": tokenizer.name, "source": tokenizer.source, "sha256": tokenizer.sha256},
-                "vocab_size": tokenizer.vocab_size,
-                "sequence_length": sequence_length,
-                "steps": steps,
-            }
-            write_manifest(work, name=corpus.name, source=corpus.source, detail=corpus.detail, facts=facts)
+        write_text(folder, corpus, tokenizer, sequence_length, workers)
     arrays, manifest = open_prepared(folder)
     tokens = {split: arrays[split] for split in SPLITS}
     samples = {split: arrays[f"{split}{SAMPLES}"] for split in SPLITS}
@@ -122,25 +108,49 @@ def prepare_images(images: ImageSet) -> PreparedImages:
     folder = _folder(images.name, {"images": images.sha256})
     reused = folder.is_dir()
     if not reused:
-        facts = {
-            "kind": "images",
-            "images_sha256": images.sha256,
-            "classes": list(images.classes),
-            "bayes_accuracy": images.bayes_accuracy,
-            "steps": {
-                "train": _image_steps("train", images.train_images, images.train_labels, images),
-                "test": _image_steps("test", images.test_images, images.test_labels, images),
-            },
-        }
-        arrays = {
-            "train_images": images.train_images,
-            "train_labels": images.train_labels,
-            "test_images": images.test_images,
-            "test_labels": images.test_labels,
-        }
-        write_shards(folder, arrays, name=images.name, source=images.source, detail=images.detail, facts=facts)
+        write_images(folder, images)
     arrays, manifest = open_prepared(folder)
     return PreparedImages(folder, arrays, manifest.facts["steps"], manifest, reused)
+
+
+def write_text(folder: Path, corpus: TextCorpus, tokenizer: Tokenizer, sequence_length: int, workers: int) -> None:
+    """Make the new folder of a tokenized corpus; see prepare_text."""
+    with staged(folder) as work, tokenizer.encoding(workers) as encoding:
+        steps = {
+            split: write_split(work, split, corpus.splits[split], tokenizer, encoding, sequence_length)
+            for split in SPLITS
+        }
+        (work / TOKENIZER_FILE).write_text(tokenizer.definition(), encoding="utf-8")
+        facts = {
+            "kind": "text",
+            "corpus_sha256": corpus.sha256,
+            "tokenizer": {"name": tokenizer.name, "source": tokenizer.source, "sha256": tokenizer.sha256},
+            "vocab_size": tokenizer.vocab_size,
+            "sequence_length": sequence_length,
+            "steps": steps,
+        }
+        write_manifest(work, name=corpus.name, source=corpus.source, detail=corpus.detail, facts=facts)
+
+
+def write_images(folder: Path, images: ImageSet) -> None:
+    """Make the new folder of an image set; see prepare_images."""
+    facts = {
+        "kind": "images",
+        "images_sha256": images.sha256,
+        "classes": list(images.classes),
+        "bayes_accuracy": images.bayes_accuracy,
+        "steps": {
+            "train": _image_steps("train", images.train_images, images.train_labels, images),
+            "test": _image_steps("test", images.test_images, images.test_labels, images),
+        },
+    }
+    arrays = {
+        "train_images": images.train_images,
+        "train_labels": images.train_labels,
+        "test_images": images.test_images,
+        "test_labels": images.test_labels,
+    }
+    write_shards(folder, arrays, name=images.name, source=images.source, detail=images.detail, facts=facts)
 
 
 def open_prepared(folder: Path) -> tuple[dict[str, np.ndarray], DataManifest]:
@@ -165,7 +175,7 @@ def _folder(name: str, parts: dict) -> Path:
     return processed_root() / f"{name}-{key[:12]}"
 
 
-def _write_split(
+def write_split(
     work: Path, split: str, lines: Iterable[str], tokenizer: Tokenizer, encoding: Encoding, length: int
 ) -> dict:
     """The split's token stream and the places of its samples, written as they are made; the counts of each step."""

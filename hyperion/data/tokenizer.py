@@ -72,6 +72,10 @@ class Tokenizer:
         """The text of token ids: exactly the text that was encoded."""
         return self._bpe.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
+    def library_tokenizer(self) -> tokenizers.Tokenizer:
+        """A copy of it, for libraries that take one."""
+        return tokenizers.Tokenizer.from_str(self.definition())
+
     def definition(self) -> str:
         """All of it, as JSON that the tokenizers library reads."""
         return self._bpe.to_str()

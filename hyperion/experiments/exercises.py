@@ -5,11 +5,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-import numpy as np
 import pandas as pd
 import torch
 
-from hyperion.experiments.context import Result
 from hyperion.models import TransformerConfig, TransformerLM
 
 
@@ -100,35 +98,6 @@ def judge_timer(my_timer: Callable[[ToyDevice], float]) -> pd.DataFrame:
         "takes fewer than 10 samples": (device.launches >= 10, f"{device.launches} launches"),
     }
     return pd.DataFrame([{"fault": name, "right": bool(free), "seen": seen} for name, (free, seen) in faults.items()])
-
-
-def sample_tokens(result: Result) -> tuple[np.ndarray, int]:
-    """A sound stretch of tokens int64 [N] from the result of `text_pipeline`, and the vocabulary's size."""
-    samples = result.samples
-    tokens = samples.loc[samples["kind"] == "stretch", "token_id"].to_numpy(dtype=np.int64)
-    vocabulary = next(row.value for row in result.rows if row.params["what"] == "vocabulary")
-    return tokens, int(vocabulary)
-
-
-def judge_token_check(my_check: Callable[[np.ndarray], bool], tokens: np.ndarray, vocab_size: int) -> pd.DataFrame:
-    """Judge a check of a token file, given the sound one and files broken the way files break.
-
-    Args:
-        my_check: returns True when the tokens int64 [N] are what the pipeline stored.
-        tokens: the sound tokens.
-        vocab_size: V; ids run from 0 to V - 1.
-    """
-    flipped = tokens.copy()
-    flipped[len(tokens) // 2] ^= 1
-    foreign = tokens.copy()
-    foreign[-1] = vocab_size
-    mutants = {
-        "last tenth missing": tokens[: len(tokens) * 9 // 10],
-        "one bit flipped": flipped,
-        "id beyond the vocabulary": foreign,
-        "halves swapped": np.roll(tokens, len(tokens) // 2),
-    }
-    return mutation_score(my_check, tokens, mutants)
 
 
 class _UnmaskedLM(torch.nn.Module):

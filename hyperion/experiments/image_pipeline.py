@@ -1,15 +1,24 @@
-"""From image files to verified arrays: counts, classes, channel statistics, and what the images look like."""
+"""From image files to verified arrays and batches: counts, classes, channel statistics, what the images look like, and how
+fast their loader is.
+"""
 
 import numpy as np
 import pandas as pd
+import torch
 
 from hyperion.data import ImageSet
+from hyperion.data.device_images import ImageBatches
 from hyperion.experiments import datasets
+from hyperion.experiments.columns import timed_columns
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
+from hyperion.experiments.loader_speed import loader_limit, time_in_a_row
+from hyperion.measure import Verification
 from hyperion.results import Row
 
 _SHOWN_PER_CLASS = 4
 _CHANNELS = ("red", "green", "blue")
+_LOADED = 8192  # images for the loader: what a batch costs does not depend on it
+_SAMPLE_BYTES = 3 * 32 * 32 * (1 + 4)  # read as bytes, written in float32
 # Storing every value in 8 bits moves a mean by less than half a level.
 _MEAN_TOLERANCE = 0.5 / 255
 
@@ -23,9 +32,11 @@ def forecast(context: Context) -> list[Forecast]:
 
 def run(context: Context, report) -> Result:
     """Load and verify; counts by class and channel means as rows, some images of every class as samples."""
-    report(0, 1, "load and verify")
+    report(0, 2, "load and verify")
     image_set, prepared = datasets.images(context)
     rows = [row for split in prepared.steps for row in _split_rows(context, image_set, prepared.steps[split], split)]
+    report(1, 2, "make batches")
+    rows.append(_loader_row(context, image_set))
     return Result(rows, _shown(image_set), image_set.source)
 
 
@@ -56,6 +67,25 @@ def _split_rows(context: Context, image_set: ImageSet, steps: dict, split: str) 
             )
         )
     return rows
+
+
+def _loader_row(context: Context, image_set: ImageSet) -> Row:
+    """Augmented, normalised batches made on the device; the labels of some are compared with the set's."""
+    size, device = context.sizes["batch_size"], context.device
+    batches = ImageBatches(
+        image_set.train_images[:_LOADED], image_set.train_labels[:_LOADED], size, image_set.normalisation(), seed=context.seed,
+        augment=image_set.augmentations, device=device.torch_device,
+    )  # fmt: skip
+    places = batches.examples(0)[: 4 * size]
+    labels = torch.cat([batches.next_batch()[1] for _ in range(4)]).cpu().numpy()
+    wrong = float(np.mean(labels != image_set.train_labels[places]))
+    timing = time_in_a_row(context, batches.next_batch)
+    rate = timing.estimate.map(lambda seconds: size / seconds)
+    return context.row(
+        "images, on the device", "loader_samples_per_s", rate.value, params={"batch": size, "workers": 0},
+        data_source=image_set.source, **loader_limit(context, _SAMPLE_BYTES, size),
+        **timed_columns(rate, timing, Verification("share of labels that are another image's", wrong, 0.0)),
+    )  # fmt: skip
 
 
 def _shown(image_set: ImageSet) -> pd.DataFrame:

@@ -1,6 +1,7 @@
 """From lines of text to a verified token stream: what each step of the pipeline keeps, adds or cuts."""
 
 import math
+from itertools import islice
 
 import numpy as np
 import pandas as pd
@@ -14,7 +15,6 @@ from hyperion.results import Row
 _WORDS_A_LINE = 2_088_628 / 23_767
 _WINDOW = 128
 _SHOWN_LINES = 4
-_STRETCH_TOKENS = 2000
 
 
 def forecast(context: Context) -> list[Forecast]:
@@ -36,7 +36,7 @@ def run(context: Context, report) -> Result:
     rows = [row for split in prepared.steps for row in _split_rows(context, prepared, split)]
     columns = {"params": {"what": "vocabulary"} | _tokenizer_params(tokenizer), "data_source": corpus.source}
     rows.append(context.row(prepared.manifest.name, "count", float(tokenizer.vocab_size), **columns))
-    samples = pd.concat([_histogram(prepared, tokenizer), _lines(corpus), _stretch(prepared)], ignore_index=True)
+    samples = pd.concat([_histogram(prepared, tokenizer), _lines(corpus)], ignore_index=True)
     return Result(rows, samples, corpus.source)
 
 
@@ -99,11 +99,5 @@ def _histogram(prepared: PreparedText, tokenizer: Tokenizer) -> pd.DataFrame:
 
 
 def _lines(corpus: TextCorpus) -> pd.DataFrame:
-    shown = [line for line in corpus.splits["train"] if line.strip()][:_SHOWN_LINES]
+    shown = list(islice((line for line in corpus.splits["train"] if line.strip()), _SHOWN_LINES))
     return pd.DataFrame({"kind": "line", "split": "train", "text": shown})
-
-
-def _stretch(prepared: PreparedText) -> pd.DataFrame:
-    """The first tokens of the train split, in order: what the chapter's exercise breaks."""
-    ids = np.asarray(prepared.tokens["train"][:_STRETCH_TOKENS], dtype=np.int64)
-    return pd.DataFrame({"kind": "stretch", "split": "train", "token_id": ids})

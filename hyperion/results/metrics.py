@@ -49,6 +49,8 @@ _METRICS = (
     Metric("step_time_s", "s", "lower", "one optimizer step, median", True, True),
     Metric("tokens_per_s", "tokens/s", "higher", "tokens delivered by the loader over training time, no padding", True),
     Metric("images_per_s", "images/s", "higher", "images delivered by the loader over training time", True),
+    Metric("tokenizer_tokens_per_s", "tokens/s", "higher", "tokens written to a file over the median time", True, True, True),
+    Metric("loader_samples_per_s", "samples/s", "higher", "samples of a batch over the median time it takes", True, True, True),
     Metric("samples_per_s", "samples/s", "higher", "samples of a batch over the time of one step", True),
     Metric("batch_efficiency", "fraction", "higher", "samples/s at a batch over those at the best batch", True, True),
     Metric("forward_time_s", "s", "lower", "forward pass of one step, loss included, median", False, True),

@@ -19,10 +19,12 @@ from tests.book.made_up_learning import (
     image_samples,
     language_rows,
     leakage_rows,
+    loader_rows,
     perplexity_row,
     step_samples,
     text_rows,
     text_samples,
+    tokenizer_rows,
 )
 from tests.book.made_up_levels import levels_chapters
 from tests.book.made_up_llama import llama_chapter
@@ -89,6 +91,8 @@ def made_up_run(folder, *, source="mirror", peaks=None, bandwidth=4800.0, enviro
         *baseline_chapters(np.random.default_rng(1), limited=bandwidth is not None),
         (DATA, "text_pipeline", text_rows(source), text_samples(random)),
         (DATA, "image_pipeline", image_rows(source), image_samples(random)),
+        (DATA, "tokenizer_speed", tokenizer_rows(source), pd.DataFrame({"x": [1]})),
+        (DATA, "loader_speed", loader_rows(source), pd.DataFrame({"x": [1]})),
         (
             CORE,
             "ngram_baselines",

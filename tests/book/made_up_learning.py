@@ -35,6 +35,45 @@ def text_samples(random):
     return pd.concat([tokens, lines])
 
 
+def tokenizer_rows(source):
+    common = {"notebook": DATA, "experiment": "tokenizer_speed", "data_source": source, "limit_source": "no limit"}
+    rates = {("each distinct word once", 1): 1.9e6, ("each distinct word once", 2): 2.6e6, ("datasets.map", 1): 5.1e5,
+             ("datasets.map", 2): 7.7e5}  # fmt: skip
+    check = {"check": "share of tokens that differ", "check_error": 0.0, "check_tolerance": 0.0}
+    rows = []
+    for (variant, processes), rate in rates.items():
+        params = {"lines": 36718, "cores": 2, "processes": processes}
+        spread = {"n": 5, "ci_low": 0.97 * rate, "ci_high": 1.04 * rate}
+        rows.append(
+            Row(**common, variant=variant, metric="tokenizer_tokens_per_s", value=rate, params=params, **spread, **check)
+        )
+    for processes, ratio in ((1, 3.7), (2, 3.4)):
+        params = {"lines": 36718, "cores": 2, "processes": processes, "over": "datasets.map"}
+        spread = {"n": 5, "ci_low": 0.96 * ratio, "ci_high": 1.05 * ratio}
+        rows.append(
+            Row(**common, variant="each distinct word once", metric="speedup", value=ratio, params=params, **spread)
+        )
+    return rows
+
+
+def loader_rows(source):
+    common = {"notebook": DATA, "experiment": "loader_speed", "data_source": source}
+    loaders = {("packed, on the device", 0): 7e4, ("packed, from its file", 0): 1.2e5,
+               ("packed, from its file, ahead", 2): 4.4e4, ("padded, on the device", 0): 3.8e4}  # fmt: skip
+    check = {"check": "share of batches that differ", "check_error": 0.0, "check_tolerance": 0.0, "limit_source": "no limit"}
+    rows = []
+    for (variant, workers), rate in loaders.items():
+        params = {"batch": 64, "length": 1024, "workers": workers}
+        spread = {"n": 30, "ci_low": 0.98 * rate, "ci_high": 1.03 * rate}
+        rows.append(
+            Row(**common, variant=variant, metric="loader_samples_per_s", value=rate, params=params, **spread, **check)
+        )
+    for variant, workers, share in (("packed, on the device", 0, 0.0012), ("packed, from its file, ahead", 2, 0.0005)):
+        params = {"batch": 64, "length": 1024, "workers": workers, "what": "waiting for the loader"}
+        rows.append(Row(**common, variant=variant, metric="share", value=share, params=params))
+    return rows
+
+
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 

@@ -1,6 +1,6 @@
 """The data figures name their source and hide no token."""
 
-from hyperion.book.plots_data import image_grid, token_histogram
+from hyperion.book.plots_data import image_grid, loader_speed, token_histogram, tokenizer_speed
 from hyperion.book.style import styled
 
 
@@ -19,3 +19,18 @@ def test_the_grid_has_a_column_a_class(material):
         figure = image_grid(material)
     labels = [label.get_text() for label in figure.axes[0].get_xticklabels()]
     assert len(labels) == 10 and labels[0] == "airplane"
+
+
+def test_the_tokenizers_stand_beside_each_other_with_their_ratio(material):
+    with styled():
+        figure = tokenizer_speed(material)
+    assert len(figure.axes[0].patches) == 4
+    assert "× as fast as datasets.map" in figure.get_supxlabel() and "On 2 cores" in figure.get_supxlabel()
+
+
+def test_each_loader_has_a_bar_and_says_its_threads(material):
+    with styled():
+        figure = loader_speed(material)
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert len(labels) == 4 and "packed, from its file, ahead, 2 threads" in labels
+    assert len(figure.axes[1].patches) == 2

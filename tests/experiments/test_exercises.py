@@ -1,12 +1,10 @@
 """Each exercise: the cell as given fails it, a right answer passes, and no shortcut does."""
 
-import hashlib
 import time
 
-import numpy as np
 import torch
 
-from hyperion.experiments.exercises import judge_leak_check, judge_number, judge_timer, judge_token_check, solved
+from hyperion.experiments.exercises import judge_leak_check, judge_number, judge_timer, solved
 
 
 def test_timer_as_given_is_marked_wrong_and_a_sound_one_right():
@@ -40,18 +38,6 @@ def test_timer_that_waits_but_counts_the_first_call_is_caught():
     faults = judge_timer(cold).set_index("fault")["right"]
     assert faults["stops the clock before the work is done"]
     assert not faults["counts the first, slow call"]
-
-
-def test_token_check_as_given_misses_mutants_and_a_hash_catches_all():
-    tokens = np.random.default_rng(0).integers(0, 100, 500)
-    digest = hashlib.sha256(tokens.tobytes()).hexdigest()
-    assert not solved(judge_token_check(lambda found: found.max() < 100, tokens, 100))
-    assert solved(judge_token_check(lambda found: hashlib.sha256(found.tobytes()).hexdigest() == digest, tokens, 100))
-
-
-def test_a_check_that_refuses_everything_does_not_pass():
-    tokens = np.arange(50)
-    assert not solved(judge_token_check(lambda found: False, tokens, 100))
 
 
 def test_leak_check_as_given_passes_leaking_models_and_perturbation_catches_them():

@@ -105,17 +105,47 @@ def test_text_pipeline_counts_what_the_corpus_has(text):
     assert counts["train", "lines"] == 4000 and counts["valid", "words with <eos>"] == 60 * 16
     assert counts["train", "tokens"] == 4000 * 16  # each word of the synthetic text is one token
     assert {row.data_source for row in text.rows} == {"synthetic"}
-    assert set(text.samples["kind"]) == {"token", "line", "stretch"}
+    assert set(text.samples["kind"]) == {"token", "line"}
     assert text.samples.loc[text.samples["kind"] == "token", "count"].sum() == 4000 * 16
 
 
 def test_image_pipeline_counts_and_shows_every_class(folder):
-    result, _ = perform("image_pipeline", {}, folder)
+    result, _ = perform("image_pipeline", {"batch_size": 32, "calls": 1, "time_limit_s": 0.01}, folder)
+    (rate,) = [row for row in result.rows if row.metric == "loader_samples_per_s"]
+    assert rate.check_error == 0 and rate.n >= 30 and rate.value > 0
     per_class = [
         r.value for r in result.rows if r.params.get("what") == "images of a class" and r.params["split"] == "train"
     ]
     assert len(per_class) == 10 and sum(per_class) == 600
     assert len(result.samples) == 40 and len(result.samples["pixels"][0]) == 3 * 32 * 32
+
+
+def test_tokenizers_write_the_same_tokens_and_are_compared_in_turn(folder):
+    sizes = {"lines": 100, "processes": [1], "cores": 1, "samples": 3, "time_limit_s": 0.01}
+    result, context = perform("tokenizer_speed", sizes, folder)
+    rates = {row.variant: row for row in result.rows if row.metric == "tokenizer_tokens_per_s"}
+    assert set(rates) == {"each distinct word once", "datasets.map"}
+    assert all(row.check_error == 0 for row in rates.values())
+    (speedup,) = [row for row in result.rows if row.metric == "speedup"]
+    assert speedup.value == pytest.approx(rates["each distinct word once"].value / rates["datasets.map"].value)
+    forecast = experiment_named("tokenizer_speed").forecast(context)[0]
+    assert (forecast.variant, forecast.metric, forecast.params) == (speedup.variant, "speedup", speedup.params)
+
+
+def test_loaders_deliver_the_same_batches_and_a_step_tells_its_wait(text, folder):
+    sizes = {"sequence_length": 16, "batch_size": 8, "workers": [1, 2], "model": "lm_d128_h4_l2", "steps": 5, "calls": 2,
+             "time_limit_s": 0.01}  # fmt: skip
+    result, context = perform("loader_speed", sizes, folder, text.rows)
+    rates = [row for row in result.rows if row.metric == "loader_samples_per_s"]
+    assert len(rates) == 5 and all(row.check_error == 0 for row in rates)
+    shares = {(r.variant, r.params["workers"], r.params["what"]): r.value for r in result.rows if r.metric == "share"}
+    carrying = {variant: share for (variant, _, what), share in shares.items() if what == "positions that carry a loss"}
+    # A line of the synthetic text has 16 tokens: its last position has no target.
+    assert carrying == {"packed, on the device": 1.0, "padded, on the device": 15 / 16}
+    waiting = [share for (_, _, what), share in shares.items() if what == "waiting for the loader"]
+    assert len(waiting) == 3 and all(0 < share < 1 for share in waiting)
+    (forecast,) = experiment_named("loader_speed").forecast(context)
+    assert forecast.estimate is None and "no ceilings" in forecast.basis
 
 
 def test_counting_models_cannot_pass_the_floor_and_the_bigram_sees_nothing_in_it(text, folder):
