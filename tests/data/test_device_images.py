@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from hyperion.data.device_images import ImageBatches
+from hyperion.data.device_images import ImageBatches, cut_out
 from hyperion.data.faults import DataError
 
 GENERATOR = np.random.default_rng(0)
@@ -111,3 +111,21 @@ def test_images_come_channels_last_and_rounded_from_float32():
 def test_a_state_of_other_changes_is_refused():
     with pytest.raises(DataError, match="loader state has hole 0"):
         _images(hole=8).load_state_dict(_images().state_dict())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_a_gpu_makes_the_same_batches_and_its_cut_can_be_recorded():
+    options = {"hole": 8, "border": "reflect", "dtype": torch.bfloat16}
+    on_cpu, on_gpu = (_images(device=device, **options) for device in ("cpu", "cuda"))
+    for _ in range(2 * len(on_cpu)):
+        for one, other in zip(on_cpu.next_batch(), on_gpu.next_batch(), strict=True):
+            assert torch.equal(one, other.cpu())
+    table = on_gpu._table(1)
+    chosen, graph = table[:, :8].clone(), torch.cuda.CUDAGraph()
+    cut_out(on_gpu._pixels, chosen, on_gpu._steps)
+    with torch.cuda.graph(graph):
+        pixels = cut_out(on_gpu._pixels, chosen, on_gpu._steps)
+    chosen.copy_(table[:, 8:16])
+    graph.replay()
+    assert torch.equal(pixels, cut_out(on_gpu._pixels, table[:, 8:16], on_gpu._steps))
