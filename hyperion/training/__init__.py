@@ -4,6 +4,7 @@ from hyperion.training.engine import Engine, ImageEngine, LanguageEngine, StepMe
 from hyperion.training.evaluate import ImageEvaluation, LanguageEvaluation, evaluate_images, evaluate_language
 from hyperion.training.history import EpochRecord, History, mean_over_ranks
 from hyperion.training.loop import Batches, train
+from hyperion.training.memory_estimate import MemoryEstimate, estimate_memory, fewest_checkpointed, largest_batch
 from hyperion.training.nonfinite import NonFiniteError
 from hyperion.training.optimizers import adamw, decay_groups, sgd_nesterov
 from hyperion.training.plan import Plan
@@ -25,6 +26,7 @@ __all__ = [
     "LanguageEngine",
     "LanguageEvaluation",
     "LossScaler",
+    "MemoryEstimate",
     "NonFiniteError",
     "Plan",
     "Precision",
@@ -35,8 +37,11 @@ __all__ = [
     "adamw",
     "choose_precision",
     "decay_groups",
+    "estimate_memory",
     "evaluate_images",
     "evaluate_language",
+    "fewest_checkpointed",
+    "largest_batch",
     "mean_over_ranks",
     "rng_state",
     "seed_everything",

@@ -111,25 +111,25 @@ def library_bytes(device: Device) -> int:
     return torch.cuda.memory_allocated(where) - before
 
 
-def largest_batch(peak_bytes: Callable[[int], int], memory_bytes: int, at_most: int = 2**20) -> int:
+def largest_batch(peak: Callable[[int], float], memory: float, at_most: int = 2**20) -> int:
     """The largest batch whose step fits into a memory; 0 when not even one item does.
 
     Args:
-        peak_bytes: of a step with a batch of that many items; must not fall as the batch grows.
-        memory_bytes: that there is.
+        peak: of a step with a batch of that many items; must not fall as the batch grows.
+        memory: that there is, in the unit of the peak.
         at_most: where to stop looking.
     """
-    fits, held = 1, peak_bytes(1)
-    if held > memory_bytes:
+    fits, held = 1, peak(1)
+    if held > memory:
         return 0
     fails, an_item, halve = at_most + 1, 0, False
     while fails - fits > 1:
         # Memory grows nearly in proportion to the batch: a few estimates find it, where halving would take many.
-        guess = fits + int((memory_bytes - held) / an_item) if an_item else 2 * fits
+        guess = fits + int((memory - held) / an_item) if an_item else 2 * fits
         guess = (fits + fails) // 2 if halve else min(max(guess, fits + 1), fails - 1)
-        needed = peak_bytes(guess)
+        needed = peak(guess)
         an_item = (needed - held) / (guess - fits)
-        if needed <= memory_bytes:
+        if needed <= memory:
             fits, held, halve = guess, needed, False
         else:
             halve, fails = fails <= at_most, guess
