@@ -14,7 +14,9 @@ from hyperion.hardware import Device
 from hyperion.measure import FORMATS, matmul_precision
 
 TRAINING_DTYPES = ("fp32", "tf32", "bf16", "fp16")
-_AUTOCAST = ("bf16", "fp16")
+FP8 = "fp8"
+# fp8 is for linear layers that were replaced (hyperion.training.float8); the rest computes in bf16 then.
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, FP8: torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,8 @@ class Precision:
     """What matrix products and convolutions compute in; weights, optimizer state and losses are float32 in each case.
 
     Attributes:
-        dtype: 'fp32' (no TF32 anywhere), 'tf32', 'bf16' or 'fp16'.
+        dtype: 'fp32' (no TF32 anywhere), 'tf32', 'bf16', 'fp16', or 'fp8' for a model that went through
+            hyperion.training.float8.to_float8.
         reason: why this one.
     """
 
@@ -40,8 +43,8 @@ class Precision:
     @contextlib.contextmanager
     def autocast(self, device: Device) -> Iterator[None]:
         """The context in which a forward pass runs."""
-        dtype = FORMATS[self.dtype].storage if self.dtype in _AUTOCAST else torch.bfloat16
         where = torch.device(device.torch_device).type
+        dtype = _AUTOCAST.get(self.dtype, torch.bfloat16)
         with self.products(), torch.autocast(where, dtype, enabled=self.dtype in _AUTOCAST):
             yield
 
@@ -145,14 +148,15 @@ def choose_precision(device: Device, requested: str = "auto") -> Precision:
     """The precision to train in on this device.
 
     Args:
-        requested: 'auto', 'fp32', 'tf32', 'bf16' or 'fp16'. 'auto' is bf16 on a GPU with matrix units for it, else fp32.
+        requested: 'auto', 'fp32', 'tf32', 'bf16', 'fp16' or 'fp8'. 'auto' is bf16 on a GPU with matrix units for it, else
+            fp32.
 
     Raises:
         HyperionError: another name, or a type that the device does not multiply.
     """
     if requested == "auto":
         return _automatic(device)
-    if requested not in TRAINING_DTYPES:
+    if requested not in (*TRAINING_DTYPES, FP8):
         raise HyperionError(
             f"no training precision is named {requested!r}",
             where="precision",
@@ -163,6 +167,8 @@ def choose_precision(device: Device, requested: str = "auto") -> Precision:
         raise HyperionError(
             f"{device.name} cannot train in {requested}: {how}", where="precision", next_step="choose auto or fp32"
         )
+    if requested == FP8:
+        how = f"linear layers of the blocks in e4m3, their gradients in e5m2, a scale a tensor; the rest in bf16; {how}"
     return Precision(requested, "as requested" if requested == "fp32" else f"as requested; {how}")
 
 
