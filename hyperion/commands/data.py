@@ -14,6 +14,7 @@ def print_verdicts(folder: Path | None) -> int:
             print(f"        {finding.file}: {finding.fault}")
         if verdict.kept is not None:
             print(f"        moved to {verdict.kept}, nothing was deleted")
+        if verdict.next_step:
             print(f"        next:  {verdict.next_step}")
     damaged = sum(bool(verdict.findings) for verdict in verdicts)
     print(f"{len(verdicts)} data sets, {damaged} damaged" if verdicts else "nothing is prepared or staged yet")

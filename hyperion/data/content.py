@@ -14,6 +14,7 @@ from hyperion.data.imageset import channel_statistics, check_images, check_label
 from hyperion.data.manifest import DataManifest
 from hyperion.data.shards import check_tokens, first_bad
 
+FORMAT = 2  # of products: a part of their hashes and facts, so that a change of layout makes new folders
 SAMPLES = "_samples"  # ends the name of the array that says where a split's lines lie
 TOKENIZER_FILE = "tokenizer.json"
 ARRAYS_OF = {

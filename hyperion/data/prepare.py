@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from hyperion.data.array_files import ArrayWriter
-from hyperion.data.content import ARRAYS_OF, SAMPLES, TOKENIZER_FILE, content_faults
+from hyperion.data.content import ARRAYS_OF, FORMAT, SAMPLES, TOKENIZER_FILE, content_faults
 from hyperion.data.corpus import SPLITS, TextCorpus
 from hyperion.data.encoding import Encoding, workers_for
 from hyperion.data.faults import DataError
@@ -20,7 +20,6 @@ from hyperion.data.shards import open_shards, token_dtype, write_shards
 from hyperion.data.staging import processed_root, staged
 from hyperion.data.tokenizer import Tokenizer
 
-FORMAT = 2  # part of every product's hash: a change of layout makes new folders
 OPENING_TOKENS = 64
 
 
@@ -123,6 +122,7 @@ def write_text(folder: Path, corpus: TextCorpus, tokenizer: Tokenizer, sequence_
         (work / TOKENIZER_FILE).write_text(tokenizer.definition(), encoding="utf-8")
         facts = {
             "kind": "text",
+            "format": FORMAT,
             "corpus_sha256": corpus.sha256,
             "tokenizer": {"name": tokenizer.name, "source": tokenizer.source, "sha256": tokenizer.sha256},
             "vocab_size": tokenizer.vocab_size,
@@ -136,6 +136,7 @@ def write_images(folder: Path, images: ImageSet) -> None:
     """Make the new folder of an image set; see prepare_images."""
     facts = {
         "kind": "images",
+        "format": FORMAT,
         "images_sha256": images.sha256,
         "classes": list(images.classes),
         "bayes_accuracy": images.bayes_accuracy,

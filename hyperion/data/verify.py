@@ -13,7 +13,7 @@ import numpy as np
 from hyperion.data import cifar10, instructions, tokenizer, wikitext2
 from hyperion.data.array_files import FOLDER as CHECKSUMS
 from hyperion.data.array_files import damaged_rows
-from hyperion.data.content import ARRAYS_OF, content_faults
+from hyperion.data.content import ARRAYS_OF, FORMAT, content_faults
 from hyperion.data.faults import DataError
 from hyperion.data.manifest import FILE_NAME, DataManifest, read_manifest
 from hyperion.data.shards import is_array, open_array
@@ -23,6 +23,7 @@ REASON_FILE = "REASON.json"
 PREPARE_AGAIN = (
     "what needs it prepares it again from its source; the first does so: `make reproduce ONLY=01_dataset_preparation`"
 )
+OUTDATED = "another version of this library made it and this one does not read it: `hyperion clean --data` removes it"
 STAGE_AGAIN = "stage it again with `make fetch`, or name a folder that has it with HYPERION_DATA_MIRROR"
 _SHOWN_RUNS = 3
 
@@ -33,7 +34,7 @@ class Verdict(NamedTuple):
     Attributes:
         findings: its faults, none where it is as it was written.
         kept: where a damaged one was moved, None where it stayed.
-        next_step: what to do about it.
+        next_step: what to do about it, "" where nothing is to be done.
     """
 
     folder: Path
@@ -200,9 +201,20 @@ def _products(folder: Path) -> list[Path]:
 
 
 def _verdict(folder: Path) -> Verdict:
+    if _made_by_another_version(folder):
+        return Verdict(folder, [], None, OUTDATED)
     findings = examine(folder)
     kept = quarantine(folder, findings) if findings else None
     return Verdict(folder, findings, kept, PREPARE_AGAIN if findings else "")
+
+
+def _made_by_another_version(folder: Path) -> bool:
+    """Whether a manifest that can be read is of another layout."""
+    try:
+        manifest = read_manifest(folder)
+    except DataError:
+        return False
+    return manifest is not None and manifest.facts.get("kind") in ARRAYS_OF and manifest.facts.get("format") != FORMAT
 
 
 def _staged_sets() -> list[tuple[Path, Callable[[], str]]]:

@@ -148,6 +148,13 @@ def test_sound_data_stay_where_they_are(copies, monkeypatch, capsys):
     assert all(folder.is_dir() for folder in copies.values()) and "0 damaged" in capsys.readouterr().out
 
 
+def test_a_product_of_another_version_is_not_called_damaged(copies, monkeypatch, capsys):
+    manifest = copies["images"] / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 1'))
+    assert command(monkeypatch) == 0 and copies["images"].is_dir()
+    assert "another version of this library made it" in capsys.readouterr().out
+
+
 def test_a_prepared_set_that_was_damaged_is_made_again(monkeypatch, capsys):
     images = synthetic_images({"train": 20, "test": 10})
     folder = prepare_images(images).folder
