@@ -35,6 +35,7 @@ SUBJECTS = {
     "image_classifier": "baseline",
     "image_training_speed": "baseline",
     "recovery": "baseline",
+    "parity_ladder": "baseline",
     "scaling": "scaling",
     "parallel_parity": "distributed",
     "distributed_training": "distributed",

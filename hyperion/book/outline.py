@@ -35,6 +35,7 @@ TITLES = {
     "image_classifier": "Image classifier",
     "image_training_speed": "Training images fast",
     "recovery": "Faults and recovery",
+    "parity_ladder": "The parity ladder",
     "parallel_parity": "One device and many: the same losses",
     "distributed_training": "Training on all ranks",
     "resharding": "Checkpoints across numbers of ranks",

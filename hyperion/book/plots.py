@@ -205,6 +205,12 @@ PLOTS = (
         plots_recovery.recovery,
     ),
     Plot(
+        "parity_ladder",
+        "parity_ladder",
+        "What each change does to the losses: rounding where it rounds otherwise, and nothing where it does not.",
+        plots_recovery.parity_ladder,
+    ),
+    Plot(
         "precision",
         "precision_variants",
         "Time and memory of a training step in fp32, TF32, bf16 and fp16.",

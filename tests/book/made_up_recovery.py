@@ -1,5 +1,6 @@
 """Rows of faults and recoveries that no machine measured: test data, valid by every rule of a row."""
 
+import numpy as np
 import pandas as pd
 
 from hyperion.results import Row
@@ -12,6 +13,7 @@ _PHASES = ("loader", "forward", "backward", "optimizer", "evaluation", "save")
 def recovery_chapters():
     """(notebook, experiment, rows, samples) of the part of chapter 2.2 on what must not change."""
     yield CORE, "recovery", _rows(), _trials()
+    yield CORE, "parity_ladder", _ladder_rows(), _ladder_curves()
 
 
 def _trials():
@@ -34,3 +36,26 @@ def _rows():
         )
         for kind, most in _MAY_LOSE.items()
     ]  # fmt: skip
+
+
+_LADDER = {"again": (0, 0), "accumulated": (1.4e-7, 1e-4), "bf16": (9e-5, 3e-2), "checkpointed": (0, 0),
+           "compiled": (1.7e-4, 1e-2), "resumed": (0, 0)}  # fmt: skip
+
+
+def _ladder_rows():
+    return [
+        Row(notebook=CORE, experiment="parity_ladder", variant=name, metric="relative_difference", value=value,
+            dtype="bf16", params={"what": "training loss", "beside": "the rung before", "steps": 30, "micro_batches": 4},
+            n=30, check="losses of the rung before", check_error=value, check_tolerance=tolerance)
+        for name, (value, tolerance) in _LADDER.items()
+    ]  # fmt: skip
+
+
+def _ladder_curves():
+    steps, apart = np.arange(1, 31), {"fp32": 0.0, "again": 0.0}
+    for name, (value, _) in list(_LADDER.items())[1:]:
+        apart[name] = max(value, list(apart.values())[-1])
+    return pd.concat(
+        [pd.DataFrame({"rung": name, "step": steps, "loss": 8 - 0.05 * steps + scale * np.sin(steps)})
+         for name, scale in apart.items()]
+    )  # fmt: skip
