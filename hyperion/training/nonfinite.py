@@ -31,7 +31,8 @@ def non_finite_tensor(state: Any) -> str | None:
     _collect("", state, found)
     if not found:
         return None
-    sound = torch.stack([tensor.isfinite().all() for _, tensor in found]).tolist()
+    device = found[0][1].device  # an optimizer may keep its counters of steps on the CPU
+    sound = torch.stack([tensor.isfinite().all().to(device) for _, tensor in found]).tolist()
     return next((path for (path, _), finite in zip(found, sound, strict=True) if not finite), None)
 
 
