@@ -112,7 +112,7 @@ def forward_and_backward(engine: TorchEngine, batch: Batch) -> Held:
 
 def _workload(context: Context, kind: str, layers: int = 0) -> Workload:
     sizes = context.sizes[kind]
-    return workloads.workload(kind, sizes, sizes.get("vocabulary", 0), layers)
+    return workloads.workload(kind, sizes, sizes.get("vocabulary", 0), layers or sizes.get("layers", 0))
 
 
 def _dtype(context: Context) -> str:
@@ -120,9 +120,14 @@ def _dtype(context: Context) -> str:
 
 
 def _plans(context: Context, kind: str) -> list[ParallelPlan]:
-    """Every policy, the one without any first; the budget's lies between those of nothing and of everything saved."""
-    budget = within_budget(_workload(context, kind), _dtype(context), context.device, context.sizes["budget_share"])
-    return [policy(how) for how in (NONE, EVERY_BLOCK, SELECTIVE)] + [budget]
+    """The one without checkpointing first, then the profile's; a budget lies between what none and what all of it needs."""
+    return [policy(), *(_plan(context, kind, how) for how in context.sizes["policies"][kind])]
+
+
+def _plan(context: Context, kind: str, how: str) -> ParallelPlan:
+    if how != BUDGET:
+        return policy(how)
+    return within_budget(_workload(context, kind), _dtype(context), context.device, context.sizes["budget_share"])
 
 
 def _params(work: Workload, plan: ParallelPlan) -> dict:

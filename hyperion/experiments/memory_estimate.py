@@ -35,7 +35,9 @@ def forecast(context: Context) -> list[Forecast]:
     work = workload(question["kind"], question | {"batch_size": 1})
     basis = f"the estimator: the largest batch whose peak is at most {question['memory_gib']:g} GiB less a margin"
     batch = _largest(context.device, question)
-    lines += _cell_forecasts(context.device, question | {"batch_size": batch}, {"memory_gib": question["memory_gib"]})[:1]
+    lines += _cell_forecasts(context.device, question | {"batch_size": batch}, {"memory_gib": question["memory_gib"]})[
+        :1
+    ]
     asked = Forecast(
         variant=work.name, metric="count", estimate=batch, basis=basis, dtype=question["dtype"],
         params=_question_params(question),

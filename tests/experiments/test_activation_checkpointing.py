@@ -7,9 +7,11 @@ from hyperion.experiments.activation_checkpointing import EXPERIMENT, largest_di
 from hyperion.parallel.plan import BUDGET, CHECKPOINTING, EVERY_BLOCK, NONE, SELECTIVE
 from tests.experiments.toy import by_params, perform, toy_context
 
+POLICIES = [EVERY_BLOCK, SELECTIVE, BUDGET]
 RATE = {"learning_rate": 1e-3, "warmup_steps": 1}
 SIZES = {
-    "precision": "auto", "budget_share": 0.5, "depths": [1, 3], "time_limit_s": 0.05,
+    "precision": "auto", "budget_share": 0.5,
+    "policies": {"language": POLICIES, "image": POLICIES}, "depths": [1, 3], "time_limit_s": 0.05,
     "language": {"model": "lm_d64_h4_l2", "vocabulary": 64, "sequence_length": 16, "batch_size": 4} | RATE,
     "image": {"width": 4, "batch_size": 8} | RATE,
 }  # fmt: skip
