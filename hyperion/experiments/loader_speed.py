@@ -68,6 +68,7 @@ def run(context: Context, report) -> Result:
     rows, frames = [], []
     with ExitStack() as stack:
         loaders = _loaders(context, prepared, tokenizer, stack)
+        starts = [loader.batches.state_dict() for loader in loaders]
         for number, loader in enumerate(loaders):
             report(number, len(loaders) + 1, loader.variant)
             check = _check(context, loader, loaders[0])
@@ -77,6 +78,8 @@ def run(context: Context, report) -> Result:
             if loader.variant in (_PACKED, _PADDED):
                 rows.append(_text_share_row(context, loader, corpus.source))
         report(len(loaders), len(loaders) + 1, "train")
+        for loader, start in zip(loaders, starts, strict=True):
+            loader.batches.load_state_dict(start)  # a training begins with an epoch
         trained = [loader for loader in loaders if loader.variant in (_PACKED, _AHEAD)]
         rows += [_waiting_row(context, loader, tokenizer, corpus.source) for loader in trained]
     return Result(rows, pd.concat(frames, ignore_index=True), corpus.source)

@@ -59,7 +59,7 @@ def time_step(
         step(stamps.phase)
 
     whole = time_function(
-        marked, device, cold=False, minimum_samples=minimum_samples, time_limit_s=time_limit_s
+        marked, device, cold=False, minimum_samples=minimum_samples, time_limit_s=time_limit_s, clock=stamps
     )
     seconds = stamps.seconds(len(whole.samples_s))
     phases = {name: replace(whole, samples_s=samples, warmup_s=()) for name, samples in seconds.items()}
@@ -69,11 +69,21 @@ def time_step(
 
 
 class _Stamps:
-    """Pairs of stamps by phase, a dictionary for each step. On an accelerator they are read only after the last step."""
+    """The device's clock, which also keeps pairs of stamps by phase, a dictionary for each step that it took a sample of. On
+    an accelerator they are read only after the last step.
+    """
 
     def __init__(self, device: Device):
         self._clock = device_clock(device)
+        self.now, self.in_a_row = self._clock.now, self._clock.in_a_row
         self.steps: list[dict[str, list[tuple]]] = []
+
+    def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
+        """The samples of the clock below; steps that it does before the first sample leave no stamps."""
+        before = len(self.steps)
+        samples = self._clock.sample(functions, flush, count)
+        del self.steps[before : len(self.steps) - count * len(functions)]
+        return samples
 
     @contextlib.contextmanager
     def phase(self, name: str):

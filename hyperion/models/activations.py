@@ -73,8 +73,7 @@ def language_activations(config: TransformerConfig, batch: int, length: int, six
 
     In units of one [B, T, D] tensor a block keeps its input and the sum after attention (1 + 1), both norms' outputs
     (1 + 1), query, key and value (3), attention's output (1), and the MLP before and after GELU (4 + 4): 16. Autocast to
-    bfloat16 halves them all, and keeps a 16-bit copy of each matrix of weights. (On a GPU its norms read float32 copies of
-    the first two, which are kept in their place; in float16 sums stay float32.)
+    bfloat16 halves them all, and keeps a 16-bit copy of each matrix of weights. (float16 keeps more: sums stay float32.)
     The loss is PyTorch's own: the kernels of `token_loss` keep logits in 16 bits.
 
     Args:

@@ -1,23 +1,26 @@
-"""Negative log-likelihood of each token from its logits, without a float32 copy of them.
+"""Negative log-likelihood of each token from the head's input, without a float32 copy of the logits.
 
 A vocabulary makes logits the largest tensor of a language model, by far. PyTorch's cross-entropy reads them as float32:
-a copy twice as large as bfloat16 logits, and a gradient as large again. On a GPU two Triton kernels, the same for AMD and
-NVIDIA, read each logit once on the way forward and once on the way back, and sum in float32. Elsewhere, and where there is
-no Triton, it is PyTorch's own function.
+a copy twice as large as bfloat16 logits, and a gradient as large again. On a GPU a Triton kernel, the same for AMD and
+NVIDIA, sums in float32 and goes over them once: what the backward pass needs, softmax - one-hot, takes their place. The
+gradient of each token's loss need not touch that matrix S_MV: with g_M it is g·(S·W) for the input and Sᵀ·(g·x) for the
+weight. Elsewhere, and where there is no Triton, it is PyTorch's own function.
 
-Shape suffixes: M tokens, V classes, P columns of the logits (P >= V, filled up so that rows are aligned).
+Shape suffixes: M tokens, D width, V classes, P classes filled up so that rows are aligned (P >= V).
 """
 
-import functools
 import importlib.util
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hyperion.data.packing import IGNORE_INDEX
 
-# Matrix units want rows that begin at multiples of 128 bytes; 50257 columns do not.
+# Matrix units want rows that begin at multiples of 128 bytes; those of 50257 columns do not.
 _ALIGNMENT = 64
+# It comes with PyTorch's builds for GPUs.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def padded_classes(classes: int) -> int:
@@ -32,18 +35,11 @@ def token_loss(x_MD: Tensor, weight_VD: Tensor, targets_M: Tensor) -> Tensor:
         x_MD, weight_VD: floating-point; products are made in the type that autocast says.
         targets_M: int64 classes below V. On a GPU another one gives NaN, on a CPU an error.
     """
-    classes = len(weight_VD)
-    if not (x_MD.is_cuda and has_triton()):
-        return F.cross_entropy(
-            F.linear(x_MD, weight_VD).float(), targets_M, ignore_index=IGNORE_INDEX, reduction="none"
-        )
-    from hyperion.models.token_loss_kernels import token_nll
+    if not (x_MD.is_cuda and HAS_TRITON):
+        logits_MV = F.linear(x_MD, weight_VD).float()
+        return F.cross_entropy(logits_MV, targets_M, ignore_index=IGNORE_INDEX, reduction="none")
+    from hyperion.models.token_loss_kernels import head_loss
 
-    weight_PD = F.pad(weight_VD, (0, 0, 0, padded_classes(classes) - classes))
-    return token_nll(F.linear(x_MD, weight_PD), targets_M, classes, IGNORE_INDEX)[0]
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether the compiler of the kernels is installed; it comes with PyTorch's builds for GPUs."""
-    return importlib.util.find_spec("triton") is not None
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x_MD.dtype
+    weight_PD = F.pad(weight_VD.to(dtype), (0, 0, 0, padded_classes(len(weight_VD)) - len(weight_VD)))
+    return head_loss(x_MD.to(dtype), weight_PD, targets_M, len(weight_VD), IGNORE_INDEX, torch.is_grad_enabled())[0]

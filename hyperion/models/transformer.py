@@ -112,12 +112,15 @@ class CausalSelfAttention(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """LayerNorm that answers in the type of its input. Autocast computes it in float32 and leaves it so: three times as many
-    bytes for the query, key and value layers, each of which would convert and keep a copy of its own.
+    """LayerNorm that computes in float32, and reads and writes the type of its input, with weights rounded to that type.
+
+    nn.LayerNorm under autocast writes float32, which the query, key and value layers would each convert and keep.
     """
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        return super().forward(x_BTD).to(x_BTD.dtype)
+        weight, bias = self.weight.to(x_BTD.dtype), self.bias.to(x_BTD.dtype)
+        # The function below F.layer_norm, which autocast does not know.
+        return torch.native_layer_norm(x_BTD, self.normalized_shape, weight, bias, self.eps)[0]
 
 
 def gelu(x: Tensor) -> Tensor:

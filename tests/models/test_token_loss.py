@@ -1,4 +1,4 @@
-"""The loss of tokens against float64; its kernels in Triton's interpreter, and compiled for AMD's and NVIDIA's devices."""
+"""The loss of tokens against float64; its kernel in Triton's interpreter, and compiled for AMD's and NVIDIA's devices."""
 
 import os
 import subprocess
@@ -9,29 +9,28 @@ import torch
 import torch.nn.functional as F
 
 from hyperion.data.packing import IGNORE_INDEX
-from hyperion.models.token_loss import has_triton, padded_classes, token_loss
+from hyperion.models.token_loss import HAS_TRITON, padded_classes, token_loss
 
-needs_triton = pytest.mark.skipif(not has_triton(), reason="Triton is not installed: it comes with PyTorch for GPUs")
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed: it comes with PyTorch for GPUs")
 
 # Rows of several blocks with a remainder, one row whose largest logit comes last, ignored and impossible targets.
 INTERPRETED = """
 import torch
-from hyperion.models.token_loss_kernels import nll_backward, nll_forward
+from hyperion.models.token_loss_kernels import nll_and_slope
 torch.manual_seed(0)
 M, V, P, BLOCK = 6, 300, 320, 64
 logits = torch.randn(M, P) * 20; logits[3, V - 1] = 90; logits[:, V:] = 1e4
 targets = torch.tensor([0, 299, 5, 299, -100, 300])
-nll, log_sum = torch.full((M,), 7.0), torch.full((M,), 7.0)
-nll_forward[(M,)](logits, targets, nll, log_sum, -100, P, V, BLOCK=BLOCK)
-exact = torch.nn.functional.cross_entropy(logits[:5, :V].double(), targets[:5], ignore_index=-100, reduction="none")
-assert torch.allclose(nll[:5].double(), exact, atol=1e-5, rtol=1e-6), (nll, exact)
-assert nll[4] == 0 and nll[5].isnan()
-double = logits[:5, :V].double().requires_grad_()
-weights = torch.tensor([1.0, 0.5, -2.0, 3.0, 9.0])
-(torch.nn.functional.cross_entropy(double, targets[:5], ignore_index=-100, reduction="none") * weights).sum().backward()
-gradient = torch.full((5, P), 7.0)
-nll_backward[(5, -(-P // BLOCK))](weights, logits, targets, log_sum, gradient, -100, P, V, BLOCK=BLOCK)
-assert torch.allclose(gradient[:, :V].double(), double.grad, atol=1e-6) and (gradient[:, V:] == 0).all()
+double, untouched = logits[:5, :V].double().requires_grad_(), logits.clone()
+exact = torch.nn.functional.cross_entropy(double, targets[:5], ignore_index=-100, reduction="none")
+exact.sum().backward()
+for slope in (False, True):
+    nll = torch.full((M,), 7.0)
+    nll_and_slope[(M,)](logits, targets, nll, -100, P, V, slope, BLOCK=BLOCK)
+    assert torch.allclose(nll[:5].double(), exact, atol=1e-5, rtol=1e-6), (nll, exact)
+    assert nll[4] == 0 and nll[5].isnan()
+    assert slope or torch.equal(logits, untouched)
+assert torch.allclose(logits[:5, :V].double(), double.grad, atol=1e-6) and (logits[:5, V:] == 0).all()
 print("equal")
 """
 
@@ -49,7 +48,7 @@ def test_it_is_the_negative_log_likelihood_in_float64():
 
 
 @needs_triton
-def test_the_kernels_agree_with_float64():
+def test_the_kernel_agrees_with_float64():
     done = subprocess.run(
         [sys.executable, "-c", INTERPRETED], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True
     )
@@ -58,17 +57,16 @@ def test_the_kernels_agree_with_float64():
 
 @needs_triton
 @pytest.mark.parametrize(("backend", "architecture", "width"), [("hip", "gfx90a", 64), ("hip", "gfx942", 64), ("cuda", 90, 32)])
-def test_the_kernels_compile_for_devices_that_are_not_here(backend, architecture, width):
+def test_the_kernel_compiles_for_devices_that_are_not_here(backend, architecture, width):
     import triton
     from triton.backends.compiler import GPUTarget
 
     from hyperion.models import token_loss_kernels as kernels
 
-    constants = {"columns": 50304, "classes": 50257, "BLOCK": kernels.BLOCK}
-    sizes = {"ignored": "i32"} | dict.fromkeys(constants, "constexpr")
-    forward = {"logits": "*bf16", "targets": "*i64", "nll": "*fp32", "log_sum": "*fp32"} | sizes
-    backward = {"gradient": "*fp32", "logits": "*bf16", "targets": "*i64", "log_sum": "*fp32", "grad_logits": "*bf16"} | sizes
-    for kernel, signature in ((kernels.nll_forward, forward), (kernels.nll_backward, backward)):
-        source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        built = triton.compile(source, target=GPUTarget(backend, architecture, width), options={"num_warps": kernels.WARPS})
-        assert built.asm["hsaco" if backend == "hip" else "cubin"]
+    constants = {"columns": 50304, "classes": 50257, "slope": True, "BLOCK": kernels.BLOCK}
+    pointers = {"logits": "*bf16", "targets": "*i64", "nll": "*fp32", "ignored": "i32"}
+    source = triton.compiler.ASTSource(
+        fn=kernels.nll_and_slope, signature=pointers | dict.fromkeys(constants, "constexpr"), constexprs=constants
+    )
+    built = triton.compile(source, target=GPUTarget(backend, architecture, width), options={"num_warps": kernels.WARPS})
+    assert built.asm["hsaco" if backend == "hip" else "cubin"]
