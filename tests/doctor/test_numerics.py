@@ -55,17 +55,22 @@ def test_the_generators_numbers_are_those_of_every_platform():
     assert uniform("a name", (3,)).tolist() == [0.15357892215251923, -0.6080374121665955, 0.1580948382616043]
 
 
-def one_weight(monkeypatch):
-    """Of the 4096 of a matrix, one that is 2 % larger."""
-    model = LANGUAGE.model
+def changed(monkeypatch, change):
+    """The language model with known weights, but for a change."""
+    plain = type(LANGUAGE).model
 
-    def changed(self):
-        made = model()
+    def model(self):
+        made = plain(self)
         with torch.no_grad():
-            made.blocks[1].mlp.up.weight[5, 7] *= 1.02
+            change(made)
         return made
 
-    monkeypatch.setattr(type(LANGUAGE), "model", changed)
+    monkeypatch.setattr(type(LANGUAGE), "model", model)
+
+
+def one_weight(monkeypatch):
+    """Of the 4096 of a matrix, one that is 2 % larger."""
+    changed(monkeypatch, lambda model: model.blocks[1].mlp.up.weight[5, 7].mul_(1.02))
 
 
 def no_mask(monkeypatch):
@@ -79,8 +84,8 @@ def other_gelu(monkeypatch):
 
 
 def other_epsilon(monkeypatch):
-    layer_norm = F.layer_norm
-    monkeypatch.setattr(F, "layer_norm", lambda x, shape, weight, bias, eps: layer_norm(x, shape, weight, bias, 1e-6))
+    """Of a LayerNorm: 1e-6 instead of 1e-5."""
+    changed(monkeypatch, lambda model: setattr(model.blocks[0].mlp_norm, "eps", 1e-6))
 
 
 @pytest.mark.parametrize("plant", [one_weight, no_mask, other_gelu, other_epsilon])
