@@ -85,7 +85,7 @@ class _Worker:
         # Not forked: this process may hold threads and a device.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "hyperion.data.encoding_worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env=child_environment() | {"TOKENIZERS_PARALLELISM": "false"},
+            env=child_environment() | {"TOKENIZERS_PARALLELISM": "false"}, start_new_session=True,  # Ctrl-C is the parent's
         )  # fmt: skip
         self._definition: str | None = bpe.to_str()
 

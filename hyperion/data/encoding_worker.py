@@ -1,5 +1,6 @@
 """The worker's side of `encoding`: a tokenizer, then chunks of lines on stdin; what each gave on stdout."""
 
+import contextlib
 import os
 import pickle
 import sys
@@ -15,13 +16,11 @@ def serve() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints must not get between the answers
     questions = sys.stdin.buffer
     encoder = Encoder(tokenizers.Tokenizer.from_str(pickle.load(questions)))
-    while True:
-        try:
-            lines = pickle.load(questions)
-        except EOFError:
-            return
-        pickle.dump(encoder.encode(lines), answers)
-        answers.flush()
+    # What feeds it may be gone at any moment: then there is nobody to answer.
+    with contextlib.suppress(EOFError, BrokenPipeError, pickle.UnpicklingError):
+        while True:
+            pickle.dump(encoder.encode(pickle.load(questions)), answers)
+            answers.flush()
 
 
 if __name__ == "__main__":

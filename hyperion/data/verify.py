@@ -65,22 +65,24 @@ def verify(folder: Path | None = None) -> list[Verdict]:
     Raises:
         DataError: there is no such folder, or nothing in it that can be verified.
     """
+    staged = _staged_sets()
     if folder is None:
-        return [*map(_verdict, _products(processed_root())), *map(_staged_verdict, _staged_sets())]
+        return [*map(_verdict, _products(processed_root())), *map(_staged_verdict, staged)]
+    chosen = [place for place in staged if folder.resolve() in (place[0].resolve(), place[0].parent.resolve())]
     products = [folder] if is_prepared(folder) else _products(folder)
-    if not products:
+    if not chosen and not products:
         raise DataError(
             f"nothing to verify in {folder}: "
-            + ("it holds no manifest" if folder.is_dir() else "there is no such folder"),
+            + ("it holds no prepared data" if folder.is_dir() else "there is no such folder"),
             where=folder,
             next_step=f"name a folder of {processed_root()}, or none for all of them",
         )
-    return [_verdict(product) for product in products]
+    return [_staged_verdict(place) for place in chosen] or [_verdict(product) for product in products]
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether a folder holds, or held, a product: a manifest, or arrays."""
-    return (folder / FILE_NAME).is_file() or any(folder.glob("*.npy"))
+    """Whether a folder holds, or held, a product of this library, by its manifest or its checksums; nothing else is touched."""
+    return (folder / CHECKSUMS).is_dir() or _kind_of(folder) in ARRAYS_OF
 
 
 def examine(folder: Path) -> list[Finding]:
@@ -197,7 +199,8 @@ def _changed_rows(folder: Path, name: str) -> str:
 
 
 def _products(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("[!.]*") if path.is_dir() and path.name != QUARANTINE)
+    found = sorted(path for path in folder.glob("[!.]*") if path.is_dir() and path.name != QUARANTINE)
+    return [path for path in found if is_prepared(path)]
 
 
 def _verdict(folder: Path) -> Verdict:
@@ -208,13 +211,21 @@ def _verdict(folder: Path) -> Verdict:
     return Verdict(folder, findings, kept, PREPARE_AGAIN if findings else "")
 
 
-def _made_by_another_version(folder: Path) -> bool:
-    """Whether a manifest that can be read is of another layout."""
+def _facts_of(folder: Path) -> dict:
+    """What a folder's manifest says of it, nothing where there is none that can be read."""
     try:
         manifest = read_manifest(folder)
     except DataError:
-        return False
-    return manifest is not None and manifest.facts.get("kind") in ARRAYS_OF and manifest.facts.get("format") != FORMAT
+        return {}
+    return {} if manifest is None else manifest.facts
+
+
+def _kind_of(folder: Path) -> str | None:
+    return _facts_of(folder).get("kind")
+
+
+def _made_by_another_version(folder: Path) -> bool:
+    return _kind_of(folder) in ARRAYS_OF and _facts_of(folder).get("format") != FORMAT
 
 
 def _staged_sets() -> list[tuple[Path, Callable[[], str]]]:

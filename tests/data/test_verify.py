@@ -108,6 +108,7 @@ FAULTS = {
     "lines that reach beyond the text": ("text", lambda f: edit(f / "train_samples.npy", lambda s: s + 17),
                                          "train_samples.npy", "lies outside the 9600 tokens of its split"),
     "a file too many": ("images", lambda f: (f / "extra.npy").write_bytes(b""), "extra.npy", "does not know this file"),
+    "cut manifest": ("text", lambda f: cut(f / "manifest.json", 40), "manifest.json", "unreadable manifest"),
     "no manifest": ("images", lambda f: (f / "manifest.json").unlink(), "manifest.json", "it is missing"),
 }  # fmt: skip
 
@@ -172,14 +173,27 @@ def test_staged_sets_are_verified_too(monkeypatch, capsys):
     (folder / FILE).write_text(json.dumps(rows))
     write_manifest(folder, name="instructions", source="mirror", detail="")
     assert load_instructions("cache").source == "cache" and command(monkeypatch) == 0
+    assert command(monkeypatch, str(folder)) == 0 and folder.is_dir()
     flip_bit(folder / FILE, 40)
-    (verdict,) = verify()
+    (verdict,) = verify(folder)
     assert verdict.findings[0].file == FILE and verdict.kept.parent == cache_root() / QUARANTINE
     assert "make fetch" in verdict.next_step and not folder.exists()
 
 
+def test_no_folder_of_somebody_else_is_touched(tmp_path, monkeypatch, capsys):
+    """Folders with arrays, and with a manifest.json of something else, are not ours to judge or to move."""
+    for name, file in (("arrays", "a.npy"), ("website", "manifest.json")):
+        (tmp_path / "home" / name).mkdir(parents=True)
+        (tmp_path / "home" / name / file).write_text("{}")
+    assert (
+        command(monkeypatch, str(tmp_path / "home")) == 2
+        and command(monkeypatch, str(tmp_path / "home" / "website")) == 2
+    )
+    assert sorted(path.name for path in (tmp_path / "home").iterdir()) == ["arrays", "website"]
+
+
 def test_a_folder_without_data_is_refused(tmp_path, monkeypatch, capsys):
-    for folder, words in ((tmp_path / "absent", "there is no such folder"), (tmp_path, "it holds no manifest")):
+    for folder, words in ((tmp_path / "absent", "there is no such folder"), (tmp_path, "it holds no prepared data")):
         assert command(monkeypatch, str(folder)) == 2
         assert words in capsys.readouterr().err
     assert command(monkeypatch) == 0 and "nothing is prepared" in capsys.readouterr().out
