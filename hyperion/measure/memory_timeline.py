@@ -143,9 +143,8 @@ class MemoryTimeline(TorchDispatchMode):
         in_node = torch._C._current_autograd_node() is not None
         if in_node and not self._ends[0]:
             self._ends[0] = self._event  # the first operation of the backward pass
-        if self._in_place and func is torch.ops.aten.add.Tensor and not in_node and not torch.is_grad_enabled():
-            # Outside of every node and without gradients: autograd adds what two nodes sent to the same one.
-            return args[0].add_(args[1])
+        if self._in_place and in_node and (summed := _sum_of_gradients(func, args)) is not None:
+            return summed
         returned = func(*args, **kwargs or {})
         for leaf in tree_leaves(returned):
             if isinstance(leaf, Tensor):
@@ -208,3 +207,19 @@ def _as_activation(life: Birth, forward_end: int) -> Birth:
     """What the forward pass leaves behind is there for the backward pass, also where autograd was not the one to keep it."""
     left = 0 < life.born < forward_end and (life.died is None or life.died >= forward_end)
     return replace(life, kind=ACTIVATIONS) if life.kind == TEMPORARY and left else life
+
+
+def _sum_of_gradients(operator: Any, arguments: tuple) -> Tensor | None:
+    """The sum, in place, when autograd adds what two nodes sent to the same one; None for any other operation.
+
+    Recomputations run with gradients enabled, and formulas of backward passes hardly ever add tensors of one layout.
+    """
+    if operator is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or len(arguments) != 2:
+        return None
+    one, other = arguments
+    alike = isinstance(other, Tensor) and (one.shape, one.stride(), one.dtype) == (
+        other.shape,
+        other.stride(),
+        other.dtype,
+    )
+    return one.add_(other) if alike and 0 not in one.stride() else None
