@@ -8,7 +8,7 @@ keep for themselves.
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,7 +80,7 @@ def estimate_memory(make: Make, device: Device, ask: bool = False) -> MemoryEsti
         _make_state(engine)
         standing = state_of(engine.model, engine.optimizer) | {"batch": batch}
         timeline = MemoryTimeline(engine.model, standing, BLOCK_BYTES if accelerator else 1, kernels, in_place=True)
-        with timeline:
+        with timeline, _autocast_told(engine) if accelerator else contextlib.nullcontext():
             engine.train_step(batch)
         history = timeline.history()
     return MemoryEstimate(history, library_bytes(device) if ask else 0)
@@ -183,6 +183,21 @@ class _AsOnGpu(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         return True if func == _IS_CUDA else func(*args, **kwargs or {})
+
+
+@contextlib.contextmanager
+def _autocast_told(engine: TorchEngine) -> Iterator[None]:
+    """Lets code that asks what autocast does on a GPU hear it; no tensor here is on one, so that nothing else changes."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    with engine.precision.autocast(engine.device):
+        told = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    torch.set_autocast_enabled("cuda", told[0])
+    torch.set_autocast_dtype("cuda", told[1])
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
 
 
 class _KernelBytes:
