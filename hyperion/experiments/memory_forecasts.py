@@ -16,8 +16,8 @@ from hyperion.processes import world
 from hyperion.training import TorchEngine
 from hyperion.training.memory_estimate import MemoryEstimate, estimate_memory, fewest_checkpointed
 
-# Rates change no memory.
-_RATES = {"learning_rate": 1e-4, "warmup_steps": 2}
+# What a step's memory depends on beside the model's vocabulary and depth. Rates are needed and change nothing.
+_SHAPES, _RATES = ("model", "sequence_length", "width", "batch_size"), {"learning_rate": 1e-4, "warmup_steps": 2}
 
 
 def policy(checkpointing: str = NONE, checkpointed_blocks: int | None = None) -> ParallelPlan:
@@ -44,12 +44,13 @@ def made(work: Workload, dtype: str, plan: ParallelPlan, device: Device, seed: i
 def foretold(work: Workload, dtype: str, plan: ParallelPlan, device: Device) -> MemoryEstimate:
     """The estimate; an accelerator that is there is asked what its libraries need. Made once a process."""
     shape = {"vocabulary": work.config.vocab_size, "layers": work.config.layers} if work.config else {}
-    return _foretold(work.kind, json.dumps(work.sizes, sort_keys=True), json.dumps(shape), dtype, plan, device)
+    sizes = {name: work.sizes[name] for name in _SHAPES if name in work.sizes}
+    return _foretold(work.kind, json.dumps(sizes), json.dumps(shape), dtype, plan, device)
 
 
 @functools.lru_cache(maxsize=256)
 def _foretold(kind: str, sizes: str, shape: str, dtype: str, plan: ParallelPlan, device: Device) -> MemoryEstimate:
-    work = workloads.workload(kind, json.loads(sizes), **json.loads(shape))
+    work = workloads.workload(kind, _RATES | json.loads(sizes), **json.loads(shape))
     return estimate_memory(lambda where: made(work, dtype, plan, where), device, ask=device.kind != "cpu")
 
 

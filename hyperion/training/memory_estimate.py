@@ -69,7 +69,7 @@ def estimate_memory(make: Make, device: Device, ask: bool = False) -> MemoryEsti
         make: builds the engine and one batch on the device that it is given; it is called with fake tensors, which live on
             `torch_device` "cpu" whatever the device is.
         device: that the step will run on. It need not be there.
-        ask: it is there: ask its libraries what they keep (one small product) and need (each distinct convolution, once).
+        ask: it is there: ask its libraries what they keep (two small layers) and need (each distinct convolution, once).
     """
     accelerator = device.kind != "cpu"
     kernels = _KernelBytes(device if ask else None) if accelerator else None
@@ -95,7 +95,7 @@ def _make_state(engine: TorchEngine) -> None:
 
 
 def library_bytes(device: Device) -> int:
-    """What the matrix library keeps on a device for good, seen by one small product and its backward pass: 0 on a CPU.
+    """What matrix libraries keep on a device for good, seen by two small layers and their backward passes: 0 on a CPU.
 
     PyTorch gives each thread that multiplies, the caller's and that of the backward pass, a workspace of its own.
     """
@@ -104,9 +104,10 @@ def library_bytes(device: Device) -> int:
     where = device.torch_device
     torch._C._cuda_clearCublasWorkspaces()
     before = torch.cuda.memory_allocated(where)
-    a = torch.ones(64, 64, device=where, requires_grad=True)
-    (a @ a).sum().backward()
-    del a
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = torch.nn.Linear(64, 64, device=where, dtype=dtype)
+        layer(torch.ones(64, 64, device=where, dtype=dtype)).sum().backward()
+        del layer
     torch.cuda.synchronize(where)
     return torch.cuda.memory_allocated(where) - before
 
