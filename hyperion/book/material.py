@@ -42,6 +42,7 @@ SUBJECTS = {
     "resharding": "distributed",
     "rank_failure": "distributed",
     "precision_variants": "precision",
+    "training_ladder": "precision",
     "memory_phases": "memory",
     "activation_checkpointing": "memory",
     "memory_estimate": "memory",

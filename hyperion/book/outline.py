@@ -42,6 +42,7 @@ TITLES = {
     "rank_failure": "A rank dies",
     "scaling": "Scaling",
     "precision_variants": "Mixed precision",
+    "training_ladder": "A faster step, rung by rung",
     "memory_phases": "Memory by phase",
     "activation_checkpointing": "Activation checkpointing",
     "memory_estimate": "Memory foretold",

@@ -14,6 +14,7 @@ from hyperion.book import (
     plots_hardware,
     plots_images,
     plots_interconnect,
+    plots_ladder,
     plots_levels,
     plots_llama,
     plots_memory,
@@ -216,6 +217,7 @@ PLOTS = (
         "Time and memory of a training step in fp32, TF32, bf16 and fp16.",
         plots_precision.precision,
     ),
+    Plot("training_ladder", "training_ladder", "What each means adds to the ones before it.", plots_ladder.training_ladder),
     Plot(
         "precision_loss",
         "precision_variants",

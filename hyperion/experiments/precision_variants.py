@@ -36,7 +36,7 @@ def forecast(context: Context) -> list[Forecast]:
             continue
         dtypes = [dtype for dtype in context.sizes["dtypes"] if context.device.supports(dtype)[0]]
         timed = [dtype for dtype in dtypes if not _emulated(context.device, dtype)]
-        rates = {dtype: _rate_forecast(context, work, dtype) for dtype in timed}
+        rates = {dtype: rate_forecast(context, work, dtype) for dtype in timed}
         others = sorted((dtype for dtype in timed if dtype != REFERENCE), key=lambda dtype: dtype != "bf16")
         lines += [_speedup_forecast(rates, dtype) for dtype in others]
         lines += [*rates.values(), *(_memory_forecast(work, dtype) for dtype in dtypes)]
@@ -127,6 +127,11 @@ def _unsupported(device: Device, dtype: str) -> str:
     return ""
 
 
+def why_not_timed(device: Device, dtype: str) -> str:
+    """Why steps in a format cannot be had here, or say nothing of it; "" when they can and do."""
+    return _unsupported(device, dtype) or _emulated(device, dtype)
+
+
 def _emulated(device: Device, dtype: str) -> str:
     """Why a format is not timed here, "" where the device has instructions for it."""
     how = device.supports(dtype)[1]
@@ -164,7 +169,8 @@ def _agreements(context: Context, rows: list[Row]) -> list[Row]:
     return found
 
 
-def _rate_forecast(context: Context, work: Workload, dtype: str) -> Forecast:
+def rate_forecast(context: Context, work: Workload, dtype: str) -> Forecast:
+    """Throughput of a steady step from this run's ceilings and the model's shapes."""
     half = 0.5 if dtype in SIXTEEN_BIT else 1.0
     traffic = {name: moved * (half if name == "activations" else 1) for name, moved in work.step_bytes.items()}
     return step_forecasts(context, work.name, dtype, work.item, work.items, work.flops, traffic)[0]

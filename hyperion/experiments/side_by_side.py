@@ -18,7 +18,9 @@ Report = Callable[[int, int, str], object]
 _CORES_EACH, _FEWEST, _MOST = 2, 2, 8
 
 
-def run_side_by_side(context: Context, report: Report, function: str, variants: list[dict]) -> list[Result]:
+def run_side_by_side(
+    context: Context, report: Report, function: str, variants: list[dict], preload: tuple[str, ...] = ()
+) -> list[Result]:
     """Call `function(context, report, **params) -> Result` for each of `variants`, each in a fresh process.
 
     As many run at once as the host has cores for; each computes on its share of them.
@@ -26,6 +28,7 @@ def run_side_by_side(context: Context, report: Report, function: str, variants: 
     Args:
         function: "package.module:name".
         variants: JSON-able keyword arguments.
+        preload: as in `Job`.
 
     Returns:
         Their results in the order of `variants`.
@@ -41,7 +44,7 @@ def run_side_by_side(context: Context, report: Report, function: str, variants: 
             pool.submit(
                 run_variant, replace(context, workspace=context.workspace / f"variant-{number}"),
                 lambda done, total, note: None, "hyperion.experiments.side_by_side:on_few_threads",
-                {"function": function, "params": params, "threads": threads},
+                {"function": function, "params": params, "threads": threads}, preload,
             )
             for number, params in enumerate(variants)
         ]  # fmt: skip
@@ -55,14 +58,16 @@ def run_side_by_side(context: Context, report: Report, function: str, variants: 
     return [job.result() for job in jobs]
 
 
-def run_counted(context: Context, report: Report, function: str, variants: list[dict]) -> list[Result]:
+def run_counted(
+    context: Context, report: Report, function: str, variants: list[dict], preload: tuple[str, ...] = ()
+) -> list[Result]:
     """As `run_side_by_side`, for functions that count the bytes of their own tensors.
 
     On an accelerator its allocator is asked as well, so each has a process of its own. On a CPU the count is all there is,
     no neighbour changes it, and they run here, one after another.
     """
     if context.device.kind != "cpu":
-        return run_side_by_side(context, report, function, variants)
+        return run_side_by_side(context, report, function, variants, preload)
     results = []
     for done, params in enumerate(variants):
         report(done, len(variants), "variants, one after another")

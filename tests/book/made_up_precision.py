@@ -78,6 +78,31 @@ def phase_rows() -> list[Row]:
     return rows
 
 
+LADDER = {"baseline": (140.0, 10.0), "bf16": (60.0, 6.0), "fused optimizer": (50.0, 6.0), "chunked loss": (55.0, 4.0)}
+
+
+def ladder_rows() -> list[Row]:
+    rows: list[Row] = []
+    before = ""
+    for name, (milliseconds, gib) in LADDER.items():
+        dtype = "fp32" if name == "baseline" else "bf16"
+        shared = {"notebook": PRECISION, "experiment": "training_ladder", "variant": "gpt2_124m", "dtype": dtype}
+        params = {"batch": 4096, "rung": name}
+        no_limit = {"limit_source": "no limit: made up"}
+        steady = params | {"step": "steady"}
+        rows.append(Row(**shared, metric="step_time_s", params=steady, **timed(milliseconds / 1e3), **no_limit))
+        rows.append(Row(**shared, metric="peak_memory_gib", value=gib, params=params, **no_limit))
+        if before:
+            ratio = timed(LADDER[before][0] / milliseconds)
+            rows.append(Row(**shared, metric="speedup", params=steady | {"over": before}, **ratio, **no_limit))
+            check = {"check": "loss beside that of the first rung", "check_error": 0.004, "check_tolerance": 0.03}
+            told = params | {"from": "baseline", "steps": 200}
+            rows.append(Row(**shared, metric="relative_difference", params=told, **timed(0.004), **check))
+        before = name
+    absent = shared | {"dtype": "fp8", "metric": "step_time_s", "value": None, "value_reason": "unsupported: made up"}
+    return [*rows, Row(**absent, params=params | {"rung": "fp8", "step": "steady"})]
+
+
 def checkpointing_rows() -> list[Row]:
     rows = []
     shared = {"notebook": MEMORY, "experiment": "activation_checkpointing", "dtype": "bf16"}
@@ -143,6 +168,7 @@ def precision_chapters():
     nothing = pd.DataFrame({"x": [1]})
     yield PRECISION, "precision_variants", variant_rows(), variant_samples()
     yield PRECISION, "memory_phases", phase_rows(), nothing
+    yield PRECISION, "training_ladder", ladder_rows(), nothing
     yield MEMORY, "activation_checkpointing", checkpointing_rows(), nothing
     yield MEMORY, "memory_estimate", estimate_rows(), nothing
     yield MEMORY, "memory_trace", *trace_rows()

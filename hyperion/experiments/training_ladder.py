@@ -1,0 +1,208 @@
+"""What each means of speeding up a training step adds to those before it: time, memory and loss, from plain fp32 upwards.
+
+Memory and losses of each rung come from a process of its own; all steps are then timed in turn, since speeds that were
+measured one after the other differ by clocks and temperature too.
+"""
+
+from dataclasses import replace
+from functools import partial
+from itertools import cycle, islice
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+
+from hyperion.experiments import datasets, workloads
+from hyperion.experiments.columns import out_of_memory_reason, sample_frame, timed_columns
+from hyperion.experiments.context import Context, Experiment, Forecast, Result
+from hyperion.experiments.ladder_rungs import BASELINE, Rung, ladder
+from hyperion.experiments.precision_variants import rate_forecast, tensor_bytes_of_a_step
+from hyperion.experiments.side_by_side import run_counted
+from hyperion.experiments.step_comparison import emptied_afterwards
+from hyperion.experiments.training_rows import speed_rows
+from hyperion.experiments.variants import COMPILER, merged
+from hyperion.experiments.workloads import Batch, Ready, Workload
+from hyperion.measure import PeakMemoryRegion, Timing, time_interleaved
+from hyperion.results import Row, median_estimate, ratio_estimate
+
+GIB = 2**30
+_STEPS_FOR_MEMORY = 3
+_NO_LIMIT = "no limit: how far the slower of the two stays below its own limit is not bounded"
+_FUNCTION = "hyperion.experiments.training_ladder:measure_alone"
+
+
+def forecast(context: Context) -> list[Forecast]:
+    """The speed of the 16-bit rung over the first (to be guessed), and throughputs where a rung changes the format."""
+    lines: list[Forecast] = []
+    for kind in _kinds(context):
+        work = workloads.foretold(context, kind)
+        if work is None:
+            basis = "no estimate: this run has not counted the vocabulary (01_dataset_preparation)"
+            lines.append(Forecast(variant=context.sizes[kind]["model"], metric="speedup", estimate=None, basis=basis))
+            continue
+        rungs = [rung for rung in ladder(context, kind) if not rung.absent and rung.name in (BASELINE, rung.dtype)]
+        rates = [_of(rung, rate_forecast(context, work, rung.dtype)) for rung in rungs]
+        ratios = [_ratio_forecast(rate, rates[0]) for rate in rates[1:]]
+        lines += [*sorted(ratios, key=lambda line: line.dtype != "bf16"), *rates]
+    return lines
+
+
+def run(context: Context, report) -> Result:
+    """Each rung alone for memory and losses, then the steps of a model's rungs in turn."""
+    ready = {kind: workloads.prepare(context, kind) for kind in _kinds(context)}
+    try:
+        cells = [
+            found.for_worker() | {"number": number}
+            for kind, found in ready.items() for number, rung in enumerate(ladder(context, kind)) if not rung.absent
+        ]  # fmt: skip
+        results = run_counted(context, report, _FUNCTION, cells, preload=COMPILER)
+        for done, found in enumerate(ready.values()):
+            report(done, len(ready), f"steps of the {found.kind} model in turn")
+            results.append(_timed(context, found))
+    finally:
+        for found in ready.values():
+            found.file.unlink()
+    told = merged(results)
+    return replace(told, rows=told.rows + _differences(context, told), source=workloads.source_of(ready.values()))
+
+
+EXPERIMENT = Experiment(
+    forecast, run, forecast_reads=("text_pipeline", "gemm", "bandwidth"), data=datasets.TEXT + datasets.IMAGES
+)
+
+
+def measure_alone(context: Context, report, kind: str, file: str, source: str, number: int) -> Result:
+    """One rung: the most memory of its steps, then the losses of a shorter model over many steps."""
+    rung, device = ladder(context, kind)[number], context.device
+    work, batches = workloads.load(kind, context.sizes[kind], Path(file), device)
+    row = partial(_row, context, work, rung, source)
+    try:
+        with emptied_afterwards(), PeakMemoryRegion(device) as region:
+            engine = rung.engine(work, device, context.seed)
+            for batch in islice(cycle(batches), _STEPS_FOR_MEMORY):
+                engine.train_step(batch)
+            rows = _memory_rows(row, work, rung, engine, batches[0])
+            del engine
+    except torch.OutOfMemoryError as error:
+        return Result([row("peak_memory_gib", None, value_reason=out_of_memory_reason(error))], pd.DataFrame(), source)
+    if device.kind != "cpu":  # on a CPU the region is the whole process
+        limit = f"weights and {work.moments} moments of each in float32"
+        rows.append(row(region.peak.metric, region.peak.gib, limit=work.standing_bytes / GIB, limit_source=limit))
+    losses = _losses(context, kind, rung, work, batches)
+    told = _parity(context, kind) | {"steps": len(losses)}
+    last = float(np.mean(losses[-len(batches) :]))
+    rows.append(row("training_loss", last, limit_source="no limit: it can be learnt by heart", **told))
+    curve = pd.DataFrame({"kind": "step", "step": range(1, len(losses) + 1), "loss": losses})
+    return Result(rows, curve.assign(variant=work.name, dtype=rung.dtype, rung=rung.name), source)
+
+
+def _memory_rows(row, work: Workload, rung: Rung, engine, batch: Batch) -> list[Row]:
+    """Bytes of tensors, where each is made by an operator that can be watched: inside compiled code none is."""
+    return [] if rung.compiled else [row("tensor_memory_gib", tensor_bytes_of_a_step(engine, batch) / GIB)]
+
+
+def _losses(context: Context, kind: str, rung: Rung, work: Workload, batches: list[Batch]) -> list[float]:
+    """Losses of a model with fewer layers or a smaller batch, so that as many steps as a claim needs take seconds."""
+    parity, steps = _parity(context, kind), context.sizes["parity_steps"]
+    sizes = context.sizes[kind] | parity
+    vocabulary = work.config.vocab_size if work.config else 0
+    short = workloads.workload(kind, sizes, vocabulary, parity.get("layers", 0))
+    batches = [tuple(part[: sizes["batch_size"]] for part in batch) for batch in batches]
+    with emptied_afterwards():
+        engine = rung.engine(short, context.device, context.seed)
+        told = [engine.train_step(batch).loss for batch in islice(cycle(batches), steps)]
+        return torch.stack(told).tolist()
+
+
+def _timed(context: Context, found: Ready) -> Result:
+    work, batches = workloads.load(found.kind, context.sizes[found.kind], found.file, context.device)
+    rungs = ladder(context, found.kind)
+    present = [rung for rung in rungs if not rung.absent]
+    row = partial(_row, context, work, source=found.source)
+    untimed = partial(row, metric="step_time_s", value=None, step="steady")
+    absent = [untimed(rung, value_reason=rung.absent) for rung in rungs if rung.absent]
+    try:
+        with emptied_afterwards():
+            engines = [rung.engine(work, context.device, context.seed) for rung in present]
+            steps = [partial(engine.train_step, batches[0]) for engine in engines]
+            timings = time_interleaved(steps, context.device, cold=False, time_limit_s=context.sizes["time_limit_s"])
+            del engines, steps
+    except torch.OutOfMemoryError as error:
+        reason = out_of_memory_reason(error)
+        rows = [untimed(rung, value_reason=reason) for rung in present]
+        return Result([*absent, *rows], pd.DataFrame(), found.source)
+    rows, frames = [], []
+    for rung, timing in zip(present, timings, strict=True):
+        params = _params(work, rung) | {"step": "steady"}
+        shared = {"dtype": rung.dtype, "params": params, "data_source": found.source}
+        rows += speed_rows(context, work.name, work.item, work.items, timing, work.flops, work.least_flops, shared)
+        frames.append(sample_frame(timing, work.name, rung.dtype, params).assign(kind="steady step", rung=rung.name))
+    rows += _speedups(row, present, timings)
+    return Result(rows + absent, pd.concat(frames, ignore_index=True), found.source)
+
+
+def _speedups(row, rungs: list[Rung], timings: list[Timing]) -> list[Row]:
+    """Of each rung over the one before it, and over the first."""
+    found = []
+    for number, (rung, timing) in enumerate(zip(rungs, timings, strict=True)):
+        for other in sorted({max(number - 1, 0), 0} - {number}):
+            ratio = ratio_estimate(timing.samples_s, timings[other].samples_s)
+            columns = {"limit_source": _NO_LIMIT, "columns": timed_columns(ratio, timing)}
+            found.append(row(rung, metric="speedup", value=ratio.value, step="steady", over=rungs[other].name, **columns))
+    return found
+
+
+def _differences(context: Context, told: Result) -> list[Row]:
+    """How far each rung's losses lie from those of the first, over the last quarter of the same steps."""
+    found = []
+    for row in (row for row in told.rows if row.metric == "training_loss"):
+        steps = told.samples[(told.samples["kind"] == "step") & (told.samples["variant"] == row.variant)]
+        curves = {name: part["loss"].to_numpy() for name, part in steps.groupby("rung")}
+        if row.params["rung"] == BASELINE or BASELINE not in curves:
+            continue
+        strays = np.abs(curves[row.params["rung"]] / curves[BASELINE] - 1)
+        median = median_estimate(strays[-max(2, len(strays) // 4) :])
+        params = row.params | {"of": "training_loss", "from": BASELINE}
+        found.append(
+            replace(
+                row, metric="relative_difference", value=median.value, n=median.n, ci_low=median.ci_low,
+                ci_high=median.ci_high, params=params, limit_source="", check="loss beside that of the first rung",
+                check_error=median.value, check_tolerance=context.sizes["tolerance"][row.dtype],
+            )
+        )  # fmt: skip
+    return found
+
+
+def _kinds(context: Context) -> list[str]:
+    return [kind for kind in workloads.KINDS if kind in context.sizes]
+
+
+def _parity(context: Context, kind: str) -> dict:
+    """What is smaller in the model whose losses are compared: layers or batch_size."""
+    return context.sizes[kind].get("parity", {})
+
+
+def _params(work: Workload, rung: Rung) -> dict:
+    return {"batch": work.items, "rung": rung.name}
+
+
+def _row(
+    context: Context, work: Workload, rung: Rung, source: str, metric: str, value: float | None, *, value_reason: str = "",
+    limit: float | None = None, limit_source: str = "", columns: dict | None = None, **params,
+) -> Row:  # fmt: skip
+    return context.row(
+        work.name, metric, value, dtype=rung.dtype, params=_params(work, rung) | params, value_reason=value_reason,
+        limit=limit, limit_source=limit_source, data_source=source, **(columns or {}),
+    )  # fmt: skip
+
+
+def _of(rung: Rung, line: Forecast) -> Forecast:
+    return replace(line, params=line.params | {"rung": rung.name})
+
+
+def _ratio_forecast(rate: Forecast, first: Forecast) -> Forecast:
+    known = None not in (rate.estimate, first.estimate)
+    basis = f"the estimated throughputs of {rate.dtype} and {first.dtype}, one over the other" if known else rate.basis
+    estimate = rate.estimate / first.estimate if known else None
+    return replace(rate, metric="speedup", estimate=estimate, basis=basis, params=rate.params | {"over": BASELINE})
