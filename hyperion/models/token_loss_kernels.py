@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-BLOCK, WARPS = 8192, 16
+# The fastest of twelve pairs on an H200, with bfloat16 rows of 50304.
+BLOCK, WARPS = 2048, 4
 
 
 @triton.jit

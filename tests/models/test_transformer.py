@@ -210,3 +210,18 @@ def test_bad_configurations_are_refused_with_a_next_step():
         named_config("gpt5")
     with pytest.raises(HyperionError, match="longer than the model's context"):
         TransformerLM(SMALL)(torch.zeros(1, 17, dtype=torch.int64))
+
+
+def test_compiled_it_is_the_same_function_with_the_same_gradients():
+    """Compiled, query, key and value are one product, and GELU is written with an exponential."""
+    torch.manual_seed(0)
+    model = TransformerLM(TransformerConfig(vocab_size=97, context=16, width=32, heads=4, layers=2)).double()
+    tokens = torch.randint(97, (2, 2, 16))
+    losses, gradients = [], []
+    for loss_of in (model.loss, torch.compile(model.loss, backend="aot_eager", fullgraph=True)):
+        model.zero_grad()
+        losses.append(loss_of(*tokens))
+        losses[-1].backward()
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-14, atol=0)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-15)
