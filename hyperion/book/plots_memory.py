@@ -64,7 +64,7 @@ def checkpointing(material: Material) -> Figure | None:
     notes = [
         "Left: bytes of tensors at the fullest moment of forward and backward, weights and optimizer state included, against "
         "the time of a step, measured in turn with the plain one; hollow marks are the memory that was foretold. Right: what "
-        "the forward pass keeps; hollow marks are what shapes foretold."
+        "the forward pass keeps; hollow marks are what was foretold."
     ]
     add_notes(figure, notes)
     return figure

@@ -16,7 +16,7 @@ from hyperion.experiments.memory_forecasts import foretold, laid_out, made, poli
 from hyperion.experiments.side_by_side import run_counted
 from hyperion.experiments.step_comparison import Contender, compare_steps, emptied_afterwards
 from hyperion.experiments.variants import merged
-from hyperion.experiments.workloads import KINDS, SIXTEEN_BIT, Batch, Workload
+from hyperion.experiments.workloads import KINDS, Batch, Workload
 from hyperion.measure import PeakMemoryRegion, SavedForBackward, TensorMemory, state_of
 from hyperion.parallel import ParallelPlan, layout_of
 from hyperion.parallel.plan import BUDGET, EVERY_BLOCK, NONE, SELECTIVE
@@ -26,6 +26,7 @@ from hyperion.training import TorchEngine, choose_precision
 GIB = 2**30
 GRADIENT_TOLERANCE = 1e-5
 _WHEN = {"phase": "forward and backward"}
+_BASIS = "the estimator: this very step on tensors that have shapes and no memory"
 # A parameter whose gradient is this small a part of the whole has none but rounding: a bias that a softmax ignores, say.
 _NEGLIGIBLE = 1e-4
 
@@ -38,7 +39,7 @@ def forecast(context: Context) -> list[Forecast]:
             lines += _policy_forecasts(context, kind, plan)
     for layers in context.sizes["depths"]:
         work, dtype = _workload(context, "language", layers), _dtype(context)
-        lines += [_kept_forecast(work, dtype, checkpointing) for checkpointing in (NONE, EVERY_BLOCK)]
+        lines += [_kept_forecast(context, work, dtype, checkpointing) for checkpointing in (NONE, EVERY_BLOCK)]
     lines.sort(key=lambda line: line.params["checkpointing"] != EVERY_BLOCK or line.metric != "speedup")
     return lines
 
@@ -234,18 +235,18 @@ def _depth_params(work: Workload, checkpointing: str) -> dict:
     return _params(work, policy(checkpointing)) | {"layers": work.config.layers, "what": "activations after forward"}
 
 
-def _kept_forecast(work: Workload, dtype: str, checkpointing: str) -> Forecast:
-    kept = work.activations(dtype in SIXTEEN_BIT).kept(checkpointing == EVERY_BLOCK)
+def _kept_forecast(context: Context, work: Workload, dtype: str, checkpointing: str) -> Forecast:
+    kept = foretold(work, dtype, policy(checkpointing), context.device).history.kept_bytes
     return Forecast(
         variant=work.name, metric="allocated_memory_gib", estimate=kept / GIB, dtype=dtype,
-        params=_depth_params(work, checkpointing), basis="from shapes: what is saved for the backward pass",
+        params=_depth_params(work, checkpointing), basis=_BASIS,
     )  # fmt: skip
 
 
 def _policy_forecasts(context: Context, kind: str, plan: ParallelPlan) -> list[Forecast]:
     work, dtype = _workload(context, kind), _dtype(context)
     estimate, line = foretold(work, dtype, plan, context.device), partial(Forecast, variant=work.name, dtype=dtype)
-    params, basis = _params(work, plan), "the estimator: this very step on tensors that have shapes and no memory"
+    params, basis = _params(work, plan), _BASIS
     lines = [
         line(metric="tensor_memory_gib", estimate=estimate.history.peak_bytes / GIB, basis=basis, params=params | _WHEN)
     ]

@@ -9,9 +9,10 @@ import torch
 from hyperion.experiments import workloads
 from hyperion.experiments.columns import out_of_memory_reason
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
+from hyperion.experiments.memory_forecasts import foretold, policy
 from hyperion.experiments.side_by_side import run_counted
 from hyperion.experiments.variants import merged
-from hyperion.experiments.workloads import KINDS, SIXTEEN_BIT, Batch, Workload
+from hyperion.experiments.workloads import KINDS, Batch, Workload
 from hyperion.hardware import Device
 from hyperion.measure import SavedForBackward, TensorMemory, bytes_of, state_of
 from hyperion.results import Row
@@ -23,13 +24,13 @@ WARM_UP_STEPS = 2  # the first step makes the optimizer's state
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Activations after the forward pass and the peak of the backward pass, from shapes."""
+    """Activations after the forward pass, by the estimator."""
     lines = []
     for kind in KINDS:
         work = workloads.workload(kind, context.sizes[kind])
         for dtype in context.sizes["dtypes"]:
-            kept = work.activations(dtype in SIXTEEN_BIT).kept()
-            basis = "from shapes: what each layer saves for its backward pass"
+            kept = foretold(work, dtype, policy(), context.device).history.kept_bytes
+            basis = "the estimator: this very step on tensors that have shapes and no memory"
             params = {"batch": work.items, "phase": "after forward", "part": "activations"}
             lines.append(
                 Forecast(
@@ -57,7 +58,9 @@ def profile_step(context: Context, report, kind: str, dtype: str) -> Result:
         moments = memory_by_phase(work.engine(dtype, context.device, context.seed), batch)
     except torch.OutOfMemoryError as error:
         shared |= {"params": {"batch": work.items, "phase": PHASES[1], "part": "all tensors"}}
-        absent = context.row(work.name, "allocated_memory_gib", None, value_reason=out_of_memory_reason(error), **shared)
+        absent = context.row(
+            work.name, "allocated_memory_gib", None, value_reason=out_of_memory_reason(error), **shared
+        )
         return Result([absent], pd.DataFrame())
     rows = [row for moment in moments for row in _rows(context, work, moment, moments[0], shared)]
     return Result(rows, pd.DataFrame())

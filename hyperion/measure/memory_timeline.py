@@ -71,6 +71,11 @@ class MemoryHistory:
         """Most bytes of each kind at any moment; not all kinds are at their most in the same one."""
         return {kind: max(self.levels(kind)) for kind in self.kinds()}
 
+    @property
+    def kept_bytes(self) -> int:
+        """Activations when the forward pass ends: what it leaves for the backward pass."""
+        return self.levels(ACTIVATIONS)[self.phase_ends[0] - 1]
+
     def fullest(self) -> int:
         """The event after which most was alive."""
         levels = self.levels()
