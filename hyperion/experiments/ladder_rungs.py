@@ -71,7 +71,7 @@ class Rung:
         engine = work.engine(self.dtype, device, seed, lay_out)
         if not self.fused:
             for group in engine.optimizer.param_groups:
-                group.update(fused=False, foreach=None)
+                group.update(fused=None, foreach=None)
         if work.kind == "image" and not self.channels_last:
             engine.model.to(memory_format=torch.contiguous_format)
         return engine

@@ -126,6 +126,8 @@ def _timed(context: Context, found: Ready) -> Result:
         with emptied_afterwards():
             engines = [rung.engine(work, context.device, context.seed) for rung in present]
             steps = [partial(engine.train_step, batches[0]) for engine in engines]
+            for step in steps:  # compiles what is compiled, which no warm-up has time for
+                step()
             timings = time_interleaved(steps, context.device, cold=False, time_limit_s=context.sizes["time_limit_s"])
             del engines, steps
     except torch.OutOfMemoryError as error:

@@ -89,7 +89,7 @@ class Float8Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         x_MK = x.reshape(-1, self.in_features)
         _require_multiples("a batch in tokens", len(x_MK))
-        y_MN = Float8Product.apply(x_MK, self.weight, self.formats)
+        y_MN = Float8Product.apply(x_MK, self.weight, self.formats.forward, self.formats.gradient)
         y_MN = y_MN if self.bias is None else y_MN + self.bias.to(y_MN.dtype)
         return y_MN.view(*x.shape[:-1], self.out_features)
 
@@ -98,22 +98,22 @@ class Float8Product(torch.autograd.Function):
     """x_MK · w_NKᵀ in bfloat16, and in the backward pass g·w and gᵀ·x, all three of fp8 operands."""
 
     @staticmethod
-    def forward(ctx, x_MK: Tensor, w_NK: Tensor, formats: Formats) -> Tensor:
-        x8_MK, x_scale = quantized(x_MK, formats.forward)
-        w8_NK, w_scale = quantized(w_NK, formats.forward)
+    def forward(ctx, x_MK: Tensor, w_NK: Tensor, dtype: torch.dtype, gradient_dtype: torch.dtype) -> Tensor:
+        x8_MK, x_scale = quantized(x_MK, dtype)
+        w8_NK, w_scale = quantized(w_NK, dtype)
         ctx.save_for_backward(x8_MK, x_scale, w8_NK, w_scale)
-        ctx.formats, ctx.types = formats, (x_MK.dtype, w_NK.dtype)
+        ctx.gradient_dtype, ctx.x_dtype, ctx.w_dtype = gradient_dtype, x_MK.dtype, w_NK.dtype
         return torch._scaled_mm(x8_MK, w8_NK.t(), x_scale, w_scale, out_dtype=torch.bfloat16)
 
     @staticmethod
-    def backward(ctx, g_MN: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx, g_MN: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x8_MK, x_scale, w8_NK, w_scale = ctx.saved_tensors
-        g8_MN, g_scale = quantized(g_MN, ctx.formats.gradient)
+        g8_MN, g_scale = quantized(g_MN, ctx.gradient_dtype)
         # The second operand must lie column by column: both are turned around in memory, a quarter of float32's bytes.
         w8_turned, x8_turned = _turned(w8_NK), _turned(x8_MK)
         dx_MK = torch._scaled_mm(g8_MN, w8_turned, g_scale, w_scale, out_dtype=torch.bfloat16)
         dw_NK = torch._scaled_mm(g8_MN.t().contiguous(), x8_turned, g_scale, x_scale, out_dtype=torch.bfloat16)
-        return dx_MK.to(ctx.types[0]), dw_NK.to(ctx.types[1]), None
+        return dx_MK.to(ctx.x_dtype), dw_NK.to(ctx.w_dtype), None, None
 
 
 def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

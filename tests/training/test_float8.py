@@ -112,6 +112,19 @@ def test_devices_without_it_say_why_and_others_give_their_own_formats():
     assert chosen.dtype == "fp8" and "e4m3" in chosen.reason and "bf16" in chosen.reason
 
 
+def test_a_compiler_takes_it_whole_and_the_gradients_are_the_same():
+    x, g = torch.randn(32, 64), torch.randn(32, 32).bfloat16()
+    layer = Float8Linear(nn.Linear(64, 32), OCP)
+    gradients = []
+    for function in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        leaf = x.clone().requires_grad_()
+        function(leaf).backward(g)
+        gradients.append((leaf.grad, layer.weight.grad))
+        layer.zero_grad()
+    for plain, compiled in zip(*gradients, strict=True):
+        torch.testing.assert_close(compiled, plain, rtol=2**-7, atol=1e-3)
+
+
 @pytest.mark.parametrize("features, tokens", [((20, 32), 16), ((32, 32), 10)])
 def test_sizes_that_the_units_do_not_take_are_refused(features, tokens):
     with pytest.raises(HyperionError, match="multiples of 16"):
