@@ -1,6 +1,7 @@
 """One tidy row per value: its columns, its rules, and its form as CSV."""
 
 import csv
+import functools
 import io
 import json
 import math
@@ -177,12 +178,18 @@ def rows_from_csv(text: str, where: object = "rows.csv") -> list[Row]:
     Raises:
         RowError: another header, a missing cell, a number that is none, a unit that is not the metric's, a broken rule.
     """
+    return list(_validated(text, str(where)))
+
+
+@functools.lru_cache(maxsize=4)
+def _validated(text: str, where: str) -> tuple[Row, ...]:
+    # Kept by the text: one call asks for the same rows a hundred times, and rows do not change.
     reader = csv.reader(io.StringIO(text))
     header = next(reader, None)
     if header != list(COLUMNS):
         remedy = "read it with the version of Hyperion that wrote it, or run again"
         raise RowError(f"header is not that of schema {SCHEMA_VERSION}: {header}", where=where, next_step=remedy)
-    return [_parse(cells, f"{where}, row {number}") for number, cells in enumerate(reader, 1)]
+    return tuple(_parse(cells, f"{where}, row {number}") for number, cells in enumerate(reader, 1))
 
 
 def _parse(cells: list[str], where: str) -> Row:
