@@ -27,6 +27,7 @@ from hyperion.measure import PeakMemoryRegion, Timing, time_interleaved
 from hyperion.results import Row, median_estimate, ratio_estimate
 
 GIB = 2**30
+_FORETOLD = ("tf32", "bf16")  # of the others shapes and ceilings say nothing
 _STEPS_FOR_MEMORY = 3
 _NO_LIMIT = "no limit: how far the slower of the two stays below its own limit is not bounded"
 _FUNCTION = "hyperion.experiments.training_ladder:measure_alone"
@@ -41,7 +42,7 @@ def forecast(context: Context) -> list[Forecast]:
             basis = "no estimate: this run has not counted the vocabulary (01_dataset_preparation)"
             lines.append(Forecast(variant=context.sizes[kind]["model"], metric="speedup", estimate=None, basis=basis))
             continue
-        rungs = [rung for rung in ladder(context, kind) if not rung.absent and rung.name in (BASELINE, rung.dtype)]
+        rungs = [rung for rung in ladder(context, kind) if not rung.absent and rung.name in (BASELINE, *_FORETOLD)]
         rates = [_of(rung, rate_forecast(context, work, rung.dtype)) for rung in rungs]
         ratios = [_ratio_forecast(rate, rates[0]) for rate in rates[1:]]
         lines += [*sorted(ratios, key=lambda line: line.dtype != "bf16"), *rates]
