@@ -1,6 +1,7 @@
 """Make a run the committed reference of a machine: results/reference/<name>/."""
 
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 
 from hyperion.errors import HyperionError
@@ -12,8 +13,8 @@ from hyperion.results.folders import checked_name
 # results/reference/ is in git: all machines together stay under this.
 LARGEST_BYTES = 12_000_000
 _PAGES = "notebooks/"
-# Rebuilt from the rows by `hyperion report`, and its pictures are those of README.md.
-_REBUILT = "report.html"
+# Rebuilt from the rows: the report, whose pictures are those of README.md, and the JSON twins of the tables.
+_REBUILT = ("report.html", "benchmarks/*.json")
 
 
 def publish(run: Run, name: str, folder: Path | None = None) -> tuple[Path, list[str]]:
@@ -50,7 +51,7 @@ def publish(run: Run, name: str, folder: Path | None = None) -> tuple[Path, list
 
 
 def _chosen(run: Run, room: int) -> tuple[dict[str, bytes], list[str]]:
-    names = [name for name in run.verify() if not name.endswith(".ipynb") and name != _REBUILT]
+    names = [name for name in run.verify() if not any(fnmatch(name, pattern) for pattern in ("*.ipynb", *_REBUILT))]
     contents = {name: run.read(name) for name in names}
     for name, content in contents.items():
         demand_no_machine_paths(name, content)
