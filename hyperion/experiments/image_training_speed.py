@@ -12,23 +12,21 @@ from hyperion.data import PreparedImages, channel_statistics
 from hyperion.data.device_images import ImageBatches
 from hyperion.data.imageset import ImageSet
 from hyperion.experiments import datasets
-from hyperion.experiments.columns import out_of_memory_reason, sample_frame, timed_columns
+from hyperion.experiments.columns import out_of_memory_reason
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
+from hyperion.experiments.paired_loops import OURS, PLAIN, PairedLoops, wait_for
 from hyperion.experiments.plain_image_loop import CLASSES, PlainLoop, copy_weights, plain_model
 from hyperion.experiments.step_comparison import emptied_afterwards
-from hyperion.experiments.training_rows import speed_rows, step_forecasts
+from hyperion.experiments.training_rows import step_forecasts
 from hyperion.experiments.workloads import Workload, workload
-from hyperion.hardware import Device
-from hyperion.measure import FORMATS, Timing, time_interleaved
+from hyperion.measure import FORMATS, time_interleaved
 from hyperion.models import resnet18
-from hyperion.results import Row, ratio_estimate
+from hyperion.results import Row
 from hyperion.training import ImageEngine, choose_precision, seed_everything, sgd_nesterov
 
-OURS, PLAIN = "hyperion", "plain"
 # Kernels of a compiled step that are launched one by one: of each of 20 convolutions itself, its gradients by input and
 # kernel, three casts, the statistics of its norm and their gradients, two fused passes; then the update and the batch.
 _LAUNCHES = 20 * 12 + 30
-_NO_LIMIT = "no limit: how far the slower of the two stays below its own limit is not bounded"
 
 
 def forecast(context: Context) -> list[Forecast]:
@@ -141,7 +139,7 @@ class _Pair:
 
 def _parity(context: Context, pair: _Pair, frames: list[pd.DataFrame], source: str) -> list[Row]:
     """Losses of both over the same batches from the same weights, and the seconds that their first steps took."""
-    device, steps = context.device, context.sizes["parity_steps"]
+    sizes, steps = context.sizes, context.sizes["parity_steps"]
     losses: dict[str, list[torch.Tensor]] = {OURS: [], PLAIN: []}
     first_s: dict[str, float] = {}
     for step in range(steps):
@@ -150,62 +148,37 @@ def _parity(context: Context, pair: _Pair, frames: list[pd.DataFrame], source: s
             started = time.perf_counter()
             curve.append(pair.loss(name, images, labels))
             if step == 0:
-                _wait_for(device)
+                wait_for(context.device)
                 first_s[name] = time.perf_counter() - started
     curves = {name: torch.stack(found).float().cpu().numpy() for name, found in losses.items()}
-    batch, dtype = pair.work.items, pair.engine.precision.dtype
     tail = slice(-max(1, steps // 4), None)
     difference = float(abs(np.mean(curves[OURS][tail]) / np.mean(curves[PLAIN][tail]) - 1))
-    for name, curve in curves.items():
-        frames.append(
-            pd.DataFrame({"kind": "parity", "loop": name, "batch": batch, "step": range(1, steps + 1), "loss": curve})
-        )
-    shared = {"dtype": dtype, "data_source": source}
-    compared = {"batch": batch, "what": "training loss", "of": OURS, "from": PLAIN, "steps": steps}
-    rows = [
-        context.row(
-            pair.work.name, "relative_difference", difference, params=compared, check_error=difference,
-            check="mean loss of the last quarter of the steps, same weights and batches",
-            check_tolerance=context.sizes["tolerance"], **shared,
-        )
-    ]  # fmt: skip
-    sizes, replayed = context.sizes, not pair.engine.uncaptured
-    made = {OURS: sizes["compiled"] or replayed, PLAIN: sizes["plain_compiled"]}
-    for name in (name for name, anything in made.items() if anything):
-        rows.append(context.row(pair.work.name, "compile_time_s", first_s[name], params=_params(batch, name), **shared))
-    return rows
-
-
-def _wait_for(device: Device) -> None:
-    if device.kind != "cpu":
-        torch.cuda.synchronize(device.torch_device)
+    loops = _loops(context, pair, source)
+    row, told = loops.parity(curves, difference, "mean loss of the last quarter of the steps", sizes["tolerance"])
+    frames.append(told)
+    made = {OURS: sizes["compiled"] or not pair.engine.uncaptured, PLAIN: sizes["plain_compiled"]}
+    return [row, *loops.first_steps({name: first_s[name] for name, anything in made.items() if anything})]
 
 
 def _speeds(context: Context, pair: _Pair, frames: list[pd.DataFrame], source: str) -> list[Row]:
     """Both in turn, some steps at a time, loader included: what a training sees."""
-    sizes, work, dtype = context.sizes, pair.work, pair.engine.precision.dtype
-    timings: list[Timing] = time_interleaved(
+    sizes = context.sizes
+    timings = time_interleaved(
         [pair.ours, pair.plain.step], context.device, cold=False, time_limit_s=sizes["time_limit_s"],
         back_to_back=sizes["steps_in_a_row"],
     )  # fmt: skip
-    rows = []
-    for name, timing in zip((OURS, PLAIN), timings, strict=True):
-        params = _params(work.items, name)
-        shared = {"dtype": dtype, "params": params, "data_source": source}
-        rows += speed_rows(context, work.name, "image", work.items, timing, work.flops, work.least_flops, shared)
-        frames.append(sample_frame(timing, work.name, dtype, params).assign(kind="step, loader included"))
-    ratio = ratio_estimate(timings[0].samples_s, timings[1].samples_s)
     how = {
-        "over": PLAIN, "compiled": sizes["compiled"], "replayed": not pair.engine.uncaptured,
-        "plain_compiled": sizes["plain_compiled"], "plain_model": pair.published,
+        "compiled": sizes["compiled"], "replayed": not pair.engine.uncaptured, "plain_compiled": sizes["plain_compiled"],
+        "plain_model": pair.published,
     }  # fmt: skip
-    rows.append(
-        context.row(
-            work.name, "speedup", ratio.value, dtype=dtype, params=_params(work.items, OURS) | how, data_source=source,
-            limit_source=_NO_LIMIT, **timed_columns(ratio, timings[0]),
-        )
-    )  # fmt: skip
+    rows, samples = _loops(context, pair, source).speeds(dict(zip((OURS, PLAIN), timings, strict=True)), how)
+    frames.append(samples)
     return rows
+
+
+def _loops(context: Context, pair: _Pair, source: str) -> PairedLoops:
+    params = {"batch": pair.work.items, "loader": "included"}
+    return PairedLoops(context, pair.work, pair.engine.precision.dtype, source, params)
 
 
 def _work(context: Context, batch: int) -> Workload:

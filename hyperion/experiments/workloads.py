@@ -107,6 +107,18 @@ class Workload:
         busiest = max(self.activations(sixteen_bit).peak(checkpointed), _FLOAT32 * self.parameters)
         return self.standing_bytes + self.batch_bytes + busiest
 
+    def model(self, device: Device, seed: int) -> nn.Module:
+        """A fresh module on the device, its weights drawn from the seed."""
+        seed_everything(seed)
+        with torch.device(device.torch_device):  # a GPU draws the weights of a large model much faster
+            return self.build()
+
+    @property
+    def schedule(self) -> WarmupCosine:
+        """Constant after a short warm-up: nothing is trained to the end here."""
+        rate, warmup = self.sizes["learning_rate"], self.sizes["warmup_steps"]
+        return WarmupCosine(rate, warmup, warmup + 1, final_fraction=1.0)
+
     def engine(
         self, dtype: str, device: Device, seed: int, lay_out: Callable[[nn.Module], nn.Module] | None = None
     ) -> TorchEngine:
@@ -115,16 +127,12 @@ class Workload:
         Args:
             lay_out: what is done to the module before its optimizer is built, see hyperion.parallel.parallelize.
         """
-        seed_everything(seed)
-        with torch.device(device.torch_device):  # a GPU draws the weights of a large model much faster
-            model = self.build()
+        model = self.model(device, seed)
         model = model if lay_out is None else lay_out(model)
         rate, precision = self.sizes["learning_rate"], choose_precision(device, dtype)
-        # Constant after a short warm-up: nothing is trained to the end here.
-        schedule = WarmupCosine(rate, self.sizes["warmup_steps"], self.sizes["warmup_steps"] + 1, final_fraction=1.0)
         if self.kind == "language":
-            return LanguageEngine(model, adamw(model, rate), schedule, precision, device)
-        return ImageEngine(model, sgd_nesterov(model, rate), schedule, precision, device)
+            return LanguageEngine(model, adamw(model, rate), self.schedule, precision, device)
+        return ImageEngine(model, sgd_nesterov(model, rate), self.schedule, precision, device)
 
 
 def workload(kind: str, sizes: dict, vocabulary: int = 0, layers: int = 0) -> Workload:
