@@ -4,7 +4,6 @@ import gzip
 import json
 
 import pytest
-import torch
 
 from hyperion.experiments import memory_estimate, memory_trace
 from hyperion.measure.memory_timeline import Birth, MemoryHistory
@@ -21,12 +20,7 @@ CELL = {
 QUESTION = {key: value for key, value in CELL.items() if key != "batch_size"} | {"memory_gib": 0.008, "margin": 0.05}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_every_peak_and_part_is_foretold_and_the_batch_fits(tmp_path):

@@ -16,12 +16,7 @@ DEEP = TransformerConfig(vocab_size=256, context=32, width=64, heads=4, layers=6
 WORDY = TransformerConfig(vocab_size=5000, context=32, width=32, heads=2, layers=2)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def counted(model, loss_of, batch, sixteen_bit, checkpointed) -> tuple[int, int]:

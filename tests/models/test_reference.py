@@ -16,12 +16,8 @@ NAMES = list(REFERENCE_MODELS)
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def seeded(one_thread):
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

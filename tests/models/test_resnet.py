@@ -10,12 +10,8 @@ from hyperion.models import flops_per_image, parameter_count, resnet18
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def seeded(one_thread):
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_parameter_count_at_the_published_width():

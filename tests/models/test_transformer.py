@@ -19,12 +19,8 @@ SMALL = TransformerConfig(vocab_size=23, context=16, width=16, heads=4, layers=2
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def seeded(one_thread):
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 def without_mask(monkeypatch):

@@ -23,12 +23,7 @@ RATE = {"learning_rate": 1e-3, "warmup_steps": 1}
 GIB = 2**30
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def language(batch_size=4, sequence_length=32, model="lm_d64_h4_l2", vocabulary=512):
