@@ -34,6 +34,7 @@ SUBJECTS = {
     "language_model": "baseline",
     "image_classifier": "baseline",
     "image_training_speed": "baseline",
+    "language_training_speed": "baseline",
     "recovery": "baseline",
     "parity_ladder": "baseline",
     "scaling": "scaling",

@@ -34,6 +34,7 @@ TITLES = {
     "language_model": "Language model",
     "image_classifier": "Image classifier",
     "image_training_speed": "Training images fast",
+    "language_training_speed": "Training a language model fast",
     "recovery": "Faults and recovery",
     "parity_ladder": "The parity ladder",
     "parallel_parity": "One device and many: the same losses",

@@ -15,6 +15,7 @@ from hyperion.book import (
     plots_images,
     plots_interconnect,
     plots_ladder,
+    plots_language_speed,
     plots_levels,
     plots_llama,
     plots_memory,
@@ -198,6 +199,7 @@ PLOTS = (
         plots_training.throughput,
     ),
     Plot("time_to_accuracy", "image_classifier", "Accuracy over seconds of training.", plots_images.time_to_accuracy),
+    Plot("language_speed", "language_training_speed", "Two paths and their roof.", plots_language_speed.language_speed),
     Plot("image_speed", "image_training_speed", "Two training paths in turn.", plots_images.image_training_speed),
     Plot(
         "recovery",

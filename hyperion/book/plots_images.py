@@ -9,7 +9,7 @@ from hyperion.book.material import Material, measured
 from hyperion.book.style import COLOURS, INK, MUTED, add_notes, errors_of, limit_line, new_figure, whole_numbers
 from hyperion.results import Row
 
-_LOOPS = {"plain": (COLOURS[1], "plain public loop"), "hyperion": (COLOURS[0], "this library")}
+LOOPS = {"plain": (COLOURS[1], "plain public loop"), "hyperion": (COLOURS[0], "this library")}
 
 
 def time_to_accuracy(material: Material) -> Figure | None:
@@ -59,7 +59,7 @@ def image_training_speed(material: Material) -> Figure | None:
     title = f"Training {rates[0].variant}, loader included"
     figure, (left, right) = new_figure(title, material.machine("image_training_speed"), 2)
     _draw_rates(left, rates, [row for row in rows if row.metric == "speedup"])
-    _draw_losses(right, material.samples("image_training_speed"))
+    draw_losses(right, material.samples("image_training_speed"), "image")
     limits = {row.params["batch"]: row.limit for row in rates if row.limit}
     notes = [f"The device's limit for these FLOPs: {items(max(limits.values()))} images/s."] if limits else []
     how = next((row.params for row in rows if row.metric == "speedup"), {})
@@ -73,7 +73,7 @@ def image_training_speed(material: Material) -> Figure | None:
 
 def _draw_rates(axes: Axes, rates: list[Row], ratios: list[Row]) -> None:
     batches = sorted({row.params["batch"] for row in rates})
-    for place, (loop, (colour, label)) in enumerate(_LOOPS.items()):
+    for place, (loop, (colour, label)) in enumerate(LOOPS.items()):
         chosen = [row for row in rates if row.params["loop"] == loop]
         x = [batches.index(row.params["batch"]) + 0.36 * (place - 0.5) for row in chosen]
         axes.bar(x, [row.value for row in chosen], 0.34, color=colour, label=label, yerr=errors_of(chosen), ecolor=INK)
@@ -92,16 +92,18 @@ def _draw_rates(axes: Axes, rates: list[Row], ratios: list[Row]) -> None:
     axes.legend(loc="upper right" if len(batches) > 2 else "upper center", ncols=2)
 
 
-def _draw_losses(axes: Axes, samples: pd.DataFrame) -> None:
-    """Reads samples of kind "parity": columns loop, batch, step, loss."""
+def draw_losses(axes: Axes, samples: pd.DataFrame, item: str) -> None:
+    """Losses of both loops over the same batches, in nats per item. Reads samples of kind "parity": columns loop, batch,
+    step, loss."""
     told = samples[samples["kind"] == "parity"]
     batch = told["batch"].max()
     for loop, width in (("plain", 4.0), ("hyperion", 1.3)):
         curve = told[(told["loop"] == loop) & (told["batch"] == batch)].sort_values("step")
-        colour, label = _LOOPS[loop]
+        colour, label = LOOPS[loop]
         axes.plot(
             curve["step"], curve["loss"], color=colour, linewidth=width, label=label, alpha=0.55 if width > 2 else 1
         )
     whole_numbers(axes.xaxis)
-    axes.set(xlabel="optimizer step", ylabel="loss, nats per image", title=f"Same weights, same batches of {batch:.0f}")
+    title = f"Same weights, same batches of {batch:,.0f} {item}s"
+    axes.set(xlabel="optimizer step", ylabel=f"loss, nats per {item}", title=title)
     axes.legend()

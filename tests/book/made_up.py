@@ -9,7 +9,7 @@ from tests.book.made_up_collectives import collectives_chapter
 from tests.book.made_up_compilation import compilation_chapter
 from tests.book.made_up_distributed import distributed_chapters
 from tests.book.made_up_hardware import HARDWARE, PEAKS, bandwidth_rows, gemm_rows, roofline_rows, time_samples
-from tests.book.made_up_images import classifier_samples, speed_chapter, time_to_accuracy_row
+from tests.book.made_up_images import classifier_samples, speed_chapters, time_to_accuracy_row
 from tests.book.made_up_kernels import kernel_chapters
 from tests.book.made_up_learning import (
     CORE,
@@ -81,7 +81,7 @@ def made_up_run(folder, *, source="mirror", peaks=None, bandwidth=4800.0, enviro
         collectives_chapter(np.random.default_rng(2), limited=bandwidth is not None),
         *llama_chapter(np.random.default_rng(3)),
         *distributed_chapters(np.random.default_rng(4)),
-        speed_chapter(),
+        *speed_chapters(limited=bandwidth is not None),
         *recovery_chapters(),
         compilation_chapter(),
         *precision_chapters(),

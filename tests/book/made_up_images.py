@@ -1,4 +1,4 @@
-"""Rows and curves of the image classifier's speed that no machine measured: test data, valid by every rule of a row."""
+"""Rows and curves of both models' training speed that no machine measured: test data, valid by every rule of a row."""
 
 import math
 
@@ -8,12 +8,15 @@ import pandas as pd
 from hyperion.results import Row
 from tests.book.made_up_learning import CORE, step_samples
 
+_STEPS_S = {"hyperion": 0.110, "plain": 0.126}
+_ROOF = {"products_s": 0.078, "optimizer_s": 0.001, "logits_s": 0.003, "activations_s": 0.0092, "roof_s": 0.0912}
 _RATES = {(512, "hyperion"): 8.8e4, (512, "plain"): 4.1e4, (128, "hyperion"): 5.0e4, (128, "plain"): 1.1e4}
 
 
-def speed_chapter():
-    """(notebook, experiment, rows, samples) of both training paths in turn."""
-    return CORE, "image_training_speed", _rows(), _losses()
+def speed_chapters(limited):
+    """(notebook, experiment, rows, samples) of both training paths of both models in turn; without ceilings no roof."""
+    yield CORE, "image_training_speed", _rows(), _losses((512, 128))
+    yield CORE, "language_training_speed", language_speed_rows(limited), _losses((65536,))
 
 
 def classifier_samples(random, epochs=10):
@@ -56,13 +59,36 @@ def _rows():
     return rows
 
 
-def _losses():
+def language_speed_rows(limited):
+    """A step's time in both paths, their ratio, and with ceilings how much of it a roof is."""
+    common = {
+        "notebook": CORE,
+        "experiment": "language_training_speed",
+        "variant": "gpt2_124m",
+        "dtype": "bf16",
+        "n": 50,
+    }
+    base = {"batch": 65536, "loader": "included", "compiled": limited}
+    rows, roof = [], _ROOF | {"gemm_tflops": 670.0, "bandwidth_gb_s": 4400.0, "what": "of the step's roof"}
+    for loop, seconds in _STEPS_S.items():
+        spread = {"ci_low": 0.99 * seconds, "ci_high": 1.01 * seconds, "limit_source": "no limit: toy"}
+        rows.append(Row(**common, metric="step_time_s", value=seconds, params=base | {"loop": loop}, **spread))
+        if limited:
+            share = _ROOF["roof_s"] / seconds
+            rows.append(Row(**common, metric="share", value=share, params=base | {"loop": loop} | roof))
+    ratio = _STEPS_S["plain"] / _STEPS_S["hyperion"]
+    spread = {"ci_low": 0.99 * ratio, "ci_high": 1.01 * ratio, "limit_source": "no limit: a ratio"}
+    over = base | {"loop": "hyperion", "over": "plain"}
+    return [*rows, Row(**common, metric="speedup", value=ratio, params=over, **spread)]
+
+
+def _losses(batches):
     step = np.arange(1, 201)
     frames = [
         pd.DataFrame(
             {"kind": "parity", "loop": loop, "batch": batch, "step": step, "loss": 1 + np.exp(-step / 60) + shift}
         )
-        for batch in (512, 128)
+        for batch in batches
         for loop, shift in (("hyperion", 0.004), ("plain", 0.0))
     ]
     return pd.concat(frames, ignore_index=True)

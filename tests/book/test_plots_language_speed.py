@@ -1,0 +1,23 @@
+"""A step's parts add up to its roof in the figure, and both paths stand beside it."""
+
+import pytest
+
+from hyperion.book.plots_language_speed import language_speed
+from hyperion.book.style import styled
+
+
+def test_the_roof_is_stacked_beside_both_steps(material):
+    with styled():
+        left, right = language_speed(material).axes
+    tops = [bar.get_y() + bar.get_height() for bar in left.patches]
+    assert tops[3] == pytest.approx(91.2) and tops[4:] == pytest.approx([110, 126])
+    shown = " ".join(text.get_text() for text in left.texts)
+    assert "1.15 ×" in shown and "83 % of the roof" in shown and "91.2 ms" in shown
+    assert "65,536 tokens" in right.get_title(loc="left")
+
+
+def test_without_ceilings_there_are_two_bars_and_a_reason(cpu_material):
+    with styled():
+        figure = language_speed(cpu_material)
+    assert len(figure.axes[0].patches) == 2
+    assert "no ceilings" in figure.get_supxlabel() and "neither is compiled" in figure.get_supxlabel()
