@@ -27,6 +27,7 @@ SUBJECTS = {
     "tokenizer_speed": "data",
     "loader_speed": "data",
     "image_pipeline": "data",
+    "operator_cost": "baseline",
     "model_steps": "baseline",
     "batch_scaling": "baseline",
     "leakage": "baseline",

@@ -22,6 +22,7 @@ TITLES = {
     "launch_cost": "Launching a kernel",
     "model_products": "Products of our models",
     "gemm_gap": "From peak to measured",
+    "operator_cost": "What the host pays",
     "model_steps": "Training steps",
     "batch_scaling": "Batch by batch",
     "collectives": "Collectives",

@@ -21,6 +21,7 @@ from hyperion.experiments.reference_steps import (
     timed,
     update_of,
 )
+from hyperion.experiments.step_forecasts import host_time
 from hyperion.experiments.variants import merged, run_variant
 from hyperion.measure import FORMATS, NoMemoryCap, PeakMemory, PeakMemoryRegion, allocator_refusal, memory_cap
 from hyperion.models import ReferenceModel, reference_model
@@ -36,7 +37,7 @@ def forecast(context: Context) -> list[Forecast]:
     dtype = _dtype(context)
     largest = [_forecast_largest(context, reference_model(name), dtype) for name in context.sizes["batches"]]
     return largest + [
-        replace(foretold, basis=_shared_basis(context, dtype) or foretold.basis)
+        _with_host(context, replace(foretold, basis=_shared_basis(context, dtype) or foretold.basis), name, batch)
         for name, batches in context.sizes["batches"].items()
         for batch in sorted(batches, reverse=True)
         for foretold in forecast_step(context, name, batch, dtype)
@@ -50,7 +51,7 @@ def run(context: Context, report) -> Result:
     return merged([run_variant(context, report, function, {"names": names}) for names in groups])
 
 
-EXPERIMENT = Experiment(forecast, run, forecast_reads=("gemm", "bandwidth"))
+EXPERIMENT = Experiment(forecast, run, forecast_reads=("gemm", "bandwidth", "launch_cost", "operator_cost"))
 
 
 def sweep(context: Context, report, names: list[str]) -> Result:
@@ -80,6 +81,18 @@ def _shared_basis(context: Context, dtype: str) -> str:
         f"products at the measured {gemm.value:.4g} TFLOPS, then optimizer and activations at {stream.value:.4g} GB/s: the "
         "update weighs the more the smaller the batch"
     )
+
+
+def _with_host(context: Context, foretold: Forecast, name: str, batch: int) -> Forecast:
+    """The throughput once the host has its time too, which hardly depends on the batch."""
+    if foretold.estimate is None:
+        return foretold
+    device_s, (host_s, told) = batch / foretold.estimate, host_time(context, name, batch, foretold.dtype)
+    if context.device.kind == "cpu":
+        seconds, how = device_s + host_s, "and the host's time for its operators on top"
+    else:
+        seconds, how = max(device_s, host_s), "or the host's time for its operators, where that is longer"
+    return replace(foretold, estimate=batch / seconds, basis=f"{foretold.basis}; {how} ({told})")
 
 
 def _forecast_largest(context: Context, model: ReferenceModel, dtype: str) -> Forecast:

@@ -55,7 +55,7 @@ def run(context: Context, report) -> Result:
     return merged([*results, Result(absent, pd.DataFrame())])
 
 
-EXPERIMENT = Experiment(forecast, run, reads=("gemm",), forecast_reads=("bandwidth", "launch_cost"))
+EXPERIMENT = Experiment(forecast, run, reads=("gemm",), forecast_reads=("bandwidth", "launch_cost", "operator_cost"))
 
 
 def _measured(context: Context) -> list[Cell]:

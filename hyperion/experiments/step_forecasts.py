@@ -5,19 +5,22 @@ from collections.abc import Iterable
 from hyperion.experiments.captured_steps import captured_step
 from hyperion.experiments.columns import stream_ceiling
 from hyperion.experiments.context import Context, Forecast
+from hyperion.experiments.operator_cost import BLOCK, CONVOLUTION, PLAIN
 from hyperion.experiments.reference_steps import step_params
 from hyperion.experiments.step_variants import StepVariant
-from hyperion.measure import FORMATS, OPERATIONS, MemoryStream, ProductRates, StepCeilings, predict_step
+from hyperion.measure import FORMATS, OPERATIONS, CompiledHost, MemoryStream, ProductRates, StepCeilings, predict_step
+from hyperion.models import reference_model
 from hyperion.results import Row
 
 NO_CEILINGS = "no estimate: this run has measured no ceilings (01_hardware_exploration)"
 # Seconds of the host for an operator of an eager training step, Python, autograd and dispatch included, where the run has
-# measured no launch; and how many bare launches that is. The first was seen beside an H200 (19 us); a CPU's launch, a call
-# of the dispatcher and no more, is a smaller part of its operator.
+# measured neither that nor a launch; and how many bare launches it is. The first was seen beside an H200 (19 us; another
+# host of that GPU takes half as long again); a CPU's launch, a call of the dispatcher and no more, is less of its operator.
 _OPERATOR_S = {"cpu": 30e-6, "gpu": 19e-6}
 _LAUNCHES = {"cpu": 20, "gpu": 4}
 # A kernel of compiled code is launched by generated Python, without autograd and dispatch: taken as half an operator.
 _KERNEL_OPERATORS = 0.5
+_MANY = 32  # a step has as many operators at every batch beyond 1, at which PyTorch has fewer tensors to turn round
 
 
 def forecast_reference_step(context: Context, name: str, batch: int, variant: StepVariant) -> list[Forecast]:
@@ -29,8 +32,11 @@ def forecast_reference_step(context: Context, name: str, batch: int, variant: St
     ceilings, host = step_ceilings(context, dtype)
     if ceilings is not None:
         calls = captured_step(name, batch, "fp32" if dtype == "tf32" else dtype)
-        kernel_s = _KERNEL_OPERATORS * ceilings.operator_time_s if variant.compiled else None
-        predicted = predict_step(calls, ceilings, kernel_s)
+        compiled = None
+        if variant.compiled:
+            compiled, entry = compiled_host(context, len(reference_model(name).layout().blocks))
+            host = f"{host}; {entry}"
+        predicted = predict_step(calls, ceilings, compiled)
         estimate, basis = predicted.total_s, f"{predicted.basis} ({host})"
     shared = {"variant": name, "dtype": dtype, "params": step_params(batch) | variant.params, "basis": basis}
     rate = None if estimate is None else batch / estimate
@@ -53,19 +59,54 @@ def step_ceilings(context: Context, dtype: str) -> tuple[StepCeilings | None, st
         return None, NO_CEILINGS
     rates = {name: ProductRates.fit(points or measured[dtype], units) for name, points in measured.items()}
     operator_s, host = operator_time(context)
+    convolution = _operator_cost(context, CONVOLUTION, "operator_time_s")
+    convolution_s = None if convolution is None else convolution.value
     overlapped = context.device.kind != "cpu"
-    return StepCeilings(rates, _memory(context.upstream, stream), operator_s, overlapped), host
+    return StepCeilings(rates, _memory(context.upstream, stream), operator_s, overlapped, convolution_s), host
+
+
+def host_time(context: Context, name: str, batch: int, dtype: str) -> tuple[float, str]:
+    """(the host's seconds for an eager step of a reference model, how they are known); ceilings must be there."""
+    ceilings, told = step_ceilings(context, dtype)
+    return ceilings.host_s(captured_step(name, 1 if batch == 1 else _MANY, dtype)), told
 
 
 def operator_time(context: Context) -> tuple[float, str]:
-    """(host seconds for an operator of an eager step, how they are known)."""
+    """(host seconds for an operator of an eager step, how they are known).
+
+    Measured in this run, else from its launches, else assumed.
+    """
+    measured = _operator_cost(context, PLAIN, "operator_time_s")
+    if measured is not None:
+        return measured.value, "the host's time of an operator measured in steps of tiny tensors"
     kind = "cpu" if context.device.kind == "cpu" else "gpu"
-    launches = [
-        row for row in context.upstream if (row.metric, row.variant) == ("launch_time_s", "eager") and row.value is not None
-    ]
-    if not launches:
-        return _OPERATOR_S[kind], "the host's time of an operator assumed, no launch was measured in this run"
-    return _LAUNCHES[kind] * launches[-1].value, f"an operator taken as {_LAUNCHES[kind]} of this run's measured launches"
+    launch = _last(context, "launch_cost", "eager", "launch_time_s")
+    if launch is None:
+        return _OPERATOR_S[kind], "the host's time of an operator assumed, no launch was measured in this run either"
+    return _LAUNCHES[kind] * launch.value, f"an operator taken as {_LAUNCHES[kind]} of this run's measured launches"
+
+
+def compiled_host(context: Context, blocks: int) -> tuple[CompiledHost, str]:
+    """(what the host does for a step whose blocks are compiled, how the cost of entering one is known).
+
+    A measured block holds the launches of its kernels, which count by themselves: what is left is its entry.
+    """
+    kernel_s = _KERNEL_OPERATORS * operator_time(context)[0]
+    block = _operator_cost(context, BLOCK, "block_time_s")
+    if block is None:
+        return CompiledHost(kernel_s), "entering a compiled block taken for nothing, it was not measured in this run"
+    entry_s = max(0.0, block.value - block.params["kernels"] * kernel_s)
+    return CompiledHost(kernel_s, blocks, entry_s), "a compiled block as measured with tiny tensors, less its kernels"
+
+
+def _operator_cost(context: Context, variant: str, metric: str) -> Row | None:
+    return _last(context, "operator_cost", variant, metric)
+
+
+def _last(context: Context, experiment: str, variant: str, metric: str) -> Row | None:
+    """The run's row, None where it has none or one without a value."""
+    rows = [r for r in context.upstream if (r.experiment, r.variant, r.metric) == (experiment, variant, metric)]
+    return next((row for row in reversed(rows) if row.value is not None), None)
 
 
 def _products(rows: Iterable[Row], dtype: str) -> list[tuple[int, int, int, float]]:

@@ -38,7 +38,7 @@ from hyperion.measure.launch import LaunchCost, WorthwhileSize, measure_launch, 
 from hyperion.measure.memory import PeakMemory, PeakMemoryRegion
 from hyperion.measure.memory_cap import NoMemoryCap, allocator_refusal, memory_cap
 from hyperion.measure.operands import DISTRIBUTIONS, distinct_share, verify_data
-from hyperion.measure.operator_cost import OperatorCost, measure_operator_cost
+from hyperion.measure.operator_cost import BlockCost, OperatorCost, measure_block_cost, measure_operator_cost
 from hyperion.measure.overlap import Overlap, measure_overlap
 from hyperion.measure.planted_faults import run_self_test
 from hyperion.measure.product_formulas import Product
@@ -48,7 +48,14 @@ from hyperion.measure.repeated import RepeatedCalls
 from hyperion.measure.roofline import Ceilings
 from hyperion.measure.self_test import FaultResult
 from hyperion.measure.step import Phase, StepTiming, time_step
-from hyperion.measure.step_prediction import MemoryStream, StepCeilings, StepPrediction, predict_step, training_calls
+from hyperion.measure.step_prediction import (
+    CompiledHost,
+    MemoryStream,
+    StepCeilings,
+    StepPrediction,
+    predict_step,
+    training_calls,
+)
 from hyperion.measure.taf import BatchedGemm, Taf, TimedProduct, measure_products, measure_taf, taf
 from hyperion.measure.tensor_memory import SavedForBackward, TensorMemory, bytes_of, state_of
 from hyperion.measure.timing import Timing, time_function, time_interleaved
@@ -67,8 +74,8 @@ from hyperion.measure.verify_whole import verify_bits, verify_sum
 
 __all__ = [
     "ALL_COLLECTIVES", "COLLECTIVES", "DIRECTIONS", "DISTRIBUTIONS", "FORMATS", "OPERATIONS", "REDUCTIONS",
-    "SWEEPS", "BandwidthMeasurement", "BatchedGemm", "BucketSize", "CacheCapacity", "CachePoint", "CapturedGemms",
-    "Ceilings", "Collective", "CollectiveMeasurement", "ComparisonAnswer", "CopyMeasurement", "Drift", "Energy",
+    "SWEEPS", "BandwidthMeasurement", "BatchedGemm", "BlockCost", "BucketSize", "CacheCapacity", "CachePoint", "CapturedGemms",
+    "Ceilings", "Collective", "CollectiveMeasurement", "ComparisonAnswer", "CompiledHost", "CopyMeasurement", "Drift", "Energy",
     "Explanation", "FaultResult", "Finalist", "FlopsAnswer", "Gap", "Gemm", "GemmSearch", "HarnessError",
     "LargestAllocation", "LatencyBandwidth", "LaunchCost", "MemoryAnswer", "MemoryStream", "NoMemoryCap",
     "NominalPeak", "NumberFormat", "OperatorCost", "Overlap", "Part", "PeakMemory", "PeakMemoryRegion",
@@ -77,7 +84,7 @@ __all__ = [
     "Uncounted", "Verification", "WorthwhileSize", "WrongValueError", "allocator_refusal", "blas_backend",
     "bytes_of", "cache_capacities", "cache_level", "capture_gemms", "collective_bytes", "compare", "distinct_share",
     "energy_of", "explain", "explain_gap", "fit_latency_bandwidth", "flops", "format_of", "half_rate_size",
-    "largest_allocation", "matmul_precision", "measure_bandwidth", "measure_between", "measure_cache_sweep",
+    "largest_allocation", "matmul_precision", "measure_bandwidth", "measure_between", "measure_block_cost", "measure_cache_sweep",
     "measure_collective", "measure_copy", "measure_launch", "measure_operator_cost", "measure_overlap",
     "measure_products", "measure_taf", "measure_transfer", "memory", "memory_cap", "nominal_peak",
     "peer_pairs", "peer_refusal", "predict_step", "recommended_bucket", "relative_error", "run_self_test",

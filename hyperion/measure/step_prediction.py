@@ -8,10 +8,11 @@ host and device in one, and the times add up.
 
 Compiled code fuses what lies between two products: an operand of a product is written once, by what made it, and its result
 is read once, by what uses it. So the rest moves as many bytes as the products themselves, and launches one kernel for each.
+What was compiled block by block is entered block by block, forward and backward, and the host pays for each entry.
 
 What it does not know makes steps longer than foretold: convolutions whose kernels are slower than products of their sizes
 (float32 without TF32 above all), norms that read their input twice, layouts that a library turns round before it multiplies,
-the way into each part that was compiled by itself, and a host and a device that wait for each other by turns.
+and a host and a device that wait for each other by turns.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from hyperion.errors import HyperionError
 from hyperion.measure.dispatch import Call, dispatched
+from hyperion.measure.operator_cost import is_convolution
 from hyperion.measure.product_formulas import Product, products_of
 from hyperion.measure.product_rates import ProductRates
 
@@ -71,12 +73,35 @@ class StepCeilings:
         memory: of streams.
         operator_time_s: host seconds for each operator, see `measure_operator_cost`.
         overlapped: whether the device works while the host goes on; false on a CPU.
+        convolution_time_s: host seconds for each convolution and batch norm; None where they count as any operator.
     """
 
     products: Mapping[str, ProductRates]
     memory: MemoryStream
     operator_time_s: float
     overlapped: bool
+    convolution_time_s: float | None = None
+
+    def host_s(self, calls: Sequence[Call]) -> float:
+        """The host's seconds for these operators, dispatched one by one; views are free."""
+        moving = [call for call in calls if call.moves]
+        apart = 0 if self.convolution_time_s is None else sum(map(is_convolution, moving))
+        return (len(moving) - apart) * self.operator_time_s + apart * (self.convolution_time_s or 0.0)
+
+
+@dataclass(frozen=True)
+class CompiledHost:
+    """The host's seconds in a step whose blocks are compiled, forward and backward.
+
+    Args:
+        kernel_time_s: for each kernel that compiled code launches.
+        blocks: compiled by themselves.
+        entry_time_s: for each of them beside its kernels: guards, and autograd around what was compiled.
+    """
+
+    kernel_time_s: float
+    blocks: int = 0
+    entry_time_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -136,14 +161,14 @@ def training_calls(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer)
 
 
 def predict_step(
-    step: Callable[[], object] | Sequence[Call], ceilings: StepCeilings, kernel_time_s: float | None = None
+    step: Callable[[], object] | Sequence[Call], ceilings: StepCeilings, compiled: CompiledHost | None = None
 ) -> StepPrediction:
     """Predict how long a step takes.
 
     Args:
         step: what does it, called once, best within `shapes_only`; or what `training_calls` or `dispatched` listed of it.
-        kernel_time_s: of a step whose forward and backward are compiled, the host's seconds for each kernel of theirs; None
-            for one that is dispatched operator by operator.
+        compiled: what the host does for a step whose blocks are compiled; None for one that is dispatched operator by
+            operator.
 
     Raises:
         HyperionError: a product's dtype has no rate, or the step dispatches nothing that moves memory.
@@ -156,11 +181,12 @@ def predict_step(
     others = [call for call in calls if products_of(call) is None]
     update = [call for call in others if call.name.startswith(_OPTIMIZER)]
     moved, updated = (sum(call.bytes for call in some) for some in (others, update))
-    moved, small, host_s = moved - updated, len(others), len(calls) * ceilings.operator_time_s
-    if kernel_time_s is not None:
+    moved, small, host_s = moved - updated, len(others), ceilings.host_s(calls)
+    if compiled is not None:
         fused = len(calls) - len(others)  # a kernel beside each call of a product
         moved, small = min(moved, sum(product.bytes for product in products)), min(small, fused + len(update))
-        host_s = 2 * fused * kernel_time_s + len(update) * ceilings.operator_time_s
+        entries_s = compiled.blocks * compiled.entry_time_s
+        host_s = 2 * fused * compiled.kernel_time_s + entries_s + ceilings.host_s(update)
     parts = {
         "products_s": sum(_product_s(product, ceilings) for product in products),
         "memory_s": moved / bandwidth,
@@ -168,7 +194,7 @@ def predict_step(
         "latency_s": small * ceilings.memory.latency_s if ceilings.overlapped else 0.0,
         "host_s": host_s,
     }
-    basis = _basis(parts, len(calls), sum(p.flops for p in products), ceilings, kernel_time_s)
+    basis = _basis(parts, calls, sum(p.flops for p in products), ceilings, compiled)
     return StepPrediction(**parts, overlapped=ceilings.overlapped, operators=len(calls), basis=basis)
 
 
@@ -184,7 +210,7 @@ def _product_s(product: Product, ceilings: StepCeilings) -> float:
 
 
 def _basis(
-    parts: dict[str, float], operators: int, flops: int, ceilings: StepCeilings, kernel_time_s: float | None
+    parts: dict[str, float], calls: Sequence[Call], flops: int, ceilings: StepCeilings, compiled: CompiledHost | None
 ) -> str:
     device_s = sum(parts.values()) - parts["host_s"]
     if not ceilings.overlapped:
@@ -193,9 +219,15 @@ def _basis(
         together = "the host's time decides"
     else:
         together = "the device's time decides"
-    rest, each = "other operators' bytes", f"{operators} operators of {ceilings.operator_time_s * 1e6:.3g} us"
-    if kernel_time_s is not None:
-        rest, each = "what is fused between them", f"two kernels a product of {kernel_time_s * 1e6:.3g} us, and the update"
+    apart = 0 if ceilings.convolution_time_s is None else sum(map(is_convolution, calls))
+    rest, each = "other operators' bytes", f"{len(calls) - apart} operators of {ceilings.operator_time_s * 1e6:.3g} us"
+    if apart:
+        each += f" and {apart} convolutions and batch norms of {ceilings.convolution_time_s * 1e6:.3g} us"
+    if compiled is not None:
+        rest, each = "what is fused between them", f"two kernels a product of {compiled.kernel_time_s * 1e6:.3g} us"
+        if compiled.blocks:
+            each += f", {compiled.blocks} blocks entered for {compiled.entry_time_s * 1e6:.3g} us each"
+        each += ", and the update"
     return (
         f"products of {flops / 1e9:.4g} GFLOP at measured rates of their size {parts['products_s'] * 1e3:.3g} ms, "
         f"{rest} at {ceilings.memory.bandwidth_gb_s:.4g} GB/s {parts['memory_s'] * 1e3:.3g} ms, "

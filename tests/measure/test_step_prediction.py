@@ -8,12 +8,10 @@ import torch
 
 from hyperion.errors import HyperionError
 from hyperion.experiments.reference_steps import update_of
-from hyperion.hardware import detect_cpu
 from hyperion.measure.dispatch import Call, TensorShape, shapes_only
-from hyperion.measure.operator_cost import measure_operator_cost
 from hyperion.measure.product_formulas import Product, products_of
 from hyperion.measure.product_rates import ProductRates
-from hyperion.measure.step_prediction import MemoryStream, StepCeilings, predict_step, training_calls
+from hyperion.measure.step_prediction import CompiledHost, MemoryStream, StepCeilings, predict_step, training_calls
 from hyperion.models import reference_model
 
 
@@ -92,12 +90,26 @@ def test_a_step_by_hand():
 
 def test_compiled_code_moves_what_its_products_move_and_launches_two_kernels_for_each():
     relus = (TOY[0], TOY[2], TOY[2], TOY[2], TOY[3])
-    found = predict_step(relus, toy_ceilings(), kernel_time_s=4e-6)
+    found = predict_step(relus, toy_ceilings(), CompiledHost(4e-6))
     assert found.memory_s == pytest.approx(3 * 4 * 640**2 / 100e9)
     assert found.memory_s < predict_step(relus, toy_ceilings()).memory_s == pytest.approx(6e6 / 100e9)
     assert found.host_s == pytest.approx(2 * 4e-6 + 1e-5) and found.latency_s == pytest.approx(2 * 2e-6)
-    one = predict_step(TOY, toy_ceilings(), kernel_time_s=4e-6)  # fused code moves no more than eager code
+    one = predict_step(TOY, toy_ceilings(), CompiledHost(4e-6))  # fused code moves no more than eager code
     assert one.memory_s == pytest.approx(2e6 / 100e9) and "what is fused between them" in one.basis
+
+
+def test_each_compiled_block_is_entered_and_pays_for_it():
+    entered = predict_step(TOY, toy_ceilings(), CompiledHost(4e-6, blocks=3, entry_time_s=1e-3))
+    assert entered.host_s == pytest.approx(2 * 4e-6 + 3e-3 + 1e-5) and "3 blocks entered for 1e+03 us" in entered.basis
+    assert entered.total_s == entered.host_s, "and so the host decides"
+
+
+def test_convolutions_and_batch_norms_have_a_cost_of_their_own():
+    names = ("native_batch_norm", "relu", "native_batch_norm_backward")
+    calls = [call(name, (vector(1000),), (vector(1000),)) for name in names]
+    found = predict_step(calls, toy_ceilings(convolution_time_s=7e-5))
+    assert found.host_s == pytest.approx(2 * 7e-5 + 1e-5) and "2 convolutions and batch norms of 70 us" in found.basis
+    assert predict_step(calls, toy_ceilings()).host_s == pytest.approx(3e-5)
 
 
 def test_the_slower_of_host_and_device_decides_and_on_a_cpu_they_add_up():
@@ -199,10 +211,3 @@ def test_a_fused_norm_is_no_update():
     calls = [call(name, (vector(1000),), (vector(1000),)) for name in ("_fused_rms_norm", "_fused_adamw_")]
     found = predict_step(calls, toy_ceilings())
     assert found.memory_s == found.optimizer_s == pytest.approx(8000 / 100e9)
-
-
-def test_the_host_costs_something_for_each_operator_here():
-    drawn = torch.get_rng_state()
-    cost = measure_operator_cost(detect_cpu(), time_limit_s=0.5)
-    assert torch.equal(torch.get_rng_state(), drawn), "the caller's random numbers go on as they would have"
-    assert cost.operators > 50 and 1e-7 < cost.time_s.ci_low <= cost.time_s.value < 1e-2
