@@ -24,6 +24,8 @@ from hyperion.models.token_loss import token_loss
 # Logits exist for at most this many tokens at once: 6.6 GB in bfloat16 at V = 50257. Without gradients smaller pieces cost
 # nothing.
 LOSS_CHUNK_TOKENS, EVALUATED_TOKENS = 65536, 16384
+# A loss draws nothing at random; a generator that is asked for its state cannot be part of a recorded step.
+_RECOMPUTED = {"use_reentrant": False, "preserve_rng_state": False}
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ class CausalSelfAttention(nn.Module):
 
     Query, key and value are separate layers and the number of heads is read from their output, so that a
     column-parallel split over heads needs no change here. Compiled, they are one product, whose weights are put together on
-    the fly: one product with three times the columns keeps a GPU busier than three.
+    the fly: one product with three times the columns keeps a GPU busier than three. Layers that were replaced, by fp8 or
+    LoRA, stay three.
     """
 
     def __init__(self, width: int, heads: int):
@@ -105,7 +108,7 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         layers = self.query, self.key, self.value
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and all(type(layer) is nn.Linear for layer in layers):
             weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
             projected = F.linear(x_BTD, weight, bias).chunk(3, -1)
         else:
@@ -240,7 +243,7 @@ class TransformerLM(nn.Module):
         if len(chunks) == 1 or not torch.is_grad_enabled():
             return torch.cat([token_loss(x, weight_VD, targets) for x, targets in chunks])
         return torch.cat(
-            [checkpoint(token_loss, x, weight_VD, targets, use_reentrant=False) for x, targets in chunks]
+            [checkpoint(token_loss, x, weight_VD, targets, **_RECOMPUTED) for x, targets in chunks]
         )
 
     def loss(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:

@@ -119,8 +119,8 @@ class Float8Product(torch.autograd.Function):
 def quantized(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(x divided by its scale, in fp8, row by row in memory; the scale that gives it back, float32 scalar).
 
-    A tensor of zeros has scale 1. What is infinite or no number leaves a scale that is, and so a product that is: the
-    step's gradient norm shows it.
+    A tensor of zeros has the smallest normal scale. What is infinite or no number leaves a scale that is, and so a product
+    that is: the step's gradient norm shows it.
     """
     largest = torch.finfo(dtype).max
     scale = (x.detach().abs().amax().float() / largest).clamp(min=torch.finfo(torch.float32).tiny)

@@ -125,6 +125,19 @@ def test_a_compiler_takes_it_whole_and_the_gradients_are_the_same():
         torch.testing.assert_close(compiled, plain, rtol=2**-7, atol=1e-3)
 
 
+def test_a_compiled_block_makes_all_its_products_in_it():
+    block = to_float8(language_model(), OCP).blocks[0]
+    counted = []
+
+    def counting(graph, inputs):
+        counted.append(sum("autograd_function" in str(node.target) for node in graph.graph.nodes))
+        return graph
+
+    x = torch.randn(1, 16, 32)
+    torch.testing.assert_close(torch.compile(block, backend=counting)(x), block(x), rtol=0, atol=2e-3)
+    assert counted == [6]
+
+
 @pytest.mark.parametrize("features, tokens", [((20, 32), 16), ((32, 32), 10)])
 def test_sizes_that_the_units_do_not_take_are_refused(features, tokens):
     with pytest.raises(HyperionError, match="multiples of 16"):
