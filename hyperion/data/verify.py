@@ -17,7 +17,8 @@ from hyperion.data.content import ARRAYS_OF, FORMAT, content_faults
 from hyperion.data.faults import DataError
 from hyperion.data.manifest import FILE_NAME, DataManifest, read_manifest
 from hyperion.data.shards import is_array, open_array
-from hyperion.data.staging import QUARANTINE, cache_root, explained, processed_root, sha256_of
+from hyperion.data.staging import QUARANTINE, cache_root, processed_root, sha256_of
+from hyperion.errors import refused_write
 
 REASON_FILE = "REASON.json"
 PREPARE_AGAIN = (
@@ -81,8 +82,11 @@ def verify(folder: Path | None = None) -> list[Verdict]:
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether a folder holds, or held, a product of this library, by its manifest or its checksums; nothing else is touched."""
-    return (folder / CHECKSUMS).is_dir() or _kind_of(folder) in ARRAYS_OF
+    """Whether a folder holds, or held, a product of this library, by its manifest or the checksums of one of its arrays;
+    nothing else is touched.
+    """
+    names = (name for of_kind in ARRAYS_OF.values() for name in of_kind)
+    return _kind_of(folder) in ARRAYS_OF or any((folder / CHECKSUMS / f"{name}.npy").is_file() for name in names)
 
 
 def examine(folder: Path) -> list[Finding]:
@@ -139,7 +143,11 @@ def quarantine(folder: Path, findings: list[Finding]) -> Path:
         reasons = {"was": folder.name, "findings": [asdict(finding) for finding in findings]}
         (kept / REASON_FILE).write_text(json.dumps(reasons, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise explained(error, folder) from error
+        there = kept if kept.is_dir() else folder
+        raise refused_write(
+            error, DataError, action="cannot put damaged data into quarantine", kept=f"they lie in {there}", where=there,
+            elsewhere="move that folder away by hand",
+        ) from error  # fmt: skip
     return kept
 
 

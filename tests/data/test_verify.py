@@ -182,14 +182,14 @@ def test_staged_sets_are_verified_too(monkeypatch, capsys):
 
 def test_no_folder_of_somebody_else_is_touched(tmp_path, monkeypatch, capsys):
     """Folders with arrays, and with a manifest.json of something else, are not ours to judge or to move."""
-    for name, file in (("arrays", "a.npy"), ("website", "manifest.json")):
-        (tmp_path / "home" / name).mkdir(parents=True)
+    for name, file in (("arrays", "a.npy"), ("website", "manifest.json"), ("photographs", "checksums/sha256.txt")):
+        (tmp_path / "home" / name / file).parent.mkdir(parents=True)
         (tmp_path / "home" / name / file).write_text("{}")
     assert (
         command(monkeypatch, str(tmp_path / "home")) == 2
         and command(monkeypatch, str(tmp_path / "home" / "website")) == 2
     )
-    assert sorted(path.name for path in (tmp_path / "home").iterdir()) == ["arrays", "website"]
+    assert sorted(path.name for path in (tmp_path / "home").iterdir()) == ["arrays", "photographs", "website"]
 
 
 def test_a_folder_without_data_is_refused(tmp_path, monkeypatch, capsys):
