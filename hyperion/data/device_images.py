@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hyperion.data.faults import DataError
 from hyperion.data.loaders import ResumableBatches
+from hyperion.data.token_stream import on_device
 
 CROP_PADDING = 4
 BORDERS = ("black", "reflect")
@@ -105,11 +106,8 @@ class ImageBatches(ResumableBatches):
     def _table(self, epoch: int) -> Tensor:
         """The epoch's random numbers int64 [6, records] on the device, each column those of one example, in order."""
         if epoch not in self._tables:
-            drawn, device = torch.from_numpy(self._draw(epoch)), self._labels.device
-            if device.type != "cpu":
-                drawn = drawn.pin_memory()
             self._tables = {known: table for known, table in self._tables.items() if known == epoch - 1}
-            self._tables[epoch] = drawn.to(device, non_blocking=True)
+            self._tables[epoch] = on_device(self._draw(epoch), self._labels.device)
         return self._tables[epoch]
 
     def _draw(self, epoch: int) -> np.ndarray:

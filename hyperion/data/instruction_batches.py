@@ -5,6 +5,7 @@ import torch
 
 from hyperion.data.completions import Completions
 from hyperion.data.loaders import ResumableBatches
+from hyperion.data.token_stream import on_device
 
 WIDTH_MULTIPLE = 8  # batches are padded to a multiple of this: matrix units want one, and shapes repeat more often
 
@@ -55,5 +56,5 @@ class InstructionBatches(ResumableBatches):
     def _batch(self, epoch: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         longest = int(self._sizes[self._whole_batch(epoch, position)].max())
         width = min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, self._inputs.shape[1])
-        own = torch.from_numpy(self._examples(epoch, position)).to(self._inputs.device)
+        own = on_device(self._examples(epoch, position), self._inputs.device)
         return self._inputs[own, :width].long(), self._targets[own, :width].long()

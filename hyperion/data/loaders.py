@@ -9,7 +9,7 @@ import torch
 
 from hyperion.data.faults import DataError
 from hyperion.data.packing import IGNORE_INDEX
-from hyperion.data.token_stream import TokenStream
+from hyperion.data.token_stream import TokenStream, on_device
 
 
 class ResumableBatches(ABC):
@@ -236,8 +236,7 @@ def evaluation_windows(
     steps = torch.arange(length, device=device)
     for first in range(0, len(starts), batch_size):
         begin, done = (
-            torch.from_numpy(values[first : first + batch_size]).to(device)[:, None]
-            for values in (starts, scored_until)
+            on_device(values[first : first + batch_size], stream.device)[:, None] for values in (starts, scored_until)
         )
         index = begin + steps
         yield stream[index], torch.where(index >= done, stream[index + 1], IGNORE_INDEX)

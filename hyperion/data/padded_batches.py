@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hyperion.data.loaders import ResumableBatches
 from hyperion.data.packing import IGNORE_INDEX, Padding
-from hyperion.data.token_stream import TokenStream
+from hyperion.data.token_stream import TokenStream, on_device
 
 
 class PaddedBatches(ResumableBatches):
@@ -60,6 +60,6 @@ class PaddedBatches(ResumableBatches):
         starts, sizes = np.asarray(self._samples[self._examples(epoch, position)]).T
         windows = self._stream.windows(starts, self.sequence_length + 1)
         places = torch.arange(self.sequence_length + 1, device=windows.device)
-        outside = places >= torch.from_numpy(sizes.copy()).to(windows.device)[:, None]
+        outside = places >= on_device(sizes.copy(), windows.device)[:, None]
         inputs = windows[:, :-1].masked_fill(outside[:, :-1], self.padding_id)
         return inputs, windows[:, 1:].masked_fill(outside[:, 1:], IGNORE_INDEX)

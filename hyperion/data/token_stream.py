@@ -7,6 +7,14 @@ from torch import Tensor
 from hyperion.data.faults import DataError
 
 
+def on_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """The array on the device. The host does not wait: for a copy out of memory that is not pinned it would, until the device
+    had done all that it was asked for before, the last training step among it.
+    """
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 class TokenStream:
     """Windows of a token stream.
 
@@ -35,5 +43,5 @@ class TokenStream:
         if self._held is None:
             index = np.minimum(starts[:, None] + np.arange(length), self._last)
             return torch.from_numpy(self._tokens[index].astype(np.int64))
-        places = torch.from_numpy(starts).to(self._device)[:, None] + torch.arange(length, device=self._device)
+        places = on_device(starts, self._device)[:, None] + torch.arange(length, device=self._device)
         return self._held[places.clamp(max=self._last)].long()

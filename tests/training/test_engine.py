@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from hyperion.data.device_images import ImageBatches
-from hyperion.hardware import detect_cpu
+from hyperion.hardware import detect, detect_cpu
 from hyperion.models import resnet18
 from hyperion.training import ImageEngine, Precision, WarmupCosine, sgd_nesterov
 from tests.training.small import small_batches, small_engine
@@ -78,3 +78,17 @@ def test_saved_and_loaded_into_a_fresh_engine(tmp_path, make, batches):
         loader.next_batch()
     torch.manual_seed(7)
     assert [float(other.train_step(batch).loss) for batch in (loader.next_batch(), loader.next_batch())] == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_the_host_waits_neither_for_a_batch_nor_in_a_step():
+    device = detect()
+    batches, engine = small_batches(device.torch_device), small_engine(device=device)
+    engine.train_step(batches.next_batch())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(8):  # into the next epoch
+            engine.train_step(batches.next_batch())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
