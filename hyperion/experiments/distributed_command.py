@@ -21,7 +21,7 @@ from hyperion.experiments.context import Context, Result
 from hyperion.experiments.distributed_options import COMMAND, parsed
 from hyperion.experiments.distributed_progress import Progress, scaling_table, training_table
 from hyperion.experiments.distributed_request import Machine, Request, checked
-from hyperion.experiments.distributed_training import epoch_rows, mean_rows
+from hyperion.experiments.distributed_training import epoch_rows, mean_rows, test_rows
 from hyperion.experiments.profiles import default_profile, load_profile
 from hyperion.experiments.recipe import Recipe
 from hyperion.experiments.recipes import set_up
@@ -121,13 +121,15 @@ def trained(context: Context, recipe: Recipe) -> Result:
         folder=context.workspace / recipe.name, on_epoch=(progress.epoch,), report=progress.report,
     )  # fmt: skip
     assert_ranks_agree(training.engine.model)
+    tested = test_rows(context, recipe, training)
+    _say([f"{recipe.name}  {row.value:.4f} of {row.n} test images classified correctly" for row in tested])
     if recipe.lora:
         folder = context.workspace.parent / "adapters" / recipe.name
         saved = save_adapter(folder, len(history.losses), training.engine.model, training.base_sha256)
         _say([f"{recipe.name}  adapters for peft: {saved}"])
     if here.rank:
         return Result([], loss_curve(history), training.source)
-    rows = epoch_rows(context, recipe, training, history) + mean_rows(context, recipe, training, history)
+    rows = epoch_rows(context, recipe, training, history) + mean_rows(context, recipe, training, history) + tested
     return Result(rows, loss_curve(history).assign(training=recipe.name), training.source)
 
 

@@ -16,7 +16,7 @@ from hyperion.experiments.variants import Report, merged, run_on_ranks
 from hyperion.models import flops_per_token, named_config
 from hyperion.parallel import assert_ranks_agree
 from hyperion.processes import world
-from hyperion.results import Row
+from hyperion.results import Row, proportion_estimate
 from hyperion.training import EpochRecord, History, choose_precision, mean_over_ranks, train
 
 _NO_LIMIT = "no limit: loading is part of it; the steady step of chapter 2.8 has one"
@@ -71,11 +71,12 @@ def _trained(context: Context, report: Report, recipe: Recipe) -> Result:
         folder=context.workspace / recipe.name, report=report,
     )  # fmt: skip
     assert_ranks_agree(training.engine.model)
+    tested = test_rows(context, recipe, training)
     dist.barrier()
     if here.rank:
         return Result([], seen, training.source)
     curve = loss_curve(history).assign(training=recipe.name)
-    rows = epoch_rows(context, recipe, training, history) + mean_rows(context, recipe, training, history)
+    rows = epoch_rows(context, recipe, training, history) + mean_rows(context, recipe, training, history) + tested
     return Result(rows, pd.concat([curve, seen], ignore_index=True), training.source)
 
 
@@ -129,6 +130,24 @@ def mean_rows(context: Context, recipe: Recipe, training: Training, history: His
             params=_params(recipe, len(parts)) | {"what": "mean of the ranks' losses"}, limit_source=_FITS,
             check="loss of all ranks together", check_error=abs(mean / last.loss - 1), check_tolerance=1e-5,
             data_source=training.source,
+        )
+    ]  # fmt: skip
+
+
+def test_rows(context: Context, recipe: Recipe, training: Training) -> list[Row]:
+    """The share of test images classified correctly by the trained model, on rank 0; all ranks call it, once, at the end."""
+    if training.test is None:
+        return []
+    found = training.engine.evaluate(training.test())
+    if world().rank:
+        return []
+    images = int(found["images"])
+    share = proportion_estimate(round(found["accuracy"] * images), images)
+    return [
+        context.row(
+            recipe.name, "accuracy", share.value, dtype=training.engine.precision.dtype, n=images, ci_low=share.ci_low,
+            ci_high=share.ci_high, params=_params(recipe, world().size) | {"split": "test", "step": training.engine.steps},
+            limit=1.0, limit_source="every image classified correctly", data_source=training.source,
         )
     ]  # fmt: skip
 

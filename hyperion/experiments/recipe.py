@@ -26,8 +26,9 @@ class Recipe:
         sequence_length: tokens of one example (language).
         width: channels of the first stage (images).
         lora: train adapters on a frozen base instead of all parameters (llama).
-        records: use only so many training examples (images); None for all.
-        evaluation_batches: held-out batches scored at the end of an epoch; None for all, 0 for none.
+        records: use only so many training examples (images); None for all that are not held out.
+        evaluation_batches: held-out batches scored at the end of an epoch, and of images as many of the test split at the
+            very end; None for all, 0 for none.
     """
 
     task: str
@@ -75,6 +76,7 @@ class Training:
         validation: makes fresh held-out batches; None when the recipe scores none.
         source: the data source that was taken.
         base_sha256: of the frozen weights that adapters are trained on, "" without adapters.
+        test: makes batches of the test split, to be read once, after the last step; None for recipes that leave it alone.
     """
 
     engine: TorchEngine
@@ -82,3 +84,4 @@ class Training:
     validation: Callable[[], Iterable] | None
     source: str
     base_sha256: str = ""
+    test: Callable[[], Iterable] | None = None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -30,6 +31,7 @@ from hyperion.training import (
 )
 
 CLASSES = 10
+_HELD_OUT = 10  # of so many training images the last one is held out
 T = TypeVar("T")
 
 
@@ -87,7 +89,9 @@ def _images(context: Context, recipe: Recipe) -> Training:
     here, device = _sharers(recipe), context.device
     image_set, prepared = rank_zero_first(lambda: datasets.images(context))
     arrays = prepared.arrays
-    images, labels = arrays["train_images"][: recipe.records], arrays["train_labels"][: recipe.records]
+    first_held_out = len(arrays["train_images"]) * (_HELD_OUT - 1) // _HELD_OUT
+    used = min(recipe.records or first_held_out, first_held_out)
+    images, labels = arrays["train_images"][:used], arrays["train_labels"][:used]
     normalisation = channel_statistics(images)
     batches = ImageBatches(
         images, labels, recipe.batch_size, normalisation, seed=context.seed, device=device.torch_device,
@@ -99,14 +103,17 @@ def _images(context: Context, recipe: Recipe) -> Training:
     optimizer = sgd_nesterov(model, recipe.learning_rate, recipe.weight_decay)
     engine = ImageEngine(model, optimizer, _schedule(recipe, len(batches)), precision, device, world=here)
 
-    def validation() -> Iterable:
-        held_out = ImageBatches(
-            arrays["test_images"], arrays["test_labels"], recipe.batch_size // here.size, normalisation,
-            device=device.torch_device, shuffle=False, drop_last=False,
+    def scored(split: str, first: int) -> Iterable:
+        batches = ImageBatches(
+            arrays[f"{split}_images"][first:], arrays[f"{split}_labels"][first:], recipe.batch_size // here.size,
+            normalisation, device=device.torch_device, shuffle=False, drop_last=False,
         )  # fmt: skip
-        return _first(held_out, recipe.evaluation_batches)
+        return _first(batches, recipe.evaluation_batches)
 
-    return Training(engine, batches, None if recipe.evaluation_batches == 0 else validation, image_set.source)
+    if recipe.evaluation_batches == 0:
+        return Training(engine, batches, None, image_set.source)
+    held_out, test = partial(scored, "train", first_held_out), partial(scored, "test", 0)
+    return Training(engine, batches, held_out, image_set.source, test=test)
 
 
 def _llama(context: Context, recipe: Recipe) -> Training:

@@ -14,9 +14,11 @@ import torch
 
 import hyperion
 from hyperion.checkpoints import verify
+from hyperion.experiments import datasets
 from hyperion.experiments.context import Context
 from hyperion.experiments.distributed_command import TRAINING, main, train_all
 from hyperion.experiments.recipe import Recipe
+from hyperion.experiments.recipes import set_up
 from hyperion.processes import process_group
 from hyperion.results import Run
 
@@ -26,6 +28,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
 STEPS = 100
 SMALL = {"precision": "fp32", "batch_size": 4, "learning_rate": 1e-3, "weight_decay": 0.0, "steps": 2}
 LANGUAGE = Recipe(task="language", model="lm_d64_h4_l2", strategy="ddp", sequence_length=16, evaluation_batches=1, **SMALL)
+IMAGES = Recipe(task="images", model="resnet18", strategy="ddp", width=2, **SMALL)
 TOO_FEW = Recipe(task="images", model="resnet18", strategy="ddp", width=4, records=2, **SMALL)
 
 
@@ -132,14 +135,21 @@ def test_one_training_that_fails_does_not_end_the_others(tmp_path, monkeypatch, 
     sizes = {"lines": {"train": 400, "valid": 20, "test": 20}, "images": {"train": 40, "test": 20}}
     run = Run.create(tmp_path / "run", {})
     context = Context(
-        notebook=TRAINING[0], experiment=TRAINING[1], sizes={"trainings": [asdict(TOO_FEW), asdict(LANGUAGE)]},
-        data_source="synthetic", synthetic=sizes, workspace=run.folder / "checkpoints",
+        notebook=TRAINING[0], experiment=TRAINING[1], data_source="synthetic", synthetic=sizes,
+        sizes={"trainings": [asdict(TOO_FEW), asdict(LANGUAGE), asdict(IMAGES)]}, workspace=run.folder / "checkpoints",
     )  # fmt: skip
     with process_group(backend="gloo"):
         failures = train_all(context)
+        images = set_up(context, IMAGES)
     assert list(failures) == ["resnet18_w4_ddp"] and "2 records fill no batch of 4" in failures["resnet18_w4_ddp"]
     assert "resnet18_w4_ddp FAILED: 2 records" in capsys.readouterr().out
-    assert {row.variant for row in run.rows()} == {"lm_d64_h4_l2_ddp"}
+    assert {row.variant for row in run.rows()} == {"lm_d64_h4_l2_ddp", "resnet18_w2_ddp"}
+    # What is looked at after each epoch was taken from the training images; the test split is read once, at the end.
+    arrays = datasets.images(context)[1].arrays
+    scored = [torch.cat([labels for _, labels in batches()]).tolist() for batches in (images.validation, images.test)]
+    assert scored == [arrays["train_labels"][36:].tolist(), arrays["test_labels"].tolist()] and images.batches.records == 36
+    (tested,) = (row for row in run.rows() if row.metric == "accuracy")
+    assert (tested.n, tested.params["split"], tested.params["step"]) == (20, "test", 2)
 
 
 def test_the_shell_script_starts_a_rank_for_each_device(tmp_path):
