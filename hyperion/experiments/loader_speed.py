@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -71,7 +72,7 @@ def run(context: Context, report) -> Result:
         starts = [loader.batches.state_dict() for loader in loaders]
         for number, loader in enumerate(loaders):
             report(number, len(loaders) + 1, loader.variant)
-            check = _check(context, loader, loaders[0])
+            check = _check(context, loader, prepared.tokens["train"], loaders[0].batches)
             timing = time_in_a_row(context, loader.batches.next_batch)
             rows += [_rate_row(context, loader, timing, check, corpus.source)]
             frames.append(sample_frame(timing, loader.variant, "", _params(context, loader.workers)))
@@ -125,15 +126,20 @@ def time_in_a_row(context: Context, next_batch: Callable) -> Timing:
     )  # fmt: skip
 
 
-def _check(context: Context, loader: _Loader, first: _Loader) -> Verification:
-    """Share of batches that are not the first loader's, for packed ones; else of targets that are wrong."""
+def _check(context: Context, loader: _Loader, tokens: np.ndarray, packed: LanguageBatches) -> Verification:
+    """Share of batches that are not the windows of the stream which they should be, for packed ones; else of targets that are
+    wrong.
+    """
     taken = [loader.batches.next_batch() for _ in range(context.sizes["calls"])]
     if loader.variant in (_PACKED, _FILE, _AHEAD):
-        expected = [first.batches.batch_at(0, position) for position in range(len(taken))]
-        wrong = [not all(map(torch.equal, a, b)) for a, b in zip(taken, expected, strict=True)]
-        return Verification(
-            "share of batches that differ from the packed ones on the device", sum(wrong) / len(wrong), 0.0
-        )
+        size, length = context.sizes["batch_size"], context.sizes["sequence_length"]
+        starts = packed.examples(0)[: len(taken) * size].reshape(len(taken), size, 1)
+        windows = torch.from_numpy(np.asarray(tokens[starts + np.arange(length + 1)], dtype=np.int64))
+        wrong = [
+            not (torch.equal(inputs.cpu(), window[:, :-1]) and torch.equal(targets.cpu(), window[:, 1:]))
+            for (inputs, targets), window in zip(taken, windows, strict=True)
+        ]
+        return Verification("share of batches that are not the stream's windows", sum(wrong) / len(wrong), 0.0)
     inputs, targets = (torch.cat(parts) for parts in zip(*taken, strict=True))
     shifted = (targets[:, :-1] != IGNORE_INDEX) & (targets[:, :-1] != inputs[:, 1:])
     return Verification("share of targets that are not the next token", shifted.float().mean().item(), 0.0)
