@@ -11,7 +11,7 @@ def on_device(values: np.ndarray, device: torch.device) -> Tensor:
     """The array on the device. The host does not wait: for a copy out of memory that is not pinned it would, until the device
     had done all that it was asked for before, the last training step among it.
     """
-    tensor = torch.from_numpy(values)
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
