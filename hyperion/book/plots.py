@@ -134,6 +134,7 @@ PLOTS = (
         "Each model's products at their arithmetic intensity: which of them memory holds back.",
         plots_model_products.products_roofline,
     ),
+    Plot("operator_cost", "operator_cost", "What an operator and a layer cost the host.", plots_baseline.operator_cost),
     Plot(
         "model_steps",
         "model_steps",

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.transforms import Bbox
 
-from hyperion.book.formats import items, number, percent
+from hyperion.book.formats import items, number, number_within, percent
 from hyperion.book.material import Material, measured, select
 from hyperion.book.style import COLOURS, INK, add_notes, errors_of, log_ticks, look, new_figure
 from hyperion.results import Row
@@ -16,8 +16,42 @@ from hyperion.results import Row
 PHASES = ("forward", "backward", "optimizer")
 _COLOURS = dict(zip(PHASES, (COLOURS[0], COLOURS[1], COLOURS[2]), strict=True))
 _BAR = 0.36
+_TINY_LAYERS = 2  # of the step that an operator's cost is measured in
 _WORDS = {"channels_last": "ch.-last", "compiled": "compiled"}  # of a row's params, what is not the usual
 _SHARES = {"mfu": ("of the peak (MFU)", COLOURS[5]), "mfu_maf": ("of the fastest product (MAF)", COLOURS[3])}
+
+
+def operator_cost(material: Material) -> Figure | None:
+    """Host microseconds of an operator and of a convolution; beside them those of a layer, eager and, where it was measured,
+    compiled."""
+    rows = material.of("operator_cost")
+    costs = measured(select(rows, metric="operator_time_s"))
+    if not costs:
+        return None
+    blocks = measured(select(rows, metric="block_time_s"))
+    figure, panels = new_figure("What the host pays", material.machine("operator_cost"), 2 if blocks else 1, height=3.4)
+    _draw_costs(panels[0], [(row.variant, row, 1.0) for row in costs], "One operator of an eager step")
+    if blocks:
+        operator = select(costs, variant="operator")[0]
+        layer = operator.params["operators"] / _TINY_LAYERS
+        eager = f"eager, fp32,\n{number(layer)} operators"
+        bars = [(eager, operator, layer), (f"compiled, {blocks[0].dtype}", blocks[0], 1.0)]
+        _draw_costs(panels[1], bars, "One transformer layer, forward, backward, update")
+    add_notes(figure, [f"{row.variant}: {row.value_reason}." for row in rows if row.value is None])
+    return figure
+
+
+def _draw_costs(axes: Axes, bars: list[tuple[str, Row, float]], title: str) -> None:
+    """Bars of (name, row, how many of it), in microseconds of the host."""
+    for place, (_, row, times) in enumerate(bars):
+        value, low, high = (1e6 * times * seconds for seconds in (row.value, row.ci_low, row.ci_high))
+        axes.bar(place, value, 0.5, yerr=[[value - low], [high - value]], color=COLOURS[place])
+        told = f"{number_within(value, low, high)} µs"
+        axes.annotate(told, (place, high), xytext=(0, 3), textcoords="offset points", ha="center")
+    axes.set_xticks(range(len(bars)), [name for name, _, _ in bars])
+    axes.set(ylabel="microseconds of the host", title=title, xlim=(-0.8, len(bars) - 0.2))
+    axes.set_ylim(0, 1.18 * axes.get_ylim()[1])
+    axes.grid(False, axis="x")
 
 
 def model_steps(material: Material) -> Figure | None:

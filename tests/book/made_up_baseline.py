@@ -23,6 +23,23 @@ ABSENT = "no variant: it works on sequences"
 MIB_PER_SAMPLE = {"resnet50": 55.0, "vit_b_16": 98.0, "encoder_d512_h8_l6": 3.1}
 
 
+def operator_cost_rows(random, limited):
+    """A slow host's; a CPU's profile leaves out the compiled block."""
+    clock = {"clock": "host", "cache": "hot"}
+    check = {"check": "last loss / first loss", "check_error": 0.4, "check_tolerance": 1.0}
+    costs = (("operator", 31e-6, {"operators": 100}), ("convolution", 72e-6, {"operators": 16, "beside": 24}))
+    rows = [
+        _timed(random, "operator_cost", name, "operator_time_s", seconds, None, params=clock | more, **check)
+        for name, seconds, more in costs
+    ]
+    block = clock | {"kernels": 28, "blocks": 4}
+    if limited:
+        common = {"dtype": "bf16", "params": block} | check
+        return [*rows, _timed(random, "operator_cost", "compiled block", "block_time_s", 2.1e-3, None, **common)]
+    return [*rows, Row(notebook=BASELINE, experiment="operator_cost", variant="compiled block", metric="block_time_s",
+                       value=None, value_reason="left out by this profile", params=clock)]  # fmt: skip
+
+
 def model_steps_rows(random, limited):
     rows = []
     for model, dtype, variant, (*phases, least) in STEPS:
@@ -73,9 +90,10 @@ def batch_scaling_rows(random, limited):
 
 
 def baseline_chapters(random, limited):
-    """(notebook, experiment, rows, samples) of both experiments."""
+    """(notebook, experiment, rows, samples) of its experiments."""
     frame = pd.DataFrame({"x": [1]})
     return [
+        (BASELINE, "operator_cost", operator_cost_rows(random, limited), frame),
         (BASELINE, "model_steps", model_steps_rows(random, limited), frame),
         (BASELINE, "batch_scaling", batch_scaling_rows(random, limited), frame),
     ]

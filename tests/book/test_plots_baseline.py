@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.patches import Rectangle
 
-from hyperion.book.plots_baseline import batch_scaling, model_steps, spread_above
+from hyperion.book.plots_baseline import batch_scaling, model_steps, operator_cost, spread_above
 from hyperion.book.style import new_figure, styled
 from tests.book.made_up_baseline import ABSENT, MIB_PER_SAMPLE, STEPS
 
@@ -18,6 +18,15 @@ def bars(axes, hatched):
     """Heights of the bars of a panel by their place, lowest first."""
     found = [p for p in axes.patches if isinstance(p, Rectangle) and p.get_height() and bool(p.get_hatch()) == hatched]
     return [bar.get_height() for bar in sorted(found, key=lambda bar: (bar.get_x(), bar.get_y()))]
+
+
+def test_a_hosts_costs_are_bars_and_a_block_that_was_left_out_is_a_note(material, cpu_material):
+    figure, shown = drawn(operator_cost, material)
+    eager, compiled = bars(figure.axes[1], hatched=False)
+    assert bars(figure.axes[0], hatched=False)[0] == pytest.approx(31, rel=0.02) and "µs" in shown
+    assert eager == pytest.approx(50 * 31, rel=0.02) and compiled == pytest.approx(2100, rel=0.02)
+    figure, shown = drawn(operator_cost, cpu_material)
+    assert len(figure.axes) == 1 and "left out by this profile" in shown
 
 
 def test_phases_are_stacked_beside_their_least_times(material):
