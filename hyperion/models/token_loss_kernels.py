@@ -19,6 +19,7 @@ BLOCK, WARPS = 2048, 4
 def nll_and_slope(
     logits, targets, nll, ignored, columns: tl.constexpr, classes: tl.constexpr, slope: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """`slope`: what softmax - one-hot is multiplied by where it takes the logits' place; 0 leaves them."""
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * columns
     target = tl.load(targets + row)
@@ -37,12 +38,12 @@ def nll_and_slope(
     log_sum = largest + tl.log(tl.sum(total, 0))
     counts = target != ignored
     tl.store(nll + row, tl.where(counts, log_sum - of_target, 0.0))
-    if slope:
+    if slope > 0:
         for first in range(0, columns, BLOCK):
             place = first + tl.arange(0, BLOCK)
             x = tl.load(start + place, mask=place < columns, other=float("-inf")).to(tl.float32)
             softmax = tl.where((place < classes) & counts, tl.exp(x - log_sum), 0.0)
-            value = tl.where((place == target) & counts, softmax - 1.0, softmax)
+            value = slope * tl.where((place == target) & counts, softmax - 1.0, softmax)
             tl.store(start + place, value.to(logits.dtype.element_ty), mask=place < columns)
 
 
@@ -50,14 +51,21 @@ def nll_and_slope(
 def head_loss(
     x_MD: Tensor, weight_PD: Tensor, targets_M: Tensor, classes: int, ignored: int, slope: bool
 ) -> tuple[Tensor, Tensor]:
-    """(nll_M in float32, softmax - one-hot S_MP) over the first `classes` columns; without `slope` S is the logits."""
+    """(nll_M in float32, S_MP = softmax - one-hot times `_slope`) over the first `classes` columns; without `slope` S is the
+    logits.
+    """
     logits_MP = x_MD @ weight_PD.T
     nll_M = torch.empty(len(x_MD), dtype=torch.float32, device=x_MD.device)
     wrap_triton(nll_and_slope)[(len(x_MD),)](
-        logits_MP, targets_M, nll_M, ignored, columns=len(weight_PD), classes=classes, slope=slope, BLOCK=BLOCK,
-        num_warps=WARPS,
+        logits_MP, targets_M, nll_M, ignored, columns=len(weight_PD), classes=classes,
+        slope=_slope(logits_MP.dtype) if slope else 0.0, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     return nll_M, logits_MP
+
+
+def _slope(dtype: torch.dtype) -> float:
+    """One class of fifty thousand has a softmax below the normal numbers of float16, which some matrix units take for 0."""
+    return 1024.0 if dtype == torch.float16 else 1.0
 
 
 def _keep(ctx, inputs, output) -> None:
@@ -67,8 +75,8 @@ def _keep(ctx, inputs, output) -> None:
 
 def _backward(ctx, gradient_M: Tensor, _) -> tuple:
     x_MD, weight_PD, slope_MP = ctx.saved_tensors
-    g_M1 = gradient_M[:, None]
-    return g_M1.to(x_MD.dtype) * (slope_MP @ weight_PD), slope_MP.T @ (g_M1.to(x_MD.dtype) * x_MD), None, None, None, None
+    g_M1 = (gradient_M / _slope(x_MD.dtype))[:, None].to(x_MD.dtype)
+    return g_M1 * (slope_MP @ weight_PD), slope_MP.T @ (g_M1 * x_MD), None, None, None, None
 
 
 head_loss.register_autograd(_backward, setup_context=_keep)
