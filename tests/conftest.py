@@ -17,9 +17,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("PYTHONNOUSERSITE", "1")
 
 
+# The README's commands run the whole book, and the others start many processes: a worker is not to begin them last.
+_LONGEST = ("test_readme.py", "test_driver.py", "test_bad_input.py", "test_distributed_command.py")
+
+
 def pytest_collection_modifyitems(items):
-    """The README's commands run the whole book: they begin first, so that the other worker does the rest meanwhile."""
-    items.sort(key=lambda item: item.path.name != "test_readme.py")
+    """Files of the longest tests begin first, so that the workers end together."""
+    place = {name: number for number, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(_LONGEST)))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -77,7 +77,7 @@ def test_make_reproduce_runs_the_whole_book(reproduced, place):
     else:
         perplexity = {row.variant: row.value for row in latest.rows() if row.metric == "perplexity_token" and
                       row.params["split"] == "valid"}  # fmt: skip
-        assert perplexity["lm_d128_h4_l2"] <= 0.6 * perplexity["unigram"]
+        assert perplexity["lm_d64_h4_l2"] <= 0.6 * perplexity["unigram"]
 
 
 def test_a_second_call_has_nothing_to_do(reproduced, place):

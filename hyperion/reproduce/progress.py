@@ -29,7 +29,7 @@ class Display:
         self._progress = None
         self._closing = threading.Event()
         self._pulse = threading.Thread(target=self._beat, daemon=True)
-        if console.is_terminal:
+        if console.is_terminal and not console.is_dumb_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _TimeLeft(self))
             self._progress = Progress(*columns, console=console, transient=True)
             self._book = self._progress.add_task("notebooks", total=self._total)

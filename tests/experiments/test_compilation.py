@@ -131,7 +131,8 @@ def test_a_compiler_that_fails_is_a_row_with_the_reason(context, monkeypatch):
 def test_every_mode_is_listed_also_those_the_profile_leaves_out(context, monkeypatch):
     asked = []
 
-    def variant(context, report, function, params):
+    def variant(context, report, function, params, preload):
+        assert bool(preload) == (params["mode"] != "eager")
         asked.append((params["spec"]["model"], params["mode"], function))
         row = context.row(params["mode"], "inference_time_s", None, params=params["spec"], value_reason="made up")
         return compilation.Result([row], pd.DataFrame())

@@ -35,6 +35,12 @@ def test_a_log_shows_life_while_one_cell_takes_long(monkeypatch):
     assert "left in all" in text.getvalue()
 
 
-def test_a_terminal_gets_bars_with_the_time_left():
+def test_a_terminal_that_cannot_draw_gets_the_lines_of_a_log(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    assert "[1/2] 01_x: started, 5 cells, about 1.0 min" in show(True).splitlines()
+
+
+def test_a_terminal_gets_bars_with_the_time_left(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     text = show(True)
     assert "notebooks" in text and "left" in text and "BANNER [x]" in text
