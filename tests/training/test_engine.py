@@ -89,6 +89,9 @@ def test_the_host_waits_neither_for_a_batch_nor_in_a_step():
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(8):  # into the next epoch
-            engine.train_step(batches.next_batch())
+            metrics = engine.train_step(batches.next_batch())
+        with pytest.raises(RuntimeError, match="synchroniz"):  # what a wait would have come to
+            metrics.loss.item()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    assert engine.steps == 9 and math.isfinite(metrics.loss.item())
