@@ -11,6 +11,7 @@ import torch
 from hyperion.experiments import datasets, workloads
 from hyperion.experiments.columns import out_of_memory_reason
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
+from hyperion.experiments.memory_forecasts import foretold, policy
 from hyperion.experiments.side_by_side import run_side_by_side
 from hyperion.experiments.step_comparison import Contender, compare_steps
 from hyperion.experiments.training_rows import step_forecasts
@@ -39,7 +40,7 @@ def forecast(context: Context) -> list[Forecast]:
         rates = {dtype: rate_forecast(context, work, dtype) for dtype in timed}
         others = sorted((dtype for dtype in timed if dtype != REFERENCE), key=lambda dtype: dtype != "bf16")
         lines += [_speedup_forecast(rates, dtype) for dtype in others]
-        lines += [*rates.values(), *(_memory_forecast(work, dtype) for dtype in dtypes)]
+        lines += [*rates.values(), *(_memory_forecast(context, work, dtype) for dtype in dtypes)]
     return lines
 
 
@@ -186,11 +187,11 @@ def _speedup_forecast(rates: dict[str, Forecast], dtype: str) -> Forecast:
     return Forecast(variant=rate.variant, metric="speedup", estimate=estimate, basis=basis, dtype=dtype, params=params)
 
 
-def _memory_forecast(work: Workload, dtype: str) -> Forecast:
-    peak, standing = work.peak_bytes(dtype in SIXTEEN_BIT), work.standing_bytes
+def _memory_forecast(context: Context, work: Workload, dtype: str) -> Forecast:
+    peak, standing = foretold(work, dtype, policy(), context.device).history.peak_bytes, work.standing_bytes
     basis = (
-        f"from shapes: {standing / GIB:.3g} GiB of weights and moments in float32, and {(peak - standing) / GIB:.3g} GiB "
-        f"of activations and gradients at the fullest moment"
+        f"the step itself on tensors without memory: {standing / GIB:.3g} GiB of weights and moments in float32, and "
+        f"{(peak - standing) / GIB:.3g} GiB of activations and gradients at the fullest moment"
     )
     params = {"batch": work.items, "phase": "whole step"}
     return Forecast(

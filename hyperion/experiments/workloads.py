@@ -102,11 +102,6 @@ class Workload:
             return self.sizes["batch_size"] * (_FLOAT32 * 3 * IMAGE_SIZE**2 + 8)
         return 2 * 8 * self.items
 
-    def peak_bytes(self, sixteen_bit: bool, checkpointed: bool = False) -> int:
-        """The most tensors of a whole step: in the backward pass, or with all gradients before the update."""
-        busiest = max(self.activations(sixteen_bit).peak(checkpointed), _FLOAT32 * self.parameters)
-        return self.standing_bytes + self.batch_bytes + busiest
-
     def model(self, device: Device, seed: int) -> nn.Module:
         """A fresh module on the device, its weights drawn from the seed."""
         seed_everything(seed)
