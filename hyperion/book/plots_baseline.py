@@ -16,7 +16,7 @@ from hyperion.results import Row
 PHASES = ("forward", "backward", "optimizer")
 _COLOURS = dict(zip(PHASES, (COLOURS[0], COLOURS[1], COLOURS[2]), strict=True))
 _BAR = 0.36
-_TINY_LAYERS = 2  # of the step that an operator's cost is measured in
+_TINY_LAYERS = 2  # whose operators are counted in rows that do not say of how many
 _WORDS = {"channels_last": "ch.-last", "compiled": "compiled"}  # of a row's params, what is not the usual
 _SHARES = {"mfu": ("of the peak (MFU)", COLOURS[5]), "mfu_maf": ("of the fastest product (MAF)", COLOURS[3])}
 
@@ -33,12 +33,18 @@ def operator_cost(material: Material) -> Figure | None:
     _draw_costs(panels[0], [(row.variant, row, 1.0) for row in costs], "One operator of an eager step")
     if blocks:
         operator = select(costs, variant="operator")[0]
-        layer = operator.params["operators"] / _TINY_LAYERS
+        layer = operator.params["operators"] / operator.params.get("parts", _TINY_LAYERS)
         eager = f"eager, fp32,\n{number(layer)} operators"
         bars = [(eager, operator, layer), (f"compiled, {blocks[0].dtype}", blocks[0], 1.0)]
         _draw_costs(panels[1], bars, "One transformer layer, forward, backward, update")
-    add_notes(figure, [f"{row.variant}: {row.value_reason}." for row in rows if row.value is None])
+    once = [f"Once a step, beside its operators: {_told(row)}." for row in rows if row.metric == "step_overhead_s"]
+    add_notes(figure, [*once, *(f"{row.variant}: {row.value_reason}." for row in rows if row.value is None)])
     return figure
+
+
+def _told(row: Row, times: float = 1.0) -> str:
+    """Microseconds of the host, as exactly as they are known."""
+    return f"{number_within(*(1e6 * times * seconds for seconds in (row.value, row.ci_low, row.ci_high)))} µs"
 
 
 def _draw_costs(axes: Axes, bars: list[tuple[str, Row, float]], title: str) -> None:
@@ -46,8 +52,7 @@ def _draw_costs(axes: Axes, bars: list[tuple[str, Row, float]], title: str) -> N
     for place, (_, row, times) in enumerate(bars):
         value, low, high = (1e6 * times * seconds for seconds in (row.value, row.ci_low, row.ci_high))
         axes.bar(place, value, 0.5, yerr=[[value - low], [high - value]], color=COLOURS[place])
-        told = f"{number_within(value, low, high)} µs"
-        axes.annotate(told, (place, high), xytext=(0, 3), textcoords="offset points", ha="center")
+        axes.annotate(_told(row, times), (place, high), xytext=(0, 3), textcoords="offset points", ha="center")
     axes.set_xticks(range(len(bars)), [name for name, _, _ in bars])
     axes.set(ylabel="microseconds of the host", title=title, xlim=(-0.8, len(bars) - 0.2))
     axes.set_ylim(0, 1.18 * axes.get_ylim()[1])

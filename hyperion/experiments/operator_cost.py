@@ -1,4 +1,4 @@
-"""What does the host of this machine pay for a training step: for an operator, for a convolution, for a compiled block?
+"""What does the host of this machine pay for a training step: for an operator, a convolution, a compiled block, and once?
 
 Hosts of the same GPU differ by a factor of two in this, and wherever kernels are short it decides how long a step takes.
 """
@@ -12,15 +12,15 @@ from hyperion.hardware import Device
 from hyperion.measure import measure_block_cost, measure_operator_cost
 from hyperion.measure.compilation import missing_compiler, probe_vector_instructions
 
-PLAIN, CONVOLUTION, BLOCK = "operator", "convolution", "compiled block"
+PLAIN, CONVOLUTION, ONCE, BLOCK = "operator", "convolution", "once a step", "compiled block"
 _NO_LIMIT = "no limit: no data sheet tells of Python, autograd and dispatch"
 _NOTHING_FORETELLS = "no data sheet value: it is the work of Python, autograd, dispatcher and driver on this host"
 
 
 def forecast(context: Context) -> list[Forecast]:
     """None of it: no data sheet tells of a host's work."""
-    metrics = ((PLAIN, "operator_time_s"), (CONVOLUTION, "operator_time_s"), (BLOCK, "block_time_s"))
-    return [Forecast(variant=v, metric=metric, estimate=None, basis=_NOTHING_FORETELLS) for v, metric in metrics]
+    metrics = {PLAIN: "operator_time_s", CONVOLUTION: "operator_time_s", ONCE: "step_overhead_s", BLOCK: "block_time_s"}
+    return [Forecast(variant=v, metric=metric, estimate=None, basis=_NOTHING_FORETELLS) for v, metric in metrics.items()]
 
 
 def run(context: Context, report) -> Result:
@@ -60,16 +60,20 @@ def measure_block(context: Context, report) -> Result:
 def _operators(context: Context) -> Result:
     cost = measure_operator_cost(context.device, time_limit_s=context.sizes["time_limit_s"])
     rows, frames = [], []
-    for variant, seconds, timing, told in (
-        (PLAIN, cost.time_s, cost.timing, {"operators": cost.operators}),
-        (CONVOLUTION, cost.convolution_time_s, cost.convolving, {"operators": cost.convolutions, "beside": cost.plain}),
-    ):
+    for variant, metric, seconds, steps, told in (
+        (PLAIN, "operator_time_s", cost.time_s, cost.layers, {"operators": cost.operators}),
+        (
+            CONVOLUTION, "operator_time_s", cost.convolution_time_s, cost.convolving,
+            {"operators": cost.convolutions, "beside": cost.beside},
+        ),
+        (ONCE, "step_overhead_s", cost.once_s, (), {"operators": cost.layers[0].plain}),
+    ):  # fmt: skip
         params = _clock() | told
-        columns = timed_columns(seconds, timing, cost.verification)
-        rows.append(
-            context.row(variant, "operator_time_s", seconds.value, params=params, limit_source=_NO_LIMIT, **columns)
-        )
-        frames.append(sample_frame(timing, variant, "", params))
+        if steps:
+            params["parts"] = steps[1].parts - steps[0].parts
+        columns = timed_columns(seconds, cost.layers[1].timing, cost.verification)
+        rows.append(context.row(variant, metric, seconds.value, params=params, limit_source=_NO_LIMIT, **columns))
+        frames += [sample_frame(step.timing, variant, "", params).assign(parts=step.parts) for step in steps]
     return Result(rows, pd.concat(frames, ignore_index=True))
 
 

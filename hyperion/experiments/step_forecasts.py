@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from hyperion.experiments.captured_steps import captured_step
 from hyperion.experiments.columns import stream_ceiling
 from hyperion.experiments.context import Context, Forecast
-from hyperion.experiments.operator_cost import BLOCK, CONVOLUTION, PLAIN
+from hyperion.experiments.operator_cost import BLOCK, CONVOLUTION, ONCE, PLAIN
 from hyperion.experiments.reference_steps import step_params
 from hyperion.experiments.step_variants import StepVariant
 from hyperion.measure import FORMATS, OPERATIONS, CompiledHost, MemoryStream, ProductRates, StepCeilings, predict_step
@@ -61,8 +61,10 @@ def step_ceilings(context: Context, dtype: str) -> tuple[StepCeilings | None, st
     operator_s, host = operator_time(context)
     convolution = _operator_cost(context, CONVOLUTION, "operator_time_s")
     convolution_s = None if convolution is None else convolution.value
+    once = _operator_cost(context, ONCE, "step_overhead_s")
+    once_s = 0.0 if once is None else max(0.0, once.value)  # less than nothing is noise
     overlapped = context.device.kind != "cpu"
-    return StepCeilings(rates, _memory(context.upstream, stream), operator_s, overlapped, convolution_s), host
+    return StepCeilings(rates, _memory(context.upstream, stream), operator_s, overlapped, convolution_s, once_s), host
 
 
 def host_time(context: Context, name: str, batch: int, dtype: str) -> tuple[float, str]:
@@ -96,7 +98,7 @@ def compiled_host(context: Context, blocks: int) -> tuple[CompiledHost, str]:
     if block is None:
         return CompiledHost(kernel_s), "entering a compiled block taken for nothing, it was not measured in this run"
     entry_s = max(0.0, block.value - block.params["kernels"] * kernel_s)
-    return CompiledHost(kernel_s, blocks, entry_s), "a compiled block as measured with tiny tensors, less its kernels"
+    return CompiledHost(kernel_s, blocks, entry_s), "a compiled block as measured with small tensors, less its kernels"
 
 
 def _operator_cost(context: Context, variant: str, metric: str) -> Row | None:

@@ -3,8 +3,8 @@
 The device does the step's operators one after the other. A matrix product takes as long as its FLOPs at the rate that its
 size should reach (`ProductRates`), or as its traffic, whichever is longer; any other operator as long as its traffic, every
 input read once and every output written once, and the latency that even the smallest stream has. The host meanwhile spends
-its own time on every operator. An accelerator works while the host goes on, and the slower of the two decides; a CPU is
-host and device in one, and the times add up.
+its own time on every operator, and some more once a step. An accelerator works while the host goes on, and the slower of the
+two decides; a CPU is host and device in one, and the times add up.
 
 Compiled code fuses what lies between two products: an operand of a product is written once, by what made it, and its result
 is read once, by what uses it. So the rest moves as many bytes as the products themselves, and launches one kernel for each.
@@ -74,6 +74,8 @@ class StepCeilings:
         operator_time_s: host seconds for each operator, see `measure_operator_cost`.
         overlapped: whether the device works while the host goes on; false on a CPU.
         convolution_time_s: host seconds for each convolution and batch norm; None where they count as any operator.
+        step_overhead_s: host seconds of a step beyond its operators: what the update's Python and the start of autograd
+            cost once; 0 where it was not measured.
     """
 
     products: Mapping[str, ProductRates]
@@ -81,12 +83,14 @@ class StepCeilings:
     operator_time_s: float
     overlapped: bool
     convolution_time_s: float | None = None
+    step_overhead_s: float = 0.0
 
     def host_s(self, calls: Sequence[Call]) -> float:
-        """The host's seconds for these operators, dispatched one by one; views are free."""
+        """The host's seconds for a step that dispatches these operators one by one; views are free."""
         moving = [call for call in calls if call.moves]
         apart = 0 if self.convolution_time_s is None else sum(map(is_convolution, moving))
-        return (len(moving) - apart) * self.operator_time_s + apart * (self.convolution_time_s or 0.0)
+        operators_s = (len(moving) - apart) * self.operator_time_s + apart * (self.convolution_time_s or 0.0)
+        return operators_s + self.step_overhead_s
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ class StepPrediction:
         memory_s: bytes of all other operators but the optimizer's.
         optimizer_s: bytes of the optimizer's operators.
         latency_s: latencies of the operators that are no product; 0 on a CPU, where it is the host's.
-        host_s: the host's time for all operators.
+        host_s: the host's time for all operators, and once for the step.
         overlapped: whether the device's parts and the host's run at the same time.
         operators: those that move memory.
         basis: how the total comes about, in words.
@@ -228,6 +232,8 @@ def _basis(
         if compiled.blocks:
             each += f", {compiled.blocks} blocks entered for {compiled.entry_time_s * 1e6:.3g} us each"
         each += ", and the update"
+    if ceilings.step_overhead_s:
+        each += f", {ceilings.step_overhead_s * 1e6:.3g} us once"
     return (
         f"products of {flops / 1e9:.4g} GFLOP at measured rates of their size {parts['products_s'] * 1e3:.3g} ms, "
         f"{rest} at {ceilings.memory.bandwidth_gb_s:.4g} GB/s {parts['memory_s'] * 1e3:.3g} ms, "

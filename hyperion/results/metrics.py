@@ -37,6 +37,7 @@ _METRICS = (
     Metric("energy_j_per_gb", "J/GB", "lower", "median power x median time for 10⁹ bytes", False, True),
     Metric("launch_time_s", "s", "lower", "enqueuing one trivially small kernel, or its turn in a graph", False, True, True),
     Metric("operator_time_s", "s", "lower", "host time for one operator of an eager training step", False, True, True),
+    Metric("step_overhead_s", "s", "lower", "host time of an eager training step beyond its operators", False, True, True),
     Metric("block_time_s", "s", "lower", "host time of one more compiled block, forward and backward", False, True, True),
     Metric("worthwhile_bytes", "B", "lower", "traffic of a copy that works as long as its launch takes", False, True),
     Metric("largest_allocation_gib", "GiB", "higher", "largest single allocation granted, by bisection", True, False, True),

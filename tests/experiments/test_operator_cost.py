@@ -3,7 +3,7 @@
 import pytest
 
 from hyperion.experiments import experiment_named
-from hyperion.experiments.operator_cost import BLOCK, CONVOLUTION, PLAIN
+from hyperion.experiments.operator_cost import BLOCK, CONVOLUTION, ONCE, PLAIN
 from hyperion.experiments.step_forecasts import compiled_host, forecast_reference_step, operator_time, step_ceilings
 from hyperion.experiments.step_variants import StepVariant
 from hyperion.results import Row
@@ -28,6 +28,8 @@ def test_operators_are_rows_and_a_block_that_the_profile_leaves_out_says_so(tmp_
     rows = perform(toy_context("operator_cost", {"time_limit_s": 0.02}, tmp_path), tmp_path).rows
     found = by_params(rows, "operator_time_s", clock="host")
     assert set(found) == {PLAIN, CONVOLUTION} and all(row.ci_low <= row.value <= row.ci_high for row in found.values())
+    (once,) = [row for row in rows if row.variant == ONCE]
+    assert once.metric == "step_overhead_s" and once.ci_low <= once.value <= once.ci_high and once.check_error < 1
     (block,) = [row for row in rows if row.variant == BLOCK]
     assert block.value is None and "left out by this profile" in block.value_reason
     forecasts = experiment_named("operator_cost").forecast(toy_context("operator_cost", {}, tmp_path))
@@ -45,6 +47,18 @@ def test_the_measured_cost_comes_before_launches_and_an_absent_one_does_not_coun
     context.upstream.append(Row(notebook="toy", experiment="operator_cost", variant=BLOCK, metric="block_time_s", value=None,
                                 value_reason="left out"))  # fmt: skip
     assert compiled_host(context, 2)[0].blocks == 0
+
+
+def test_what_a_step_costs_once_enters_it_once_eager_and_compiled(context):
+    variants = StepVariant("fp32"), StepVariant("fp32", compiled=True)
+    context.upstream.extend([host(PLAIN, 1e-3), host(BLOCK, 2e-3, "block_time_s", kernels=28)])
+    before = [forecast_reference_step(context, NAME, 2, variant)[1].estimate for variant in variants]
+    context.upstream.append(host(ONCE, -1e-5, "step_overhead_s"))
+    assert step_ceilings(context, "fp32")[0].step_overhead_s == 0.0, "less than nothing is noise"
+    context.upstream.append(host(ONCE, 4e-4, "step_overhead_s"))
+    after = [forecast_reference_step(context, NAME, 2, variant)[1] for variant in variants]
+    assert [foretold.estimate for foretold in after] == pytest.approx([seconds + 4e-4 for seconds in before])
+    assert all("400 us once" in foretold.basis for foretold in after)
 
 
 def test_what_entering_compiled_blocks_costs_enters_their_steps(context):

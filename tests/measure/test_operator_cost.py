@@ -25,15 +25,22 @@ def made_up(timing, *seconds):
 
 
 def test_each_operator_costs_the_host_something_here(cost):
-    assert cost.operators > 50 and 1e-7 < cost.time_s.ci_low <= cost.time_s.value < 1e-2
-    assert cost.convolutions == 4 * 4, "convolution and batch norm of four parts, forward and backward"
+    assert cost.operators == 2 * 44, "of two layers more: four linear, two norms, attention, relu, and their gradients"
+    assert (cost.convolutions, cost.beside) == (4 * 4, 4 * 3), "and a counter, relu and its gradient in each of four parts"
+    assert 1e-7 < cost.time_s.ci_low <= cost.time_s.value < 1e-2 and 0 < cost.convolution_time_s.value < 1e-2
+    assert cost.once_s.ci_low <= cost.once_s.value < cost.layers[0].timing.estimate.value
     assert cost.verification.error < 1, "a step that lowers no loss is none"
 
 
-def test_convolutions_cost_what_their_step_takes_beyond_its_other_operators(cost):
-    layers, convolving = made_up(cost.timing, cost.operators * 2e-5, cost.plain * 2e-5 + cost.convolutions * 7e-5)
-    found = replace(cost, timing=layers, convolving=convolving)
-    assert found.time_s.value == pytest.approx(2e-5) and found.convolution_time_s.value == pytest.approx(7e-5)
+def test_what_a_step_costs_once_is_charged_to_no_operator(cost):
+    each, convolution, once = 2e-5, 7e-5, 4e-4
+    steps = (*cost.layers, *cost.convolving)
+    seconds = [once + step.plain * each + step.convolutions * convolution for step in steps]
+    timings = made_up(cost.layers[0].timing, *seconds)
+    few, many, *convolving = (replace(step, timing=timing) for step, timing in zip(steps, timings, strict=True))
+    found = replace(cost, layers=(few, many), convolving=tuple(convolving))
+    for estimate, planted in ((found.time_s, each), (found.convolution_time_s, convolution), (found.once_s, once)):
+        assert (estimate.value, estimate.ci_low, estimate.ci_high) == pytest.approx((planted,) * 3)
 
 
 def test_a_block_is_what_one_more_of_them_adds_to_a_step(monkeypatch):

@@ -104,6 +104,14 @@ def test_each_compiled_block_is_entered_and_pays_for_it():
     assert entered.total_s == entered.host_s, "and so the host decides"
 
 
+def test_a_step_costs_the_host_something_once_whether_compiled_or_not():
+    once = toy_ceilings(step_overhead_s=1e-2)
+    for compiled in (None, CompiledHost(4e-6)):
+        found, without = (predict_step(TOY, ceilings, compiled) for ceilings in (once, toy_ceilings()))
+        assert found.host_s == pytest.approx(without.host_s + 1e-2) and "1e+04 us once" in found.basis
+        assert "once" not in without.basis
+
+
 def test_convolutions_and_batch_norms_have_a_cost_of_their_own():
     names = ("native_batch_norm", "relu", "native_batch_norm_backward")
     calls = [call(name, (vector(1000),), (vector(1000),)) for name in names]
