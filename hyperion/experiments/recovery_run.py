@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hyperion.checkpoints import CheckpointError
 from hyperion.data.device_images import ImageBatches
@@ -36,13 +36,6 @@ STEPS = 14
 EPOCH = 5  # steps
 _VOCABULARY, _LENGTH, _BATCH = 31, 8, 8
 _EXACT = Precision("fp32", "a check of exactness")
-
-
-class _DroppingLM(TransformerLM):
-    """With dropout, so that the losses depend on the random generator."""
-
-    def forward(self, inputs_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        return nn.functional.dropout(super().forward(inputs_BT, targets_BT), 0.2, self.training)
 
 
 def in_own_process(**params) -> dict:
@@ -98,7 +91,8 @@ def run_once(
 def _language(seed: int):
     tokens = np.random.default_rng(seed).integers(0, _VOCABULARY, _LENGTH + EPOCH * _BATCH * (_LENGTH + 1))
     batches = LanguageBatches(tokens, _LENGTH, _BATCH, seed)
-    model = _DroppingLM(TransformerConfig(_VOCABULARY, _LENGTH, width=16, heads=2, layers=2))
+    # With dropout the losses depend on the random generator.
+    model = TransformerLM(TransformerConfig(_VOCABULARY, _LENGTH, width=16, heads=2, layers=2, dropout=0.2))
     engine = LanguageEngine(model, adamw(model, 3e-3), WarmupCosine(3e-3, 3, STEPS), _EXACT, detect_cpu())
     return engine, batches, lambda: evaluation_windows(tokens[:100], _LENGTH, _LENGTH, 0, 4)
 

@@ -1,10 +1,11 @@
-"""A minimalist causal Transformer language model: GPT-2's architecture without dropout.
+"""A minimalist causal Transformer language model: GPT-2's architecture.
 
 Shape suffixes: B batch, T positions of a sequence, D width, N heads, H width of a head (D = N * H), V vocabulary, M
 tokens of a batch or of one chunk of it; L is the number of layers.
 
 Token and learned position embeddings, L pre-norm blocks (causal self-attention, then a GELU MLP, each added to the
-residual stream), a last LayerNorm, and a head that shares the token embedding's weight. With `gpt2_124m` it has GPT-2's
+residual stream), a last LayerNorm, and a head that shares the token embedding's weight. Dropout, where there is any, stands
+where GPT-2 has it, except within attention: every kernel for that stays as fast as it is. With `gpt2_124m` it has GPT-2's
 124,439,808 parameters and computes what `transformers.GPT2LMHeadModel` computes (a test compares their logits).
 """
 
@@ -30,13 +31,16 @@ _RECOMPUTED = {"use_reentrant": False, "preserve_rng_state": False}
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Shape of a TransformerLM: `context` is the longest sequence in tokens, `width` is D; the MLP is 4 D wide."""
+    """Shape of a TransformerLM: `context` is the longest sequence in tokens, `width` is D; the MLP is 4 D wide. `dropout` is
+    the share of numbers that training zeroes in the embeddings and in what each branch adds to the residual stream.
+    """
 
     vocab_size: int
     context: int
     width: int
     heads: int
     layers: int
+    dropout: float = 0.0
 
     def __post_init__(self):
         for name in ("vocab_size", "context", "width", "heads", "layers"):
@@ -44,6 +48,10 @@ class TransformerConfig:
                 raise HyperionError(
                     f"{name} is {getattr(self, name)}", where="TransformerConfig", next_step="give 1 or more"
                 )
+        if not 0 <= self.dropout < 1:
+            raise HyperionError(
+                f"dropout is {self.dropout}", where="TransformerConfig", next_step="give a share from 0 to below 1"
+            )
         if self.width % self.heads:
             raise HyperionError(
                 f"width {self.width} is not a multiple of heads {self.heads}",
@@ -68,13 +76,14 @@ NAMED_CONFIGS = {
     "lm_d64_h4_l12": TransformerConfig(vocab_size=50257, context=128, width=64, heads=4, layers=12),
     "lm_d128_h4_l2": TransformerConfig(vocab_size=50257, context=128, width=128, heads=4, layers=2),
     "lm_d256_h4_l2": TransformerConfig(vocab_size=50257, context=256, width=256, heads=4, layers=2),
+    "lm_d512_h8_l6": TransformerConfig(vocab_size=50257, context=256, width=512, heads=8, layers=6),
     "lm_d768_h12_l4": TransformerConfig(vocab_size=50257, context=128, width=768, heads=12, layers=4),
     "gpt2_124m": TransformerConfig(vocab_size=50257, context=1024, width=768, heads=12, layers=12),
     "lm_d2048_h16_l18": TransformerConfig(vocab_size=50257, context=1024, width=2048, heads=16, layers=18),
 }
 
 
-def named_config(name: str, **changes: int) -> TransformerConfig:
+def named_config(name: str, **changes: float) -> TransformerConfig:
     """The configuration of that name, with fields such as vocab_size or context changed.
 
     Raises:
@@ -153,19 +162,25 @@ class FeedForward(nn.Module):
         return self.down(gelu(self.up(x_BTD)))
 
 
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+def dropped(x: Tensor, share: float, training: bool) -> Tensor:
+    """In training that share of the numbers is zero and the rest larger by as much. Without dropout nothing is drawn."""
+    return F.dropout(x, share) if share and training else x
 
-    def __init__(self, width: int, heads: int):
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout of what is added."""
+
+    def __init__(self, width: int, heads: int, dropout: float = 0.0):
         super().__init__()
+        self.dropout = dropout
         self.attention_norm = LayerNorm(width)
         self.attention = CausalSelfAttention(width, heads)
         self.mlp_norm = LayerNorm(width)
         self.mlp = FeedForward(width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        x_BTD = x_BTD + dropped(self.attention(self.attention_norm(x_BTD)), self.dropout, self.training)
+        return x_BTD + dropped(self.mlp(self.mlp_norm(x_BTD)), self.dropout, self.training)
 
 
 class TransformerLM(nn.Module):
@@ -181,7 +196,8 @@ class TransformerLM(nn.Module):
         self.config, self.loss_chunk_tokens = config, loss_chunk_tokens
         self.token_embedding = nn.Embedding(config.vocab_size, config.width)
         self.position_embedding = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.layers))
+        blocks = (Block(config.width, config.heads, config.dropout) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(blocks)
         self.final_norm = LayerNorm(config.width)
         self.initialize()
 
@@ -224,6 +240,7 @@ class TransformerLM(nn.Module):
         if autocasts_to_bf16(x_BTD.device.type):
             # The residual stream too: sums with float32 would be float32 all along, twice the bytes of every read.
             x_BTD = x_BTD.bfloat16()
+        x_BTD = dropped(x_BTD, self.config.dropout, self.training)
         for block in self.blocks:
             x_BTD = block(x_BTD)
         x_BTD = self.final_norm(x_BTD)
@@ -242,9 +259,7 @@ class TransformerLM(nn.Module):
         chunks = list(zip(x_MD.split(size), targets_M.split(size), strict=True))
         if len(chunks) == 1 or not torch.is_grad_enabled():
             return torch.cat([token_loss(x, weight_VD, targets) for x, targets in chunks])
-        return torch.cat(
-            [checkpoint(token_loss, x, weight_VD, targets, **_RECOMPUTED) for x, targets in chunks]
-        )
+        return torch.cat([checkpoint(token_loss, x, weight_VD, targets, **_RECOMPUTED) for x, targets in chunks])
 
     def loss(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Mean negative log-likelihood in nats over the targets that are not IGNORE_INDEX (float32 scalar)."""

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import hyperion.models.transformer as transformer
@@ -202,10 +204,42 @@ def test_bad_configurations_are_refused_with_a_next_step():
         TransformerConfig(vocab_size=5, context=4, width=10, heads=4, layers=1)
     with pytest.raises(HyperionError, match="layers is 0"):
         TransformerConfig(vocab_size=5, context=4, width=8, heads=4, layers=0)
+    with pytest.raises(HyperionError, match="dropout is 1"):
+        replace(SMALL, dropout=1.0)
     with pytest.raises(HyperionError, match="gpt2_124m"):
         named_config("gpt5")
     with pytest.raises(HyperionError, match="longer than the model's context"):
         TransformerLM(SMALL)(torch.zeros(1, 17, dtype=torch.int64))
+
+
+class _Drawn(TorchDispatchMode):
+    """Shares of zeros in the masks that are drawn, by their sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.masks = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        if func._schema.name == "aten::bernoulli_":
+            self.masks.append((tuple(out.shape), float((out == 0).float().mean())))
+        return out
+
+
+def test_dropout_stands_at_the_embedding_and_at_each_branch_and_in_training_alone():
+    plain, tokens = TransformerLM(SMALL), torch.randint(0, 23, (64, 17))
+    dropping = TransformerLM(replace(SMALL, dropout=0.3))
+    dropping.load_state_dict(plain.state_dict())
+    pair = tokens[:, :-1], tokens[:, 1:]
+    with _Drawn() as drawn, torch.no_grad():
+        before = torch.get_rng_state()
+        expected = plain(*pair)
+        assert torch.equal(expected, dropping.eval()(*pair))
+        assert torch.equal(before, torch.get_rng_state()) and not drawn.masks, "nothing is drawn where nothing drops"
+        changed = dropping.train()(*pair)
+    assert not torch.equal(changed, expected)
+    assert [shape for shape, _ in drawn.masks] == [(64, 16, 16)] * (1 + 2 * SMALL.layers)
+    assert all(share == pytest.approx(0.3, abs=0.02) for _, share in drawn.masks)
 
 
 def test_compiled_it_is_the_same_function_with_the_same_gradients():

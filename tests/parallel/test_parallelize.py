@@ -3,6 +3,7 @@
 import functools
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -156,7 +157,8 @@ def test_without_a_process_group_there_is_one_device_only(strategy):
 
 
 def _steps(model: nn.Module, batches) -> torch.Tensor:
-    """The gradients of one step after another, as one vector."""
+    """The gradients of one step after another, as one vector; what is dropped is the same each time."""
+    torch.manual_seed(1)
     for inputs, targets in batches:
         loss = model(inputs, targets).sum() if isinstance(model, TransformerLM) else model(inputs)[targets >= 0].sum()
         loss.backward()
@@ -168,7 +170,15 @@ POLICIES.append({"checkpointing": BUDGET, "checkpointed_blocks": 2})
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy["checkpointing"])
-@pytest.mark.parametrize("make", [lambda: TransformerLM(small.CONFIG), lambda: resnet18(width=4)], ids=["lm", "resnet"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TransformerLM(small.CONFIG),
+        lambda: TransformerLM(replace(small.CONFIG, dropout=0.3)),
+        lambda: resnet18(width=4),
+    ],
+    ids=["lm", "lm with dropout", "resnet"],
+)
 def test_checkpointed_blocks_give_the_same_gradients_statistics_and_names(make, policy):
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)

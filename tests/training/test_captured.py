@@ -10,6 +10,7 @@ import torch
 from hyperion.hardware import detect, detect_cpu
 from hyperion.training import ImageEngine, Precision, choose_precision, sgd_nesterov
 from hyperion.training.captured import WARM_UP_STEPS, same_tensors, undone, why_not_captured
+from hyperion.training.seeds import rng_state, set_rng_state
 from tests.training.small import small_batches, small_engine
 from tests.training.test_engine import image_batches, image_engine
 
@@ -128,3 +129,25 @@ def test_dropout_draws_anew_in_every_replay():
     batch = tuple(part.to(device.torch_device) for part in small_batches().next_batch())
     losses = [float(engine.train_step(batch).loss) for _ in range(8)]
     assert choose_precision(device).dtype == engine.precision.dtype and len(set(losses)) > 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_replays_drop_what_steps_one_by_one_would():
+    """Also after a checkpoint: replays draw from the device's generator, and move it on, as launches do."""
+    device, told = detect(), {}
+    batches = [tuple(part.to(device.torch_device) for part in small_batches().next_batch()) for _ in range(6)]
+    for capture in (False, True):
+        engine = small_engine(device=device, capture=capture)
+        torch.manual_seed(3)
+        told[capture] = [float(engine.train_step(batch).loss) for batch in batches[:3]]
+        state = rng_state()
+        ahead = [float(engine.train_step(batch).loss) for batch in batches[3:]]
+        told[capture] += [*ahead, float(torch.rand((), device=device.torch_device))]
+        set_rng_state(state)
+        engine.schedule = lambda step: 0.0
+        again = [float(engine.train_step(batches[0]).loss) for _ in range(2)]
+        set_rng_state(state)
+        assert again == pytest.approx([float(engine.train_step(batches[0]).loss) for _ in range(2)], rel=1e-3)
+        assert again[0] != pytest.approx(again[1], rel=1e-3), "other numbers are dropped"
+    assert told[True] == pytest.approx(told[False], rel=1e-3)
