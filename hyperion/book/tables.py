@@ -101,13 +101,15 @@ def phase_table(rows: Iterable[Row]) -> pd.DataFrame:
             continue
         named = {"model": row.variant, "dtype": row.dtype, "phase": row.params["phase"]}
         line = lines.setdefault(tuple(named.values()), named)
-        line[row.params["part"] + unit_mark(row.unit)] = number(row.value) if row.value is not None else row.value_reason
+        line[row.params["part"] + unit_mark(row.unit)] = (
+            number(row.value) if row.value is not None else row.value_reason
+        )
     return pd.DataFrame(lines.values()).fillna("")
 
 
 def is_floor(row: Row) -> bool:
     """Whether the row's limit bounds a loss or a perplexity from below: no share of it says anything."""
-    return row.unit in ("nats", "perplexity")
+    return row.unit in ("nats", "perplexity", "bits")
 
 
 def markdown(table: pd.DataFrame) -> str:

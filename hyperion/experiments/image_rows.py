@@ -1,13 +1,13 @@
 """Rows of the vision baseline: accuracies, how soon a stated one was reached, and what they are from seed to seed."""
 
 import math
-import statistics
 from dataclasses import dataclass
 from itertools import accumulate
 
 from hyperion.data.device_images import ImageBatches
 from hyperion.experiments.context import Context
-from hyperion.results import Row, mean_estimate, proportion_estimate
+from hyperion.experiments.training_rows import seed_statistics
+from hyperion.results import Row, proportion_estimate
 from hyperion.training import History, ImageEngine
 
 
@@ -79,23 +79,7 @@ def seed_rows(context: Context, runs: list[Trained], best: tuple[float | None, s
         rows.append(accuracy_row(context, run, run.tested, params, best, source))
         rows.append(time_to_row(context, run, source, seed=run.seed))
     name, dtype = runs[0].name, runs[0].dtype
-    mean = mean_estimate([run.tested["accuracy"] for run in runs])
     params = {"split": "test, mean of seeds", "seeds": len(runs), "step": runs[0].steps}
     shared = {"dtype": dtype, "params": params, "data_source": source}
-    low, high = max(0.0, mean.ci_low), min(1.0, mean.ci_high)
-    deviation = statistics.stdev(run.tested["accuracy"] for run in runs)
-    return [
-        *rows,
-        context.row(
-            name,
-            "accuracy",
-            mean.value,
-            n=mean.n,
-            ci_low=low,
-            ci_high=high,
-            limit=best[0],
-            limit_source=best[1],
-            **shared,
-        ),
-        context.row(name, "accuracy_sd", deviation, **shared),
-    ]
+    accuracies = [run.tested["accuracy"] for run in runs]
+    return rows + seed_statistics(context, name, "accuracy", accuracies, best, shared, most=1.0)

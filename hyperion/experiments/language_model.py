@@ -1,16 +1,16 @@
-"""The language baseline: a small causal Transformer, trained and scored against what counting achieves."""
+"""The language baseline: a small causal Transformer, chosen on valid, tested once at the end, beside what counting achieves."""
 
-from collections.abc import Iterable
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
 
-import numpy as np
 import pandas as pd
 
-from hyperion.data import PreparedText, TextCorpus
+from hyperion.data import PreparedText, TextCorpus, Tokenizer
 from hyperion.data.loaders import LanguageBatches, evaluation_windows
 from hyperion.experiments import datasets
+from hyperion.experiments.captured_parity import captured_parity
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
-from hyperion.experiments.language_rows import perplexity_rows, text_floor
+from hyperion.experiments.language_rows import Scored, TrainedLanguage, perplexity_rows, seed_rows, text_floor
 from hyperion.experiments.training_rows import (
     ADAMW_BYTES_A_PARAMETER,
     epoch_rows,
@@ -21,7 +21,6 @@ from hyperion.experiments.training_rows import (
 from hyperion.models import TransformerConfig, TransformerLM, flops_per_token, named_config
 from hyperion.results import Row
 from hyperion.training import (
-    History,
     LanguageEngine,
     LanguageEvaluation,
     Plan,
@@ -35,6 +34,17 @@ from hyperion.training import (
 
 # A logit is written in 16 or 32 bits, read for the softmax, and its gradient is written and read twice.
 _LOGIT_BYTES = 20
+# No checkpoint is chosen afterwards: how long to train, and how, was chosen on valid for all seeds alike.
+_LAST = "after the last step"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A corpus, what made tokens of it, and the tokens."""
+
+    corpus: TextCorpus
+    tokenizer: Tokenizer
+    prepared: PreparedText
 
 
 def forecast(context: Context) -> list[Forecast]:
@@ -54,36 +64,72 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report) -> Result:
-    """Train, score every token of valid and test once, then time the steady step."""
-    seed_everything(context.seed)
-    corpus, tokenizer, prepared = datasets.text(context)
-    context = _for_source(context, corpus.source)
-    sizes, device = context.sizes, context.device
-    length = sizes["sequence_length"]
-    batches = LanguageBatches(prepared.tokens["train"], length, sizes["batch_size"], context.seed, device.torch_device)
-    engine = _engine(context, tokenizer.vocab_size, _total_steps(sizes, len(batches)))
+    """Train, score every token of valid and test once, then time the steady step; then again with other seeds."""
+    text = Text(*datasets.text(context))
+    context = _for_source(context, text.corpus.source)
+    seeds = [context.seed + number for number in range(context.sizes.get("seeds", 1))]
+    rows, curves, runs = [], [], []
+    for number, seed in enumerate(seeds):
 
-    def validation() -> Iterable:
-        return _windows(prepared.tokens["valid"], context, tokenizer.eos_id, stride=length)
+        def told(done: int, total: int, note: str, number: int = number) -> None:
+            report(number * total + done, len(seeds) * total, note)
 
-    history = train(engine, batches, _plan(sizes), validation=validation, folder=context.workspace, report=report)
-    rows = epoch_rows(context, sizes["model"], engine.precision.dtype, engine, history, corpus.source)
-    rows += _validation_rows(context, corpus, prepared, engine, history)
-    for split in ("valid", "test"):
-        report(len(history.losses), len(history.losses), f"scoring {split}")
-        scored = _scored(context, prepared, engine, tokenizer, split, history)
-        rows += _scored_rows(context, corpus, prepared, engine, tokenizer, split, scored)
-    steady, samples = steady_rows(
-        context, sizes["model"], engine, batches.next_batch(), batches.tokens_per_batch,
-        flops_per_token(engine.model.config, length), _least_flops(engine.model.config, length), corpus.source,
-    )  # fmt: skip
-    curves = pd.concat([loss_curve(history), samples], ignore_index=True)
-    return Result(rows + steady, curves, corpus.source)
+        run = trained(context, text, seed, told)
+        steps = run.engine.steps
+        for split in ("valid", "test"):
+            told(steps, steps, f"scoring {split}")
+            run.scored[split] = scored(context, text, run, split)
+        curves.append(loss_curve(run.history).assign(seed=seed))
+        if number == 0:
+            rows, samples = _rows(context, text, run)
+            curves += samples
+        runs.append(replace(run, engine=None, batches=None))
+        del run  # leaves the device's memory for the next
+    if len(seeds) > 1:
+        rows += seed_rows(context, runs, text.corpus)
+    parity, samples = captured_parity(context, runs[0].name, _beginning(context, text), text.corpus.source)
+    return Result(rows + parity, pd.concat(curves + samples, ignore_index=True), text.corpus.source)
 
 
 EXPERIMENT = Experiment(
     forecast, run, isolated=True, forecast_reads=("text_pipeline", "gemm", "bandwidth"), data=datasets.TEXT
 )
+
+
+def trained(context: Context, text: Text, seed: int, report) -> TrainedLanguage:
+    """One training from a seed; the test split is not looked at."""
+    seed_everything(seed)
+    sizes = context.sizes
+    batches = _batches(context, text, seed)
+    engine = _engine(context, text.tokenizer.vocab_size, _total_steps(sizes, len(batches)), capture=True)
+    how = "each replayed as one graph" if not engine.uncaptured else f"one by one ({engine.uncaptured})"
+    print(f"{sizes['model']}, vocabulary {text.tokenizer.vocab_size}, seed {seed}: {engine.precision}, steps {how}")
+
+    def validation() -> Iterable:
+        return _windows(context, text, "valid", stride=sizes["sequence_length"])
+
+    folder = context.workspace / f"seed-{seed}"
+    history = train(engine, batches, _plan(sizes), validation=validation, folder=folder, report=report)
+    told = {
+        "context": sizes["sequence_length"], "stride": sizes["stride"], "step": engine.steps, "weights": _LAST,
+        "dropout": engine.model.config.dropout, "tokenizer": text.tokenizer.name,
+        "tokenizer_sha256": text.tokenizer.sha256[:16],
+    }  # fmt: skip
+    return TrainedLanguage(seed, sizes["model"], engine.precision.dtype, history, told, engine, batches)
+
+
+def scored(context: Context, text: Text, run: TrainedLanguage, split: str) -> Scored:
+    """Every token of the split under the final weights."""
+    stride = context.sizes["stride"]
+    if split == "valid" and stride == context.sizes["sequence_length"]:
+        # The evaluation after the last epoch saw these weights and these windows: a minute on a CPU.
+        last = run.history.epochs[-1].evaluation
+        found = LanguageEvaluation(**{field.name: last[field.name] for field in fields(LanguageEvaluation)})
+    else:
+        windows = _windows(context, text, split, stride)
+        found = evaluate_language(run.engine.model, windows, run.engine.precision, run.engine.device)
+    numbers = found.total_nll_nats, found.tokens, found.standard_error_nats
+    return Scored.of(text.corpus, text.prepared, split, *numbers)
 
 
 def _least_flops(config: TransformerConfig, length: int) -> float:
@@ -99,7 +145,9 @@ def _for_source(context: Context, source: str) -> Context:
 
 
 def _config(context: Context, vocabulary: int) -> TransformerConfig:
-    return named_config(context.sizes["model"], vocab_size=vocabulary, context=context.sizes["sequence_length"])
+    sizes = context.sizes
+    changes = {"vocab_size": vocabulary, "context": sizes["sequence_length"], "dropout": sizes.get("dropout", 0.0)}
+    return named_config(sizes["model"], **changes)
 
 
 def _plan(sizes: dict) -> Plan:
@@ -115,77 +163,82 @@ def _total_steps(sizes: dict, steps_per_epoch: int) -> int:
     return _plan(sizes).total_steps(steps_per_epoch)
 
 
-def _engine(context: Context, vocabulary: int, total_steps: int) -> LanguageEngine:
+def _batches(context: Context, text: Text, seed: int) -> LanguageBatches:
+    sizes, where = context.sizes, context.device.torch_device
+    return LanguageBatches(text.prepared.tokens["train"], sizes["sequence_length"], sizes["batch_size"], seed, where)
+
+
+def _engine(context: Context, vocabulary: int, total_steps: int, capture: bool) -> LanguageEngine:
     sizes, device = context.sizes, context.device
     model = TransformerLM(_config(context, vocabulary)).to(device.torch_device)
     schedule = WarmupCosine(sizes["learning_rate"], sizes["warmup_steps"], total_steps)
     precision = choose_precision(device, sizes["precision"])
-    print(f"{sizes['model']}, vocabulary {vocabulary}: {total_steps} steps in {precision}")
-    return LanguageEngine(
-        model, adamw(model, sizes["learning_rate"], sizes["weight_decay"]), schedule, precision, device
-    )
+    optimizer = adamw(model, sizes["learning_rate"], sizes["weight_decay"])
+    return LanguageEngine(model, optimizer, schedule, precision, device, capture=capture)
 
 
-def _windows(tokens: np.ndarray, context: Context, eos_id: int, stride: int) -> Iterable:
+def _beginning(context: Context, text: Text) -> Callable[[bool], tuple[LanguageEngine, Callable]]:
+    """What begins the training of the first seed anew, to compare recorded steps with others."""
+
+    def begin(capture: bool) -> tuple[LanguageEngine, Callable]:
+        batches = _batches(context, text, context.seed)
+        total = _total_steps(context.sizes, len(batches))
+        return _engine(context, text.tokenizer.vocab_size, total, capture), batches.next_batch
+
+    return begin
+
+
+def _windows(context: Context, text: Text, split: str, stride: int) -> Iterable:
     sizes = context.sizes
     return evaluation_windows(
-        tokens, sizes["sequence_length"], stride, eos_id, sizes["evaluation_batch_size"], context.device.torch_device
-    )
+        text.prepared.tokens[split], sizes["sequence_length"], stride, text.tokenizer.eos_id,
+        sizes["evaluation_batch_size"], context.device.torch_device,
+    )  # fmt: skip
 
 
-def _validation_rows(
-    context: Context, corpus: TextCorpus, prepared: PreparedText, engine: LanguageEngine, history: History
-) -> list[Row]:
-    floor = text_floor(corpus, "valid")
+def _rows(context: Context, text: Text, run: TrainedLanguage) -> tuple[list[Row], list[pd.DataFrame]]:
+    """Rows of a training, of its scores, and of a steady step, timed after it; and the samples of that step."""
+    source, engine = text.corpus.source, run.engine
+    config, length = engine.model.config, context.sizes["sequence_length"]
+    rows = epoch_rows(context, run.name, run.dtype, engine, run.history, source)
+    rows += _validation_rows(context, text, run)
+    for split in run.scored:
+        rows += _scored_rows(context, text, run, split)
+    steady, samples = steady_rows(
+        context, run.name, engine, run.batches.next_batch(), run.batches.tokens_per_batch,
+        flops_per_token(config, length), _least_flops(config, length), source,
+    )  # fmt: skip
+    if engine.capture_time_s is not None:
+        what = {"what": "the step, warmed up and recorded as a graph"}
+        columns = {"dtype": run.dtype, "params": what, "data_source": source}
+        rows.append(context.row(run.name, "compile_time_s", engine.capture_time_s, **columns))
+    return rows + steady, [samples]
+
+
+def _validation_rows(context: Context, text: Text, run: TrainedLanguage) -> list[Row]:
+    floor = text_floor(text.corpus, "valid")
     return [
         context.row(
-            context.sizes["model"],
+            run.name,
             "validation_loss",
             record.evaluation["loss"],
-            dtype=engine.precision.dtype,
+            dtype=run.dtype,
             params={"epoch": record.epoch, "step": record.step, "stride": context.sizes["sequence_length"]},
-            limit=floor.per(len(prepared.tokens["valid"])),
+            limit=floor.per(len(text.prepared.tokens["valid"])),
             limit_source=floor.source,
-            data_source=corpus.source,
+            data_source=text.corpus.source,
         )
-        for record in history.epochs
+        for record in run.history.epochs
         if record.evaluation is not None
     ]
 
 
-def _scored(
-    context: Context, prepared: PreparedText, engine: LanguageEngine, tokenizer, split: str, history: History
-) -> LanguageEvaluation:
-    """Every token of the split under the final weights."""
-    stride = context.sizes["stride"]
-    if split == "valid" and stride == context.sizes["sequence_length"]:
-        # The evaluation after the last epoch saw these weights and these windows: a minute on a CPU.
-        last = history.epochs[-1].evaluation
-        return LanguageEvaluation(**{field.name: last[field.name] for field in fields(LanguageEvaluation)})
-    windows = _windows(prepared.tokens[split], context, tokenizer.eos_id, stride)
-    return evaluate_language(engine.model, windows, engine.precision, engine.device)
-
-
-def _scored_rows(
-    context: Context, corpus: TextCorpus, prepared: PreparedText, engine: LanguageEngine, tokenizer, split: str,
-    scored: LanguageEvaluation,
-) -> list[Row]:  # fmt: skip
-    sizes = context.sizes
-    params = {
-        "split": split, "context": sizes["sequence_length"], "stride": sizes["stride"], "step": engine.steps,
-        "tokenizer": tokenizer.name, "tokenizer_sha256": tokenizer.sha256[:16],
-    }  # fmt: skip
-    words, floor = prepared.steps[split]["read"]["words_with_eos"], text_floor(corpus, split)
-    rows = perplexity_rows(
-        context, sizes["model"], engine.precision.dtype, params, scored.total_nll_nats, scored.tokens, words, floor,
-        corpus.source, scored.standard_error_nats,
-    )  # fmt: skip
+def _scored_rows(context: Context, text: Text, run: TrainedLanguage, split: str) -> list[Row]:
+    found, floor, source = run.scored[split], text_floor(text.corpus, split), text.corpus.source
+    params = run.told | {"split": split}
+    rows = perplexity_rows(context, run.name, run.dtype, params, found, floor, source)
     if floor.total_nll_nats is not None:
-        excess = (scored.total_nll_nats - floor.total_nll_nats) / scored.tokens
-        columns = {"limit": 0.0, "limit_source": floor.source, "data_source": corpus.source}
-        rows.append(
-            context.row(
-                sizes["model"], "excess_loss_nats", excess, dtype=engine.precision.dtype, params=params, **columns
-            )
-        )
+        excess = (found.total_nll_nats - floor.total_nll_nats) / found.tokens
+        columns = {"limit": 0.0, "limit_source": floor.source, "data_source": source}
+        rows.append(context.row(run.name, "excess_loss_nats", excess, dtype=run.dtype, params=params, **columns))
     return rows

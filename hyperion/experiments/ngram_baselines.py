@@ -7,7 +7,7 @@ import pandas as pd
 from hyperion.data import Baseline, bigram_baseline, unigram_baseline
 from hyperion.experiments import datasets
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
-from hyperion.experiments.language_rows import perplexity_rows, text_floor
+from hyperion.experiments.language_rows import Scored, perplexity_rows, text_floor
 from hyperion.results import Row
 
 _VARIANTS = {"unigram": "unigram", "interpolated bigram": "bigram_interpolated"}
@@ -46,10 +46,12 @@ def run(context: Context, report) -> Result:
         ]
         floor = text_floor(corpus, split)
         for baseline in baselines:
+            counted = Scored.of(
+                corpus, prepared, split, baseline.total_nll_nats, baseline.tokens, baseline.standard_error_nats
+            )
             rows += perplexity_rows(
-                context, _VARIANTS[baseline.name], "", {"split": split}, baseline.total_nll_nats, baseline.tokens,
-                prepared.steps[split]["read"]["words_with_eos"], floor, corpus.source, baseline.standard_error_nats,
-            )  # fmt: skip
+                context, _VARIANTS[baseline.name], "", {"split": split}, counted, floor, corpus.source
+            )
     columns = [{"variant": r.variant, "split": r.params["split"], "metric": r.metric, "value": r.value} for r in rows]
     return Result(rows, pd.DataFrame(columns), corpus.source)
 

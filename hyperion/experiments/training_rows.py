@@ -1,5 +1,8 @@
 """Rows and curves that every trained baseline has: epochs, steady speed, memory, and the roofline they are held against."""
 
+import math
+import statistics
+from collections.abc import Sequence
 from itertools import accumulate
 
 import pandas as pd
@@ -10,7 +13,7 @@ from hyperion.experiments.context import Context, Forecast
 from hyperion.hardware import Device, gemm_path, peak
 from hyperion.measure import Ceilings, Timing, Verification, time_function
 from hyperion.models import ModelFlops
-from hyperion.results import Row
+from hyperion.results import Row, mean_estimate
 from hyperion.training import EpochRecord, History, TorchEngine
 
 _NO_LIMIT = "no limit: "
@@ -53,7 +56,9 @@ def epoch_rows(
             )
         if record.waiting_share is not None:
             waiting = _epoch_params(record) | {"what": "waiting for the loader"}
-            rows.append(context.row(variant, "share", record.waiting_share, dtype=dtype, params=waiting, data_source=source))
+            rows.append(
+                context.row(variant, "share", record.waiting_share, dtype=dtype, params=waiting, data_source=source)
+            )
     return rows
 
 
@@ -66,6 +71,32 @@ def _peaks(engine: TorchEngine, history: History) -> list[float | None]:
 
 def _epoch_params(record: EpochRecord) -> dict:
     return {"epoch": record.epoch, "step": record.step}
+
+
+def seed_statistics(
+    context: Context,
+    variant: str,
+    metric: str,
+    values: Sequence[float],
+    limit: tuple[float | None, str],
+    shared: dict,
+    most: float = math.inf,
+) -> list[Row]:
+    """The mean of what several seeds reached, with Student's interval, and their deviation (`<metric>_sd`).
+
+    Args:
+        limit: of the metric, and where it comes from.
+        shared: dtype, params and data source of both rows.
+        most: that the metric can be; its least is 0.
+    """
+    mean = mean_estimate(values)
+    return [
+        context.row(
+            variant, metric, mean.value, n=mean.n, ci_low=max(0.0, mean.ci_low), ci_high=min(most, mean.ci_high),
+            limit=limit[0], limit_source=limit[1], **shared,
+        ),
+        context.row(variant, f"{metric}_sd", statistics.stdev(values), **shared),
+    ]  # fmt: skip
 
 
 def loss_curve(history: History) -> pd.DataFrame:

@@ -3,11 +3,16 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from hyperion.book import pick
 from hyperion.experiments import Context, experiment_named, load_profile
+from hyperion.experiments.captured_parity import ONE_BY_ONE, REPLAYED, captured_parity, parity_row
 from hyperion.results import RowError, Run
+from hyperion.training import seed_everything
+from tests.training.small import small_batches, small_engine
 
 SYNTHETIC = {"lines": {"train": 4000, "valid": 60, "test": 60}, "images": {"train": 600, "test": 200}}
 
@@ -159,11 +164,11 @@ def test_counting_models_cannot_pass_the_floor_and_the_bigram_sees_nothing_in_it
     )
 
 
-def test_language_model_leaves_scores_above_the_floor_and_resumes_to_the_same(text, folder):
+def test_language_model_scores_once_a_seed_above_the_floor_and_resumes_to_the_same(text, folder):
     sizes = {
         "model": "lm_d128_h4_l2", "sequence_length": 32, "batch_size": 4, "steps": 6, "learning_rate": 3e-3,
         "warmup_steps": 2, "weight_decay": 0.1, "precision": "auto", "evaluate_every": 1, "checkpoint_every": 2,
-        "evaluation_batch_size": 8, "stride": 16, "steady_time_limit_s": 0.05,
+        "evaluation_batch_size": 8, "stride": 16, "steady_time_limit_s": 0.05, "dropout": 0.2, "seeds": 2,
     }  # fmt: skip
     result, context = perform("language_model", sizes, folder, text.rows)
     excess = [row for row in result.rows if row.metric == "excess_loss_nats"]
@@ -171,7 +176,21 @@ def test_language_model_leaves_scores_above_the_floor_and_resumes_to_the_same(te
     scored = next(r for r in result.rows if r.metric == "perplexity_token" and r.params["split"] == "valid")
     assert math.log(scored.value / scored.limit) == pytest.approx(excess[0].value)
     assert scored.n == 60 * 16  # every token once
-    assert len(result.samples.query("kind == 'step'")) == 6
+    words, byte = (pick(result.rows, m, split="valid") for m in ("perplexity_word", "bits_per_byte"))
+    assert words.value == pytest.approx(scored.value), "each word of the synthetic text is one token"
+    assert byte.value == pytest.approx(math.log2(words.value) * words.params["units"] / byte.params["units"])
+    line = 15 * (1 + 4) + 2  # a space and four letters a word, a space, the newline
+    assert byte.params["units"] == 60 * line and scored.params["dropout"] == 0.2
+    for split in ("valid", "test"):
+        each = [
+            r for r in result.rows if r.metric == "perplexity_word" and r.params.get("split") == f"{split}, every seed"
+        ]
+        assert [r.params["seed"] for r in each] == [0, 1] and each[0].value != each[1].value
+        of_all = f"{split}, mean of seeds"
+        mean, deviation = (pick(result.rows, f"perplexity_word{sd}", split=of_all) for sd in ("", "_sd"))
+        assert (mean.n, mean.value) == (2, pytest.approx((each[0].value + each[1].value) / 2))
+        assert deviation.value == pytest.approx(abs(each[0].value - each[1].value) / 2**0.5)
+    assert len(result.samples.query("kind == 'step' and seed == 1")) == 6
     forecast = experiment_named("language_model").forecast(context)[0]
     assert (
         forecast.params.items()
@@ -180,6 +199,27 @@ def test_language_model_leaves_scores_above_the_floor_and_resumes_to_the_same(te
     # The workspace holds the finished checkpoint: the same call trains nothing again and scores the same.
     again = experiment_named("language_model").run(context, lambda *report: None)
     assert next(r for r in again.rows if r.key == scored.key).value == scored.value
+
+
+def test_recorded_steps_that_train_another_way_are_refused(text, folder):
+    context = Context(notebook="toy", experiment="language_model", sizes={}, workspace=folder)
+
+    def losses(rate: float) -> np.ndarray:
+        seed_everything(0)
+        engine, batches = small_engine(learning_rate=rate), small_batches()
+        return np.array([float(engine.train_step(batches.next_batch()).loss) for _ in range(20)])
+
+    plain = losses(3e-2)
+    same = parity_row(context, "m", "fp32", {REPLAYED: losses(3e-2), ONE_BY_ONE: plain}, "synthetic")
+    other = parity_row(context, "m", "fp32", {REPLAYED: losses(3e-3), ONE_BY_ONE: plain}, "synthetic")
+    assert same.check_error == 0 and other.check_error > other.check_tolerance
+    asked = []
+
+    def begin(capture: bool):
+        asked.append(capture)
+        return small_engine(capture=capture), small_batches().next_batch
+
+    assert captured_parity(context, "m", begin, "synthetic") == ([], []) and asked == [True], "a CPU records nothing"
 
 
 def test_image_classifier_tests_once_a_seed_and_knows_the_best_possible(folder):

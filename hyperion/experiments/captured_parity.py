@@ -1,0 +1,58 @@
+"""A recorded step is held against the same steps done one by one: no training by graphs without it."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+import torch
+
+from hyperion.experiments.context import Context
+from hyperion.results import Row
+from hyperion.training import TorchEngine, seed_everything
+
+REPLAYED, ONE_BY_ONE = "replayed as one graph", "one by one"
+STEPS, WINDOWS = 200, 10
+# Some sums of a GPU are formed in the order in which threads arrive, and what is learned from them grows apart.
+TOLERANCE = 0.01
+
+
+def captured_parity(
+    context: Context, variant: str, begin: Callable[[bool], tuple[TorchEngine, Callable]], source: str
+) -> tuple[list[Row], list[pd.DataFrame]]:
+    """The row that refuses another training, and the losses of both; nothing where the device records no step.
+
+    Args:
+        begin: makes an engine that records its steps or one that does not, and what gives it its batches, the same ones
+            each time. It is called with the random generators in the same place, so that weights and dropout are the same.
+    """
+    curves: dict[str, np.ndarray] = {}
+    for how, capture in ((REPLAYED, True), (ONE_BY_ONE, False)):
+        seed_everything(context.seed)
+        engine, next_batch = begin(capture)
+        if capture and engine.uncaptured:
+            return [], []
+        dtype = engine.precision.dtype
+        losses = [engine.train_step(next_batch()).loss for _ in range(STEPS)]
+        curves[how] = torch.stack(losses).float().cpu().numpy()
+        del engine  # leaves the device's memory for the next
+    return [parity_row(context, variant, dtype, curves, source)], [_told(curves)]
+
+
+def parity_row(context: Context, variant: str, dtype: str, curves: dict[str, np.ndarray], source: str) -> Row:
+    """The largest relative difference of mean losses in any window of the steps, which must be within TOLERANCE."""
+    means = {how: np.array([part.mean() for part in np.array_split(curve, WINDOWS)]) for how, curve in curves.items()}
+    difference = float(np.max(np.abs(means[REPLAYED] / means[ONE_BY_ONE] - 1)))
+    params = {"what": "training loss", "of": REPLAYED, "from": ONE_BY_ONE, "steps": len(curves[REPLAYED])}
+    return context.row(
+        variant, "relative_difference", difference, dtype=dtype, params=params, data_source=source,
+        check=f"mean loss of each of {WINDOWS} windows of the steps, same weights, batches and random numbers",
+        check_error=difference, check_tolerance=TOLERANCE,
+    )  # fmt: skip
+
+
+def _told(curves: dict[str, np.ndarray]) -> pd.DataFrame:
+    frames = [
+        pd.DataFrame({"kind": "parity", "loop": how, "step": range(1, len(curve) + 1), "loss": curve})
+        for how, curve in curves.items()
+    ]
+    return pd.concat(frames, ignore_index=True)
