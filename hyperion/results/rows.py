@@ -197,17 +197,23 @@ def _parse(cells: list[str], where: str) -> Row:
         raise RowError(
             f"{len(cells)} cells instead of {len(COLUMNS)}", where=where, next_step="run the experiment again"
         )
-    named = dict(zip(COLUMNS, cells, strict=True))
-    unit = named.pop("unit")
     try:
-        values = {name: _typed(name, text) for name, text in named.items()}
-        row = Row(**values)
+        row, unit = _row_and_unit(tuple(cells))
     except ValueError as error:
         raise RowError(f"unreadable cell: {error}", where=where, next_step="run the experiment again") from error
     if unit != row.unit:
         raise RowError(f"unit {unit!r} where {row.metric} has {row.unit!r}", where=where, next_step="run it again")
-    row.validate()
     return row
+
+
+@functools.lru_cache(maxsize=8192)
+def _row_and_unit(cells: tuple[str, ...]) -> tuple[Row, str]:
+    # Kept by the line: with each experiment that is recorded the file is another one, and almost all its lines are the same.
+    named = dict(zip(COLUMNS, cells, strict=True))
+    unit = named.pop("unit")
+    row = Row(**{name: _typed(name, text) for name, text in named.items()})
+    row.validate()
+    return row, unit
 
 
 def _typed(name: str, text: str):
