@@ -15,6 +15,7 @@ _PARTS = {"parameters": 0, "optimizer state": 5, "buffers": 6, "batch": 3, "acti
 _STEP_COLOURS = {kind: COLOURS[place] for kind, place in _PARTS.items()} | {
     "recomputed": COLOURS[4],
     "temporary": "#c9ced6",
+    "workspace": "#8d96a3",
 }
 NONE, EVERY_BLOCK = "none", "every block"
 POLICIES = (EVERY_BLOCK, "selective", "budget")

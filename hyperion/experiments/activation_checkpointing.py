@@ -248,7 +248,7 @@ def _policy_forecasts(context: Context, kind: str, plan: ParallelPlan) -> list[F
     estimate, line = foretold(work, dtype, plan, context.device), partial(Forecast, variant=work.name, dtype=dtype)
     params, basis = _params(work, plan), _BASIS
     lines = [
-        line(metric="tensor_memory_gib", estimate=estimate.history.peak_bytes / GIB, basis=basis, params=params | _WHEN)
+        line(metric="tensor_memory_gib", estimate=estimate.history.tensor_peak_bytes / GIB, basis=basis, params=params | _WHEN)
     ]
     if context.device.kind != "cpu":
         lines.append(

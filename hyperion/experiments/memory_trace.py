@@ -35,7 +35,7 @@ def forecast(context: Context) -> list[Forecast]:
     return [
         Forecast(
             variant=work.name, metric="tensor_memory_gib", dtype=dtype, basis=_BASIS, params={"checkpointing": how},
-            estimate=foretold(work, dtype, policy(how), context.device).history.peak_bytes / GIB,
+            estimate=foretold(work, dtype, policy(how), context.device).history.tensor_peak_bytes / GIB,
         )
         for how in context.sizes["policies"]
     ]  # fmt: skip

@@ -188,7 +188,7 @@ def _speedup_forecast(rates: dict[str, Forecast], dtype: str) -> Forecast:
 
 
 def _memory_forecast(context: Context, work: Workload, dtype: str) -> Forecast:
-    peak, standing = foretold(work, dtype, policy(), context.device).history.peak_bytes, work.standing_bytes
+    peak, standing = foretold(work, dtype, policy(), context.device).history.tensor_peak_bytes, work.standing_bytes
     basis = (
         f"the step itself on tensors without memory: {standing / GIB:.3g} GiB of weights and moments in float32, and "
         f"{(peak - standing) / GIB:.3g} GiB of activations and gradients at the fullest moment"

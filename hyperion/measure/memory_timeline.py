@@ -20,6 +20,7 @@ from hyperion.measure.tensor_memory import storage_key
 
 PHASES = ("forward", "backward", "update")
 ACTIVATIONS, GRADIENTS, TEMPORARY = "activations", "gradients", "temporary"
+WORKSPACE = "workspace"  # of a kernel, while it runs: no tensor, and nothing that an operator returns
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Birth:
 
     Args:
         size: bytes.
-        kind: "parameters", "optimizer state", … of what was there before, else one of the three of this module.
+        kind: "parameters", "optimizer state", … of what was there before, else one of the four of this module.
         born, died: numbers of events, from 0; a `died` of None outlived the step.
     """
 
@@ -84,6 +85,11 @@ class MemoryHistory:
     @property
     def peak_bytes(self) -> int:
         return max(self.levels())
+
+    @property
+    def tensor_peak_bytes(self) -> int:
+        """The most bytes of tensors at once, whatever kernels take for themselves meanwhile."""
+        return max(all_of_it - inside for all_of_it, inside in zip(self.levels(), self.levels(WORKSPACE), strict=True))
 
     def phase_of(self, event: int) -> str:
         return next((name for name, end in zip(PHASES, self.phase_ends, strict=True) if event < end), PHASES[-1])
@@ -155,7 +161,7 @@ class MemoryTimeline(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self._count(leaf, TEMPORARY)
         if self._inside is not None and (size := self._inside(func, args)):
-            self._die(self._bear(size, TEMPORARY))
+            self._die(self._bear(size, WORKSPACE))
         return returned
 
     def history(self) -> MemoryHistory:

@@ -132,13 +132,20 @@ class CausalSelfAttention(nn.Module):
 class LayerNorm(nn.LayerNorm):
     """LayerNorm that computes in float32, and reads and writes the type of its input, with weights rounded to that type.
 
-    nn.LayerNorm under autocast writes float32, which the query, key and value layers would each convert and keep.
+    Under a GPU's autocast PyTorch's own reads and writes float32: its input is copied and kept in twice the bytes, and query,
+    key and value layers would each convert its output, and keep that.
     """
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         weight, bias = self.weight.to(x_BTD.dtype), self.bias.to(x_BTD.dtype)
-        # The function below F.layer_norm, which autocast does not know.
-        return torch.native_layer_norm(x_BTD, self.normalized_shape, weight, bias, self.eps)[0]
+        # Compiled, the copies are fused with what reads and writes.
+        if torch.compiler.is_compiling() or not _autocasts(x_BTD.device.type):
+            return self._normalised(x_BTD, weight, bias).to(x_BTD.dtype)
+        with torch.autocast(x_BTD.device.type, enabled=False):
+            return self._normalised(x_BTD, weight, bias)
+
+    def _normalised(self, x_BTD: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x_BTD, self.normalized_shape, weight, bias, self.eps)
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -277,9 +284,11 @@ class TransformerLM(nn.Module):
 
 def autocasts_to_bf16(device: str) -> bool:
     """Whether products on this kind of device are made in bfloat16 just now. (float16 has not the range for sums.)"""
-    if device == "meta":
-        return False
-    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
+    return _autocasts(device) and torch.get_autocast_dtype(device) == torch.bfloat16
+
+
+def _autocasts(device: str) -> bool:
+    return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def flops_per_token(config: TransformerConfig, sequence_length: int | None = None) -> ModelFlops:
