@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hyperion.book import headline_markdown
+from hyperion.checkpoints import verify
 from hyperion.results import Run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -107,6 +108,18 @@ def test_other_commands(command, reproduced, place):
 def test_the_distributed_commands_run_on_two_ranks(command, place):
     done = run(shortened(command), place)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    if "--lora" in command:
+        adapters_are_saved(done.stdout, Path(place["HYPERION_RESULTS"]))
+
+
+def adapters_are_saved(said: str, results: Path) -> None:
+    """What two steps of a Llama with adapters leave: weights that nobody takes for real ones, adapters, a row of each rank."""
+    assert said.count("RANDOM WEIGHTS: random_llama_d64_l2") == 1
+    (folder,) = results.glob("2*-run_distributed-llama")
+    saved = folder / "adapters" / "random_llama_d64_l2_lora_fsdp" / "step-00000002"
+    assert verify(saved)["step"] == 2 and (saved / "adapter_model.safetensors").is_file()
+    losses = [row for row in Run.open(folder).rows() if row.metric == "training_loss"]
+    assert sorted(str(row.rank) for row in losses) == ["0", "1", "None"]
 
 
 def test_make_lab_serves_on_loopback_with_a_token(place):
