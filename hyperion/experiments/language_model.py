@@ -64,7 +64,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report) -> Result:
-    """Train, score every token of valid and test once, then time the steady step; then again with other seeds."""
+    """Train, score every token of valid and test once, then time the steady step; then again with other seeds.
+
+    A profile whose training is too short to be a result names in `scores` the splits that it looks at.
+    """
     text = Text(*datasets.text(context))
     context = _for_source(context, text.corpus.source)
     seeds = [context.seed + number for number in range(context.sizes.get("seeds", 1))]
@@ -76,7 +79,7 @@ def run(context: Context, report) -> Result:
 
         run = trained(context, text, seed, told)
         steps = run.engine.steps
-        for split in ("valid", "test"):
+        for split in context.sizes.get("scores", ("valid", "test")):
             told(steps, steps, f"scoring {split}")
             run.scored[split] = scored(context, text, run, split)
         curves.append(loss_curve(run.history).assign(seed=seed))
