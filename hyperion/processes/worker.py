@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hyperion.errors import HyperionError
 from hyperion.processes.lifeline import die_with
+from hyperion.processes.share import keep_to_share
 from hyperion.results.files import write_atomically
 
 
@@ -14,6 +15,7 @@ def main(request_file: str, answer_file: str) -> None:
     """Do the request, write the answer whole or not at all."""
     request = json.loads(Path(request_file).read_text())
     die_with(request["launcher"])
+    keep_to_share()
     module, function = request["entry"].split(":")
     try:
         answer = getattr(importlib.import_module(module), function)(**request["params"])

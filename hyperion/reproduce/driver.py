@@ -3,9 +3,10 @@
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -14,50 +15,26 @@ from hyperion.errors import HyperionError
 from hyperion.paths import project_root, results_folder
 from hyperion.processes.starting import fork_server_running
 from hyperion.reproduce import summary
-from hyperion.reproduce.execution import Fault, execute
-from hyperion.reproduce.hashes import data_changed, notebook_hash, rows_digest
+from hyperion.reproduce.execution import Outcome, execute
 from hyperion.reproduce.keeping import export_subjects, kept_files, show_fault
 from hyperion.reproduce.kernels import library_environment, scratch_folder
+from hyperion.reproduce.lanes import Interruption, Lanes, Place, scratch_of
 from hyperion.reproduce.ledger import Entry, Ledger
 from hyperion.reproduce.machine import Machine, ask_machine
 from hyperion.reproduce.notebooks import Notebook, read_book, select
 from hyperion.reproduce.pages import require_page_templates
 from hyperion.reproduce.progress import Display
-from hyperion.reproduce.references import Reference, reference_for
-from hyperion.reproduce.runs import claimed_run, earlier_seconds
+from hyperion.reproduce.runs import claimed_run
+from hyperion.reproduce.standing import REPLAY, Request, Standing
 from hyperion.reproduce.stopping import BudgetSpent, Stopped, stoppable, told
 from hyperion.results import set_latest
 from hyperion.results.execution import LOG, MEASURED, REMEASURE, executed
 
 FINISHED, FAILED, UNFINISHED = 0, 1, 3
-REPLAY = "replay"
 _MEASURES_ANEW = (
     "    The next call measures this notebook's experiments anew; trainings in a process of their own are kept, as the same "
     "seed gives the same again. Should it fail again, the claim or the code is wrong."
 )
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the caller asked for.
-
-    Args:
-        profile: auto, smoke, full, study or replay.
-        data_source: auto, mirror, cache, download or synthetic.
-        only: one chapter, run with all it needs; None runs the book.
-        run: None continues the newest run of this setting, `new` starts one, another name continues or starts that run.
-        time_budget_s: stop cleanly rather than take longer; None has no end.
-        seed: seeds everything that is drawn.
-        replay_of: the reference machine to replay; None takes the first that holds the notebook.
-    """
-
-    profile: str = "auto"
-    data_source: str = "auto"
-    only: str | None = None
-    run: str | None = None
-    time_budget_s: float | None = None
-    seed: int = 0
-    replay_of: str | None = None
 
 
 def reproduce(request: Request, *, machine: Machine | None = None, console: Console | None = None) -> int:
@@ -92,27 +69,51 @@ def reproduce(request: Request, *, machine: Machine | None = None, console: Cons
         return stop.exit_code
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """A notebook that runs.
+
+    Args:
+        before: what the run remembered of it.
+        digest: what its result depends on.
+        replays: a reference machine's rows instead of measuring.
+    """
+
+    before: Entry
+    digest: str
+    replays: bool
+    started: float = field(default_factory=time.monotonic)
+
+    def seconds(self) -> float:
+        return round(time.monotonic() - self.started, 3)
+
+
 class _Call:
     def __init__(self, request: Request, machine: Machine, root: Path, ledger: Ledger, scratch: Path, console: Console):
         self.request, self.machine, self.root, self.ledger = request, machine, root, ledger
         self.run_store, self.scratch, self.console = ledger.run, scratch, console
         self.deadline = None if request.time_budget_s is None else time.monotonic() + request.time_budget_s
+        self.lanes, self.standing = Lanes(machine.masks), Standing(request, machine, ledger)
+        self.begun: dict[str, _Begun] = {}
         self.lines: dict[str, summary.Line] = {}
         self.export_fault = ""
 
     def run(self, chosen: list[Notebook], continued: bool) -> int:
-        expected = {notebook.stem: self._expected_s(notebook) for notebook in chosen if not self._is_done(notebook)}
+        expected = {n.stem: self.standing.expected_s(n) for n in chosen if not self.standing.is_done(n)}
         verb = "continuing" if continued else "starting"
-        self._print(
-            f"{verb} {_shown(self.run_store.folder)}: profile {self.machine.profile}, {self.machine.setting['device']}"
-        )
-        self._print(f"{len(expected)} of {len(chosen)} notebooks to run, predicted {told(sum(expected.values()))}")
+        where, device = _shown(self.run_store.folder), self.machine.setting["device"]
+        self._print(f"{verb} {where}: profile {self.machine.profile}, {device}")
+        shares = {notebook.stem: self.lanes.share(notebook) for notebook in chosen}
+        predicted = sum(seconds * shares[stem] for stem, seconds in expected.items())
+        self._print(f"{len(expected)} of {len(chosen)} notebooks to run, predicted {told(predicted)}")
+        if len(self.lanes.places) > 1:
+            self._print(f"notebooks that use one device run side by side, on {len(self.lanes.places)} devices")
         code = FINISHED
         workers = fork_server_running(library_environment()) if expected else nullcontext()
-        with workers, Display(self.console, expected) as display:
+        with workers, Display(self.console, expected, shares) as display, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # nbformat and papermill on themselves; the kernels' own are output
             try:
-                for notebook in chosen:
-                    self.lines[notebook.stem] = self._one(notebook, display)
+                self._all(list(chosen), display)
             except Stopped as stop:
                 code = stop.exit_code
             except BudgetSpent:
@@ -121,69 +122,120 @@ class _Call:
             self.lines.setdefault(notebook.stem, self._line("unfinished", notebook))
         return self._close(code)
 
-    def _one(self, notebook: Notebook, display: Display) -> summary.Line:
-        blocker = next((need for need in notebook.needs if self.lines[need].status not in ("done", "up to date")), None)
-        if blocker is not None:
-            display.drop(notebook.stem)
-            status = "skipped" if self.lines[blocker].status == "skipped" else "blocked"
-            return self._line(status, notebook, f"{status} by {blocker}")
-        reference, reason = self._reference(notebook)
-        if reason:
-            display.drop(notebook.stem)
-            return self._line("skipped", notebook, reason)
-        digest = self._digest(notebook, reference)
-        if self._is_up_to_date(notebook, digest):
-            display.drop(notebook.stem)
-            return self._line("up to date", notebook)
-        self._demand_time(notebook, display)
-        return self._execute(notebook, digest, reference, display)
+    def _all(self, waiting: list[Notebook], display: Display) -> None:
+        """Each as soon as the chapters that it builds on have ended and there is a place for it."""
+        spent = False
+        try:
+            while waiting or self.lanes.stems:
+                notebook = self._startable(waiting)
+                if notebook is None:
+                    spent |= self._ended(*self.lanes.wait(), display)
+                else:
+                    waiting.remove(notebook)
+                    spent |= self._begin(notebook, display)
+                if spent:
+                    waiting.clear()  # what runs goes on until its next cell
+        except Stopped as stop:
+            for notebook in self.lanes.stop(stop):
+                self._unfinished(notebook, "interrupted")
+            raise
+        if spent:
+            raise BudgetSpent
 
-    def _execute(self, notebook: Notebook, digest: str, reference: Reference | None, display: Display) -> summary.Line:
+    def _startable(self, waiting: list[Notebook]) -> Notebook | None:
+        open_stems = {notebook.stem for notebook in waiting} | self.lanes.stems
+        ready = [n for n in waiting if not open_stems & {*n.needs, *n.optional}]
+        return self.lanes.pick(ready, self.standing.expected_s)
+
+    def _begin(self, notebook: Notebook, display: Display) -> bool:
+        """Start a notebook, or say why it need not or cannot run; whether the time budget is spent."""
+        line = self._without_running(notebook, display)
+        if line is not None:
+            self.lines[notebook.stem] = line
+            return False
+        try:
+            self._demand_time(notebook, display)
+        except BudgetSpent:
+            return True
+        reference, _ = self.standing.reference(notebook)
         parameters = {
             "profile": f"{REPLAY}:{reference.machine}" if reference else self.machine.profile,
             "data_source": self.request.data_source,
             "output": self._output_for(notebook),
             "seed": self.request.seed,
         }
-        before = self.ledger.entries.get(notebook.stem, Entry("", "", 0.0, 0))
-        log = self.scratch / f"{notebook.stem}.experiments"
-        environment = {LOG: str(log), REMEASURE: "1" if before.remeasure else "0"}
+        entry = self.ledger.entries.get(notebook.stem, Entry("", "", 0.0, 0))
+        self.begun[notebook.stem] = _Begun(entry, self.standing.digest(notebook, reference), reference is not None)
         display.start(notebook.stem, len(notebook.code) + 1)  # papermill adds the cell with our parameters
-        started = time.monotonic()
 
         def on_cell(done: int) -> None:
-            display.cell(done)
+            display.cell(notebook.stem, done)
             if self.deadline is not None and time.monotonic() > self.deadline:
                 raise BudgetSpent
 
-        try:
-            outcome = execute(notebook, parameters, self.scratch, environment, on_cell=on_cell, on_line=display.say)
-        except (Stopped, BudgetSpent) as end:
-            status = "interrupted" if isinstance(end, Stopped) else "unfinished"
-            seconds = time.monotonic() - started
-            self._keep(notebook, replace(before, status=status, hash=digest, seconds=seconds, rows=0, note=""))
-            self.lines[notebook.stem] = self._line(status, notebook, "call again to go on")
-            raise
-        done = executed(log, notebook.stem)
-        fault = outcome.fault or self._missing_fault(notebook, done)
-        seconds, whole = round(time.monotonic() - started, 3), all(done.get(e) == MEASURED for e in notebook.produces)
+        def work(place: Place, interruption: Interruption) -> Outcome:
+            environment = {LOG: str(self._log(notebook)), REMEASURE: "1" if entry.remeasure else "0"} | place.environment
+            return execute(
+                notebook, parameters, scratch_of(place, self.scratch), environment, on_cell=on_cell, on_line=display.say,
+                interruption=interruption,
+            )  # fmt: skip
+
+        self.lanes.start(notebook, work)
+        return False
+
+    def _without_running(self, notebook: Notebook, display: Display) -> summary.Line | None:
+        """The line of a notebook that is not to run: blocked, skipped or up to date; None for one that is."""
+        blocker = next((need for need in notebook.needs if self.lines[need].status not in ("done", "up to date")), None)
+        if blocker is not None:
+            display.drop(notebook.stem)
+            status = "skipped" if self.lines[blocker].status == "skipped" else "blocked"
+            return self._line(status, notebook, f"{status} by {blocker}")
+        reference, reason = self.standing.reference(notebook)
+        if reason:
+            display.drop(notebook.stem)
+            return self._line("skipped", notebook, reason)
+        if self.standing.is_up_to_date(notebook, self.standing.digest(notebook, reference)):
+            display.drop(notebook.stem)
+            return self._line("up to date", notebook)
+        return None
+
+    def _ended(self, notebook: Notebook, outcome: object, display: Display) -> bool:
+        """Keep what a notebook left; whether it ended because the time budget is spent."""
+        if isinstance(outcome, BudgetSpent):
+            self._unfinished(notebook, "unfinished")
+            return True
+        if isinstance(outcome, BaseException):
+            raise outcome
+        begun, done = self.begun.pop(notebook.stem), executed(self._log(notebook), notebook.stem)
+        fault = outcome.fault or self.standing.missing_fault(notebook, done)
+        seconds, whole = begun.seconds(), all(done.get(e) == MEASURED for e in notebook.produces)
         entry = Entry(
             "failed" if fault else "done",
-            digest,
+            begun.digest,
             seconds,
             len(self.run_store.rows(notebook.stem)),
             fault.summary.partition("\n")[0] if fault else "",
             # Until a go has passed the check, each measures anew; a replay measures nothing.
-            remeasure=reference is None and fault is not None and (fault.is_failed_check or before.remeasure),
-            whole_s=seconds if whole and not fault else before.whole_s,
+            remeasure=not begun.replays and fault is not None and (fault.is_failed_check or begun.before.remeasure),
+            whole_s=seconds if whole and not fault else begun.before.whole_s,
         )
         self._keep(notebook, entry, outcome.document)
-        display.finish(f"{notebook.stem}: {entry.status} in {told(entry.seconds)}, {entry.rows} rows")
+        display.finish(notebook.stem, f"{notebook.stem}: {entry.status} in {told(entry.seconds)}, {entry.rows} rows")
         if fault:
             show_fault(display.say, notebook, fault, self.run_store.folder)
             if entry.remeasure:
                 display.say(_MEASURES_ANEW)
-        return self._line(entry.status, notebook, entry.note)
+        self.lines[notebook.stem] = self._line(entry.status, notebook, entry.note)
+        return False
+
+    def _unfinished(self, notebook: Notebook, status: str) -> None:
+        begun = self.begun.pop(notebook.stem)
+        entry = replace(begun.before, status=status, hash=begun.digest, seconds=begun.seconds(), rows=0, note="")
+        self._keep(notebook, entry)
+        self.lines[notebook.stem] = self._line(status, notebook, "call again to go on")
+
+    def _log(self, notebook: Notebook) -> Path:
+        return self.scratch / f"{notebook.stem}.experiments"
 
     def _keep(self, notebook: Notebook, entry: Entry, document=None) -> None:
         files = {} if document is None else kept_files(notebook, document, self.run_store.folder, self.root)
@@ -211,48 +263,8 @@ class _Call:
             self._print("not finished: the same command goes on from here")
         return code
 
-    def _is_done(self, notebook: Notebook) -> bool:
-        """Whether it will probably be up to date when its turn comes (an upstream chapter may yet change its rows)."""
-        reference, _ = self._reference(notebook)
-        return self._is_up_to_date(notebook, self._digest(notebook, reference))
-
-    def _is_up_to_date(self, notebook: Notebook, digest: str) -> bool:
-        if not self.ledger.is_done(notebook.stem, digest) or self._missing(notebook):
-            return False
-        return not data_changed(self.run_store, notebook, self.request.data_source)
-
-    def _digest(self, notebook: Notebook, reference: Reference | None) -> str:
-        parameters = {
-            "setting": self.ledger.setting,
-            "sizes": self.machine.sections.get(notebook.stem),
-            "reference": reference and [reference.machine, reference.digest],
-        }
-        upstream = {stem: rows_digest(self.run_store, stem) for stem in (*notebook.needs, *notebook.optional)}
-        return notebook_hash(notebook, parameters, upstream)
-
-    def _reference(self, notebook: Notebook) -> tuple[Reference | None, str]:
-        if self.machine.profile != REPLAY:
-            return None, ""
-        return reference_for(notebook, self.request.replay_of)
-
-    def _missing(self, notebook: Notebook) -> list[str]:
-        return [name for name in notebook.produces if not self.run_store.rows(notebook.stem, name)]
-
-    def _missing_fault(self, notebook: Notebook, done: dict[str, str]) -> Fault | None:
-        """Every experiment must have been measured, or found to stand, by this very go; older rows prove nothing."""
-        without = self._missing(notebook)
-        missing = [name for name in notebook.produces if name in without or name not in done]
-        return Fault(f"ran, but left no rows of: {', '.join(missing)}") if missing else None
-
-    def _expected_s(self, notebook: Notebook) -> float:
-        entry = self.ledger.entries.get(notebook.stem)
-        if entry is not None and entry.whole_s is not None:
-            return entry.whole_s
-        earlier = earlier_seconds(results_folder(), self.ledger.setting, notebook.stem)
-        return notebook.budget_s(self.machine.profile) if earlier is None else earlier
-
     def _demand_time(self, notebook: Notebook, display: Display) -> None:
-        expected = self._expected_s(notebook)
+        expected = self.standing.expected_s(notebook)
         if self.deadline is not None and time.monotonic() + expected > self.deadline:
             left = max(self.deadline - time.monotonic(), 0)
             display.say(

@@ -1,12 +1,12 @@
 """Execute one notebook with papermill and say what came of it."""
 
 import re
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from hyperion.reproduce.kernels import KERNEL, kernel_manager_class
+from hyperion.reproduce.lanes import Interruption
 from hyperion.reproduce.notebooks import Notebook
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -48,6 +48,7 @@ def execute(
     *,
     on_cell: Callable[[int], object],
     on_line: Callable[[str], object],
+    interruption: Interruption,
 ) -> Outcome:
     """Run a notebook from a fresh kernel, in its own folder as JupyterLab does.
 
@@ -57,6 +58,7 @@ def execute(
         environment: variables that the kernel gets besides this process's own.
         on_cell: called before each code cell with the number of code cells done. What it raises ends the notebook.
         on_line: called with each line of output that a reader of the driver's output must see.
+        interruption: ends it from another thread.
     """
     import papermill
     from jupyter_core.utils import ensure_event_loop
@@ -65,7 +67,9 @@ def execute(
 
     copy = scratch / notebook.path.name
     done = 0
-    ensure_event_loop().set_exception_handler(_pass_over_abandoned)
+    loop = ensure_event_loop()
+    loop.set_exception_handler(_pass_over_abandoned)
+    interruption.reaches(loop)
 
     def cell_starts(cell, cell_index: int) -> None:
         on_cell(done)
@@ -75,24 +79,20 @@ def execute(
         done += 1
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # nbformat and papermill on themselves; the kernel's own warnings are output
-            papermill.execute_notebook(
-                notebook.path,
-                copy,
-                parameters=parameters,
-                kernel_name=KERNEL,
-                cwd=notebook.path.parent,
-                progress_bar=False,
-                autosave_cell_every=0,
-                stdout_file=LineFilter(on_line),
-                stderr_file=LineFilter(on_line),
-                kernel_manager_class=kernel_manager_class(scratch, environment),
-                on_cell_start=cell_starts,
-                on_cell_executed=cell_executed,
-            )
+        papermill.execute_notebook(
+            notebook.path,
+            copy,
+            parameters=parameters,
+            kernel_name=KERNEL,
+            cwd=notebook.path.parent,
+            progress_bar=False,
+            autosave_cell_every=0,
+            stdout_file=LineFilter(on_line),
+            stderr_file=LineFilter(on_line),
+            kernel_manager_class=kernel_manager_class(scratch, environment),
+            on_cell_start=cell_starts,
+            on_cell_executed=cell_executed,
+        )
         fault = None
     except PapermillExecutionError as error:
         trace = _COLOURS.sub("", "\n".join(error.traceback))

@@ -1,6 +1,7 @@
 """What this machine is, asked in a process of its own: the driver must hold no accelerator while notebooks measure."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -21,12 +22,14 @@ class Machine:
         sections: {notebook: what that profile says of it: sizes of its experiments, how synthetic data are made}.
         setting: device and versions; a run made under another setting is not continued.
         information: contents of a new run's run.json.
+        masks: variables that show a process one accelerator, for each of those that notebooks may use side by side.
     """
 
     profile: str
     sections: dict
     setting: dict
     information: dict
+    masks: tuple[dict[str, str], ...] = ()
 
 
 def ask_machine(profile: str, data_source: str, seed: int) -> Machine:
@@ -58,6 +61,7 @@ def _answer(profile: str, data_source: str, seed: int) -> dict:
     from hyperion.experiments.chapter import run_information
     from hyperion.experiments.profiles import default_profile, load_profile
     from hyperion.hardware import detect
+    from hyperion.hardware.visibility import one_at_a_time
 
     require_known_source(data_source)
     device = detect()
@@ -70,6 +74,7 @@ def _answer(profile: str, data_source: str, seed: int) -> dict:
         "sections": sections,
         "setting": setting,
         "information": run_information(name, data_source, seed),
+        "masks": one_at_a_time(device, torch.cuda.device_count(), os.environ),
     }
 
 

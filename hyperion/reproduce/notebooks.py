@@ -28,6 +28,7 @@ class Notebook:
         optional: stems of notebooks whose rows are used when they are there.
         produces: experiments whose rows it must leave behind.
         time_budget_s: seconds it may take, by profile.
+        devices: "one": of several devices it uses one, and runs beside others; "all".
         cells: (cell type, source) in order.
     """
 
@@ -37,6 +38,7 @@ class Notebook:
     produces: tuple[str, ...]
     time_budget_s: dict[str, float] = field(hash=False)
     cells: tuple[tuple[str, str], ...] = field(repr=False)
+    devices: str = "all"
 
     @property
     def stem(self) -> str:
@@ -105,6 +107,7 @@ def read_notebook(path: Path) -> Notebook:
             produces=tuple(metadata["produces"]),
             time_budget_s={profile: float(seconds) for profile, seconds in metadata["time_budget_s"].items()},
             cells=cells,
+            devices={"one": "one", "all": "all"}[metadata.get("devices", "all")],
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BookError(f"metadata.hyperion is incomplete: {error!r}", where=path, next_step=_REMEDY) from error

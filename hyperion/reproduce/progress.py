@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
@@ -12,20 +13,29 @@ from hyperion.reproduce.stopping import told
 _PLAIN_EVERY_S = 30.0
 
 
+@dataclass
+class _Current:
+    """A notebook that runs."""
+
+    cells: int
+    done: int = 0
+    started: float = field(default_factory=time.monotonic)
+    bar: int | None = None
+
+
 class Display:
     """Bars over notebooks and cells with the time left; without a terminal, a line now and then.
 
     Args:
         console: where to; its `is_terminal` decides the form.
         expected_s: seconds each notebook still to be run is expected to take.
+        shares: of a machine's time that a notebook's seconds take, by its stem; less than 1 where others run beside it.
     """
 
-    def __init__(self, console: Console, expected_s: dict[str, float]):
-        self._console, self._expected = console, dict(expected_s)
-        self._current: str | None = None
-        self._started = time.monotonic()
-        self._cells = self._done = self._finished = 0
-        self._total = len(expected_s)
+    def __init__(self, console: Console, expected_s: dict[str, float], shares: dict[str, float] | None = None):
+        self._console, self._expected, self._shares = console, dict(expected_s), shares or {}
+        self._current: dict[str, _Current] = {}
+        self._finished, self._total = 0, len(expected_s)
         self._progress = None
         self._closing = threading.Event()
         self._pulse = threading.Thread(target=self._beat, daemon=True)
@@ -33,7 +43,6 @@ class Display:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _TimeLeft(self))
             self._progress = Progress(*columns, console=console, transient=True)
             self._book = self._progress.add_task("notebooks", total=self._total)
-            self._notebook = self._progress.add_task("cells", total=None)
 
     def __enter__(self) -> "Display":
         (self._progress or self._pulse).start()
@@ -48,25 +57,28 @@ class Display:
 
     def start(self, stem: str, cells: int) -> None:
         """A notebook starts, with so many code cells."""
-        self._current, self._cells, self._done = stem, cells, 0
-        self._started = time.monotonic()
+        current = _Current(cells)
         if self._progress:
-            self._progress.reset(self._notebook, total=cells, description=f"  {stem}")
+            current.bar = self._progress.add_task(f"  {stem}", total=cells)
         else:
-            about = told(self._expected.get(stem, 0))
-            self.say(f"[{self._finished + 1}/{self._total}] {stem}: started, {cells} cells, about {about}")
+            about, number = told(self._expected.get(stem, 0)), self._finished + len(self._current) + 1
+            self.say(f"[{number}/{self._total}] {stem}: started, {cells} cells, about {about}")
+        self._current[stem] = current
 
-    def cell(self, done: int) -> None:
-        """So many cells of the current notebook are done."""
-        self._done = done
+    def cell(self, stem: str, done: int) -> None:
+        """So many cells of a notebook that runs are done."""
+        current = self._current[stem]
+        current.done = done
         if self._progress:
-            self._progress.update(self._notebook, completed=done)
+            self._progress.update(current.bar, completed=done)
 
-    def finish(self, line: str) -> None:
-        """The current notebook ended; `line` says how."""
-        self._expected.pop(self._current, None)
-        self._current, self._finished = None, self._finished + 1
+    def finish(self, stem: str, line: str) -> None:
+        """A notebook that ran ended; `line` says how."""
+        self._expected.pop(stem, None)
+        current = self._current.pop(stem)
+        self._finished += 1
         if self._progress:
+            self._progress.remove_task(current.bar)
             self._progress.update(self._book, completed=self._finished)
         self.say(line)
 
@@ -82,18 +94,18 @@ class Display:
     def _beat(self) -> None:
         """In a log, a line now and then, also while one cell takes minutes: a silent job looks like a hung one."""
         while not self._closing.wait(_PLAIN_EVERY_S):
-            if self._current:
-                spent = told(time.monotonic() - self._started)
-                left = told(self.left_s())
-                self.say(
-                    f"    {self._current}: cell {self._done + 1}/{self._cells}, {spent} so far, about {left} left in all"
-                )
+            for stem, current in list(self._current.items()):
+                spent, left = told(time.monotonic() - current.started), told(self.left_s())
+                self.say(f"    {stem}: cell {current.done + 1}/{current.cells}, {spent} so far, about {left} left in all")
 
     def left_s(self) -> float:
         """Expected seconds until all is done; a notebook that overruns its expectation counts as about to finish."""
-        spent = time.monotonic() - self._started if self._current else 0.0
-        current = max(self._expected.get(self._current, 0.0) - spent, 0.0)
-        return current + sum(seconds for stem, seconds in self._expected.items() if stem != self._current)
+        now, left = time.monotonic(), 0.0
+        for stem, seconds in list(self._expected.items()):
+            current = self._current.get(stem)
+            spent = 0.0 if current is None else now - current.started
+            left += max(seconds - spent, 0.0) * self._shares.get(stem, 1.0)
+        return left
 
 
 class _TimeLeft(ProgressColumn):

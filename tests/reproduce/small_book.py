@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from hyperion.reproduce.machine import Machine
@@ -17,6 +18,8 @@ row = Row(notebook="{stem}", experiment="{experiment}", variant="v", metric="cou
 run.record("{stem}", "{experiment}", [row], pd.DataFrame({{"x": [1.0]}}), input_hash="h")
 """
 MACHINE = Machine("smoke", {}, {"device": "a CPU", "arch": "x86_64", "torch": "2"}, {"profile": "smoke"})
+# One that shows its notebooks two devices, one each; what is tested is who gets what, which takes no device.
+TWO_DEVICES = replace(MACHINE, masks=({"CUDA_VISIBLE_DEVICES": "GPU-a"}, {"CUDA_VISIBLE_DEVICES": "GPU-b"}))
 
 
 def write_notebook(folder: Path, stem: str, cells: list[str], **metadata) -> Path:
@@ -69,23 +72,23 @@ DRIVER = """
 import json, sys
 from hyperion.errors import HyperionError
 from hyperion.reproduce import Request, reproduce
-from tests.reproduce.small_book import MACHINE
+from tests.reproduce import small_book
 try:
-    sys.exit(reproduce(Request(**json.loads(sys.argv[1])), machine=MACHINE))
+    sys.exit(reproduce(Request(**json.loads(sys.argv[1])), machine=getattr(small_book, sys.argv[2])))
 except HyperionError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)
 """
 
 
-def start_driver(root: Path, **request) -> subprocess.Popen:
-    """Start a call in the checkout `root`; its runs go to root/results."""
+def start_driver(root: Path, machine: str = "MACHINE", **request) -> subprocess.Popen:
+    """Start a call in the checkout `root`, on the machine of that name here; its runs go to root/results."""
     here = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": str(here), "OMP_NUM_THREADS": "1"}
     environment.pop("HYPERION_RESULTS", None)
     environment.pop("HYPERION_DATA_MIRROR", None)
     return subprocess.Popen(
-        [sys.executable, "-c", DRIVER, json.dumps(request)],
+        [sys.executable, "-c", DRIVER, json.dumps(request), machine],
         cwd=root,
         env=environment,
         stdout=subprocess.PIPE,

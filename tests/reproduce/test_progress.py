@@ -12,9 +12,9 @@ def show(terminal: bool) -> str:
     with Display(Console(file=text, force_terminal=terminal, width=100), {"01_x": 60.0, "02_y": 120.0}) as display:
         display.start("01_x", 5)
         assert 179 < display.left_s() <= 180
-        display.cell(3)
+        display.cell("01_x", 3)
         display.say("BANNER [x]")
-        display.finish("01_x: done")
+        display.finish("01_x", "01_x: done")
         assert display.left_s() == 120
         display.drop("02_y")
         assert display.left_s() == 0

@@ -1,0 +1,25 @@
+import pytest
+
+from hyperion.hardware import detect
+from hyperion.hardware.visibility import one_at_a_time
+from tests.hardware.machines import facts
+
+
+def test_each_of_several_gpus_is_shown_by_its_vendors_variable():
+    assert one_at_a_time(detect(facts("H200")), 2, {}) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
+    assert one_at_a_time(detect(facts("MI300X")), 2, {}) == [{"HIP_VISIBLE_DEVICES": "0"}, {"HIP_VISIBLE_DEVICES": "1"}]
+
+
+@pytest.mark.parametrize("named", ["3,1", "GPU-5f,GPU-1c"])
+def test_what_somebody_left_visible_is_shared_out_and_nothing_else(named):
+    masks = one_at_a_time(detect(facts("H200")), 2, {"CUDA_VISIBLE_DEVICES": named})
+    assert [mask["CUDA_VISIBLE_DEVICES"] for mask in masks] == named.split(",")
+
+
+def test_of_the_two_dies_that_share_a_modules_power_only_one_works_at_a_time():
+    masks = one_at_a_time(detect(facts("MI250X")), 8, {})
+    assert [mask["HIP_VISIBLE_DEVICES"] for mask in masks] == ["0", "2", "4", "6"]
+
+
+def test_a_cpu_has_nothing_to_share_out():
+    assert one_at_a_time(detect(facts()), 0, {}) == []
