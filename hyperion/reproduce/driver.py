@@ -133,8 +133,6 @@ class _Call:
                 else:
                     waiting.remove(notebook)
                     spent |= self._begin(notebook, display)
-                if spent:
-                    waiting.clear()  # what runs goes on until its next cell
         except Stopped as stop:
             for notebook in self.lanes.stop(stop):
                 self._unfinished(notebook, "interrupted")
@@ -148,15 +146,13 @@ class _Call:
         return self.lanes.pick(ready, self.standing.expected_s)
 
     def _begin(self, notebook: Notebook, display: Display) -> bool:
-        """Start a notebook, or say why it need not or cannot run; whether the time budget is spent."""
+        """Start a notebook, or say why it need not or cannot run; whether the time budget is too short for it."""
         line = self._without_running(notebook, display)
+        if line is None and not self._has_time(notebook, display):
+            line = self._line("unfinished", notebook)
         if line is not None:
             self.lines[notebook.stem] = line
-            return False
-        try:
-            self._demand_time(notebook, display)
-        except BudgetSpent:
-            return True
+            return line.status == "unfinished"
         reference, _ = self.standing.reference(notebook)
         parameters = {
             "profile": f"{REPLAY}:{reference.machine}" if reference else self.machine.profile,
@@ -185,7 +181,10 @@ class _Call:
 
     def _without_running(self, notebook: Notebook, display: Display) -> summary.Line | None:
         """The line of a notebook that is not to run: blocked, skipped or up to date; None for one that is."""
-        blocker = next((need for need in notebook.needs if self.lines[need].status not in ("done", "up to date")), None)
+        upstream = {stem: self.lines[stem].status for stem in (*notebook.needs, *notebook.optional) if stem in self.lines}
+        if "unfinished" in upstream.values():  # what it would build on comes with the next call
+            return self._line("unfinished", notebook)
+        blocker = next((need for need in notebook.needs if upstream[need] not in ("done", "up to date")), None)
         if blocker is not None:
             display.drop(notebook.stem)
             status = "skipped" if self.lines[blocker].status == "skipped" else "blocked"
@@ -263,14 +262,15 @@ class _Call:
             self._print("not finished: the same command goes on from here")
         return code
 
-    def _demand_time(self, notebook: Notebook, display: Display) -> None:
+    def _has_time(self, notebook: Notebook, display: Display) -> bool:
+        """Whether it will probably end within the time budget."""
         expected = self.standing.expected_s(notebook)
-        if self.deadline is not None and time.monotonic() + expected > self.deadline:
-            left = max(self.deadline - time.monotonic(), 0)
-            display.say(
-                f"{notebook.stem}: expected to take {told(expected)}, {told(left)} of the budget left: stopping here"
-            )
-            raise BudgetSpent
+        if self.deadline is None or time.monotonic() + expected <= self.deadline:
+            return True
+        left = self.deadline - time.monotonic()
+        if left > 0:
+            display.say(f"{notebook.stem}: expected to take {told(expected)}, {told(left)} of the budget left: not started")
+        return False
 
     def _line(self, status: str, notebook: Notebook, note: str = "") -> summary.Line:
         entry = self.ledger.entries.get(notebook.stem)

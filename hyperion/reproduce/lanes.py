@@ -138,21 +138,33 @@ class Lanes:
         return stopped
 
 
-def places_of(masks: Sequence[dict[str, str]], cores: set[int] | None = None) -> list[Place]:
-    """A place for each device with its part of the cores, neighbours together; one, for all of the machine, where there are
-    fewer than two devices or not a core for each.
+def places_of(masks: Sequence[dict[str, str]], cores: set[int] | None = None, sys: Path = Path("/sys")) -> list[Place]:
+    """A place for each device with its part of the cores; one, for all of the machine, where there are fewer than two devices
+    or not a core for each. Threads of one core and cores of one package stay together: neighbours that shared a core would
+    slow each other.
 
     Args:
         cores: that this process may use, asked when left out.
+        sys: where Linux tells of them.
     """
     if cores is None:
         cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     each = len(cores) // len(masks) if masks else 0
     if len(masks) < 2 or not each:
         return [Place(0)]
-    numbers = sorted(cores)
+    numbers = sorted(cores, key=lambda core: _in_order(core, sys))
     parts = [numbers[n * each : (n + 1) * each] for n in range(len(masks))]
     return [Place(n, mask | {CORES: ",".join(map(str, parts[n]))}) for n, mask in enumerate(masks)]
+
+
+def _in_order(number: int, sys: Path) -> tuple[int, int, int]:
+    """(package, core in it, number), as Linux tells them; where it does not, by number alone."""
+    topology = sys / f"devices/system/cpu/cpu{number}/topology"
+    try:
+        package, core = (int((topology / name).read_text()) for name in ("physical_package_id", "core_id"))
+    except (OSError, ValueError):
+        return 0, number, number
+    return package, core, number
 
 
 def scratch_of(place: Place, scratch: Path) -> Path:

@@ -56,11 +56,20 @@ def a_notebook(stem: str, devices: str, seconds: float = 1.0) -> Notebook:
     return Notebook(Path(f"{stem}.ipynb"), (), (), (), {"smoke": seconds}, (), devices)
 
 
-def test_each_place_has_a_device_and_its_part_of_the_cores():
-    assert places_of(MASKS, {4, 0, 1, 2, 3}) == [
+def test_each_place_has_a_device_and_its_part_of_the_cores(tmp_path):
+    assert places_of(MASKS, {4, 0, 1, 2, 3}, tmp_path) == [
         Place(0, MASKS[0] | {CORES: "0,1"}), Place(1, MASKS[1] | {CORES: "2,3"})
     ]  # fmt: skip
     assert places_of(MASKS, {3}) == places_of(MASKS[:1], {0, 1}) == places_of([], {0, 1}) == [Place(0)]
+
+
+def test_the_threads_of_one_core_are_not_parted(tmp_path):
+    for number in range(4):  # 0 and 2 are threads of one core, 1 and 3 of another
+        topology = tmp_path / f"devices/system/cpu/cpu{number}/topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text("0\n")
+        (topology / "core_id").write_text(f"{number % 2}\n")
+    assert [place.environment[CORES] for place in places_of(MASKS, set(range(4)), tmp_path)] == ["0,2", "1,3"]
 
 
 def test_the_longest_go_first_and_what_needs_all_devices_runs_alone():
@@ -153,3 +162,13 @@ def test_the_time_budget_ends_each_of_them_between_two_cells(root):
         write_notebook(phase, stem, cells, devices="one", time_budget_s={"smoke": 0.1})
     code, text = call(time_budget_s=1.0)
     assert code == 3 and text.count("unfinished") == 2 and the_run(root).rows() == []
+
+
+def test_what_the_time_budget_is_too_short_for_stops_what_builds_on_it_and_nothing_else(root):
+    phase = root / "phase1_hardware"
+    write_notebook(phase, "01_long", [recording("01_long")], devices="one", time_budget_s={"smoke": 999})
+    write_notebook(phase, "02_upon", [recording("02_upon")], optional=["01_long"], devices="one")
+    write_notebook(phase, "03_short", [recording("03_short")])
+    code, text = call(time_budget_s=60.0)
+    assert code == 3 and "01_long: expected to take 16.6 min" in text and "not started" in text
+    assert text.count("unfinished") == 2 and {row.notebook for row in the_run(root).rows()} == {"03_short"}
