@@ -39,7 +39,7 @@ def forecast(context: Context) -> list[Forecast]:
     if counted is None:
         basis = "no estimate: this run has not counted the vocabulary (01_dataset_preparation)"
         return [Forecast(metric="speedup", estimate=None, basis=basis, **shared)]
-    work = _work(context, int(counted.value))
+    work = workload("language", context.sizes, int(counted.value))
     shared |= {"variant": work.name, "params": _params(context, work) | {"loop": OURS}}
     against = shared | {"params": shared["params"] | {"over": PLAIN}}
     roof = step_roof(context, work, dtype)
@@ -58,7 +58,7 @@ def forecast(context: Context) -> list[Forecast]:
 def run(context: Context, report) -> Result:
     """Both from the same weights over the same batches, in turn: their steps are timed and their losses compared at once."""
     corpus, tokenizer, prepared = datasets.text(context)
-    work, tokens = _work(context, tokenizer.vocab_size), prepared.tokens["train"]
+    work, tokens = workload("language", context.sizes, tokenizer.vocab_size), prepared.tokens["train"]
     dtype = choose_precision(context.device, context.sizes["precision"]).dtype
     loops = PairedLoops(context, work, dtype, corpus.source, _params(context, work))
     try:
@@ -205,11 +205,6 @@ def _more_bytes(context: Context, work: Workload, dtype: str) -> float:
         return 0.0
     residual = 2 * 2 * 2 * work.config.layers * work.items * work.config.width
     return residual + 2 * work.items * work.config.vocab_size
-
-
-def _work(context: Context, vocabulary: int) -> Workload:
-    """The profile's model; `layers`, if it names them, in place of that model's own: compiling takes longer with each."""
-    return workload("language", context.sizes, vocabulary, context.sizes.get("layers", 0))
 
 
 def _params(context: Context, work: Workload) -> dict:

@@ -27,7 +27,7 @@ def policy(checkpointing: str = NONE, checkpointed_blocks: int | None = None) ->
 
 def workload(kind: str, sizes: dict) -> Workload:
     """As `workloads.workload`, from sizes that may leave out what changes no memory."""
-    return workloads.workload(kind, _RATES | sizes, sizes.get("vocabulary", 0), sizes.get("layers", 0))
+    return workloads.workload(kind, _RATES | sizes, sizes.get("vocabulary", 0))
 
 
 def laid_out(plan: ParallelPlan, device: Device) -> Callable[[nn.Module], nn.Module]:

@@ -134,16 +134,16 @@ def workload(kind: str, sizes: dict, vocabulary: int = 0, layers: int = 0) -> Wo
     """A baseline by its kind.
 
     Args:
-        sizes: for "language" model, batch_size, sequence_length; for "image" width, batch_size; both learning_rate and
-            warmup_steps.
-        vocabulary, layers: of the language model; 0 for those of the named one. Another number is part of its name.
+        sizes: for "language" model, batch_size, sequence_length, and layers where they are to be fewer than the model's;
+            for "image" width, batch_size; both learning_rate and warmup_steps.
+        vocabulary, layers: of the language model; 0 for those of its sizes. Another number is part of its name.
     """
     return _language(sizes, vocabulary, layers) if kind == "language" else _image(sizes)
 
 
 def _language(sizes: dict, vocabulary: int, layers: int) -> Workload:
     named, length = named_config(sizes["model"]), sizes["sequence_length"]
-    shape = {"vocab_size": vocabulary or named.vocab_size, "layers": layers or named.layers}
+    shape = {"vocab_size": vocabulary or named.vocab_size, "layers": layers or sizes.get("layers", named.layers)}
     config = named_config(sizes["model"], context=length, **shape)
     differing = "".join(
         f"_{mark}{value}" for mark, value, usual in (
