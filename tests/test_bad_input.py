@@ -215,7 +215,7 @@ def test_an_edited_result_is_never_built_upon(hyperion, tmp_path):
 SIZES = {
     "width": 4, "batch_size": 16, "epochs": 2, "held_out_images": 20, "learning_rate": 0.1, "warmup_share": 0.2,
     "weight_decay": 5e-4, "label_smoothing": 0.0, "border": "black", "hole": 0, "precision": "fp32", "target": 0.5,
-    "evaluate_every": 1, "checkpoint_every": 5, "steady_time_limit_s": 0.1,
+    "compiled": False, "evaluate_every": 1, "checkpoint_every": 5, "steady_time_limit_s": 0.1,
 }  # fmt: skip
 
 

@@ -141,7 +141,9 @@ def quarantine(folder: Path, findings: list[Finding]) -> Path:
         kept.parent.mkdir(exist_ok=True)
         os.rename(folder, kept)
         reasons = {"was": folder.name, "findings": [asdict(finding) for finding in findings]}
-        (kept / REASON_FILE).write_text(json.dumps(reasons, indent=1) + "\n", encoding="utf-8")
+        # A link was moved, not what it leads to, which is not ours to write into.
+        told = kept.with_name(f"{kept.name}.{REASON_FILE}") if kept.is_symlink() else kept / REASON_FILE
+        told.write_text(json.dumps(reasons, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         there = kept if kept.is_dir() else folder
         raise refused_write(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 import torch
+from torch import nn
 
 from hyperion.data import ImageSet, PreparedImages, channel_statistics
 from hyperion.data.device_images import ImageBatches
@@ -20,6 +21,7 @@ from hyperion.experiments.training_rows import (
     step_forecasts,
 )
 from hyperion.measure import FORMATS
+from hyperion.measure.compilation import missing_compiler
 from hyperion.models import flops_per_image, parameter_count, resnet18
 from hyperion.results import Row
 from hyperion.training import (
@@ -129,6 +131,8 @@ def _engine(context: Context, precision: Precision, steps_per_epoch: int) -> Ima
     sizes, device = context.sizes, context.device
     with torch.device(device.torch_device):  # weights are drawn where they stay
         model = resnet18(CLASSES, sizes["width"])
+    if not (reason := _why_not_compiled(context)):
+        compile_training(model)
     optimizer = sgd_nesterov(model, sizes["learning_rate"], sizes["weight_decay"])
     total = sizes["epochs"] * steps_per_epoch
     warmup = max(1, int(sizes["warmup_share"] * total))
@@ -138,9 +142,24 @@ def _engine(context: Context, precision: Precision, steps_per_epoch: int) -> Ima
         model, optimizer, schedule, precision, device, clip_norm=math.inf, capture=True,
         label_smoothing=sizes["label_smoothing"],
     )  # fmt: skip
-    steps = "each replayed as one graph" if not engine.uncaptured else f"one by one ({engine.uncaptured})"
-    print(f"{model.name}: {total} steps in {precision}, {steps}")
+    how = f"not compiled ({reason}), " if reason else "compiled, "
+    how += "each replayed as one graph" if not engine.uncaptured else f"one by one ({engine.uncaptured})"
+    print(f"{model.name}: {total} steps in {precision}, {how}")
     return engine
+
+
+def _why_not_compiled(context: Context) -> str:
+    if not context.sizes["compiled"]:
+        return "left out by this profile"
+    return missing_compiler(context.device)
+
+
+def compile_training(model: nn.Module, backend: str = "inductor") -> None:
+    """Compile a model's forward and backward pass as they are in training. Evaluation stays eager: it would be compiled
+    anew, and once more for its last batch, which is smaller, and is over in less time than that.
+    """
+    plain, compiled = model.forward, torch.compile(model.forward, backend=backend)
+    model.forward = lambda images: (compiled if model.training else plain)(images)
 
 
 def _rows(
@@ -156,7 +175,8 @@ def _rows(
     rows.append(accuracy_row(context, run, run.tested, {"split": "test", "step": run.steps}, best, source))
     rows.append(time_to_row(context, run, source))
     if engine.capture_time_s is not None:
-        what = {"what": "the step, warmed up and recorded as a graph"}
+        compiled = {"compiled": not _why_not_compiled(context)}
+        what = {"what": "the step, warmed up and recorded as a graph"} | compiled
         rows.append(
             context.row(
                 run.name, "compile_time_s", engine.capture_time_s, dtype=run.dtype, params=what, data_source=source

@@ -118,7 +118,7 @@ def _keep_trace(engine: TorchEngine, batch: Batch, device: Device, folder: Path)
     """The profiler's trace of a step, for https://ui.perfetto.dev."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.kind != "cpu" else [])
     for _ in range(2):  # starting a GPU's tracer takes seconds the first time
-        with profile(activities=activities) as profiler:
+        with profile(activities=activities, acc_events=True) as profiler:
             engine.train_step(batch)
             if device.kind != "cpu":
                 torch.cuda.synchronize(device.torch_device)

@@ -25,7 +25,7 @@ def allocated_peak(device: Device, call: Callable[[], object], standing_bytes: i
         call()
         torch.cuda.synchronize(device.torch_device)
         return torch.cuda.max_memory_allocated(device.torch_device)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as watch:
         call()
     level = peak = standing_bytes
     for event in watch.profiler.kineto_results.events():

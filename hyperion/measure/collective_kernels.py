@@ -46,7 +46,7 @@ def kernels_launched(calls: Sequence[Callable[[], object]], device: Device) -> l
         calls: collectives that all ranks call; a kernel each, as NCCL and RCCL launch them.
         device: a GPU.
     """
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for call in calls:
             call()
             torch.cuda.synchronize(device.torch_device)

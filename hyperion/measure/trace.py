@@ -86,10 +86,10 @@ def trace_steps(step: Callable[[], object], data: Callable[[], object] | None, d
             run_step(step, data, record_function)
         wait()
 
-    with profile(activities=activities):
+    with profile(activities=activities, acc_events=True):
         some(1)  # starting a GPU's tracer takes seconds the first time
     wait()
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:
         for _ in range(_WINDOWS):
             with record_function(_WINDOW):
                 some(steps)

@@ -1,6 +1,7 @@
 """One call of `make reproduce`: run what failed or changed, in order, and say what came of it."""
 
 import os
+import signal
 import sys
 import time
 import warnings
@@ -136,6 +137,9 @@ class _Call:
         except Stopped as stop:
             for notebook in self.lanes.stop(stop):
                 self._unfinished(notebook, "interrupted")
+            raise
+        except BaseException:  # a disk that is full, say: nothing more can be kept
+            self.lanes.stop(Stopped(signal.SIGTERM))
             raise
         if spent:
             raise BudgetSpent

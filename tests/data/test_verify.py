@@ -16,7 +16,7 @@ from hyperion.data.manifest import read_manifest, write_manifest
 from hyperion.data.staging import QUARANTINE, cache_root, processed_root
 from hyperion.data.synthetic_images import synthetic_images
 from hyperion.data.tokenizer import train_tokenizer
-from hyperion.data.verify import REASON_FILE
+from hyperion.data.verify import REASON_FILE, Finding, quarantine
 
 
 @pytest.fixture(scope="module")
@@ -197,3 +197,15 @@ def test_a_folder_without_data_is_refused(tmp_path, monkeypatch, capsys):
         assert command(monkeypatch, str(folder)) == 2
         assert words in capsys.readouterr().err
     assert command(monkeypatch) == 0 and "nothing is prepared" in capsys.readouterr().out
+
+
+def test_of_a_linked_folder_the_link_is_moved_and_nothing_written_where_it_leads(tmp_path):
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (tmp_path / "data").mkdir()
+    linked = tmp_path / "data/wikitext-2"
+    linked.symlink_to(theirs)
+    kept = quarantine(linked, [Finding("train.txt", "truncated")])
+    assert kept.is_symlink() and not linked.is_symlink() and not list(theirs.iterdir())
+    (reason,) = [path for path in kept.parent.iterdir() if path != kept]
+    assert json.loads(reason.read_text())["was"] == "wikitext-2"

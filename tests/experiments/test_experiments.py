@@ -10,6 +10,8 @@ import torch
 from hyperion.book import pick
 from hyperion.experiments import Context, experiment_named, load_profile
 from hyperion.experiments.captured_parity import ONE_BY_ONE, REPLAYED, captured_parity, parity_row
+from hyperion.experiments.image_classifier import compile_training
+from hyperion.models import resnet18
 from hyperion.results import RowError, Run
 from hyperion.training import seed_everything
 from tests.training.small import small_batches, small_engine
@@ -222,11 +224,28 @@ def test_recorded_steps_that_train_another_way_are_refused(text, folder):
     assert captured_parity(context, "m", begin, "synthetic") == ([], []) and asked == [True], "a CPU records nothing"
 
 
+def test_a_compiled_classifier_is_evaluated_uncompiled_and_computes_the_same():
+    torch.manual_seed(0)
+    model, images = resnet18(10, 4), torch.randn(8, 3, 32, 32)
+    expected = model(images)  # its statistics of the batch are those of the next call too
+    calls = []
+
+    def backend(graph, inputs):
+        calls.append("compiled")
+        return graph
+
+    compile_training(model, backend)
+    torch.testing.assert_close(model(images), expected)
+    assert calls == ["compiled"]
+    model.eval()(images[:5])
+    assert calls == ["compiled"]
+
+
 def test_image_classifier_tests_once_a_seed_and_knows_the_best_possible(folder):
     sizes = {
         "width": 4, "batch_size": 50, "epochs": 2, "held_out_images": 100, "learning_rate": 0.1, "warmup_share": 0.2,
         "weight_decay": 5e-4, "label_smoothing": 0.1, "border": "reflect", "hole": 8, "precision": "auto", "target": 0.05,
-        "evaluate_every": 1, "checkpoint_every": 5, "steady_time_limit_s": 0.05, "seeds": 2,
+        "compiled": False, "evaluate_every": 1, "checkpoint_every": 5, "steady_time_limit_s": 0.05, "seeds": 2,
     }  # fmt: skip
     result, _ = perform("image_classifier", sizes, folder)
     accuracies = [row for row in result.rows if row.metric == "accuracy"]
