@@ -71,7 +71,7 @@ def _operators(context: Context) -> Result:
         params = _clock() | told
         if steps:
             params["parts"] = steps[1].parts - steps[0].parts
-        columns = timed_columns(seconds, cost.layers[1].timing, cost.verification)
+        columns = timed_columns(seconds, (steps or cost.layers)[1].timing, cost.verification)
         rows.append(context.row(variant, metric, seconds.value, params=params, limit_source=_NO_LIMIT, **columns))
         frames += [sample_frame(step.timing, variant, "", params).assign(parts=step.parts) for step in steps]
     return Result(rows, pd.concat(frames, ignore_index=True))

@@ -24,6 +24,7 @@ from hyperion.errors import HyperionError
 from hyperion.hardware.cpu import read_cpu
 from hyperion.processes.lifeline import GRACE_S, die_with, has_ended, kill_session, lives
 from hyperion.processes.notes import Notes, read, write
+from hyperion.processes.share import keep_to_share
 from hyperion.processes.starting import Forked, start
 
 _POLL_S = 0.1
@@ -34,6 +35,7 @@ def main(folder: str) -> None:
     notes = Notes(Path(folder))
     request = read(notes.request)
     die_with(request["launcher"])
+    keep_to_share()
     try:
         require_entry(request["entry"])
     except HyperionError as error:

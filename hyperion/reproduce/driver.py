@@ -12,11 +12,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hyperion.errors import HyperionError
-from hyperion.paths import project_root, results_folder
+from hyperion.paths import SILENT_HOSTS, project_root, results_folder
 from hyperion.processes.starting import fork_server_running
 from hyperion.reproduce import summary
-from hyperion.reproduce.execution import Outcome, execute
+from hyperion.reproduce.execution import Fault, Outcome, execute
 from hyperion.reproduce.keeping import export_subjects, kept_files, show_fault
 from hyperion.reproduce.kernels import library_environment, scratch_folder
 from hyperion.reproduce.lanes import Interruption, Lanes, Place, scratch_of
@@ -26,7 +25,7 @@ from hyperion.reproduce.notebooks import Notebook, read_book, select
 from hyperion.reproduce.pages import require_page_templates
 from hyperion.reproduce.progress import Display
 from hyperion.reproduce.runs import claimed_run
-from hyperion.reproduce.standing import REPLAY, Request, Standing
+from hyperion.reproduce.standing import REPLAY, Request, Standing, demand_mirror, setting_of
 from hyperion.reproduce.stopping import BudgetSpent, Stopped, stoppable, told
 from hyperion.results import set_latest
 from hyperion.results.execution import LOG, MEASURED, REMEASURE, executed
@@ -58,10 +57,10 @@ def reproduce(request: Request, *, machine: Machine | None = None, console: Cons
         with stoppable():
             root = project_root()
             chosen = select(read_book(root), request.only)
-            _demand_mirror(request)
+            demand_mirror(request)
             require_page_templates()
             machine = machine or ask_machine(request.profile, request.data_source, request.seed)
-            setting = _setting(request, machine)
+            setting = setting_of(request, machine)
             claim = claimed_run(results_folder(), request.run, setting, machine.information)
             with scratch_folder() as scratch, claim as (ledger, continued):
                 return _Call(request, machine, root, ledger, Path(scratch), console).run(chosen, continued)
@@ -104,14 +103,16 @@ class _Call:
         verb = "continuing" if continued else "starting"
         where, device = _shown(self.run_store.folder), self.machine.setting["device"]
         self._print(f"{verb} {where}: profile {self.machine.profile}, {device}")
-        shares = {notebook.stem: self.lanes.share(notebook) for notebook in chosen}
-        predicted = sum(seconds * shares[stem] for stem, seconds in expected.items())
-        self._print(f"{len(expected)} of {len(chosen)} notebooks to run, predicted {told(predicted)}")
+
+        def lasting_s(seconds: dict[str, float]) -> float:
+            return self.lanes.lasting_s([notebook for notebook in chosen if notebook.stem in seconds], seconds)
+
+        self._print(f"{len(expected)} of {len(chosen)} notebooks to run, predicted {told(lasting_s(expected))}")
         if len(self.lanes.places) > 1:
             self._print(f"notebooks that use one device run side by side, on {len(self.lanes.places)} devices")
         code = FINISHED
         workers = fork_server_running(library_environment()) if expected else nullcontext()
-        with workers, Display(self.console, expected, shares) as display, warnings.catch_warnings():
+        with workers, Display(self.console, expected, lasting_s) as display, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # nbformat and papermill on themselves; the kernels' own are output
             try:
                 self._all(list(chosen), display)
@@ -128,15 +129,18 @@ class _Call:
         spent = False
         try:
             while waiting or self.lanes.stems:
-                notebook = self._startable(waiting)
+                notebook = self.lanes.pick(waiting, self.standing.expected_s)
                 if notebook is None:
                     spent |= self._ended(*self.lanes.wait(), display)
                 else:
                     waiting.remove(notebook)
                     spent |= self._begin(notebook, display)
         except Stopped as stop:
-            for notebook in self.lanes.stop(stop):
-                self._unfinished(notebook, "interrupted")
+            for notebook, outcome in self.lanes.stop(stop):
+                if isinstance(outcome, Outcome):  # it had ended by itself
+                    self._ended(notebook, outcome, display)
+                else:
+                    self._unfinished(notebook, "interrupted")
             raise
         except BaseException:  # a disk that is full, say: nothing more can be kept
             self.lanes.stop(Stopped(signal.SIGTERM))
@@ -144,17 +148,13 @@ class _Call:
         if spent:
             raise BudgetSpent
 
-    def _startable(self, waiting: list[Notebook]) -> Notebook | None:
-        open_stems = {notebook.stem for notebook in waiting} | self.lanes.stems
-        ready = [n for n in waiting if not open_stems & {*n.needs, *n.optional}]
-        return self.lanes.pick(ready, self.standing.expected_s)
-
     def _begin(self, notebook: Notebook, display: Display) -> bool:
         """Start a notebook, or say why it need not or cannot run; whether the time budget is too short for it."""
-        line = self._without_running(notebook, display)
+        line = self._without_running(notebook)
         if line is None and not self._has_time(notebook, display):
             line = self._line("unfinished", notebook)
         if line is not None:
+            display.drop(notebook.stem)
             self.lines[notebook.stem] = line
             return line.status == "unfinished"
         reference, _ = self.standing.reference(notebook)
@@ -168,13 +168,17 @@ class _Call:
         self.begun[notebook.stem] = _Begun(entry, self.standing.digest(notebook, reference), reference is not None)
         display.start(notebook.stem, len(notebook.code) + 1)  # papermill adds the cell with our parameters
 
+        silent = self.scratch / "silent-hosts"  # of all notebooks of this call
+        silent.mkdir(exist_ok=True)
+
         def on_cell(done: int) -> None:
             display.cell(notebook.stem, done)
             if self.deadline is not None and time.monotonic() > self.deadline:
                 raise BudgetSpent
 
         def work(place: Place, interruption: Interruption) -> Outcome:
-            environment = {LOG: str(self._log(notebook)), REMEASURE: "1" if entry.remeasure else "0"} | place.environment
+            told = {LOG: str(self._log(notebook)), REMEASURE: "1" if entry.remeasure else "0"}
+            environment = told | place.environment | {SILENT_HOSTS: str(silent)}
             return execute(
                 notebook, parameters, scratch_of(place, self.scratch), environment, on_cell=on_cell, on_line=display.say,
                 interruption=interruption,
@@ -183,22 +187,19 @@ class _Call:
         self.lanes.start(notebook, work)
         return False
 
-    def _without_running(self, notebook: Notebook, display: Display) -> summary.Line | None:
+    def _without_running(self, notebook: Notebook) -> summary.Line | None:
         """The line of a notebook that is not to run: blocked, skipped or up to date; None for one that is."""
         upstream = {stem: self.lines[stem].status for stem in (*notebook.needs, *notebook.optional) if stem in self.lines}
         if "unfinished" in upstream.values():  # what it would build on comes with the next call
             return self._line("unfinished", notebook)
         blocker = next((need for need in notebook.needs if upstream[need] not in ("done", "up to date")), None)
         if blocker is not None:
-            display.drop(notebook.stem)
             status = "skipped" if self.lines[blocker].status == "skipped" else "blocked"
             return self._line(status, notebook, f"{status} by {blocker}")
         reference, reason = self.standing.reference(notebook)
         if reason:
-            display.drop(notebook.stem)
             return self._line("skipped", notebook, reason)
         if self.standing.is_up_to_date(notebook, self.standing.digest(notebook, reference)):
-            display.drop(notebook.stem)
             return self._line("up to date", notebook)
         return None
 
@@ -206,7 +207,10 @@ class _Call:
         """Keep what a notebook left; whether it ended because the time budget is spent."""
         if isinstance(outcome, BudgetSpent):
             self._unfinished(notebook, "unfinished")
+            display.finish(notebook.stem, f"{notebook.stem}: unfinished, the time budget is spent")
             return True
+        if isinstance(outcome, Exception):  # of papermill, a socket, a file: this notebook's, and no other's
+            outcome = Outcome(None, Fault(f"{type(outcome).__name__}: {outcome}"))
         if isinstance(outcome, BaseException):
             raise outcome
         begun, done = self.begun.pop(notebook.stem), executed(self._log(notebook), notebook.stem)
@@ -292,23 +296,6 @@ class _Call:
     def _print(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
         self.console.file.flush()
-
-
-def _setting(request: Request, machine: Machine) -> dict:
-    # `auto` with a mirror at hand and `auto` without one are two different requests.
-    mirror = request.data_source in ("auto", "mirror") and bool(os.environ.get("HYPERION_DATA_MIRROR"))
-    asked = {"profile": machine.profile, "data_source": request.data_source, "mirror": mirror, "seed": request.seed}
-    return asked | {"replay_of": request.replay_of} | machine.setting
-
-
-def _demand_mirror(request: Request) -> None:
-    """A mirror that somebody asked for and that is not there stops the call before anything has run."""
-    named = os.environ.get("HYPERION_DATA_MIRROR")
-    if request.data_source not in ("auto", "mirror") or request.profile == REPLAY or not named:
-        return
-    if not Path(named).expanduser().is_dir():
-        remedy = "correct HYPERION_DATA_MIRROR, or unset it to use the cache, a download or synthetic data"
-        raise HyperionError("HYPERION_DATA_MIRROR names no folder", where=named, next_step=remedy)
 
 
 def _shown(path: Path) -> str:

@@ -84,12 +84,11 @@ def execute(
             copy,
             parameters=parameters,
             kernel_name=KERNEL,
-            cwd=notebook.path.parent,
             progress_bar=False,
             autosave_cell_every=0,
             stdout_file=LineFilter(on_line),
             stderr_file=LineFilter(on_line),
-            kernel_manager_class=kernel_manager_class(scratch, environment),
+            kernel_manager_class=kernel_manager_class(scratch, environment, notebook.path.parent),
             on_cell_start=cell_starts,
             on_cell_executed=cell_executed,
         )

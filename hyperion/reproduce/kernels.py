@@ -30,7 +30,7 @@ def scratch_folder() -> tempfile.TemporaryDirectory:
     )
 
 
-def kernel_manager_class(scratch: Path, environment: dict[str, str]) -> type:
+def kernel_manager_class(scratch: Path, environment: dict[str, str], folder: Path) -> type:
     """A kernel manager that knows one kernel, this interpreter, and talks to it over Unix sockets in `scratch`.
 
     Sockets in a private folder, unlike TCP ports, neither collide with another call's nor are open to a shared node's
@@ -38,6 +38,7 @@ def kernel_manager_class(scratch: Path, environment: dict[str, str]) -> type:
 
     Args:
         environment: variables that the kernel gets besides this process's own.
+        folder: it works in; this process stays where it is, as other kernels are started from it at the same time.
     """
     from jupyter_client.kernelspec import KernelSpecManager
     from jupyter_client.manager import AsyncKernelManager
@@ -46,10 +47,10 @@ def kernel_manager_class(scratch: Path, environment: dict[str, str]) -> type:
     from hyperion.reproduce import provisioner
 
     provisioner.register()
-    folder = scratch / "kernels" / KERNEL
-    folder.mkdir(parents=True, exist_ok=True)
+    specification = scratch / "kernels" / KERNEL
+    specification.mkdir(parents=True, exist_ok=True)
     (scratch / _SILENT_HOSTS).mkdir(exist_ok=True)
-    (folder / "kernel.json").write_text(json.dumps(_specification(scratch, environment, provisioner.NAME)))
+    (specification / "kernel.json").write_text(json.dumps(_specification(scratch, environment, provisioner.NAME)))
 
     class ThisInterpreter(AsyncKernelManager):
         @default("kernel_spec_manager")
@@ -63,6 +64,9 @@ def kernel_manager_class(scratch: Path, environment: dict[str, str]) -> type:
         @default("connection_file")
         def _in_scratch(self) -> str:
             return str(scratch / "kernel.json")
+
+        async def start_kernel(self, **kwargs) -> None:
+            await super().start_kernel(**{"cwd": str(folder)} | kwargs)
 
     return ThisInterpreter
 

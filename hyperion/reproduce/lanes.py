@@ -9,15 +9,14 @@ import asyncio
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hyperion.processes.share import CORES
 from hyperion.reproduce.notebooks import Notebook
-from hyperion.reproduce.stopping import Stopped
-
-_STOPPING_S = 20.0  # longer than a kernel takes to end after it was interrupted, asked and killed
+from hyperion.reproduce.stopping import SHUTDOWN_S, Stopped
 
 
 @dataclass(frozen=True)
@@ -83,23 +82,40 @@ class Lanes:
         """The notebooks that run."""
         return set(self._going)
 
-    def share(self, notebook: Notebook) -> float:
-        """Of a machine's time that a notebook's seconds take."""
-        return 1 / len(self.places) if notebook.devices == "one" else 1.0
+    def pick(self, waiting: Sequence[Notebook], expected_s: Callable[[Notebook], float]) -> Notebook | None:
+        """Which of the waiting notebooks starts now; None: wait until one has ended.
 
-    def pick(self, ready: list[Notebook], expected_s: Callable[[Notebook], float]) -> Notebook | None:
-        """Which of the notebooks that could start does now; None: wait until one has ended.
-
-        In the book's order where there is one place. Else those of one device first, the longest before the others.
+        One can start once the chapters that it builds on have ended. In the book's order where there is one place; else
+        those of one device first, the longest before the others.
         """
-        if not ready or any(going.notebook.devices == "all" for going in self._going.values()):
+        return self._next(waiting, [going.notebook for going in self._going.values()], expected_s)
+
+    def lasting_s(self, notebooks: Sequence[Notebook], expected_s: dict[str, float]) -> float:
+        """Seconds until all of them have ended, if each takes what is expected of it."""
+        waiting, ends, now = list(notebooks), {}, 0.0
+        while waiting or ends:
+            notebook = self._next(waiting, list(ends), lambda notebook: expected_s[notebook.stem])
+            if notebook is None:
+                first = min(ends, key=ends.get)
+                now = ends.pop(first)
+            else:
+                waiting.remove(notebook)
+                ends[notebook] = now + expected_s[notebook.stem]
+        return now
+
+    def _next(
+        self, waiting: Sequence[Notebook], going: Sequence[Notebook], expected_s: Callable[[Notebook], float]
+    ) -> Notebook | None:
+        unfinished = {notebook.stem for notebook in (*waiting, *going)}
+        ready = [notebook for notebook in waiting if not unfinished & {*notebook.needs, *notebook.optional}]
+        if not ready or any(notebook.devices == "all" for notebook in going):
             return None
         if len(self.places) == 1:
-            return None if self._going else ready[0]
+            return None if going else ready[0]
         single = [notebook for notebook in ready if notebook.devices == "one"]
-        if single and len(self._going) < len(self.places):
+        if single and len(going) < len(self.places):
             return max(single, key=expected_s)
-        return None if self._going else ready[0]
+        return None if going else ready[0]
 
     def start(self, notebook: Notebook, work: Work) -> None:
         """Do the work in a thread, at a place that is free."""
@@ -117,8 +133,8 @@ class Lanes:
             self._ended.put((notebook.stem, result))
 
         thread = threading.Thread(target=run, name=notebook.stem, daemon=True)
-        self._going[notebook.stem] = _Going(notebook, place, interruption, thread)
         thread.start()
+        self._going[notebook.stem] = _Going(notebook, place, interruption, thread)
 
     def wait(self) -> tuple[Notebook, object]:
         """The next notebook that ends, and what its work returned or raised."""
@@ -127,15 +143,19 @@ class Lanes:
         going.thread.join()
         return going.notebook, result
 
-    def stop(self, stop: Stopped) -> list[Notebook]:
-        """End all that run; the notebooks that did."""
-        stopped = [going.notebook for going in self._going.values()]
+    def stop(self, stop: Stopped) -> list[tuple[Notebook, object]]:
+        """End all that run; the notebooks that did, and what the work of each returned or raised."""
         for going in self._going.values():
             going.interruption(stop)
+        deadline = time.monotonic() + SHUTDOWN_S
         for going in self._going.values():
-            going.thread.join(_STOPPING_S)
+            going.thread.join(max(0.0, deadline - time.monotonic()))
+        results: dict[str, object] = {}
+        while not self._ended.empty():
+            stem, results[stem] = self._ended.get()
+        ended = [(going.notebook, results.get(stem, stop)) for stem, going in self._going.items()]
         self._going.clear()
-        return stopped
+        return ended
 
 
 def places_of(masks: Sequence[dict[str, str]], cores: set[int] | None = None, sys: Path = Path("/sys")) -> list[Place]:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -29,11 +30,14 @@ class Display:
     Args:
         console: where to; its `is_terminal` decides the form.
         expected_s: seconds each notebook still to be run is expected to take.
-        shares: of a machine's time that a notebook's seconds take, by its stem; less than 1 where others run beside it.
+        lasting_s: how long notebooks of so many seconds take together; one after the other when left out.
     """
 
-    def __init__(self, console: Console, expected_s: dict[str, float], shares: dict[str, float] | None = None):
-        self._console, self._expected, self._shares = console, dict(expected_s), shares or {}
+    def __init__(
+        self, console: Console, expected_s: dict[str, float],
+        lasting_s: Callable[[dict[str, float]], float] = lambda seconds: sum(seconds.values()),
+    ):  # fmt: skip
+        self._console, self._expected, self._lasting_s = console, dict(expected_s), lasting_s
         self._current: dict[str, _Current] = {}
         self._finished, self._total = 0, len(expected_s)
         self._progress = None
@@ -100,12 +104,12 @@ class Display:
 
     def left_s(self) -> float:
         """Expected seconds until all is done; a notebook that overruns its expectation counts as about to finish."""
-        now, left = time.monotonic(), 0.0
+        now, left = time.monotonic(), {}
         for stem, seconds in list(self._expected.items()):
             current = self._current.get(stem)
             spent = 0.0 if current is None else now - current.started
-            left += max(seconds - spent, 0.0) * self._shares.get(stem, 1.0)
-        return left
+            left[stem] = max(seconds - spent, 0.0)
+        return self._lasting_s(left)
 
 
 class _TimeLeft(ProgressColumn):

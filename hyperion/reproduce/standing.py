@@ -1,7 +1,10 @@
 """What a notebook's result depends on, and whether what a run holds of it still stands."""
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
+from hyperion.errors import HyperionError
 from hyperion.paths import results_folder
 from hyperion.reproduce.execution import Fault
 from hyperion.reproduce.hashes import data_changed, notebook_hash, rows_digest
@@ -86,3 +89,21 @@ class Standing:
 
     def _missing(self, notebook: Notebook) -> list[str]:
         return [name for name in notebook.produces if not self._ledger.run.rows(notebook.stem, name)]
+
+
+def setting_of(request: Request, machine: Machine) -> dict:
+    """What all notebooks of a run share; a run made under another one is not continued."""
+    # `auto` with a mirror at hand and `auto` without one are two different requests.
+    mirror = request.data_source in ("auto", "mirror") and bool(os.environ.get("HYPERION_DATA_MIRROR"))
+    asked = {"profile": machine.profile, "data_source": request.data_source, "mirror": mirror, "seed": request.seed}
+    return asked | {"replay_of": request.replay_of} | machine.setting
+
+
+def demand_mirror(request: Request) -> None:
+    """A mirror that somebody asked for and that is not there stops the call before anything has run."""
+    named = os.environ.get("HYPERION_DATA_MIRROR")
+    if request.data_source not in ("auto", "mirror") or request.profile == REPLAY or not named:
+        return
+    if not Path(named).expanduser().is_dir():
+        remedy = "correct HYPERION_DATA_MIRROR, or unset it to use the cache, a download or synthetic data"
+        raise HyperionError("HYPERION_DATA_MIRROR names no folder", where=named, next_step=remedy)

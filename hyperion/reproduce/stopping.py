@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from hyperion.errors import HyperionError
 
 # Longer than a kernel takes to end after it was interrupted, asked and killed.
-_SHUTDOWN_S = 10.0
+SHUTDOWN_S = 10.0
 
 
 class Stopped(KeyboardInterrupt):
@@ -43,7 +43,7 @@ def stoppable() -> Iterator[None]:
 
     def stop(number: int, frame) -> None:
         nonlocal first
-        if time.monotonic() - first > _SHUTDOWN_S:
+        if time.monotonic() - first > SHUTDOWN_S:
             first = time.monotonic()
             raise Stopped(number)
 

@@ -9,7 +9,7 @@ from hyperion.reproduce.kernels import kernel_manager_class, library_environment
 def test_the_only_kernel_is_this_interpreter_without_user_packages_over_sockets(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", "/chosen/by/user")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it in a process that has compiled
-    manager = kernel_manager_class(tmp_path, {"GIVEN": "$x"})(kernel_name="python3")
+    manager = kernel_manager_class(tmp_path, {"GIVEN": "$x"}, tmp_path)(kernel_name="python3")
     assert manager.kernel_spec.argv[:2] == [sys.executable, "-s"]
     assert list(manager.kernel_spec_manager.find_kernel_specs()) == ["python3"]
     assert manager.transport == "ipc" and manager.connection_file.startswith(str(tmp_path))

@@ -83,7 +83,9 @@ def test_the_longest_go_first_and_what_needs_all_devices_runs_alone():
         return ended.append(place.number)
 
     assert pick([every, short, long]) is long and pick([every]) is every and pick([]) is None
-    assert lanes.share(long) == 0.5 and lanes.share(every) == 1.0
+    assert lanes.lasting_s([every, short, long], {"every": 99.0, "short": 1.0, "long": 9.0}) == 108.0
+    upon = Notebook(Path("upon.ipynb"), ("short",), ("long",), (), {}, (), "one")
+    assert lanes.lasting_s([short, long, upon], {"short": 1.0, "long": 9.0, "upon": 2.0}) == 11.0  # no packing helps
     lanes.start(long, hold)
     assert pick([every]) is None and pick([every, short]) is short
     lanes.start(short, hold)
@@ -97,9 +99,10 @@ def test_the_longest_go_first_and_what_needs_all_devices_runs_alone():
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two places want two cores")
 def test_two_notebooks_of_one_device_run_at_once_and_a_third_waits_for_what_it_needs(root):
     phase = root / "phase1_hardware"
-    for me, other in (("01_first", "02_second"), ("02_second", "01_first")):
-        cells = [MEETING.format(me=str(root / me), other=str(root / other)), recording(me)]
-        write_notebook(phase, me, cells, devices="one")
+    for me, other, place in (("01_first", "02_second", "phase1_hardware"), ("02_second", "01_first", "phase2_training")):
+        here = f"from pathlib import Path\nassert Path.cwd().name == {place!r}, Path.cwd()"
+        cells = [here, MEETING.format(me=str(root / me), other=str(root / other)), recording(me)]
+        write_notebook(root / place, me, cells, devices="one")
     both = f"from pathlib import Path\nassert all(Path({str(root)!r}, n).exists() for n in ('01_first', '02_second'))"
     cells = [both, MEETING.format(me=str(root / "03_all"), other=str(root / "03_all")), recording("03_all")]
     write_notebook(phase, "03_all", cells, needs=["01_first"])
@@ -113,6 +116,7 @@ def test_two_notebooks_of_one_device_run_at_once_and_a_third_waits_for_what_it_n
     assert len(devices["03_all"]) == 1 + len(os.sched_getaffinity(0))
     the_run(root).verify()
     assert {row.notebook for row in the_run(root).rows()} == {"01_first", "02_second", "03_all"}
+    assert Path.cwd() == root
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two places want two cores")
@@ -161,7 +165,7 @@ def test_the_time_budget_ends_each_of_them_between_two_cells(root):
         cells = ["import time\ntime.sleep(1.5)", recording(stem)]
         write_notebook(phase, stem, cells, devices="one", time_budget_s={"smoke": 0.1})
     code, text = call(time_budget_s=1.0)
-    assert code == 3 and text.count("unfinished") == 2 and the_run(root).rows() == []
+    assert code == 3 and text.count("unfinished, the time budget is spent") == 2 and the_run(root).rows() == []
 
 
 def test_what_the_time_budget_is_too_short_for_stops_what_builds_on_it_and_nothing_else(root):
