@@ -75,8 +75,8 @@ def largest_allocation(
         cap_gib = _CPU_SHARE * free / GIB
     with memory_cap(device, cap_gib) if cap_gib is not None else contextlib.nullcontext() as cap:
         search = _Search(device, step_bytes)
-        steps = search.run(device.memory_bytes // step_bytes + 1)
-        verification = search.verify(steps)
+        beyond = device.memory_bytes // step_bytes + 1
+        steps, verification = search.verified(search.run(beyond, beyond if cap is None else int(cap.gib * GIB) // step_bytes))
     return LargestAllocation(
         steps * step_bytes, step_bytes, free, device.memory_bytes, None if cap is None else int(cap.gib * GIB),
         search.refusal, search.attempts, verification,
@@ -90,12 +90,15 @@ class _Search:
         self.device, self.step_bytes = device, step_bytes
         self.refusal, self.attempts = "", 0
 
-    def run(self, beyond: int) -> int:
-        """The most steps that are granted; `beyond` must be refused."""
-        granted, refused = 0, beyond
-        if self._grants(refused):
+    def run(self, beyond: int, most: int) -> int:
+        """The most steps that are granted, up to `most`; `beyond` must be refused.
+
+        Under a cap more than that may be granted too, where other threads of this process have freed memory meanwhile.
+        """
+        granted, refused = 0, min(beyond, most + 1)
+        if self._grants(beyond):
             raise HyperionError(
-                f"{refused * self.step_bytes / GIB:.4g} GiB were granted on a device of "
+                f"{beyond * self.step_bytes / GIB:.4g} GiB were granted on a device of "
                 f"{self.device.memory_bytes / GIB:.4g} GiB: it promises memory that it does not have",
                 where=self.device.name,
                 next_step="turn off memory oversubscription, or give a cap in GiB: cap_gib=…",
@@ -114,8 +117,15 @@ class _Search:
             )
         return granted
 
-    def verify(self, steps: int) -> Verification:
-        """Hold the largest once more, write numbers all over it and read them back; the error is the share that differ."""
+    def verified(self, steps: int) -> tuple[int, Verification]:
+        """Hold the largest once more, or less where another thread has taken of it meanwhile; write numbers all over it and
+        read them back.
+
+        Returns:
+            How many steps were held, and the share of the numbers that differ.
+        """
+        while steps > 1 and not self._grants(steps):
+            steps -= 1
         held = self._allocate(steps)
         places = torch.linspace(0, held.numel() - 1, _TOUCHED, dtype=torch.float64).long().to(held.device)
         numbers = (torch.arange(_TOUCHED, device=held.device) % 251 + 1).to(torch.uint8)
@@ -123,7 +133,7 @@ class _Search:
         wrong = torch.count_nonzero(held[places] != numbers).item() / _TOUCHED
         del held
         self._give_back()
-        return Verification("written and read back", wrong, 0.0)
+        return steps, Verification("written and read back", wrong, 0.0)
 
     def _grants(self, steps: int) -> bool:
         self.attempts += 1

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -99,6 +100,7 @@ def _device_cap(device: Device, gib: float) -> Iterator[MemoryCap]:
 
 @contextlib.contextmanager
 def _resident_cap(device: Device, gib: float) -> Iterator[MemoryCap]:
+    gc.collect()  # what is freed later would be granted on top of the cap
     _tune_malloc(mapped_from_bytes=_SMALL, trimmed_at_bytes=_SMALL)
     mapped, resident = _status_bytes("VmData"), _status_bytes("VmRSS")
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)

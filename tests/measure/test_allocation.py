@@ -15,7 +15,8 @@ SCRIPT = """
 import dataclasses, json, resource, torch
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
-from hyperion.measure import NoMemoryCap, largest_allocation
+from hyperion.measure import NoMemoryCap, largest_allocation, memory_cap
+from hyperion.measure.allocation import _Search
 
 mib = 2**20
 cpu, told, before = detect_cpu(), {}, resource.getrlimit(resource.RLIMIT_DATA)
@@ -33,6 +34,15 @@ told["less than a step"] = attempt(cap_gib=0.03)
 told["promises too much"] = attempt(dataclasses.replace(cpu, memory_bytes=100 * mib), cap_gib=0.3)
 told["limit as before"] = resource.getrlimit(resource.RLIMIT_DATA) == before
 told["given back"] = len(torch.ones(320 * mib, dtype=torch.uint8)) == 320 * mib
+step, freed = 16 * mib, torch.ones(160 * mib, dtype=torch.uint8)
+with memory_cap(cpu, 0.25):
+    del freed  # the process may now have more than the cap
+    search = _Search(cpu, step)
+    most = search.run(cpu.memory_bytes // step + 1, 16)
+    taken = torch.ones(12 * step, dtype=torch.uint8)
+    held, verification = search.verified(most)
+    told["freed and taken"] = [most, held, verification.error]
+    del taken
 resource.setrlimit = lambda *arguments: None  # a system that enforces nothing
 told["not enforced"] = attempt(cap_gib=0.05)
 print(json.dumps(told))
@@ -93,3 +103,8 @@ def test_a_device_that_promises_more_than_it_has_is_found_out(told):
 
 def test_a_system_that_enforces_no_cap_is_named(told):
     assert told["not enforced"][0] == "NoMemoryCap"
+
+
+def test_what_another_part_of_the_process_frees_or_takes_meanwhile_is_no_part_of_the_answer(told):
+    most, held, error = told["freed and taken"]
+    assert most == 16 and 0 < held < 16 and error == 0.0
