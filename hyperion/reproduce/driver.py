@@ -1,4 +1,4 @@
-"""One call of `make reproduce`: run what failed or changed, in order, and say what came of it."""
+"""One call of `make reproduce`: run what failed or changed, each after what it builds on, and say what came of it."""
 
 import os
 import signal

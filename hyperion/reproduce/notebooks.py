@@ -8,7 +8,8 @@ from pathlib import Path
 from hyperion.errors import HyperionError
 
 _REMEDY = (
-    'give the notebook metadata {"hyperion": {"needs": [], "optional": [], "produces": [...], "time_budget_s": {...}}}'
+    'give the notebook metadata {"hyperion": {"needs": [], "optional": [], "produces": [...], "time_budget_s": {...}, '
+    '"devices": "one"}}'
 )
 # What a notebook is expected to take where its metadata name no time for the profile (a replay, say).
 DEFAULT_SECONDS = 60.0
@@ -107,10 +108,16 @@ def read_notebook(path: Path) -> Notebook:
             produces=tuple(metadata["produces"]),
             time_budget_s={profile: float(seconds) for profile, seconds in metadata["time_budget_s"].items()},
             cells=cells,
-            devices={"one": "one", "all": "all"}[metadata.get("devices", "all")],
+            devices=_one_or_all(metadata.get("devices", "all")),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BookError(f"metadata.hyperion is incomplete: {error!r}", where=path, next_step=_REMEDY) from error
+
+
+def _one_or_all(devices: object) -> str:
+    if devices not in ("one", "all"):
+        raise ValueError(f'devices is {devices!r}, and "one" or "all" is known')
+    return devices
 
 
 def select(book: list[Notebook], only: str | None) -> list[Notebook]:

@@ -68,3 +68,10 @@ def test_incomplete_metadata_are_named(tmp_path):
     path.write_text(json.dumps(document))
     with pytest.raises(BookError, match="produces"):
         read_notebook(path)
+
+
+def test_devices_are_one_or_all_and_all_unless_told(tmp_path):
+    assert read_notebook(write_notebook(tmp_path, "01_y", ["1"])).devices == "all"
+    assert read_notebook(write_notebook(tmp_path, "01_z", ["1"], devices="one")).devices == "one"
+    with pytest.raises(BookError, match=r"devices is .*two"):
+        read_notebook(write_notebook(tmp_path, "01_z", ["1"], devices="two"))
