@@ -26,6 +26,11 @@ class Estimate:
         low, high = sorted((function(self.ci_low), function(self.ci_high)))
         return Estimate(function(self.value), low, high, self.n)
 
+    def magnitude(self) -> "Estimate":
+        """The estimate without its sign; an interval around zero starts there."""
+        low, high = sorted((abs(self.ci_low), abs(self.ci_high)))
+        return Estimate(abs(self.value), 0.0 if self.ci_low < 0 < self.ci_high else low, high, self.n)
+
 
 def median_estimate(samples, seed: int = 0) -> Estimate:
     """Median and percentile-bootstrap interval of `samples` (any unit; 1-D, at least one finite value).

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from hyperion.results import (
+    Estimate,
     estimates_of_medians,
     holm,
     independent_ratio_estimate,
@@ -63,6 +64,11 @@ def test_estimates_are_reproducible_and_contain_their_value():
 def test_mapping_a_time_to_a_rate_swaps_the_ends():
     rate = median_estimate([1.0, 2.0, 4.0]).map(lambda time: 8 / time)
     assert (rate.value, rate.ci_low, rate.ci_high) == (4.0, 2.0, 8.0)
+
+
+def test_a_magnitude_has_no_sign_and_its_interval_starts_at_zero_where_the_sign_is_open():
+    assert Estimate(-2.0, -3.0, -1.0, 9).magnitude() == Estimate(2.0, 1.0, 3.0, 9)
+    assert Estimate(-1.0, -3.0, 2.0, 9).magnitude() == Estimate(1.0, 0.0, 3.0, 9)
 
 
 def test_wilson_interval_against_its_formula():
