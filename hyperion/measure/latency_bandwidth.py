@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import nnls
 
 from hyperion.results import Estimate, estimates_of_medians
 
@@ -39,6 +38,9 @@ def fit_latency_bandwidth(gigabytes: Sequence[float], times_s: Sequence[Sequence
 
     Source: Hockney, The communication challenge for MPP, Parallel Computing 20 (1994) 389-398, for the model.
     """
+    # Imported where it is used: it takes half a second, which every worker process would pay.
+    from scipy.optimize import nnls
+
     size = np.asarray(gigabytes, dtype=np.float64)
 
     def fit(medians: np.ndarray) -> np.ndarray:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.optimize import nnls
 from torch import Tensor
 
 from hyperion.errors import HyperionError
@@ -60,6 +59,8 @@ class MemoryStream:
             )
         seconds = size / (np.array([rate for _, rate in measured]) * 1e9)
         columns = np.column_stack([1 / seconds, size / size.max() / seconds])
+        from scipy.optimize import nnls  # here: it takes half a second, which every worker process would pay
+
         latency, slope = nnls(columns, np.ones(len(size)))[0]
         return cls(float(size.max() / slope / 1e9), float(latency))
 
