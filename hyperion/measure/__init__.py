@@ -44,6 +44,7 @@ from hyperion.measure.planted_faults import run_self_test
 from hyperion.measure.product_formulas import Product
 from hyperion.measure.product_rates import ProductRates
 from hyperion.measure.ranks_clock import RanksClock
+from hyperion.measure.relaunching import LAUNCHES, SECONDS, SIDES, Launched, Relaunched, relaunch
 from hyperion.measure.repeated import RepeatedCalls
 from hyperion.measure.roofline import Ceilings
 from hyperion.measure.self_test import FaultResult
@@ -73,22 +74,22 @@ from hyperion.measure.verify import Verification, relative_error, verify_element
 from hyperion.measure.verify_whole import verify_bits, verify_sum
 
 __all__ = [
-    "ALL_COLLECTIVES", "COLLECTIVES", "DIRECTIONS", "DISTRIBUTIONS", "FORMATS", "OPERATIONS", "REDUCTIONS",
-    "SWEEPS", "BandwidthMeasurement", "BatchedGemm", "BlockCost", "BucketSize", "CacheCapacity", "CachePoint", "CapturedGemms",
-    "Ceilings", "Collective", "CollectiveMeasurement", "ComparisonAnswer", "CompiledHost", "CopyMeasurement", "Drift", "Energy",
-    "Explanation", "FaultResult", "Finalist", "FlopsAnswer", "Gap", "Gemm", "GemmSearch", "HarnessError",
-    "LargestAllocation", "LatencyBandwidth", "LaunchCost", "MemoryAnswer", "MemoryStream", "NoMemoryCap",
-    "NominalPeak", "NumberFormat", "OperatorCost", "Overlap", "Part", "PeakMemory", "PeakMemoryRegion",
-    "Phase", "Product", "ProductRates", "RanksClock", "RefusedProduct", "RepeatedCalls", "SavedForBackward",
-    "StepCeilings", "StepPrediction", "StepTiming", "Taf", "TensorMemory", "TimeAnswer", "TimedProduct", "Timing",
-    "Uncounted", "Verification", "WorthwhileSize", "WrongValueError", "allocator_refusal", "blas_backend",
+    "ALL_COLLECTIVES", "COLLECTIVES", "DIRECTIONS", "DISTRIBUTIONS", "FORMATS", "LAUNCHES", "OPERATIONS", "REDUCTIONS",
+    "SECONDS", "SIDES", "SWEEPS", "BandwidthMeasurement", "BatchedGemm", "BlockCost", "BucketSize", "CacheCapacity",
+    "CachePoint", "CapturedGemms", "Ceilings", "Collective", "CollectiveMeasurement", "ComparisonAnswer", "CompiledHost",
+    "CopyMeasurement", "Drift", "Energy", "Explanation", "FaultResult", "Finalist", "FlopsAnswer", "Gap", "Gemm",
+    "GemmSearch", "HarnessError", "LargestAllocation", "LatencyBandwidth", "LaunchCost", "Launched", "MemoryAnswer",
+    "MemoryStream", "NoMemoryCap", "NominalPeak", "NumberFormat", "OperatorCost", "Overlap", "Part", "PeakMemory",
+    "PeakMemoryRegion", "Phase", "Product", "ProductRates", "RanksClock", "RefusedProduct", "Relaunched", "RepeatedCalls",
+    "SavedForBackward", "StepCeilings", "StepPrediction", "StepTiming", "Taf", "TensorMemory", "TimeAnswer", "TimedProduct",
+    "Timing", "Uncounted", "Verification", "WorthwhileSize", "WrongValueError", "allocator_refusal", "blas_backend",
     "bytes_of", "cache_capacities", "cache_level", "capture_gemms", "collective_bytes", "compare", "distinct_share",
     "energy_of", "explain", "explain_gap", "fit_latency_bandwidth", "flops", "format_of", "half_rate_size",
-    "largest_allocation", "matmul_precision", "measure_bandwidth", "measure_between", "measure_block_cost", "measure_cache_sweep",
-    "measure_collective", "measure_copy", "measure_launch", "measure_operator_cost", "measure_overlap",
-    "measure_products", "measure_taf", "measure_transfer", "memory", "memory_cap", "nominal_peak",
-    "peer_pairs", "peer_refusal", "predict_step", "recommended_bucket", "relative_error", "run_self_test",
+    "largest_allocation", "matmul_precision", "measure_bandwidth", "measure_between", "measure_block_cost",
+    "measure_cache_sweep", "measure_collective", "measure_copy", "measure_launch", "measure_operator_cost",
+    "measure_overlap", "measure_products", "measure_taf", "measure_transfer", "memory", "memory_cap", "nominal_peak",
+    "peer_pairs", "peer_refusal", "predict_step", "recommended_bucket", "relative_error", "relaunch", "run_self_test",
     "search_gemm", "shapes_only", "state_of", "sweep_sizes", "taf", "time", "time_function", "time_interleaved",
-    "time_shapes", "time_step", "training_calls", "transfer_refusal", "verify_bits", "verify_data",
-    "verify_elementwise", "verify_product", "verify_sum", "worthwhile_size",
+    "time_shapes", "time_step", "training_calls", "transfer_refusal", "verify_bits", "verify_data", "verify_elementwise",
+    "verify_product", "verify_sum", "worthwhile_size",
 ]  # fmt: skip

@@ -71,7 +71,12 @@ class RepeatedCalls:
 
 def _calls_in_a_block(function: Callable, device: Device) -> int:
     _, *seconds = device_clock(device).sample([function], None, 4)[0]
-    return max(1, min(_MOST_CALLS, int(_BLOCK_S / max(min(seconds), 1e-9))))
+    return calls_that_fill(_BLOCK_S, min(seconds))
+
+
+def calls_that_fill(seconds: float, call_s: float) -> int:
+    """How many calls of so many seconds in a row fill a time, up to 1000: a sample long beside the clock's own cost."""
+    return max(1, min(_MOST_CALLS, int(seconds / max(call_s, 1e-9))))
 
 
 def _captured(function: Callable, calls: int, device: Device) -> torch.cuda.CUDAGraph:
