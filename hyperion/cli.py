@@ -130,6 +130,25 @@ def compare(
 
 
 @app.command()
+def relaunch(
+    work: Annotated[Path, typer.Argument(help="A Python file whose work() returns functions to time, by name.")],
+    a: Annotated[Path, typer.Argument(help="The earlier code: the folder that its launches import from first.")],
+    b: Annotated[Path, typer.Argument(help="The later code; the same folder again shows the noise.")],
+    launches: Annotated[int, typer.Option(min=1, help="Of each side; fewer than five confirm nothing.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Sampling of a function in one launch, in all.")] = 0.6,
+) -> None:
+    """Did a change make my code slower? Five launches of each version take turns; then `compare` says.
+
+    All launches are alive at once (on a GPU: with memory for all of them) and sampled in short slices in random order, so
+    that all have lived through the same minutes of the machine. Each becomes a run under results/. Exit code 1 on a
+    confirmed regression.
+    """
+    from hyperion.commands.relaunch import print_relaunch
+
+    raise typer.Exit(print_relaunch(work, a, b, launches, seconds))
+
+
+@app.command()
 def verify(run: RunName = "latest") -> None:
     """Check every file of a run against its manifest and every row against its metric's rules."""
     from hyperion.results import Run, find_run
@@ -196,12 +215,11 @@ def doctor(
     run: Annotated[
         str | None, typer.Option(help="With --floors: read a run instead of measuring.", show_default="measure now")
     ] = None,
-    harness: Annotated[
-        bool, typer.Option("--harness", help="Plant faults into measurements, and see that each is caught.")
-    ] = False,
+    harness: Annotated[bool, typer.Option("--harness", help="Plant faults for the measurements to catch.")] = False,
     numerics: Annotated[
         bool, typer.Option("--numerics", help="Compare logits, gradients and losses with float64, in every precision.")
     ] = False,
+    comparison: Annotated[bool, typer.Option("--comparison", help="Plant slowdowns for `compare` to catch.")] = False,
 ) -> None:
     """Check this machine and installation; each finding comes with its evidence and its remedy.
 
@@ -211,6 +229,8 @@ def doctor(
     With --harness: every way to measure wrongly that this library knows, planted into a measurement, and what refused it.
 
     With --numerics: two small trainings against the float64 numbers kept in git; 1 names the first tensor that is off.
+
+    With --comparison: 44 relaunches in half an hour; 1 unless the same code stays silent, and every planted 10 % is caught.
     """
     from hyperion.commands import doctor as visit
 
@@ -218,6 +238,8 @@ def doctor(
         raise HyperionError("--run goes with --floors", next_step=f"hyperion doctor --floors --run {run}")
     if numerics:
         raise typer.Exit(visit.print_numerics())
+    if comparison:
+        raise typer.Exit(visit.print_comparison_trials())
     raise typer.Exit(visit.print_harness() if harness else visit.print_floors(run) if floors else visit.print_checks())
 
 
@@ -257,9 +279,7 @@ def env() -> None:
 
 @app.command()
 def clean(
-    runs: Annotated[
-        bool, typer.Option("--runs", help="Also your own runs under results/ (never results/reference/).")
-    ] = False,
+    runs: Annotated[bool, typer.Option("--runs", help="Also your own runs (never results/reference/).")] = False,
     data: Annotated[bool, typer.Option("--data", help="Also downloaded and prepared data.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list.")] = False,
 ) -> None:

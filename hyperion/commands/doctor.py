@@ -1,4 +1,4 @@
-"""`hyperion doctor`: findings with their remedies, floors, numerics, and the harness's test of itself."""
+"""`hyperion doctor`: findings with their remedies, floors, numerics, and the tests of the harness and of the comparison."""
 
 from hyperion.commands.console import console
 from hyperion.doctor import check_floors, floor_table, run_checks
@@ -48,3 +48,14 @@ def print_harness() -> int:
     output.print(self_test_table(results))
     output.print(self_test_conclusion(results), markup=False, soft_wrap=True)
     return 0 if all(result.passed for result in results) else 1
+
+
+def print_comparison_trials() -> int:
+    """Print how comparisons of real launches came out; 1 when one was wrong about the same code or about 10 %."""
+    from hyperion.doctor.comparison import conclusion, keeps_its_word, try_comparison
+
+    output = console()
+    trials, folder = try_comparison(on_line=lambda line: output.print(line, markup=False))
+    for line in (*conclusion(trials), f"rows and every comparison: {folder}"):
+        output.print(line, markup=False, soft_wrap=True)
+    return 0 if keeps_its_word(trials) else 1

@@ -40,6 +40,7 @@ def _runs(results: Path) -> Iterator[Path]:
     if not results.is_dir():
         return
     for path in sorted(results.iterdir()):
-        is_run = (path / "run.json").is_file() and path.name != "reference"
+        # Relaunches lie in a folder of their side, both sides in one folder.
+        is_run = ((path / "run.json").is_file() or any(path.glob("[AB]/*/run.json"))) and path.name != "reference"
         if path.is_symlink() or (is_run and not in_use(path)):
             yield path

@@ -6,9 +6,10 @@ def test_caches_go_and_runs_and_data_only_when_asked(tmp_path):
     for name in (".pytest_cache", "hyperion/x/__pycache__", "phase1_x/.ipynb_checkpoints", ".venv/lib/__pycache__"):
         (tmp_path / name).mkdir(parents=True)
     results, data = tmp_path / "results", tmp_path / "data"
-    for name in ("reference/h100", "old", "no-run"):
+    for name in ("reference/h100", "old", "no-run", "relaunch/A/1"):
         (results / name).mkdir(parents=True)
-    (results / "old/run.json").write_text("{}")
+    for name in ("old", "relaunch/A/1"):
+        (results / name / "run.json").write_text("{}")
     (results / "latest").symlink_to("old")
     (data / "raw").mkdir(parents=True)
     (data / "README.md").write_text("")
@@ -20,7 +21,7 @@ def test_caches_go_and_runs_and_data_only_when_asked(tmp_path):
     assert names() == caches
     assert names(staged_data=True) == caches | {"data/raw"}
     with claimed_run(results, "live", {"profile": "smoke"}, {}):
-        assert names(runs=True) == caches | {"results/old", "results/latest"}
+        assert names(runs=True) == caches | {"results/old", "results/latest", "results/relaunch"}
     for path in removable(tmp_path, results, data, runs=True, staged_data=True):
         remove(path)
     assert names(runs=True, staged_data=True) == set()
