@@ -13,7 +13,7 @@ from hyperion.experiments.relaunched_runs import record_launches
 from hyperion.measure import relaunch
 from hyperion.results import Comparison, Row, Run, compare, new_run_folder, proportion_estimate, relaunches, sensitivity
 
-FUNCTIONS = ("product", "stream")
+FUNCTIONS = ("product", "sum")
 OPERATIONS = 100
 # (slowdown, trials): 20 each of the same code and of 10 %, and some of 3 %, where the threshold lies.
 SURE = 0.10

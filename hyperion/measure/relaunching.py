@@ -146,7 +146,7 @@ def relaunch(
 
 
 def plan_turns(call_s: dict[str, float], launches: int, seconds: float) -> Plan:
-    """Slices as short as sampling allows: at least two calls of every function, and at least 30 of them.
+    """Slices as short as sampling allows: as long as two calls of the slowest function, unless that leaves fewer than 30.
 
     Args:
         call_s: seconds of a call, by function.
