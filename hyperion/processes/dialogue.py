@@ -16,7 +16,9 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import hyperion
 from hyperion.errors import HyperionError
 from hyperion.processes.job import KILLED_REMEDY, JobError
 from hyperion.processes.lifeline import die_with, kill_session
@@ -26,6 +28,7 @@ _LAUNCHER = "HYPERION_LAUNCHER"
 # So long a process that stands still gets to write down where.
 _STACK_S = 0.5
 _END_S = 2.0
+_LIBRARY = str(Path(hyperion.__file__).parent)
 
 
 class Partner:
@@ -162,7 +165,15 @@ def answer_questions(functions: dict[str, Callable[..., dict]]) -> None:
             told = {"answer": functions[question](**params)}
         except HyperionError as error:
             told = {"error": error.as_dict()}
-        except Exception:
-            told = {"traceback": traceback.format_exc()}
+        except Exception as error:
+            told = {"traceback": _traceback(error)}
         answers.write(json.dumps(told) + "\n")
         answers.flush()
+
+
+def _traceback(error: Exception) -> str:
+    """The traceback from the first frame that is not this library's: the way there helps no reader. All, where none is."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith((_LIBRARY, "<frozen ")):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))

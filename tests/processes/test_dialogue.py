@@ -59,6 +59,7 @@ def test_it_answers_in_its_own_words_and_takes_its_children_along():
         with pytest.raises(JobError, match="launch 2 of B raised") as error:
             asked.ask("fail", 60)
         assert "Traceback" in error.value.what and "wrong on purpose" in error.value.what
+        assert "dialogue.py" not in error.value.what  # the way through the library helps no reader
         child = asked.ask("start_a_child", 60)["pid"]
         started = time.monotonic()
         with pytest.raises(JobError, match=r"gave no answer within 0\.5 s") as error:
