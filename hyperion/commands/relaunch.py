@@ -57,7 +57,7 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=output, transient=True) as progress:
-        bar = progress.add_task("")
+        bar = progress.add_task("launching", total=None)
 
         def show(done: int, total: int, note: str) -> None:
             if progress.tasks[bar].description != note:
