@@ -10,6 +10,13 @@ from hyperion.results import Row
 
 _REFERENCE_STEPS = ("model_steps", "batch_scaling")
 _BASELINES, _RATES = ("language_model", "image_classifier"), ("tokens_per_s", "images_per_s")
+# What a baseline reaches, and on which split: by experiment and metric.
+_REACHED = {
+    ("language_model", "perplexity_token"): ("perplexity per token", "valid"),
+    ("language_model", "perplexity_word"): ("perplexity per word", "valid"),
+    ("image_classifier", "accuracy"): ("accuracy", "test"),
+}
+_LOOPS = ("image_training_speed", "language_training_speed")
 
 
 @dataclass(frozen=True)
@@ -62,15 +69,21 @@ def _links(rows: list[Row]) -> Iterator[tuple[str, Row]]:
 
 
 def _baselines(rows: list[Row]) -> Iterator[tuple[str, Row]]:
+    """What they reach, in the mean where several seeds were trained, and the rate of their steps."""
+    averaged = {(row.variant, row.metric) for row in rows if "seeds" in row.params}
     for row in rows:
-        split = row.params.get("split")
-        if (row.experiment, row.metric, split) == ("language_model", "perplexity_token", "valid"):
-            yield f"{row.variant}, perplexity per token, valid split", row
-        elif (row.experiment, row.metric, split) == ("image_classifier", "accuracy", "test"):
-            yield f"{row.variant}, accuracy, test split", row
+        what, split = _REACHED.get((row.experiment, row.metric), ("", ""))
+        if what and row.params.get("split") == f"{split}, mean of seeds":
+            yield f"{row.variant}, {what}, {split} split, mean of {row.params['seeds']} seeds", row
+        elif what and row.params.get("split") == split and (row.variant, row.metric) not in averaged:
+            yield f"{row.variant}, {what}, {split} split", row
         elif row.experiment in _BASELINES and row.metric in _RATES and row.params.get("step") == "steady":
             batch = f"{row.params['batch']:,}{' tokens' if row.metric == 'tokens_per_s' else ''}"
             yield f"{row.variant}, steady training step, {row.dtype}, batch {batch}", row
+        elif row.experiment in _LOOPS and row.metric == "speedup":
+            compiled = " compiled" if row.params.get("plain_compiled", row.params["compiled"]) else ""
+            batch = f"{row.params['batch']:,}{' tokens' if row.experiment == 'language_training_speed' else ''}"
+            yield f"{row.variant}, training, batch {batch}: over a plain{compiled} loop", row
 
 
 def _precise(rows: list[Row]) -> Iterator[tuple[str, Row]]:

@@ -1,5 +1,8 @@
 """Make a run the committed reference of a machine: results/reference/<name>/."""
 
+import base64
+import posixpath
+import re
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
@@ -15,11 +18,13 @@ LARGEST_BYTES = 12_000_000
 _PAGES = "notebooks/"
 # Rebuilt from the rows: the report, whose pictures are those of README.md, and the JSON twins of the tables.
 _REBUILT = ("report.html", "benchmarks/*.json")
+_INLINE_PICTURE = re.compile(rb"data:image/png;base64,([A-Za-z0-9+/=\n]+)")
 
 
 def publish(run: Run, name: str, folder: Path | None = None) -> tuple[Path, list[str]]:
     """Copy a verified run to the reference results, pages last and as far as the size allows, and write its README.md.
 
+    A page's picture that also lies beside it as a file is linked there, not kept twice.
     A reference of the same name is replaced, whole or not at all.
 
     Args:
@@ -55,6 +60,9 @@ def _chosen(run: Run, room: int) -> tuple[dict[str, bytes], list[str]]:
     contents = {name: run.read(name) for name in names}
     for name, content in contents.items():
         demand_no_machine_paths(name, content)
+    files = {content: name for name, content in contents.items() if name.endswith(".png")}
+    for name in (name for name in names if name.startswith(_PAGES)):
+        contents[name] = _linked(name, contents[name], files)
     pages = sorted((name for name in names if name.startswith(_PAGES)), key=lambda name: len(contents[name]))
     room -= sum(len(content) for name, content in contents.items() if name not in pages)
     if room < 0:
@@ -70,6 +78,16 @@ def _chosen(run: Run, room: int) -> tuple[dict[str, bytes], list[str]]:
             left_out.append(name)
             del contents[name]
     return contents, left_out
+
+
+def _linked(page: str, content: bytes, pictures: dict[bytes, str]) -> bytes:
+    """The page with relative links for those of its inline pictures that `pictures`, names by content, has as files."""
+
+    def link(found: re.Match) -> bytes:
+        name = pictures.get(base64.b64decode(found[1]))
+        return found[0] if name is None else posixpath.relpath(name, posixpath.dirname(page)).encode()
+
+    return _INLINE_PICTURE.sub(link, content)
 
 
 def _write_readme(reference: Run) -> None:

@@ -37,6 +37,17 @@ def test_a_reference_models_best_step_is_looked_for_in_both_experiments():
     assert told(*rates, fastest)["vit_b_16, training, bf16, compiled, batch 32"] == 2900.0
 
 
+def test_a_baseline_of_several_seeds_is_quoted_in_the_mean():
+    one = row("image_classifier", "resnet18", "accuracy", 0.948, split="test")
+    assert told(one) == {"resnet18, accuracy, test split": 0.948}
+    each = row("image_classifier", "resnet18", "accuracy", 0.948, split="test, every seed", seed=0)
+    mean = row("image_classifier", "resnet18", "accuracy", 0.946, split="test, mean of seeds", seeds=5)
+    words = row("language_model", "lm", "perplexity_word", 92.0, split="valid")
+    assert told(one, each, mean, words) == {
+        "resnet18, accuracy, test split, mean of 5 seeds": 0.946, "lm, perplexity per word, valid split": 92.0,
+    }  # fmt: skip
+
+
 def test_the_fastest_compiled_mode_has_the_shortest_time_not_the_largest_ratio():
     shared = {"model": "lm", "batch": 8}
     rows = [row("compilation", "eager", "inference_time_s", 1.2e-3, **shared)]
