@@ -135,7 +135,7 @@ def _draw_trade(axes: Axes, rows: list[Row]) -> None:
             axes.plot([], [], "s", color=colour, label=how if marker == MARKERS[0] else None)
         axes.plot([], [], marker, color=MUTED, label=model)
     handles, names = axes.get_legend_handles_labels()
-    axes.legend(handles, names, loc="upper right", bbox_to_anchor=(1, 0.5), fontsize=8.5)
+    axes.legend(handles, names, loc="lower right", fontsize=8.5)
     axes.axhline(1, color=MUTED, linestyle=(0, (5, 3)), linewidth=1.2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")

@@ -100,7 +100,8 @@ class Display:
         while not self._closing.wait(_PLAIN_EVERY_S):
             for stem, current in list(self._current.items()):
                 spent, left = told(time.monotonic() - current.started), told(self.left_s())
-                self.say(f"    {stem}: cell {current.done + 1}/{current.cells}, {spent} so far, about {left} left in all")
+                cell = min(current.done + 1, current.cells)  # after the last one the page is written
+                self.say(f"    {stem}: cell {cell}/{current.cells}, {spent} so far, about {left} left in all")
 
     def left_s(self) -> float:
         """Expected seconds until all is done; a notebook that overruns its expectation counts as about to finish."""
