@@ -24,11 +24,12 @@ from hyperion.processes.job import KILLED_REMEDY, JobError
 from hyperion.processes.lifeline import die_with, kill_session
 from hyperion.processes.output import last_lines
 
-_LAUNCHER = "HYPERION_LAUNCHER"
+_LAUNCHER, _ANSWERS = "HYPERION_LAUNCHER", "HYPERION_ANSWERS"
 # So long a process that stands still gets to write down where.
 _STACK_S = 0.5
 _END_S = 2.0
-_LIBRARY = str(Path(hyperion.__file__).parent)
+_LOOK_S = 1.0
+_LIBRARY = str(Path(hyperion.__file__).parent) + os.sep
 
 
 class Partner:
@@ -47,13 +48,18 @@ class Partner:
 
     def __init__(self, name: str, arguments: Sequence[str], environment: dict[str, str]):
         self.name = name
-        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - `close` does
+        # Appended to: the process writes on while its end is read.
+        self._log = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115 - `close` does
         self._heard = b""
+        # A pipe of their own: what is printed before `answer_questions` begins, by a sitecustomize say, is no answer.
+        answers, end = os.pipe()
+        self._answers = os.fdopen(answers, "rb", buffering=0)
         # A session of its own: Ctrl-C reaches the one that asks, and that one ends this process and all it has started.
         self._process = subprocess.Popen(
-            [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, bufsize=0,
-            env=environment | {_LAUNCHER: str(os.getpid())}, start_new_session=True,
+            [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=self._log, stderr=self._log, bufsize=0, pass_fds=[end],
+            env=environment | {_LAUNCHER: str(os.getpid()), _ANSWERS: str(end)}, start_new_session=True,
         )  # fmt: skip
+        os.close(end)
         self.pid = self._process.pid
 
     def __enter__(self) -> "Partner":
@@ -100,7 +106,7 @@ class Partner:
         """End it and whatever it has started: at once, since it keeps nothing."""
         kill_session(self.pid, ours=self._process.poll() is None)
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._log):
+        for stream in (self._process.stdin, self._answers, self._log):
             stream.close()
 
     @property
@@ -109,14 +115,17 @@ class Partner:
 
     def _line(self, deadline: float) -> bytes | None:
         """The next line without its end, b"" when there will be none, None at the deadline."""
-        stream = self._process.stdout
         while b"\n" not in self._heard:
-            if not select.select([stream], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                return None
-            read = stream.read(1 << 20)
-            if not read:
+            left_s = max(0.0, deadline - time.monotonic())
+            if select.select([self._answers], [], [], min(left_s, _LOOK_S))[0]:
+                read = self._answers.read(1 << 20)
+                if not read:
+                    return b""
+                self._heard += read
+            elif self._process.poll() is not None:  # what it forked may keep the pipe open
                 return b""
-            self._heard += read
+            elif not left_s:
+                return None
         line, self._heard = self._heard.split(b"\n", 1)
         return line
 
@@ -153,10 +162,9 @@ def answer_questions(functions: dict[str, Callable[..., dict]]) -> None:
         functions: what can be asked for, by name; each takes the question's parameters and returns a JSON-able dict.
     """
     die_with(int(os.environ.pop(_LAUNCHER)))
-    questions, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
+    questions, answers = os.fdopen(os.dup(0)), os.fdopen(int(os.environ.pop(_ANSWERS)), "w")
+    os.set_inheritable(answers.fileno(), False)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     for line in questions:

@@ -21,6 +21,8 @@ ANSWERING = textwrap.dedent(
     from hyperion.errors import HyperionError
     from hyperion.processes.dialogue import answer_questions
 
+    print("before the first question")
+
     def double(value):
         print("to the log, not into the answer")
         return {"value": 2 * value, "read": sys.stdin.read()}
@@ -35,13 +37,18 @@ ANSWERING = textwrap.dedent(
         print("the last words", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 
+    def die_and_leave_a_child():
+        if os.fork() == 0:
+            time.sleep(600)
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def start_a_child():
         return {"pid": subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid}
 
     def stand_still():
         time.sleep(600)
 
-    answer_questions({f.__name__: f for f in (double, refuse, fail, die, start_a_child, stand_still)})
+    answer_questions({f.__name__: f for f in (double, refuse, fail, die, die_and_leave_a_child, start_a_child, stand_still)})
     """
 )
 
@@ -75,6 +82,13 @@ def test_one_that_dies_is_named_with_its_signal_and_what_it_printed():
         assert "the last words" in error.value.what
         with pytest.raises(JobError, match="was killed by SIGKILL"):
             asked.ask("double", 60, value=1)
+
+
+def test_one_that_dies_is_named_though_a_process_that_it_forked_lives_on():
+    with partner() as asked:
+        asked.ask("double", 60, value=1)
+        with pytest.raises(JobError, match="was killed by SIGKILL"):
+            asked.ask("die_and_leave_a_child", 60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
