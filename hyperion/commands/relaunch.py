@@ -34,7 +34,7 @@ def print_launches(relaunched: Relaunched, work: Path, folders: tuple[Path, Path
     sides, sources = record_launches(relaunched, work, folders, place), [relaunched.of(side)[0].source for side in "AB"]
     code, output = print_comparison(*map(str, sides), everything=False), console()
     if sources[0] == sources[1]:
-        output.print("A and B imported the same source: whatever differs is noise", markup=False)
+        output.print("A and B imported the same files: what differs is noise, unless they read others", markup=False)
     output.print(
         f"again, with every value:  hyperion compare --all {sides[0]} {sides[1]}", markup=False, soft_wrap=True
     )

@@ -1,6 +1,7 @@
 """Launches of a reader's code as runs: one folder of relaunches a side, as `hyperion compare` takes them."""
 
 import hashlib
+import uuid
 from pathlib import Path
 
 from hyperion.experiments.chapter import run_information
@@ -9,6 +10,8 @@ from hyperion.measure import SIDES, Launched, Relaunched
 from hyperion.results import Run
 
 NOTEBOOK = "relaunch"
+# In every row: its value and interval are without what the rounds did to all launches of both sides, the raw samples are not.
+_LEVELLED = {"turns": "levelled by round"}
 
 
 def record_launches(relaunched: Relaunched, work: Path, folders: tuple[Path, Path], place: Path) -> tuple[Path, Path]:
@@ -23,16 +26,17 @@ def record_launches(relaunched: Relaunched, work: Path, folders: tuple[Path, Pat
         The folders of the two sides.
     """
     information, plan = run_information(NOTEBOOK, "", 0), relaunched.plan
-    asked = {"work": work.name, "work_sha256": hashlib.sha256(work.read_bytes()).hexdigest(), "rounds": plan.rounds,
-             "slice_s": plan.slice_s, "calls": plan.calls}  # fmt: skip
+    asked = {"call": uuid.uuid4().hex[:16], "work": work.name, "work_sha256": hashlib.sha256(work.read_bytes()).hexdigest(),
+             "rounds": plan.rounds, "slice_s": plan.slice_s, "calls": plan.calls}  # fmt: skip
     for side, folder in zip(SIDES, folders, strict=True):
         of_side = relaunched.of(side)
-        version = {"folder": folder.resolve().name, "commit": git_state(folder)["commit"], "source": of_side[0].source}
+        version = {"folder": folder.resolve().name} | git_state(folder, within=".")
         for launched in of_side:
             told = (
                 asked
                 | version
-                | {"side": side, "launch": launched.number, "launches": len(of_side), "files": launched.files}
+                | {"side": side, "launch": launched.number, "launches": len(of_side)}
+                | {"source": launched.source, "files": launched.files}
             )
             run = Run.create(place / side / str(launched.number), information | {"relaunch": told})
             _record(run, launched, work.stem, told)
@@ -41,7 +45,8 @@ def record_launches(relaunched: Relaunched, work: Path, folders: tuple[Path, Pat
 
 def _record(run: Run, launched: Launched, experiment: str, told: dict) -> None:
     rows = [
-        answer.row(notebook=NOTEBOOK, experiment=experiment, variant=name) for name, answer in launched.answers.items()
+        answer.row(notebook=NOTEBOOK, experiment=experiment, variant=name, params=_LEVELLED)
+        for name, answer in launched.answers.items()
     ]
     environment = run.information()["environment"]
     provenance = {"profile": NOTEBOOK, "seed": 0, "sizes": told, "source": environment["source"]}

@@ -52,14 +52,14 @@ def source_hash(folder: Path | None = None) -> str:
     return digest.hexdigest()
 
 
-def git_state(root: Path | None = None) -> dict[str, str | bool | None]:
-    """The commit of the checkout and whether the library differs from it. Without git, the commit in a file
-    SOURCE_COMMIT at the root; without that, None. Never fails."""
+def git_state(root: Path | None = None, within: str = "hyperion") -> dict[str, str | bool | None]:
+    """The commit of the checkout and whether what lies `within` it, the library, differs from it. Without git, the commit
+    in a file SOURCE_COMMIT at the root; without that, None. Never fails."""
     root = root or package_folder().parent
     if (root / ".git").exists():
         commit = _git(root, "rev-parse", "HEAD")
         if commit:
-            changes = _git(root, "status", "--porcelain", "--", "hyperion")
+            changes = _git(root, "status", "--porcelain", "--", within)
             return {"commit": commit, "modified": None if changes is None else bool(changes)}
     try:
         stated = (root / "SOURCE_COMMIT").read_text(encoding="utf-8").strip()

@@ -68,7 +68,7 @@ def compare(runs_a: list[Run], runs_b: list[Run]) -> list[Comparison]:
     when it exceeds both 3 % and the spread between relaunches.
 
     Raises:
-        HyperionError: the two sides share no value.
+        HyperionError: the two sides share no value, or are launches of `hyperion relaunch` that did not take turns.
     """
     values_a, values_b = _values(runs_a), _values(runs_b)
     shared = [key for key, a in values_a.items() if len(a) == len(runs_a) and len(values_b.get(key, ())) == len(runs_b)]
@@ -78,6 +78,7 @@ def compare(runs_a: list[Run], runs_b: list[Run]) -> list[Comparison]:
             where=f"{runs_a[0].folder} and {runs_b[0].folder}",
             next_step="compare runs of the same profile and data source",
         )
+    _require_turns(runs_a, runs_b)
     enough = min(len(runs_a), len(runs_b)) >= RELAUNCHES
     p_values = holm([welch_p_value(values_a[key], values_b[key]) for key in shared]) if enough else [None] * len(shared)
     rule = Rule(len(runs_a), len(runs_b), SIGNIFICANCE / len(shared), SMALLEST_CHANGE) if enough else None
@@ -98,6 +99,18 @@ def sensitivity(compared: list[Comparison]) -> str:
         f"{np.median(powers):.0%} (median over the values; {min(powers):.0%} to {max(powers):.0%}), and four times out of "
         f"five one of {confirmed}"
     )
+
+
+def _require_turns(runs_a: list[Run], runs_b: list[Run]) -> None:
+    """Launches that took turns have seen the machine once, however many they are: their scatter does not hold what changed
+    until another call, so that a change of the machine would be confirmed as one of the code."""
+    a, b = ({run.information().get("relaunch", {}).get("call") for run in side} for side in (runs_a, runs_b))
+    if a != b:
+        raise HyperionError(
+            "launches of different calls of `hyperion relaunch` did not take turns with each other",
+            where=f"{runs_a[0].folder} and {runs_b[0].folder}",
+            next_step="have both versions take turns: hyperion relaunch WORK A B",
+        )
 
 
 def _values(runs: list[Run]) -> dict[tuple, list[float]]:

@@ -47,6 +47,7 @@ def test_real_launches_become_runs_that_compare_reads(sides, tmp_path, capsys):
         assert run.verify()
         rows = {row.variant: row for row in run.rows()}
         assert set(rows) == {"step", "same"} and all((r.metric, r.n) == ("call_time_s", 30) for r in rows.values())
+        assert all(r.params == {"cache": "hot", "turns": "levelled by round"} for r in rows.values())
         samples, told = run.samples("relaunch", "bench"), run.information()["relaunch"]
         assert samples["round"].nunique() == 30 == told["rounds"] and (samples["time_s"] > 0).all()
         assert list(told["files"]) == ["relaunched_side.py"] and "environment" in run.information()
@@ -57,7 +58,7 @@ def test_real_launches_become_runs_that_compare_reads(sides, tmp_path, capsys):
     assert "bench step" in said and f"compare --all {place / 'A'} {place / 'B'}" in " ".join(said.split())
 
 
-def test_a_side_that_is_not_used_leaves_no_folder_behind(sides, tmp_path):
+def test_a_side_that_is_missing_leaves_no_folder_behind(sides, tmp_path):
     with pytest.raises(Exception, match="no such folder"):
         print_relaunch(sides[0], sides[1], tmp_path / "none", launches=5, seconds=0.05)
     assert list((tmp_path / "results").iterdir()) == []

@@ -14,10 +14,10 @@ NOISE = 0.01
 def relaunched(tmp_path):
     """Makes `count` runs of ten timed variants, the first of them slower by `slowdown`."""
 
-    def make(side, count, slowdown=0.0):
+    def make(side, count, slowdown=0.0, information=None):
         random = np.random.default_rng([count, *map(ord, side)])
         for launch in range(count):
-            run = Run.create(tmp_path / side / str(launch), {})
+            run = Run.create(tmp_path / side / str(launch), information or {})
             rows = []
             for variant in range(10):
                 time = 0.1 * (1 + (slowdown if variant == 0 else 0)) * random.lognormal(0, NOISE)
@@ -61,6 +61,14 @@ def test_one_against_one_is_unconfirmed(relaunched):
     assert verdicts(comparisons)["e v0", "step_time_s"] == "unconfirmed"
     assert all(c.p_value is None for c in comparisons)
     assert "regression" not in verdicts(comparisons).values()
+
+
+def test_launches_that_did_not_take_turns_are_refused(relaunched):
+    one, other = ({"relaunch": {"call": name}} for name in ("monday", "tuesday"))
+    monday = relaunched("a", 5, information=one)
+    assert compare(monday, relaunched("b", 5, information=one))
+    with pytest.raises(HyperionError, match="did not take turns with each other"):
+        compare(monday, relaunched("c", 5, information=other))
 
 
 def test_runs_that_share_nothing_and_folders_without_runs_are_refused(relaunched, tmp_path):
