@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hyperion.errors import HyperionError
-from hyperion.hardware import read
+from hyperion.hardware import Device, read
 from hyperion.measure.api import checked_callable, device_of, noting
 from hyperion.measure.clocks import WallClock
 from hyperion.measure.timing import time_function
@@ -28,7 +28,7 @@ class Launch:
 
     def __init__(self) -> None:
         self.functions: dict[str, Callable[[], object]] = {}
-        self.device = device_of(None)
+        self.device: Device | None = None
 
     def ready(self) -> dict:
         """Everything is imported; nothing of the reader's has run."""
@@ -44,6 +44,7 @@ class Launch:
             HyperionError: the file has no such function, or it returns no functions. What it raises itself comes through.
         """
         self.functions = functions_of(Path(work))
+        self.device = device_of(None)  # only now: the file may choose the device, or which of them are visible
         answer = {}
         for name, function in self.functions.items():
             with noting("relaunch", name):
