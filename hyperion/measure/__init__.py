@@ -44,7 +44,7 @@ from hyperion.measure.planted_faults import run_self_test
 from hyperion.measure.product_formulas import Product
 from hyperion.measure.product_rates import ProductRates
 from hyperion.measure.ranks_clock import RanksClock
-from hyperion.measure.relaunching import LAUNCHES, SECONDS, SIDES, Launched, Relaunched, relaunch
+from hyperion.measure.relaunching import SIDES, Launched, Relaunched, relaunch
 from hyperion.measure.repeated import RepeatedCalls
 from hyperion.measure.roofline import Ceilings
 from hyperion.measure.self_test import FaultResult
@@ -74,8 +74,8 @@ from hyperion.measure.verify import Verification, relative_error, verify_element
 from hyperion.measure.verify_whole import verify_bits, verify_sum
 
 __all__ = [
-    "ALL_COLLECTIVES", "COLLECTIVES", "DIRECTIONS", "DISTRIBUTIONS", "FORMATS", "LAUNCHES", "OPERATIONS", "REDUCTIONS",
-    "SECONDS", "SIDES", "SWEEPS", "BandwidthMeasurement", "BatchedGemm", "BlockCost", "BucketSize", "CacheCapacity",
+    "ALL_COLLECTIVES", "COLLECTIVES", "DIRECTIONS", "DISTRIBUTIONS", "FORMATS", "OPERATIONS", "REDUCTIONS",
+    "SIDES", "SWEEPS", "BandwidthMeasurement", "BatchedGemm", "BlockCost", "BucketSize", "CacheCapacity",
     "CachePoint", "CapturedGemms", "Ceilings", "Collective", "CollectiveMeasurement", "ComparisonAnswer", "CompiledHost",
     "CopyMeasurement", "Drift", "Energy", "Explanation", "FaultResult", "Finalist", "FlopsAnswer", "Gap", "Gemm",
     "GemmSearch", "HarnessError", "LargestAllocation", "LatencyBandwidth", "LaunchCost", "Launched", "MemoryAnswer",

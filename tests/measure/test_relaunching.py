@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hyperion.errors import HyperionError
-from hyperion.measure import relaunch
+from hyperion.measure import relaunch, relaunching
 from hyperion.measure.relaunch_worker import files_from, functions_of
 from hyperion.measure.relaunching import levelled, plan_turns
 from hyperion.processes import JobError
@@ -38,6 +38,14 @@ def test_paths_are_checked_before_anything_is_started(tmp_path):
         relaunch(tmp_path / "work.py", tmp_path, tmp_path / "b")
 
 
+def test_a_side_of_which_nothing_was_imported_is_refused_unless_there_is_only_one(tmp_path):
+    sides = {"A": tmp_path / "old", "B": tmp_path / "new"}
+    with pytest.raises(HyperionError, match=r"work\.py imported nothing from the folder of side B") as error:
+        relaunching._require_use(tmp_path / "work.py", sides, {"A": {"x.py": "1"}, "B": {}})
+    assert error.value.where == sides["B"]
+    relaunching._require_use(tmp_path / "work.py", dict.fromkeys("AB", tmp_path), {"A": {}, "B": {}})
+
+
 def test_the_files_of_a_side_are_those_that_stand_on_the_import_path(tmp_path, monkeypatch):
     (tmp_path / "lib").mkdir()
     for file in ("relaunched_one.py", "lib/relaunched_two.py"):
@@ -64,6 +72,17 @@ def test_what_a_round_does_to_all_launches_is_levelled_and_what_sets_them_apart_
     times = levelled(own * machine)
     assert np.allclose(times / times[0], own) and np.allclose(times, times[:, :1])
     assert np.median(times) == pytest.approx(np.median(own * np.median(machine)), rel=1e-6)
+
+
+@pytest.mark.parametrize("change", [0.0, 0.03, 0.5])
+def test_levelling_draws_the_sides_not_together_where_turns_are_noisy(change):
+    random, seen = np.random.default_rng(0), []
+    for _ in range(200):
+        sides = np.repeat([1.0, 1 + change], 5)[:, None]
+        times = levelled(sides * random.lognormal(0, 0.1, (1, 120)) * random.lognormal(0, 0.02, (10, 120)))
+        logarithms = np.log(np.median(times, axis=1))
+        seen.append(logarithms[5:].mean() - logarithms[:5].mean())
+    assert np.mean(seen) == pytest.approx(np.log1p(change), abs=5e-4)
 
 
 @pytest.mark.slow
