@@ -60,7 +60,7 @@ def _chosen(run: Run, room: int) -> tuple[dict[str, bytes], list[str]]:
     contents = {name: run.read(name) for name in names}
     for name, content in contents.items():
         demand_no_machine_paths(name, content)
-    files = {content: name for name, content in contents.items() if name.endswith(".png")}
+    files = {base64.b64encode(content): name for name, content in contents.items() if name.endswith(".png")}
     for name in (name for name in names if name.startswith(_PAGES)):
         contents[name] = _linked(name, contents[name], files)
     pages = sorted((name for name in names if name.startswith(_PAGES)), key=lambda name: len(contents[name]))
@@ -81,10 +81,11 @@ def _chosen(run: Run, room: int) -> tuple[dict[str, bytes], list[str]]:
 
 
 def _linked(page: str, content: bytes, pictures: dict[bytes, str]) -> bytes:
-    """The page with relative links for those of its inline pictures that `pictures`, names by content, has as files."""
+    """The page with relative links for those of its inline pictures that `pictures`, names by base64 content, has as files."""
 
     def link(found: re.Match) -> bytes:
-        name = pictures.get(base64.b64decode(found[1]))
+        # Not decoded: a script of the page may hold the beginning of such an address, which is no picture.
+        name = pictures.get(found[1].replace(b"\n", b""))
         return found[0] if name is None else posixpath.relpath(name, posixpath.dirname(page)).encode()
 
     return _INLINE_PICTURE.sub(link, content)

@@ -45,7 +45,8 @@ def test_the_report_is_not_kept_since_it_is_rebuilt_from_the_rows(run, tmp_path)
 
 def test_a_picture_that_lies_beside_a_page_is_linked_and_another_stays_in_it(run, tmp_path):
     kept, only_here = b"picture" * 40, b"another"
-    page = '<img src="data:image/png;base64,{}"><img src="data:image/png;base64,{}">'
+    script = '<script>"data:image/png;base64,x" + y</script>'
+    page = '<img src="data:image/png;base64,{}"><img src="data:image/png;base64,{}">' + script
     run.write({
         "benchmarks/gemm/a.png": kept,
         "notebooks/01_x.html": page.format(*(base64.b64encode(png).decode() for png in (kept, only_here))).encode(),
@@ -53,7 +54,7 @@ def test_a_picture_that_lies_beside_a_page_is_linked_and_another_stays_in_it(run
     folder, _ = publish(run, "h100", tmp_path / "reference")
     told = (folder / "notebooks/01_x.html").read_text()
     link = "../benchmarks/gemm/a.png"
-    assert told == f'<img src="{link}"><img src="data:image/png;base64,{base64.b64encode(only_here).decode()}">'
+    assert told == f'<img src="{link}"><img src="data:image/png;base64,{base64.b64encode(only_here).decode()}">{script}'
     assert (folder / "notebooks" / link).resolve().read_bytes() == kept
 
 
