@@ -139,9 +139,9 @@ def relaunch(
 ) -> None:
     """Did a change make my code slower? Five launches of each version take turns; then `compare` says.
 
-    All launches are alive at once (on a GPU: with memory for all of them) and sampled in short slices in random order, so
-    that all have lived through the same minutes of the machine. Each becomes a run under results/. Exit code 1 on a
-    confirmed regression.
+    The file imports from A or B and what is installed, not from its own folder. All launches are alive at once (on a GPU:
+    with memory for all of them) and sampled in short slices in random order, so that all have lived through the same
+    minutes of the machine. Each becomes a run under results/. Exit code 1 on a confirmed regression.
     """
     from hyperion.commands.relaunch import print_relaunch
 

@@ -112,6 +112,7 @@ def relaunch(
 
     Args:
         work: a Python file with a function `work()` that returns what is to be timed: functions without arguments, by name.
+            It imports from a side's folder and what is installed, not from its own folder.
         folder_a, folder_b: what each side's launches find first on their import path: two checkouts, or one folder twice,
             which shows the noise.
         launches: of each side.
@@ -121,8 +122,8 @@ def relaunch(
         report: called with (done, total, what now) as the work goes on.
 
     Raises:
-        HyperionError: a path is missing, the file holds no such functions, or a side used nothing of its folder although
-            the folders differ.
+        HyperionError: a path is missing, the file holds no such functions, a side used nothing of its folder although the
+            folders differ, or a file of a side changed between its launches.
         JobError: a launch raised, died or stood still; the message names its side and number, with its traceback.
     """
     work, folders = (
@@ -198,6 +199,17 @@ class _Team:
         for side in self._pair(number):
             paths = {"work": str(self.work), "folder": str(self.folders[side])}
             self.told[side, number] = self.partners[side, number].ask("prepare", self.timeout_s, **paths)
+            self.require_same_files(side, number)
+
+    def require_same_files(self, side: str, number: int) -> None:
+        """A file that was edited while launches started would make two versions of one side."""
+        first = self.told[side, 1]["files"]
+        for file, digest in self.told[side, number]["files"].items():
+            if first.get(file, digest) != digest:
+                raise HyperionError(
+                    f"a file changed before launch {number} of {side} imported it", where=self.folders[side] / file,
+                    next_step="leave both folders as they are until all are launched, and run again",
+                )  # fmt: skip
 
     @staticmethod
     def _pair(number: int) -> tuple[str, ...]:

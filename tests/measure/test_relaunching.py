@@ -1,5 +1,6 @@
 """What is relaunched: a reader's file is taken or refused, turns are planned and levelled, a dying launch is named."""
 
+import contextlib
 import os
 import sys
 
@@ -44,6 +45,16 @@ def test_a_side_of_which_nothing_was_imported_is_refused_unless_there_is_only_on
         relaunching._require_use(tmp_path / "work.py", sides, {"A": {"x.py": "1"}, "B": {}})
     assert error.value.where == sides["B"]
     relaunching._require_use(tmp_path / "work.py", dict.fromkeys("AB", tmp_path), {"A": {}, "B": {}})
+
+
+def test_a_file_that_changes_between_launches_is_named(tmp_path):
+    with contextlib.ExitStack() as stack:
+        team = relaunching._Team(tmp_path / "work.py", dict.fromkeys("AB", tmp_path), 1.0, stack)
+        team.told = {("B", number): {"files": {"x.py": digest}} for number, digest in ((1, "a"), (2, "a"), (3, "b"))}
+        team.require_same_files("B", 1), team.require_same_files("B", 2)
+        with pytest.raises(HyperionError, match="changed before launch 3 of B") as error:
+            team.require_same_files("B", 3)
+    assert error.value.where == tmp_path / "x.py"
 
 
 def test_the_files_of_a_side_are_those_that_stand_on_the_import_path(tmp_path, monkeypatch):
