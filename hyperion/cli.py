@@ -140,8 +140,8 @@ def relaunch(
     """Did a change make my code slower? Five launches of each version take turns; then `compare` says.
 
     The file imports from A or B and what is installed, not from its own folder. All launches are alive at once (on a GPU:
-    with memory for all of them) and sampled in short slices in random order, so that all have lived through the same
-    minutes of the machine. Each becomes a run under results/. Exit code 1 on a confirmed regression.
+    with memory for all of them) and sampled in short slices in random order, so that all see the same minutes of the
+    machine. A typical call is compared, not the slowest. Each launch becomes a run under results/. 1 on a regression.
     """
     from hyperion.commands.relaunch import print_relaunch
 

@@ -11,8 +11,8 @@ import torch
 def work() -> dict[str, Callable[[], object]]:
     """A product, and a sum over 64 KB.
 
-    Not a sum of two arrays into a third: single launches of that were slower by 5 to 10 % from their start to their end, most
-    likely by where the arrays came to lie. Of such a function 10 % is not always caught, and `compare` says so in its power.
+    Both do the same in every launch. Some functions do not (a stream through arrays that come to lie elsewhere each time): of
+    those a tenth is not always caught, and `compare` says so in its power.
     """
     from planted import OPERATIONS  # made by the trial, in the folder of each side
 

@@ -165,7 +165,8 @@ def _differences(context: Context, told: Result) -> list[Row]:
     """How far each rung's losses lie above or below those of the first, over the last quarter of the same steps.
 
     By the median of the signed differences: single steps stray to both sides, more with every step, as two trainings that
-    round differently do; a rung that computes something else lies to one side.
+    round differently do; a rung that computes something else lies far to one side. The interval is over the steps of one
+    training a rung, and says nothing of other seeds.
     """
     found = []
     for row in (row for row in told.rows if row.metric == "training_loss"):

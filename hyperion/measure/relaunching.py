@@ -292,6 +292,11 @@ def _folder(folder: Path) -> Path:
         raise HyperionError(
             "no such folder", where=folder, next_step="name the folder that is to stand first on the import path"
         )
+    if (folder / "hyperion").is_dir() and not (folder / "hyperion/measure/relaunch_worker.py").is_file():
+        raise HyperionError(
+            "launches of this side would import a hyperion that cannot be relaunched", where=folder / "hyperion",
+            next_step="name a checkout of hyperion that has this command, or the folder of other code",
+        )  # fmt: skip
     return folder.resolve()
 
 

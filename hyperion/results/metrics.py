@@ -77,7 +77,7 @@ _METRICS = (
     Metric("detection_time_s", "s", "lower", "from the death of a rank to the launcher's error", True, False, True),
     Metric("steps_lost", "steps", "lower", "optimizer steps done again after a fault, the most of any trial", needs_check=True),
     Metric("stored_gb", "GB", "lower", "bytes of files on disk"),
-    Metric("relative_difference", "fraction", "lower", "largest relative difference from the reference", needs_check=True),
+    Metric("relative_difference", "fraction", "lower", "distance from a reference, over it; see its check", needs_check=True),
     Metric("mfu", "fraction", "higher", "model FLOPs over time, divided by the device's peak for the dtype", True),
     Metric("mfu_maf", "fraction", "higher", "model FLOPs over time, divided by the run's fastest product of the dtype", True),
     Metric("peak_memory_gib", "GiB", "lower", "most device memory allocated by tensors at once", True),

@@ -37,6 +37,9 @@ def test_paths_are_checked_before_anything_is_started(tmp_path):
     (tmp_path / "work.py").write_text("")
     with pytest.raises(HyperionError, match="no such folder"):
         relaunch(tmp_path / "work.py", tmp_path, tmp_path / "b")
+    (tmp_path / "hyperion").mkdir()
+    with pytest.raises(HyperionError, match="cannot be relaunched"):
+        relaunch(tmp_path / "work.py", tmp_path, tmp_path)
 
 
 def test_a_side_of_which_nothing_was_imported_is_refused_unless_there_is_only_one(tmp_path):
