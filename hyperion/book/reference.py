@@ -39,7 +39,9 @@ def _page(material: Material, first: Picture | None, told: list[Section]) -> str
         parts.append(f"> **{banner(material)}**")
     if first:
         parts.append(f"![{first.caption}]({first.path})")
-    parts += ["## At a glance", markdown(_headline_table(material))]
+    quoted = _headline_table(material)
+    if len(quoted):
+        parts += ["## At a glance", markdown(quoted)]
     for section in told:
         parts += [f"## {section.title}", *_body(section)]
     absent = missing(material)
