@@ -96,8 +96,9 @@ def test_it_ends_with_the_one_that_asks(number, tmp_path):
     pid_file = tmp_path / "pid"
     script = textwrap.dedent(
         f"""
-        import pathlib
+        import pathlib, signal
         from tests.processes.test_dialogue import partner
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a script starts in the background
         with partner() as asked:
             asked.ask("double", 60, value=1)
             pathlib.Path({str(pid_file)!r}).write_text(str(asked.pid))

@@ -27,6 +27,9 @@ class Relaunch:
     def rows(self) -> list[Row]:
         return self._rows
 
+    def information(self) -> dict:
+        return {}
+
 
 def samples(random: np.random.Generator, level_s: float) -> np.ndarray:
     """One launch's samples in seconds: an autoregressive part, Student's t with three degrees of freedom, rare stalls."""
