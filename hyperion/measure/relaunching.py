@@ -35,7 +35,7 @@ LAUNCHES, SECONDS = 5, 0.6
 # counted, besides: so short is a sample then, and so long the slice at least.
 _SAMPLE_S, _SLICE_S = 5e-4, 5e-3
 _ASKING_S = 2e-3  # what a turn costs around it: the question, waking up, a look at the clocks
-TIMEOUT_S = 600.0
+_TIMEOUT_S = 600.0  # for importing, for getting ready, and for a turn
 _WORKER = ("-P", "-m", "hyperion.measure.relaunch_worker")
 
 Report = Callable[[int, int, str], object]
@@ -102,8 +102,6 @@ def relaunch(
     *,
     launches: int = LAUNCHES,
     seconds: float = SECONDS,
-    seed: int = 0,
-    timeout_s: float = TIMEOUT_S,
     report: Report = lambda done, total, note: None,
 ) -> Relaunched:
     """Time the functions of a file in several launches of two versions of the code that they import.
@@ -117,8 +115,6 @@ def relaunch(
             which shows the noise.
         launches: of each side.
         seconds: for which each function is sampled in each launch, in all; slow functions take longer, for 30 rounds.
-        seed: draws the order of the turns.
-        timeout_s: how long a launch may take to import, to get ready, and for a turn.
         report: called with (done, total, what now) as the work goes on.
 
     Raises:
@@ -126,12 +122,10 @@ def relaunch(
             folders differ, or a file of a side changed between its launches.
         JobError: a launch raised, died or stood still; the message names its side and number, with its traceback.
     """
-    work, folders = (
-        _file(Path(work)),
-        {side: _folder(Path(f)) for side, f in zip(SIDES, (folder_a, folder_b), strict=True)},
-    )
+    work = _file(Path(work))
+    folders = {side: _folder(Path(folder)) for side, folder in zip(SIDES, (folder_a, folder_b), strict=True)}
     with contextlib.ExitStack() as stack:
-        team = _Team(work, folders, timeout_s, stack)
+        team = _Team(work, folders, stack)
         team.start(1)
         for number in range(1, launches + 1):
             report(number - 1, launches, "launching")
@@ -142,7 +136,7 @@ def relaunch(
                 _require_use(work, folders, team.files)
         report(launches, launches, "launched")
         plan = plan_turns(team.call_s, len(team.partners), seconds)
-        turns = _take_turns(team, plan, seed, report)
+        turns = _take_turns(team, plan, report)
     return Relaunched(tuple(_all_launched(team, plan, turns)), plan)
 
 
@@ -179,8 +173,8 @@ def levelled(times: np.ndarray) -> np.ndarray:
 class _Team:
     """The launches of both sides, by (side, number), and what they told when they were ready."""
 
-    def __init__(self, work: Path, folders: dict[str, Path], timeout_s: float, stack: contextlib.ExitStack):
-        self.work, self.folders, self.timeout_s, self.stack = work, folders, timeout_s, stack
+    def __init__(self, work: Path, folders: dict[str, Path], stack: contextlib.ExitStack):
+        self.work, self.folders, self.stack = work, folders, stack
         self.partners: dict[Who, Partner] = {}
         self.told: dict[Who, dict] = {}
 
@@ -195,10 +189,10 @@ class _Team:
     def prepare(self, number: int) -> None:
         """Have one launch of each side load the work and warm it up, once they have imported."""
         for side in SIDES:
-            self.partners[side, number].answer(self.timeout_s)
+            self.partners[side, number].answer(_TIMEOUT_S)
         for side in self._pair(number):
             paths = {"work": str(self.work), "folder": str(self.folders[side])}
-            self.told[side, number] = self.partners[side, number].ask("prepare", self.timeout_s, **paths)
+            self.told[side, number] = self.partners[side, number].ask("prepare", _TIMEOUT_S, **paths)
             self.require_same_files(side, number)
 
     def require_same_files(self, side: str, number: int) -> None:
@@ -244,16 +238,16 @@ def environment_of(folder: Path) -> dict[str, str]:
     return inherited | {"PYTHONPATH": f"{folder}{os.pathsep}{inherited['PYTHONPATH']}"}
 
 
-def _take_turns(team: _Team, plan: Plan, seed: int, report: Report) -> dict[str, dict[Who, list[dict]]]:
+def _take_turns(team: _Team, plan: Plan, report: Report) -> dict[str, dict[Who, list[dict]]]:
     """What each launch told of each turn, by function and launch. One after the other has its turn, all others wait."""
-    random, order = np.random.default_rng(seed), sorted(team.partners)
+    random, order = np.random.default_rng(0), sorted(team.partners)
     told = {name: {who: [] for who in order} for name in plan.calls}
     for turn in range(plan.rounds):
         report(turn, plan.rounds, f"sampling for about {plan.expected_s:.0f} s")
         for name, calls in plan.calls.items():
             for place in random.permutation(len(order)):
                 asked = {"function": name, "calls": calls, "seconds": plan.slice_s}
-                told[name][order[place]].append(team.partners[order[place]].ask("turn", team.timeout_s, **asked))
+                told[name][order[place]].append(team.partners[order[place]].ask("turn", _TIMEOUT_S, **asked))
     report(plan.rounds, plan.rounds, "sampled")
     return told
 

@@ -52,7 +52,7 @@ def test_a_side_of_which_nothing_was_imported_is_refused_unless_there_is_only_on
 
 def test_a_file_that_changes_between_launches_is_named(tmp_path):
     with contextlib.ExitStack() as stack:
-        team = relaunching._Team(tmp_path / "work.py", dict.fromkeys("AB", tmp_path), 1.0, stack)
+        team = relaunching._Team(tmp_path / "work.py", dict.fromkeys("AB", tmp_path), stack)
         team.told = {("B", number): {"files": {"x.py": digest}} for number, digest in ((1, "a"), (2, "a"), (3, "b"))}
         team.require_same_files("B", 1), team.require_same_files("B", 2)
         with pytest.raises(HyperionError, match="changed before launch 3 of B") as error:
