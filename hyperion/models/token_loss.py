@@ -2,7 +2,7 @@
 
 A vocabulary makes logits the largest tensor of a language model, by far. PyTorch's cross-entropy reads them as float32:
 a copy twice as large as bfloat16 logits, and a gradient as large again. On a GPU a Triton kernel, the same for AMD and
-NVIDIA, sums in float32 and goes over them once: what the backward pass needs, softmax - one-hot, takes their place. The
+NVIDIA, sums in float32 and leaves what the backward pass needs, softmax - one-hot, in their place. The
 gradient of each token's loss need not touch that matrix S_MV: with g_M it is g·(S·W) for the input and Sᵀ·(g·x) for the
 weight. Elsewhere, and where there is no Triton, it is PyTorch's own function.
 

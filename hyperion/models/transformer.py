@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hyperion.data.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError
+from hyperion.models.block_layers import CausalSelfAttention, FeedForward, LayerNorm, autocasts_to_bf16, dropped
 from hyperion.models.layout import Layout, ModelFlops
 from hyperion.models.token_loss import token_loss
 
@@ -96,82 +97,6 @@ def named_config(name: str, **changes: float) -> TransformerConfig:
             next_step=f"choose one of {', '.join(NAMED_CONFIGS)}",
         )
     return replace(NAMED_CONFIGS[name], **changes)
-
-
-class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which position t sees positions 0..t only.
-
-    Query, key and value are separate layers and the number of heads is read from their output, so that a
-    column-parallel split over heads needs no change here. Compiled, they are one product, whose weights are put together on
-    the fly: one product with three times the columns keeps a GPU busier than three. Layers that were replaced, by fp8 or
-    LoRA, stay three.
-    """
-
-    def __init__(self, width: int, heads: int):
-        super().__init__()
-        self.head_width = width // heads
-        self.query = nn.Linear(width, width)
-        self.key = nn.Linear(width, width)
-        self.value = nn.Linear(width, width)
-        self.output = nn.Linear(width, width)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        layers = self.query, self.key, self.value
-        if torch.compiler.is_compiling() and all(type(layer) is nn.Linear for layer in layers):
-            weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
-            projected = F.linear(x_BTD, weight, bias).chunk(3, -1)
-        else:
-            projected = (layer(x_BTD) for layer in layers)
-        q_BNTH, k_BNTH, v_BNTH = (
-            part_BTD.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part_BTD in projected
-        )
-        y_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, is_causal=True)
-        return self.output(y_BNTH.transpose(1, 2).flatten(-2))
-
-
-class LayerNorm(nn.LayerNorm):
-    """LayerNorm that computes in float32, and reads and writes the type of its input, with weights rounded to that type.
-
-    Under a GPU's autocast PyTorch's own reads and writes float32: its input is copied and kept in twice the bytes, and query,
-    key and value layers would each convert its output, and keep that.
-    """
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        weight, bias = self.weight.to(x_BTD.dtype), self.bias.to(x_BTD.dtype)
-        # Compiled, the copies are fused with what reads and writes.
-        if torch.compiler.is_compiling() or not _autocasts(x_BTD.device.type):
-            return self._normalised(x_BTD, weight, bias).to(x_BTD.dtype)
-        with torch.autocast(x_BTD.device.type, enabled=False):
-            return self._normalised(x_BTD, weight, bias)
-
-    def _normalised(self, x_BTD: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.layer_norm(x_BTD, self.normalized_shape, weight, bias, self.eps)
-
-
-def gelu(x: Tensor) -> Tensor:
-    """GELU in the tanh form, as in GPT-2. Compiled as the same function of an exponential, which GPUs have a unit for: x ·
-    sigmoid(2 √(2/π) (x + 0.044715 x³)), since (1 + tanh z) / 2 = sigmoid(2 z).
-    """
-    if torch.compiler.is_compiling():
-        return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))
-    return F.gelu(x, approximate="tanh")
-
-
-class FeedForward(nn.Module):
-    """D -> 4 D -> D with GELU."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down(gelu(self.up(x_BTD)))
-
-
-def dropped(x: Tensor, share: float, training: bool) -> Tensor:
-    """In training that share of the numbers is zero and the rest larger by as much. Without dropout nothing is drawn."""
-    return F.dropout(x, share) if share and training else x
 
 
 class Block(nn.Module):
@@ -280,15 +205,6 @@ class TransformerLM(nn.Module):
             head=("final_norm",),
             tied=(("head", "token_embedding"),),
         )
-
-
-def autocasts_to_bf16(device: str) -> bool:
-    """Whether products on this kind of device are made in bfloat16 just now. (float16 has not the range for sums.)"""
-    return _autocasts(device) and torch.get_autocast_dtype(device) == torch.bfloat16
-
-
-def _autocasts(device: str) -> bool:
-    return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def flops_per_token(config: TransformerConfig, sequence_length: int | None = None) -> ModelFlops:

@@ -153,6 +153,10 @@ class TorchEngine(ABC):
         """Seconds that recording the step took, None before; the first step waits for it."""
         return None if self._captured is None else self._captured.time_s
 
+    def capture(self) -> None:
+        """Record the step at the next batch, where it can be recorded, and replay it from then on."""
+        self.uncaptured = why_not_captured(self.device, self.ranks, self.precision.dtype)
+
     @abstractmethod
     def count_items(self, batch: Any) -> Tensor:
         """Items of this rank's batch that the loss is taken over (int64 scalar, made on the device)."""
