@@ -58,6 +58,7 @@ def image_training_speed(material: Material) -> Figure | None:
         return None
     title = f"Training {rates[0].variant}, loader included"
     figure, (left, right) = new_figure(title, material.machine("image_training_speed"), 2)
+    _draw_alone(left, [row for row in rows if row.metric == "share"])
     _draw_rates(left, rates, [row for row in rows if row.metric == "speedup"])
     draw_losses(right, material.samples("image_training_speed"), "image")
     limits = {row.params["batch"]: row.limit for row in rates if row.limit}
@@ -69,6 +70,16 @@ def image_training_speed(material: Material) -> Figure | None:
         )
     add_notes(figure, notes)
     return figure
+
+
+def _draw_alone(axes: Axes, shares: list[Row]) -> None:
+    """What would be left if a step took no more than its products, each alone."""
+    batches = sorted({row.params["batch"] for row in shares})
+    for place, batch in enumerate(batches):
+        told = next(row.params for row in shares if row.params["batch"] == batch)
+        rate = batch / sum(seconds for name, seconds in told.items() if name.endswith("_s"))
+        label = "its products alone" if place == 0 else None
+        axes.plot([place - 0.4, place + 0.4], [rate, rate], color=INK, linestyle="--", linewidth=1, label=label)
 
 
 def _draw_rates(axes: Axes, rates: list[Row], ratios: list[Row]) -> None:

@@ -1,4 +1,4 @@
-"""Figure of the language model's speed: a training step of both paths beside the roof that the run's ceilings set."""
+"""Figure of the language model's speed: a training step of both paths beside the roofs that the run's ceilings set."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -8,11 +8,15 @@ from hyperion.book.plots_images import LOOPS, draw_losses
 from hyperion.book.style import COLOURS, INK, add_notes, errors_of, new_figure
 from hyperion.results import Row
 
-_PARTS = {"products": COLOURS[6], "activations": COLOURS[5], "logits": COLOURS[4], "optimizer": COLOURS[3]}
+_PARTS = {
+    "products": COLOURS[6], "attention": COLOURS[2], "activations": COLOURS[5], "logits": COLOURS[4], "optimizer": COLOURS[3],
+}  # fmt: skip
+# What a share is of, and what its roof is called below its bar.
+_ROOFS = {"of the step's roof": "roof", "of the roof of its own products": "roof of its\nown products"}
 
 
 def language_speed(material: Material) -> Figure | None:
-    """Milliseconds of a step of both, the roof's by its parts, and both paths' losses over the same batches."""
+    """Milliseconds of a step of both, the roofs' by their parts, and both paths' losses over the same batches."""
     rows = measured(material.of("language_training_speed"))
     times = {row.params["loop"]: row for row in rows if row.metric == "step_time_s"}
     if len(times) < len(LOOPS):
@@ -20,7 +24,7 @@ def language_speed(material: Material) -> Figure | None:
     ours = times["hyperion"]
     title = f"Training {ours.variant}, {ours.params['batch']:,} tokens a step"
     figure, (left, right) = new_figure(title, material.machine("language_training_speed"), 2)
-    shares = {row.params["loop"]: row for row in rows if row.metric == "share"}
+    shares = [row for row in rows if row.metric == "share"]
     ratio = next(row for row in rows if row.metric == "speedup")
     _draw_steps(left, times, shares, ratio)
     draw_losses(right, material.samples("language_training_speed"), "token")
@@ -28,37 +32,44 @@ def language_speed(material: Material) -> Figure | None:
     return figure
 
 
-def _notes(shares: dict[str, Row], compiled: bool) -> list[str]:
+def _notes(shares: list[Row], compiled: bool) -> list[str]:
     notes = [] if compiled else ["Here neither is compiled: both do the same, operator by operator."]
-    for row in list(shares.values())[:1]:
-        told = row.params
-        notes.append(
-            f"Roof: the step's FLOPs at this run's fastest product, {told['gemm_tflops']:.4g} TFLOPS, then the bytes that it "
-            f"cannot avoid moving at its fastest stream, {told['bandwidth_gb_s']:.4g} GB/s."
-        )
-    return notes if shares else [*notes, "No roof: this run has measured no ceilings."]
+    if not shares:
+        return [*notes, "No roof: this run has measured no ceilings."]
+    told = {name: value for row in shares for name, value in row.params.items()}
+    ways = [f"all at the rate of this run's fastest, {told['gemm_tflops']:.4g} TFLOPS"] if "gemm_tflops" in told else []
+    ways += ["each at the time it takes alone"] if "attention_s" in told else []
+    return [
+        *notes,
+        f"Roof: the step's products, {' or '.join(ways)}; then the bytes moved outside of products, at the fastest stream, "
+        f"{told['bandwidth_gb_s']:.4g} GB/s.",
+        "In percent: how much of a step each roof is.",
+    ]
 
 
-def _draw_steps(axes: Axes, times: dict[str, Row], shares: dict[str, Row], ratio: Row) -> None:
-    names = []
-    for row in list(shares.values())[:1]:
-        bottom = 0.0
-        for part, colour in _PARTS.items():
-            height = 1e3 * row.params[f"{part}_s"]
-            axes.bar([0], [height], 0.6, bottom=[bottom], color=colour, label=part)
-            bottom += height
-        _annotate(axes, 0, bottom, f"{bottom:.3g} ms")
-        names.append("roof")
+def _draw_steps(axes: Axes, times: dict[str, Row], shares: list[Row], ratio: Row) -> None:
+    names, drawn = [], set()
+    for what, name in _ROOFS.items():
+        for row in [row for row in shares if row.params["what"] == what][:1]:
+            bottom = 0.0
+            for part, colour in _PARTS.items():
+                height = 1e3 * row.params.get(f"{part}_s", 0.0)
+                label = part if height and part not in drawn else None
+                axes.bar([len(names)], [height], 0.6, bottom=[bottom], color=colour, label=label)
+                bottom, drawn = bottom + height, drawn | {part} if height else drawn
+            _annotate(axes, len(names), bottom, f"{bottom:.3g} ms")
+            names.append(name)
     for loop in ("hyperion", "plain"):
         row, (colour, label) = times[loop], LOOPS[loop]
         at, height = len(names), 1e3 * row.value
         errors = errors_of([row])
         axes.bar([at], [height], 0.6, color=colour, yerr=errors and [[1e3 * e[0]] for e in errors], ecolor=INK)
         told = [f"{height:.3g} ms"]
-        if loop in shares:
-            told.append(f"{100 * shares[loop].value:.0f} % of the roof")
+        mine = [row for row in shares if row.params["loop"] == loop]
+        if mine:
+            told.append(", ".join(f"{100 * row.value:.0f} %" for row in mine))
         if loop == "hyperion":
-            told.insert(0, f"{ratio.value:.2f} × [{ratio.ci_low:.2f}, {ratio.ci_high:.2f}]")
+            told.insert(0, f"{ratio.value:.3f} × [{ratio.ci_low:.3f}, {ratio.ci_high:.3f}]")
         _annotate(axes, at, 1e3 * (row.ci_high or row.value), "\n".join(told))
         names.append(label)
     axes.set_xticks(range(len(names)), names)

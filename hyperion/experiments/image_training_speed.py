@@ -12,18 +12,20 @@ from hyperion.data import PreparedImages, channel_statistics
 from hyperion.data.device_images import ImageBatches
 from hyperion.data.imageset import ImageSet
 from hyperion.experiments import datasets
-from hyperion.experiments.columns import out_of_memory_reason
+from hyperion.experiments.columns import out_of_memory_reason, timed_columns
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.paired_loops import OURS, PLAIN, PairedLoops, wait_for
 from hyperion.experiments.plain_image_loop import CLASSES, PlainLoop, copy_weights, plain_model
+from hyperion.experiments.products_alone import products_of, seconds_alone
 from hyperion.experiments.step_comparison import emptied_afterwards
 from hyperion.experiments.training_rows import step_forecasts
 from hyperion.experiments.workloads import Workload, workload
-from hyperion.measure import FORMATS, time_interleaved
+from hyperion.measure import FORMATS, Timing, time_interleaved
 from hyperion.models import resnet18
 from hyperion.results import Row
 from hyperion.training import ImageEngine, choose_precision, seed_everything, sgd_nesterov
 
+OF_PRODUCTS = "of its products alone"
 _HOST_UNKNOWN = "what the plain loop loses while its host launches kernels one by one, which no data sheet tells"
 
 
@@ -156,13 +158,32 @@ def _speeds(context: Context, pair: _Pair, frames: list[pd.DataFrame], source: s
         [pair.ours, pair.plain.step], context.device, cold=False, time_limit_s=sizes["time_limit_s"],
         back_to_back=sizes["steps_in_a_row"],
     )  # fmt: skip
+    told = dict(zip((OURS, PLAIN), timings, strict=True))
     how = {
         "compiled": sizes["compiled"], "replayed": not pair.engine.uncaptured, "plain_compiled": sizes["plain_compiled"],
         "plain_model": pair.published,
     }  # fmt: skip
-    rows, samples = _loops(context, pair, source).speeds(dict(zip((OURS, PLAIN), timings, strict=True)), how)
+    loops = _loops(context, pair, source)
+    rows, samples = loops.speeds(told, how)
     frames.append(samples)
-    return rows
+    listed, precision = products_of(pair.work, sizes["compiled"]), pair.engine.precision
+    try:
+        products = seconds_alone(listed, precision, context.device, sizes["time_limit_s"])
+    except torch.OutOfMemoryError as error:  # both loops are in memory, and what was timed of them stands
+        print(f"batch {pair.work.items}: its products were not timed alone: {out_of_memory_reason(error)}")
+        return rows
+    return rows + [_of_products(context, loops, name, timing, products) for name, timing in told.items()]
+
+
+def _of_products(
+    context: Context, loops: PairedLoops, name: str, timing: Timing, products: dict[str, float]
+) -> Row:
+    """How much of a loop's time its products take alone: the rest is what a better loop could win, at most."""
+    shared, alone_s = loops.of(name), sum(products.values())
+    parts = {f"{part}_s": float(f"{seconds:.4g}") for part, seconds in products.items()}
+    shared["params"] |= {"what": OF_PRODUCTS} | parts
+    share = timing.estimate.map(lambda seconds: alone_s / seconds)
+    return context.row(loops.work.name, "share", share.value, **shared, **timed_columns(share, timing))
 
 
 def _loops(context: Context, pair: _Pair, source: str) -> PairedLoops:

@@ -18,16 +18,18 @@ from hyperion.experiments.paired_loops import OURS, PLAIN, PairedLoops, wait_for
 from hyperion.experiments.plain_language_model import PlainTraining, filled_up, with_weights_of
 from hyperion.experiments.step_comparison import emptied_afterwards
 from hyperion.experiments.step_forecasts import NO_CEILINGS
-from hyperion.experiments.step_roof import StepRoof, step_roof
+from hyperion.experiments.step_roof import StepRoof, own_roof, step_roof
 from hyperion.experiments.workloads import SIXTEEN_BIT, Workload, workload
+from hyperion.hardware import Device
 from hyperion.measure import PeakMemoryRegion, Timing, time_interleaved
 from hyperion.results import Row
-from hyperion.training import choose_precision
+from hyperion.training import LanguageEngine, choose_precision
 
 GIB = 2**30
 # Losses are compared window by window: the scatter of single steps is averaged out, a part of the way that differs is not.
 # Over 200 steps of a small model bfloat16 alone moved a window by 0.2 %, a learning rate higher by a tenth by 1.4 %.
 WINDOWS = 10
+ROOF, OWN_ROOF = "of the step's roof", "of the roof of its own products"
 _NO_ROOF = "no roof: this run has measured no ceilings (01_hardware_exploration)"
 
 
@@ -83,8 +85,9 @@ class _Loop:
     Attributes:
         train_on: does one optimizer step on inputs and targets; the loss before it.
         losses: of all steps so far, on the device.
-        first_s: seconds of the first step, in which everything is compiled.
+        first_s: seconds of the steps in which everything is compiled or recorded.
         peak_gib: most memory of tensors in a step, beside what lay in memory before; None on a CPU.
+        replayed: whether steps are recorded and replayed.
     """
 
     train_on: Callable[[Tensor, Tensor], Tensor]
@@ -92,6 +95,7 @@ class _Loop:
     losses: list[Tensor] = field(default_factory=list)
     first_s: float = math.nan
     peak_gib: float | None = None
+    replayed: bool = False
 
     def step(self) -> None:
         """The next batch, and one optimizer step on it."""
@@ -111,7 +115,7 @@ def _compared(loops: PairedLoops, tokens: np.ndarray, report) -> tuple[list[Row]
     )  # fmt: skip
     parity, losses = _parity(loops, begun)
     told = dict(zip(begun, timings, strict=True))
-    speeds, samples = loops.speeds(told, {})
+    speeds, samples = loops.speeds(told, {"replayed": begun[OURS].replayed})
     rows = [parity, *speeds, *_shares(loops, told), *_memory(loops, begun)]
     if sizes["compiled"]:
         rows += loops.first_steps({name: loop.first_s for name, loop in begun.items()})
@@ -119,39 +123,51 @@ def _compared(loops: PairedLoops, tokens: np.ndarray, report) -> tuple[list[Row]
 
 
 def _begun(loops: PairedLoops, tokens: np.ndarray, build: Callable) -> _Loop:
-    """A loop after two steps: one in which everything is made, and one whose memory is that of any other."""
+    """A loop after three steps: one in which everything is compiled, one whose memory is that of any other, and one that
+    is recorded where steps are to be replayed: a graph keeps the memory of its tensors for itself.
+    """
     context, device, sizes = loops.context, loops.context.device, loops.context.sizes
     accelerator = device.kind != "cpu"
     before = torch.cuda.memory_allocated(device.torch_device) if accelerator else 0
     batches = LanguageBatches(tokens, sizes["sequence_length"], sizes["batch_size"], context.seed, device.torch_device)
-    loop = _Loop(build(context, loops.work), batches)
-    wait_for(device)
-    started = time.perf_counter()
-    loop.step()
-    wait_for(device)
-    loop.first_s = time.perf_counter() - started
+    train_on, engine = build(context, loops.work)
+    loop = _Loop(train_on, batches)
+    loop.first_s = _seconds_of(loop.step, device)
     with PeakMemoryRegion(device) as region:
         loop.step()
     if accelerator:
         loop.peak_gib = region.peak.gib - before / GIB
+    if engine is not None:
+        engine.capture()
+    third_s = _seconds_of(loop.step, device)
+    if engine is not None and not engine.uncaptured:
+        loop.first_s, loop.replayed = loop.first_s + third_s, True
     return loop
 
 
-def _ours(context: Context, work: Workload) -> Callable[[Tensor, Tensor], Tensor]:
+def _seconds_of(step: Callable[[], None], device: Device) -> float:
+    wait_for(device)
+    started = time.perf_counter()
+    step()
+    wait_for(device)
+    return time.perf_counter() - started
+
+
+def _ours(context: Context, work: Workload) -> tuple[Callable[[Tensor, Tensor], Tensor], LanguageEngine]:
     def lay_out(model: nn.Module) -> nn.Module:
         if context.sizes["compiled"]:
             model.forward = torch.compile(model.forward)
         return model
 
     engine = work.engine(context.sizes["precision"], context.device, context.seed, lay_out)
-    return lambda *batch: engine.train_step(batch).loss
+    return lambda *batch: engine.train_step(batch).loss, engine
 
 
-def _plain(context: Context, work: Workload) -> Callable[[Tensor, Tensor], Tensor]:
+def _plain(context: Context, work: Workload) -> tuple[Callable[[Tensor, Tensor], Tensor], None]:
     device, sizes = context.device, context.sizes
     model = with_weights_of(work.model(device, context.seed))
     precision = choose_precision(device, sizes["precision"])
-    return PlainTraining(model, work.schedule, precision, device, sizes["compiled"]).train_on
+    return PlainTraining(model, work.schedule, precision, device, sizes["compiled"]).train_on, None
 
 
 def _parity(loops: PairedLoops, begun: dict[str, _Loop]) -> tuple[Row, pd.DataFrame]:
@@ -171,16 +187,26 @@ def _parity(loops: PairedLoops, begun: dict[str, _Loop]) -> tuple[Row, pd.DataFr
 
 
 def _shares(loops: PairedLoops, timings: dict[str, Timing]) -> list[Row]:
-    """How much of each loop's time the roof would take."""
-    context, roof = loops.context, step_roof(loops.context, loops.work, loops.dtype)
-    return [_share(context, loops, name, timing, roof) for name, timing in timings.items()]
+    """How much of each loop's time each roof would take."""
+    context, sizes = loops.context, loops.context.sizes
+    roofs: dict[str, StepRoof | str] = {ROOF: step_roof(context, loops.work, loops.dtype) or _NO_ROOF}
+    precision = choose_precision(context.device, sizes["precision"])
+    try:
+        own = own_roof(context, loops.work, precision, sizes["compiled"], sizes["time_limit_s"])
+        roofs[OWN_ROOF] = own or _NO_ROOF
+    except torch.OutOfMemoryError as error:  # both loops are in memory, and what was timed of them stands
+        roofs[OWN_ROOF] = out_of_memory_reason(error)
+    return [
+        _share(context, loops, name, timing, what, roof) for what, roof in roofs.items() for name, timing in timings.items()
+    ]
 
 
-def _share(context: Context, loops: PairedLoops, name: str, timing: Timing, roof: StepRoof | None) -> Row:
+def _share(context: Context, loops: PairedLoops, name: str, timing: Timing, what: str, roof: StepRoof | str) -> Row:
+    """Of a roof, or without a value for the reason why there is none."""
     shared = loops.of(name)
-    shared["params"] |= {"what": "of the step's roof"}
-    if roof is None:
-        return context.row(loops.work.name, "share", None, value_reason=_NO_ROOF, **shared)
+    shared["params"] |= {"what": what}
+    if isinstance(roof, str):
+        return context.row(loops.work.name, "share", None, value_reason=roof, **shared)
     shared["params"] |= roof.params
     share = timing.estimate.map(lambda seconds: roof.time_s / seconds)
     return context.row(loops.work.name, "share", share.value, **shared, **timed_columns(share, timing))

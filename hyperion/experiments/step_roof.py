@@ -1,38 +1,44 @@
 """The least time of a language model's training step by this run's own ceilings: what a step can be told to fall short of.
 
-Products first: their FLOPs at the fastest rate of a product that the run has measured (attention counts the half that a
-causal mask leaves). Then what memory must move beside them at the fastest stream, since kernels run one after the other:
+Products first, and there are two answers. All FLOPs at the fastest rate of any product that the run has measured (attention
+counts the half that a causal mask leaves) is what the arithmetic units could do. Or each product of the step at the time that
+it takes alone, at its own sizes (hyperion.experiments.products_alone): what is left to the loop around them. Then what memory
+must move at the fastest stream for what no product reads or writes itself, since kernels run one after the other:
 
 - the update, in float32: weight, gradient and two moments read, weight and moments written, and the gradient written
   before by the backward pass;
-- logits, in the format of the products: written once and read once;
-- activations, in the same format: each that the backward pass needs is written once and read once, 16 tensors of [B, T, D]
-  in a block (hyperion.models.activations) and the last norm's input and output.
+- logits, in the format of the products: read once, for the loss;
+- activations, in the same format, in units of one tensor [B, T, D]: of a block its input and the sum after attention are
+  written, and read by the backward pass (4), both norms' outputs and the MLP's after GELU are written (2 + 4), the MLP's
+  before GELU are read by the backward pass (4); of the head the last norm's input likewise (2) and its output (1).
 
-Left out, as if they cost nothing: gradients of activations, statistics of norms and of attention, copies of weights in 16
-bits, the embedding's lookups, launches.
+Left out, as if they cost nothing: gradients of activations, second reads of the forward pass, statistics of norms and of
+attention, copies of weights in 16 bits, the embedding's lookups, launches. A kernel that did a norm or a GELU within a product
+would be below this roof; none does here.
 """
 
 from dataclasses import dataclass
 
 from hyperion.experiments.columns import stream_ceiling
 from hyperion.experiments.context import Context
+from hyperion.experiments.products_alone import products_of, seconds_alone
 from hyperion.experiments.training_rows import ADAMW_BYTES_A_PARAMETER
 from hyperion.experiments.workloads import Workload
 from hyperion.measure import FORMATS
 from hyperion.models import TransformerConfig
+from hyperion.training import Precision
 
-_FLOAT32, _TENSORS_OF_A_BLOCK, _TENSORS_OF_THE_HEAD = 4, 16, 2
+_FLOAT32, _PASSES_OF_A_BLOCK, _PASSES_OF_THE_HEAD = 4, 14, 3
 
 
 def least_traffic(config: TransformerConfig, tokens: int, dtype: str) -> dict[str, int]:
-    """Bytes that a step on so many tokens cannot avoid moving beside its products, by what they are."""
+    """Bytes that a step on so many tokens cannot avoid moving outside of its products, by what they are."""
     each = FORMATS[dtype].bytes
-    tensors = _TENSORS_OF_A_BLOCK * config.layers + _TENSORS_OF_THE_HEAD
+    passes = _PASSES_OF_A_BLOCK * config.layers + _PASSES_OF_THE_HEAD
     return {
         "optimizer": (ADAMW_BYTES_A_PARAMETER + _FLOAT32) * config.parameter_count,
-        "logits": 2 * each * tokens * config.vocab_size,
-        "activations": 2 * each * tokens * config.width * tensors,
+        "logits": each * tokens * config.vocab_size,
+        "activations": each * tokens * config.width * passes,
     }
 
 
@@ -41,49 +47,71 @@ class StepRoof:
     """The least time of a step, and what it is made of.
 
     Attributes:
-        tflops, bandwidth_gb_s: the run's ceilings.
-        flops: of a step's products.
+        products: seconds by what multiplies.
+        how: their rate or times were found.
+        ceilings: of the run that the roof rests on, by name.
+        bandwidth_gb_s: of the run's fastest stream.
         traffic: bytes by what is moved.
     """
 
-    tflops: float
+    products: dict[str, float]
+    how: str
+    ceilings: dict[str, float]
     bandwidth_gb_s: float
-    flops: float
     traffic: dict[str, int]
-
-    @property
-    def products_s(self) -> float:
-        """Seconds of all products."""
-        return self.flops / (self.tflops * 1e12)
 
     def moving_s(self, moved_bytes: float) -> float:
         """Seconds of the fastest stream for so many bytes."""
         return moved_bytes / (self.bandwidth_gb_s * 1e9)
 
     @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of each part of the step."""
+        return self.products | {name: self.moving_s(moved) for name, moved in self.traffic.items()}
+
+    @property
     def time_s(self) -> float:
         """Seconds of the whole step."""
-        return self.products_s + self.moving_s(sum(self.traffic.values()))
+        return sum(self.parts.values())
 
     @property
     def params(self) -> dict:
-        """Both ceilings and every part's seconds, for rows."""
-        parts = {"products_s": self.products_s} | {f"{name}_s": self.moving_s(b) for name, b in self.traffic.items()}
-        told = {"gemm_tflops": self.tflops, "bandwidth_gb_s": self.bandwidth_gb_s, "roof_s": self.time_s} | parts
+        """The ceilings and every part's seconds, for rows."""
+        told = self.ceilings | {"bandwidth_gb_s": self.bandwidth_gb_s, "roof_s": self.time_s}
+        told |= {f"{name}_s": seconds for name, seconds in self.parts.items()}
         return {name: float(f"{value:.4g}") for name, value in told.items()}
 
     def __str__(self) -> str:
-        moved = self.time_s - self.products_s
+        multiplied = sum(self.products.values())
         return (
-            f"{self.products_s * 1e3:.3g} ms of products at the measured {self.tflops:.4g} TFLOPS, then {moved * 1e3:.3g} ms "
-            f"for {', '.join(self.traffic)} at {self.bandwidth_gb_s:.4g} GB/s"
+            f"{multiplied * 1e3:.3g} ms of {' and '.join(self.products)} {self.how}, then {(self.time_s - multiplied) * 1e3:.3g} "
+            f"ms for {', '.join(self.traffic)} at {self.bandwidth_gb_s:.4g} GB/s"
         )
 
 
 def step_roof(context: Context, work: Workload, dtype: str) -> StepRoof | None:
-    """The roof of a language workload in a dtype, None while this run has not measured both ceilings."""
+    """The roof of a language workload with all products at the rate of the fastest; None while this run has not measured
+    both ceilings."""
     gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
     if gemm is None or stream is None:
         return None
+    products, how = {"products": work.least_flops * work.items / (gemm.value * 1e12)}, f"at the measured {gemm.value:.4g} TFLOPS"
     traffic = least_traffic(work.config, work.items, dtype)
-    return StepRoof(gemm.value, stream.value, work.least_flops * work.items, traffic)
+    return StepRoof(products, how, {"gemm_tflops": gemm.value}, stream.value, traffic)
+
+
+def own_roof(
+    context: Context, work: Workload, precision: Precision, compiled: bool, time_limit_s: float
+) -> StepRoof | None:
+    """The roof with each product at the time that it takes alone, measured now; None while this run has measured no stream.
+
+    Args:
+        compiled: see `language_products`.
+        time_limit_s: of all measurements together.
+    """
+    stream = stream_ceiling(context.upstream)
+    if stream is None:
+        return None
+    alone = seconds_alone(products_of(work, compiled), precision, context.device, time_limit_s)
+    traffic = least_traffic(work.config, work.items, precision.dtype)
+    return StepRoof(alone, "each alone at its own sizes", {}, stream.value, traffic)

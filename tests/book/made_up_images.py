@@ -10,6 +10,9 @@ from tests.book.made_up_learning import CORE, step_samples
 
 _STEPS_S = {"hyperion": 0.110, "plain": 0.126}
 _ROOF = {"products_s": 0.078, "optimizer_s": 0.001, "logits_s": 0.003, "activations_s": 0.0092, "roof_s": 0.0912}
+_OWN_ROOF = {"products_s": 0.080, "attention_s": 0.012, "roof_s": 0.1052} | {
+    name: _ROOF[name] for name in ("optimizer_s", "logits_s", "activations_s")
+}  # fmt: skip
 _RATES = {(512, "hyperion"): 8.8e4, (512, "plain"): 4.1e4, (128, "hyperion"): 5.0e4, (128, "plain"): 1.1e4}
 
 
@@ -56,6 +59,10 @@ def _rows():
             Row(**common, metric="speedup", value=ratio, n=30, ci_low=0.98 * ratio, ci_high=1.02 * ratio, params=params,
                 limit_source="no limit: a ratio")
         )  # fmt: skip
+        alone = {"what": "of its products alone", "convolutions_s": batch / 1.4e5, "classifier_s": 1e-5}
+        for loop in ("hyperion", "plain"):
+            share = (batch / 1.4e5 + 1e-5) * _RATES[batch, loop] / batch
+            rows.append(Row(**common, metric="share", value=share, params={"batch": batch, "loop": loop} | alone))
     return rows
 
 
@@ -69,12 +76,15 @@ def language_speed_rows(limited):
         "n": 50,
     }
     base = {"batch": 65536, "loader": "included", "compiled": limited}
-    rows, roof = [], _ROOF | {"gemm_tflops": 670.0, "bandwidth_gb_s": 4400.0, "what": "of the step's roof"}
+    rows, roofs = [], [
+        _ROOF | {"gemm_tflops": 670.0, "bandwidth_gb_s": 4400.0, "what": "of the step's roof"},
+        _OWN_ROOF | {"bandwidth_gb_s": 4400.0, "what": "of the roof of its own products"},
+    ]  # fmt: skip
     for loop, seconds in _STEPS_S.items():
         spread = {"ci_low": 0.99 * seconds, "ci_high": 1.01 * seconds, "limit_source": "no limit: toy"}
         rows.append(Row(**common, metric="step_time_s", value=seconds, params=base | {"loop": loop}, **spread))
-        if limited:
-            share = _ROOF["roof_s"] / seconds
+        for roof in roofs if limited else []:
+            share = roof["roof_s"] / seconds
             rows.append(Row(**common, metric="share", value=share, params=base | {"loop": loop} | roof))
     ratio = _STEPS_S["plain"] / _STEPS_S["hyperion"]
     spread = {"ci_low": 0.99 * ratio, "ci_high": 1.01 * ratio, "limit_source": "no limit: a ratio"}

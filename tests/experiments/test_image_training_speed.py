@@ -32,6 +32,9 @@ def test_both_do_the_same_work_and_take_turns(one_thread, tmp_path):
     (speedup,) = by_metric["speedup"]
     assert speedup.params["over"] == PLAIN and not speedup.params["replayed"]
     assert speedup.value == pytest.approx(ours.value / plain.value, rel=1e-6)
+    for row, step in zip((row for row in result.rows if row.metric == "share"), (ours, plain), strict=True):
+        alone_s = row.params["convolutions_s"] + row.params["classifier_s"]
+        assert row.value == pytest.approx(alone_s * step.value / 8, rel=1e-3)
     agreement = next(row for row in result.rows if row.metric == "relative_difference")
     assert agreement.check_error == agreement.value < 1e-4
     assert result.samples.query("kind == 'parity'").groupby("loop").size().to_dict() == {OURS: 4, PLAIN: 4}
