@@ -9,7 +9,9 @@ Slow libraries that few children use (a compiler, transformers) are imported for
 Asked over a Unix socket, one connection a child. A request is JSON, with the child's stdin, stdout and stderr beside it:
 {"python", "module", "arguments", "environment", "folder", "new_session"}. The answers are lines: {"pid": the child's process
 number}, then its exit code as subprocess has it; or {"pid": 0} for a child that wants another interpreter, or libraries
-loaded under other variables. A caller that closes its end early asks, with SIGTERM, the child to end.
+loaded under other variables. A caller that closes its end early asks, with SIGTERM, the child to end. One that was told an
+exit code closes its end when it has read it: until then the child's process number is not given to another process, as
+with a child of one's own.
 """
 
 import contextlib
@@ -73,6 +75,7 @@ class Server:
     def __init__(self, listener: socket.socket):
         self.listener = listener
         self.callers: dict[int, socket.socket] = {}  # by process number of the child
+        self.ended: set[int] = set()  # children whose exit code was told, and whose caller has not closed its end
         self.selector = selectors.DefaultSelector()
         self.woken, self.waker = socket.socketpair()
         for end in (self.woken, self.waker, listener):
@@ -143,26 +146,28 @@ class Server:
         with contextlib.suppress(BlockingIOError):
             while self.woken.recv(_MOST_BYTES):
                 pass
-        for child in list(self.callers):
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:
-                caller = self.callers.pop(child)
-                _tell(caller, os.waitstatus_to_exitcode(status))
-                self._forget(caller)
+        for child, caller in list(self.callers.items()):
+            if child not in self.ended and (end := os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
+                self.ended.add(child)
+                _tell(caller, end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
+                if caller.fileno() < 0:
+                    self._forget(child)
 
     def _lost(self, caller: socket.socket) -> None:
-        """The launcher is gone: its child is asked to end, as Linux would ask if the launcher were its parent."""
-        if caller not in self.callers.values():
-            return  # its child ended at the same time
-        for child, own in self.callers.items():
-            if own is caller:
-                os.kill(child, signal.SIGTERM)
+        """The caller has read how its child ended, or is gone before that: then the child is asked to end, as Linux would ask
+        if the caller were its parent."""
         self.selector.unregister(caller)
-
-    def _forget(self, caller: socket.socket) -> None:
-        with contextlib.suppress(KeyError):
-            self.selector.unregister(caller)
         caller.close()
+        child = next(child for child, own in self.callers.items() if own is caller)
+        if child in self.ended:
+            self._forget(child)
+        else:
+            os.kill(child, signal.SIGTERM)
+
+    def _forget(self, child: int) -> None:
+        os.waitpid(child, 0)
+        self.ended.discard(child)
+        del self.callers[child]
 
     def _close_all(self, caller: socket.socket) -> None:
         signal.set_wakeup_fd(-1)

@@ -58,13 +58,15 @@ def _run(command: list[str], notes: Notes, ranks: "_Ranks") -> None:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     SubprocessHandler._popen = lambda handler, rank_command, environment: ranks.start(rank_command, environment)
+    ends = {}
     try:
         torchrun.main(command)
     except ChildFailedError as failed:
         # Times are whole seconds here: torchrun's record of them.
         ends = {rank: {"code": end.exitcode, "time": end.timestamp} for rank, end in failed.failures.items()}
-        write(notes.ends, {"ends": ends})
         sys.exit(1)
+    finally:
+        write(notes.ends, {"ends": ranks.exit_codes() | ends})
 
 
 class _Ranks:
@@ -72,14 +74,23 @@ class _Ranks:
 
     def __init__(self):
         self.started: list[psutil.Process] = []
+        self._handles: dict[int, Popen | Forked] = {}
 
     def start(self, command: tuple[str, ...], environment: dict[str, str]) -> Popen | Forked:
         """A rank by torchrun's command, `python -u -m module arguments`."""
         module, *arguments = command[command.index("-m") + 1 :]
         process = start(command[0], module, arguments, environment, stdout=sys.stdout, new_session=True)
+        self._handles[int(environment["RANK"])] = process
         with contextlib.suppress(psutil.NoSuchProcess):
             self.started.append(psutil.Process(process.pid))
         return process
+
+    def exit_codes(self) -> dict[int, dict]:
+        """The exit codes of ranks that have ended of their own accord, whether torchrun came to tell them or not: it ends
+        with another error when something goes wrong while it ends the others. With SIGTERM it ends those itself.
+        """
+        codes = {rank: handle.poll() for rank, handle in self._handles.items()}
+        return {rank: {"code": code} for rank, code in codes.items() if code not in (None, -signal.SIGTERM)}
 
     def end(self) -> None:
         """Leave no process behind. torchrun did its part, unless more than one signal came: when a launcher with threads is

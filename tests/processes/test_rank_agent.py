@@ -1,11 +1,17 @@
 """torchrun's side: its command line, and entries that are not there."""
 
+import signal
 import sys
 
 import pytest
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from hyperion.errors import HyperionError
-from hyperion.processes.rank_agent import arguments, require_entry
+from hyperion.processes.lifeline import child_environment
+from hyperion.processes.notes import Notes, read
+from hyperion.processes.rank_agent import _Ranks, _run, arguments, require_entry
+from hyperion.processes.starting import SOCKET
 
 REQUEST = {"entry": "a:b", "params": {"x": 1}, "ranks": 4, "nodes": 1, "rendezvous": ""}
 
@@ -65,3 +71,38 @@ def test_what_a_module_binds_is_an_entry_until_it_binds_it_no_more(module, name)
 def test_an_entry_that_is_not_there_is_refused(module, entry, message):
     with pytest.raises(HyperionError, match=message):
         require_entry(entry)
+
+
+RANK = """
+import os, signal, time
+if os.environ["RANK"] != "0":
+    os.kill(os.getpid(), signal.SIGKILL if os.environ["RANK"] == "1" else signal.SIGTERM)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("way", ["forked", "started"])
+def test_how_ranks_ended_is_told_though_torchrun_itself_breaks(tmp_path, monkeypatch, capfd, way):
+    """Rank 0 still runs, 1 was killed, and 2 ended because it was asked to."""
+    if way == "started":
+        monkeypatch.delenv(SOCKET)
+    (tmp_path / "some_rank.py").write_text(RANK)
+    environment = child_environment() | {"PYTHONPATH": str(tmp_path)}
+
+    started = []
+
+    def breaks(command):
+        for rank in range(3):
+            command = (sys.executable, "-u", "-m", "some_rank")
+            started.append(SubprocessHandler._popen(None, command, environment | {"RANK": str(rank)}))
+        assert [rank.wait(60) for rank in started[1:]] == [-signal.SIGKILL, -signal.SIGTERM]
+        raise ProcessLookupError("on purpose")
+
+    monkeypatch.setattr(torchrun, "main", breaks)
+    monkeypatch.setattr(SubprocessHandler, "_popen", None)
+    notes = Notes(tmp_path)
+    with capfd.disabled(), pytest.raises(ProcessLookupError, match="on purpose"):
+        _run([], notes, _Ranks())
+    started[0].kill()
+    started[0].wait(60)
+    assert read(notes.ends) == {"ends": {"1": {"code": -signal.SIGKILL}}}

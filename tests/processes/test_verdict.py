@@ -46,6 +46,7 @@ def killed(rank, number=signal.SIGKILL, time=101, **others):
         ([raised(0, time=100.6), raised(1, time=100.5)], 1),
         # Its connection broke before the launcher or torchrun noticed whose death broke it.
         ([raised(0, LOST, time=100.1), killed(1)], 1),
+        ([raised(0, LOST, time=100.1), End(1, code=-signal.SIGKILL)], 1),  # which torchrun did not come to notice
         ([raised(0, LOST, time=100.1), raised(1, time=100.4)], 1),
         ([raised(0, LOST, time=100.2), raised(1, LOST, time=100.1)], 1),
         # torchrun ends the peers with SIGTERM, the launcher those that do not listen with SIGKILL.
