@@ -18,7 +18,7 @@ os.environ.setdefault("PYTHONNOUSERSITE", "1")
 
 
 # The README's commands run the whole book, and the others start many processes: a worker is not to begin them last.
-_LONGEST = ("test_readme.py", "test_driver.py", "test_bad_input.py", "test_distributed_command.py")
+_LONGEST = ("test_readme.py", "test_readme_commands.py", "test_driver.py", "test_bad_input.py", "test_distributed_command.py")
 
 
 def pytest_collection_modifyitems(items):

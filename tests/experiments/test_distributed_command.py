@@ -1,6 +1,6 @@
 """run_distributed.py as a reader starts it: from another directory, stopped, gone on with, refused, and told once.
 
-A Llama with adapters is trained by the README's command, in test_readme.py.
+A Llama with adapters is trained by the README's command, in test_readme_commands.py.
 """
 
 import os
