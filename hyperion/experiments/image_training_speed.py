@@ -16,7 +16,7 @@ from hyperion.experiments.columns import out_of_memory_reason, timed_columns
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.paired_loops import OURS, PLAIN, PairedLoops, wait_for
 from hyperion.experiments.plain_image_loop import CLASSES, PlainLoop, copy_weights, plain_model
-from hyperion.experiments.products_alone import products_of, seconds_alone
+from hyperion.experiments.products_alone import ProductsAlone, products_of, time_alone
 from hyperion.experiments.step_comparison import emptied_afterwards
 from hyperion.experiments.training_rows import step_forecasts
 from hyperion.experiments.workloads import Workload, workload
@@ -168,21 +168,19 @@ def _speeds(context: Context, pair: _Pair, frames: list[pd.DataFrame], source: s
     frames.append(samples)
     listed, precision = products_of(pair.work, sizes["compiled"]), pair.engine.precision
     try:
-        products = seconds_alone(listed, precision, context.device, sizes["time_limit_s"])
+        alone = time_alone(listed, precision, context.device, sizes["time_limit_s"])
     except torch.OutOfMemoryError as error:  # both loops are in memory, and what was timed of them stands
         print(f"batch {pair.work.items}: its products were not timed alone: {out_of_memory_reason(error)}")
         return rows
-    return rows + [_of_products(context, loops, name, timing, products) for name, timing in told.items()]
+    frames.append(alone.frame(pair.work.name, pair.engine.precision.dtype, {"batch": pair.work.items}))
+    return rows + [_of_products(context, loops, name, timing, alone) for name, timing in told.items()]
 
 
-def _of_products(
-    context: Context, loops: PairedLoops, name: str, timing: Timing, products: dict[str, float]
-) -> Row:
+def _of_products(context: Context, loops: PairedLoops, name: str, timing: Timing, alone: ProductsAlone) -> Row:
     """How much of a loop's time its products take alone: the rest is what a better loop could win, at most."""
-    shared, alone_s = loops.of(name), sum(products.values())
-    parts = {f"{part}_s": float(f"{seconds:.4g}") for part, seconds in products.items()}
+    shared, share = loops.of(name), alone.share(timing)
+    parts = {f"{part}_s": float(f"{seconds:.4g}") for part, seconds in alone.seconds.items()}
     shared["params"] |= {"what": OF_PRODUCTS} | parts
-    share = timing.estimate.map(lambda seconds: alone_s / seconds)
     return context.row(loops.work.name, "share", share.value, **shared, **timed_columns(share, timing))
 
 

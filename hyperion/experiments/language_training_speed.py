@@ -116,10 +116,14 @@ def _compared(loops: PairedLoops, tokens: np.ndarray, report) -> tuple[list[Row]
     parity, losses = _parity(loops, begun)
     told = dict(zip(begun, timings, strict=True))
     speeds, samples = loops.speeds(told, {"replayed": begun[OURS].replayed})
-    rows = [parity, *speeds, *_shares(loops, told), *_memory(loops, begun)]
+    roofs = _roofs(loops)
+    shares = [_share(loops, name, timing, what, roof) for what, roof in roofs.items() for name, timing in told.items()]
+    rows = [parity, *speeds, *shares, *_memory(loops, begun)]
     if sizes["compiled"]:
         rows += loops.first_steps({name: loop.first_s for name, loop in begun.items()})
-    return rows, pd.concat([losses, samples], ignore_index=True)
+    own = roofs[OWN_ROOF]
+    alone = [own.alone.frame(loops.work.name, loops.dtype, {})] if isinstance(own, StepRoof) else []
+    return rows, pd.concat([losses, samples, *alone], ignore_index=True)
 
 
 def _begun(loops: PairedLoops, tokens: np.ndarray, build: Callable) -> _Loop:
@@ -186,8 +190,8 @@ def _parity(loops: PairedLoops, begun: dict[str, _Loop]) -> tuple[Row, pd.DataFr
     return loops.parity(curves, difference, how, tolerance)
 
 
-def _shares(loops: PairedLoops, timings: dict[str, Timing]) -> list[Row]:
-    """How much of each loop's time each roof would take."""
+def _roofs(loops: PairedLoops) -> dict[str, StepRoof | str]:
+    """The two answers to how fast a step could be, or the reason why there is none."""
     context, sizes = loops.context, loops.context.sizes
     roofs: dict[str, StepRoof | str] = {ROOF: step_roof(context, loops.work, loops.dtype) or _NO_ROOF}
     precision = choose_precision(context.device, sizes["precision"])
@@ -196,20 +200,18 @@ def _shares(loops: PairedLoops, timings: dict[str, Timing]) -> list[Row]:
         roofs[OWN_ROOF] = own or _NO_ROOF
     except torch.OutOfMemoryError as error:  # both loops are in memory, and what was timed of them stands
         roofs[OWN_ROOF] = out_of_memory_reason(error)
-    return [
-        _share(context, loops, name, timing, what, roof) for what, roof in roofs.items() for name, timing in timings.items()
-    ]
+    return roofs
 
 
-def _share(context: Context, loops: PairedLoops, name: str, timing: Timing, what: str, roof: StepRoof | str) -> Row:
-    """Of a roof, or without a value for the reason why there is none."""
+def _share(loops: PairedLoops, name: str, timing: Timing, what: str, roof: StepRoof | str) -> Row:
+    """How much of a loop's time a roof would take, or without a value for the reason why there is none."""
     shared = loops.of(name)
     shared["params"] |= {"what": what}
     if isinstance(roof, str):
-        return context.row(loops.work.name, "share", None, value_reason=roof, **shared)
+        return loops.context.row(loops.work.name, "share", None, value_reason=roof, **shared)
     shared["params"] |= roof.params
-    share = timing.estimate.map(lambda seconds: roof.time_s / seconds)
-    return context.row(loops.work.name, "share", share.value, **shared, **timed_columns(share, timing))
+    share = roof.share_of(timing)
+    return loops.context.row(loops.work.name, "share", share.value, **shared, **timed_columns(share, timing))
 
 
 def _memory(loops: PairedLoops, begun: dict[str, _Loop]) -> list[Row]:

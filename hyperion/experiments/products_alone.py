@@ -8,16 +8,20 @@ better loop.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import mul
 
+import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hyperion.experiments.columns import sample_frame
 from hyperion.experiments.workloads import CLASSES, Workload
 from hyperion.hardware import Device
-from hyperion.measure import FORMATS, time_function
+from hyperion.measure import FORMATS, Timing, time_function
 from hyperion.models import TransformerConfig, padded_classes
 from hyperion.models.resnet import IMAGE_SIZE, block_shapes
+from hyperion.results.statistics import Estimate, estimates_of_medians
 from hyperion.training import Precision
 
 Call = Callable[[], object]
@@ -29,13 +33,53 @@ class ProductAlone:
 
     Attributes:
         part: of the roof that it belongs to.
+        name: its sizes, and which of the three products it is.
         count: how often the step does it.
         make: allocates its operands; the call that is timed.
     """
 
     part: str
+    name: str
     count: int
     make: Callable[[torch.dtype, torch.device], Call]
+
+
+@dataclass(frozen=True)
+class ProductsAlone:
+    """All products of a step and how long each takes alone, in the same order."""
+
+    products: list[ProductAlone]
+    timings: list[Timing]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of each part, each product as often as the step does it."""
+        seconds = dict[str, float]()
+        for product, timing in zip(self.products, self.timings, strict=True):
+            seconds[product.part] = seconds.get(product.part, 0.0) + product.count * timing.estimate.value
+        return seconds
+
+    def share(self, step: Timing, beside_s: float = 0.0) -> Estimate:
+        """How much of a step's time they take, and beside them `beside_s`. Each was timed by itself, so each is resampled by
+        itself; where the steps' times drift, the interval reaches as far as theirs."""
+        counts = [product.count for product in self.products]
+
+        def shares(medians) -> list[float]:
+            return [(sum(map(mul, counts, medians[:-1])) + beside_s) / medians[-1]]
+
+        samples = [timing.samples_s for timing in (*self.timings, step)]
+        (share,) = estimates_of_medians(samples, shares)
+        drifting = step.estimate.map(lambda seconds: share.value * step.estimate.value / seconds)
+        low, high = min(share.ci_low, drifting.ci_low), max(share.ci_high, drifting.ci_high)
+        return Estimate(share.value, low, high, share.n)
+
+    def frame(self, variant: str, dtype: str, params: dict) -> pd.DataFrame:
+        """Raw samples, one a line, each product's under its name."""
+        frames = [
+            sample_frame(timing, variant, dtype, params | {"product": product.name})
+            for product, timing in zip(self.products, self.timings, strict=True)
+        ]
+        return pd.concat(frames, ignore_index=True).assign(kind="a product alone")
 
 
 def language_products(config: TransformerConfig, batch: int, compiled: bool) -> list[ProductAlone]:
@@ -49,11 +93,13 @@ def language_products(config: TransformerConfig, batch: int, compiled: bool) -> 
     classes = padded_classes(config.vocab_size) if compiled else config.vocab_size
     layers = [*projections, (D, D, L), (D, 4 * D, L), (4 * D, D, L), (D, classes, 1)]
     found = [
-        ProductAlone("products", count, partial(_linear, M, columns_in, columns_out, way))
-        for columns_in, columns_out, count in layers for way in ("forward", "of input", "of weight")
+        ProductAlone("products", f"{given} to {made}, {way}", count, partial(_linear, M, given, made, way))
+        for given, made, count in layers for way in ("forward", "of input", "of weight")
     ]  # fmt: skip
     shape = batch, config.context, config.heads, config.head_width
-    return found + [ProductAlone("attention", L, partial(_attention, shape, way)) for way in ("forward", "backward")]
+    return found + [
+        ProductAlone("attention", f"attention, {way}", L, partial(_attention, shape, way)) for way in ("forward", "backward")
+    ]
 
 
 def image_products(width: int, batch: int) -> list[ProductAlone]:
@@ -66,11 +112,18 @@ def image_products(width: int, batch: int) -> list[ProductAlone]:
         side = -(-side // stride)
         sizes.append((channels_out, channels_out, 3, 1, side))
     found = [
-        ProductAlone("convolutions", sizes.count(size), partial(_convolution, batch, *size, way))
+        ProductAlone("convolutions", _named(*size, way), sizes.count(size), partial(_convolution, batch, *size, way))
         for size in dict.fromkeys(sizes) for way in ("forward", "of input", "of weight") if way != "of input" or size[0] != 3
     ]  # fmt: skip
     ways = ("forward", "of input", "of weight")
-    return found + [ProductAlone("classifier", 1, partial(_linear, batch, 8 * width, CLASSES, way)) for way in ways]
+    return found + [
+        ProductAlone("classifier", f"classifier, {way}", 1, partial(_linear, batch, 8 * width, CLASSES, way)) for way in ways
+    ]
+
+
+def _named(channels_in: int, channels_out: int, kernel: int, stride: int, side: int, way: str) -> str:
+    strided = f", stride {stride}" if stride != 1 else ""
+    return f"{kernel}x{kernel} {channels_in} to {channels_out} at {side}x{side}{strided}, {way}"
 
 
 def products_of(work: Workload, compiled: bool) -> list[ProductAlone]:
@@ -80,24 +133,23 @@ def products_of(work: Workload, compiled: bool) -> list[ProductAlone]:
     return language_products(work.config, work.items // work.config.context, compiled)
 
 
-def seconds_alone(
+def time_alone(
     products: list[ProductAlone], precision: Precision, device: Device, time_limit_s: float
-) -> dict[str, float]:
-    """Seconds of all products of each part, each as often as the step does it. Caches are left as the call before left them:
-    most operands are larger than any, and in a step too the kernel before has just written what a small product reads.
+) -> ProductsAlone:
+    """Time each product by itself. Caches are left as the call before left them: most operands are larger than any, and in a
+    step too the kernel before has just written what a small product reads.
 
     Args:
         precision: the step's, whose switches the products are made under.
         time_limit_s: of all together, warm-up left out.
     """
-    seconds, storage = dict[str, float](), FORMATS[precision.dtype].storage
+    timings, storage = [], FORMATS[precision.dtype].storage
     for product in products:
         with precision.products():
             call = product.make(storage, torch.device(device.torch_device))
-            timing = time_function(call, device, cold=False, time_limit_s=time_limit_s / len(products))
+            timings.append(time_function(call, device, cold=False, time_limit_s=time_limit_s / len(products)))
         del call  # the next one's operands need not fit beside it
-        seconds[product.part] = seconds.get(product.part, 0.0) + product.count * timing.estimate.value
-    return seconds
+    return ProductsAlone(products, timings)
 
 
 def _linear(rows: int, columns_in: int, columns_out: int, way: str, dtype: torch.dtype, device: torch.device) -> Call:

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 
 from hyperion.experiments.columns import stream_ceiling
 from hyperion.experiments.context import Context
-from hyperion.experiments.products_alone import products_of, seconds_alone
+from hyperion.experiments.products_alone import ProductsAlone, products_of, time_alone
 from hyperion.experiments.training_rows import ADAMW_BYTES_A_PARAMETER
 from hyperion.experiments.workloads import Workload
-from hyperion.measure import FORMATS
+from hyperion.measure import FORMATS, Timing
 from hyperion.models import TransformerConfig
+from hyperion.results.statistics import Estimate
 from hyperion.training import Precision
 
 _FLOAT32, _PASSES_OF_A_BLOCK, _PASSES_OF_THE_HEAD = 4, 14, 3
@@ -52,6 +53,7 @@ class StepRoof:
         ceilings: of the run that the roof rests on, by name.
         bandwidth_gb_s: of the run's fastest stream.
         traffic: bytes by what is moved.
+        alone: what `products` are the sums of, where each was timed alone.
     """
 
     products: dict[str, float]
@@ -59,6 +61,7 @@ class StepRoof:
     ceilings: dict[str, float]
     bandwidth_gb_s: float
     traffic: dict[str, int]
+    alone: ProductsAlone | None = None
 
     def moving_s(self, moved_bytes: float) -> float:
         """Seconds of the fastest stream for so many bytes."""
@@ -73,6 +76,12 @@ class StepRoof:
     def time_s(self) -> float:
         """Seconds of the whole step."""
         return sum(self.parts.values())
+
+    def share_of(self, step: Timing) -> Estimate:
+        """How much of a step's time this would take, as uncertain as the step's time and the products'."""
+        if self.alone is None:
+            return step.estimate.map(lambda seconds: self.time_s / seconds)
+        return self.alone.share(step, beside_s=self.time_s - sum(self.products.values()))
 
     @property
     def params(self) -> dict:
@@ -112,6 +121,6 @@ def own_roof(
     stream = stream_ceiling(context.upstream)
     if stream is None:
         return None
-    alone = seconds_alone(products_of(work, compiled), precision, context.device, time_limit_s)
+    alone = time_alone(products_of(work, compiled), precision, context.device, time_limit_s)
     traffic = least_traffic(work.config, work.items, precision.dtype)
-    return StepRoof(alone, "each alone at its own sizes", {}, stream.value, traffic)
+    return StepRoof(alone.seconds, "each alone at its own sizes", {}, stream.value, traffic, alone)

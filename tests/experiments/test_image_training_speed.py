@@ -34,7 +34,8 @@ def test_both_do_the_same_work_and_take_turns(one_thread, tmp_path):
     assert speedup.value == pytest.approx(ours.value / plain.value, rel=1e-6)
     for row, step in zip((row for row in result.rows if row.metric == "share"), (ours, plain), strict=True):
         alone_s = row.params["convolutions_s"] + row.params["classifier_s"]
-        assert row.value == pytest.approx(alone_s * step.value / 8, rel=1e-3)
+        assert row.value == pytest.approx(alone_s * step.value / 8, rel=1e-3) and row.ci_low < row.value < row.ci_high
+    assert result.samples.query("kind == 'a product alone'").groupby("params").size().min() >= 3
     agreement = next(row for row in result.rows if row.metric == "relative_difference")
     assert agreement.check_error == agreement.value < 1e-4
     assert result.samples.query("kind == 'parity'").groupby("loop").size().to_dict() == {OURS: 4, PLAIN: 4}

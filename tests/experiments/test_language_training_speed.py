@@ -60,6 +60,8 @@ def test_both_do_the_same_work_and_take_turns(one_thread, tmp_path):
         assert share.value == pytest.approx(share.params["roof_s"] / ours.value, rel=1e-3)
         parts = [seconds for name, seconds in share.params.items() if name.endswith("_s") and name != "roof_s"]
         assert share.params["roof_s"] == pytest.approx(sum(parts) - share.params["bandwidth_gb_s"], rel=1e-3)
+    products = result.samples.query("kind == 'a product alone'")
+    assert products["params"].str.contains("attention, backward").any() and (products["time_s"] > 0).all()
     agreement = rows["relative_difference", None]
     assert agreement.check_error == agreement.value < agreement.check_tolerance and agreement.params["steps"] >= 20
     curves = result.samples.query("kind == 'parity'").pivot(index="step", columns="loop", values="loss")

@@ -2,11 +2,21 @@
 
 import time
 
+import numpy as np
+import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from hyperion.experiments.products_alone import ProductAlone, image_products, language_products, seconds_alone
+from hyperion.experiments.products_alone import (
+    ProductAlone,
+    ProductsAlone,
+    image_products,
+    language_products,
+    time_alone,
+)
 from hyperion.hardware import detect_cpu
+from hyperion.hardware.telemetry import Telemetry
+from hyperion.measure import Timing
 from hyperion.models import TransformerConfig, TransformerLM, resnet18
 from hyperion.training import Precision
 
@@ -37,15 +47,41 @@ def test_those_of_a_resnet():
     assert flops_listed(image_products(4, 2)) == flops_of(lambda: model(images).sum().backward())
 
 
-def test_each_part_takes_the_time_of_its_products_as_often_as_they_are_done(one_thread):
+def products(told):
     def waiting(seconds):
         return lambda dtype, device: lambda: time.sleep(seconds)
 
-    told = [("slow", 3, 4e-3), ("slow", 1, 8e-3), ("fast", 2, 1e-3)]
-    products = [ProductAlone(part, count, waiting(seconds)) for part, count, seconds in told]
-    alone = seconds_alone(products, Precision("fp32", "test"), detect_cpu(), time_limit_s=0.2)
-    assert set(alone) == {"slow", "fast"} and alone["slow"] >= 20e-3 and alone["fast"] >= 2e-3
-    assert alone["slow"] > 3 * alone["fast"], "ten times the sleep"
+    return [ProductAlone(part, name, count, waiting(seconds)) for part, name, count, seconds in told]
+
+
+def test_each_part_takes_the_time_of_its_products_as_often_as_they_are_done(one_thread):
+    listed = products([("slow", "a", 3, 4e-3), ("slow", "b", 1, 8e-3), ("fast", "c", 2, 1e-3)])
+    alone = time_alone(listed, Precision("fp32", "test"), detect_cpu(), time_limit_s=0.2)
+    seconds = alone.seconds
+    assert set(seconds) == {"slow", "fast"} and seconds["slow"] >= 20e-3 and seconds["fast"] >= 2e-3
+    assert seconds["slow"] > 3 * seconds["fast"], "ten times the sleep"
+    frame = alone.frame("toy", "fp32", {"batch": 5})
+    assert frame.groupby("params").time_s.median().tolist() == [timing.estimate.value for timing in alone.timings]
+
+
+def timing(samples):
+    return Timing(np.array(samples), (), True, False, "interval", Telemetry())
+
+
+def test_a_share_is_as_uncertain_as_the_step_and_each_product():
+    noise = np.random.default_rng(0).normal(1, 0.05, 400)
+    listed = products([("a", "first", 2, 0), ("a", "second", 1, 0)])
+    exact, noisy = [1.0] * 400, noise
+    shares = {
+        (steady_products, steady_step): ProductsAlone(
+            listed, [timing(exact if steady_products else noisy), timing([3.0] * 400)]
+        ).share(timing(np.array(exact if steady_step else noisy) * 10), beside_s=1.0)
+        for steady_products in (True, False) for steady_step in (True, False)
+    }  # fmt: skip
+    assert (shares[True, True].ci_low, shares[True, True].ci_high) == (pytest.approx(0.6), pytest.approx(0.6))
+    width = {how: share.ci_high - share.ci_low for how, share in shares.items()}
+    assert 0 < width[False, True] < width[True, False] < width[False, False]
+    assert all(share.value == pytest.approx(0.6, rel=0.02) and share.n == 400 for share in shares.values())
 
 
 def test_operands_lie_in_memory_as_in_the_step():
