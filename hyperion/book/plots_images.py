@@ -90,7 +90,8 @@ def _draw_rates(axes: Axes, rates: list[Row], ratios: list[Row]) -> None:
         axes.bar(x, [row.value for row in chosen], 0.34, color=colour, label=label, yerr=errors_of(chosen), ecolor=INK)
     for ratio in ratios:
         batch = ratio.params["batch"]
-        x, top = batches.index(batch) + 0.18, max(row.value for row in rates if row.params["batch"] == batch)
+        x = batches.index(batch) + 0.18
+        top = max(row.ci_high or row.value for row in rates if row.params["batch"] == batch)
         axes.annotate(
             f"{ratio.value:.2f} ×\n[{ratio.ci_low:.2f}, {ratio.ci_high:.2f}]", (x, top), xytext=(0, 4), ha="center",
             textcoords="offset points", fontsize=9, fontweight="bold",
