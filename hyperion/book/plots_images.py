@@ -58,8 +58,9 @@ def image_training_speed(material: Material) -> Figure | None:
         return None
     title = f"Training {rates[0].variant}, loader included"
     figure, (left, right) = new_figure(title, material.machine("image_training_speed"), 2)
-    _draw_alone(left, [row for row in rows if row.metric == "share"])
-    _draw_rates(left, rates, [row for row in rows if row.metric == "speedup"])
+    batches = sorted({row.params["batch"] for row in rates})
+    _draw_alone(left, batches, [row for row in rows if row.metric == "share"])
+    _draw_rates(left, batches, rates, [row for row in rows if row.metric == "speedup"])
     draw_losses(right, material.samples("image_training_speed"), "image")
     limits = {row.params["batch"]: row.limit for row in rates if row.limit}
     notes = [f"The device's limit for these FLOPs: {items(max(limits.values()))} images/s."] if limits else []
@@ -72,18 +73,17 @@ def image_training_speed(material: Material) -> Figure | None:
     return figure
 
 
-def _draw_alone(axes: Axes, shares: list[Row]) -> None:
+def _draw_alone(axes: Axes, batches: list[int], shares: list[Row]) -> None:
     """What would be left if a step took no more than its products, each alone."""
-    batches = sorted({row.params["batch"] for row in shares})
-    for place, batch in enumerate(batches):
-        told = next(row.params for row in shares if row.params["batch"] == batch)
+    label: str | None = "its products alone"
+    for batch, told in {row.params["batch"]: row.params for row in shares}.items():
+        place = batches.index(batch)
         rate = batch / sum(seconds for name, seconds in told.items() if name.endswith("_s"))
-        label = "its products alone" if place == 0 else None
         axes.plot([place - 0.4, place + 0.4], [rate, rate], color=INK, linestyle="--", linewidth=1, label=label)
+        label = None
 
 
-def _draw_rates(axes: Axes, rates: list[Row], ratios: list[Row]) -> None:
-    batches = sorted({row.params["batch"] for row in rates})
+def _draw_rates(axes: Axes, batches: list[int], rates: list[Row], ratios: list[Row]) -> None:
     for place, (loop, (colour, label)) in enumerate(LOOPS.items()):
         chosen = [row for row in rates if row.params["loop"] == loop]
         x = [batches.index(row.params["batch"]) + 0.36 * (place - 0.5) for row in chosen]

@@ -167,20 +167,24 @@ def _speeds(context: Context, pair: _Pair, frames: list[pd.DataFrame], source: s
     rows, samples = loops.speeds(told, how)
     frames.append(samples)
     listed, precision = products_of(pair.work, sizes["compiled"]), pair.engine.precision
+    alone: ProductsAlone | str
     try:
         alone = time_alone(listed, precision, context.device, sizes["time_limit_s"])
+        frames.append(alone.frame(pair.work.name, precision.dtype, {"batch": pair.work.items}))
     except torch.OutOfMemoryError as error:  # both loops are in memory, and what was timed of them stands
-        print(f"batch {pair.work.items}: its products were not timed alone: {out_of_memory_reason(error)}")
-        return rows
-    frames.append(alone.frame(pair.work.name, pair.engine.precision.dtype, {"batch": pair.work.items}))
+        alone = out_of_memory_reason(error)
     return rows + [_of_products(context, loops, name, timing, alone) for name, timing in told.items()]
 
 
-def _of_products(context: Context, loops: PairedLoops, name: str, timing: Timing, alone: ProductsAlone) -> Row:
-    """How much of a loop's time its products take alone: the rest is what a better loop could win, at most."""
-    shared, share = loops.of(name), alone.share(timing)
-    parts = {f"{part}_s": float(f"{seconds:.4g}") for part, seconds in alone.seconds.items()}
-    shared["params"] |= {"what": OF_PRODUCTS} | parts
+def _of_products(context: Context, loops: PairedLoops, name: str, timing: Timing, alone: ProductsAlone | str) -> Row:
+    """How much of a loop's time its products take alone: the rest is what a better loop could win, at most. Without a value
+    for the reason why they were not timed."""
+    shared = loops.of(name)
+    shared["params"] |= {"what": OF_PRODUCTS}
+    if isinstance(alone, str):
+        return context.row(loops.work.name, "share", None, value_reason=alone, **shared)
+    shared["params"] |= {f"{part}_s": float(f"{seconds:.4g}") for part, seconds in alone.seconds.items()}
+    share = alone.share(timing)
     return context.row(loops.work.name, "share", share.value, **shared, **timed_columns(share, timing))
 
 

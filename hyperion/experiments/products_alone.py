@@ -61,17 +61,19 @@ class ProductsAlone:
 
     def share(self, step: Timing, beside_s: float = 0.0) -> Estimate:
         """How much of a step's time they take, and beside them `beside_s`. Each was timed by itself, so each is resampled by
-        itself; where the steps' times drift, the interval reaches as far as theirs."""
+        itself; where the times of a product or of the steps drift, the interval reaches as much further as theirs do."""
         counts = [product.count for product in self.products]
 
         def shares(medians) -> list[float]:
             return [(sum(map(mul, counts, medians[:-1])) + beside_s) / medians[-1]]
 
-        samples = [timing.samples_s for timing in (*self.timings, step)]
-        (share,) = estimates_of_medians(samples, shares)
-        drifting = step.estimate.map(lambda seconds: share.value * step.estimate.value / seconds)
-        low, high = min(share.ci_low, drifting.ci_low), max(share.ci_high, drifting.ci_high)
-        return Estimate(share.value, low, high, share.n)
+        (share,) = estimates_of_medians([timing.samples_s for timing in (*self.timings, step)], shares)
+        # A drift of products that were timed one after the other has one cause: the reaches of all add up.
+        reaches = [(count / step.estimate.value, timing) for count, timing in zip(counts, self.timings, strict=True)]
+        reaches.append((share.value / step.estimate.value, step))
+        further = [(scale, timing.estimate) for scale, timing in reaches if timing.drift.present]
+        reach = sum(scale * max(one.value - one.ci_low, one.ci_high - one.value) for scale, one in further)
+        return Estimate(share.value, share.ci_low - reach, share.ci_high + reach, share.n)
 
     def frame(self, variant: str, dtype: str, params: dict) -> pd.DataFrame:
         """Raw samples, one a line, each product's under its name."""

@@ -5,8 +5,8 @@ counts the half that a causal mask leaves) is what the arithmetic units could do
 it takes alone, at its own sizes (hyperion.experiments.products_alone): what is left to the loop around them. Then what memory
 must move at the fastest stream for what no product reads or writes itself, since kernels run one after the other:
 
-- the update, in float32: weight, gradient and two moments read, weight and moments written, and the gradient written
-  before by the backward pass;
+- the update, in float32: weight, gradient and two moments read, weight and moments written; and, where products write
+  16 bits, the gradient written in float32 before;
 - logits, in the format of the products: read once, for the loss;
 - activations, in the same format, in units of one tensor [B, T, D]: of a block its input and the sum after attention are
   written, and read by the backward pass (4), both norms' outputs and the MLP's after GELU are written (2 + 4), the MLP's
@@ -36,8 +36,9 @@ def least_traffic(config: TransformerConfig, tokens: int, dtype: str) -> dict[st
     """Bytes that a step on so many tokens cannot avoid moving outside of its products, by what they are."""
     each = FORMATS[dtype].bytes
     passes = _PASSES_OF_A_BLOCK * config.layers + _PASSES_OF_THE_HEAD
+    rounded = _FLOAT32 if each < _FLOAT32 else 0
     return {
-        "optimizer": (ADAMW_BYTES_A_PARAMETER + _FLOAT32) * config.parameter_count,
+        "optimizer": (ADAMW_BYTES_A_PARAMETER + rounded) * config.parameter_count,
         "logits": each * tokens * config.vocab_size,
         "activations": each * tokens * config.width * passes,
     }

@@ -54,19 +54,23 @@ def main(folder: str) -> None:
 
 def _run(command: list[str], notes: Notes, ranks: "_Ranks") -> None:
     from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     SubprocessHandler._popen = lambda handler, rank_command, environment: ranks.start(rank_command, environment)
-    ends = {}
     try:
         torchrun.main(command)
     except ChildFailedError as failed:
         # Times are whole seconds here: torchrun's record of them.
         ends = {rank: {"code": end.exitcode, "time": end.timestamp} for rank, end in failed.failures.items()}
+        write(notes.ends, {"ends": ends})
         sys.exit(1)
-    finally:
-        write(notes.ends, {"ends": ranks.exit_codes() | ends})
+    except SignalException:  # it was asked to end, and has ended the ranks itself, some with SIGKILL: none failed
+        raise
+    except Exception:
+        write(notes.ends, {"ends": ranks.exit_codes()})
+        raise
 
 
 class _Ranks:
@@ -86,8 +90,8 @@ class _Ranks:
         return process
 
     def exit_codes(self) -> dict[int, dict]:
-        """The exit codes of ranks that have ended of their own accord, whether torchrun came to tell them or not: it ends
-        with another error when something goes wrong while it ends the others. With SIGTERM it ends those itself.
+        """The exit codes of ranks that have ended of their own accord, for a torchrun that broke before it told them. Those
+        that it ended itself by then ended by SIGTERM.
         """
         codes = {rank: handle.poll() for rank, handle in self._handles.items()}
         return {rank: {"code": code} for rank, code in codes.items() if code not in (None, -signal.SIGTERM)}

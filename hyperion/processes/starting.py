@@ -28,6 +28,8 @@ _LONGEST_FOLDER = 70  # a socket's name has at most 107 characters
 class Forked:
     """A process that a fork server made for this one: the part of subprocess.Popen's interface that launchers use.
 
+    The server gives up the process number soon after the exit code was read here, not before.
+
     Args:
         connection: to the server, which has just told the process number.
         pid: that number.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hyperion.experiments import datasets
-from hyperion.experiments.image_training_speed import OURS, PLAIN, _Pair, _parity
+from hyperion.experiments.image_training_speed import OURS, PLAIN, _Pair, _parity, run
 from hyperion.experiments.plain_image_loop import PlainLoop, copy_weights, plain_model
 from hyperion.hardware import detect_cpu
 from hyperion.models import resnet18
@@ -39,6 +39,17 @@ def test_both_do_the_same_work_and_take_turns(one_thread, tmp_path):
     agreement = next(row for row in result.rows if row.metric == "relative_difference")
     assert agreement.check_error == agreement.value < 1e-4
     assert result.samples.query("kind == 'parity'").groupby("loop").size().to_dict() == {OURS: 4, PLAIN: 4}
+
+
+def test_products_that_find_no_memory_leave_a_reason(one_thread, tmp_path, monkeypatch):
+    def full(*ignored):
+        raise torch.OutOfMemoryError("no room for the operands")
+
+    monkeypatch.setattr("hyperion.experiments.image_training_speed.time_alone", full)
+    result = run(toy_context("image_training_speed", SIZES, tmp_path), lambda *progress: None)
+    reasons = [row.value_reason for row in result.rows if row.metric == "share"]
+    assert reasons == ["out of memory: no room for the operands"] * 2
+    assert all(row.value for row in result.rows if row.metric in ("images_per_s", "speedup"))
 
 
 def test_other_work_is_noticed(one_thread, tmp_path):

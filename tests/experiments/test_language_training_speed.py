@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hyperion.experiments import datasets, experiment_named
-from hyperion.experiments.language_training_speed import OWN_ROOF, ROOF, _begun, _ours, _parity, _plain
+from hyperion.experiments.language_training_speed import OWN_ROOF, ROOF, _begun, _ours, _parity, _plain, run
 from hyperion.experiments.paired_loops import OURS, PLAIN, PairedLoops
 from hyperion.experiments.plain_language_model import with_weights_of
 from hyperion.experiments.step_roof import least_traffic
@@ -110,7 +110,20 @@ def test_the_roofs_bytes_are_those_of_a_hand_count():
     written = D + D + D + D + 4 * D  # input, norm, sum, norm, MLP after GELU
     read_again = D + D + 4 * D  # input, sum, MLP before GELU: what norms and GELU need; products read the others
     assert traffic["activations"] == tokens * (2 * (written + read_again) + (D + D + D)) * 2  # two blocks and the last norm
-    assert least_traffic(SMALL, tokens, "fp32")["logits"] == 2 * traffic["logits"]
+    in_fp32 = least_traffic(SMALL, tokens, "fp32")
+    assert in_fp32["logits"] == 2 * traffic["logits"]
+    assert traffic["optimizer"] - in_fp32["optimizer"] == weights * 4, "there a product writes the gradient"
+
+
+def test_products_that_find_no_memory_leave_a_reason(one_thread, tmp_path, monkeypatch):
+    def full(*ignored):
+        raise torch.OutOfMemoryError("no room for the operands")
+
+    monkeypatch.setattr("hyperion.experiments.step_roof.time_alone", full)
+    result = run(toy_context(NAME, SIZES, tmp_path, CEILINGS), lambda *progress: None)
+    reasons = {row.value_reason for row in result.rows if row.metric == "share" and row.params["what"] == OWN_ROOF}
+    assert reasons == {"out of memory: no room for the operands"}
+    assert all(row.value for row in result.rows if row.metric in ("step_time_s", "speedup"))
 
 
 def test_the_forecast_is_the_roof_or_says_what_is_missing(tmp_path):

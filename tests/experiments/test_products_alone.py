@@ -84,6 +84,14 @@ def test_a_share_is_as_uncertain_as_the_step_and_each_product():
     assert all(share.value == pytest.approx(0.6, rel=0.02) and share.n == 400 for share in shares.values())
 
 
+def test_a_product_that_drifts_widens_the_share_as_its_own_interval():
+    drifting = timing(np.linspace(1.0, 1.2, 400))
+    share = ProductsAlone(products([("a", "first", 2, 0)]), [drifting]).share(timing([10.0] * 400))
+    own = drifting.estimate
+    assert drifting.drift.present and share.value == pytest.approx(0.2 * own.value)
+    assert share.ci_low <= 0.2 * own.ci_low and share.ci_high >= 0.2 * own.ci_high
+
+
 def test_operands_lie_in_memory_as_in_the_step():
     convolution = image_products(4, 2)[0]
     strides = [cell.cell_contents.stride() for cell in convolution.make(torch.float32, torch.device("cpu")).__closure__

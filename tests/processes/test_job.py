@@ -7,10 +7,10 @@ import sys
 import textwrap
 import time
 
-import psutil
 import pytest
 
 from hyperion.processes import Job, JobError, run_job
+from hyperion.processes.lifeline import has_ended
 from hyperion.processes.starting import SOCKET
 
 GUARDED = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
@@ -110,7 +110,7 @@ def test_timeout_ends_the_worker(entries, tmp_path):
     pid_file = tmp_path / "pid"
     with pytest.raises(JobError, match="timeout of 3 s"):
         run_job(Job(f"{entries}:sleep", {"pid_file": str(pid_file)}, timeout_s=3))
-    assert not psutil.pid_exists(int(pid_file.read_text()))
+    assert has_ended(int(pid_file.read_text()))
 
 
 def test_a_worker_dies_with_its_launcher(entries, tmp_path):
@@ -122,7 +122,7 @@ def test_a_worker_dies_with_its_launcher(entries, tmp_path):
     worker = int(pid_file.read_text())
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()
-    assert _wait_for(lambda: not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE)
+    assert _wait_for(lambda: has_ended(worker))
 
 
 def _wait_for(condition, seconds=30):

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from hyperion.errors import HyperionError
@@ -81,8 +82,16 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("way", ["forked", "started"])
-def test_how_ranks_ended_is_told_though_torchrun_itself_breaks(tmp_path, monkeypatch, capfd, way):
+@pytest.mark.parametrize(
+    ("way", "error", "told"),
+    [
+        ("forked", ProcessLookupError("on purpose"), {"ends": {"1": {"code": -signal.SIGKILL}}}),
+        ("started", ProcessLookupError("on purpose"), {"ends": {"1": {"code": -signal.SIGKILL}}}),
+        # Asked to end, torchrun kills a rank that does not listen: that rank is not to blame for the end.
+        ("forked", SignalException("on purpose", signal.SIGTERM), None),
+    ],
+)
+def test_how_ranks_ended_is_told_though_torchrun_itself_breaks(tmp_path, monkeypatch, capfd, way, error, told):
     """Rank 0 still runs, 1 was killed, and 2 ended because it was asked to."""
     if way == "started":
         monkeypatch.delenv(SOCKET)
@@ -96,13 +105,13 @@ def test_how_ranks_ended_is_told_though_torchrun_itself_breaks(tmp_path, monkeyp
             command = (sys.executable, "-u", "-m", "some_rank")
             started.append(SubprocessHandler._popen(None, command, environment | {"RANK": str(rank)}))
         assert [rank.wait(60) for rank in started[1:]] == [-signal.SIGKILL, -signal.SIGTERM]
-        raise ProcessLookupError("on purpose")
+        raise error
 
     monkeypatch.setattr(torchrun, "main", breaks)
     monkeypatch.setattr(SubprocessHandler, "_popen", None)
     notes = Notes(tmp_path)
-    with capfd.disabled(), pytest.raises(ProcessLookupError, match="on purpose"):
+    with capfd.disabled(), pytest.raises(type(error), match="on purpose"):
         _run([], notes, _Ranks())
     started[0].kill()
     started[0].wait(60)
-    assert read(notes.ends) == {"ends": {"1": {"code": -signal.SIGKILL}}}
+    assert read(notes.ends) == told
