@@ -1,6 +1,7 @@
 """Training: a loop over an Engine, with precision, schedules, optimizers, seeds and evaluation."""
 
-from hyperion.training.engine import Engine, ImageEngine, LanguageEngine, StepMetrics, TorchEngine
+from hyperion.training.baseline_engines import ImageEngine, LanguageEngine
+from hyperion.training.engine import Engine, StepMetrics, TorchEngine
 from hyperion.training.evaluate import ImageEvaluation, LanguageEvaluation, evaluate_images, evaluate_language
 from hyperion.training.history import EpochRecord, History, mean_over_ranks
 from hyperion.training.loop import Batches, train

@@ -6,12 +6,11 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -23,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import (
 from hyperion import processes
 from hyperion.checkpoints import CheckpointError, agreed, read_sharded, write_sharded
 from hyperion.checkpoints.states import EARLIER
-from hyperion.data.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
 from hyperion.parallel import average_statistics, clip_gradients, is_sharded, local_gradient_norm, ranks_of, start_sum
@@ -31,7 +29,6 @@ from hyperion.processes import World
 from hyperion.training.accumulation import micro_batches
 from hyperion.training.allocator import keep_freed_memory
 from hyperion.training.captured import CapturedStep, same_tensors, why_not_captured
-from hyperion.training.evaluate import evaluate_images, evaluate_language
 from hyperion.training.nonfinite import NonFiniteError, require_finite
 from hyperion.training.precision import Precision
 
@@ -266,54 +263,3 @@ class TorchEngine(ABC):
             "items_seen": self.tokens_seen,
             "scaler": self.scaler.state_dict(),
         }
-
-
-class LanguageEngine(TorchEngine):
-    """Batches (inputs_BT, targets_BT) for a model that returns nll_BT when given targets (TransformerLM)."""
-
-    item = "token"
-
-    def count_items(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return (batch[1] != IGNORE_INDEX).sum()
-
-    def summed_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        inputs_BT, targets_BT = batch
-        return self.model(inputs_BT, targets_BT).sum()
-
-    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
-        """See evaluate_language; 'loss' in nats per token, 'perplexity_token', 'total_nll_nats', 'tokens', …"""
-        result = evaluate_language(self.model, batches, self.precision, self.device)
-        return {"loss": result.loss, "perplexity_token": result.perplexity_token} | asdict(result)
-
-
-class ImageEngine(TorchEngine):
-    """Batches (images_BCYX, labels_B) for a classifier; its kernels are laid out channels-last, which convolutions
-    prefer.
-
-    Args:
-        label_smoothing: share of the target that is spread over all classes, in training only.
-    """
-
-    item = "image"
-
-    def __init__(self, model: nn.Module, *args: Any, label_smoothing: float = 0.0, **kwargs: Any):
-        self.label_smoothing = label_smoothing
-        if not is_sharded(model):  # FSDP2 gathers contiguous kernels, whatever layout their shards have
-            model = model.to(memory_format=torch.channels_last)
-        super().__init__(model, *args, **kwargs)
-
-    def count_items(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        labels_B = batch[1]
-        # torch.full is a kernel; torch.tensor would copy from the host and wait for the device in every step.
-        return torch.full((), len(labels_B), dtype=torch.int64, device=labels_B.device)
-
-    def summed_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        images_BCYX, labels_B = batch
-        if is_sharded(self.model):  # contiguous kernels would lay out the whole net's activations like themselves
-            images_BCYX = images_BCYX.contiguous(memory_format=torch.channels_last)
-        logits_BK = self.model(images_BCYX).float()
-        return F.cross_entropy(logits_BK, labels_B, reduction="sum", label_smoothing=self.label_smoothing)
-
-    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
-        """See evaluate_images; 'loss' in nats per image, 'accuracy', 'standard_error', 'images'."""
-        return asdict(evaluate_images(self.model, batches, self.precision, self.device))

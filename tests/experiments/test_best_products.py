@@ -115,8 +115,8 @@ def test_a_finalist_that_multiplies_wrongly_has_no_rate(monkeypatch, tmp_path):
 
     def one_wrong(*args, **options):
         found = search(*args, **options)
-        wrong = replace(found.finalists[0], verification=Verification("float64 slice", 0.5, 1e-5))
-        return replace(found, finalists=(wrong, replace(found.finalists[0], shape=(64, 64, 64))))
+        wrong, right = (replace(found.finalists[0], shape=(side, side, side)) for side in (128, 64))
+        return replace(found, finalists=(replace(wrong, verification=Verification("float64 slice", 0.5, 1e-5)), right))
 
     monkeypatch.setattr(best_products, "search_gemm", one_wrong)
     rows = perform(toy_context("best_products", SIZES | {"dtypes": ["fp32"], "shapes": []}, tmp_path), tmp_path).rows
