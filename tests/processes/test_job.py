@@ -108,8 +108,8 @@ def test_a_killed_worker_is_named_with_its_signal(entries):
 
 def test_timeout_ends_the_worker(entries, tmp_path):
     pid_file = tmp_path / "pid"
-    with pytest.raises(JobError, match="timeout of 3 s"):
-        run_job(Job(f"{entries}:sleep", {"pid_file": str(pid_file)}, timeout_s=3))
+    with pytest.raises(JobError, match="timeout of 6 s"):
+        run_job(Job(f"{entries}:sleep", {"pid_file": str(pid_file)}, timeout_s=6))
     assert has_ended(int(pid_file.read_text()))
 
 
