@@ -14,6 +14,7 @@ import pytest
 from hyperion.processes import JobError
 from hyperion.processes.dialogue import Partner
 from hyperion.processes.lifeline import child_environment, has_ended
+from tests.processes.waiting import wait_for
 
 ANSWERING = textwrap.dedent(
     """
@@ -109,16 +110,8 @@ def test_it_ends_with_the_one_that_asks(number, tmp_path):
     asking = subprocess.Popen(
         [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE
     )
-    wait_for(lambda: pid_file.exists() and pid_file.read_text())
+    assert wait_for(lambda: pid_file.exists() and pid_file.read_text())
     asked = psutil.Process(int(pid_file.read_text()))
     asking.send_signal(number)
     asking.communicate(timeout=60)
     assert wait_for(lambda: has_ended(asked.pid))
-
-
-def wait_for(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-    return True

@@ -5,13 +5,13 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 
 from hyperion.processes import Job, JobError, run_job
 from hyperion.processes.lifeline import has_ended
 from hyperion.processes.starting import SOCKET
+from tests.processes.waiting import wait_for
 
 GUARDED = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
 
@@ -118,16 +118,8 @@ def test_a_worker_dies_with_its_launcher(entries, tmp_path):
     script = f"from hyperion.processes import *; run_job(Job('{entries}:sleep', {{'pid_file': {str(pid_file)!r}}}))"
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     launcher = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path})
-    _wait_for(lambda: pid_file.exists() and pid_file.read_text())
+    assert wait_for(lambda: pid_file.exists() and pid_file.read_text())
     worker = int(pid_file.read_text())
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()
-    assert _wait_for(lambda: has_ended(worker))
-
-
-def _wait_for(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-    return True
+    assert wait_for(lambda: has_ended(worker))

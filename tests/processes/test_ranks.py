@@ -20,6 +20,7 @@ from hyperion.processes.lifeline import has_ended
 from hyperion.processes.refusals import require_launchable
 from hyperion.processes.starting import SOCKET
 from tests.processes.rank_entries import MARK
+from tests.processes.waiting import wait_for
 
 GUARDED = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
 # What a launcher finds that runs under torchrun itself, as rank 3 of 4.
@@ -121,14 +122,14 @@ class Launched:
     def torchrun(self) -> int:
         """torchrun's process number, once the rank waits."""
         ready = self.folder / "ready"
-        wait_until(ready.exists)
+        assert wait_for(ready.exists)
         return int(ready.read_text())
 
     def told(self) -> str:
         """What the launcher told at its end; by then, or soon after, nothing of its job is left."""
         _, told = self.process.communicate(timeout=60)
         # torchrun is forked, and a forked process does not show the environment that it was given.
-        wait_until(lambda: has_ended(self.torchrun()) and not marked(self.folder))
+        assert wait_for(lambda: has_ended(self.torchrun()) and not marked(self.folder))
         return told
 
 
@@ -213,13 +214,6 @@ def marked(folder) -> list[int]:
         except psutil.Error:
             continue  # gone meanwhile, or another user's
     return [pid for pid in found if pid != os.getpid()]
-
-
-def wait_until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
 
 
 def test_an_entry_that_does_not_exist_is_refused():

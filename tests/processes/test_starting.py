@@ -17,6 +17,7 @@ import pytest
 from hyperion.processes import fork_server
 from hyperion.processes.lifeline import child_environment, has_ended
 from hyperion.processes.starting import SOCKET, Forked, fork_server_running, start
+from tests.processes.waiting import wait_for
 
 TELLS = """
 import json, os, sys
@@ -112,26 +113,19 @@ def test_exit_codes_are_those_of_subprocess(module, monkeypatch, text, code):
 def test_a_number_is_kept_until_its_launcher_has_read_how_the_process_ended(module):
     """A launcher that saw it run a moment ago may still send a signal: as with a child of its own, nobody else gets it."""
     process = started(module("pass"), new_session=True)
-    wait_until(lambda: has_ended(process.pid))
+    assert wait_for(lambda: has_ended(process.pid))
     time.sleep(0.2)
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(60) == 0
-    wait_until(lambda: not psutil.pid_exists(process.pid))
+    assert wait_for(lambda: not psutil.pid_exists(process.pid))
     process.stdout.close()
 
 
 def test_nothing_is_left_of_a_process_whose_launcher_went_before_it(module):
     process = started(module("import time; time.sleep(600)"))
     process._connection.close()
-    wait_until(lambda: not psutil.pid_exists(process.pid))
+    assert wait_for(lambda: not psutil.pid_exists(process.pid))
     process.stdout.close()
-
-
-def wait_until(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def test_a_wait_ends_with_its_timeout_and_signals_arrive(module):
