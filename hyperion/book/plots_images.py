@@ -37,7 +37,7 @@ def time_to_accuracy(material: Material) -> Figure | None:
     for row in measured(rows)[:1]:
         axes.axvline(row.value, color=COLOURS[2], linewidth=1.4)
         axes.annotate(
-            f"after {row.value:.3g} s", (row.value, 0.03), xycoords=("data", "axes fraction"), xytext=(4, 0),
+            f"after {row.value:.3g} s", (row.value, 0.5), xycoords=("data", "axes fraction"), xytext=(4, 0),
             textcoords="offset points", fontsize=9, color=COLOURS[2],
         )  # fmt: skip
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}")
