@@ -40,6 +40,23 @@ class Chapter:
         """Whether the rows come from a GPU: this machine's, or the reference machine's in replay."""
         return bool(self.environment["gpus"])
 
+    def expect_timing(self, holds: bool, otherwise: str) -> None:
+        """Hold a claim that rests on measured times alone: an error on a GPU, on a CPU a warning.
+
+        A GPU is a job's own. A CPU's cores serve whatever else runs there, and a second of another process's work can turn
+        such a claim around; a chapter that is right must not end for that, nor may it pass in silence.
+
+        Args:
+            otherwise: what is wrong if it does not hold.
+
+        Raises:
+            AssertionError: it does not hold, and the rows come from a GPU.
+        """
+        if not holds and self.on_accelerator:
+            raise AssertionError(otherwise)
+        if not holds:
+            print(f"WARNING: {otherwise}. On a CPU other work can be to blame: run this notebook alone before you believe it.")
+
     def sizes(self, experiment: str) -> dict:
         """What the profile says of an experiment; in replay, what it was measured with."""
         if self.reference is not None:

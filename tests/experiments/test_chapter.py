@@ -49,6 +49,22 @@ def test_a_second_call_measures_nothing_again(run_folder, capsys):
     assert len(result.samples) == load_profile("smoke").sizes(NOTEBOOK, "leakage")["steps"]
 
 
+def test_a_claim_about_times_is_an_error_on_a_gpu_and_a_warning_on_a_cpu(run_folder, capsys):
+    chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(run_folder))
+    claim = "more bytes, less time"
+    capsys.readouterr()
+    chapter.environment = chapter.environment | {"gpus": [{"name": "a GPU"}]}
+    chapter.expect_timing(True, claim)
+    with pytest.raises(AssertionError, match=claim):
+        chapter.expect_timing(False, claim)
+    chapter.environment = chapter.environment | {"gpus": []}
+    chapter.expect_timing(True, claim)
+    assert capsys.readouterr().out == ""
+    chapter.expect_timing(False, claim)
+    # The driver passes on what begins like this.
+    assert capsys.readouterr().out.startswith(f"WARNING: {claim}. On a CPU")
+
+
 def test_another_seed_is_another_experiment(run_folder):
     first = Run.open(run_folder).rows(NOTEBOOK, "leakage")
     chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(run_folder), seed=1)
