@@ -49,6 +49,29 @@ def test_a_plain_process_gets_a_group_of_its_own_as_often_as_it_likes():
     assert not dist.is_initialized()
 
 
+# Each model is let go of a moment after its last all-reduce, when gloo's thread is just about to let go of that.
+OUTLIVING = """
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from hyperion.processes import process_group
+
+def once():
+    with process_group(backend="gloo"):
+        model = DistributedDataParallel(torch.nn.Linear(2, 1))
+        model(torch.ones(1, 2)).sum().backward()
+
+torch.set_num_threads(1)
+for _ in range(300):
+    once()
+print("through")
+"""
+
+
+def test_a_model_that_outlives_its_group_does_not_stop_the_process():
+    done = subprocess.run([sys.executable, "-c", OUTLIVING], capture_output=True, text=True, timeout=240)
+    assert done.stdout == "through\n", done.stderr
+
+
 def test_an_error_inside_passes_and_takes_the_group_down():
     with pytest.raises(ZeroDivisionError), process_group():
         raise ZeroDivisionError
