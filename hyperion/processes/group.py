@@ -109,7 +109,8 @@ def process_group(timeout_s: float = 600.0, backend: str | None = None) -> Itera
     else:
         # The code inside may have ended the group itself.
         if dist.is_initialized():
-            _ended.extend(dist.distributed_c10d._world.pg_map)
+            if backend == "gloo":
+                _ended.extend(dist.distributed_c10d._world.pg_map)
             dist.destroy_process_group()
 
 
@@ -189,9 +190,9 @@ def _initialize(place: Place, backend: str, device: torch.device, timeout: timed
         ) from error
 
 
-# Groups that were left stay referenced until the process ends. A DDP model can outlive its group; were it the last to
-# hold it, gloo's threads would be joined while Python's lock is held, which they need to let go of the last all-reduce
-# (seen with PyTorch 2.13: such a process stood still within some hundred groups).
+# Groups of gloo that were left stay referenced until the process ends. A DDP model can outlive its group; were it the last
+# to hold it, gloo's threads would be joined while Python's lock is held, which they need to let go of the last all-reduce
+# (seen with PyTorch 2.13: a process that made such models stood still within fifty groups).
 _ended: list[dist.ProcessGroup] = []
 _groups = itertools.count()
 _stores: dict[tuple[Place, str, str], dist.Store] = {}
