@@ -52,10 +52,11 @@ class Chapter:
         Raises:
             AssertionError: it does not hold, and the rows come from a GPU.
         """
-        if not holds and self.on_accelerator:
+        if holds:
+            return
+        if self.on_accelerator:
             raise AssertionError(otherwise)
-        if not holds:
-            print(f"WARNING: {otherwise}. On a CPU other work can be to blame: run this notebook alone before you believe it.")
+        print(f"WARNING: {otherwise}. On a CPU other work can be to blame: run this notebook alone before you believe it.")
 
     def sizes(self, experiment: str) -> dict:
         """What the profile says of an experiment; in replay, what it was measured with."""
