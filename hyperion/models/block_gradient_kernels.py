@@ -1,9 +1,10 @@
 """The kernels of `block_gradients`, the same for AMD and NVIDIA, and operators around them that torch.compile knows.
 
 Each program has a strip of rows: it writes the gradient that goes on, and keeps sums over its rows, which it writes once,
-in float32. The strips' sums are added afterwards, always in the same order.
+in float32. (With whole rows in few warps, rows at once lie in the same thread, which adds them by itself.) The strips' sums
+are added afterwards, always in the same order.
 
-Shape suffixes: M rows (tokens), D and E columns, S strips.
+Shape suffixes: M rows (tokens), D and E columns, S strips; B sequences of T positions.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,13 @@ class Tile:
 
 
 # The fastest of some twenty each on an H200, with 65536 rows of GPT-2's width.
-GELU, JOINED = Tile(2, 1024, 4, 1), Tile(8, 128, 2, 3)
+GELU, JOINED, POSITIONS = Tile(8, 512, 2, 3), Tile(8, 128, 2, 3), Tile(4, 128, 4, 1)
+
+
+def norm_tile(width: int) -> Tile:
+    """Of a LayerNorm: whole rows at once, as many as fit beside each other in registers."""
+    columns = triton.next_power_of_2(width)
+    return Tile(4, columns, max(1, columns // 512), 2)
 
 
 @triton.jit
@@ -39,7 +46,7 @@ def gelu_strip(
     """Of y = GELU(x) in the tanh form: the gradient of x, and its sums over a strip's rows."""
     strip, column = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < columns
-    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(0, STRIP, ROWS, num_stages=STAGES):
         row = strip.to(tl.int64) * STRIP + first + tl.arange(0, ROWS)[:, None]
         there, at = inside & (row < rows), row * columns + column
@@ -49,9 +56,9 @@ def gelu_strip(
         share = 1 / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
         of_x = g * (share + x * share * (1 - share) * 1.5957691216057308 * (1 + 0.134145 * x * x))
         tl.store(gradient + at, of_x.to(gradient.dtype.element_ty), mask=there)
-        total += of_x
+        total += tl.sum(of_x, 0)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(sums + strip * columns + column, tl.sum(total, 0), mask=column < columns)
+    tl.store(sums + strip * columns + column, total, mask=column < columns)
 
 
 @triton_op("hyperion::gelu_gradient", mutates_args={})
@@ -100,3 +107,96 @@ def joined_gradient(first_MD: Tensor, second_MD: Tensor, third_MD: Tensor) -> tu
         columns=D, STRIP=STRIP, ROWS=JOINED.rows, BLOCK=JOINED.columns, STAGES=JOINED.stages, num_warps=JOINED.warps,
     )  # fmt: skip
     return joined_ME, sums_SE.sum(0)
+
+
+@triton.jit
+def norm_strip(
+    values, of_y, of_x, means, inverses, weight, gradient, sums, rows,
+    columns: tl.constexpr, SUMS: tl.constexpr, STRIP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Of y = LayerNorm(x), beside x itself: the gradient of x, and a strip's sums of those of weight and bias; where SUMS is
+    4, also of x's gradient and of the part that comes past the norm."""
+    strip, column = tl.program_id(0), tl.arange(0, BLOCK)[None, :]
+    inside = column < columns
+    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    of_weight, of_bias = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    before, after = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for first in tl.range(0, STRIP, ROWS, num_stages=STAGES):
+        row = strip.to(tl.int64) * STRIP + first + tl.arange(0, ROWS)[:, None]
+        there, at = inside & (row < rows), row * columns + column
+        mean = tl.load(means + row, mask=row < rows, other=0.0)
+        inverse = tl.load(inverses + row, mask=row < rows, other=0.0)
+        x = tl.load(values + at, mask=there, other=0.0).to(tl.float32)
+        g = tl.load(of_y + at, mask=there, other=0.0).to(tl.float32)
+        beside = tl.load(of_x + at, mask=there, other=0.0).to(tl.float32)
+        normed = tl.where(there, (x - mean) * inverse, 0.0)
+        weighed = g * w
+        shared = tl.sum(weighed, 1)[:, None] / columns
+        along = tl.sum(weighed * normed, 1)[:, None] / columns
+        whole = inverse * (weighed - shared - normed * along) + beside
+        tl.store(gradient + at, whole.to(gradient.dtype.element_ty), mask=there)
+        of_weight += tl.sum(g * normed, 0)
+        of_bias += tl.sum(g, 0)
+        if SUMS == 4:
+            before += tl.sum(tl.where(there, whole, 0.0), 0)
+            after += tl.sum(beside, 0)
+    column = tl.arange(0, BLOCK)
+    place, inside = sums + SUMS * strip * columns + column, column < columns
+    tl.store(place, of_weight, mask=inside)
+    tl.store(place + columns, of_bias, mask=inside)
+    if SUMS == 4:
+        tl.store(place + 2 * columns, before, mask=inside)
+        tl.store(place + 3 * columns, after, mask=inside)
+
+
+@triton_op("hyperion::norm_gradient", mutates_args={})
+def norm_gradient(
+    x_BTD: Tensor, of_y_BTD: Tensor, of_x_BTD: Tensor, mean_BT1: Tensor, inverse_BT1: Tensor, weight_D: Tensor, biases: bool
+) -> tuple[Tensor, Tensor]:
+    """For y = LayerNorm(x), x itself used too: the gradient of x, and [2, D] float32: those of weight and bias.
+
+    Args:
+        x_BTD: as it was saved: of a view of it the compiler would make x twice, once for the view.
+        of_y_BTD: gradient of y.
+        of_x_BTD: gradient of x from where it was used itself.
+        mean_BT1, inverse_BT1: of each row its mean and one over its standard deviation, in float32.
+        biases: two more rows of sums, [4, D]: of the gradient of x, and of of_x_BTD.
+    """
+    D, gradient_BTD = x_BTD.shape[-1], torch.empty_like(x_BTD, memory_format=torch.contiguous_format)
+    M, tile = x_BTD.numel() // D, norm_tile(D)
+    strips = triton.cdiv(M, STRIP)
+    sums_SRD = torch.empty(strips, 4 if biases else 2, D, dtype=torch.float32, device=x_BTD.device)
+    wrap_triton(norm_strip)[(strips,)](
+        x_BTD.contiguous(), of_y_BTD.contiguous(), of_x_BTD.contiguous(), mean_BT1, inverse_BT1, weight_D, gradient_BTD,
+        sums_SRD, M, columns=D, SUMS=sums_SRD.shape[1], STRIP=STRIP, ROWS=tile.rows, BLOCK=tile.columns, STAGES=tile.stages,
+        num_warps=tile.warps,
+    )  # fmt: skip
+    return gradient_BTD, sums_SRD.sum(0)
+
+
+@triton.jit
+def position_sum(
+    values, sums, sequences, rows,
+    columns: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The sum over all sequences, for some positions and columns."""
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    there, total = (row < rows) & (column < columns), tl.zeros([ROWS, BLOCK], tl.float32)
+    here = values + row * columns + column
+    for _ in tl.range(0, sequences, num_stages=STAGES):
+        total += tl.load(here, mask=there, other=0.0).to(tl.float32)
+        here += rows * columns  # a step of the pointer: an offset in 32 bits does not reach through a large batch
+    tl.store(sums + row * columns + column, total, mask=there)
+
+
+@triton_op("hyperion::position_gradient", mutates_args={})
+def position_gradient(of_x_BTD: Tensor) -> Tensor:
+    """The sum over the sequences, [T, D] in float32."""
+    B, T, D = of_x_BTD.shape
+    sums_TD = torch.empty(T, D, dtype=torch.float32, device=of_x_BTD.device)
+    wrap_triton(position_sum)[triton.cdiv(D, POSITIONS.columns), triton.cdiv(T, POSITIONS.rows)](
+        of_x_BTD.contiguous(), sums_TD, B, T,
+        columns=D, ROWS=POSITIONS.rows, BLOCK=POSITIONS.columns, STAGES=POSITIONS.stages, num_warps=POSITIONS.warps,
+    )  # fmt: skip
+    return sums_TD

@@ -25,7 +25,8 @@ class CausalSelfAttention(nn.Module):
         self.value = nn.Linear(width, width)
         self.output = nn.Linear(width, width)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, detached_bias: bool = False) -> Tensor:
+        """Args: detached_bias: the bias of the layer that writes the result gets its gradient elsewhere."""
         layers = self.query, self.key, self.value
         if torch.compiler.is_compiling() and all(type(layer) is nn.Linear for layer in layers):
             weight_ED, bias_E = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
@@ -39,7 +40,8 @@ class CausalSelfAttention(nn.Module):
             part_BTD.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part_BTD in projected
         )
         y_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, is_causal=True)
-        return self.output(y_BNTH.transpose(1, 2).flatten(-2))
+        y_BTD = y_BNTH.transpose(1, 2).flatten(-2)
+        return block_gradients.projection(y_BTD, self.output) if detached_bias else self.output(y_BTD)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -57,6 +59,16 @@ class LayerNorm(nn.LayerNorm):
         with torch.autocast(x_BTD.device.type, enabled=False):
             return self._normalised(x_BTD, weight, bias)
 
+    def fork(self, x_BTD: Tensor, *biases_D: Tensor) -> tuple[Tensor, Tensor]:
+        """x, to go on along the residual stream, and its norm for the branch.
+
+        Args:
+            biases_D: none, or those of the layers before and after whose gradients are to be made here.
+        """
+        if block_gradients.applies_to(x_BTD):
+            return block_gradients.forked_norm(x_BTD, self, *biases_D)
+        return x_BTD, self(x_BTD)
+
     def _normalised(self, x_BTD: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.layer_norm(x_BTD, self.normalized_shape, weight, bias, self.eps)
 
@@ -69,10 +81,13 @@ class FeedForward(nn.Module):
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, detached_bias: bool = False) -> Tensor:
+        """Args: detached_bias: the bias of the layer that writes the result gets its gradient elsewhere."""
         if type(self.up) is nn.Linear and block_gradients.applies_to(x_BTD):
-            return self.down(block_gradients.gelu_projection(x_BTD, self.up))
-        return self.down(gelu(self.up(x_BTD)))
+            hidden_BTE = block_gradients.gelu_projection(x_BTD, self.up)
+        else:
+            hidden_BTE = gelu(self.up(x_BTD))
+        return block_gradients.projection(hidden_BTE, self.down) if detached_bias else self.down(hidden_BTE)
 
 
 def dropped(x: Tensor, share: float, training: bool) -> Tensor:

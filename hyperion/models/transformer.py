@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hyperion.data.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError
+from hyperion.models import block_gradients
 from hyperion.models.block_layers import CausalSelfAttention, FeedForward, LayerNorm, autocasts_to_bf16, dropped
 from hyperion.models.layout import Layout, ModelFlops
 from hyperion.models.token_loss import token_loss
@@ -111,8 +112,14 @@ class Block(nn.Module):
         self.mlp = FeedForward(width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        x_BTD = x_BTD + dropped(self.attention(self.attention_norm(x_BTD)), self.dropout, self.training)
-        return x_BTD + dropped(self.mlp(self.mlp_norm(x_BTD)), self.dropout, self.training)
+        last = self.attention.output, self.mlp.down
+        # Dropout would come between a bias and the sum that the norm's kernel makes for it.
+        plain = all(type(layer) is nn.Linear for layer in last) and not (self.dropout and self.training)
+        detached = plain and block_gradients.applies_to(x_BTD)
+        x_BTD, normed_BTD = self.attention_norm.fork(x_BTD)
+        x_BTD = x_BTD + dropped(self.attention(normed_BTD, detached), self.dropout, self.training)
+        x_BTD, normed_BTD = self.mlp_norm.fork(x_BTD, *[layer.bias for layer in last if detached])
+        return x_BTD + dropped(self.mlp(normed_BTD, detached), self.dropout, self.training)
 
 
 class TransformerLM(nn.Module):
@@ -168,10 +175,14 @@ class TransformerLM(nn.Module):
                 next_step="cut the sequence or build the model with a longer context",
             )
         positions_T = torch.arange(T, device=inputs_BT.device)
-        x_BTD = self.token_embedding(inputs_BT) + self.position_embedding(positions_T)
-        if autocasts_to_bf16(x_BTD.device.type):
+        x_BTD, positions_TD = self.token_embedding(inputs_BT), self.position_embedding(positions_T)
+        half = autocasts_to_bf16(x_BTD.device.type)
+        if half and block_gradients.applies_to(x_BTD, torch.float32):
+            x_BTD = block_gradients.with_positions(x_BTD, positions_TD)
+        else:
+            x_BTD = x_BTD + positions_TD
             # The residual stream too: sums with float32 would be float32 all along, twice the bytes of every read.
-            x_BTD = x_BTD.bfloat16()
+            x_BTD = x_BTD.bfloat16() if half else x_BTD
         x_BTD = dropped(x_BTD, self.config.dropout, self.training)
         for block in self.blocks:
             x_BTD = block(x_BTD)

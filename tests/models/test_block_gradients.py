@@ -19,7 +19,7 @@ needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installe
 # Strips with a remainder, more than one block of columns, columns that fill no block.
 INTERPRETED = """
 import torch, torch.nn.functional as F
-from hyperion.models.block_gradient_kernels import gelu_strip, joined_strip
+from hyperion.models.block_gradient_kernels import gelu_strip, joined_strip, norm_strip, position_sum
 torch.manual_seed(0)
 M, D, STRIP, STRIPS = 11, 96, 4, 3
 def close(found, expected):
@@ -35,6 +35,23 @@ close(found, double.grad); close(sums.sum(0), double.grad.sum(0))
 joined, sums = torch.full((M, 3 * D), 7.0), torch.full((STRIPS, 3 * D), 7.0)
 joined_strip[(2, STRIPS, 3)](x, y, z, joined, sums, M, D, STRIP, 2, 64, 1)
 assert torch.equal(joined, torch.cat([x, y, z], 1)); close(sums.sum(0), joined.double().sum(0))
+
+double, weight = x.double().requires_grad_(), torch.randn(D, dtype=torch.double, requires_grad=True)
+bias = torch.zeros(D, dtype=torch.double, requires_grad=True)
+normed = F.layer_norm(double, (D,), weight, bias, 1e-5)
+torch.autograd.backward([normed, double.clone()], [y.double(), z.double()])
+variance, mean = torch.var_mean(x, -1, correction=0)
+expected = torch.stack([weight.grad, bias.grad, double.grad.sum(0), z.double().sum(0)])
+for count in (2, 4):
+    found, sums = torch.full_like(x, 7.0), torch.full((STRIPS, count, D), 7.0)
+    norm_strip[(STRIPS,)](
+        x, y, z, mean, torch.rsqrt(variance + 1e-5), weight.float(), found, sums, M, D, count, STRIP, 2, 128, 1
+    )
+    close(found, double.grad); close(sums.sum(0), expected[:count])
+
+batch, sums = torch.randn(5, M, D), torch.full((M, D), 7.0)
+position_sum[(2, 3)](batch, sums, 5, M, D, 4, 64, 1)
+close(sums, batch.double().sum(0))
 print("equal")
 """
 
@@ -47,9 +64,12 @@ def test_the_kernels_agree_with_float64():
     assert done.stdout == "equal\n", done.stderr
 
 
+# Columns, and arguments by type.
 KERNELS = {
-    "gelu_strip": ("of_y products gradient", 3072),
-    "joined_strip": ("first_part second_part third_part joined", 768),
+    "gelu_strip": (3072, {"*bf16": "of_y products gradient", "*fp32": "sums", "i32": "rows"}),
+    "joined_strip": (768, {"*bf16": "first_part second_part third_part joined", "*fp32": "sums", "i32": "rows"}),
+    "norm_strip": (768, {"*bf16": "values of_y of_x weight gradient", "*fp32": "means inverses sums", "i32": "rows"}),
+    "position_sum": (768, {"*bf16": "values", "*fp32": "sums", "i32": "sequences rows"}),
 }
 
 
@@ -62,14 +82,17 @@ def test_the_kernels_compile_for_devices_that_are_not_here(name, backend, archit
 
     from hyperion.models import block_gradient_kernels as kernels
 
-    half, columns = KERNELS[name]
-    tile = {"gelu_strip": kernels.GELU, "joined_strip": kernels.JOINED}[name]
-    constants = {
-        "columns": columns, "STRIP": kernels.STRIP, "ROWS": tile.rows, "BLOCK": tile.columns, "STAGES": tile.stages,
-    }  # fmt: skip
-    signature = dict.fromkeys(half.split(), "*bf16") | {"sums": "*fp32", "rows": "i32"}
+    columns, arguments = KERNELS[name]
+    tile = {
+        "gelu_strip": kernels.GELU, "joined_strip": kernels.JOINED, "norm_strip": kernels.norm_tile(columns),
+        "position_sum": kernels.POSITIONS,
+    }[name]  # fmt: skip
+    signature, kernel = {one: kind for kind, names in arguments.items() for one in names.split()}, getattr(kernels, name)
+    constants = {"columns": columns, "ROWS": tile.rows, "BLOCK": tile.columns, "STAGES": tile.stages}
+    constants |= {"STRIP": kernels.STRIP, "SUMS": 4}
+    constants = {one: constants[one] for one in kernel.arg_names if one in constants}
     source = triton.compiler.ASTSource(
-        fn=getattr(kernels, name), signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants
+        fn=kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants
     )
     built = triton.compile(source, target=GPUTarget(backend, architecture, width), options={"num_warps": tile.warps})
     assert built.asm["hsaco" if backend == "hip" else "cubin"]
@@ -89,16 +112,54 @@ def of_joined(*parts_MD):
     return joined_ME, joined_ME.float().sum(0)
 
 
-def test_the_functions_around_the_kernels_have_the_gradients_of_float64(monkeypatch, one_thread):
+def of_norm(x_BTD, of_y_BTD, of_x_BTD, mean_BT1, inverse_BT1, weight_D, biases):
+    normed_BTD, of_y_BTD = (x_BTD.float() - mean_BT1) * inverse_BT1, of_y_BTD.float()
+    weighed_BTD = of_y_BTD * weight_D.float()
+    shared_BT1, along_BT1 = weighed_BTD.mean(-1, keepdim=True), (weighed_BTD * normed_BTD).mean(-1, keepdim=True)
+    gradient_BTD = inverse_BT1 * (weighed_BTD - shared_BT1 - normed_BTD * along_BT1) + of_x_BTD.float()
+    summed = of_y_BTD * normed_BTD, of_y_BTD, gradient_BTD, of_x_BTD.float()
+    return gradient_BTD.to(x_BTD.dtype), torch.stack([part.sum((0, 1)) for part in summed[: 4 if biases else 2]])
+
+
+def of_positions(of_x_BTD):
+    return of_x_BTD.float().sum(0)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
     """Compiled as on a GPU, down to the kernels, in whose place PyTorch's operators stand: those have tests of their own."""
     kernels = types.ModuleType("hyperion.models.block_gradient_kernels")
-    kernels.gelu_gradient, kernels.joined_gradient, made = of_gelu, of_joined, []
+    kernels.gelu_gradient, kernels.joined_gradient = of_gelu, of_joined
+    kernels.norm_gradient, kernels.position_gradient = of_norm, of_positions
     monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
-    monkeypatch.setattr(block_gradients, "applies_to", lambda x: torch.compiler.is_compiling() and x.dtype == torch.bfloat16)
+
+    def applies_to(x, dtype=torch.bfloat16):
+        return torch.compiler.is_compiling() and x.dtype == dtype
+
+    monkeypatch.setattr(block_gradients, "applies_to", applies_to)
+
+
+def test_the_functions_around_the_kernels_have_the_gradients_of_float64(stand_ins, one_thread):
+    made = []
     model, tokens = with_biases(TransformerConfig(vocab_size=50, context=9, width=24, heads=2, layers=2), "cpu")
     compiled = torch.compile(model, backend=lambda graph, inputs: made.append(graph) or aot_eager(graph, inputs), fullgraph=True)
     require_gradients_of_float64(model, compiled, tokens, "cpu")
     assert "autograd_function_apply" in made[0].code, "the block was made of its own layers"
+
+
+def test_biases_too_small_for_the_streams_grid_count_on_average(stand_ins, one_thread):
+    """After a first step they are a tenth of what lies between two numbers of the residual stream. Added to it by themselves
+    they would be rounded away; in a product's result, which is finer, they are not."""
+    torch.manual_seed(0)
+    model = TransformerLM(TransformerConfig(vocab_size=50, context=64, width=24, heads=2, layers=1))
+    block, x_BTD = model.blocks[0], (0.05 * torch.randn(64, 64, 24)).bfloat16()
+    compiled, autocast = torch.compile(block, backend=aot_eager, fullgraph=True), torch.autocast("cpu", torch.bfloat16)
+    without = autocast(compiled)(x_BTD).float()
+    with torch.no_grad():
+        for layer in (block.attention.output, block.mlp.down):
+            layer.bias.fill_(2e-5)
+    shift = (autocast(compiled)(x_BTD).float() - without).mean().item()
+    assert shift == pytest.approx(4e-5, rel=0.2)
 
 
 def with_biases(config, device):
@@ -143,4 +204,4 @@ def test_a_compiled_block_has_the_gradients_of_float64():
     with profile(activities=[ProfilerActivity.CUDA]) as kernels:
         require_gradients_of_float64(model, torch.compile(model, fullgraph=True), tokens, "cuda")
     made = {event.key for event in kernels.key_averages()}
-    assert {"gelu_strip", "joined_strip"} <= made, "the block was made of its own layers"
+    assert {"gelu_strip", "joined_strip", "norm_strip", "position_sum"} <= made, "the block was made of its own layers"
