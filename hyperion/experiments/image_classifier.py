@@ -33,6 +33,7 @@ from hyperion.training import (
     Precision,
     WarmupCosine,
     choose_precision,
+    compile_options,
     seed_everything,
     sgd_nesterov,
     train,
@@ -169,7 +170,7 @@ def _engine(context: Context, precision: Precision, steps_per_epoch: int, fast: 
     with torch.device(device.torch_device):  # weights are drawn where they stay
         model = resnet18(CLASSES, sizes["width"])
     if fast and not _why_not_compiled(context):
-        compile_training(model)
+        compile_training(model, options=compile_options(device))
     optimizer = sgd_nesterov(model, sizes["learning_rate"], sizes["weight_decay"])
     total = sizes["epochs"] * steps_per_epoch
     warmup = max(1, int(sizes["warmup_share"] * total))
@@ -187,11 +188,11 @@ def _why_not_compiled(context: Context) -> str:
     return missing_compiler(context.device)
 
 
-def compile_training(model: nn.Module, backend: str = "inductor") -> None:
+def compile_training(model: nn.Module, backend: str = "inductor", options: dict | None = None) -> None:
     """Compile a model's forward and backward pass as they are in training. Evaluation stays eager: it would be compiled
     anew, and once more for its last batch, which is smaller, and is over in less time than that.
     """
-    plain, compiled = model.forward, torch.compile(model.forward, backend=backend)
+    plain, compiled = model.forward, torch.compile(model.forward, backend=backend, options=options)
     model.forward = lambda images: (compiled if model.training else plain)(images)
 
 

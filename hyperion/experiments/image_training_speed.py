@@ -23,7 +23,7 @@ from hyperion.experiments.workloads import Workload, workload
 from hyperion.measure import FORMATS, Timing, time_interleaved
 from hyperion.models import resnet18
 from hyperion.results import Row
-from hyperion.training import ImageEngine, choose_precision, seed_everything, sgd_nesterov
+from hyperion.training import ImageEngine, choose_precision, compile_options, seed_everything, sgd_nesterov
 
 OF_PRODUCTS = "of its products alone"
 _HOST_UNKNOWN = "what the plain loop loses while its host launches kernels one by one, which no data sheet tells"
@@ -112,7 +112,7 @@ class _Pair:
             clip_norm=math.inf, capture=True,
         )  # fmt: skip
         if sizes["compiled"]:
-            model.compile()
+            model.compile(options=compile_options(device))
         how = engine.uncaptured or "replayed as a graph"
         print(f"batch {batch}: ours {how}; the plain loop trains the ResNet-18 of {published}")
         return cls(_work(context, batch), engine, batches, plain, published)

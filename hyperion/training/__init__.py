@@ -1,6 +1,7 @@
 """Training: a loop over an Engine, with precision, schedules, optimizers, seeds and evaluation."""
 
 from hyperion.training.baseline_engines import ImageEngine, LanguageEngine
+from hyperion.training.compiling import compile_options
 from hyperion.training.engine import Engine, StepMetrics, TorchEngine
 from hyperion.training.evaluate import ImageEvaluation, LanguageEvaluation, evaluate_images, evaluate_language
 from hyperion.training.history import EpochRecord, History, mean_over_ranks
@@ -37,6 +38,7 @@ __all__ = [
     "WarmupCosine",
     "adamw",
     "choose_precision",
+    "compile_options",
     "decay_groups",
     "estimate_memory",
     "evaluate_images",
