@@ -8,11 +8,13 @@ from hyperion.book.plots_images import LOOPS, draw_losses
 from hyperion.book.style import COLOURS, INK, add_notes, errors_of, new_figure
 from hyperion.results import Row
 
+# Rows of before, in references, have each product timed alone, and attention apart.
 _PARTS = {
     "products": COLOURS[6], "attention": COLOURS[2], "activations": COLOURS[5], "logits": COLOURS[4], "optimizer": COLOURS[3],
 }  # fmt: skip
 # What a share is of, and what its roof is called below its bar.
-_ROOFS = {"of the step's roof": "roof", "of the roof of its own products": "roof of its\nown products"}
+_OWN = "of the roof of its own products"
+_ROOFS = {"of the step's roof": "roof", _OWN: "roof of its\nown products"}
 
 
 def language_speed(material: Material) -> Figure | None:
@@ -38,10 +40,12 @@ def _notes(shares: list[Row], compiled: bool) -> list[str]:
         return [*notes, "No roof: this run has measured no ceilings."]
     told = {name: value for row in shares for name, value in row.params.items()}
     ways = [f"all at the rate of this run's fastest, {told['gemm_tflops']:.4g} TFLOPS"] if "gemm_tflops" in told else []
-    ways += ["each at the time it takes alone"] if "attention_s" in told else []
+    own = any(row.params["what"] == _OWN for row in shares)
+    in_turn = "one after the other and nothing between, timed in turn with the steps"
+    ways += [f"the step's own, {'each at the time it takes alone' if 'attention_s' in told else in_turn}"] if own else []
     return [
         *notes,
-        f"Roof: the step's products, {' or '.join(ways)}; then the bytes moved outside of products, at the fastest stream, "
+        f"Roof: products, {' or '.join(ways)}; then the bytes moved outside of products, at the fastest stream, "
         f"{told['bandwidth_gb_s']:.4g} GB/s.",
         "In percent: how much of a step each roof is.",
     ]

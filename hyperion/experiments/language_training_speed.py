@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from hyperion.data.loaders import LanguageBatches
 from hyperion.experiments import datasets
-from hyperion.experiments.columns import out_of_memory_reason, timed_columns
+from hyperion.experiments.columns import out_of_memory_reason, sample_frame, timed_columns
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.paired_loops import OURS, PLAIN, PairedLoops, wait_for
 from hyperion.experiments.plain_language_model import PlainTraining, filled_up, with_weights_of
+from hyperion.experiments.products_alone import one_pass, products_of
 from hyperion.experiments.step_comparison import emptied_afterwards
 from hyperion.experiments.step_forecasts import NO_CEILINGS
 from hyperion.experiments.step_roof import StepRoof, own_roof, step_roof
@@ -23,7 +24,7 @@ from hyperion.experiments.workloads import SIXTEEN_BIT, Workload, workload
 from hyperion.hardware import Device
 from hyperion.measure import PeakMemoryRegion, Timing, time_interleaved
 from hyperion.results import Row
-from hyperion.training import LanguageEngine, choose_precision
+from hyperion.training import LanguageEngine, choose_precision, compile_options
 
 GIB = 2**30
 # Losses are compared window by window: the scatter of single steps is averaged out, a part of the way that differs is not.
@@ -109,21 +110,36 @@ def _compared(loops: PairedLoops, tokens: np.ndarray, report) -> tuple[list[Row]
         report(done, 3, f"first steps of {name}")
         begun[name] = _begun(loops, tokens, build)
     report(2, 3, "steps of both in turn")
+    products = _products(loops)
+    others = [] if isinstance(products, str) else [products]
     timings = time_interleaved(
-        [loop.step for loop in begun.values()], context.device, cold=False, time_limit_s=sizes["time_limit_s"],
+        [loop.step for loop in begun.values()] + others, context.device, cold=False, time_limit_s=sizes["time_limit_s"],
         minimum_samples=math.ceil(sizes["steps"] / sizes["steps_in_a_row"]), back_to_back=sizes["steps_in_a_row"],
     )  # fmt: skip
     parity, losses = _parity(loops, begun)
-    told = dict(zip(begun, timings, strict=True))
+    told = dict(zip(begun, timings, strict=False))
     speeds, samples = loops.speeds(told, {"replayed": begun[OURS].replayed})
-    roofs = _roofs(loops)
+    own, frames = products if isinstance(products, str) else _NO_ROOF, [losses, samples]
+    if others:
+        frame = sample_frame(timings[-1], loops.work.name, loops.dtype, loops.params)
+        frames.append(frame.assign(kind="its products alone"))
+        own = own_roof(context, loops.work, loops.dtype, timings[-1]) or _NO_ROOF
+    roofs = {ROOF: step_roof(context, loops.work, loops.dtype) or _NO_ROOF, OWN_ROOF: own}
     shares = [_share(loops, name, timing, what, roof) for what, roof in roofs.items() for name, timing in told.items()]
     rows = [parity, *speeds, *shares, *_memory(loops, begun)]
     if sizes["compiled"]:
         rows += loops.first_steps({name: loop.first_s for name, loop in begun.items()})
-    own = roofs[OWN_ROOF]
-    alone = [own.alone.frame(loops.work.name, loops.dtype, {})] if isinstance(own, StepRoof) else []
-    return rows, pd.concat([losses, samples, *alone], ignore_index=True)
+    return rows, pd.concat(frames, ignore_index=True)
+
+
+def _products(loops: PairedLoops) -> Callable[[], None] | str:
+    """All products of a step and nothing else, or the reason why that cannot be timed."""
+    context, sizes = loops.context, loops.context.sizes
+    precision = choose_precision(context.device, sizes["precision"])
+    try:
+        return one_pass(products_of(loops.work, sizes["compiled"]), precision, context.device)
+    except torch.OutOfMemoryError as error:  # both loops are in memory, and can be timed without
+        return out_of_memory_reason(error)
 
 
 def _begun(loops: PairedLoops, tokens: np.ndarray, build: Callable) -> _Loop:
@@ -160,7 +176,7 @@ def _seconds_of(step: Callable[[], None], device: Device) -> float:
 def _ours(context: Context, work: Workload) -> tuple[Callable[[Tensor, Tensor], Tensor], LanguageEngine]:
     def lay_out(model: nn.Module) -> nn.Module:
         if context.sizes["compiled"]:
-            model.forward = torch.compile(model.forward)
+            model.forward = torch.compile(model.forward, options=compile_options(context.device))
         return model
 
     engine = work.engine(context.sizes["precision"], context.device, context.seed, lay_out)
@@ -188,19 +204,6 @@ def _parity(loops: PairedLoops, begun: dict[str, _Loop]) -> tuple[Row, pd.DataFr
     difference = float(np.max(np.abs(means[OURS] / means[PLAIN] - 1)))
     how = f"mean loss of each of {WINDOWS} windows of the steps"
     return loops.parity(curves, difference, how, tolerance)
-
-
-def _roofs(loops: PairedLoops) -> dict[str, StepRoof | str]:
-    """The two answers to how fast a step could be, or the reason why there is none."""
-    context, sizes = loops.context, loops.context.sizes
-    roofs: dict[str, StepRoof | str] = {ROOF: step_roof(context, loops.work, loops.dtype) or _NO_ROOF}
-    precision = choose_precision(context.device, sizes["precision"])
-    try:
-        own = own_roof(context, loops.work, precision, sizes["compiled"], sizes["time_limit_s"])
-        roofs[OWN_ROOF] = own or _NO_ROOF
-    except torch.OutOfMemoryError as error:  # both loops are in memory, and what was timed of them stands
-        roofs[OWN_ROOF] = out_of_memory_reason(error)
-    return roofs
 
 
 def _share(loops: PairedLoops, name: str, timing: Timing, what: str, roof: StepRoof | str) -> Row:

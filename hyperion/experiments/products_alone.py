@@ -1,4 +1,4 @@
-"""The products of a training step, each timed alone at its own sizes: what the arithmetic of the step takes on this device.
+"""The products of a training step at its own sizes, each timed alone or all together: what its arithmetic takes on this device.
 
 The fastest product of any shape says what the arithmetic units can do. These say what they do for the shapes that this model
 has, with operands that lie in memory as they do in the step. Whoever wants to get below their sum needs faster products, not a
@@ -32,7 +32,7 @@ class ProductAlone:
     """One product of a step.
 
     Attributes:
-        part: of the roof that it belongs to.
+        part: what its seconds are added to.
         name: its sizes, and which of the three products it is.
         count: how often the step does it.
         make: allocates its operands; the call that is timed.
@@ -59,13 +59,13 @@ class ProductsAlone:
             seconds[product.part] = seconds.get(product.part, 0.0) + product.count * timing.estimate.value
         return seconds
 
-    def share(self, step: Timing, beside_s: float = 0.0) -> Estimate:
-        """How much of a step's time they take, and beside them `beside_s`. Each was timed by itself, so each is resampled by
-        itself; where the times of a product or of the steps drift, the interval reaches as much further as theirs do."""
+    def share(self, step: Timing) -> Estimate:
+        """How much of a step's time they take. Each was timed by itself, so each is resampled by itself; where the times of a
+        product or of the steps drift, the interval reaches as much further as theirs do."""
         counts = [product.count for product in self.products]
 
         def shares(medians) -> list[float]:
-            return [(sum(map(mul, counts, medians[:-1])) + beside_s) / medians[-1]]
+            return [sum(map(mul, counts, medians[:-1])) / medians[-1]]
 
         (share,) = estimates_of_medians([timing.samples_s for timing in (*self.timings, step)], shares)
         # A drift of products that were timed one after the other has one cause: the reaches of all add up.
@@ -152,6 +152,32 @@ def time_alone(
             timings.append(time_function(call, device, cold=False, time_limit_s=time_limit_s / len(products)))
         del call  # the next one's operands need not fit beside it
     return ProductsAlone(products, timings)
+
+
+def one_pass(products: list[ProductAlone], precision: Precision, device: Device) -> Call:
+    """A function that does all products of a step, layer by layer, and nothing between them; it did so once.
+
+    To be timed in turn with whole steps: at its power limit a device lowers its clock, and attention, which needs little power,
+    finds a higher one when it is timed by itself. Layers share their operands.
+
+    Args:
+        precision: the step's, whose switches the products are made under.
+
+    Raises:
+        torch.OutOfMemoryError: operands or results of all do not fit beside what lies in memory.
+    """
+    storage = FORMATS[precision.dtype].storage
+    with precision.products():
+        calls = [(product.make(storage, torch.device(device.torch_device)), product.count) for product in products]
+    in_order = [call for layer in range(max(count for _, count in calls)) for call, count in calls if layer < count]
+
+    def run() -> None:
+        with precision.products():
+            for call in in_order:
+                call()
+
+    run()
+    return run
 
 
 def _linear(rows: int, columns_in: int, columns_out: int, way: str, dtype: torch.dtype, device: torch.device) -> Call:

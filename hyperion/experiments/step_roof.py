@@ -1,9 +1,10 @@
 """The least time of a language model's training step by this run's own ceilings: what a step can be told to fall short of.
 
 Products first, and there are two answers. All FLOPs at the fastest rate of any product that the run has measured (attention
-counts the half that a causal mask leaves) is what the arithmetic units could do. Or each product of the step at the time that
-it takes alone, at its own sizes (hyperion.experiments.products_alone): what is left to the loop around them. Then what memory
-must move at the fastest stream for what no product reads or writes itself, since kernels run one after the other:
+counts the half that a causal mask leaves) is what the arithmetic units could do. Or the products of the step themselves, one
+after the other and nothing between them, timed in turn with whole steps (hyperion.experiments.products_alone): what is left
+to the loop around them. Then what memory must move at the fastest stream for what no product reads or writes itself, since
+kernels run one after the other:
 
 - the update, in float32: weight, gradient and two moments read, weight and moments written; and, where products write
   16 bits, the gradient written in float32 before;
@@ -21,13 +22,11 @@ from dataclasses import dataclass
 
 from hyperion.experiments.columns import stream_ceiling
 from hyperion.experiments.context import Context
-from hyperion.experiments.products_alone import ProductsAlone, products_of, time_alone
 from hyperion.experiments.training_rows import ADAMW_BYTES_A_PARAMETER
 from hyperion.experiments.workloads import Workload
 from hyperion.measure import FORMATS, Timing
 from hyperion.models import TransformerConfig
-from hyperion.results.statistics import Estimate
-from hyperion.training import Precision
+from hyperion.results.statistics import Estimate, ratio_estimate
 
 _FLOAT32, _PASSES_OF_A_BLOCK, _PASSES_OF_THE_HEAD = 4, 14, 3
 
@@ -54,7 +53,7 @@ class StepRoof:
         ceilings: of the run that the roof rests on, by name.
         bandwidth_gb_s: of the run's fastest stream.
         traffic: bytes by what is moved.
-        alone: what `products` are the sums of, where each was timed alone.
+        together: the time of all products in turn with whole steps, where that was measured.
     """
 
     products: dict[str, float]
@@ -62,7 +61,7 @@ class StepRoof:
     ceilings: dict[str, float]
     bandwidth_gb_s: float
     traffic: dict[str, int]
-    alone: ProductsAlone | None = None
+    together: Timing | None = None
 
     def moving_s(self, moved_bytes: float) -> float:
         """Seconds of the fastest stream for so many bytes."""
@@ -79,10 +78,10 @@ class StepRoof:
         return sum(self.parts.values())
 
     def share_of(self, step: Timing) -> Estimate:
-        """How much of a step's time this would take, as uncertain as the step's time and the products'."""
-        if self.alone is None:
+        """How much of a step's time this would take, as uncertain as the step's time or, in turn, its ratio to the products'."""
+        if self.together is None:
             return step.estimate.map(lambda seconds: self.time_s / seconds)
-        return self.alone.share(step, beside_s=self.time_s - sum(self.products.values()))
+        return ratio_estimate(step.samples_s, self.together.samples_s + self.time_s - sum(self.products.values()))
 
     @property
     def params(self) -> dict:
@@ -110,18 +109,14 @@ def step_roof(context: Context, work: Workload, dtype: str) -> StepRoof | None:
     return StepRoof(products, how, {"gemm_tflops": gemm.value}, stream.value, traffic)
 
 
-def own_roof(
-    context: Context, work: Workload, precision: Precision, compiled: bool, time_limit_s: float
-) -> StepRoof | None:
-    """The roof with each product at the time that it takes alone, measured now; None while this run has measured no stream.
+def own_roof(context: Context, work: Workload, dtype: str, together: Timing) -> StepRoof | None:
+    """The roof with the step's own products; None while this run has measured no stream.
 
     Args:
-        compiled: see `language_products`.
-        time_limit_s: of all measurements together.
+        together: all of them, timed in turn with the steps that are held against it.
     """
     stream = stream_ceiling(context.upstream)
     if stream is None:
         return None
-    alone = time_alone(products_of(work, compiled), precision, context.device, time_limit_s)
-    traffic = least_traffic(work.config, work.items, precision.dtype)
-    return StepRoof(alone.seconds, "each alone at its own sizes", {}, stream.value, traffic, alone)
+    products, how = {"products": together.estimate.value}, "one after the other at their own sizes"
+    return StepRoof(products, how, {}, stream.value, least_traffic(work.config, work.items, dtype), together)

@@ -12,6 +12,7 @@ from hyperion.experiments.products_alone import (
     ProductsAlone,
     image_products,
     language_products,
+    one_pass,
     time_alone,
 )
 from hyperion.hardware import detect_cpu
@@ -47,6 +48,20 @@ def test_those_of_a_resnet():
     assert flops_listed(image_products(4, 2)) == flops_of(lambda: model(images).sum().backward())
 
 
+def test_a_pass_does_all_of_them_layer_by_layer(one_thread):
+    done = []
+    listed = [
+        ProductAlone("part", name, count, lambda dtype, device, name=name: lambda: done.append(name))
+        for name, count in (("in a layer", 3), ("in a layer too", 3), ("head", 1))
+    ]
+    again = one_pass(listed, Precision("fp32", "test"), detect_cpu())
+    assert done == ["in a layer", "in a layer too", "head", *["in a layer", "in a layer too"] * 2]
+    again()
+    assert len(done) == 14
+    real = one_pass(language_products(CONFIG, BATCH, compiled=True), Precision("fp32", "test"), detect_cpu())
+    assert flops_of(real) == flops_listed(language_products(CONFIG, BATCH, compiled=True))
+
+
 def products(told):
     def waiting(seconds):
         return lambda dtype, device: lambda: time.sleep(seconds)
@@ -74,8 +89,8 @@ def test_a_share_is_as_uncertain_as_the_step_and_each_product():
     exact, noisy = [1.0] * 400, noise
     shares = {
         (steady_products, steady_step): ProductsAlone(
-            listed, [timing(exact if steady_products else noisy), timing([3.0] * 400)]
-        ).share(timing(np.array(exact if steady_step else noisy) * 10), beside_s=1.0)
+            listed, [timing(exact if steady_products else noisy), timing([4.0] * 400)]
+        ).share(timing(np.array(exact if steady_step else noisy) * 10))
         for steady_products in (True, False) for steady_step in (True, False)
     }  # fmt: skip
     assert (shares[True, True].ci_low, shares[True, True].ci_high) == (pytest.approx(0.6), pytest.approx(0.6))
