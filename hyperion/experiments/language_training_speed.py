@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -110,20 +111,14 @@ def _compared(loops: PairedLoops, tokens: np.ndarray, report) -> tuple[list[Row]
         report(done, 3, f"first steps of {name}")
         begun[name] = _begun(loops, tokens, build)
     report(2, 3, "steps of both in turn")
-    products = _products(loops)
-    others = [] if isinstance(products, str) else [products]
-    timings = time_interleaved(
-        [loop.step for loop in begun.values()] + others, context.device, cold=False, time_limit_s=sizes["time_limit_s"],
-        minimum_samples=math.ceil(sizes["steps"] / sizes["steps_in_a_row"]), back_to_back=sizes["steps_in_a_row"],
-    )  # fmt: skip
+    told, products = _timed(loops, begun)
     parity, losses = _parity(loops, begun)
-    told = dict(zip(begun, timings, strict=False))
     speeds, samples = loops.speeds(told, {"replayed": begun[OURS].replayed})
-    own, frames = products if isinstance(products, str) else _NO_ROOF, [losses, samples]
-    if others:
-        frame = sample_frame(timings[-1], loops.work.name, loops.dtype, loops.params)
+    own, frames = products, [losses, samples]
+    if isinstance(products, Timing):
+        frame = sample_frame(products, loops.work.name, loops.dtype, loops.params)
         frames.append(frame.assign(kind="its products alone"))
-        own = own_roof(context, loops.work, loops.dtype, timings[-1]) or _NO_ROOF
+        own = own_roof(context, loops.work, loops.dtype, products) or _NO_ROOF
     roofs = {ROOF: step_roof(context, loops.work, loops.dtype) or _NO_ROOF, OWN_ROOF: own}
     shares = [_share(loops, name, timing, what, roof) for what, roof in roofs.items() for name, timing in told.items()]
     rows = [parity, *speeds, *shares, *_memory(loops, begun)]
@@ -132,14 +127,22 @@ def _compared(loops: PairedLoops, tokens: np.ndarray, report) -> tuple[list[Row]
     return rows, pd.concat(frames, ignore_index=True)
 
 
-def _products(loops: PairedLoops) -> Callable[[], None] | str:
-    """All products of a step and nothing else, or the reason why that cannot be timed."""
+def _timed(loops: PairedLoops, begun: dict[str, _Loop]) -> tuple[dict[str, Timing], Timing | str]:
+    """Steps of both and the products alone, in turn; where there is no memory for the three, of both and the reason."""
     context, sizes = loops.context, loops.context.sizes
-    precision = choose_precision(context.device, sizes["precision"])
+    precision, steps = choose_precision(context.device, sizes["precision"]), [loop.step for loop in begun.values()]
+    in_turn = partial(
+        time_interleaved, device=context.device, cold=False, time_limit_s=sizes["time_limit_s"],
+        minimum_samples=math.ceil(sizes["steps"] / sizes["steps_in_a_row"]), back_to_back=sizes["steps_in_a_row"],
+    )  # fmt: skip
     try:
-        return one_pass(products_of(loops.work, sizes["compiled"]), precision, context.device)
-    except torch.OutOfMemoryError as error:  # both loops are in memory, and can be timed without
-        return out_of_memory_reason(error)
+        listed = products_of(loops.work, sizes["compiled"])
+        *timings, products = in_turn([*steps, one_pass(listed, precision, context.device)])
+    except torch.OutOfMemoryError as error:
+        reason = out_of_memory_reason(error)
+    else:
+        return dict(zip(begun, timings, strict=True)), products
+    return dict(zip(begun, in_turn(steps), strict=True)), reason
 
 
 def _begun(loops: PairedLoops, tokens: np.ndarray, build: Callable) -> _Loop:

@@ -32,7 +32,7 @@ class ProductAlone:
     """One product of a step.
 
     Attributes:
-        part: what its seconds are added to.
+        part: what its seconds are added to where each is timed alone.
         name: its sizes, and which of the three products it is.
         count: how often the step does it.
         make: allocates its operands; the call that is timed.
@@ -158,7 +158,8 @@ def one_pass(products: list[ProductAlone], precision: Precision, device: Device)
     """A function that does all products of a step, layer by layer, and nothing between them; it did so once.
 
     To be timed in turn with whole steps: at its power limit a device lowers its clock, and attention, which needs little power,
-    finds a higher one when it is timed by itself. Layers share their operands.
+    finds a higher one when it is timed by itself. (Products with nothing between them may need more power than a step, and be
+    a little slower than they are in one.) Layers share their operands, random numbers.
 
     Args:
         precision: the step's, whose switches the products are made under.

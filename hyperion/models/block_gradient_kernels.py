@@ -1,8 +1,8 @@
 """The kernels of `block_gradients`, the same for AMD and NVIDIA, and operators around them that torch.compile knows.
 
 Each program has a strip of rows: it writes the gradient that goes on, and keeps sums over its rows, which it writes once,
-in float32. (With whole rows in few warps, rows at once lie in the same thread, which adds them by itself.) The strips' sums
-are added afterwards, always in the same order.
+in float32. (Where few warps hold whole rows, a thread has the same columns of several and adds them without the others.) The
+strips' sums are added afterwards, always in the same order.
 
 Shape suffixes: M rows (tokens), D and E columns, S strips; B sequences of T positions.
 """
@@ -33,9 +33,9 @@ GELU, JOINED, POSITIONS = Tile(8, 512, 2, 3), Tile(8, 128, 2, 3), Tile(4, 128, 4
 
 
 def norm_tile(width: int) -> Tile:
-    """Of a LayerNorm: whole rows at once, as many as fit beside each other in registers."""
+    """Of a LayerNorm, which needs whole rows: as many at once as registers hold, and one where a row alone is long."""
     columns = triton.next_power_of_2(width)
-    return Tile(4, columns, max(1, columns // 512), 2)
+    return Tile(max(1, min(4, 4096 // columns)), columns, max(1, min(8, columns // 512)), 2 if columns <= 2048 else 1)
 
 
 @triton.jit

@@ -3,10 +3,10 @@
 The gradient of a bias is the sum of a gradient's rows. A compiler makes a pass of its own over the tensor for it, because a
 kernel that goes along rows does not go along columns too; where the tensor is large, in the MLP and in front of the heads,
 that is a percent of a step. Here the Triton kernel that writes the gradient keeps the sums. The same goes for a norm's weight
-and bias, and its kernel adds what comes along the residual stream past the norm. What that kernel writes and reads are also the
-gradients of what the two layers write that add to the residual stream: it sums them for their biases, which those layers leave
-to it. A block is made of these functions only within torch.compile on a GPU, in bfloat16 (`applies_to`); elsewhere it is made
-of its own layers.
+and bias, and its kernel adds what comes along the residual stream past the norm. The gradient that it writes is also that of
+what attention's last layer has written, and the one that it reads along the stream that of what the MLP's will write: it sums
+both, for the biases of those two layers. A block is made of these functions only within torch.compile on a GPU, in bfloat16
+(`applies_to`); elsewhere it is made of its own layers.
 
 Shape suffixes as in hyperion.models.transformer; E is the number of columns of a layer's output.
 """
@@ -23,7 +23,7 @@ from hyperion.models.token_loss import HAS_TRITON
 
 
 def applies_to(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Whether layers with this input, which is to have that type, are made of these functions."""
+    """Whether these functions stand for the layers that read x: compiled for a GPU, where x has that type."""
     return torch.compiler.is_compiling() and x.is_cuda and HAS_TRITON and x.dtype == dtype
 
 

@@ -65,7 +65,8 @@ class LayerNorm(nn.LayerNorm):
         Args:
             biases_D: none, or those of the layers before and after whose gradients are to be made here.
         """
-        if block_gradients.applies_to(x_BTD):
+        # Biases that were given have no other place where their gradients are made.
+        if biases_D or block_gradients.applies_to(x_BTD):
             return block_gradients.forked_norm(x_BTD, self, *biases_D)
         return x_BTD, self(x_BTD)
 

@@ -101,7 +101,11 @@ def named_config(name: str, **changes: float) -> TransformerConfig:
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout of what is added."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout of what is added.
+
+    Compiled for a GPU under bfloat16 (hyperion.models.block_gradients), hooks of the layers within are passed by; the block's
+    own are not.
+    """
 
     def __init__(self, width: int, heads: int, dropout: float = 0.0):
         super().__init__()

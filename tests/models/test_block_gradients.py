@@ -74,15 +74,17 @@ KERNELS = {
 
 
 @needs_triton
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    ("name", "columns"), [*((name, usual) for name, (usual, _) in KERNELS.items()), ("norm_strip", 2048), ("norm_strip", 5120)]
+)
 @pytest.mark.parametrize(("backend", "architecture", "width"), [("hip", "gfx90a", 64), ("hip", "gfx942", 64), ("cuda", 90, 32)])
-def test_the_kernels_compile_for_devices_that_are_not_here(name, backend, architecture, width):
+def test_the_kernels_compile_for_devices_that_are_not_here(name, columns, backend, architecture, width):
     import triton
     from triton.backends.compiler import GPUTarget
 
     from hyperion.models import block_gradient_kernels as kernels
 
-    columns, arguments = KERNELS[name]
+    _, arguments = KERNELS[name]
     tile = {
         "gelu_strip": kernels.GELU, "joined_strip": kernels.JOINED, "norm_strip": kernels.norm_tile(columns),
         "position_sum": kernels.POSITIONS,
@@ -96,6 +98,7 @@ def test_the_kernels_compile_for_devices_that_are_not_here(name, backend, archit
     )
     built = triton.compile(source, target=GPUTarget(backend, architecture, width), options={"num_warps": tile.warps})
     assert built.asm["hsaco" if backend == "hip" else "cubin"]
+    assert built.metadata.shared <= 64 * 1024 and tile.warps * width <= 1024, "more than MI200's have for a program"
 
 
 def of_gelu(of_y_ME, x_ME):
@@ -127,7 +130,8 @@ def of_positions(of_x_BTD):
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    """Compiled as on a GPU, down to the kernels, in whose place PyTorch's operators stand: those have tests of their own."""
+    """Compiled as on a GPU, down to the kernels, in whose place PyTorch's operators stand: those have tests of their own.
+    Gives how many biases each norm has been given to sum."""
     kernels = types.ModuleType("hyperion.models.block_gradient_kernels")
     kernels.gelu_gradient, kernels.joined_gradient = of_gelu, of_joined
     kernels.norm_gradient, kernels.position_gradient = of_norm, of_positions
@@ -136,7 +140,15 @@ def stand_ins(monkeypatch):
     def applies_to(x, dtype=torch.bfloat16):
         return torch.compiler.is_compiling() and x.dtype == dtype
 
+    forked_norm, norms = block_gradients.forked_norm, []
+
+    def counted(x_BTD, norm, *biases_D):
+        norms.append(len(biases_D))
+        return forked_norm(x_BTD, norm, *biases_D)
+
     monkeypatch.setattr(block_gradients, "applies_to", applies_to)
+    monkeypatch.setattr(block_gradients, "forked_norm", counted)
+    return norms
 
 
 def test_the_functions_around_the_kernels_have_the_gradients_of_float64(stand_ins, one_thread):
@@ -145,6 +157,19 @@ def test_the_functions_around_the_kernels_have_the_gradients_of_float64(stand_in
     compiled = torch.compile(model, backend=lambda graph, inputs: made.append(graph) or aot_eager(graph, inputs), fullgraph=True)
     require_gradients_of_float64(model, compiled, tokens, "cpu")
     assert "autograd_function_apply" in made[0].code, "the block was made of its own layers"
+    assert stand_ins == [0, 2, 0, 2], "two norms in each of two blocks"
+
+
+@pytest.mark.parametrize("why", ["dropout", "replaced"])
+def test_biases_get_their_gradients_from_their_layers_where_something_comes_between(why, stand_ins, one_thread):
+    model, tokens = with_biases(TransformerConfig(vocab_size=50, context=9, width=24, heads=2, layers=2), "cpu")
+    for block in model.blocks:
+        if why == "dropout":
+            block.dropout = 1e-9  # so little that none is dropped
+        else:
+            block.mlp.down.__class__ = type("Replaced", (torch.nn.Linear,), {})
+    require_gradients_of_float64(model, torch.compile(model, backend=aot_eager, fullgraph=True), tokens, "cpu")
+    assert stand_ins == [0, 0, 0, 0]
 
 
 def test_biases_too_small_for_the_streams_grid_count_on_average(stand_ins, one_thread):
