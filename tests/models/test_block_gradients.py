@@ -12,6 +12,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.profiler import ProfilerActivity, profile
 
 from hyperion.models import TransformerConfig, TransformerLM, block_gradients
+from hyperion.models.block_layers import LayerNorm
 from hyperion.models.token_loss import HAS_TRITON
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed: it comes with PyTorch for GPUs")
@@ -170,6 +171,16 @@ def test_biases_get_their_gradients_from_their_layers_where_something_comes_betw
             block.mlp.down.__class__ = type("Replaced", (torch.nn.Linear,), {})
     require_gradients_of_float64(model, torch.compile(model, backend=aot_eager, fullgraph=True), tokens, "cpu")
     assert stand_ins == [0, 0, 0, 0]
+
+
+def test_a_norm_that_was_given_biases_makes_their_gradients_though_nothing_is_compiled(stand_ins):
+    """A block whose compilation broke off behind attention has given them away already."""
+    norm, x_BTD = LayerNorm(24), torch.randn(3, 5, 24).bfloat16()
+    before, after = (torch.zeros(24, requires_grad=True) for _ in range(2))
+    stream, normed = norm.fork(x_BTD.requires_grad_(), before, after)
+    (2 * stream.float() + normed.float()).sum().backward()
+    torch.testing.assert_close(before.grad, x_BTD.grad.float().sum((0, 1)), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(after.grad, torch.full((24,), 2.0 * 15))
 
 
 def test_biases_too_small_for_the_streams_grid_count_on_average(stand_ins, one_thread):
