@@ -1,0 +1,158 @@
+"""Locks between processes: flock where the file system has it, else a lock file made by exclusive creation.
+
+Some cluster file systems refuse flock (ENOSYS, ENOLCK, EOPNOTSUPP). There the lock is a second file, `<name>.exclusive`,
+that only one process can create; it names its owner, so that a dead owner's lock is taken over.
+
+Standard library only: `hyperion.install` uses it before there is an environment.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+_UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
+_POLL_S = 0.05
+_NOTICE_AFTER_S = 5.0
+_noticed: set[Path] = set()
+
+
+class FileLock:
+    """A lock that one process at a time holds; the system, or the next caller, frees it when that process has ended.
+
+    Args:
+        path: the lock file; it is created if missing and stays there.
+    """
+
+    def __init__(self, path: Path):
+        self.path = Path(path)
+        self._exclusive = self.path.with_name(f"{self.path.name}.exclusive")
+        self._descriptor: int | None = None
+        self._owns_exclusive = False
+
+    def acquire(self, wait: bool = True) -> bool:
+        """Take the lock; without `wait`, return False at once if another process holds it.
+
+        Raises:
+            OSError: the lock file cannot be created or opened.
+        """
+        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            taken = self._flock(wait)
+        except BaseException:
+            self.release()
+            raise
+        if not taken:
+            self.release()
+        return taken
+
+    def release(self) -> None:
+        """Free the lock; nothing happens if it is not held."""
+        if self._owns_exclusive:
+            self._owns_exclusive = False
+            self._exclusive.unlink(missing_ok=True)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _flock(self, wait: bool) -> bool:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            return True
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+        _notice(self.path.parent, f"{self.path.parent} has no flock; locks there are files named *.exclusive")
+        return self._create_exclusive(wait)
+
+    def _create_exclusive(self, wait: bool) -> bool:
+        began = time.monotonic()
+        while True:
+            try:
+                file = os.open(self._exclusive, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            except FileExistsError:
+                if self._take_over():
+                    continue
+                if not wait:
+                    return False
+                if time.monotonic() - began > _NOTICE_AFTER_S:
+                    owner = _read(self._exclusive) or "another process"
+                    _notice(self._exclusive, f"waiting for {owner}; if it is gone, remove {self._exclusive}")
+                time.sleep(_POLL_S)
+                continue
+            with os.fdopen(file, "w") as written:
+                written.write(_owner(os.getpid()))
+            self._owns_exclusive = True
+            return True
+
+    def _take_over(self) -> bool:
+        """Remove the lock file of a process of this host that has ended."""
+        owner = _read(self._exclusive)
+        if not _ended(owner):
+            return False
+        aside = self._exclusive.with_name(f"{self._exclusive.name}.{uuid.uuid4().hex}")
+        try:
+            os.rename(self._exclusive, aside)
+        except FileNotFoundError:
+            return True
+        # Between reading and renaming another process may have taken the lock: then it gets its file back.
+        if _read(aside) != owner:
+            with contextlib.suppress(FileExistsError):
+                os.link(aside, self._exclusive)
+        aside.unlink()
+        return True
+
+
+@contextlib.contextmanager
+def file_lock(path: Path) -> Iterator[None]:
+    """Hold a `FileLock` for the duration of the block; wait for it first.
+
+    Raises:
+        OSError: the lock file cannot be created or opened.
+    """
+    lock = FileLock(path)
+    lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _owner(pid: int) -> str:
+    """Host, process and its start time: a process number alone is given out again."""
+    return f"{socket.gethostname()} process {pid} started {_start_ticks(pid)}"
+
+
+def _ended(owner: str) -> bool:
+    host, _, rest = owner.partition(" process ")
+    pid = rest.partition(" ")[0]
+    return host == socket.gethostname() and pid.isdigit() and owner != _owner(int(pid))
+
+
+def _start_ticks(pid: int) -> str:
+    try:
+        # Field 22 of proc_pid_stat(5); the second one, the name in parentheses, may hold spaces.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return "never"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _notice(about: Path, text: str) -> None:
+    if about not in _noticed:
+        _noticed.add(about)
+        print(f"hyperion: NOTICE: {text}", file=sys.stderr)

@@ -1,0 +1,143 @@
+"""Read files that somebody else may have written: names stay in their folder, reads are bounded, text is safe to print.
+
+A run folder, a checkpoint, a passport or a data mirror may come from another machine or another person. Every reader of
+such files goes through this module, so that none of them follows a name out of its folder, waits for ever on a named pipe
+or a device, or fills the memory.
+
+Standard library only: `hyperion.install` uses it before there is an environment.
+"""
+
+import json
+import os
+import stat
+import unicodedata
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, TypeVar
+
+from hyperion.errors import HyperionError
+
+DOCUMENT_BYTES = 64 * 2**20  # a JSON, CSV or TOML document of ours is a few MiB; more is not ours
+Error = TypeVar("Error", bound=HyperionError)
+
+
+def inner_path(folder: Path, name: object, error: type[Error], next_step: str) -> Path:
+    """Return `folder / name`, for a name that a file gave us.
+
+    Args:
+        folder: the folder that the name must stay in; it may itself be reached through a link.
+        name: a relative POSIX path such as "samples/03.gemm.parquet".
+        error: class of the error to raise.
+        next_step: what the user should do with a folder that holds such a name.
+
+    Raises:
+        error: the name is no string, is empty or absolute, has a component "", "." or "..", holds a control character, or
+            one of its components is a symbolic link.
+    """
+    where = Path(folder)
+    if not isinstance(name, str):
+        raise error(f"{name!r} names no file: a string is expected", where=where, next_step=next_step)
+    parts = name.split("/")
+    if not name or any(part in ("", ".", "..") for part in parts) or printable(name) != name:
+        raise error(f"the name {name!r} leaves its folder or is malformed", where=where, next_step=next_step)
+    path = where
+    for part in parts:
+        path = path / part
+        if path.is_symlink():
+            raise error(f"the name {name!r} passes through a symbolic link", where=path, next_step=next_step)
+    return where.joinpath(PurePosixPath(name))
+
+
+def open_regular(path: Path, error: type[Error], next_step: str) -> BinaryIO:
+    """Open a regular file for reading in binary mode, without waiting.
+
+    Raises:
+        error: it is a named pipe, a device, a socket or a folder.
+        OSError: there is no such file, or it may not be read.
+    """
+    # Without O_NONBLOCK, opening a named pipe waits until somebody writes to it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise error(f"{_kind(mode)} where a regular file is expected", where=path, next_step=next_step)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_bounded(path: Path, error: type[Error], next_step: str, limit_bytes: int = DOCUMENT_BYTES) -> bytes:
+    """Return the content of a regular file of at most `limit_bytes`.
+
+    Raises:
+        error: it is not a regular file, or it is larger.
+        OSError: there is no such file, or it may not be read.
+    """
+    with open_regular(path, error, next_step) as file:
+        content = file.read(limit_bytes + 1)  # not the size: a file in /proc has none, and one may grow
+    if len(content) > limit_bytes:
+        raise error(f"the file is larger than {limit_bytes / 2**20:g} MiB", where=path, next_step=next_step)
+    return content
+
+
+def parse_json(content: bytes | str, error: type[Error], next_step: str, where: object = None) -> Any:
+    """Parse a JSON document; duplicate keys, NaN and deep nesting are refused.
+
+    Raises:
+        error: the content is not UTF-8, not JSON, or one of the above.
+    """
+    try:
+        text = content.decode() if isinstance(content, bytes) else content
+        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except RecursionError:
+        raise error("the JSON is nested too deeply to be ours", where=where, next_step=next_step) from None
+    except ValueError as fault:
+        raise error(f"not a JSON document of ours: {fault}", where=where, next_step=next_step) from fault
+
+
+def read_json(path: Path, error: type[Error], next_step: str, limit_bytes: int = DOCUMENT_BYTES) -> Any:
+    """Parse a JSON file: `read_bounded`, then `parse_json`.
+
+    Raises:
+        error: as both of them.
+        OSError: there is no such file, or it may not be read.
+    """
+    return parse_json(read_bounded(path, error, next_step, limit_bytes), error, next_step, where=path)
+
+
+def printable(text: str) -> str:
+    """Return `text` with control characters escaped (\\x1b, \\u202e), so that a terminal shows them and obeys none.
+
+    Newlines and tabs are kept. Characters that reorder text are escaped too, and bytes that were no UTF-8.
+    """
+    return "".join(map(_shown, text))
+
+
+def _shown(character: str) -> str:
+    if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs"):
+        return character
+    return character.encode("unicode_escape", "surrogatepass").decode()
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        seen: set[str] = set()
+        doubled = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"key {doubled!r} stands twice in one object")
+    return document
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _kind(mode: int) -> str:
+    kinds = {
+        stat.S_IFIFO: "a named pipe",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFDIR: "a folder",
+        stat.S_IFCHR: "a character device",
+        stat.S_IFBLK: "a block device",
+    }
+    return kinds.get(stat.S_IFMT(mode), "a special file")

@@ -1,0 +1,90 @@
+"""Locks with flock and without it: one holder at a time, and a dead holder's lock is taken over."""
+
+import errno
+import fcntl
+import multiprocessing
+import os
+
+import pytest
+
+from hyperion import locks
+from hyperion.locks import FileLock, file_lock
+
+
+@pytest.fixture(params=["flock", errno.ENOSYS, errno.ENOLCK], ids=["flock", "ENOSYS", "ENOLCK"])
+def file_system(request, monkeypatch):
+    if request.param != "flock":
+
+        def refuse(descriptor, operation):
+            raise OSError(request.param, os.strerror(request.param))
+
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    return request.param
+
+
+def count_up(path, times):
+    for _ in range(times):
+        with file_lock(path.with_name("lock")):
+            number = int(path.read_text())
+            path.write_text(str(number + 1))
+
+
+def test_one_holder_at_a_time(tmp_path, file_system):
+    counter = tmp_path / "counter"
+    counter.write_text("0")
+    fork = multiprocessing.get_context("fork")  # the patched flock goes with it
+    workers = [fork.Process(target=count_up, args=(counter, 50)) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert counter.read_text() == "200"
+
+
+def test_without_waiting_a_held_lock_is_refused(tmp_path, file_system):
+    held, other = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
+    assert held.acquire(wait=False)
+    assert not other.acquire(wait=False)
+    held.release()
+    assert other.acquire(wait=False)
+    other.release()
+
+
+def die_holding(path):
+    FileLock(path).acquire()
+    os._exit(0)
+
+
+def test_a_dead_holders_lock_is_taken_over(tmp_path, file_system):
+    worker = multiprocessing.get_context("fork").Process(target=die_holding, args=(tmp_path / "lock",))
+    worker.start()
+    worker.join(60)
+    assert (tmp_path / "lock.exclusive").exists() == (file_system != "flock")
+    lock = FileLock(tmp_path / "lock")
+    assert lock.acquire(wait=False)
+    lock.release()
+    assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_a_lock_of_another_host_is_not_taken_over(tmp_path, monkeypatch, file_system):
+    if file_system == "flock":
+        pytest.skip("flock knows no hosts")
+    (tmp_path / "lock.exclusive").write_text("elsewhere process 1 started 7")
+    assert not FileLock(tmp_path / "lock").acquire(wait=False)
+
+
+def test_the_fallback_says_so_once(tmp_path, capsys, monkeypatch, file_system):
+    monkeypatch.setattr(locks, "_noticed", set())
+    for _ in range(2):
+        with file_lock(tmp_path / "lock"):
+            pass
+    assert capsys.readouterr().err.count("no flock") == (0 if file_system == "flock" else 1)
+
+
+def test_other_errors_are_raised(tmp_path, monkeypatch):
+    def fail(descriptor, operation):
+        raise OSError(errno.EIO, "broken disk")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(OSError, match="broken disk"), file_lock(tmp_path / "lock"):
+        pass
