@@ -32,6 +32,7 @@ def training_ladder(material: Material) -> Figure | None:
         time.set_yticks(range(len(steps)), [step.name for step in steps])
         time.set_title(model)
     notes = ["Each rung adds to the one above it; bars reach from that one's value to its own, the percentage is the change."]
+    notes.append("Losses beside the first rung's: circles early in the training, squares late; bars: what rounding explains.")
     notes += [f"{name}: {reason}." for name, reason in _absent(material).items()]
     add_notes(figure, notes)
     return figure
@@ -59,14 +60,13 @@ def _draw_steps(axes: Axes, steps: list[Step], values: list[float | None], label
 
 def _draw_losses(axes: Axes, steps: list[Step]) -> None:
     for place, step in enumerate(steps):
-        row = step.difference
-        if row is None:
-            continue
-        low, high = 100 * (row.value - row.ci_low), 100 * (row.ci_high - row.value)
-        axes.errorbar(100 * row.value, place, xerr=[[low], [high]], fmt="o", color=INK, markersize=4.5)
-        axes.plot(100 * row.check_tolerance, place, "|", color=_MORE, markersize=12, markeredgewidth=2)
+        for row, marker, height in ((step.early, "o", -0.14), (step.late, "s", 0.14)):
+            if row is None:
+                continue
+            axes.plot(100 * row.value, place + height, marker, color=INK, markersize=4.5)
+            axes.plot(100 * row.check_tolerance, place + height, "|", color=_MORE, markersize=9, markeredgewidth=2)
     axes.set_xscale("symlog", linthresh=1e-4)
-    _finish(axes, steps, "% between losses; a bar: allowed")
+    _finish(axes, steps, "% between losses; bars: allowed")
     axes.set_xlim(left=0)
 
 

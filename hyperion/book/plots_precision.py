@@ -122,14 +122,21 @@ def _draw_strays(axes: Axes, samples, rows: list[Row]) -> None:
     for dtype, losses in by_dtype.items():
         strays = np.maximum(np.abs(losses / reference - 1), _BELOW_DRAWING)
         axes.plot(range(1, len(losses) + 1), strays, label=dtype, **look(dtype))
-    allowed: dict[float, list[str]] = {}
-    for dtype, row in _of(rows, "relative_difference").items():
-        allowed.setdefault(row.check_tolerance, []).append(dtype)
-    labels = [(t, f"{', '.join(dtypes)}: {100 * t:g} %", look(dtypes[0])["color"]) for t, dtypes in allowed.items()]
-    for tolerance, _, colour in labels:
-        axes.axhline(tolerance, color=colour, linestyle=(0, (5, 3)), linewidth=1.2)
+    steps = len(reference)
+    # One tolerance for a window of the steps; rows of earlier runs know no windows.
+    allowed: dict[tuple[float, int, int], list[str]] = {}
+    for row in measured(rows):
+        if row.metric == "relative_difference":
+            key = (row.check_tolerance, row.params.get("first", 1), row.params.get("last", steps))
+            allowed.setdefault(key, []).append(row.dtype)
+    labels = []
+    for (tolerance, first, last), dtypes in allowed.items():
+        colour = look(dtypes[0])["color"]
+        axes.plot([first, last], [tolerance] * 2, color=colour, linestyle=(0, (5, 3)), linewidth=1.2)
+        if last == steps:
+            labels.append((tolerance, f"{', '.join(dtypes)}: {number(100 * tolerance, 2)} %", colour))
     whole_numbers(axes.xaxis)
-    axes.set(yscale="log", ylim=(_BELOW_DRAWING / 2, 3 * max([*allowed, 0.01])))
+    axes.set(yscale="log", ylim=(_BELOW_DRAWING / 2, 3 * max([*(tolerance for tolerance, _, _ in allowed), 0.01])))
     spread_labels(axes, labels)
 
 

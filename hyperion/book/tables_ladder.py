@@ -20,14 +20,16 @@ class Step:
         time: of a step.
         memory: the allocator's peak; where there is none, the tensors' own; None where neither was counted.
         speedup: over the rung before, None for the first.
-        difference: of the losses from the first rung's, None for the first.
+        early, late: differences of the losses from the first rung's in the first steps and in the last ones; None for the
+            first rung, and early for runs that compared the last ones alone.
     """
 
     name: str
     time: Row
     memory: Row | None
     speedup: Row | None
-    difference: Row | None
+    early: Row | None
+    late: Row | None
 
 
 def ladders(rows: Iterable[Row]) -> dict[str, list[Step]]:
@@ -39,7 +41,7 @@ def ladders(rows: Iterable[Row]) -> dict[str, list[Step]]:
         own = [row for row in rows if (row.variant, row.params.get("rung")) == (time.variant, time.params["rung"])]
         memory = _first(own, "peak_memory_gib") or _first(own, "tensor_memory_gib")
         speedup = _first(own, "speedup", over=steps[-1].name) if steps else None
-        steps.append(Step(time.params["rung"], time, memory, speedup, _first(own, "relative_difference")))
+        steps.append(Step(time.params["rung"], time, memory, speedup, *_differences(own)))
     return found
 
 
@@ -56,7 +58,8 @@ def ladder_table(rows: Iterable[Row]) -> pd.DataFrame:
                 "Δ time": _change_of_time(step.speedup),
                 "GiB": number(step.memory.value, 3) if step.memory else "not counted",
                 "Δ memory": _change_of_memory(before, step),
-                "Δ loss": _change_of_loss(step.difference),
+                "Δ loss early": _change_of_loss(step.early),
+                "Δ loss late": _change_of_loss(step.late),
             }
             for model, steps in ladders(rows).items()
             for before, step in zip([None, *steps], steps, strict=False)
@@ -66,6 +69,11 @@ def ladder_table(rows: Iterable[Row]) -> pd.DataFrame:
 
 def _first(rows: list[Row], metric: str, **params) -> Row | None:
     return next((row for row in rows if row.metric == metric and params.items() <= row.params.items()), None)
+
+
+def _differences(rows: list[Row]) -> tuple[Row | None, Row | None]:
+    early = _first(rows, "relative_difference", window="early")
+    return early, _first(rows, "relative_difference", window="late") or _first(rows, "relative_difference")
 
 
 def _change_of_time(speedup: Row | None) -> str:
@@ -85,5 +93,5 @@ def _change_of_memory(before: Step | None, step: Step) -> str:
 def _change_of_loss(row: Row | None) -> str:
     if row is None:
         return ""
-    value, low, high = (number(100 * share, 2) for share in (row.value, row.ci_low, row.ci_high))
-    return f"{value} % [{low}, {high}]"
+    value, allowed = (number(100 * share, 2) for share in (row.value, row.check_tolerance))
+    return f"{value} % (allowed {allowed} %)"

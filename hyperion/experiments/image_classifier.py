@@ -40,8 +40,6 @@ from hyperion.training import (
 )
 
 CLASSES = 10
-# Of the mean loss of 200 steps: at a high rate early losses jump, and roundings decide where to.
-PARITY = 0.05
 # ResNet-18's 20 convolutions (the stem, 16 in blocks, 3 shortcuts), five at each of four sizes: activations by image, for
 # each unit of width. Forward and backward, a convolution's output passes through memory some twelve times (convolution,
 # norm and ReLU, each written and read).
@@ -105,7 +103,7 @@ def run(context: Context, report) -> Result:
     if len(seeds) > 1:
         rows += seed_rows(context, trained, best, image_set.source)
     parity, samples = captured_parity(
-        context, trained[0].name, _beginning(context, image_set, splits), image_set.source, PARITY, 1,
+        context, trained[0].name, _beginning(context, image_set, splits), image_set.source, chaotic=True,
         compiled=not _why_not_compiled(context),
     )  # fmt: skip
     return Result(rows + parity, pd.concat(curves + samples, ignore_index=True), image_set.source)

@@ -1,7 +1,9 @@
 """Our way of training ResNet-18, loader and augmentation included, beside the plain public one, in turn on one device."""
 
+import copy
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,6 +21,7 @@ from hyperion.experiments.plain_image_loop import CLASSES, PlainLoop, copy_weigh
 from hyperion.experiments.products_alone import ProductsAlone, products_of, time_alone
 from hyperion.experiments.step_comparison import emptied_afterwards
 from hyperion.experiments.training_rows import step_forecasts
+from hyperion.experiments.twins import agreements, train_twins, twin_format
 from hyperion.experiments.workloads import Workload, workload
 from hyperion.measure import FORMATS, Timing, time_interleaved
 from hyperion.models import resnet18
@@ -78,6 +81,7 @@ class _Pair:
         engine, batches: ours.
         plain: the other, from the same weights.
         published: whose model the other trains.
+        fresh_plain, fresh_batches: make the other anew, not compiled, and the batches from the first one on.
     """
 
     work: Workload
@@ -85,6 +89,8 @@ class _Pair:
     batches: ImageBatches
     plain: PlainLoop
     published: str
+    fresh_plain: Callable[[], PlainLoop]
+    fresh_batches: Callable[[], ImageBatches]
 
     @classmethod
     def built(cls, context: Context, image_set: ImageSet, prepared: PreparedImages, batch: int) -> "_Pair":
@@ -94,17 +100,25 @@ class _Pair:
         precision, rate = choose_precision(device, sizes["precision"]), sizes["learning_rate"]
         count = sizes.get("train_images")
         images, labels = (np.array(prepared.arrays[f"train_{name}"][:count]) for name in ("images", "labels"))
-        batches = ImageBatches(
-            images, labels, batch, channel_statistics(images), seed=context.seed, augment=image_set.augmentations,
-            device=device.torch_device, dtype=FORMATS[precision.dtype].storage,
-        )  # fmt: skip
+
+        def fresh_batches() -> ImageBatches:
+            return ImageBatches(
+                images, labels, batch, channel_statistics(images), seed=context.seed, augment=image_set.augmentations,
+                device=device.torch_device, dtype=FORMATS[precision.dtype].storage,
+            )  # fmt: skip
+
         seed_everything(context.seed)
         model = resnet18(CLASSES, sizes["width"])
         other, published = plain_model(sizes["width"])
         copy_weights(model, other)
-        plain = PlainLoop(
-            other, images, labels, image_set.augmentations, batch, rate, precision, device, sizes["plain_compiled"]
-        )
+        weights = copy.deepcopy(other)
+
+        def fresh_plain(compiled: bool = False) -> PlainLoop:
+            return PlainLoop(
+                copy.deepcopy(weights), images, labels, image_set.augmentations, batch, rate, precision, device, compiled
+            )
+
+        plain, batches = fresh_plain(sizes["plain_compiled"]), fresh_batches()
         model = model.to(device.torch_device)
         # The same update in both: no decay, which the published loop has for norms too, and no clipping.
         engine = ImageEngine(
@@ -115,7 +129,7 @@ class _Pair:
             model.compile(options=compile_options(device))
         how = engine.uncaptured or "replayed as a graph"
         print(f"batch {batch}: ours {how}; the plain loop trains the ResNet-18 of {published}")
-        return cls(_work(context, batch), engine, batches, plain, published)
+        return cls(_work(context, batch), engine, batches, plain, published, fresh_plain, fresh_batches)
 
     def loss(self, loop: str, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """One optimizer step of a loop on a batch; the loss before it."""
@@ -142,13 +156,25 @@ def _parity(context: Context, pair: _Pair, frames: list[pd.DataFrame], source: s
                 wait_for(context.device)
                 first_s[name] = time.perf_counter() - started
     curves = {name: torch.stack(found).float().cpu().numpy() for name, found in losses.items()}
-    tail = slice(-max(1, steps // 4), None)
-    difference = float(abs(np.mean(curves[OURS][tail]) / np.mean(curves[PLAIN][tail]) - 1))
     loops = _loops(context, pair, source)
-    row, told = loops.parity(curves, difference, "mean loss of the last quarter of the steps", sizes["tolerance"])
-    frames.append(told)
+    twins = train_twins(twin_format(loops.dtype), context.seed, lambda: _plain_losses(pair, steps))
+    rows = [
+        loops.parity(curves, agreement.difference, agreement.check, agreement.tolerance, **agreement.params)
+        for agreement in agreements(curves[OURS], curves[PLAIN], twins)
+    ]
+    frames += [loops.curves_frame(curves), twins.assign(batch=pair.work.items)]
     made = {OURS: sizes["compiled"] or not pair.engine.uncaptured, PLAIN: sizes["plain_compiled"]}
-    return [row, *loops.first_steps({name: first_s[name] for name, anything in made.items() if anything})]
+    return rows + loops.first_steps({name: first_s[name] for name, anything in made.items() if anything})
+
+
+def _plain_losses(pair: _Pair, steps: int) -> list[float]:
+    """Losses of another plain loop, not compiled, from the same weights over the same batches."""
+    plain, batches = pair.fresh_plain(), pair.fresh_batches()
+    losses = []
+    for _ in range(steps):
+        images, labels = batches.next_batch()
+        losses.append(plain.train_on(images.float(), labels))
+    return torch.stack(losses).tolist()
 
 
 def _speeds(context: Context, pair: _Pair, frames: list[pd.DataFrame], source: str) -> list[Row]:

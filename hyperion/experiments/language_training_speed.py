@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hyperion.data.loaders import LanguageBatches
 from hyperion.experiments import datasets
+from hyperion.experiments.captured_parity import SCATTER
 from hyperion.experiments.columns import out_of_memory_reason, sample_frame, timed_columns
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.paired_loops import OURS, PLAIN, PairedLoops, wait_for
@@ -205,8 +206,8 @@ def _parity(loops: PairedLoops, begun: dict[str, _Loop]) -> tuple[Row, pd.DataFr
     curves = {name: torch.stack(loop.losses[:steps]).float().cpu().numpy() for name, loop in begun.items()}
     means = {name: np.array([part.mean() for part in np.array_split(curve, WINDOWS)]) for name, curve in curves.items()}
     difference = float(np.max(np.abs(means[OURS] / means[PLAIN] - 1)))
-    how = f"mean loss of each of {WINDOWS} windows of the steps"
-    return loops.parity(curves, difference, how, tolerance)
+    how = f"mean loss of each of {WINDOWS} windows of the steps; {SCATTER}"
+    return loops.parity(curves, difference, how, tolerance), loops.curves_frame(curves)
 
 
 def _share(loops: PairedLoops, name: str, timing: Timing, what: str, roof: StepRoof | str) -> Row:

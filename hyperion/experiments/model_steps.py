@@ -24,6 +24,7 @@ from hyperion.experiments.reference_steps import (
 )
 from hyperion.experiments.step_forecasts import forecast_reference_step
 from hyperion.experiments.step_variants import EAGER, Cell, StepVariant, cells_of
+from hyperion.experiments.twins import agreements, train_twins, twin_format
 from hyperion.experiments.variants import merged, run_variant
 from hyperion.measure import PeakMemory, PeakMemoryRegion, StepTiming, allocator_refusal
 from hyperion.measure.compilation import measure_first_calls, missing_compiler, probe_vector_instructions
@@ -99,7 +100,7 @@ class _Bench:
     def _measure(self, cell: Cell) -> None:
         context, model, variant, batch = self.context, cell.model, cell.variant, self.context.sizes["batch_size"]
         left_gib = None if self.device.kind == "cpu" else torch.cuda.memory_allocated(self.device.torch_device) / GIB
-        twin = self._losses_of_twin(cell) if variant.compiled else None
+        eager = self._eager_losses(cell) if variant.compiled else None
         step = self._step(cell, variant)
         compiling_s = self._compile(step) if variant.compiled else None
         with PeakMemoryRegion(self.device) as region:
@@ -112,7 +113,12 @@ class _Bench:
         ]  # fmt: skip
         if variant.compiled:
             self.rows.append(_row(context, cell, "compile_time_s", compiling_s, blocks=len(model.layout().blocks)))
-            self.rows.append(parity_row(context, cell, self._losses_after(step), twin))
+            twins = train_twins(
+                twin_format(variant.dtype), context.seed,
+                lambda: self._losses_after(self._step(cell, _eager(variant))).tolist(),
+            )  # fmt: skip
+            self.frames.append(twins.assign(variant=model.name))
+            self.rows += parity_rows(context, cell, self._losses_after(step), eager, twins)
             torch._dynamo.reset()  # what was compiled refers to the model
         elif (model.name, StepVariant(variant.dtype, variant.channels_last, compiled=True)) in self.here:
             self._losses[model.name, variant] = self._losses_after(step)
@@ -125,9 +131,9 @@ class _Bench:
         probe_vector_instructions(self.device, self.context.workspace)
         return measure_first_calls(step.once, self.device)
 
-    def _losses_of_twin(self, cell: Cell) -> np.ndarray:
+    def _eager_losses(self, cell: Cell) -> np.ndarray:
         """Of the same steps, done eagerly, in this process: they were timed before, or are done now."""
-        eager = StepVariant(cell.variant.dtype, cell.variant.channels_last)
+        eager = _eager(cell.variant)
         known = self._losses.pop((cell.model.name, eager), None)
         return self._losses_after(self._step(cell, eager)) if known is None else known
 
@@ -137,6 +143,10 @@ class _Bench:
         while len(step.losses) < count:
             step.once()
         return torch.stack(step.losses[:count]).double().cpu().numpy()
+
+
+def _eager(variant: StepVariant) -> StepVariant:
+    return StepVariant(variant.dtype, variant.channels_last)
 
 
 def _params(context: Context, cell: Cell) -> dict:
@@ -188,15 +198,16 @@ def _memory_row(context: Context, cell: Cell, peak: PeakMemory, left_gib: float 
     return _row(context, cell, peak.metric, peak.gib, columns={"value_reason": peak.reason, **limit, **check})
 
 
-def parity_row(context: Context, cell: Cell, losses: np.ndarray, eager: np.ndarray) -> Row:
-    """How far the mean loss of the first steps lies from that of the same steps done eagerly.
-
-    Of the mean and not of the last: on a batch that is learned by heart the last losses are next to nothing.
-    """
-    difference = abs(float(losses.mean() / eager.mean()) - 1)
-    check = {
-        "check": f"loss beside eager, mean of {len(losses)} steps", "check_error": difference,
-        "check_tolerance": context.sizes["tolerance"][cell.variant.dtype],
-    }  # fmt: skip
-    told = {"of": "training_loss", "from": EAGER, "steps": len(losses)}
-    return _row(context, cell, "relative_difference", difference, columns=check, **told)
+def parity_rows(context: Context, cell: Cell, losses: np.ndarray, eager: np.ndarray, twins: pd.DataFrame) -> list[Row]:
+    """How far the losses of compiled steps lie from those of the same steps done eagerly, early and late, and how far they
+    may: as far as eager trainings lie apart that round differently."""
+    return [
+        _row(
+            context, cell, "relative_difference", agreement.difference,
+            columns={
+                "check": agreement.check, "check_error": agreement.difference, "check_tolerance": agreement.tolerance,
+            },
+            of="training_loss", **{"from": EAGER}, steps=len(losses), **agreement.params,
+        )
+        for agreement in agreements(losses, eager, twins)
+    ]  # fmt: skip

@@ -45,28 +45,33 @@ class PairedLoops:
         return {"dtype": self.dtype, "params": self.params | {"loop": loop}, "data_source": self.source}
 
     def parity(
-        self, curves: dict[str, np.ndarray], difference: float, how: str, tolerance: float
-    ) -> tuple[Row, pd.DataFrame]:
-        """The row that refuses other work, and the losses of both by step, kind "parity".
+        self, curves: dict[str, np.ndarray], difference: float, how: str, tolerance: float, **params
+    ) -> Row:
+        """How far the losses of ours lie from the plain one's, with the same weights and batches.
 
         Args:
-            curves: the loss of every step by loop, over the same batches from the same weights.
-            difference: relative, of ours from the plain one's.
-            how: it was taken.
+            curves: the loss of every step by loop.
+            difference: relative.
+            how: what was compared and why the tolerance is what it is.
+            params: more that tells this row from others.
         """
-        steps = len(curves[OURS])
-        told = {"batch": self.params["batch"], "what": "training loss", "of": OURS, "from": PLAIN, "steps": steps}
-        row = self.context.row(
-            self.work.name, "relative_difference", difference, dtype=self.dtype, params=told, data_source=self.source,
-            check=f"{how}, same weights and batches", check_error=difference, check_tolerance=tolerance,
+        shared = {"batch": self.params["batch"], "what": "training loss", "of": OURS, "from": PLAIN, "steps": len(curves[OURS])}
+        return self.context.row(
+            self.work.name, "relative_difference", difference, dtype=self.dtype, params=shared | params,
+            data_source=self.source, check=f"{how}, same weights and batches", check_error=difference,
+            check_tolerance=tolerance,
         )  # fmt: skip
-        frames = [
-            pd.DataFrame(
-                {"kind": "parity", "loop": name, "batch": told["batch"], "step": range(1, steps + 1), "loss": curve}
-            )
-            for name, curve in curves.items()
-        ]
-        return row, pd.concat(frames, ignore_index=True)
+
+    def curves_frame(self, curves: dict[str, np.ndarray]) -> pd.DataFrame:
+        """The losses of both by step, kind "parity"."""
+        batch = self.params["batch"]
+        return pd.concat(
+            [
+                pd.DataFrame({"kind": "parity", "loop": name, "batch": batch, "step": range(1, len(curve) + 1), "loss": curve})
+                for name, curve in curves.items()
+            ],
+            ignore_index=True,
+        )
 
     def first_steps(self, seconds: dict[str, float]) -> list[Row]:
         """Seconds that the first step of each loop took in which something was compiled or recorded."""

@@ -15,6 +15,7 @@ from hyperion.experiments.memory_forecasts import foretold, policy
 from hyperion.experiments.side_by_side import run_side_by_side
 from hyperion.experiments.step_comparison import Contender, compare_steps
 from hyperion.experiments.training_rows import step_forecasts
+from hyperion.experiments.twins import agreements, train_twins
 from hyperion.experiments.variants import merged
 from hyperion.experiments.workloads import KINDS, SIXTEEN_BIT, Batch, Ready, Workload
 from hyperion.hardware import Device
@@ -55,13 +56,16 @@ def _compared(context: Context, report, ready: list[Ready]) -> Result:
     dtypes = [dtype for dtype, reason in reasons.items() if not reason]
     cells = [found.for_worker() | {"dtype": dtype} for found in ready for dtype in dtypes]
     results = run_side_by_side(context, report, "hyperion.experiments.precision_variants:train_variant", cells)
+    if any(dtype != REFERENCE for dtype in dtypes):
+        twins = [found.for_worker() for found in ready]
+        results += run_side_by_side(context, report, "hyperion.experiments.precision_variants:twins_of_variant", twins)
     reasons = {dtype: why or _emulated(context.device, dtype) for dtype, why in reasons.items()}
     for number, found in enumerate(ready):
         report(number, len(ready), f"steps of the {found.kind} model in turn")
         results.append(_timed(context, found, [dtype for dtype, reason in reasons.items() if not reason]))
     told = merged(results)
     absent = [_absent(context, found, dtype, why) for found in ready for dtype, why in reasons.items() if why]
-    rows = told.rows + _agreements(context, told.rows) + absent
+    rows = told.rows + _agreements(told) + absent
     return replace(told, rows=rows, source=workloads.source_of(ready))
 
 
@@ -93,6 +97,18 @@ def train_variant(context: Context, report, kind: str, file: str, source: str, d
         rows.append(row("loss_scale", engine.scaler.scale, steps=steps))
     curve = pd.DataFrame({"kind": "step", "step": range(1, steps + 1), "loss": losses})
     return Result(rows, curve.assign(variant=work.name, dtype=dtype), source)
+
+
+def twins_of_variant(context: Context, report, kind: str, file: str, source: str) -> Result:
+    """Twins of the fp32 training, whose products round at random as coarsely as bf16 does."""
+    work, batches = workloads.load(kind, context.sizes[kind], Path(file), context.device)
+
+    def train() -> list[float]:
+        engine = work.engine(REFERENCE, context.device, context.seed)
+        losses = [engine.train_step(batch).loss for batch in islice(cycle(batches), context.sizes["steps"])]
+        return torch.stack(losses).tolist()
+
+    return Result([], train_twins("bf16", context.seed, train).assign(variant=work.name), source)
 
 
 EXPERIMENT = Experiment(
@@ -150,23 +166,22 @@ def _timed(context: Context, found: Ready, dtypes: list[str]) -> Result:
     return compare_steps(context, work, batches[0], contenders, found.source)
 
 
-def _agreements(context: Context, rows: list[Row]) -> list[Row]:
-    """How far each variant's loss lies from that of fp32 after as many steps over the same batches."""
-    losses = [row for row in rows if row.metric == "training_loss" and row.value is not None]
+def _agreements(told: Result) -> list[Row]:
+    """How far each variant's losses lie from those of fp32 over the same batches, early and late, and how far they may."""
     found = []
-    for row in losses:
-        reference = next((r for r in losses if (r.variant, r.dtype) == (row.variant, REFERENCE)), None)
-        if reference is None or row is reference:
+    for row in (row for row in told.rows if row.metric == "training_loss" and row.dtype != REFERENCE):
+        own = told.samples[told.samples["variant"] == row.variant]
+        curves = {name: part["loss"].to_numpy() for name, part in own[own["kind"] == "step"].groupby("dtype")}
+        if REFERENCE not in curves:
             continue
-        difference = abs(row.value / reference.value - 1)
-        params = row.params | {"of": "training_loss", "from": REFERENCE}
-        found.append(
-            replace(
-                row, metric="relative_difference", value=difference, params=params, limit_source="",
-                check=f"loss beside {REFERENCE}", check_error=difference,
-                check_tolerance=context.sizes["tolerance"][row.dtype],
-            )
-        )  # fmt: skip
+        for agreement in agreements(curves[row.dtype], curves[REFERENCE], own[own["kind"] == "twin"]):
+            params = row.params | {"of": "training_loss", "from": REFERENCE} | agreement.params
+            found.append(
+                replace(
+                    row, metric="relative_difference", value=agreement.difference, params=params, limit_source="",
+                    check=agreement.check, check_error=agreement.difference, check_tolerance=agreement.tolerance,
+                )
+            )  # fmt: skip
     return found
 
 

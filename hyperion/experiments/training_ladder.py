@@ -21,16 +21,18 @@ from hyperion.experiments.precision_variants import rate_forecast, tensor_bytes_
 from hyperion.experiments.side_by_side import run_counted
 from hyperion.experiments.step_comparison import emptied_afterwards
 from hyperion.experiments.training_rows import speed_rows
+from hyperion.experiments.twins import agreements, train_twins, twin_format
 from hyperion.experiments.variants import COMPILER, merged
 from hyperion.experiments.workloads import Batch, Ready, Workload
 from hyperion.measure import PeakMemoryRegion, Timing, time_interleaved
-from hyperion.results import Row, median_estimate, ratio_estimate
+from hyperion.results import Row, ratio_estimate
 
 GIB = 2**30
 _FORETOLD = ("tf32", "bf16")  # of the others shapes and ceilings say nothing
 _STEPS_FOR_MEMORY = 3
 _NO_LIMIT = "no limit: how far the slower of the two stays below its own limit is not bounded"
 _FUNCTION = "hyperion.experiments.training_ladder:measure_alone"
+_TWINS = "hyperion.experiments.training_ladder:measure_twins"
 
 
 def forecast(context: Context) -> list[Forecast]:
@@ -53,11 +55,14 @@ def run(context: Context, report) -> Result:
     """Each rung alone for memory and losses, then the steps of a model's rungs in turn."""
     ready = {kind: workloads.prepare(context, kind) for kind in _kinds(context)}
     try:
-        cells = [
-            found.for_worker() | {"number": number}
-            for kind, found in ready.items() for number, rung in enumerate(ladder(context, kind)) if not rung.absent
-        ]  # fmt: skip
+        cells, twins = [], []
+        for kind, found in ready.items():
+            present = [(number, rung) for number, rung in enumerate(ladder(context, kind)) if not rung.absent]
+            cells += [found.for_worker() | {"number": number} for number, _ in present]
+            formats = dict.fromkeys(twin_format(rung.dtype) for _, rung in present if rung.name != BASELINE)
+            twins += [found.for_worker() | {"dtype": dtype} for dtype in formats]
         results = run_counted(context, report, _FUNCTION, cells, preload=COMPILER)
+        results += run_counted(context, report, _TWINS, twins)
         for done, found in enumerate(ready.values()):
             report(done, len(ready), f"steps of the {found.kind} model in turn")
             results.append(_timed(context, found))
@@ -65,7 +70,7 @@ def run(context: Context, report) -> Result:
         for found in ready.values():
             found.file.unlink()
     told = merged(results)
-    return replace(told, rows=told.rows + _differences(context, told), source=workloads.source_of(ready.values()))
+    return replace(told, rows=told.rows + _differences(told), source=workloads.source_of(ready.values()))
 
 
 EXPERIMENT = Experiment(
@@ -96,6 +101,14 @@ def measure_alone(context: Context, report, kind: str, file: str, source: str, n
     rows.append(row("training_loss", last, limit_source="no limit: it can be learnt by heart", **told))
     curve = pd.DataFrame({"kind": "step", "step": range(1, len(losses) + 1), "loss": losses})
     return Result(rows, curve.assign(variant=work.name, dtype=rung.dtype, rung=rung.name), source)
+
+
+def measure_twins(context: Context, report, kind: str, file: str, source: str, dtype: str) -> Result:
+    """Twins of the first rung, whose products round at random as coarsely as the format does."""
+    work, batches = workloads.load(kind, context.sizes[kind], Path(file), context.device)
+    first = ladder(context, kind)[0]
+    twins = train_twins(dtype, context.seed, lambda: _losses(context, kind, first, work, batches))
+    return Result([], twins.assign(variant=work.name), source)
 
 
 def _memory_rows(row, work: Workload, rung: Rung, engine, batch: Batch) -> list[Row]:
@@ -161,29 +174,24 @@ def _speedups(row, rungs: list[Rung], timings: list[Timing]) -> list[Row]:
     return found
 
 
-def _differences(context: Context, told: Result) -> list[Row]:
-    """How far each rung's losses lie above or below those of the first, over the last quarter of the same steps.
-
-    By the median of the signed differences: single steps stray to both sides, more with every step, as two trainings that
-    round differently do; a rung that computes something else lies far to one side. The interval is over the steps of one
-    training a rung, and says nothing of other seeds.
-    """
+def _differences(told: Result) -> list[Row]:
+    """How far each rung's losses lie from those of the first over the same steps, early and late, and how far they may: as
+    far as trainings of the first rung lie apart that round differently."""
     found = []
     for row in (row for row in told.rows if row.metric == "training_loss"):
-        steps = told.samples[(told.samples["kind"] == "step") & (told.samples["variant"] == row.variant)]
-        curves = {name: part["loss"].to_numpy() for name, part in steps.groupby("rung")}
+        own = told.samples[told.samples["variant"] == row.variant]
+        curves = {name: part["loss"].to_numpy() for name, part in own[own["kind"] == "step"].groupby("rung")}
         if row.params["rung"] == BASELINE or BASELINE not in curves:
             continue
-        strays = curves[row.params["rung"]] / curves[BASELINE] - 1
-        median = median_estimate(strays[-max(2, len(strays) // 4) :]).magnitude()
-        params = row.params | {"of": "training_loss", "from": BASELINE}
-        found.append(
-            replace(
-                row, metric="relative_difference", value=median.value, n=median.n, ci_low=median.ci_low,
-                ci_high=median.ci_high, params=params, limit_source="", check="loss beside that of the first rung",
-                check_error=median.value, check_tolerance=context.sizes["tolerance"][row.dtype],
-            )
-        )  # fmt: skip
+        twins = own[(own["kind"] == "twin") & (own["dtype"] == twin_format(row.dtype))]
+        for agreement in agreements(curves[row.params["rung"]], curves[BASELINE], twins):
+            params = row.params | {"of": "training_loss", "from": BASELINE} | agreement.params
+            found.append(
+                replace(
+                    row, metric="relative_difference", value=agreement.difference, params=params, limit_source="",
+                    check=agreement.check, check_error=agreement.difference, check_tolerance=agreement.tolerance,
+                )
+            )  # fmt: skip
     return found
 
 

@@ -12,7 +12,6 @@ SIZES = {
     "dtypes": ["fp32", "tf32", "bf16"], "batches": 2, "steps": 4, "time_limit_s": 0.05,
     "language": {"model": "lm_d64_h4_l2", "sequence_length": 32, "batch_size": 2} | RATE,
     "image": {"width": 8, "batch_size": 8} | RATE,
-    "tolerance": {"bf16": 0.1, "fp16": 0.1},
 }  # fmt: skip
 
 
@@ -51,8 +50,11 @@ def test_each_variant_has_a_loss_held_against_fp32_and_two_kinds_of_memory(resul
         for metric in ("training_loss", "tensor_memory_gib", "peak_rss_gib"):
             assert set(by_params(result.rows, metric, dtype=dtype)) == models
     compared = [row for row in result.rows if row.metric == "relative_difference"]
-    assert {(row.dtype, row.params["from"]) for row in compared} == {("bf16", "fp32")} and len(compared) == 2
-    assert all(row.check_error <= row.check_tolerance == 0.1 for row in compared)
+    assert {(row.dtype, row.params["from"]) for row in compared} == {("bf16", "fp32")}
+    assert sorted((row.variant, row.params["window"]) for row in compared) == sorted(
+        (model, window) for model in models for window in ("early", "late")
+    )
+    assert all(0 < row.value == row.check_error <= row.check_tolerance < 0.1 for row in compared)
     assert {row.data_source for row in result.rows} == {"synthetic"} == {result.source}
 
 

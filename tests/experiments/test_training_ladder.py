@@ -18,7 +18,7 @@ from tests.experiments.toy import by_params, perform, toy_context
 
 RATE = {"learning_rate": 1e-3, "warmup_steps": 2}
 SIZES = {
-    "batches": 2, "parity_steps": 8, "time_limit_s": 0.05, "tolerance": {"fp32": 0.02, "bf16": 0.1},
+    "batches": 2, "parity_steps": 8, "time_limit_s": 0.05,
     "language": {
         "model": "lm_d64_h4_l2", "sequence_length": 32, "batch_size": 16, "parity": {"layers": 1, "batch_size": 4},
         "rungs": [BASELINE, "tf32", "bf16", "fused optimizer", "chunked loss", "activation checkpointing", "fp8"],
@@ -86,8 +86,9 @@ def test_every_rung_has_time_memory_and_a_loss_beside_that_of_the_first(result, 
         for metric in ("step_time_s", "tensor_memory_gib", "training_loss"):
             assert [row.params["rung"] for row in own if row.metric == metric] == present
         compared = [row for row in own if row.metric == "relative_difference"]
-        assert [row.params["rung"] for row in compared] == present[1:]
-        assert all(row.ci_low <= row.value <= row.check_tolerance and row.params["steps"] == 8 for row in compared)
+        windows = [(name, window) for name in present[1:] for window in ("early", "late")]
+        assert [(row.params["rung"], row.params["window"]) for row in compared] == windows
+        assert all(row.value == row.check_error <= row.check_tolerance and row.params["steps"] == 8 for row in compared)
         overs = {(row.params["rung"], row.params["over"]) for row in own if row.metric == "speedup"}
         assert overs == set(zip(present[1:], present, strict=False)) | {(name, BASELINE) for name in present[1:]}
     absent = {row.params["rung"]: row.value_reason for row in result.rows if row.value is None and row.metric == "step_time_s"}
@@ -106,10 +107,10 @@ def test_what_is_bought_for_memory_saves_some(result):
 def test_a_loss_that_strays_is_not_stored(result, context, tmp_path):
     strayed = result.samples.copy()
     strayed.loc[strayed["rung"] == "fused optimizer", "loss"] *= 1.2
-    rows = _differences(context, Result([row for row in result.rows if row.metric == "training_loss"], strayed))
-    told = {row.params["rung"]: row.value for row in rows}
-    assert told["fused optimizer"] == pytest.approx(0.2, rel=0.02) and told["chunked loss"] < 0.1
-    with pytest.raises(HyperionError, match="beside that of the first rung"):
+    rows = _differences(Result([row for row in result.rows if row.metric == "training_loss"], strayed))
+    strays = {row.params["rung"]: row.value for row in rows if row.params["window"] == "late"}
+    assert strays["fused optimizer"] == pytest.approx(0.2, rel=0.02) and strays["chunked loss"] < 0.01
+    with pytest.raises(HyperionError, match="no further from the baseline's than 8 twins"):
         Run.create(tmp_path / "run", {}).record("toy", "training_ladder", rows, strayed, input_hash="toy")
 
 

@@ -1,0 +1,120 @@
+"""Twin trainings: random rounding where products are, a tolerance with its false-alarm rate, and what it does notice."""
+
+import math
+from functools import partial
+from itertools import cycle, islice
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hyperion.experiments import twins
+from hyperion.experiments.twins import (
+    FALSE_ALARM,
+    SPACING,
+    TWINS,
+    RandomRounding,
+    agreements,
+    tolerance,
+    train_twins,
+    windows,
+)
+
+
+def test_products_are_perturbed_by_at_most_one_spacing_each_time():
+    weight, inputs = torch.nn.Parameter(torch.randn(16, 8, dtype=torch.float64)), torch.randn(4, 8, dtype=torch.float64)
+    exact = inputs @ weight.T
+    bound = ((1 + 2**-7) ** 3 - 1) * (inputs.abs() @ weight.abs().T) + 1e-12
+    seen = set()
+    with RandomRounding(SPACING["bf16"], 0):
+        for product in (F.linear, lambda x, w: x @ w.T, lambda x, w: torch.matmul(x, w.T)):
+            for _ in range(20):
+                error = (product(inputs, weight) - exact).abs()
+                assert (error > 0).any() and (error <= bound).all()
+                seen.add(float(error.detach().sum()))
+        torch.testing.assert_close(inputs + 1, inputs + 1, rtol=0, atol=0)  # nothing but products
+    assert len(seen) == 60
+    torch.testing.assert_close(F.linear(inputs, weight), exact)
+
+
+def test_a_parameter_is_rounded_the_same_way_at_every_step_and_its_gradient_anew():
+    weight = torch.nn.Parameter(torch.ones(5, 3))
+    rounding = RandomRounding(2.0**-7, 3)
+    first, second = (rounding.rounded(weight) for _ in range(2))
+    assert torch.equal(first, second) and not torch.equal(first, weight)
+    gradients = []
+    for _ in range(2):
+        (gradient,) = torch.autograd.grad(rounding.rounded(weight).sum(), weight)
+        gradients.append(gradient)
+    assert not torch.equal(*gradients) and all((g - 1).abs().max() <= 2.0**-7 for g in gradients)
+
+
+def test_the_same_seed_gives_the_same_twin():
+    frames = [train_twins("bf16", 5, partial(train, steps=6)) for _ in range(2)]
+    assert frames[0].equals(frames[1]) and len(frames[0]) == 6 * TWINS
+    assert not frames[0].equals(train_twins("bf16", 6, partial(train, steps=6)))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 8, 50, 200])
+def test_windows_lie_at_the_two_ends(steps):
+    early, late = (range(steps)[window] for window in windows(steps).values())
+    assert early[0] == 0 and late[-1] == steps - 1 and len(early) >= min(4, steps) and len(late) >= min(2, steps)
+
+
+def test_the_false_alarm_rate_is_what_it_says(monkeypatch):
+    """Of 40,000 baselines with twins and one variant each, all of one normal distribution, at 1 in 1,000: at most 40 would be
+    expected; more than 70 has a chance below 1e-5."""
+    monkeypatch.setattr(twins, "FALSE_ALARM", 1e-3)
+    random, alarms, trials = np.random.default_rng(0), 0, 40_000
+    losses = np.exp(random.normal(0, 0.02, (trials, TWINS + 2)))
+    for baseline, variant, *others in losses:
+        alarms += abs(variant / baseline - 1) > tolerance(others, baseline)
+    assert alarms <= 70
+    assert FALSE_ALARM <= 1e-4
+
+
+def test_a_wider_scatter_allows_more_and_identical_twins_the_spacing_of_float32():
+    narrow, wide = (tolerance(list(1 + scale * np.linspace(-1, 1, 8)), 1.0) for scale in (1e-4, 1e-2))
+    assert 90 < wide / narrow < 110
+    assert tolerance([2.0] * 8, 2.0) == pytest.approx(2.0**-23)
+    # t of 7 degrees of freedom, 5e-6 on each side: 11.2 (tables), times s sqrt(1 + 1/8)
+    s = np.log(1 + 1e-4 * np.linspace(-1, 1, 8)).std(ddof=1)
+    assert narrow == pytest.approx(11.2 * s * math.sqrt(9 / 8), rel=0.02)
+
+
+def train(
+    steps: int = 80, rate: float = 0.05, dtype: torch.dtype = torch.float32, momentum: float = 0.9, drop: float = 0.0
+):
+    """A small regression net that meets the same four batches again and again."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4)
+    )
+    batches = [(torch.randn(32, 16), torch.randn(32, 4)) for _ in range(4)]
+    optimizer = torch.optim.SGD(model.parameters(), rate, momentum=momentum)
+    losses = []
+    for inputs, targets in islice(cycle(batches), steps):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss = F.mse_loss(F.dropout(model(inputs).float(), drop), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.fixture(scope="module")
+def scattered():
+    return np.array(train()), train_twins("bf16", 0, train)
+
+
+def test_bf16_lies_within_its_twins(scattered):
+    for agreement in agreements(np.array(train(dtype=torch.bfloat16)), *scattered):
+        assert 0 < agreement.difference <= agreement.tolerance < 0.1, agreement
+
+
+@pytest.mark.parametrize("fault", [{"rate": 0.052}, {"momentum": 0.88}, {"drop": 0.05}], ids=str)
+def test_another_training_is_noticed(scattered, fault):
+    found = agreements(np.array(train(**fault)), *scattered)
+    assert any(agreement.difference > agreement.tolerance for agreement in found), found
