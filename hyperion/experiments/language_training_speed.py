@@ -207,7 +207,7 @@ def _parity(loops: PairedLoops, begun: dict[str, _Loop]) -> tuple[Row, pd.DataFr
     means = {name: np.array([part.mean() for part in np.array_split(curve, WINDOWS)]) for name, curve in curves.items()}
     difference = float(np.max(np.abs(means[OURS] / means[PLAIN] - 1)))
     how = f"mean loss of each of {WINDOWS} windows of the steps; {SCATTER}"
-    return loops.parity(curves, difference, how, tolerance), loops.curves_frame(curves)
+    return loops.parity(steps, difference, how, tolerance), loops.curves_frame(curves)
 
 
 def _share(loops: PairedLoops, name: str, timing: Timing, what: str, roof: StepRoof | str) -> Row:

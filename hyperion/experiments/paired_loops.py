@@ -44,18 +44,16 @@ class PairedLoops:
         """Columns of a row of one loop."""
         return {"dtype": self.dtype, "params": self.params | {"loop": loop}, "data_source": self.source}
 
-    def parity(
-        self, curves: dict[str, np.ndarray], difference: float, how: str, tolerance: float, **params
-    ) -> Row:
-        """How far the losses of ours lie from the plain one's, with the same weights and batches.
+    def parity(self, steps: int, difference: float, how: str, tolerance: float, **params) -> Row:
+        """How far the losses of a loop lie from another's, with the same weights and batches.
 
         Args:
-            curves: the loss of every step by loop.
+            steps: that both made.
             difference: relative.
             how: what was compared and why the tolerance is what it is.
-            params: more that tells this row from others.
+            params: more that tells this row from others; "of" and "from" name the loops, ours and the plain one unless given.
         """
-        shared = {"batch": self.params["batch"], "what": "training loss", "of": OURS, "from": PLAIN, "steps": len(curves[OURS])}
+        shared = {"batch": self.params["batch"], "what": "training loss", "of": OURS, "from": PLAIN, "steps": steps}
         return self.context.row(
             self.work.name, "relative_difference", difference, dtype=self.dtype, params=shared | params,
             data_source=self.source, check=f"{how}, same weights and batches", check_error=difference,

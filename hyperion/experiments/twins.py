@@ -171,7 +171,8 @@ def agreements(losses: np.ndarray, baseline: np.ndarray, twins: pd.DataFrame) ->
 
     Args:
         losses, baseline: loss of every step, over the same batches from the same weights.
-        twins: of the baseline, as `train_twins` returns them, of one format.
+        twins: of the baseline, as `train_twins` returns them, of one format. They come from the very code of the baseline:
+            a baseline that computes something else than its twins would widen the tolerance.
     """
     curves = [curve["loss"].to_numpy() for _, curve in twins.groupby("twin")]
     return [
