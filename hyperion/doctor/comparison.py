@@ -100,11 +100,12 @@ def rows_of(trials: list[Trial]) -> list[Row]:
 
 
 def frame_of(trials: list[Trial]) -> pd.DataFrame:
-    """Every comparison of every trial."""
+    """Every comparison of every trial, with the time of each launch: another rule can be tried on the same launches."""
     return pd.DataFrame(
         {"trial": number, "slowdown": trial.slowdown, "planted": trial.planted if trial.slowdown else "", "name": c.name,
-         "median_a_s": c.median_a, "median_b_s": c.median_b, "change": c.change, "spread": c.spread, "p_value": c.p_value,
-         "verdict": c.verdict, "power": c.power, "detectable": c.detectable}
+         "a_s": c.value_a, "b_s": c.value_b, "change": c.change, "spread": c.spread, "p_value": c.p_value,
+         "verdict": c.verdict, "power": c.power, "detectable": c.detectable,
+         "launches_a_s": list(c.launches_a), "launches_b_s": list(c.launches_b)}
         for number, trial in enumerate(trials) for c in trial.compared
     )  # fmt: skip
 
