@@ -29,7 +29,7 @@ def print_comparison(a: str, b: str, everything: bool, allow_missing: bool = Fal
     table = _table(compared, everything)
     if table.row_count:
         output.print(table)
-    absent = [f"{c.name} {c.metric}: {c.reason}" for c in compared if c.verdict == "missing"]
+    absent = [f"{c.name} {c.metric}, {c.reason}" for c in compared if c.verdict == "missing"]
     _print_list("missing values", absent, everything)
     counts = {verdict: sum(c.verdict == verdict for c in compared) for verdict in VERDICTS}
     told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
@@ -71,10 +71,10 @@ def _conclusion(counts: dict[str, int], allow_missing: bool) -> str:
     parts = [f"{counts['regression'] or 'no'} confirmed regression{'s' * (counts['regression'] > 1)}"]
     if counts["missing"]:
         parts.append(
-            f"{counts['missing']} missing, {'which is allowed' if allow_missing else 'allowed by --allow-missing'}"
+            f"{counts['missing']} missing (--allow-missing {'is given' if allow_missing else 'would accept that'})"
         )
     else:
         parts.append("nothing missing")
     if counts["indicative"]:
-        parts.append(f"{counts['indicative']} indicative, which never fails")
+        parts.append(f"{counts['indicative']} indicative (never a failure)")
     return ", ".join(parts)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ _FIRST = ("device", "profile", "data source", "data source of rows", "seed", "th
           "source.commit", "source.hash", "source.modified")  # fmt: skip
 # Of a launch of `hyperion relaunch`: which one it is, and lists whose digest is stated.
 _IDENTITY = ("call", "side", "launch", "files")
+_DIGEST = re.compile("[0-9a-f]{32,}")  # shown by its first characters
 _NOT_RECORDED = "not recorded"
 
 
@@ -35,8 +37,8 @@ class Circumstance:
 def circumstances(runs_a: list[Run], runs_b: list[Run]) -> list[Circumstance]:
     """Every circumstance that is not the same in all runs of both sides, the most important first.
 
-    Device, profile, data source, seed, versions, source, the sizes and data of each experiment that both sides hold, and
-    all else that the environment records. Throttled rows are stated even where both sides have them, clocks where a value's
+    Device, profile, data source, seed, versions, source, the sizes and data of each experiment that both sides hold, and all
+    else that the environment records. Throttled rows are stated even where both sides have them, clocks where a value's
     median clocks are more than 3 % apart.
     """
     sides = [_recorded(runs) for runs in (runs_a, runs_b)]
@@ -46,7 +48,9 @@ def circumstances(runs_a: list[Run], runs_b: list[Run]) -> list[Circumstance]:
         if len(texts[0] | texts[1]) > 1 and not _of_one_side(name, sides):
             found.append(Circumstance(name, *(", ".join(sorted(text)) for text in texts)))
     order = {name: place for place, name in enumerate(_FIRST)}
-    return sorted(filter(None, found), key=lambda one: (order.get(one.name, len(order)), one.name))
+    return sorted(
+        filter(None, found), key=lambda one: (order.get(one.name, len(order)), not _of_experiment(one.name), one.name)
+    )
 
 
 def require_distinct(runs_a: list[Run], runs_b: list[Run]) -> None:
@@ -87,7 +91,7 @@ def _recorded(runs: list[Run]) -> dict[str, set[str]]:
     found = defaultdict(set)
     for run in runs:
         for name, value in _statements(run):
-            found[name].add(value if isinstance(value, str) and value else _text(value))
+            found[name].add(_text(value))
     return found
 
 
@@ -128,10 +132,10 @@ def _device(environment: dict) -> str:
 
 def _flat(content: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
     for name, value in content.items():
-        # A list of devices by field, each field with the values of all.
+        # A list of devices by field; of how many devices is stated under "device".
         if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
-            value = {field: [entry.get(field) for entry in value] for field in value[0]}
-        if isinstance(value, dict) and value:
+            value = {field: ", ".join(sorted({_text(entry.get(field)) for entry in value})) for field in value[0]}
+        if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
@@ -139,10 +143,12 @@ def _flat(content: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 def _of_one_side(name: str, sides: list[dict[str, set[str]]]) -> bool:
     """Whether it belongs to an experiment that one side lacks altogether: its values are listed as missing."""
-    kind, separator, _ = name.partition(": ")
-    if not separator or not kind.startswith(("sizes of ", "data of ")):
-        return False
-    return not all(any(other.startswith(kind + separator) for other in side) for side in sides)
+    experiment = name.partition(": ")[0] + ": "
+    return _of_experiment(name) and not all(any(other.startswith(experiment) for other in side) for side in sides)
+
+
+def _of_experiment(name: str) -> bool:
+    return name.startswith(("sizes of ", "data of "))
 
 
 def _throttled(runs_a: list[Run], runs_b: list[Run]) -> Circumstance | None:
@@ -180,4 +186,7 @@ def _rows(runs: list[Run]) -> Iterator[Row]:
 
 
 def _text(value) -> str:
-    return "none" if value in ("", None) else json.dumps(value, sort_keys=True)
+    if value in ("", None):
+        return "none"
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return text[:12] if _DIGEST.fullmatch(text) else text

@@ -93,10 +93,9 @@ def compare(runs_a: list[Run], runs_b: list[Run]) -> list[Comparison]:
     require_distinct(runs_a, runs_b)
     _require_turns(runs_a, runs_b)
     runs = [*runs_a, *runs_b]
-    values, absent = _values(runs), []
-    for key, of_runs in values.items():
-        if len(of_runs) < len(runs):
-            absent.append(_missing(key, of_runs, runs_a, runs_b))
+    rows = [_by_identity(run) for run in runs]
+    values = _values(rows)
+    absent = [_missing(key, rows[: len(runs_a)], rows[len(runs_a) :]) for key in values if len(values[key]) < len(runs)]
     shared = [
         key
         for key, of_runs in values.items()
@@ -108,7 +107,7 @@ def compare(runs_a: list[Run], runs_b: list[Run]) -> list[Comparison]:
             where=f"{runs_a[0].folder} and {runs_b[0].folder}",
             next_step="compare runs of the same profile and data source",
         )
-    table = np.array([[values[key][place] for key in shared] for place in range(len(runs))], dtype=np.float64)
+    table = np.array([values[key] for key in shared], dtype=np.float64).T
     positive = (table > 0).all(axis=0)
     confirming = not why_indicative(runs_a, runs_b)
     compared = _by_ratio(
@@ -117,7 +116,7 @@ def compare(runs_a: list[Run], runs_b: list[Run]) -> list[Comparison]:
     compared += [
         _by_difference(key, table[:, place], len(runs_a)) for place, key in enumerate(shared) if not positive[place]
     ]
-    return sorted(compared, key=lambda c: c.change) + sorted(absent, key=lambda c: (c.name, c.metric))
+    return sorted(compared, key=lambda c: c.change) + sorted(absent, key=lambda c: (len(c.launches_b), c.name, c.metric))
 
 
 def why_indicative(runs_a: list[Run], runs_b: list[Run]) -> str:
@@ -162,13 +161,13 @@ def _require_turns(runs_a: list[Run], runs_b: list[Run]) -> None:
         )
 
 
-def _values(runs: list[Run]) -> dict[tuple, dict[int, float]]:
-    """The values of each quantity, by the place of the run that holds it."""
-    values = defaultdict(dict)
-    for place, run in enumerate(runs):
-        for key, row in _by_identity(run).items():
+def _values(rows: list[dict[tuple, Row]]) -> dict[tuple, list[float]]:
+    """The values of each quantity, of the runs that hold one."""
+    values = defaultdict(list)
+    for of_run in rows:
+        for key, row in of_run.items():
             if row.value is not None:
-                values[key][place] = row.value
+                values[key].append(row.value)
     return values
 
 
@@ -187,17 +186,19 @@ def _by_identity(run: Run) -> dict[tuple, Row]:
     return found
 
 
-def _missing(key: tuple, values: dict[int, float], runs_a: list[Run], runs_b: list[Run]) -> Comparison:
-    told, sides = [], []
-    for side, runs, first in (("A", runs_a, 0), ("B", runs_b, len(runs_a))):
-        here = [values[first + place] for place in range(len(runs)) if first + place in values]
-        sides.append(tuple(here))
-        if len(here) < len(runs):
-            rows = [_by_identity(run).get(key) for place, run in enumerate(runs) if first + place not in values]
-            reasons = sorted({"no row" if row is None else row.value_reason for row in rows})
-            told.append(f"{len(runs) - len(here)} of {len(runs)} of {side}: {', '.join(reasons)}")
+def _missing(key: tuple, *sides: list[dict[tuple, Row]]) -> Comparison:
+    found, told = [], []
+    for side, runs in zip("AB", sides, strict=True):
+        rows = [run.get(key) for run in runs]
+        found.append(tuple(row.value for row in rows if row is not None and row.value is not None))
+        reasons = sorted(
+            {"no row" if row is None else row.value_reason for row in rows if row is None or row.value is None}
+        )
+        if reasons:
+            some = f"{len(runs) - len(found[-1])} of {len(runs)} launches of " if found[-1] else ""
+            told.append(f"not in {some}{side}: {', '.join(reasons)}")
     return Comparison(_name(key), key[-1], None, None, None, None, None, "missing", reason="; ".join(told),
-                      launches_a=sides[0], launches_b=sides[1])  # fmt: skip
+                      launches_a=found[0], launches_b=found[1])  # fmt: skip
 
 
 def _by_ratio(keys: list[tuple], table: np.ndarray, launches_a: int, confirming: bool) -> list[Comparison]:

@@ -63,21 +63,22 @@ class Power:
         low, high = self._smallest, _LARGEST
         if self.chance(deviation, high) < WANTED:
             return None
-        while high - low > 1e-3:
-            middle = (low + high) / 2
+        while high > 1.02 * low:
+            middle = math.sqrt(low * high)
             low, high = (low, middle) if self.chance(deviation, middle) >= WANTED else (middle, high)
         return high
 
     def _simulated(self, deviation: float, change: float) -> float:
         noise, side, squares, products, side_square = self._draws
         shift = math.log1p(-change)
-        differences = deviation * noise + shift * side
         lengths = np.sqrt(deviation**2 * squares + 2 * deviation * shift * products + shift**2 * side_square)
-        counts = np.abs(np.expm1(differences)) > self._smallest
-        statistics = np.where(counts, np.abs(differences) / lengths[:, None], 0.0)
-        observed = statistics[:, :1]
-        p_values = np.mean(np.maximum(statistics, self._others) >= observed * (1 - 1e-9), axis=1)
-        return float(np.mean((p_values <= self._significance) & (observed[:, 0] > 0) & (differences[:, 0] < 0)))
+        observed = deviation * noise[:, 0] + shift * side[0]
+        worse = np.flatnonzero(-np.expm1(observed) > self._smallest)
+        reach = np.abs(observed[worse, None]) * (1 - 1e-9)
+        # In another division the value itself reaches its own statistic if its difference does: the length is the same.
+        itself = np.abs(deviation * noise[worse] + shift * side) >= reach
+        p_values = np.mean(itself | (self._others >= reach / lengths[worse, None]), axis=1)
+        return float(np.count_nonzero(p_values <= self._significance) / len(noise))
 
 
 def log_deviations(values: np.ndarray, launches_a: int) -> np.ndarray:
