@@ -1,9 +1,11 @@
 """`hyperion compare`: what changed between two runs or sets of launches, as a table, and under which circumstances."""
 
+from rich.markup import escape
 from rich.table import Table
 
 from hyperion.commands.console import console
 from hyperion.results import VERDICTS, Comparison, circumstances, compare, relaunches, sensitivity, why_indicative
+from hyperion.untrusted import printable
 
 _COLUMNS = ("variant", "metric", "A", "B", "change", "spread", "p (corrected)", "power at 3 %", "verdict")
 # Lines of a list without --all; the total is always printed.
@@ -52,7 +54,7 @@ def _table(compared: list[Comparison], everything: bool) -> Table:
         spread = "" if c.spread is None else f"{c.spread:.1%}"
         verdict = f"indicative: {'better' if c.change > 0 else 'worse'}" if c.verdict == "indicative" else c.verdict
         numbers = (f"{c.value_a:.5g}", f"{c.value_b:.5g}", f"{c.change:+.1%}", spread, p, power)
-        table.add_row(c.name.replace("[", "\\["), c.metric, *numbers, verdict)
+        table.add_row(escape(printable(c.name)), c.metric, *numbers, verdict)
     return table
 
 
@@ -62,7 +64,7 @@ def _print_list(title: str, lines: list[str], everything: bool) -> None:
     output, shown = console(), lines if everything else lines[:_LINES]
     output.print(f"{title} ({len(lines)}):", markup=False)
     for line in shown:
-        output.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+        output.print(f"  {printable(line)}", markup=False, highlight=False, soft_wrap=True)
     if len(shown) < len(lines):
         output.print(f"  and {len(lines) - len(shown)} more, with --all", markup=False)
 
