@@ -20,8 +20,8 @@ def hyperion(*arguments: str, folder: Path = CHECKOUT, **variables: str) -> subp
     )
 
 
-def stored(folder: Path, rate: float, **row) -> Run:
-    run = Run.create(folder, {"profile": "smoke"})
+def stored(folder: Path, rate: float, information: dict | None = None, **row) -> Run:
+    run = Run.create(folder, {"profile": "smoke"} | (information or {}))
     columns = {"n": 30, "ci_low": rate * 0.999, "ci_high": rate * 1.001, "limit_source": "none stated"} | row
     rows = [Row(notebook="n", experiment="e", variant="v", metric="tokens_per_s", value=rate, **columns)]
     run.record("n", "e", rows, pd.DataFrame({"x": [1.0]}), input_hash="h")
@@ -75,16 +75,41 @@ def test_verify_says_what_is_whole_and_names_what_was_edited(tmp_path):
     assert done.returncode == 2 and str(run.folder / "rows.csv") in done.stderr
 
 
-def test_compare_fails_on_a_confirmed_regression_only(tmp_path):
-    for index in range(5):
-        stored(tmp_path / "a" / str(index), 100.0 + index / 10)
-        stored(tmp_path / "b" / str(index), 80.0 + index / 10)
+def test_compare_fails_on_a_confirmed_regression_and_ordinary_runs_are_indicative(tmp_path):
+    for side, rate in (("a", 100.0), ("b", 80.0)):
+        for index in range(5):
+            call = {"relaunch": {"call": "one", "side": side, "launch": index}}
+            stored(tmp_path / side / str(index), rate + index / 10, call)
     slower = hyperion("compare", str(tmp_path / "a"), str(tmp_path / "b"))
     assert slower.returncode == 1 and "regression" in slower.stdout and "-20" in slower.stdout
     assert "power: a change of 3% for the worse" in slower.stdout and "power at 3" in slower.stdout
+    assert slower.stdout.splitlines()[-1] == "exit code 1: 1 confirmed regression, nothing missing"
     assert hyperion("compare", str(tmp_path / "b"), str(tmp_path / "a")).returncode == 0
-    single = hyperion("compare", str(tmp_path / "a/0"), str(tmp_path / "b/0"))
-    assert single.returncode == 0 and "1 unconfirmed" in single.stdout and "power: a" not in single.stdout
+
+    one, other = (stored(tmp_path / name, rate) for name, rate in (("ordinary", 100.5), ("other", 81.5)))
+    single = hyperion("compare", str(one.folder), str(other.folder))
+    assert single.returncode == 0 and "1 indicative" in single.stdout and "power: a" not in single.stdout
+    assert "indicative: worse" in single.stdout and "did not take turns" in single.stdout
+    assert single.stdout.splitlines()[-1] == (
+        "exit code 0: no confirmed regression, nothing missing, 1 indicative (never a failure)"
+    )
+
+
+def test_compare_states_what_differs_on_top_and_fails_on_missing_values_unless_they_are_allowed(tmp_path):
+    a = stored(tmp_path / "a", 100.0)
+    b = stored(tmp_path / "b", 100.5, {"profile": "full"})
+    crashed = [Row(notebook="n", experiment="gemm", variant=f"m{i}", metric="count", value=1.0 + i) for i in range(30)]
+    a.record("n", "gemm", crashed, pd.DataFrame({"x": [2.0]}), input_hash="h")
+    done = hyperion("compare", str(a.folder), str(b.folder))
+    assert done.returncode == 1 and "1 same, 30 missing" in done.stdout
+    assert done.stdout.index("profile: A smoke; B full") < done.stdout.index("missing values (30)")
+    assert "gemm m1 count, not in B: no row" in done.stdout and "and 10 more, with --all" in done.stdout
+    assert "30 missing (--allow-missing would accept that)" in done.stdout.splitlines()[-1]
+    everything = hyperion("compare", "--all", "--allow-missing", str(a.folder), str(b.folder))
+    assert everything.returncode == 0 and everything.stdout.count("not in B: no row") == 30
+    assert "exit code 0: no confirmed regression, 30 missing (--allow-missing is given)" in everything.stdout
+    twice = hyperion("compare", str(a.folder), str(a.folder))
+    assert twice.returncode == 2 and "the same launch is given twice" in twice.stderr
 
 
 def test_clean_lists_before_it_removes(tmp_path):

@@ -51,7 +51,7 @@ def print_harness() -> int:
 
 
 def print_comparison_trials() -> int:
-    """Print how comparisons of real launches came out; 1 when one was wrong about the same code or about 10 %."""
+    """Print how comparisons of real launches came out; 1 when a planted 10 % was missed or false alarms were too many."""
     from hyperion.doctor.comparison import conclusion, keeps_its_word, try_comparison
 
     output = console()

@@ -12,12 +12,15 @@ from hyperion.experiments.chapter import run_information
 from hyperion.experiments.relaunched_runs import record_launches
 from hyperion.measure import relaunch
 from hyperion.results import Comparison, Row, Run, compare, new_run_folder, proportion_estimate, relaunches, sensitivity
+from hyperion.results.compare import SIGNIFICANCE
 
 FUNCTIONS = ("product", "sum")
 OPERATIONS = 100
 # (slowdown, trials): 20 each of the same code and of 10 %, and some of 3 %, where the threshold lies.
 SURE = 0.10
 TRIALS = ((0.0, 20), (SURE, 20), (0.03, 4))
+# That false alarms of a comparison which keeps its word are taken for a failure.
+CHANCE_OF_FAILURE = 1e-4
 _NOTEBOOK, _EXPERIMENT = "doctor", "comparison"
 
 
@@ -51,9 +54,9 @@ class Trial:
         return next(c for c in self.compared if f" {function} " in f" {c.name} ")
 
     def __str__(self) -> str:
-        told = "; ".join(f"{f} {self._of(f).change:+.1%}, {self._of(f).verdict}" for f in FUNCTIONS)
+        found = "; ".join(f"{f} {self._of(f).change:+.1%}, {self._of(f).verdict}" for f in FUNCTIONS)
         what = f"{self.slowdown:.0%} planted into {self.planted}" if self.slowdown else "the same code"
-        return f"{what}: {told}"
+        return f"{what}: {found}"
 
 
 def try_comparison(
@@ -100,11 +103,12 @@ def rows_of(trials: list[Trial]) -> list[Row]:
 
 
 def frame_of(trials: list[Trial]) -> pd.DataFrame:
-    """Every comparison of every trial."""
+    """Every comparison of every trial, with the time of each launch: another rule can be tried on the same launches."""
     return pd.DataFrame(
         {"trial": number, "slowdown": trial.slowdown, "planted": trial.planted if trial.slowdown else "", "name": c.name,
-         "median_a_s": c.median_a, "median_b_s": c.median_b, "change": c.change, "spread": c.spread, "p_value": c.p_value,
-         "verdict": c.verdict, "power": c.power, "detectable": c.detectable}
+         "a_s": c.value_a, "b_s": c.value_b, "change": c.change, "spread": c.spread, "p_value": c.p_value,
+         "verdict": c.verdict, "power": c.power, "detectable": c.detectable,
+         "launches_a_s": list(c.launches_a), "launches_b_s": list(c.launches_b)}
         for number, trial in enumerate(trials) for c in trial.compared
     )  # fmt: skip
 
@@ -126,8 +130,16 @@ def conclusion(trials: list[Trial]) -> list[str]:
 
 
 def keeps_its_word(trials: list[Trial]) -> bool:
-    """Whether the same code left every comparison silent, and 10 % and more was caught in each, and nothing else."""
-    return all(t.false_alarms == 0 and (t.caught or t.slowdown < SURE) for t in trials)
+    """Whether every planted 10 % and more was confirmed, and false alarms were no more than the rule allows itself.
+
+    The rule confirms something that is not there in at most 5 % of comparisons. More trials with a false alarm than that
+    explains, with a chance of 1 in 10,000, are a failure.
+    """
+    from scipy import stats
+
+    alarms = sum(trial.false_alarms > 0 for trial in trials)
+    allowed = stats.binom.isf(CHANCE_OF_FAILURE, len(trials), SIGNIFICANCE)
+    return bool(alarms <= allowed) and all(trial.caught or trial.slowdown < SURE for trial in trials)
 
 
 def _tried(slowdown: float, planted: str) -> Trial:

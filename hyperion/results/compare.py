@@ -1,4 +1,4 @@
-"""Comparing two sets of relaunches: what became slower, and is it more than chance and more than noise?"""
+"""Comparing two sets of launches: what became slower, is it more than chance, and what is missing?"""
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -7,17 +7,19 @@ from pathlib import Path
 import numpy as np
 
 from hyperion.errors import HyperionError
+from hyperion.results.circumstances import require_distinct
 from hyperion.results.folders import find_run
 from hyperion.results.metrics import metric_named
-from hyperion.results.power import Rule, detectable_change, log_deviation, power
+from hyperion.results.power import Power, log_deviations
 from hyperion.results.rows import Row
-from hyperion.results.statistics import holm, welch_p_value
+from hyperion.results.statistics import DIVISIONS, fenced, randomization_test
 from hyperion.results.store import RUN, Run
 
 RELAUNCHES = 5
 SMALLEST_CHANGE = 0.03
 SIGNIFICANCE = 0.05
-# A row of a search tells how much it has seen; what it found then stands in its params as well.
+VERDICTS = ("regression", "improvement", "indicative", "same", "missing")
+# A row of a search says how much it has seen; what it found then is in its params as well.
 _SEARCHED, _FOUND = "seen", ("seen", "stopped", "m", "n", "k")
 
 
@@ -26,33 +28,43 @@ class Comparison:
     """One metric of one variant in the two sets.
 
     Args:
-        change: relative change of the median from A to B, positive where B is better.
-        spread: largest relative range among the relaunches of one side.
-        p_value: Welch's test on the logarithms, corrected by Holm over all metrics compared; None with too few relaunches.
-        verdict: regression, improvement, same, or unconfirmed (moved, but fewer than five relaunches a side).
-        power: the chance that a change of 3 % for the worse would have been confirmed, given how the relaunches scatter and
-            how many there are; None with too few. 3 % is the threshold itself, so that it is a half at most.
-        detectable: the smallest change for the worse that would have been confirmed four times out of five; None with too
-            few relaunches, or where none would.
+        value_a, value_b: typical value of each side: geometric mean over its launches, outliers drawn to a fence; of values
+            that are not all positive their mean. None where the value is missing.
+        change: relative change from A to B, positive where B is better. Where values are not all positive, the difference
+            over the larger of the two. None where the value is missing.
+        spread: relative standard deviation from launch to launch of a side, pooled over the sides; None with one launch a
+            side, or where values are not all positive.
+        p_value: of the randomization test, corrected over all metrics compared; None where nothing can be confirmed.
+        verdict: regression or improvement (confirmed), indicative (moved by more than 3 %, but nothing can be confirmed),
+            same, or missing (not in all runs of both sides).
+        power: the chance that a change of 3 % for the worse would have been confirmed, given how the launches scatter and
+            how many there are; None where nothing can be confirmed. 3 % is the threshold itself, so that it is a half at most.
+        detectable: the smallest change for the worse that would have been confirmed four times out of five; None where
+            nothing can be confirmed, or where no change would.
+        reason: of a missing value, where it is missing and why.
+        launches_a, launches_b: the values of the launches of each side, as far as they hold one.
     """
 
     name: str
     metric: str
-    median_a: float
-    median_b: float
-    change: float
-    spread: float
+    value_a: float | None
+    value_b: float | None
+    change: float | None
+    spread: float | None
     p_value: float | None
     verdict: str
     power: float | None = None
     detectable: float | None = None
+    reason: str = ""
+    launches_a: tuple[float, ...] = ()
+    launches_b: tuple[float, ...] = ()
 
 
 def relaunches(name: str) -> list[Run]:
-    """The runs behind a command-line name: one run, or every run in a folder of runs."""
+    """The runs behind a command-line name: one run, or every run in a folder of runs. Links to one run are one run."""
     folder = Path(name)
     if folder.is_dir() and not (folder / RUN).is_file():
-        runs = sorted(path.parent for path in folder.glob(f"*/{RUN}") if not path.parent.is_symlink())
+        runs = sorted({path.parent.resolve() for path in folder.glob(f"*/{RUN}")})
         if not runs:
             raise HyperionError(
                 "no run in this folder", where=folder, next_step="name a run, or a folder of relaunches"
@@ -62,36 +74,67 @@ def relaunches(name: str) -> list[Run]:
 
 
 def compare(runs_a: list[Run], runs_b: list[Run]) -> list[Comparison]:
-    """Compare every metric with a better direction that all runs of both sides hold, worst change first.
+    """Compare every metric with a better direction, the worst change first; then list every value that a run lacks.
 
-    A change is confirmed only over at least five relaunches a side, at 5 % after Holm's correction over all metrics, and
-    when it exceeds both 3 % and the spread between relaunches.
+    A change is confirmed (regression, improvement) if it exceeds 3 % and the randomization test over whole launches finds it
+    at 5 %, corrected over all metrics: in at most one comparison of twenty of the same code is anything confirmed, however
+    launches scatter. It is the estimate that exceeds 3 %, not the lower end of its interval: the test says that there is a
+    change, the estimate how large it is, and to show that a change is more than 3 % would take one of 6 % and more.
+
+    Only launches of one call of `hyperion relaunch`, five a side, can confirm anything: they took turns, so that the machine
+    was the same for both sides (`why_indicative`). Without that, a change above 3 % is indicative.
+
+    A value is missing if some run has it and another has not; what has no value in any run is not compared.
 
     Raises:
-        HyperionError: the two sides share no value, or are launches of `hyperion relaunch` that did not take turns.
+        HyperionError: a launch is given twice, the two sides share no value, or they are launches of `hyperion relaunch` that
+            did not take turns.
     """
-    values_a, values_b = _values(runs_a), _values(runs_b)
-    shared = [key for key, a in values_a.items() if len(a) == len(runs_a) and len(values_b.get(key, ())) == len(runs_b)]
+    require_distinct(runs_a, runs_b)
+    _require_turns(runs_a, runs_b)
+    runs = [*runs_a, *runs_b]
+    rows = [_by_identity(run) for run in runs]
+    values = _values(rows)
+    absent = [_missing(key, rows[: len(runs_a)], rows[len(runs_a) :]) for key in values if len(values[key]) < len(runs)]
+    shared = [
+        key
+        for key, of_runs in values.items()
+        if len(of_runs) == len(runs) and metric_named(key[-1]).direction != "none"
+    ]
     if not shared:
         raise HyperionError(
             "the two sides share no comparable value",
             where=f"{runs_a[0].folder} and {runs_b[0].folder}",
             next_step="compare runs of the same profile and data source",
         )
-    _require_turns(runs_a, runs_b)
-    enough = min(len(runs_a), len(runs_b)) >= RELAUNCHES
-    p_values = holm([welch_p_value(values_a[key], values_b[key]) for key in shared]) if enough else [None] * len(shared)
-    rule = Rule(len(runs_a), len(runs_b), SIGNIFICANCE / len(shared), SMALLEST_CHANGE) if enough else None
-    compared = [_compared(key, values_a[key], values_b[key], p, rule) for key, p in zip(shared, p_values, strict=True)]
-    return sorted(compared, key=lambda comparison: comparison.change)
+    table = np.array([values[key] for key in shared], dtype=np.float64).T
+    positive = (table > 0).all(axis=0)
+    confirming = not why_indicative(runs_a, runs_b)
+    compared = _by_ratio(
+        [k for k, p in zip(shared, positive, strict=True) if p], table[:, positive], len(runs_a), confirming
+    )
+    compared += [
+        _by_difference(key, table[:, place], len(runs_a)) for place, key in enumerate(shared) if not positive[place]
+    ]
+    return sorted(compared, key=lambda c: c.change) + sorted(absent, key=lambda c: (len(c.launches_b), c.name, c.metric))
+
+
+def why_indicative(runs_a: list[Run], runs_b: list[Run]) -> str:
+    """Why no change between these runs can be confirmed; "" if it can."""
+    if any("relaunch" not in run.information() for run in (*runs_a, *runs_b)):
+        return "the runs did not take turns, so that a change of the machine looks like a change of the code"
+    if min(len(runs_a), len(runs_b)) < RELAUNCHES:
+        return f"fewer than {RELAUNCHES} launches a side confirm nothing"
+    return ""
 
 
 def sensitivity(compared: list[Comparison]) -> str:
-    """What a comparison could have seen, in a sentence; "" with too few relaunches to confirm anything."""
-    powers = [c.power for c in compared if c.power is not None]
-    if not powers:
+    """What a comparison could have seen, in a sentence; "" where nothing can be confirmed."""
+    seen = [c for c in compared if c.power is not None]
+    if not seen:
         return ""
-    changes = sorted(float("inf") if c.detectable is None else c.detectable for c in compared)
+    powers = [c.power for c in seen]
+    changes = sorted(float("inf") if c.detectable is None else c.detectable for c in seen)
     middle = changes[(len(changes) - 1) // 2]
     confirmed = "none, for half of the values" if middle == float("inf") else f"{middle:.1%}"
     return (
@@ -104,52 +147,108 @@ def sensitivity(compared: list[Comparison]) -> str:
 def _require_turns(runs_a: list[Run], runs_b: list[Run]) -> None:
     """Launches that took turns have seen the machine once, however many they are: their scatter does not hold what changed
     until another call, so that a change of the machine would be confirmed as one of the code."""
-    a, b = ({run.information().get("relaunch", {}).get("call") for run in side} for side in (runs_a, runs_b))
-    if a != b:
+    sides = [[run.information().get("relaunch", {}) for run in side] for side in (runs_a, runs_b)]
+    calls = {launched.get("call") for side in sides for launched in side}
+    where = f"{runs_a[0].folder} and {runs_b[0].folder}"
+    if len(calls) > 1:
         raise HyperionError(
-            "launches of different calls of `hyperion relaunch` did not take turns with each other",
-            where=f"{runs_a[0].folder} and {runs_b[0].folder}",
+            "launches of different calls of `hyperion relaunch` did not take turns with each other", where=where,
             next_step="have both versions take turns: hyperion relaunch WORK A B",
+        )  # fmt: skip
+    if any(len({launched.get("side") for launched in side}) > 1 for side in sides):
+        raise HyperionError(
+            "launches of both versions are on one side", where=where, next_step="name the folders A and B of the call"
         )
 
 
-def _values(runs: list[Run]) -> dict[tuple, list[float]]:
+def _values(rows: list[dict[tuple, Row]]) -> dict[tuple, list[float]]:
+    """The values of each quantity, of the runs that hold one."""
     values = defaultdict(list)
-    for run in runs:
-        for row in run.rows():
-            # A logarithm needs a positive value; a zero (no tokens, no loss) says nothing about speed.
-            if row.value is not None and row.value > 0 and metric_named(row.metric).direction != "none":
-                values[_identity(row)].append(row.value)
+    for of_run in rows:
+        for key, row in of_run.items():
+            if row.value is not None:
+                values[key].append(row.value)
     return values
 
 
-def _identity(row: Row) -> tuple:
-    """The row's key without what a search came upon: its winner may have another shape in each relaunch."""
-    if _SEARCHED not in row.params:
-        return row.key
-    return replace(row, params={name: value for name, value in row.params.items() if name not in _FOUND}).key
+def _by_identity(run: Run) -> dict[tuple, Row]:
+    """Rows by their key without what a search found: its winner may have another shape in each run."""
+    found, searches = {}, defaultdict(list)
+    for row in run.rows():
+        if _SEARCHED in row.params:
+            given = {name: value for name, value in row.params.items() if name not in _FOUND}
+            searches[replace(row, params=given).key].append(row)
+        else:
+            found[row.key] = row
+    for key, rows in searches.items():
+        # Several searches that differ in the shape alone are told apart by it.
+        found |= {key: rows[0]} if len(rows) == 1 else {row.key: row for row in rows}
+    return found
 
 
-def _compared(key: tuple, a: list[float], b: list[float], p_value: float | None, rule: Rule | None) -> Comparison:
-    metric = key[-1]
-    median_a, median_b = float(np.median(a)), float(np.median(b))
-    change = median_b / median_a - 1
-    if metric_named(metric).direction == "lower":
-        change = median_a / median_b - 1
-    spread = max((max(side) - min(side)) / float(np.median(side)) for side in (a, b))
+def _missing(key: tuple, *sides: list[dict[tuple, Row]]) -> Comparison:
+    found, told = [], []
+    for side, runs in zip("AB", sides, strict=True):
+        rows = [run.get(key) for run in runs]
+        found.append(tuple(row.value for row in rows if row is not None and row.value is not None))
+        reasons = sorted(
+            {"no row" if row is None else row.value_reason for row in rows if row is None or row.value is None}
+        )
+        if reasons:
+            some = f"{len(runs) - len(found[-1])} of {len(runs)} launches of " if found[-1] else ""
+            told.append(f"not in {some}{side}: {', '.join(reasons)}")
+    return Comparison(_name(key), key[-1], None, None, None, None, None, "missing", reason="; ".join(told),
+                      launches_a=found[0], launches_b=found[1])  # fmt: skip
+
+
+def _by_ratio(keys: list[tuple], table: np.ndarray, launches_a: int, confirming: bool) -> list[Comparison]:
+    """Comparisons of positive values by their ratio; table of shape (launches, keys), the launches of A first."""
+    if not keys:
+        return []
+    better = np.array([1.0 if metric_named(key[-1]).direction == "higher" else -1.0 for key in keys])
+    logs = fenced(np.log(table), launches_a)
+    means = [side.mean(axis=0) for side in (logs[:launches_a], logs[launches_a:])]
+    changes, deviations = np.expm1(better * (means[1] - means[0])), log_deviations(logs, launches_a)
+    test = randomization_test(logs * better, launches_a, SMALLEST_CHANGE) if confirming else None
+    power = Power(launches_a, len(table) - launches_a, test.largest, divisions=DIVISIONS, smallest=SMALLEST_CHANGE,
+                  significance=SIGNIFICANCE) if test else None  # fmt: skip
+    compared = []
+    for place, key in enumerate(keys):
+        change, p_value = float(changes[place]), float(test.p_values[place]) if test else None
+        seen = (None, None)
+        if power:
+            seen = power.chance(deviations[place], SMALLEST_CHANGE), power.detectable(deviations[place])
+        compared.append(
+            Comparison(
+                _name(key), key[-1], *(float(np.exp(mean[place])) for mean in means), change,
+                float(np.expm1(deviations[place])) if len(table) > 2 else None, p_value, _verdict(change, p_value), *seen,
+                launches_a=tuple(table[:launches_a, place].tolist()), launches_b=tuple(table[launches_a:, place].tolist()),
+            )
+        )  # fmt: skip
+    return compared
+
+
+def _by_difference(key: tuple, values: np.ndarray, launches_a: int) -> Comparison:
+    """A comparison of values without a logarithm (no graph break, a loss below its floor): never confirmed."""
+    a, b = values[:launches_a], values[launches_a:]
+    better = 1.0 if metric_named(key[-1]).direction == "higher" else -1.0
+    mean_a, mean_b = float(a.mean()), float(b.mean())
+    largest = max(abs(mean_a), abs(mean_b))
+    change = better * (mean_b - mean_a) / largest if largest else 0.0
+    return Comparison(_name(key), key[-1], mean_a, mean_b, change, None, None, _verdict(change, None),
+                      launches_a=tuple(a.tolist()), launches_b=tuple(b.tolist()))  # fmt: skip
+
+
+def _name(key: tuple) -> str:
     name = " ".join(str(part) for part in key[1:5] if part not in ("", "{}"))
-    seen = (None, None)
-    if rule is not None:
-        deviation = log_deviation(a, b)
-        seen = power(rule, deviation, SMALLEST_CHANGE), detectable_change(rule, deviation)
-    return Comparison(name, metric, median_a, median_b, change, spread, p_value, _verdict(change, spread, p_value), *seen)
+    return name if key[5] is None else f"{name} rank {key[5]}"
 
 
-def _verdict(change: float, spread: float, p_value: float | None) -> str:
-    if abs(change) <= max(SMALLEST_CHANGE, spread if p_value is not None else 0):
+def _verdict(change: float, p_value: float | None) -> str:
+    if abs(change) <= SMALLEST_CHANGE:
         return "same"
     if p_value is None:
-        return "unconfirmed"
-    if p_value >= SIGNIFICANCE:
+        return "indicative"
+    if p_value > SIGNIFICANCE:
         return "same"
     return "improvement" if change > 0 else "regression"

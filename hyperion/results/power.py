@@ -1,96 +1,106 @@
-"""What a comparison of relaunches would have seen: the chance that its rule confirms a change of a given size.
+"""Power of a comparison of launches: the chance that its rule confirms a change of a given size.
 
-By simulation of the whole rule, its thresholds included, with normal logarithms of the spread that the relaunches show. The
-draws are the same for every spread and change, so that the power rises smoothly and the answer is the same each time.
+By simulation of the rule itself, with normal logarithms of the spread that the launches show, next to the other values as
+they were measured. The draws are the same for every spread and change, so that the power rises smoothly and the answer is
+the same each time.
 """
 
 import functools
-from dataclasses import dataclass
+import math
 
 import numpy as np
 
-TRIALS = 4000
+from hyperion.results.statistics import side_contrasts
+
+TRIALS = 1000
 WANTED = 0.8
+_DIVISIONS = 400
 _LARGEST = 0.99
+_STEP = math.log(1.1)
 
 
-@dataclass(frozen=True)
-class Rule:
-    """When a change is confirmed: Welch's test below `significance`, and more than `smallest_change` and the relative
-    range of the relaunches of either side. (Of Holm's correction its first, strictest step: the power is at least this.)
+class Power:
+    """The chances of one comparison.
+
+    Args:
+        launches_a, launches_b: of each side.
+        largest: the largest statistic among all values in each division of the launches, as `randomization_test` returns it
+            for as many `divisions`.
+        smallest: relative change that a difference must exceed to count.
+        significance: largest p-value that confirms.
     """
 
-    relaunches_a: int
-    relaunches_b: int
-    significance: float
-    smallest_change: float
+    def __init__(
+        self,
+        launches_a: int,
+        launches_b: int,
+        largest: np.ndarray,
+        *,
+        divisions: int,
+        smallest: float,
+        significance: float,
+    ):
+        self._draws = _draws(launches_a, launches_b, divisions)
+        # In the observed division and its mirror image a new change would be compared with itself alone: whatever else
+        # changed is more significant, and steps down before it, or less, and does not matter.
+        self._others = np.where(np.abs(self._draws[1]) > 1 - 1e-9, 0.0, largest[: len(self._draws[1])])
+        self._smallest, self._significance = smallest, significance
+        self._chances: dict[tuple[float, float], float] = {}
+
+    def chance(self, deviation: float, change: float) -> float:
+        """The chance that a worsening by `change` (0.03 for 3 %) is confirmed, where logarithms scatter by `deviation` from
+        launch to launch (standard deviation; rounded to steps of a tenth).
+
+        Of a change as large as the rule's threshold it is a half at most: every other time less than that is seen.
+        """
+        deviation = math.exp(round(math.log(max(deviation, 1e-6)) / _STEP) * _STEP)
+        if (deviation, change) not in self._chances:
+            self._chances[deviation, change] = self._simulated(deviation, change)
+        return self._chances[deviation, change]
+
+    def detectable(self, deviation: float) -> float | None:
+        """The smallest worsening that is confirmed four times out of five; None where not even the loss of 99 % is."""
+        low, high = self._smallest, _LARGEST
+        if self.chance(deviation, high) < WANTED:
+            return None
+        while high > 1.02 * low:
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if self.chance(deviation, middle) >= WANTED else (middle, high)
+        return high
+
+    def _simulated(self, deviation: float, change: float) -> float:
+        noise, side, squares, products, side_square = self._draws
+        shift = math.log1p(-change)
+        lengths = np.sqrt(deviation**2 * squares + 2 * deviation * shift * products + shift**2 * side_square)
+        observed = deviation * noise[:, 0] + shift * side[0]
+        worse = np.flatnonzero(-np.expm1(observed) > self._smallest)
+        reach = np.abs(observed[worse, None]) * (1 - 1e-9)
+        # In another division the value itself reaches its own statistic if its difference does: the length is the same.
+        itself = np.abs(deviation * noise[worse] + shift * side) >= reach
+        p_values = np.mean(itself | (self._others >= reach / lengths[worse, None]), axis=1)
+        return float(np.count_nonzero(p_values <= self._significance) / len(noise))
 
 
-def log_deviation(a, b) -> float:
-    """Standard deviation of the logarithms of positive values between relaunches, pooled over the two sides."""
-    sides = [np.log(np.asarray(side, dtype=np.float64)) for side in (a, b)]
-    freedom = sum(len(side) - 1 for side in sides)
-    return float(np.sqrt(sum(((side - side.mean()) ** 2).sum() for side in sides) / freedom)) if freedom else 0.0
+def log_deviations(values: np.ndarray, launches_a: int) -> np.ndarray:
+    """Standard deviation from launch to launch of one side, pooled over the two sides; 0 with one launch a side.
 
-
-def power(rule: Rule, deviation: float, change: float) -> float:
-    """The chance that a worsening by `change` (0.03 for 3 %) is confirmed, where relaunches scatter by `deviation`.
-
-    Of a change as large as the rule's threshold it is a half at most: every other time less than that is seen.
+    Args:
+        values: logarithms, shape (launches, values), the launches of A first.
+        launches_a: how many of them are of A.
     """
-    return _power(rule, _rounded(deviation), change)
-
-
-def detectable_change(rule: Rule, deviation: float) -> float | None:
-    """The smallest worsening that is confirmed four times out of five; None where not even the loss of 99 % is."""
-    return _detectable_change(rule, _rounded(deviation))
-
-
-def _rounded(deviation: float) -> float:
-    # Two digits, upwards in doubt: hundreds of values then share a few simulations.
-    return float(f"{max(deviation, 1e-6) * 1.005:.1e}")
-
-
-@functools.lru_cache(maxsize=4096)
-def _power(rule: Rule, deviation: float, change: float) -> float:
-    difference, median_difference, error, critical, ranges = _draws(rule)
-    shift = np.log1p(-change)
-    confirmed = np.abs(deviation * difference + shift) > critical * deviation * error
-    spread = _spread(deviation, ranges)
-    observed = np.abs(np.expm1(deviation * median_difference + shift))
-    worse = deviation * median_difference + shift < 0
-    return float(np.mean(confirmed & worse & (observed > np.maximum(rule.smallest_change, spread))))
-
-
-@functools.lru_cache(maxsize=4096)
-def _detectable_change(rule: Rule, deviation: float) -> float | None:
-    low, high = rule.smallest_change, _LARGEST
-    if _power(rule, deviation, high) < WANTED:
-        return None
-    while high - low > 1e-4:
-        middle = (low + high) / 2
-        low, high = (low, middle) if _power(rule, deviation, middle) >= WANTED else (middle, high)
-    return high
+    squares = sum(((side - side.mean(axis=0)) ** 2).sum(axis=0) for side in (values[:launches_a], values[launches_a:]))
+    return np.sqrt(squares / max(1, len(values) - 2))
 
 
 @functools.lru_cache(maxsize=16)
-def _draws(rule: Rule) -> tuple:
-    """Of standard normal relaunches: differences of means and medians (B less A), their standard error, the critical value
-    of Welch's test, and how far each side's largest and smallest lie from its median."""
-    from scipy import stats
-
-    random = np.random.default_rng(0)
-    a, b = (random.standard_normal((TRIALS, n)) for n in (rule.relaunches_a, rule.relaunches_b))
-    shares = [side.var(axis=1, ddof=1) / side.shape[1] for side in (a, b)]
-    error = np.sqrt(sum(shares))
-    # Source of the degrees of freedom: Welch, Biometrika 34 (1947) 28-35.
-    freedom = sum(shares) ** 2 / sum(share**2 / (side.shape[1] - 1) for share, side in zip(shares, (a, b), strict=True))
-    critical = stats.t.isf(rule.significance / 2, freedom)
-    medians = [np.median(side, axis=1) for side in (a, b)]
-    ranges = [(side.max(axis=1) - m, side.min(axis=1) - m) for side, m in zip((a, b), medians, strict=True)]
-    return b.mean(axis=1) - a.mean(axis=1), medians[1] - medians[0], error, critical, ranges
-
-
-def _spread(deviation: float, ranges: list) -> np.ndarray:
-    """The larger relative range of the two sides in each trial."""
-    return np.maximum(*(np.exp(deviation * highest) - np.exp(deviation * lowest) for highest, lowest in ranges))
+def _draws(launches_a: int, launches_b: int, divisions: int) -> tuple:
+    """Of standard normal launches in each division: differences of means, shape (trials, divisions); the same of a value
+    that is 0 in A and 1 in B, shape (divisions,); and sums over the launches: squares, products with the side, both of shape
+    (trials,), and the square of the side."""
+    launches = launches_a + launches_b
+    noise = np.random.default_rng(0).standard_normal((TRIALS, launches))
+    noise -= noise.mean(axis=1, keepdims=True)
+    side = (np.arange(launches) >= launches_a) - launches_b / launches
+    # The divisions are in random order, so that the first ones stand for all.
+    contrasts = side_contrasts(launches_a, launches_b, divisions)[:_DIVISIONS]
+    return noise @ contrasts.T, contrasts @ side, (noise**2).sum(axis=1), noise @ side, float(side @ side)

@@ -6,14 +6,13 @@ import pytest
 from hyperion.results import (
     Estimate,
     estimates_of_medians,
-    holm,
     independent_ratio_estimate,
     mean_estimate,
     median_estimate,
     proportion_estimate,
     ratio_estimate,
-    welch_p_value,
 )
+from hyperion.results.statistics import fenced, randomization_test, side_contrasts
 
 
 def coverage(truth, estimates):
@@ -87,19 +86,63 @@ def test_a_mean_of_few_against_students_table():
         mean_estimate([1.0])
 
 
-def test_holm_against_a_hand_example():
-    # Sorted 0.005, 0.01, 0.03, 0.04 times 4, 3, 2, 1, made monotone: 0.02, 0.03, 0.06, 0.06.
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.5, 0.9]) == pytest.approx([1.0, 1.0])
-    assert holm([]) == []
+def test_a_randomization_test_against_all_divisions_by_hand():
+    # Two launches a side: 6 divisions, 3 but for the sign. Of the first value only the observed one separates 0, 0 from 1, 1;
+    # the second one is separated by another division, so that alone it has p = 1.
+    values = np.array([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+    found = randomization_test(values, 2, 0.03)
+    assert found.differences == pytest.approx([1.0, 0.0])
+    assert found.largest[0] == pytest.approx(1.0) and len(found.largest) == 6
+    # In 4 of 6 divisions one of the two values reaches the first one's statistic.
+    assert found.p_values == pytest.approx([4 / 6, 1.0])
+    assert randomization_test(values[:, :1], 2, 0.03).p_values == pytest.approx([2 / 6])
+    assert randomization_test(values[:, :1], 2, 2.0).p_values == pytest.approx([1.0])  # e - 1 is less than 200 %
 
 
-def test_welch_against_the_formula():
-    # On the logs 0 1 2 and 2 4 6: t = -3 / sqrt(1/3 + 4/3) = -2.32379, 2.94118 degrees of freedom.
-    p = welch_p_value(np.exp([0.0, 1.0, 2.0]), np.exp([2.0, 4.0, 6.0]))
-    assert p == pytest.approx(0.1047, abs=5e-4)
-    assert welch_p_value([2.0, 2.0], [2.0, 2.0]) == 1.0
-    assert welch_p_value([2.0, 2.0], [3.0, 3.0]) == 0.0
+def test_a_value_that_differs_for_certain_is_found_and_a_constant_is_not():
+    values = np.repeat([[0.0, 0.0], [0.1, 0.0]], 5, axis=0)
+    assert randomization_test(values, 5, 0.03).p_values == pytest.approx([2 / 252, 1.0])
+
+
+def test_what_changed_more_is_left_out_of_the_comparison_of_what_changed_less():
+    random = np.random.default_rng(10)
+    values = 0.02 * random.standard_normal((10, 30))
+    values[5:, :20] += 0.05
+    found = randomization_test(values, 5, 0.03)
+    differences = side_contrasts(5, 5, 10_000) @ (values - values.mean(axis=0))
+    statistics = np.abs(differences) / np.linalg.norm(values - values.mean(axis=0), axis=0)
+    statistics[np.abs(np.expm1(differences)) <= 0.03] = 0
+    expected, least = np.empty(30), 0.0
+    for place in np.argsort(-statistics[0], kind="stable"):
+        weaker = statistics[:, statistics[0] <= statistics[0, place]]
+        least = expected[place] = max(least, np.mean(weaker.max(axis=1) >= statistics[0, place] - 1e-12))
+    assert found.p_values == pytest.approx(expected)
+    in_one_step = np.array([np.mean(found.largest >= t - 1e-12) for t in statistics[0]])
+    assert (found.p_values <= in_one_step + 1e-12).all()
+    assert sum((found.p_values <= 0.05) & (in_one_step > 0.05)) == 3  # which one step would not have found
+
+
+def test_divisions_are_all_or_a_sample_and_the_observed_one_is_first():
+    everything = side_contrasts(5, 5, 10_000)
+    assert everything.shape == (252, 10) and len({row.tobytes() for row in everything}) == 252
+    sampled = side_contrasts(12, 10, 1000)
+    assert sampled.shape == (1000, 22)
+    for contrasts, launches_a in ((everything, 5), (sampled, 12)):
+        assert (contrasts[0, :launches_a] < 0).all() and (contrasts[0, launches_a:] > 0).all()
+        assert np.allclose(contrasts.sum(axis=1), 0) and ((contrasts < 0).sum(axis=1) == launches_a).all()
+
+
+def test_fences_hold_one_stalled_launch_and_leave_two_sides_as_they_are():
+    random = np.random.default_rng(5)
+    values = 0.01 * random.standard_normal((10, 1))
+    stalled = values.copy()
+    stalled[3] += 1.0
+    assert fenced(stalled, 5)[3] < 0.15 and np.array_equal(np.delete(fenced(stalled, 5), 3), np.delete(stalled, 3))
+    for launches_a, launches_b in ((5, 5), (5, 6), (5, 40)):  # however different the sides, neither is an outlier
+        sides = 0.01 * random.standard_normal((launches_a + launches_b, 1))
+        sides[launches_a:] += 1.0
+        assert np.allclose(fenced(sides, launches_a), sides, atol=0.05)
+    assert np.array_equal(fenced(np.array([[0.0], [5.0]]), 1), [[0.0], [5.0]])
 
 
 def test_a_ratio_of_independent_series_covers_the_true_one_and_takes_other_lengths():

@@ -1,0 +1,192 @@
+"""What two sets of runs are: that no launch is counted twice, and every circumstance in which the sets differ."""
+
+import hashlib
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hyperion.errors import HyperionError
+from hyperion.results.rows import Row
+from hyperion.results.store import Run
+
+# Relative difference of the clocks of one value from which on it is stated.
+CLOCK_DIFFERENCE = 0.03
+# The order in which circumstances are stated; all others follow by name.
+_FIRST = ("device", "profile", "data source", "data source of rows", "seed", "throttled rows", "clock_mhz", "torch", "driver",
+          "source.commit", "source.hash", "source.modified")  # fmt: skip
+# Of a launch of `hyperion relaunch`: which one it is, and lists whose digest is stated.
+_IDENTITY = ("call", "side", "launch", "files")
+_DIGEST = re.compile("[0-9a-f]{32,}")  # shown by its first characters
+_NOT_RECORDED = "not recorded"
+
+
+@dataclass(frozen=True)
+class Circumstance:
+    """One circumstance in which the sides differ, or one side differs within itself; texts for A and for B."""
+
+    name: str
+    a: str
+    b: str
+
+
+def circumstances(runs_a: list[Run], runs_b: list[Run]) -> list[Circumstance]:
+    """Every circumstance that is not the same in all runs of both sides, the most important first.
+
+    Device, profile, data source, seed, versions, source, the sizes and data of each experiment that both sides hold, and all
+    else that the environment records. Throttled rows are stated even where both sides have them, clocks where a value's
+    median clocks are more than 3 % apart.
+    """
+    sides = [_recorded(runs) for runs in (runs_a, runs_b)]
+    found = [_throttled(runs_a, runs_b), _clocks(runs_a, runs_b)]
+    for name in sides[0].keys() | sides[1].keys():
+        texts = [side.get(name, {_NOT_RECORDED}) for side in sides]
+        if len(texts[0] | texts[1]) > 1 and not _of_one_side(name, sides):
+            found.append(Circumstance(name, *(", ".join(sorted(text)) for text in texts)))
+    order = {name: place for place, name in enumerate(_FIRST)}
+    return sorted(
+        filter(None, found), key=lambda one: (order.get(one.name, len(order)), not _of_experiment(one.name), one.name)
+    )
+
+
+def require_distinct(runs_a: list[Run], runs_b: list[Run]) -> None:
+    """Refuse a launch that is given twice, on one side or on both: by its folder, as a copy, or by its place in a call.
+
+    Raises:
+        HyperionError: names both folders.
+    """
+    seen: dict[object, str] = {}
+    for side, runs in (("A", runs_a), ("B", runs_b)):
+        for run in runs:
+            here = f"{run.folder} ({side})"
+            for why, identity in _identities(run):
+                if identity in seen:
+                    raise HyperionError(
+                        f"the same launch is given twice: {why}", where=f"{seen[identity]} and {here}",
+                        next_step="name each launch once; a copy of a run is no second measurement",
+                    )  # fmt: skip
+                seen[identity] = here
+
+
+def _identities(run: Run) -> Iterator[tuple[str, object]]:
+    yield "one folder", Path(run.folder).resolve()
+    launched = run.information().get("relaunch")
+    if launched:
+        place = tuple(launched.get(part) for part in ("call", "side", "launch"))
+        yield f"launch {place[2]} of side {place[1]} of one call", place
+    # What was measured, without what may be added later (predictions). Times never repeat to the last bit.
+    measured = sorted(
+        repr((row.key, row.value, row.value_reason, row.n, row.ci_low, row.ci_high)) for row in run.rows()
+    )
+    if measured:
+        yield "every value is the same to the last bit", hashlib.sha256("\n".join(measured).encode()).hexdigest()
+
+
+def _recorded(runs: list[Run]) -> dict[str, set[str]]:
+    """What was recorded of all runs of a side, by name."""
+    found = defaultdict(set)
+    for run in runs:
+        for name, value in _statements(run):
+            found[name].add(_text(value))
+    return found
+
+
+def _statements(run: Run) -> Iterator[tuple[str, object]]:
+    information, rows = run.information(), run.rows()
+    environments = [information.get("environment", {}), *run.environments().values()]
+    for environment in filter(None, environments):
+        yield "device", _device(environment)
+        yield from _flat(environment)
+    for name in ("profile", "data_source", "seed"):
+        if name in information:
+            yield name.replace("_", " "), information[name]
+    launched = information.get("relaunch", {})
+    for name, value in launched.items():
+        if name not in _IDENTITY:
+            yield f"relaunch {name}", value
+    yield "data source of rows", ", ".join(sorted({row.data_source for row in rows} - {""}))
+    for notebook, experiment in sorted({(row.notebook, row.experiment) for row in rows}):
+        finished = run.finished(notebook, experiment) or {}
+        provenance = finished.get("provenance", {})
+        # What an experiment was measured under need not be what the run was started with.
+        for name in ("profile", "data_source", "seed"):
+            if name in provenance:
+                yield name.replace("_", " "), provenance[name]
+        if not launched:  # of which it is the launch again
+            yield from _flat(provenance.get("sizes", {}), f"sizes of {notebook}/{experiment}: ")
+        yield from _flat(finished.get("data", {}), f"data of {notebook}/{experiment}: ")
+
+
+def _device(environment: dict) -> str:
+    gpus = Counter(gpu.get("name") for gpu in environment.get("gpus") or [])
+    cpu = environment.get("cpu") or {}
+    return (
+        ", ".join(f"{count} x {name}" for name, count in gpus.items())
+        or f"{cpu.get('name')} ({cpu.get('cores')} cores)"
+    )
+
+
+def _flat(content: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in content.items():
+        # A list of devices by field; of how many devices is stated under "device".
+        if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
+            value = {field: ", ".join(sorted({_text(entry.get(field)) for entry in value})) for field in value[0]}
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _of_one_side(name: str, sides: list[dict[str, set[str]]]) -> bool:
+    """Whether it belongs to an experiment that one side lacks altogether: its values are listed as missing."""
+    experiment = name.partition(": ")[0] + ": "
+    return _of_experiment(name) and not all(any(other.startswith(experiment) for other in side) for side in sides)
+
+
+def _of_experiment(name: str) -> bool:
+    return name.startswith(("sizes of ", "data of "))
+
+
+def _throttled(runs_a: list[Run], runs_b: list[Run]) -> Circumstance | None:
+    texts, any_throttled = [], False
+    for runs in (runs_a, runs_b):
+        states = [row.throttle for run in runs for row in run.rows() if row.throttle is not None]
+        reasons = Counter(state for state in states if state != "none")
+        any_throttled |= bool(reasons)
+        told = f"{reasons.total()} of {len(states)} rows" + (f" ({', '.join(sorted(reasons))})" if reasons else "")
+        texts.append(told if states else "unreadable")
+    return Circumstance("throttled rows", *texts) if any_throttled else None
+
+
+def _clocks(runs_a: list[Run], runs_b: list[Run]) -> Circumstance | None:
+    a, b = (_clocks_of(runs) for runs in (runs_a, runs_b))
+    shared = sorted(a.keys() & b.keys(), key=repr)
+    apart = [key for key in shared if abs(np.log(np.median(a[key]) / np.median(b[key]))) > CLOCK_DIFFERENCE]
+    if not apart:
+        return None
+    medians = [f"{np.median([np.median(side[key]) for key in apart]):.0f} MHz" for side in (a, b)]
+    return Circumstance("clock_mhz", f"{medians[0]} (median of {len(apart)} of {len(shared)} values)", medians[1])
+
+
+def _clocks_of(runs: list[Run]) -> dict[tuple, list[float]]:
+    clocks = defaultdict(list)
+    for row in _rows(runs):
+        if row.clock_mhz is not None:
+            clocks[row.key].append(row.clock_mhz)
+    return clocks
+
+
+def _rows(runs: list[Run]) -> Iterator[Row]:
+    for run in runs:
+        yield from run.rows()
+
+
+def _text(value) -> str:
+    if value in ("", None):
+        return "none"
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return text[:12] if _DIGEST.fullmatch(text) else text
