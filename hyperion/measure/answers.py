@@ -10,7 +10,7 @@ import numpy as np
 
 from hyperion.hardware import Device
 from hyperion.measure.outputs import Difference
-from hyperion.measure.timing import RELATIVE_INTERVAL, Timing
+from hyperion.measure.timing import LEAST_SAMPLES, RELATIVE_INTERVAL, Timing
 from hyperion.measure.units import estimate_text, seconds_text
 from hyperion.results import Estimate, Row, ratio_estimate
 from hyperion.results.statistics import CONFIDENCE
@@ -54,8 +54,8 @@ class TimeAnswer(Answer):
     label: str
     timing: Timing
     device: Device
-    minimum_samples: int
-    notes: tuple[str, ...]
+    minimum_samples: int = LEAST_SAMPLES
+    notes: tuple[str, ...] = ()
 
     @functools.cached_property
     def estimate(self) -> Estimate:

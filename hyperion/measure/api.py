@@ -48,10 +48,10 @@ from hyperion.processes import World, world
 Function = Callable[[], object]
 # What `quick` asks for, and everything else: samples, and seconds where no limit is given.
 _QUICK_SAMPLES, _QUICK_LIMIT_S, _LIMIT_S = 10, 0.2, 5.0
-# Calls of each function that do not shrink with the limit: one of warm-up, one block in a row, three samples, two checks; a
-# GPU's clock makes one more with each of the first four batches.
-_LEAST_CALLS = {"cpu": 7}
-_LEAST_CALLS_ON_A_GPU = 12
+# Calls of each function that do not shrink with the limit, without one before and one after the timing: one of warm-up, one
+# block in a row, three samples, one after the timing; a GPU's clock makes one more with each of the first four batches.
+_LEAST_CALLS = {"cpu": 6}
+_LEAST_CALLS_ON_A_GPU = 11
 _RENDEZVOUS_S = 60.0
 
 
@@ -222,7 +222,7 @@ def _examine(
         timed = [functools.partial(_repeat, function, share) for function in functions]
     timings = time_interleaved(
         timed, device, cold=asked.cold, minimum_samples=asked.minimum_samples, time_limit_s=limit_s,
-        back_to_back=0 if clock else asked.back_to_back, clock=clock, budget_s=limit_s - used_s - 2 * call_s,
+        back_to_back=0 if clock else asked.back_to_back, clock=clock, budget_s=limit_s - 2 * used_s - call_s,
     )  # fmt: skip
     if share > 1:
         timings = [replace(t, samples_s=t.samples_s / share, warmup_s=tuple(s / share for s in t.warmup_s)) for t in timings]
@@ -322,13 +322,13 @@ def _limit(asked: _Asked, call_s: float, used_s: float, labels: tuple[str, ...])
         HyperionError: the given limit is too short for three samples.
     """
     calls = _LEAST_CALLS.get(asked.device.kind, _LEAST_CALLS_ON_A_GPU) + 4 * (max(1, asked.back_to_back) - 1)
-    needed_s = used_s + calls * call_s
+    needed_s = 2 * used_s + calls * call_s  # the calls after the timing and their checks take as long again
     if asked.time_limit_s is None:
         return max(asked.default_limit_s, 1.2 * needed_s)
     if needed_s > asked.time_limit_s:
         raise HyperionError(
             f"{LEAST_SAMPLES} samples do not fit into {asked.time_limit_s:g} s: a call of {' and '.join(labels)} takes "
-            f"{call_s:.3g} s, and with warm-up and checks {calls + 1} calls are needed",
+            f"{call_s:.3g} s, and with warm-up and checks {calls + 3} calls are needed",
             where="time_limit_s=", next_step=f"pass time_limit_s={1.2 * needed_s:.2g} or more, or None",
         )  # fmt: skip
     return asked.time_limit_s

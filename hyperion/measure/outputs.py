@@ -170,20 +170,20 @@ def _leaf_difference(path: str, a: torch.Tensor, b: torch.Tensor, reduction: int
     a, b = a.reshape(-1), b.reshape(-1)
     if not a.numel():
         return Difference(0.0, norm_tolerance, 0.0, each_tolerance, "")
-    chunks = [(start, a[start : start + _CHUNK], b[start : start + _CHUNK]) for start in range(0, a.numel(), _CHUNK)]
-    squares, scale = 0.0, 0.0
-    for _, left, right in chunks:
-        distance, reference = _distances(left, right)
-        squares, scale = squares + distance.square().sum().item(), scale + reference.square().sum().item()
-    rms = math.sqrt(scale / b.numel()) if math.isfinite(scale) else 0.0
+    if a.dtype == b.dtype and torch.equal(a, b):
+        return Difference(0.0, norm_tolerance, 0.0, each_tolerance, f"output{path}: all are equal")
+    squares = scale = 0.0
+    for start in range(0, a.numel(), _CHUNK):
+        distance, reference = _distances(a[start : start + _CHUNK], b[start : start + _CHUNK])
+        squares, scale = squares + distance.dot(distance).item(), scale + reference.dot(reference).item()
+    rms = math.sqrt(scale / b.numel())
     worst, place = -1.0, 0
-    for start, left, right in chunks:
-        distance, reference = _distances(left, right)
-        size = reference.abs() + rms
-        # 0 / 0 is no error; a distance from an output of zeros alone is judged as it is.
-        relative = torch.where(distance == 0, 0.0, distance / torch.where(size > 0, size, 1.0))
-        relative = torch.where(torch.isnan(relative), math.inf, relative)
-        value, index = relative.max(dim=0)
+    for start in range(0, a.numel(), _CHUNK):
+        if a.numel() > _CHUNK:  # else those of the loop above are all of them
+            distance, reference = _distances(a[start : start + _CHUNK], b[start : start + _CHUNK])
+        size = reference.abs_().add_(rms)
+        # A distance from an output of zeros alone is judged as it is.
+        value, index = distance.div_(size if rms else 1.0).max(dim=0)
         if value.item() > worst:
             worst, place = value.item(), start + int(index)
     error = math.sqrt(squares) / (math.sqrt(scale) or 1.0)
@@ -194,14 +194,17 @@ def _leaf_difference(path: str, a: torch.Tensor, b: torch.Tensor, reduction: int
 
 def _distances(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(|a - b|, b) in float64; 0 where both are the same NaN or infinity, infinite where only one is or signs differ."""
-    same = a == b.to(a.dtype) if a.dtype == b.dtype else a.double() == b.double()
+    exact = a != b if a.dtype == b.dtype and not a.is_floating_point() and a.element_size() == 8 else None
     a, b = a.double(), b.double()
-    strange = ~(torch.isfinite(a) & torch.isfinite(b))
-    same = same | (torch.isnan(a) & torch.isnan(b))
-    distance = torch.where(strange, torch.where(same, 0.0, math.inf), (a - b).abs())
-    # Integers beyond 2^53 that differ may be equal in float64.
-    distance = torch.where(~same & (distance == 0), 1.0, distance)
-    return distance, torch.where(strange, 0.0, b)
+    distance, reference = (a - b).abs_(), b.clone()
+    if exact is not None:
+        distance[exact & (distance == 0)] = 1.0  # integers beyond 2^53 that differ may be equal in float64
+    if not bool(torch.isfinite(distance).all() & torch.isfinite(reference).all()):
+        strange = ~(torch.isfinite(a) & torch.isfinite(b))
+        same = (a == b) | (torch.isnan(a) & torch.isnan(b))
+        distance[strange & same], distance[strange & ~same] = 0.0, math.inf
+        reference[strange] = 0.0
+    return distance, reference
 
 
 # Calling

@@ -16,7 +16,7 @@ from hyperion import measure
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
 from hyperion.measure.api import device_of
-from hyperion.measure.outputs import OUTPUT_TOLERANCE, OutputMismatchError, call_from_seed, element_tolerance
+from hyperion.measure.outputs import OUTPUT_TOLERANCE, OutputMismatchError, call_from_seed
 from hyperion.measure.units import bytes_text, estimate_text, flops_text, seconds_text
 from hyperion.results import Estimate, RowError, rows_from_csv, rows_to_csv
 
