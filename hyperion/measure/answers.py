@@ -64,7 +64,7 @@ class TimeAnswer(Answer):
         estimate, samples = self.timing.estimate, self.timing.samples_s
         if len(samples) >= LEAST_FOR_THE_BOOTSTRAP:
             return estimate
-        low, high, _ = _order_interval(samples, CONFIDENCE)
+        low, high = _order_interval(samples, CONFIDENCE)
         return Estimate(estimate.value, min(low, estimate.ci_low), max(high, estimate.ci_high), estimate.n)
 
     @property
@@ -124,7 +124,7 @@ class ComparisonAnswer(Answer):
         if len(a) >= LEAST_FOR_THE_BOOTSTRAP:
             return ratio
         # Both intervals hold at once with 95 % when each holds with 97.5 %.
-        (low_a, high_a, _), (low_b, high_b, _) = (_order_interval(samples, (1 + CONFIDENCE) / 2) for samples in (a, b))
+        (low_a, high_a), (low_b, high_b) = (_order_interval(samples, (1 + CONFIDENCE) / 2) for samples in (a, b))
         return Estimate(ratio.value, min(ratio.ci_low, low_b / high_a), max(ratio.ci_high, high_b / low_a), ratio.n)
 
     @property
@@ -217,9 +217,9 @@ def state_of_device(timing: Timing) -> dict:
     return {"clock_mhz": seen.clock_mhz, "power_w": seen.power_w, "throttle": seen.throttle}
 
 
-def _order_interval(samples: np.ndarray, confidence: float) -> tuple[float, float, float]:
-    """(low, high, coverage): the narrowest pair of order statistics that holds the median with that probability, whatever the
-    distribution; the whole range and its coverage where that is too few.
+def _order_interval(samples: np.ndarray, confidence: float) -> tuple[float, float]:
+    """The narrowest pair of order statistics that holds the median with that probability, whatever the distribution; the whole
+    range where even that holds it less often.
 
     Source: Conover, Practical Nonparametric Statistics, 3rd edition, section 3.2.
     """
@@ -228,7 +228,7 @@ def _order_interval(samples: np.ndarray, confidence: float) -> tuple[float, floa
     while place + 1 < n // 2 and outside + math.comb(n, place + 1) * 2.0 ** (1 - n) <= 1 - confidence:
         place += 1
         outside += math.comb(n, place) * 2.0 ** (1 - n)
-    return float(ordered[place]), float(ordered[n - 1 - place]), 1 - outside
+    return float(ordered[place]), float(ordered[n - 1 - place])
 
 
 def _doubts(timing: Timing, estimate: Estimate | None, minimum_samples: int) -> list[str]:
@@ -236,7 +236,7 @@ def _doubts(timing: Timing, estimate: Estimate | None, minimum_samples: int) -> 
     taken = len(timing.samples_s)
     if taken < minimum_samples:
         doubts.append(f"{taken} of {minimum_samples} samples fit into the time limit")
-    coverage = _order_interval(timing.samples_s, CONFIDENCE)[2]
+    coverage = 1 - 2.0 ** (1 - taken)
     if coverage < CONFIDENCE:
         doubts.append(f"the range of {taken} samples holds the median with {100 * coverage:.0f} %, not 95 %")
     if estimate is not None and timing.stopped != "interval":
