@@ -328,7 +328,8 @@ def _limit(asked: _Asked, call_s: float, used_s: float, labels: tuple[str, ...])
     if needed_s > asked.time_limit_s:
         raise HyperionError(
             f"{LEAST_SAMPLES} samples do not fit into {asked.time_limit_s:g} s: a call of {' and '.join(labels)} takes "
-            f"{call_s:.3g} s, and with warm-up and checks {calls + 3} calls are needed",
+            f"{call_s:.3g} s, {calls + 2} calls follow the first with warm-up and checks, and comparing outputs takes "
+            f"{2 * (used_s - call_s):.2g} s",
             where="time_limit_s=", next_step=f"pass time_limit_s={1.2 * needed_s:.2g} or more, or None",
         )  # fmt: skip
     return asked.time_limit_s
