@@ -194,7 +194,9 @@ def explain(
 
 
 def _time_steps(one: Callable[[], object], device: Device, in_a_row: int, sampling: dict) -> Timing:
+    one()  # compiles, loads and allocates; the limit is for what follows
     here = world()
+    sampling = sampling | {"budget_s": sampling["time_limit_s"]}
     if here.size == 1:
         return time_function(one, device, back_to_back=in_a_row, **sampling)
     # A step may hold collectives: all ranks must take as many of them.
