@@ -420,6 +420,21 @@ def test_without_a_limit_a_slow_function_gets_the_fewest_calls(monkeypatch):
     assert 3 <= len(answer.timing.samples_s) < 12
 
 
+def test_the_limit_of_explain_ends_its_samples_too():
+    calls = []
+
+    def step():
+        calls.append(None)
+        time.sleep(0.05)
+        return torch.ones(4) * 2
+
+    answer = measure.explain(step, device="cpu", profiled_steps=1, minimum_samples=30, time_limit_s=0.4)
+    assert 3 <= len(answer.timing.samples_s) < 8 and len(calls) < 25
+    for wrong in ({"minimum_samples": 2}, {"time_limit_s": -1.0}, {"profiled_steps": 0}, {"profiled_steps": 1.5}):
+        with pytest.raises(HyperionError):
+            measure.explain(step, device="cpu", **wrong)
+
+
 def test_few_samples_give_the_interval_of_order_statistics_and_say_what_it_holds():
     assert _order_interval(np.arange(5.0), 0.95) == (0.0, 4.0)
     assert _order_interval(np.arange(20.0), 0.95) == (5.0, 14.0)  # holds with 95.86 %, by the binomial distribution
