@@ -171,7 +171,8 @@ def explain(
         time_limit_s: seconds for warm-up and unprofiled samples, after a first step that may compile.
 
     Raises:
-        HyperionError: an argument outside of its range, no callable step, no batch, no kernel seen. What the step raises itself comes through with a note.
+        HyperionError: an argument outside of its range, no callable step, no batch, no kernel seen. What the step raises itself
+            comes through with a note.
     """
     feed = _feed(data)
     checked_callable(step, "explain", () if feed is None else ("the batch",))
