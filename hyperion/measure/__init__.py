@@ -39,6 +39,7 @@ from hyperion.measure.memory import PeakMemory, PeakMemoryRegion
 from hyperion.measure.memory_cap import NoMemoryCap, allocator_refusal, memory_cap
 from hyperion.measure.operands import DISTRIBUTIONS, distinct_share, verify_data
 from hyperion.measure.operator_cost import BlockCost, OperatorCost, measure_block_cost, measure_operator_cost
+from hyperion.measure.outputs import OutputMismatchError
 from hyperion.measure.overlap import Overlap, measure_overlap
 from hyperion.measure.planted_faults import run_self_test
 from hyperion.measure.product_formulas import Product
@@ -79,7 +80,8 @@ __all__ = [
     "CachePoint", "CapturedGemms", "Ceilings", "Collective", "CollectiveMeasurement", "ComparisonAnswer", "CompiledHost",
     "CopyMeasurement", "Drift", "Energy", "Explanation", "FaultResult", "Finalist", "FlopsAnswer", "Gap", "Gemm",
     "GemmSearch", "HarnessError", "LargestAllocation", "LatencyBandwidth", "LaunchCost", "Launched", "MemoryAnswer",
-    "MemoryStream", "NoMemoryCap", "NominalPeak", "NumberFormat", "OperatorCost", "Overlap", "Part", "PeakMemory",
+    "MemoryStream", "NoMemoryCap", "NominalPeak", "NumberFormat", "OperatorCost", "OutputMismatchError", "Overlap", "Part",
+    "PeakMemory",
     "PeakMemoryRegion", "Phase", "Product", "ProductRates", "RanksClock", "RefusedProduct", "Relaunched", "RepeatedCalls",
     "SavedForBackward", "StepCeilings", "StepPrediction", "StepTiming", "Taf", "TensorMemory", "TimeAnswer", "TimedProduct",
     "Timing", "Uncounted", "Verification", "WorthwhileSize", "WrongValueError", "allocator_refusal", "blas_backend",

@@ -2,18 +2,24 @@
 
 import functools
 import html
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hyperion.hardware import Device
-from hyperion.measure.timing import RELATIVE_INTERVAL, Timing
+from hyperion.measure.outputs import Difference
+from hyperion.measure.timing import LEAST_SAMPLES, RELATIVE_INTERVAL, Timing
 from hyperion.measure.units import estimate_text, seconds_text
 from hyperion.results import Estimate, Row, ratio_estimate
+from hyperion.results.statistics import CONFIDENCE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+# The bootstrap's interval of a median is too narrow for fewer samples.
+LEAST_FOR_THE_BOOTSTRAP = 30
 
 
 class Answer:
@@ -41,21 +47,30 @@ class TimeAnswer(Answer):
         label: what the function is called.
         timing: the raw samples in seconds, and how they were taken.
         device: where.
+        minimum_samples: how many were asked for.
+        notes: doubts about the output.
     """
 
     label: str
     timing: Timing
     device: Device
+    minimum_samples: int = LEAST_SAMPLES
+    notes: tuple[str, ...] = ()
 
     @functools.cached_property
     def estimate(self) -> Estimate:
-        """Median seconds of a call with its 95 % bootstrap interval."""
-        return self.timing.estimate
+        """Median seconds of a call with its 95 % interval: by the bootstrap; of fewer than 30 samples never narrower than by
+        order statistics, which hold for any distribution."""
+        estimate, samples = self.timing.estimate, self.timing.samples_s
+        if len(samples) >= LEAST_FOR_THE_BOOTSTRAP:
+            return estimate
+        low, high = _order_interval(samples, CONFIDENCE)
+        return Estimate(estimate.value, min(low, estimate.ci_low), max(high, estimate.ci_high), estimate.n)
 
     @property
     def verdict(self) -> str:
         """Whether the median may be believed, and if not, why."""
-        doubts = _doubts(self.timing, self.estimate)
+        doubts = [*_doubts(self.timing, self.estimate, self.minimum_samples), *self.notes]
         return "settled" if not doubts else "not settled: " + "; ".join(doubts)
 
     def __str__(self) -> str:
@@ -86,28 +101,46 @@ class ComparisonAnswer(Answer):
 
     Args:
         labels, timings: of A and of B; sample i of A stands beside sample i of B.
-        output_error: relative Frobenius distance of A's output from B's, None where outputs were not compared.
-        output_tolerance: how large it may be.
+        difference: of the outputs, the worst over all calls that were compared; None where none were.
         output_reason: why outputs were not compared, else "".
+        minimum_samples: how many were asked for.
+        notes: doubts about the outputs.
     """
 
     labels: tuple[str, str]
     timings: tuple[Timing, Timing]
     device: Device
-    output_error: float | None
-    output_tolerance: float | None
-    output_reason: str = ""
+    difference: Difference | None
+    output_reason: str
+    minimum_samples: int
+    notes: tuple[str, ...]
 
     @functools.cached_property
     def ratio(self) -> Estimate:
-        """Speed of A over B: above 1 where A is faster."""
-        return ratio_estimate(*(timing.samples_s for timing in self.timings))
+        """Speed of A over B: above 1 where A is faster. Of fewer than 30 samples the interval is never narrower than that of
+        both medians' order statistics."""
+        a, b = (timing.samples_s for timing in self.timings)
+        ratio = ratio_estimate(a, b)
+        if len(a) >= LEAST_FOR_THE_BOOTSTRAP:
+            return ratio
+        # Both intervals hold at once with 95 % when each holds with 97.5 %.
+        (low_a, high_a), (low_b, high_b) = (_order_interval(samples, (1 + CONFIDENCE) / 2) for samples in (a, b))
+        return Estimate(ratio.value, min(ratio.ci_low, low_b / high_a), max(ratio.ci_high, high_b / low_a), ratio.n)
+
+    @property
+    def output_error(self) -> float | None:
+        """Relative Frobenius distance of the outputs, None where they were not compared."""
+        return None if self.difference is None else self.difference.error
+
+    @property
+    def output_tolerance(self) -> float | None:
+        """How large `output_error` may be."""
+        return None if self.difference is None else self.difference.tolerance
 
     @property
     def outputs_agree(self) -> bool | None:
         """None where they were not compared."""
-        # Not `error > tolerance`: a NaN must fail.
-        return None if self.output_error is None else self.output_error <= self.output_tolerance
+        return None if self.difference is None else self.difference.agrees
 
     @property
     def verdict(self) -> str:
@@ -122,10 +155,14 @@ class ComparisonAnswer(Answer):
     @property
     def outputs(self) -> str:
         """What is known of the two outputs, in words."""
-        if self.output_error is None:
+        if self.difference is None:
             return f"outputs not compared: {self.output_reason}"
         said = "outputs agree" if self.outputs_agree else "OUTPUTS DIFFER"
-        return f"{said}: relative error {self.output_error:.2g}, tolerance {self.output_tolerance:.2g}"
+        found = self.difference
+        return (
+            f"{said}: relative error {found.error:.2g}, tolerance {found.tolerance:.2g}; worst element {found.worst}, error "
+            f"{found.element_error:.2g}, tolerance {found.element_tolerance:.2g}"
+        )
 
     def __str__(self) -> str:
         times = "; ".join(
@@ -134,9 +171,9 @@ class ComparisonAnswer(Answer):
         doubts = [
             f"{label}: {doubt}"
             for label, timing in zip(self.labels, self.timings, strict=True)
-            for doubt in _doubts(timing, None)
+            for doubt in _doubts(timing, None, self.minimum_samples)
         ]
-        notes = "; ".join([self.outputs, f"{cache_of(self.timings[0])} cache, {self.device.name}", *doubts])
+        notes = "; ".join([self.outputs, f"{cache_of(self.timings[0])} cache, {self.device.name}", *doubts, *self.notes])
         return f"{self.verdict}\n{times}\n{notes}"
 
     def row(self, *, notebook: str, experiment: str, variant: str, **columns) -> Row:
@@ -146,9 +183,16 @@ class ComparisonAnswer(Answer):
             RowError: the outputs differ: a wrong answer has no speed.
         """
         place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
-        check = {} if self.output_error is None else {
-            "check": "relative error of the outputs", "check_error": self.output_error, "check_tolerance": self.output_tolerance,
-        }  # fmt: skip
+        found, check = self.difference, {}
+        if found is not None and found.error <= found.tolerance and not found.agrees:
+            check = {
+                "check": "worst element of the outputs", "check_error": found.element_error,
+                "check_tolerance": found.element_tolerance,
+            }  # fmt: skip
+        elif found is not None:
+            check = {
+                "check": "relative error of the outputs", "check_error": found.error, "check_tolerance": found.tolerance
+            }  # fmt: skip
         about = {"a": self.labels[0], "b": self.labels[1], "cache": cache_of(self.timings[0])}
         reason = "" if columns.get("limit") is not None else "no limit: how slow B may be is not bounded"
         ratio = self.ratio
@@ -173,8 +217,28 @@ def state_of_device(timing: Timing) -> dict:
     return {"clock_mhz": seen.clock_mhz, "power_w": seen.power_w, "throttle": seen.throttle}
 
 
-def _doubts(timing: Timing, estimate: Estimate | None) -> list[str]:
+def _order_interval(samples: np.ndarray, confidence: float) -> tuple[float, float]:
+    """The narrowest pair of order statistics that holds the median with that probability, whatever the distribution; the whole
+    range where even that holds it less often.
+
+    Source: Conover, Practical Nonparametric Statistics, 3rd edition, section 3.2.
+    """
+    ordered, n = np.sort(samples), len(samples)
+    outside, place = 2.0 ** (1 - n), 0
+    while place + 1 < n // 2 and outside + math.comb(n, place + 1) * 2.0 ** (1 - n) <= 1 - confidence:
+        place += 1
+        outside += math.comb(n, place) * 2.0 ** (1 - n)
+    return float(ordered[place]), float(ordered[n - 1 - place])
+
+
+def _doubts(timing: Timing, estimate: Estimate | None, minimum_samples: int) -> list[str]:
     doubts = [timing.unsteady] if timing.unsteady else []
+    taken = len(timing.samples_s)
+    if taken < minimum_samples:
+        doubts.append(f"{taken} of {minimum_samples} samples fit into the time limit")
+    coverage = 1 - 2.0 ** (1 - taken)
+    if coverage < CONFIDENCE:
+        doubts.append(f"the range of {taken} samples holds the median with {100 * coverage:.0f} %, not 95 %")
     if estimate is not None and timing.stopped != "interval":
         half = (estimate.ci_high - estimate.ci_low) / 2 / estimate.value if estimate.value else 0.0
         if half > RELATIVE_INTERVAL:

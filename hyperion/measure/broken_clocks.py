@@ -1,4 +1,4 @@
-"""Clocks to plant faults with: one that follows a script, one that does not wait, one that forgets the flush."""
+"""Clocks to plant faults with: one that follows a script, two that do not wait, two that do not flush."""
 
 import time
 from collections.abc import Callable
@@ -7,7 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from hyperion.hardware import Device
-from hyperion.measure.clocks import device_clock
+from hyperion.measure.clocks import WallClock, device_clock
+from hyperion.measure.timing import CacheFlush
 
 
 class Scripted:
@@ -51,15 +52,19 @@ class Queue:
         """Ask for one unit of work, and return."""
         self._last = self._worker.submit(time.sleep, self.work_s)
 
+    def wait(self) -> None:
+        """Wait until the work that was asked for is done."""
+        self._last.result()
+
     def sample(self, functions, flush, count: int) -> list[list[float]]:
         return [[self.one(function) for _ in range(count)] for function in functions]
 
     def in_a_row(self, function, count: int) -> float:
-        self._last.result()
+        self.wait()
         started = time.perf_counter()
         for _ in range(count):
             function()
-        self._last.result()
+        self.wait()
         return (time.perf_counter() - started) / count
 
     def one(self, function) -> float:
@@ -67,8 +72,44 @@ class Queue:
         started = time.perf_counter()
         function()
         if self._waits:
-            self._last.result()
+            self.wait()
         return time.perf_counter() - started
+
+
+class Block(WallClock):
+    """The host's clock around a block of calls on a device that works later.
+
+    Args:
+        waits: whether it waits for the device at the end of a block; at the beginning it does.
+    """
+
+    def __init__(self, device: Device, calls: int, queue: Queue, waits: bool):
+        super().__init__(device, calls)
+        self.synchronize, self._queue, self._waits = self._synchronize, queue, waits
+        self._synchronized = 0
+
+    def _synchronize(self) -> None:
+        at_the_end = self._synchronized % 2 == 1
+        self._synchronized += 1
+        if self._waits or not at_the_end:
+            self._queue.wait()
+
+    def in_a_row(self, function, count: int) -> float:
+        return self._queue.in_a_row(function, count)
+
+
+class Unread:
+    """The device's clock, which counts flushes and reads nothing."""
+
+    def __init__(self, device: Device):
+        self._clock = device_clock(device)
+        self.now, self.in_a_row = self._clock.now, self._clock.in_a_row
+
+    def sample(self, functions, flush: CacheFlush | None, count: int) -> list[list[float]]:
+        def nothing() -> None:
+            flush.calls += 1
+
+        return self._clock.sample(functions, None if flush is None else nothing, count)
 
 
 class Unflushed:

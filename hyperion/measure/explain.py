@@ -13,7 +13,7 @@ from hyperion.measure.api import checked_callable, device_of, flops, noting
 from hyperion.measure.intervals import NOBODY, partition
 from hyperion.measure.ranks_clock import RanksClock
 from hyperion.measure.roofline import Ceilings
-from hyperion.measure.timing import MINIMUM_SAMPLES, Timing, time_function
+from hyperion.measure.timing import MINIMUM_SAMPLES, Timing, require_sampling, time_function
 from hyperion.measure.trace import (
     COMMUNICATION,
     COPIES,
@@ -167,14 +167,18 @@ def explain(
         device: as in `time`.
         ceilings: the rate that products could reach; splits GEMM into what they need at it and what is lost. The step's FLOPs
             are counted for it, once, uncompiled.
+        minimum_samples: unprofiled samples; fewer, but at least 3, where the time limit ends them.
+        time_limit_s: seconds for warm-up and unprofiled samples, after a first step that may compile.
 
     Raises:
-        HyperionError: no callable step, no batch, no kernel seen. What the step raises itself comes through with a note.
+        HyperionError: an argument outside of its range, no callable step, no batch, no kernel seen. What the step raises itself
+            comes through with a note.
     """
     feed = _feed(data)
     checked_callable(step, "explain", () if feed is None else ("the batch",))
-    if profiled_steps < 1:
+    if not isinstance(profiled_steps, int) or profiled_steps < 1:
         raise HyperionError(f"{profiled_steps} profiled steps", where="explain", next_step="profile at least one")
+    require_sampling(minimum_samples, time_limit_s=time_limit_s)
     device = device_of(device)
     with noting("explain", label):
         sampling = {"minimum_samples": minimum_samples, "time_limit_s": time_limit_s, "cold": False}
@@ -194,7 +198,9 @@ def explain(
 
 
 def _time_steps(one: Callable[[], object], device: Device, in_a_row: int, sampling: dict) -> Timing:
+    one()  # compiles, loads and allocates; the limit is for what follows
     here = world()
+    sampling = sampling | {"budget_s": sampling["time_limit_s"]}
     if here.size == 1:
         return time_function(one, device, back_to_back=in_a_row, **sampling)
     # A step may hold collectives: all ranks must take as many of them.

@@ -9,7 +9,7 @@ import torch
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device, Facts, GpuFacts, collect_facts, detect, detect_cpu, gemm_path, lookup, peak
-from hyperion.measure.broken_clocks import Queue, Scripted, Unflushed
+from hyperion.measure.broken_clocks import Block, Queue, Scripted, Unflushed, Unread
 from hyperion.measure.collectives import COLLECTIVES, Buffers
 from hyperion.measure.gemm import Gemm
 from hyperion.measure.self_test import Believe, Fault, FaultResult, run_faults
@@ -41,6 +41,13 @@ def _no_synchronisation(device: Device, broken: bool, believe: Believe) -> None:
     time_function(queue.launch, device, cold=False, minimum_samples=20, time_limit_s=_QUICK_S, clock=queue)
 
 
+def _no_synchronisation_of_a_block(device: Device, broken: bool, believe: Believe) -> None:
+    queue = Queue(waits=True)
+    clock = Block(device, 10, queue, waits=not broken)
+    believe(f"{clock.sample([queue.launch], None, 1)[0][0] * 1e6:.0f} us for {queue.work_s * 1e6:.0f} us of work")
+    time_function(queue.launch, device, cold=False, minimum_samples=20, time_limit_s=_QUICK_S, clock=clock)
+
+
 def _no_warm_up(device: Device, broken: bool, believe: Believe) -> None:
     """The first calls are four times as slow; sampling either waits for them to pass or does not."""
     clock = Scripted(lambda call: _WORK_S * (1 + 3 * np.exp(-call / 50)))
@@ -59,13 +66,18 @@ def _clock_drift(device: Device, broken: bool, believe: Believe) -> None:
     require_steady(timing)
 
 
-def _no_flush(device: Device, broken: bool, believe: Believe) -> None:
-    source = torch.randn(1 << 16, device=device.torch_device)
-    target = torch.empty_like(source)
-    options = {"minimum_samples": 10, "time_limit_s": _QUICK_S}
-    hot = time_function(lambda: target.copy_(source), device, cold=False, **options)
-    believe(f"{2 * source.nbytes / np.median(hot.samples_s) / 1e9:.3g} GB/s out of the cache, as if it were memory's")
-    time_function(lambda: target.copy_(source), device, clock=Unflushed(device) if broken else None, **options)
+def _no_flush(clock: Callable[[Device], object]) -> Callable[[Device, bool, Believe], None]:
+    """A copy that is called cold, by a clock that leaves the cache as it is where it is broken."""
+
+    def plant(device: Device, broken: bool, believe: Believe) -> None:
+        source = torch.randn(1 << 16, device=device.torch_device)
+        target = torch.empty_like(source)
+        options = {"minimum_samples": 10, "time_limit_s": _QUICK_S}
+        hot = time_function(lambda: target.copy_(source), device, cold=False, **options)
+        believe(f"{2 * source.nbytes / np.median(hot.samples_s) / 1e9:.3g} GB/s out of the cache, as if it were memory's")
+        time_function(lambda: target.copy_(source), device, clock=clock(device) if broken else None, **options)
+
+    return plant
 
 
 def _skipped_work(device: Device, broken: bool, believe: Believe) -> None:
@@ -207,8 +219,11 @@ def _row(device: Device, dtype: str, rate: Estimate, verification: Verification)
 
 FAULTS: tuple[Fault, ...] = (
     Fault("no synchronisation", "checks.require_whole_work", "calls in a row take", _no_synchronisation),
+    Fault("no synchronisation after a block of calls", "checks.require_whole_work", "calls in a row take",
+          _no_synchronisation_of_a_block),
     Fault("no warm-up", "Timing.unsteady", "warm-up's windows still differed", _no_warm_up),
-    Fault("no cache flush", "checks.require_flushed", "the cache was flushed 0 times", _no_flush),
+    Fault("no cache flush", "checks.require_flushed", "the cache was flushed 0 times", _no_flush(Unflushed)),
+    Fault("a cache flush that reads nothing", "checks.require_flushed", "did not read its buffer", _no_flush(Unread)),
     Fault("constant data under another name", "operands.verify_data", "operands are normal", _constant_data),
     Fault("a multiply-add counted as one FLOP", "checks.require_product_flops", "FLOPs are claimed", _wrong_flops),
     Fault("a timed region that skips work", "checks.require_whole_work", "calls in a row take", _skipped_work),

@@ -15,12 +15,13 @@ from torch import nn
 from hyperion import measure
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
-from hyperion.measure.api import OUTPUT_TOLERANCE, device_of
+from hyperion.measure.api import device_of
+from hyperion.measure.outputs import OUTPUT_TOLERANCE, OutputMismatchError, call_from_seed
 from hyperion.measure.units import bytes_text, estimate_text, flops_text, seconds_text
 from hyperion.results import Estimate, RowError, rows_from_csv, rows_to_csv
 
 PLACE = {"notebook": "my_notebook", "experiment": "my_experiment", "variant": "mine"}
-QUICK = {"device": "cpu", "cold": False, "minimum_samples": 10, "time_limit_s": 0.05}
+QUICK = {"device": "cpu", "cold": False, "minimum_samples": 10, "time_limit_s": 0.2}
 KIB = 256  # float32 elements
 
 
@@ -51,7 +52,7 @@ def test_numbers_take_the_prefix_that_fits():
 
 
 def test_time_answers_in_words_as_a_row_and_as_a_picture():
-    answer = measure.time(sleeper(2), label="two sleeps", **QUICK)
+    answer = measure.time(sleeper(2), label="two sleeps", **{**QUICK, "time_limit_s": 2.0})
     assert answer.timing.samples_s.min() >= 2e-3 and answer.estimate.n >= 10
     said = str(answer)
     assert said == repr(answer) and len(said.splitlines()) <= 3
@@ -74,7 +75,7 @@ def test_a_row_takes_the_limit_it_is_given_and_refuses_to_beat_it():
 
 
 def test_cold_is_said_and_is_the_default():
-    answer = measure.time(lambda: None, device="cpu", minimum_samples=5, time_limit_s=0.01)
+    answer = measure.time(lambda: None, device="cpu", minimum_samples=5, time_limit_s=1.0)
     assert answer.timing.cold and "cold cache" in str(answer) and answer.row(**PLACE).params["cache"] == "cold"
 
 
@@ -95,8 +96,9 @@ def test_an_unsteady_function_is_not_called_settled():
 
 def test_the_faster_one_is_named_whichever_comes_first():
     quick, slow = sleeper(1), sleeper(12)
-    ahead = measure.compare(quick, slow, labels=("quick", "slow"), **QUICK)
-    behind = measure.compare(slow, quick, labels=("slow", "quick"), **QUICK)
+    patient = {**QUICK, "time_limit_s": 2.0}
+    ahead = measure.compare(quick, slow, labels=("quick", "slow"), **patient)
+    behind = measure.compare(slow, quick, labels=("slow", "quick"), **patient)
     assert ahead.verdict.startswith("quick is ") and "× (95 % CI " in ahead.verdict and "faster than slow" in ahead.verdict
     assert behind.verdict.startswith("quick is ") and "faster than slow" in behind.verdict
     assert ahead.ratio.ci_low > 1 > behind.ratio.ci_high
@@ -119,7 +121,7 @@ def test_the_same_function_twice_shows_no_difference():
 
 def test_outputs_are_compared_in_float64_and_the_error_is_the_row_s_check():
     x = torch.randn(64, generator=torch.Generator().manual_seed(1))
-    answer = measure.compare(lambda: x, lambda: x * 1.00001, **QUICK)
+    answer = measure.compare(lambda: x * 1, lambda: x * 1.00001, **QUICK)
     assert answer.output_error == pytest.approx(1e-5, rel=0.05) and answer.outputs_agree
     (row,) = stored(answer.row(**PLACE))
     assert (row.check_error, row.check_tolerance) == (answer.output_error, OUTPUT_TOLERANCE[torch.float32])
@@ -128,7 +130,7 @@ def test_outputs_are_compared_in_float64_and_the_error_is_the_row_s_check():
 @pytest.mark.parametrize("wrong", [2.0, float("nan")])
 def test_a_wrong_output_is_shouted_and_has_no_row(wrong):
     x = torch.ones(64)
-    answer = measure.compare(lambda: x * wrong, lambda: x, **QUICK)
+    answer = measure.compare(lambda: x * wrong, lambda: x * 1, **QUICK)
     assert answer.outputs_agree is False and "OUTPUTS DIFFER" in str(answer)
     with pytest.raises(RowError):
         answer.row(**PLACE)
@@ -136,34 +138,51 @@ def test_a_wrong_output_is_shouted_and_has_no_row(wrong):
 
 def test_a_tolerance_of_one_s_own_decides():
     x = torch.ones(8)
-    assert measure.compare(lambda: x, lambda: x * 1.5, tolerance=0.5, **QUICK).outputs_agree
-    assert not measure.compare(lambda: x, lambda: x * 1.00001, tolerance=1e-6, **QUICK).outputs_agree
+    assert measure.compare(lambda: x * 1, lambda: x * 1.5, tolerance=0.5, **QUICK).outputs_agree
+    assert not measure.compare(lambda: x * 1, lambda: x * 1.00001, tolerance=1e-6, **QUICK).outputs_agree
 
 
 def test_the_coarser_dtype_sets_the_tolerance_and_integers_have_none():
     x = torch.randn(256, generator=torch.Generator().manual_seed(1))
-    assert measure.compare(lambda: x, lambda: x.bfloat16(), **QUICK).outputs_agree
+    assert measure.compare(lambda: x * 1, lambda: x.bfloat16(), **QUICK).outputs_agree
     off_by_one = measure.compare(lambda: torch.arange(1, 9), lambda: torch.arange(8), **QUICK)
     assert off_by_one.output_tolerance == 0 and off_by_one.outputs_agree is False
 
 
 def test_of_a_nest_the_worst_tensor_counts():
-    a = {"loss": torch.ones(3), "logits": [torch.ones(2), torch.ones(4)]}
-    b = {"loss": torch.ones(3), "logits": [torch.ones(2), torch.full((4,), 3.0)]}
-    assert measure.compare(lambda: a, lambda: a, **QUICK).output_error == 0
-    assert measure.compare(lambda: a, lambda: b, **QUICK).output_error == pytest.approx(2 / 3)
+    def nest(last):
+        return lambda: {"loss": torch.ones(3), "logits": [torch.ones(2), torch.full((4,), last)]}
+
+    assert measure.compare(nest(1.0), nest(1.0), **QUICK).output_error == 0
+    answer = measure.compare(nest(1.0), nest(3.0), **QUICK)
+    assert answer.output_error == pytest.approx(2 / 3) and "output['logits'][1][0]: 1 against 3" in str(answer)
 
 
 @pytest.mark.parametrize(
     "other, reason",
     [
-        (torch.ones(3), "different shapes"), (None, "not both return"), (1.0, "not both return"),
-        ((torch.ones(2),), "different nests"), (torch.ones(2).to_sparse(), "sparse"),
+        (lambda: torch.ones(3), r"the shapes \(2,\) and \(3,\) differ"), (lambda: None, "the other is not"),
+        (lambda: 1.0, r"the shapes \(2,\) and \(\) differ"), (lambda: (torch.ones(2),), "nested differently"),
+        (lambda: torch.ones(2, dtype=torch.int64), "different kinds of numbers"),
+        (lambda: torch.ones(2) > 0, "different kinds of numbers"),
     ],
 )  # fmt: skip
-def test_why_outputs_were_not_compared(other, reason):
-    answer = measure.compare(lambda: torch.ones(2), lambda: other, **QUICK)
-    assert answer.output_error is None and reason in str(answer)
+def test_outputs_that_cannot_be_compared_are_refused_before_the_timing(other, reason):
+    calls = []
+
+    def counted():
+        calls.append(None)
+        return other()
+
+    with pytest.raises(OutputMismatchError, match=reason):
+        measure.compare(lambda: torch.ones(2), counted, **QUICK)
+    assert len(calls) == 2
+
+
+def test_sparse_tensors_arrays_and_numbers_are_compared_too():
+    for make in (lambda: torch.ones(2).to_sparse(), lambda: np.ones(2), lambda: 0.5, lambda: {"n": 3, "on": True}):
+        assert measure.compare(make, make, labels=("A", "B"), **QUICK).outputs_agree
+    assert not measure.compare(lambda: 0.5, lambda: 0.6, labels=("A", "B"), **QUICK).outputs_agree
 
 
 def test_an_output_buffer_that_both_share_does_not_hide_a_difference():
@@ -177,10 +196,10 @@ def test_both_start_from_the_same_random_state_and_leave_the_reader_s_alone():
     expected = torch.rand(1)
     torch.manual_seed(7)
     answer = measure.compare(lambda: nn.functional.dropout(torch.ones(99)), lambda: nn.functional.dropout(torch.ones(99)),
-                             **{**QUICK, "minimum_samples": 1})  # fmt: skip
+                             **QUICK)  # fmt: skip
     assert answer.output_error == 0
     torch.manual_seed(7)
-    measure.api._output_of(lambda: torch.rand(5), detect_cpu())
+    call_from_seed(lambda: torch.rand(5), detect_cpu())
     assert torch.rand(1) == expected
 
 

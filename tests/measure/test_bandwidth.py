@@ -67,3 +67,18 @@ def test_a_sum_of_zeros_is_zero():
     zeros = torch.zeros(10)
     assert verify_sum(torch.tensor(0.0), (zeros,), FORMATS["fp32"]).error == 0
     assert not verify_sum(torch.tensor(1.0), (zeros,), FORMATS["fp32"]).passed
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_one_wrong_element_of_a_stream_is_caught_wherever_it_is(operation, dtype):
+    chosen, storage = OPERATIONS[operation], FORMATS[dtype].storage
+    generator = torch.Generator().manual_seed(1)
+    inputs = tuple(torch.randn(300_000, generator=generator).to(storage) for _ in range(chosen.inputs))
+    output = torch.empty(300_000, dtype=storage)
+    chosen.run(output, *inputs)
+    tolerance = torch.finfo(storage).eps
+    assert verify_elementwise(output, chosen.reference, inputs, tolerance).passed
+    place = int((output.float().abs() - 1).abs().argmin())
+    output[place] *= 1.09
+    assert not verify_elementwise(output, chosen.reference, inputs, tolerance).passed

@@ -60,3 +60,17 @@ def test_precision_flags_are_given_back(cpu):
 def test_relative_error_of_nothing_and_of_nan():
     assert relative_error(torch.zeros(3), torch.zeros(3)) == 0
     assert not relative_error(torch.tensor([float("nan")]), torch.ones(1)) <= 1e9
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_one_wrong_element_is_caught_wherever_it_is(cpu, dtype):
+    product, tolerance = Gemm(400, 500, 64, dtype, cpu), FORMATS[dtype].gemm_tolerance
+    product()
+    whole = product.c_MN.clone()
+    for row, column in ((0, 0), (123, 321), (399, 499), (7, 458)):
+        product.c_MN.copy_(whole)
+        product.c_MN[row, column] += 0.5 * whole.float().std().to(whole.dtype)
+        found = verify_product(product.a_MK, product.b_KN, product.c_MN, tolerance)
+        assert not found.passed and found.error > tolerance
+        assert dtype != "bf16" or relative_error(product.c_MN, whole) < tolerance, "its norm alone lets it pass"
+    assert verify_product(product.a_MK, product.b_KN, whole, tolerance).passed
