@@ -239,21 +239,16 @@ class TorchEngine(ABC):
             CheckpointError: on all ranks: the files are bad, hold a number that is none, or belong to a model or optimizer
                 of another shape.
         """
-        state = read_sharded(folder, self._state())
+        here = self._state()
+        state = read_sharded(folder, here)
         agreed(lambda: require_finite(state, folder, CheckpointError, EARLIER))
-        try:
-            set_model_state_dict(self.model, state["model"])
-            with contextlib.nullcontext() if self._captured is None else same_tensors(self.optimizer):
-                set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
-            self.steps = int(state["steps"])
-            self._items_seen.fill_(int(state["items_seen"]))
-            self.scaler.load_state_dict(state["scaler"])
-        except (RuntimeError, KeyError, ValueError, AttributeError) as error:  # the same on all ranks: groups of other
-            raise CheckpointError(  # parameters, or a file without the numbers
-                f"the checkpoint does not fit this model and optimizer: {error}",
-                where=folder,
-                next_step="use the configuration it was saved with, or another checkpoint folder",
-            ) from error
+        agreed(lambda: _require_fitting(state, here, folder))
+        set_model_state_dict(self.model, state["model"])
+        with contextlib.nullcontext() if self._captured is None else same_tensors(self.optimizer):
+            set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        self.steps = state["steps"]
+        self._items_seen.fill_(state["items_seen"])
+        self.scaler.load_state_dict(state["scaler"])
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -263,3 +258,48 @@ class TorchEngine(ABC):
             "items_seen": self.tokens_seen,
             "scaler": self.scaler.state_dict(),
         }
+
+
+def _require_fitting(state: dict[str, Any], here: dict[str, Any], folder: Path) -> None:
+    """Raises CheckpointError unless a stored state can be loaded where `here` is the state."""
+    if state.get("scaler") and here["scaler"]:
+        misfit = _misfit(state, here, "")
+    else:  # one of them has no scale: LossScaler says that the precisions differ
+        misfit = _misfit({**state, "scaler": {}}, {**here, "scaler": {}}, "") if "scaler" in state else "scaler is missing"
+        misfit = misfit or ("" if isinstance(state["scaler"], dict) else "scaler is no object")
+    for name in ("steps", "items_seen"):
+        if not misfit and (type(state[name]) is not int or not 0 <= state[name] < 2**63):
+            misfit = f"{name} is {state[name]!r}"
+    if misfit:
+        raise CheckpointError(
+            f"the checkpoint does not fit this model and optimizer: {misfit}",
+            where=folder,
+            next_step="use the configuration it was saved with, or another checkpoint folder",
+        )
+
+
+def _misfit(stored: Any, here: Any, path: str) -> str:
+    """Where two nested states differ in keys, lengths, kinds of values or texts; "" where they do not.
+
+    Tensors were compared by read_sharded. Versions of PyTorch give groups of parameters other options: those that are in
+    both are compared.
+    """
+    if isinstance(here, dict) and isinstance(stored, dict):
+        options = path.startswith("optimizer/param_groups/") and "params" in stored
+        if not options and (others := sorted(stored.keys() ^ here.keys())):
+            return f"{path or 'the state'} has not the same entries: {others[0]}"
+        pairs = [(f"{path}/{key}" if path else key, stored[key], here[key]) for key in here if key in stored]
+    elif isinstance(here, list | tuple) and isinstance(stored, list) and len(here) == len(stored):
+        pairs = [(f"{path}/{index}", *pair) for index, pair in enumerate(zip(stored, here, strict=True))]
+    elif isinstance(here, Tensor) or isinstance(stored, Tensor):
+        fits = isinstance(here, Tensor) and isinstance(stored, Tensor)
+        return "" if fits else f"{path} is a tensor in one of the two only"
+    else:
+        fits = _kind(stored) == _kind(here) or None in (stored, here)
+        fits = fits and not isinstance(stored, dict | list) and (not isinstance(here, str) or stored == here)
+        return "" if fits else f"{path} is {stored!r:.80} there and {here!r:.80} here"
+    return next((found for name, theirs, ours in pairs if (found := _misfit(theirs, ours, name))), "")
+
+
+def _kind(value: Any) -> type:
+    return float if isinstance(value, int) and not isinstance(value, bool) else type(value)

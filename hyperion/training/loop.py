@@ -272,7 +272,7 @@ class _Run:
         self.batches.load_state_dict(shared["batches"])
         self.step, self.steps_in_epoch = shared["step"], shared["steps_in_epoch"]
         self.learning_rate, self.saved_at, self.seed = shared["learning_rate"], shared["step"], shared["seed"]
-        self.history = History.from_state_dict(shared["history"])
+        self.history = shared["history"]
         self.history.resumed_at.append(self.step)
         if own is None:
             self.earlier_items = shared["items_in_epoch"]
