@@ -85,7 +85,8 @@ def _compare(
     tensors = [leaf for leaf in [*tree_leaves((args, kwargs)), *block.parameters()] if isinstance(leaf, Tensor)]
     if any(isinstance(tensor, FakeTensor) for tensor in tensors) or not any(t.requires_grad for t in tensors):
         return False
-    with _disable_current_modes():  # what counts operations or bytes of a step must not see these
+    # What counts operations or bytes of a step must not see these.
+    with _disable_current_modes(), _without_cached_casts():
         plain = _gradients(block, forward, args, kwargs)
         try:
             recomputed = _gradients(block, checkpointed, args, kwargs)
@@ -109,6 +110,17 @@ def _compare(
                 f"{norms[name]:.6g}, and the difference to that without recomputation is {difference:.3g}",
             )
     return True
+
+
+@contextlib.contextmanager
+def _without_cached_casts() -> Iterator[None]:
+    """Autocast casts each weight anew: what it has cast already, the recomputation would cast again."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def _refused(block: nn.Module, what: str) -> HyperionError:
