@@ -16,6 +16,7 @@ import re
 import shutil
 import stat
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from typing import TypeVar
 
 from hyperion.checkpoints.ranks import agreed, on_rank_0, rank_and_size
 from hyperion.checkpoints.states import EARLIER, CheckpointError
-from hyperion.errors import refused_write
+from hyperion.errors import refused_write, require_number
 from hyperion.untrusted import inner_path, open_regular, printable, read_json
 
 MANIFEST = "manifest.json"
@@ -63,13 +64,13 @@ def saving(folder: Path, step: int, keep: int = 2) -> Iterator[Path]:
     belongs into `agreed` (write_sharded sees to that): the others would wait for the one that left.
 
     Raises:
+        HyperionError: a step or `keep` out of range.
         CheckpointError: the folder cannot be written (full disk, no permission), or is not one folder for all ranks;
             names it, the cause and the failing rank.
     """
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise CheckpointError(f"{name} is {value!r}", where=folder, next_step=f"give a whole number from {least}")
-    folder = Path(folder)
+        require_number(name, value, "saving a checkpoint", whole=True, at_least=least)
+    folder, step, keep = Path(folder), int(step), int(keep)
     target = checkpoint_path(folder, step)
     new = folder / f"{UNFINISHED}{target.name}"
     try:
@@ -89,6 +90,29 @@ def saving(folder: Path, step: int, keep: int = 2) -> Iterator[Path]:
         if rank_and_size()[0] == 0:
             shutil.rmtree(new, ignore_errors=True)
         raise
+
+
+def require_writable(folder: Path) -> None:
+    """Make the folder if it is missing, and write a file into it: what a first checkpoint would find out hours later.
+
+    Raises:
+        CheckpointError: it cannot be made or written to, or is not one folder for all ranks.
+    """
+    folder = Path(folder)
+
+    def attempt() -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as file:
+                file.write(b"checkpoint")
+        except OSError as error:
+            raise refused_write(
+                error, CheckpointError, where=folder, elsewhere="name another checkpoint folder",
+                action="no checkpoint could be written", kept="nothing was trained",
+            ) from error  # fmt: skip
+
+    on_rank_0(attempt)
+    agreed(lambda: _require_shared(folder))
 
 
 def newest_good(folder: Path, read: Callable[[Path], T]) -> T | None:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from hyperion import processes
 from hyperion.checkpoints import CheckpointError, agreed, read_sharded, write_sharded
 from hyperion.checkpoints.states import EARLIER
-from hyperion.errors import HyperionError
+from hyperion.errors import HyperionError, require_number
 from hyperion.hardware import Device
 from hyperion.parallel import average_statistics, clip_gradients, is_sharded, local_gradient_norm, ranks_of, start_sum
 from hyperion.processes import World
@@ -107,6 +107,7 @@ class TorchEngine(ABC):
     Attributes:
         scaler: what keeps fp16 gradients from vanishing; it is part of the engine's state.
         uncaptured: why steps are not replayed, "" where they are.
+        unchecked: the first batch has still to be checked by `check_batch`.
     """
 
     item: str
@@ -123,6 +124,7 @@ class TorchEngine(ABC):
         capture: bool = False,
         micro_batches: int = 1,
     ):
+        _require_settings(schedule, clip_norm, micro_batches, type(self).__name__)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.precision, self.device, self.clip_norm = precision, device, clip_norm
         self.scaler, self.micro_batches = precision.loss_scaler(device), micro_batches
@@ -136,6 +138,7 @@ class TorchEngine(ABC):
             )
         self.uncaptured = why_not_captured(device, self.ranks, precision.dtype) if capture else "not asked for"
         self._captured: CapturedStep | None = None
+        self.unchecked = True
         self._items_seen = torch.zeros((), dtype=torch.int64, device=device.torch_device)
         if device.kind == "cpu":
             keep_freed_memory()
@@ -162,8 +165,24 @@ class TorchEngine(ABC):
     def summed_loss(self, batch: Any) -> Tensor:
         """Sum of the losses of this rank's items (scalar with gradient)."""
 
+    @abstractmethod
+    def check_batch(self, batch: Any) -> None:
+        """Refuse a batch that the model would take and that is not in the engine's form; called before the first step
+        alone, because it waits for the device.
+
+        Raises:
+            HyperionError: says what form is expected.
+        """
+
     def train_step(self, batch: Any) -> StepMetrics:
-        """Forward, backward, clip, update. All ranks call it."""
+        """Forward, backward, clip, update. All ranks call it.
+
+        Raises:
+            HyperionError: the first batch, or a batch's loss, is not in the engine's form (see `check_batch`).
+        """
+        if self.unchecked:
+            self.check_batch(batch)
+            self.unchecked = False
         learning_rate = self.schedule(self.steps + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -258,6 +277,23 @@ class TorchEngine(ABC):
             "items_seen": self.tokens_seen,
             "scaler": self.scaler.state_dict(),
         }
+
+
+def _require_settings(schedule: Any, clip_norm: float, micro_batches: int, where: str) -> None:
+    def refused(what: str, next_step: str) -> HyperionError:
+        return HyperionError(what, where=where, next_step=next_step)
+
+    if not callable(schedule):
+        raise refused(
+            f"the schedule is {schedule!r:.80}, not a function of the step",
+            "give WarmupCosine(…), or lambda step: 1e-3 for a constant rate",
+        )
+    rate = schedule(1)
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+        raise refused(f"the schedule gives the learning rate {rate!r} for step 1", "make it a finite number from 0")
+    if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not clip_norm > 0:
+        raise refused(f"clip_norm is {clip_norm!r}", "give a number above 0, or math.inf to clip nothing")
+    require_number("micro_batches", micro_batches, where, whole=True, at_least=1)
 
 
 def _require_fitting(state: dict[str, Any], here: dict[str, Any], folder: Path) -> None:

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import torch
 
-from hyperion.errors import HyperionError
+from hyperion.errors import require_number
 
 _NUMPY_WORDS = 624  # of the Mersenne twister
 
@@ -22,12 +22,7 @@ def seed_everything(seed: int, deterministic: bool = False) -> None:
     Raises:
         HyperionError: another seed.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**32:
-        raise HyperionError(
-            f"seed {seed!r} is not a whole number from 0 to 2^32 - 1",
-            where="seed_everything",
-            next_step="give such a number, for example 0",
-        )
+    require_number("seed", seed, "seed_everything", whole=True, at_least=0, at_most=2**32 - 1)
     seed = int(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -46,10 +41,7 @@ def seed_rank(seed: int, step: int, rank: int) -> None:
         HyperionError: one of the three is negative or no whole number.
     """
     for name, value in (("seed", seed), ("step", step), ("rank", rank)):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
-            raise HyperionError(
-                f"{name} {value!r} is not a whole number from 0", where="seed_rank", next_step="give one from 0"
-            )
+        require_number(name, value, "seed_rank", whole=True, at_least=0)
     seed_everything(int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0]))
 
 
