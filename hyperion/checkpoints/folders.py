@@ -136,7 +136,7 @@ def newest_good(folder: Path, read: Callable[[Path], T]) -> T | None:
         except CheckpointError as error:
             refused.append(error)
             if rank_and_size()[0] == 0:
-                print(printable(f"WARNING: checkpoint refused. {error}"), file=sys.stderr)
+                print(printable(f"WARNING: checkpoint refused: {path}. {error}"), file=sys.stderr)
     if refused:
         raise CheckpointError(
             f"none of {len(refused)} checkpoints can be used; the newest: {refused[0].what}",
