@@ -1,6 +1,8 @@
 """One exception type for everything a user can put right: what was wrong, where, and the next step."""
 
 import errno
+import math
+import numbers
 from typing import TypeVar
 
 
@@ -61,3 +63,37 @@ def refused_write(error: OSError, kind: type[Error], *, action: str, kept: str, 
     else:
         what, remedy = f"{action}: {reason}", "make the folder writable"
     return kind(what, where=where, next_step=f"{remedy}, or {elsewhere}")
+
+
+def require_number(
+    name: str,
+    value: object,
+    where: str,
+    *,
+    whole: bool = False,
+    at_least: float = -math.inf,
+    above: float = -math.inf,
+    at_most: float = math.inf,
+    below: float = math.inf,
+) -> None:
+    """Refuse an argument that is not a finite number within bounds; True and False are no numbers.
+
+    Args:
+        name: of the argument, for the message.
+        where: the function or class that takes it.
+        whole: integers alone, NumPy's among them.
+
+    Raises:
+        HyperionError: with the value and the bounds.
+    """
+    kind = numbers.Integral if whole else numbers.Real
+    number = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
+    if number and at_least <= value <= at_most and above < value < below:
+        return
+    bounds = {"from": at_least, "above": above, "to": at_most, "below": below}
+    within = " ".join(f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound))
+    raise HyperionError(
+        f"{name} is {value!r:.80}",
+        where=where,
+        next_step=f"give a {'whole' if whole else 'finite'} number {within}".rstrip(),
+    )

@@ -6,7 +6,7 @@ files): rank 0 makes and verifies the folder, each rank writes its shards, and a
 
 from hyperion.checkpoints.adapters import frozen_sha256, load_adapter, save_adapter
 from hyperion.checkpoints.export import export_model, full_state
-from hyperion.checkpoints.folders import checkpoint_path, newest_good, saving, verify
+from hyperion.checkpoints.folders import checkpoint_path, newest_good, require_writable, saving, verify
 from hyperion.checkpoints.ranks import agreed, gathered, on_rank_0, rank_and_size
 from hyperion.checkpoints.sharded import read_sharded, write_sharded
 from hyperion.checkpoints.states import CheckpointError, read_state, write_state
@@ -29,6 +29,7 @@ __all__ = [
     "rank_and_size",
     "read_sharded",
     "read_state",
+    "require_writable",
     "save",
     "save_adapter",
     "saving",

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hyperion.checkpoints.folders import MANIFEST, checkpoint_path, saving, verify
 from hyperion.checkpoints.ranks import on_rank_0
-from hyperion.checkpoints.states import CheckpointError, looks_like, own_copy
+from hyperion.checkpoints.states import CheckpointError, own_copy, read_tensors
+from hyperion.untrusted import read_json
 
 WEIGHTS, CONFIG, BASE = "adapter_model.safetensors", "adapter_config.json", "base.json"
 HASHING_THREADS = 8
@@ -71,9 +72,10 @@ def load_adapter(model: nn.Module, path: Path, base_sha256: str | None = None) -
                 where=path / WEIGHTS,
                 next_step="load it into the base model that it was trained on",
             )
-    if base_sha256 is not None and (path / BASE).is_file() and (trained := _json(path / BASE)["sha256"]) != base_sha256:
+    trained = _json(path / BASE).get("sha256") if base_sha256 is not None and (path / BASE).is_file() else base_sha256
+    if trained != base_sha256:
         raise CheckpointError(
-            f"the adapter was trained on base weights {trained[:12]}, these are {base_sha256[:12]}",
+            f"the adapter was trained on base weights {str(trained)[:12]}, these are {base_sha256[:12]}",
             where=path / BASE,
             next_step="load the base weights that it was trained on",
         )
@@ -142,7 +144,7 @@ def _require_same_config(mine, theirs: dict, path: Path) -> None:
     wanted = {"peft_type": "LORA", "r": mine.r, "lora_alpha": mine.lora_alpha, "use_rslora": mine.use_rslora}
     wanted["target_modules"] = sorted(mine.target_modules)
     found = {name: theirs.get(name) for name in wanted}
-    if isinstance(found["target_modules"], list):
+    if isinstance(found["target_modules"], list) and all(isinstance(name, str) for name in found["target_modules"]):
         found["target_modules"] = sorted(found["target_modules"])
     for name, value in wanted.items():
         if found[name] != value:
@@ -154,21 +156,20 @@ def _require_same_config(mine, theirs: dict, path: Path) -> None:
 
 
 def _json(path: Path) -> dict:
+    remedy = "name the folder of an adapter"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(content, dict):
-            raise ValueError("no JSON object")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path.name} cannot be read: {error}", where=path, next_step="name the folder of an adapter"
-        ) from error
+        content = read_json(path, CheckpointError, remedy)
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error}", where=path, next_step=remedy) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path.name} is no JSON object", where=path, next_step=remedy)
     return content
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:
     try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
+        return read_tensors(path)
+    except CheckpointError as error:
         raise CheckpointError(
             f"{path.name} holds no adapter: {_what_is_there(path, error)}",
             where=path,
@@ -176,8 +177,8 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         ) from error
 
 
-def _what_is_there(path: Path, error: Exception) -> str:
+def _what_is_there(path: Path, error: CheckpointError) -> str:
     pickles = [other.name for other in sorted(path.parent.glob("*.bin"))]
     if not path.is_file() and pickles:
         return f"{pickles[0]} is a pickle, which could run code; it was not opened"
-    return looks_like(path, error)
+    return error.what

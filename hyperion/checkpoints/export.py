@@ -1,7 +1,7 @@
 """One file with the whole model, for other programs: gathered from the shards of all ranks."""
 
-import contextlib
 import os
+import tempfile
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -41,16 +41,16 @@ def export_model(model: nn.Module, path: Path) -> Path:
 
 
 def _write_whole(state: dict[str, Tensor], path: Path) -> None:
-    new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: own_copy(tensor) for name, tensor in state.items()}, new, metadata={"format": "pt"})
-        with new.open("rb") as file:
-            os.fsync(file.fileno())
-        new.replace(path)
+        # In a folder of its own, which only this user may enter: at a name that can be guessed there may be a link.
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as made:
+            new = Path(made) / path.name
+            save_file({name: own_copy(tensor) for name, tensor in state.items()}, new, metadata={"format": "pt"})
+            with new.open("rb") as file:
+                os.fsync(file.fileno())
+            new.replace(path)
     except (OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
         cause = error if isinstance(error, OSError) else OSError(str(error))  # a full disk arrives as SafetensorError
         raise refused_write(
             cause, CheckpointError, where=path, elsewhere="name another file",

@@ -5,6 +5,7 @@ one format, whatever the number of ranks and the layout of the tensors, and each
 form has its index in a pickle and its objects in torch.save files, which can run code; this one has neither.
 """
 
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,16 +13,27 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from hyperion.checkpoints.ranks import agreed, on_rank_0, rank_and_size
-from hyperion.checkpoints.states import EARLIER, STATE, CheckpointError, looks_like, read_tree, to_tree, write_tree
+from hyperion.checkpoints.states import (
+    EARLIER,
+    STATE,
+    CheckpointError,
+    looks_like,
+    read_tree,
+    reading,
+    to_tree,
+    write_tree,
+)
 from hyperion.errors import refused_write
+from hyperion.untrusted import inner_path, open_regular
 
 SHARDS = "*.safetensors"
 
@@ -141,19 +153,7 @@ def _apart(tensor: Tensor, storages: set[int]) -> Tensor:
 
 def _stored_state(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """The stored state with these tensors in it, once every name, shape and type fits."""
-    if strange := [path for path in folder.iterdir() if path.name != STATE and not path.match(SHARDS)]:
-        raise CheckpointError(
-            f"a file that is no part of a checkpoint: {looks_like(strange[0])}", where=strange[0], next_step=EARLIER
-        )
-    for path in sorted(folder.glob(SHARDS)):
-        try:
-            with safe_open(path, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{path.name} holds no tensors: {looks_like(path, error)}", where=path, next_step=EARLIER
-            ) from error
-    stored = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    stored = stored_tensors(folder)
     for name in sorted(set(stored) | set(tensors)):
         if name not in tensors:
             raise _misfit(f"{name} is in the checkpoint, and this model and optimizer have none", folder)
@@ -163,6 +163,57 @@ def _stored_state(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
         if found != wanted:
             raise _misfit(f"{name} is {_described(*found)} there and {_described(*wanted)} here", folder)
     return read_tree(folder, tensors)
+
+
+def stored_tensors(folder: Path, others: tuple[str, ...] = (STATE,)) -> dict[str, TensorStorageMetadata]:
+    """Shape and type of each tensor of a folder that write_sharded wrote, from the headers of its files.
+
+    Args:
+        others: names of the files that belong there and hold no tensors.
+
+    Raises:
+        CheckpointError: another file is there, one is damaged, or the shards of a tensor do not make it up: they overlap,
+            leave a part out, or have different types.
+    """
+    with reading(folder, "holds no shards"):
+        found = sorted(folder.iterdir())
+    if strange := [path for path in found if path.name not in others and not path.match(SHARDS)]:
+        raise CheckpointError(
+            f"a file that is no part of a checkpoint: {looks_like(strange[0])}", where=strange[0], next_step=EARLIER
+        )
+    for path in found:
+        inner_path(folder, path.name, CheckpointError, EARLIER)
+        with reading(path, "holds no tensors"):
+            open_regular(path, CheckpointError, EARLIER).close()
+            if path.name not in others:
+                with safe_open(path, framework="pt"):
+                    pass
+    with reading(folder, "holds no shards of tensors"):
+        metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+        stored = metadata.state_dict_metadata
+        for index, piece in metadata.storage_data.items():
+            if piece.dtype != stored[index.fqn].properties.dtype:
+                raise ValueError(f"the shards of {index.fqn} have different types")
+        for name, whole in stored.items():
+            if not _tile(whole):
+                raise ValueError(f"the shards of {name} overlap, or leave out a part of {list(whole.size)}")
+    return stored
+
+
+def _tile(whole: TensorStorageMetadata) -> bool:
+    """Whether the shards cover a tensor once: as many elements as it has, and no two shards meet."""
+    shards = sorted((tuple(c.offsets), tuple(c.sizes)) for c in whole.chunks if math.prod(c.sizes))
+    if any(len(offset) != len(size) or min(offset, default=0) < 0 for offset, size in shards):
+        return False
+    if sum(math.prod(size) for _, size in shards) != math.prod(whole.size):
+        return False
+    for number, (offset, size) in enumerate(shards):
+        for other, other_size in shards[number + 1 :]:
+            if offset and other[0] >= offset[0] + size[0]:
+                break  # sorted by the first axis, which FSDP2 shards: the shards after it begin no earlier
+            if all(a < b + m and b < a + n for a, n, b, m in zip(offset, size, other, other_size, strict=True)):
+                return False
+    return True
 
 
 def _described(shape: torch.Size, dtype: torch.dtype) -> str:

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from hyperion.checkpoints.folders import MANIFEST, verify
-from hyperion.checkpoints.states import CheckpointError, looks_like
+from hyperion.checkpoints.sharded import stored_tensors
+from hyperion.checkpoints.states import STATE, CheckpointError, read_tensors, reading
+from hyperion.untrusted import open_regular
 
 _MODEL = "model/"
 _NESTED = ("model", "state_dict", "model_state_dict")
@@ -58,26 +59,24 @@ def _refused(path: Path, why: str) -> CheckpointError:
 
 
 def _of_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
-    reader = HuggingFaceStorageReader(str(folder))
-    stored = reader.read_metadata().state_dict_metadata
-    wanted = {
-        name: torch.empty(told.size, dtype=told.properties.dtype)
-        for name, told in stored.items()
-        if name.startswith(_MODEL)
-    }
-    if not wanted:
+    stored = {name: told for name, told in stored_tensors(folder, (STATE, MANIFEST)).items() if name.startswith(_MODEL)}
+    if not stored:
         raise CheckpointError("the checkpoint holds no model", where=folder, next_step="name one of a training run")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), reading(folder, "holds no weights"):
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        dcp.load(wanted, storage_reader=reader, no_dist=True)
+        wanted = {name: torch.empty(told.size, dtype=told.properties.dtype) for name, told in stored.items()}
+        try:
+            dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+        except CheckpointException as error:  # no Exception, but PyTorch's collection of those of all ranks
+            raise ValueError(str(error)) from error
     return {name.removeprefix(_MODEL): tensor for name, tensor in wanted.items()}
 
 
 def _of_safetensors(path: Path) -> dict[str, torch.Tensor]:
     try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise _refused(path, looks_like(path, error)) from error
+        return read_tensors(path)
+    except CheckpointError as error:
+        raise _refused(path, error.what) from error
 
 
 def _of_pickle(path: Path) -> dict[str, torch.Tensor]:
@@ -87,13 +86,18 @@ def _of_pickle(path: Path) -> dict[str, torch.Tensor]:
         raise _refused(path, "it is no pickle of tensors alone; nothing in it was executed") from error
     except Exception as error:  # a file that is no pickle at all makes the unpickler fail in any way
         raise _refused(path, f"it cannot be read as a state dict ({type(error).__name__}: {error})") from error
-    while isinstance(state, dict) and (nested := next((name for name in _NESTED if name in state), None)):
-        state = state[nested]
-    if not isinstance(state, dict) or not state or not all(isinstance(part, torch.Tensor) for part in state.values()):
+    for _ in _NESTED:  # a pickle can hold itself
+        if isinstance(state, dict) and (nested := next((name for name in _NESTED if name in state), None)):
+            state = state[nested]
+    if not isinstance(state, dict) or not state or not all(map(_is_named_tensor, state.items())):
         raise _refused(path, "it is no state dict: a dictionary of tensors was expected")
     return state
 
 
+def _is_named_tensor(item: tuple[object, object]) -> bool:
+    return isinstance(item[0], str) and isinstance(item[1], torch.Tensor)
+
+
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path, CheckpointError, "name a file of weights or a checkpoint folder") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -44,7 +44,8 @@ class ImageBatches(ResumableBatches):
         rank, ranks: this process's part of each batch; evaluation takes whole batches, on every rank.
 
     Raises:
-        DataError: unknown augmentation or border, too few records for one batch, or a batch that the ranks do not divide.
+        DataError: images, labels or normalisation of another form, unknown augmentation or border, too few records for one
+            batch, or a batch that the ranks do not divide.
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class ImageBatches(ResumableBatches):
         rank: int = 0,
         ranks: int = 1,
     ):
+        require_form(np.asarray(images), np.asarray(labels))
+        _require_normalisation(*normalisation)
         super().__init__(len(images), batch_size, seed, drop_last, rank, ranks)
         if unknown := set(augment) - {"crop", "flip"}:
             raise DataError(f"unknown augmentation {sorted(unknown)}", next_step="use 'crop' and 'flip'")
@@ -125,6 +128,37 @@ class ImageBatches(ResumableBatches):
         if self.hole:
             table[[_HOLE_TOP, _HOLE_LEFT]] = generator.integers(0, self._side, size=(2, self.records)) - self.hole // 2
         return table
+
+
+def require_form(images: np.ndarray, labels: np.ndarray) -> None:
+    """Refuse images that would be scaled twice, channels that would be taken for rows, and labels of another form.
+
+    Raises:
+        DataError: images are not uint8 [N, 3, Y, Y], or labels are not classes from 0 [N].
+    """
+    form = f"images are {images.dtype} {list(images.shape)}, expected uint8 [N, 3, Y, Y], 0 to 255, not normalised"
+    if np.issubdtype(images.dtype, np.floating):
+        raise DataError(form, where="images", next_step="give the bytes; scaling and normalising is done here")
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1] != 3 or images.shape[2] != images.shape[3]:
+        raise DataError(
+            form, where="images", next_step="give channels first: images.transpose(0, 3, 1, 2) of [N, Y, Y, 3]"
+        )
+    if labels.shape != (len(images),) or not np.issubdtype(labels.dtype, np.integer) or (labels < 0).any():
+        raise DataError(
+            f"labels are {labels.dtype} {list(labels.shape)} for {len(images)} images",
+            where="labels",
+            next_step="give one class for each image, a whole number from 0; labels.argmax(1) of one-hot labels",
+        )
+
+
+def _require_normalisation(*normalisation: Sequence[float]) -> None:
+    mean, deviation = (np.asarray(values, dtype=np.float64) for values in normalisation)
+    if mean.shape != (3,) or deviation.shape != (3,) or not ((mean >= 0) & (mean <= 1) & (deviation > 0)).all():
+        raise DataError(
+            f"the normalisation has means {mean.tolist()} and deviations {deviation.tolist()}",
+            where="ImageBatches",
+            next_step="give three of each in units of full scale, 0 to 1: channel_statistics of the train images",
+        )
 
 
 def bordered(pixels_NYXC: Tensor, border: str) -> Tensor:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from hyperion import compat
 from hyperion.data import channel_statistics
+from hyperion.data.device_images import require_form
 from hyperion.hardware import Device
 from hyperion.models import resnet18
 from hyperion.training import Precision
@@ -62,6 +63,7 @@ class PlainLoop:
         device: Device,
         compiled: bool,
     ):
+        require_form(images, labels)
         where = torch.device(device.torch_device)
         mean, deviation = (torch.tensor(values, device=where)[:, None, None] for values in channel_statistics(images))
         self.images = (torch.from_numpy(images).to(where).float() / 255 - mean) / deviation

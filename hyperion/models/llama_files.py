@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from hyperion.data.sources import mirror_root
 from hyperion.data.staging import cache_root, staged
 from hyperion.errors import HyperionError
 from hyperion.models.llama import RANDOM_LLAMAS, build_random_llama
+from hyperion.untrusted import inner_path, open_regular, read_json
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -122,10 +122,11 @@ def _stored_shapes(folder: Path) -> dict[str, list[int]]:
         files = _json(index).get("weight_map")
         if not isinstance(files, dict):
             raise HyperionError(f"{INDEX} holds no weight_map", where=index, next_step=_AGAIN)
-        for name in sorted(set(files.values())):
-            if not (folder / name).is_file():
-                raise HyperionError(f"the shard {name} is missing", where=folder / name, next_step=_AGAIN)
-        stored = {name: _headers(folder / name) for name in sorted(set(files.values()))}
+        shards = {str(name): inner_path(folder, name, HyperionError, _AGAIN) for name in files.values()}
+        for name, place in sorted(shards.items()):
+            if not place.is_file():
+                raise HyperionError(f"the shard {name} is missing", where=place, next_step=_AGAIN)
+        stored = {name: _headers(place) for name, place in sorted(shards.items())}
         for tensor, name in files.items():
             if tensor not in stored[name]:
                 raise HyperionError(f"{name} lacks {tensor}, which {INDEX} places there", where=folder / name, next_step=_AGAIN)
@@ -146,6 +147,7 @@ def _headers(path: Path) -> dict[str, list[int]]:
     from safetensors import SafetensorError, safe_open
 
     try:
+        open_regular(path, HyperionError, _AGAIN).close()  # safe_open would wait for the writer of a named pipe
         with safe_open(path, framework="pt") as file:
             return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - it is no dict
     except (SafetensorError, OSError) as error:
@@ -154,9 +156,10 @@ def _headers(path: Path) -> dict[str, list[int]]:
 
 def _json(path: Path) -> dict:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise HyperionError(f"{path.name} cannot be read: {error}", where=path, next_step=_AGAIN) from error
+        content = read_json(path, HyperionError, _AGAIN)
+    except (OSError, HyperionError) as error:
+        told = error.what if isinstance(error, HyperionError) else error
+        raise HyperionError(f"{path.name} cannot be read: {told}", where=path, next_step=_AGAIN) from error
     if not isinstance(content, dict):
         raise HyperionError(f"{path.name} is no JSON object", where=path, next_step=_AGAIN)
     return content
@@ -201,12 +204,15 @@ def _download(name: str, work: Path) -> None:
             where=f"{hub_endpoint()}/{name}",
             next_step="check the id; of a gated model accept its licence, download it yourself and name the folder",
         ) from error
-    files = [entry.get("rfilename", "") for entry in _json(listing).get("siblings", [])]
+    siblings = _json(listing).get("siblings", [])
     listing.unlink()
+    if not isinstance(siblings, list) or not all(isinstance(entry, dict) for entry in siblings):
+        raise DataUnavailable(f"the hub's list of the files of {name} is none", where=hub_endpoint(), next_step=_AGAIN)
+    files = [str(entry.get("rfilename", "")) for entry in siblings]
     wanted = [file for file in files if "/" not in file and file.endswith((".json", ".safetensors"))]
     if not any(file.endswith(".safetensors") for file in wanted):
         raise DataUnavailable(
             f"the hub has no safetensors of {name}", where=f"{hub_endpoint()}/{name}", next_step="choose a model that has"
         )
     for file in wanted:
-        download(f"{hub_endpoint()}/{name}/resolve/main/{file}", work / file)
+        download(f"{hub_endpoint()}/{name}/resolve/main/{file}", inner_path(work, file, DataUnavailable, _AGAIN))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hyperion.data.packing import IGNORE_INDEX
-from hyperion.errors import HyperionError
+from hyperion.errors import HyperionError, require_number
 from hyperion.models import block_gradients
 from hyperion.models.block_layers import CausalSelfAttention, FeedForward, LayerNorm, autocasts_to_bf16, dropped
 from hyperion.models.layout import Layout, ModelFlops
@@ -46,14 +46,8 @@ class TransformerConfig:
 
     def __post_init__(self):
         for name in ("vocab_size", "context", "width", "heads", "layers"):
-            if getattr(self, name) < 1:
-                raise HyperionError(
-                    f"{name} is {getattr(self, name)}", where="TransformerConfig", next_step="give 1 or more"
-                )
-        if not 0 <= self.dropout < 1:
-            raise HyperionError(
-                f"dropout is {self.dropout}", where="TransformerConfig", next_step="give a share from 0 to below 1"
-            )
+            require_number(name, getattr(self, name), "TransformerConfig", whole=True, at_least=1)
+        require_number("dropout", self.dropout, "TransformerConfig", at_least=0, below=1)
         if self.width % self.heads:
             raise HyperionError(
                 f"width {self.width} is not a multiple of heads {self.heads}",

@@ -49,17 +49,20 @@ class ParallelPlan:
                     where="ParallelPlan",
                     next_step=f"choose one of {', '.join(map(repr, choices))}",
                 )
+        for name in ("compile_blocks", "reshard_after_forward"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise HyperionError(f"{name} is {value!r}", where="ParallelPlan", next_step="give True or False")
         if self.strategy != "fsdp" and (self.param_dtype is not None or not self.reshard_after_forward):
             raise HyperionError(
                 f"param_dtype and reshard_after_forward belong to strategy 'fsdp', not to {self.strategy!r}",
                 where="ParallelPlan",
                 next_step="leave them out; for bf16 with every strategy give the engine a Precision of bf16",
             )
-        if (self.checkpointing == BUDGET) != (self.checkpointed_blocks is not None) or (
-            self.checkpointed_blocks or 0
-        ) < 0:
+        blocks = self.checkpointed_blocks
+        is_count = isinstance(blocks, int) and not isinstance(blocks, bool) and blocks >= 0
+        if not (is_count if self.checkpointing == BUDGET else blocks is None):
             raise HyperionError(
-                f"checkpointing {self.checkpointing!r} with checkpointed_blocks {self.checkpointed_blocks}",
+                f"checkpointing {self.checkpointing!r} with checkpointed_blocks {blocks!r}",
                 where="ParallelPlan",
                 next_step=f"give a number from 0 with {BUDGET!r}, and none with the others",
             )

@@ -126,17 +126,40 @@ def place_of(environment: Mapping[str, str]) -> Place | None:
     needed = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] + ["LOCAL_RANK"] * (size != "1")
     if missing := [name for name in needed if not environment.get(name)]:
         raise _misled(f"{', '.join(missing)} not set, though other variables of torchrun are")
-    try:
-        rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        local_rank = int(environment.get("LOCAL_RANK", 0))
-        local_size = int(environment.get("LOCAL_WORLD_SIZE", local_rank + 1))
-    except ValueError as error:
-        raise _misled(f"a variable of torchrun is no number: {error}") from error
+    _require_port(environment["MASTER_PORT"])
+    rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    local_rank = _number(environment, "LOCAL_RANK", 0)
+    local_size = _number(environment, "LOCAL_WORLD_SIZE", local_rank + 1)
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
         raise _misled(
             f"rank {rank} of {size} ranks, {local_rank} of {local_size} on this node: these do not fit together"
         )
     return Place(rank, size, local_rank, local_size)
+
+
+def meeting_place(environment: Mapping[str, str]) -> tuple[str, int]:
+    """Address and port of the job's store, from MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        GroupError: one is missing, or the port is none.
+    """
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]:
+        raise _misled(f"{', '.join(missing)} not set")
+    return environment["MASTER_ADDR"], _require_port(environment["MASTER_PORT"])
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environment.get(name) or str(default)
+    if not text.isascii() or not text.isdecimal() or len(text) > 9:
+        raise _misled(f"{name} is {text!r}, not a whole number from 0")
+    return int(text)
+
+
+def _require_port(text: str) -> int:
+    port = _number({"MASTER_PORT": text}, "MASTER_PORT")
+    if port > 65535:
+        raise _misled(f"MASTER_PORT is {port}, above 65535")
+    return port
 
 
 def choose_device(place: Place | None, backend: str | None, facts: Facts) -> tuple[str, Device]:

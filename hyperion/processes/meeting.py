@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from hyperion.errors import HyperionError
+from hyperion.processes.group import meeting_place
 
 _POLL_S = 0.002
 _PATIENCE_S = 600.0
@@ -20,7 +21,7 @@ class Meetings:
     """
 
     def __init__(self):
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        address, port = meeting_place(os.environ)
         store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
         self._store = dist.PrefixStore(f"hyperion/meetings/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 

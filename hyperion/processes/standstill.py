@@ -17,7 +17,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from hyperion.processes.group import World, world
+from hyperion.processes.group import World, meeting_place, world
 
 EXIT_CODE = 1
 _POLL_S = 0.25
@@ -101,7 +101,7 @@ def roll_call(timeout_s: float) -> Iterator[RollCall]:
 
 def _own_store(call: int) -> dist.Store:
     """A connection of its own to the job's store: the group's may be taken by whatever the rank waits for."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, port = meeting_place(os.environ)
     store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
     return dist.PrefixStore(f"hyperion/roll_call/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{call}", store)
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from hyperion import processes
 from hyperion.checkpoints import CheckpointError, agreed, read_sharded, write_sharded
 from hyperion.checkpoints.states import EARLIER
-from hyperion.errors import HyperionError
+from hyperion.errors import HyperionError, require_number
 from hyperion.hardware import Device
 from hyperion.parallel import average_statistics, clip_gradients, is_sharded, local_gradient_norm, ranks_of, start_sum
 from hyperion.processes import World
@@ -107,6 +107,7 @@ class TorchEngine(ABC):
     Attributes:
         scaler: what keeps fp16 gradients from vanishing; it is part of the engine's state.
         uncaptured: why steps are not replayed, "" where they are.
+        unchecked: the first batch has still to be checked by `check_batch`.
     """
 
     item: str
@@ -123,6 +124,7 @@ class TorchEngine(ABC):
         capture: bool = False,
         micro_batches: int = 1,
     ):
+        _require_settings(schedule, clip_norm, micro_batches, type(self).__name__)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.precision, self.device, self.clip_norm = precision, device, clip_norm
         self.scaler, self.micro_batches = precision.loss_scaler(device), micro_batches
@@ -136,6 +138,7 @@ class TorchEngine(ABC):
             )
         self.uncaptured = why_not_captured(device, self.ranks, precision.dtype) if capture else "not asked for"
         self._captured: CapturedStep | None = None
+        self.unchecked = True
         self._items_seen = torch.zeros((), dtype=torch.int64, device=device.torch_device)
         if device.kind == "cpu":
             keep_freed_memory()
@@ -162,8 +165,24 @@ class TorchEngine(ABC):
     def summed_loss(self, batch: Any) -> Tensor:
         """Sum of the losses of this rank's items (scalar with gradient)."""
 
+    @abstractmethod
+    def check_batch(self, batch: Any) -> None:
+        """Refuse a batch that the model would take and that is not in the engine's form; called before the first step
+        alone, because it waits for the device.
+
+        Raises:
+            HyperionError: says what form is expected.
+        """
+
     def train_step(self, batch: Any) -> StepMetrics:
-        """Forward, backward, clip, update. All ranks call it."""
+        """Forward, backward, clip, update. All ranks call it.
+
+        Raises:
+            HyperionError: the first batch, or a batch's loss, is not in the engine's form (see `check_batch`).
+        """
+        if self.unchecked:
+            self.check_batch(batch)
+            self.unchecked = False
         learning_rate = self.schedule(self.steps + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -239,21 +258,16 @@ class TorchEngine(ABC):
             CheckpointError: on all ranks: the files are bad, hold a number that is none, or belong to a model or optimizer
                 of another shape.
         """
-        state = read_sharded(folder, self._state())
+        here = self._state()
+        state = read_sharded(folder, here)
         agreed(lambda: require_finite(state, folder, CheckpointError, EARLIER))
-        try:
-            set_model_state_dict(self.model, state["model"])
-            with contextlib.nullcontext() if self._captured is None else same_tensors(self.optimizer):
-                set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
-            self.steps = int(state["steps"])
-            self._items_seen.fill_(int(state["items_seen"]))
-            self.scaler.load_state_dict(state["scaler"])
-        except (RuntimeError, KeyError, ValueError, AttributeError) as error:  # the same on all ranks: groups of other
-            raise CheckpointError(  # parameters, or a file without the numbers
-                f"the checkpoint does not fit this model and optimizer: {error}",
-                where=folder,
-                next_step="use the configuration it was saved with, or another checkpoint folder",
-            ) from error
+        agreed(lambda: _require_fitting(state, here, folder))
+        set_model_state_dict(self.model, state["model"])
+        with contextlib.nullcontext() if self._captured is None else same_tensors(self.optimizer):
+            set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        self.steps = state["steps"]
+        self._items_seen.fill_(state["items_seen"])
+        self.scaler.load_state_dict(state["scaler"])
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -263,3 +277,65 @@ class TorchEngine(ABC):
             "items_seen": self.tokens_seen,
             "scaler": self.scaler.state_dict(),
         }
+
+
+def _require_settings(schedule: Any, clip_norm: float, micro_batches: int, where: str) -> None:
+    def refused(what: str, next_step: str) -> HyperionError:
+        return HyperionError(what, where=where, next_step=next_step)
+
+    if not callable(schedule):
+        raise refused(
+            f"the schedule is {schedule!r:.80}, not a function of the step",
+            "give WarmupCosine(…), or lambda step: 1e-3 for a constant rate",
+        )
+    rate = schedule(1)
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+        raise refused(f"the schedule gives the learning rate {rate!r} for step 1", "make it a finite number from 0")
+    if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not clip_norm > 0:
+        raise refused(f"clip_norm is {clip_norm!r}", "give a number above 0, or math.inf to clip nothing")
+    require_number("micro_batches", micro_batches, where, whole=True, at_least=1)
+
+
+def _require_fitting(state: dict[str, Any], here: dict[str, Any], folder: Path) -> None:
+    """Raises CheckpointError unless a stored state can be loaded where `here` is the state."""
+    if state.get("scaler") and here["scaler"]:
+        misfit = _misfit(state, here, "")
+    else:  # one of them has no scale: LossScaler says that the precisions differ
+        misfit = _misfit({**state, "scaler": {}}, {**here, "scaler": {}}, "") if "scaler" in state else "scaler is missing"
+        misfit = misfit or ("" if isinstance(state["scaler"], dict) else "scaler is no object")
+    for name in ("steps", "items_seen"):
+        if not misfit and (type(state[name]) is not int or not 0 <= state[name] < 2**63):
+            misfit = f"{name} is {state[name]!r}"
+    if misfit:
+        raise CheckpointError(
+            f"the checkpoint does not fit this model and optimizer: {misfit}",
+            where=folder,
+            next_step="use the configuration it was saved with, or another checkpoint folder",
+        )
+
+
+def _misfit(stored: Any, here: Any, path: str) -> str:
+    """Where two nested states differ in keys, lengths, kinds of values or texts; "" where they do not.
+
+    Tensors were compared by read_sharded. Versions of PyTorch give groups of parameters other options: those that are in
+    both are compared.
+    """
+    if isinstance(here, dict) and isinstance(stored, dict):
+        options = path.startswith("optimizer/param_groups/") and "params" in stored
+        if not options and (others := sorted(stored.keys() ^ here.keys())):
+            return f"{path or 'the state'} has not the same entries: {others[0]}"
+        pairs = [(f"{path}/{key}" if path else key, stored[key], here[key]) for key in here if key in stored]
+    elif isinstance(here, list | tuple) and isinstance(stored, list) and len(here) == len(stored):
+        pairs = [(f"{path}/{index}", *pair) for index, pair in enumerate(zip(stored, here, strict=True))]
+    elif isinstance(here, Tensor) or isinstance(stored, Tensor):
+        fits = isinstance(here, Tensor) and isinstance(stored, Tensor)
+        return "" if fits else f"{path} is a tensor in one of the two only"
+    else:
+        fits = _kind(stored) == _kind(here) or None in (stored, here)
+        fits = fits and not isinstance(stored, dict | list) and (not isinstance(here, str) or stored == here)
+        return "" if fits else f"{path} is {stored!r:.80} there and {here!r:.80} here"
+    return next((found for name, theirs, ours in pairs if (found := _misfit(theirs, ours, name))), "")
+
+
+def _kind(value: Any) -> type:
+    return float if isinstance(value, int) and not isinstance(value, bool) else type(value)

@@ -70,13 +70,15 @@ def evaluate_language(
     once is up to the windows (hyperion.data.evaluation_windows).
 
     Raises:
-        HyperionError: no window has a target.
+        HyperionError: no window has a target, or the model returns something else than nll_BT.
     """
     sums = torch.zeros(3, dtype=torch.float64, device=device.torch_device)  # nll, its square, tokens
     with _evaluating(model):
         for (inputs_BT, targets_BT), counts in _own(windows, ranks_of(model)):
             with precision.autocast(device):
-                nll_BT = model(inputs_BT, targets_BT).double()
+                nll_BT = model(inputs_BT, targets_BT)
+            require_nll(nll_BT, targets_BT)
+            nll_BT = nll_BT.double()
             scored = (targets_BT != IGNORE_INDEX).sum()
             if counts:
                 sums = sums + torch.stack((nll_BT.sum(), nll_BT.square().sum(), scored.double()))
@@ -94,13 +96,14 @@ def evaluate_images(
     """Loss and accuracy over batches (images_BCYX, labels_B).
 
     Raises:
-        HyperionError: there is no image.
+        HyperionError: there is no image, or labels are not classes int64 [B].
     """
     sums = torch.zeros(3, dtype=torch.float64, device=device.torch_device)  # loss, correct, images
     with _evaluating(model):
         for (images_BCYX, labels_B), counts in _own(batches, ranks_of(model)):
             with precision.autocast(device):
                 logits_BK = model(images_BCYX).float()
+            _require_classes(logits_BK, labels_B)
             losses_B = F.cross_entropy(logits_BK, labels_B, reduction="none").double()
             correct_B = (logits_BK.argmax(dim=1) == labels_B).double()
             if counts:
@@ -110,6 +113,32 @@ def evaluate_images(
     _require_some(images, "images")
     accuracy = correct / images
     return ImageEvaluation(total / images, accuracy, math.sqrt(accuracy * (1 - accuracy) / images), images)
+
+
+def require_nll(nll_BT: Tensor, targets_BT: Tensor) -> None:
+    """Refuse what a language model returned for targets unless it is one number for each target.
+
+    Raises:
+        HyperionError: it is a mean loss, logits, an object of another library.
+    """
+    if isinstance(nll_BT, Tensor) and nll_BT.shape == targets_BT.shape and nll_BT.is_floating_point():
+        return
+    form = f"{nll_BT.dtype} {list(nll_BT.shape)}" if isinstance(nll_BT, Tensor) else f"a {type(nll_BT).__name__}"
+    raise HyperionError(
+        f"the model returned {form} for targets {list(targets_BT.shape)}",
+        where="LanguageEngine",
+        next_step="return the negative log-likelihood of each target in nats, [B, T], zero where it is not scored: "
+        "F.cross_entropy(…, reduction='none'); the engine takes the mean over the whole batch",
+    )
+
+
+def _require_classes(logits_BK: Tensor, labels_B: Tensor) -> None:
+    if logits_BK.ndim != 2 or labels_B.shape != logits_BK.shape[:1] or labels_B.dtype != torch.int64:
+        raise HyperionError(
+            f"labels are {labels_B.dtype} {list(labels_B.shape)} for logits {list(logits_BK.shape)}",
+            where="evaluate_images",
+            next_step="give one class for each image, int64 [B]; argmax(dim=1) of one-hot labels",
+        )
 
 
 @contextmanager

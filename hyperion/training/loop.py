@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from hyperion.checkpoints import checkpoint_path, gathered, newest_good, rank_and_size
+from hyperion.checkpoints import agreed, checkpoint_path, gathered, newest_good, rank_and_size, require_writable
+from hyperion.checkpoints.states import to_tree
 from hyperion.errors import HyperionError
 from hyperion.training.engine import Engine, StepMetrics
 from hyperion.training.history import EpochRecord, History
@@ -72,7 +73,9 @@ def train(
             evaluation, or a weight when it was to be saved.
         Interrupted: SIGTERM came to some rank; the state was saved first, and all ranks leave. Its exit_code is 75.
             One process stops after the step in progress; many stop after the same step, when losses are read next.
-        CheckpointError: no checkpoint of the folder can be used, or one could not be written.
+        HyperionError: before the first step: the engine, the loader, `validation` or a callback lacks what the run needs.
+        CheckpointError: no checkpoint of the folder can be used, or one could not be written; before the first step: the
+            folder is not writable, or the loader's state cannot be stored.
     """
     with StopFlag() as stop:
         return _Run(engine, batches, plan, validation, folder, on_epoch, stop, report).run()
@@ -86,6 +89,7 @@ class _Run:
         self.engine, self.batches, self.plan = engine, batches, plan
         self.validation, self.folder, self.stop = validation, folder, stop
         self.on_epoch, self.report = (on_epoch, report) if self.rank == 0 else ((), lambda done, total, note: None)
+        agreed(self.require_parts)
         self.total_steps = plan.total_steps(len(batches))
         self.history = History(engine.item)
         self.pulse = Pulse(engine.device)
@@ -98,6 +102,44 @@ class _Run:
         # Steps whose numbers are still on the device, with their batches.
         self.unread: list[tuple[StepMetrics, Any]] = []
 
+    def require_parts(self) -> None:
+        """Everything that is needed at the end is asked for before the first step.
+
+        Raises:
+            HyperionError: a part lacks what it needs for this run.
+            CheckpointError: the loader's state cannot be stored.
+        """
+        saves = ("state_dict", "load_state_dict") if self.folder is not None else ()
+        for what, part, needed in (
+            ("the engine", self.engine, ("train_step", "evaluate", "save", "load")),
+            ("the loader", self.batches, ("__len__", "__iter__", *saves)),
+        ):
+            if lacking := [name for name in needed if not callable(getattr(part, name, None))]:
+                raise HyperionError(
+                    f"{what}, a {type(part).__name__}, has no {' and no '.join(lacking)}",
+                    where="train",
+                    next_step="give a resumable loader, such as LanguageBatches, ImageBatches or torchdata's "
+                    "StatefulDataLoader, or no checkpoint folder"
+                    if part is self.batches
+                    else "give a LanguageEngine, an ImageEngine or your own TorchEngine",
+                )
+        if len(self.batches) < 1:
+            raise HyperionError(
+                "the loader holds no batch", where="train", next_step="use a smaller batch size or more data"
+            )
+        functions = [("validation", self.validation), ("report", self.report), *(("on_epoch", f) for f in self.on_epoch)]
+        for name, function in functions:
+            if function is not None and not callable(function):
+                raise HyperionError(
+                    f"{name} is a {type(function).__name__}, which cannot be called",
+                    where="train",
+                    next_step=f"give a function, for example {name}=lambda: batches"
+                    if name == "validation"
+                    else f"give functions as {name}",
+                )
+        if self.folder is not None:
+            to_tree({"batches": self.batches.state_dict()}, {}, torch.Tensor.detach)
+
     def begin_epoch(self, warmed_up: bool = False) -> None:
         """Nothing was trained on yet."""
         self.meter = EpochMeter(self.engine.device, warmed_up)
@@ -106,6 +148,8 @@ class _Run:
         self.steps_in_epoch = 0
 
     def run(self) -> History:
+        if self.folder is not None:
+            require_writable(self.folder)
         self.restore()
         while self.step < self.total_steps or self.steps_in_epoch:
             self.train_epoch()
@@ -272,7 +316,7 @@ class _Run:
         self.batches.load_state_dict(shared["batches"])
         self.step, self.steps_in_epoch = shared["step"], shared["steps_in_epoch"]
         self.learning_rate, self.saved_at, self.seed = shared["learning_rate"], shared["step"], shared["seed"]
-        self.history = History.from_state_dict(shared["history"])
+        self.history = shared["history"]
         self.history.resumed_at.append(self.step)
         if own is None:
             self.earlier_items = shared["items_in_epoch"]

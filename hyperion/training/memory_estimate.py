@@ -77,6 +77,7 @@ def estimate_memory(make: Make, device: Device, ask: bool = False) -> MemoryEsti
         with _Forgetful(fake):
             engine, batch = make(replace(device, torch_device="cpu"))
         engine.uncaptured = "tensors without memory are not recorded"
+        engine.unchecked = False  # nor have they values
         _make_state(engine)
         standing = state_of(engine.model, engine.optimizer) | {"batch": batch}
         timeline = MemoryTimeline(engine.model, standing, BLOCK_BYTES if accelerator else 1, kernels, in_place=True)

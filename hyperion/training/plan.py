@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hyperion.errors import HyperionError
+from hyperion.errors import HyperionError, require_number
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Plan:
                 "give epochs or steps, one of them", where="Plan", next_step="for example Plan(epochs=3)"
             )
         for name in ("epochs", "steps", "evaluate_every", "checkpoint_every", "keep"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise HyperionError(f"{name} is {value}", where="Plan", next_step="give 1 or more")
+            if (value := getattr(self, name)) is not None:
+                require_number(name, value, "Plan", whole=True, at_least=1)
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """Optimizer steps of the whole plan."""

@@ -32,6 +32,14 @@ class Precision:
     dtype: str
     reason: str
 
+    def __post_init__(self):
+        if self.dtype not in (*TRAINING_DTYPES, FP8):
+            raise HyperionError(
+                f"dtype is {self.dtype!r}",
+                where="Precision",
+                next_step=f"choose one of {', '.join((*TRAINING_DTYPES, FP8))}",
+            )
+
     def products(self) -> AbstractContextManager:
         """The context of a whole step, backward pass included: whether float32 products may use TF32 units.
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from hyperion.errors import HyperionError
+from hyperion.errors import HyperionError, require_number
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,10 @@ class WarmupCosine:
     final_fraction: float = 0.1
 
     def __post_init__(self):
+        for name in ("warmup_steps", "total_steps"):
+            require_number(name, getattr(self, name), "WarmupCosine", whole=True)
+        require_number("peak", self.peak, "WarmupCosine", at_least=0)
+        require_number("final_fraction", self.final_fraction, "WarmupCosine", at_least=0, at_most=1)
         if not 0 <= self.warmup_steps < self.total_steps:
             raise HyperionError(
                 f"warmup_steps {self.warmup_steps} is not within 0 .. total_steps {self.total_steps} - 1",
@@ -31,7 +35,13 @@ class WarmupCosine:
             )
 
     def __call__(self, step: int) -> float:
-        """Learning rate of optimizer step `step`, counted from 1."""
+        """Learning rate of optimizer step `step`, counted from 1.
+
+        Raises:
+            HyperionError: a step below 1.
+        """
+        if step < 1:
+            raise HyperionError(f"step is {step}", where="WarmupCosine", next_step="count steps from 1")
         if step < self.warmup_steps:
             return self.peak * step / self.warmup_steps
         done = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))

@@ -1,6 +1,10 @@
 """A run's checkpoint: the engine's shards, what all ranks share, and what each rank has of its own."""
 
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from hyperion.checkpoints import (
     CheckpointError,
@@ -12,7 +16,29 @@ from hyperion.checkpoints import (
     verify,
     write_state,
 )
+from hyperion.checkpoints.states import EARLIER, STATE, reading
 from hyperion.training.engine import Engine
+from hyperion.training.history import History
+from hyperion.training.seeds import require_rng_state
+
+_NUMBER = (int, float)
+# What the loop and each rank store, by type; whole numbers and times are not negative.
+_SHARED = {
+    "step": int, "ranks": int, "steps_in_epoch": int, "learning_rate": _NUMBER, "history": dict, "batches": dict,
+    "seed": int, "items_in_epoch": int,
+}  # fmt: skip
+_OWN = {"rng": dict, "meter": dict, "losses": list, "earlier_items": int}
+_METER = {
+    "items": int, "timed_items": int, "timed_steps": int, "time_s": _NUMBER, "waited_s": _NUMBER, "metric": str,
+    "gib": (*_NUMBER, type(None)),
+}  # fmt: skip
+_HISTORY = {"item": str, "losses": torch.Tensor, "epochs": list, "resumed_at": list, "rank_epochs": list}
+_OPTIONAL = (*_NUMBER, type(None))
+_RECORD = {
+    "epoch": int, "step": int, "steps": int, "loss": _NUMBER, "learning_rate": _NUMBER, "items": int, "time_s": _NUMBER,
+    "timed_steps": int, "items_per_s": _OPTIONAL, "peak_memory_metric": str, "peak_memory_gib": _OPTIONAL,
+    "evaluation": (dict, type(None)), "rank": (int, type(None)), "waited_s": _NUMBER,
+}  # fmt: skip
 
 
 def write_run(folder: Path, step: int, keep: int, engine: Engine, shared: dict, own: dict) -> None:
@@ -38,14 +64,14 @@ def read_run(path: Path, engine: Engine, total_steps: int) -> tuple[dict, dict |
     """Verify one checkpoint and load it into the engine. All ranks call it.
 
     Returns:
-        What all ranks share, with "step" and "ranks"; and what this rank stored of its own, None where another number
-        of ranks saved.
+        What all ranks share, with "step" and "ranks", and a History as "history"; and what this rank stored of its own,
+        None where another number of ranks saved.
 
     Raises:
         CheckpointError: on all ranks: it is bad, of another model, or beyond the plan's end.
     """
-    verify(path)
-    shared = agreed(lambda: read_state(path / "loop"))
+    manifest = verify(path)
+    shared = agreed(lambda: _shared(path / "loop", manifest["step"], engine.item))
     if shared["step"] > total_steps:
         raise CheckpointError(
             f"it is at step {shared['step']}, after the end of the plan at {total_steps}",
@@ -53,9 +79,65 @@ def read_run(path: Path, engine: Engine, total_steps: int) -> tuple[dict, dict |
             next_step="train longer, or name another checkpoint folder",
         )
     rank, size = rank_and_size()
-    own = agreed(lambda: read_state(path / _rank_folder(rank))) if shared["ranks"] == size else None
+    own = agreed(lambda: _own(path / _rank_folder(rank), shared)) if shared["ranks"] == size else None
     engine.load(path / "engine")
     return shared, own
+
+
+def _shared(folder: Path, step: int, item: str) -> dict[str, Any]:
+    """What all ranks share, once every value is of its type and the numbers of steps agree."""
+    shared, place = read_state(folder), folder / STATE
+    _require_fields(shared, _SHARED, "the state of the loop", place)
+    history = shared["history"]
+    _require_fields(history, _HISTORY, "the history", place)
+    with reading(place, "holds no history"):
+        shared["history"] = found = History.from_state_dict(history)
+    for record in [*found.epochs, *found.rank_epochs]:
+        _require_fields(asdict(record), _RECORD, "a record of the history", place)
+    losses = history["losses"]
+    for what, sound in (
+        (f"step {shared['step']}, and the manifest's is {step}", shared["step"] == step),
+        (f"a history of {found.item!r}, and the engine counts {item!r}", found.item == item),
+        (f"{losses.numel()} losses of {step} steps", losses.dtype == torch.float64 and losses.shape == (step,)),
+        ("a loss that is not finite", bool(losses.isfinite().all())),
+        (f"resumed_at {found.resumed_at!r}", all(type(at) is int and 0 <= at <= step for at in found.resumed_at)),
+        (f"an epoch that ended after step {step}", all(0 < record.step <= step for record in found.epochs)),
+        (f"{shared['steps_in_epoch']} steps in the epoch", shared["steps_in_epoch"] <= step),
+        ("0 ranks", shared["ranks"] > 0),
+    ):
+        if not sound:
+            raise CheckpointError(f"the state of the loop has {what}", where=place, next_step=EARLIER)
+    return shared
+
+
+def _own(folder: Path, shared: dict) -> dict[str, Any]:
+    """What this rank stored of its own, once every value is of its type and the generators accept theirs."""
+    own, place = read_state(folder), folder / STATE
+    _require_fields(own, _OWN, "the state of the rank", place)
+    _require_fields(own["meter"], _METER, "the state of the meter", place)
+    losses = own["losses"]
+    if len(losses) > shared["steps_in_epoch"] or not all(type(loss) in _NUMBER for loss in losses):
+        raise CheckpointError(
+            f"{len(losses)} losses of the {shared['steps_in_epoch']} steps in the epoch, or some that are no numbers",
+            where=place,
+            next_step=EARLIER,
+        )
+    with reading(place, "holds no state of the random generators"):
+        require_rng_state(own["rng"])
+    return own
+
+
+def _require_fields(found: dict, fields: dict[str, type | tuple[type, ...]], what: str, where: Path) -> None:
+    if found.keys() != fields.keys():
+        wrong = sorted(found.keys() ^ fields.keys())[0]
+        raise CheckpointError(
+            f"{what} has the field {wrong!r} too much or lacks it", where=where, next_step=EARLIER
+        )
+    for name, kinds in fields.items():
+        value = found[name]
+        negative = isinstance(value, int | float) and value < 0 and name != "loss"
+        if isinstance(value, bool) or not isinstance(value, kinds) or negative:
+            raise CheckpointError(f"{name} of {what} is {value!r:.80}", where=where, next_step=EARLIER)
 
 
 def _write(folder: Path, state: dict) -> None:

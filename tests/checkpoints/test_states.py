@@ -113,8 +113,35 @@ def test_a_missing_file_is_named(tmp_path):
         read_state(tmp_path)
 
 
-def test_a_state_that_names_an_absent_tensor_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ('{"x": {"$tensor": "y"}}', "not the tensor of its name"),
+        ('{"x": {"$tensor": ["x"]}}', "not the tensor of its name"),
+        ('{"x": {"$tensor": "x"}, "y": {"$tensor": "y"}}', "the tensor 'y' is not stored"),
+        ("{}", "names no place for the tensor 'x'"),
+        ('{"x": {"$tensor": "x"}, "y": 1e999}', "'y' is no finite number"),
+        ('{"x": {"$tensor": "x"}, "x": {"$tensor": "x"}}', "twice"),
+        ("[1]", "list"),
+        ('{"a":' * 480 + "1" + "}" * 480, "RecursionError"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_state_that_does_not_belong_to_its_tensors_is_refused(tmp_path, content, reason):
     write_state(tmp_path, {"x": torch.ones(2)})
-    (tmp_path / "state.json").write_text('{"x": {"$tensor": "y"}}')
-    with pytest.raises(CheckpointError, match="KeyError"):
+    (tmp_path / "state.json").write_text(content)
+    with pytest.raises(CheckpointError, match=reason) as caught:
         read_state(tmp_path)
+    assert caught.value.where == tmp_path / "state.json"
+
+
+def test_two_tensors_of_one_path_are_refused_instead_of_one_being_lost(tmp_path):
+    with pytest.raises(CheckpointError, match="two tensors of one path 'a/b'"):
+        write_state(tmp_path, {"a/b": torch.ones(2), "a": {"b": torch.zeros(2)}})
+
+
+def test_a_document_larger_than_can_be_read_back_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("hyperion.checkpoints.states.STATE_BYTES", 1000)
+    write_state(tmp_path, {"series": [1.5] * 100})
+    with pytest.raises(CheckpointError, match="numbers and text"):
+        write_state(tmp_path, {"series": [1.5] * 1000})

@@ -85,6 +85,9 @@ def remove_a_shard(folder):
         (lambda f: edit(f / INDEX, weight_map=[]), "holds no weight_map"),
         (only_pickles, r"pickles \(pytorch_model.bin\)"),
         (lambda f: [path.unlink() for path in f.glob("*safetensors*")], "no model.safetensors and no"),
+        (lambda f: edit(f / INDEX, weight_map={"lm_head.weight": "../elsewhere.safetensors"}), "leaves its folder"),
+        (lambda f: edit(f / INDEX, weight_map={"lm_head.weight": 3}), "names no file"),
+        (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json cannot be read: .*nested too deeply"),
         (lambda f: edit(f / "config.json", model_type="mistral"), "type 'mistral', not 'llama'"),
         (lambda f: edit(f / "config.json", vocab_size=299), r"shape \[300, 64\], config.json asks for \[299, 64\]"),
         (lambda f: edit(f / "config.json", quantization_config={}), "quantised"),
@@ -92,7 +95,8 @@ def remove_a_shard(folder):
         (lambda f: (f / "config.json").write_text("[]"), "no JSON object"),
     ],
     ids=["missing shard", "cut shard", "tensor not in its shard", "tensor not in the index", "no map", "pickles",
-         "nothing", "another model", "another vocabulary", "quantised", "no JSON", "no object"],
+         "nothing", "name outside", "name that is a number", "deep JSON",
+         "another model", "another vocabulary", "quantised", "no JSON", "no object"],
 )  # fmt: skip
 def test_each_fault_of_a_folder_is_named(folder, spoil, message):
     spoil(folder)

@@ -1,5 +1,6 @@
 """A model laid over two ranks trains as it does on one device."""
 
+import copy
 import functools
 import math
 from collections import Counter
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyperion.errors import HyperionError
-from hyperion.models import TransformerLM, resnet18
+from hyperion.models import Layout, TransformerLM, resnet18
 from hyperion.parallel import ParallelPlan, parallelize
 from hyperion.parallel.plan import BUDGET, CHECKPOINTING, NONE
 from tests.parallel import small
@@ -221,6 +222,109 @@ def test_each_policy_does_again_what_it_says():
     plain = done.pop(None)
     again = {how: tuple(more - once for more, once in zip(counts, plain, strict=True)) for how, counts in done.items()}
     assert again == {"every block": (15, 3, 3), "selective": (0, 0, 3), "budget": (10, 2, 2)}
+
+
+class _Counting(nn.Module):
+    """A block whose result depends on how often it was called."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(8, 8), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return torch.sin(self.linear(x) * self.calls)
+
+
+class _Averaging(nn.Module):
+    """A block with a running mean of its own, which no library knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.lerp_(x.flatten(0, -2).mean(0), 0.5)
+        return torch.sin(self.linear(x))
+
+
+class _InPlace(nn.Module):
+    """A block that adds to its own input in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.sin(self.linear(x.detach().mul_(2))) + x
+
+
+class _OfBlocks(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.stem, self.blocks = nn.Linear(8, 8), nn.ModuleList([block])
+
+    def forward(self, x):
+        y = self.blocks[0](self.stem(x))
+        return (y[0] if isinstance(y, tuple) else y).sin().sum()
+
+    def layout(self):
+        return Layout(stem=("stem",), blocks=("blocks.0",), head=(), tied=())
+
+
+_NUMBERS, _TORCHS = "is wrong: its L2 norm is .* and the difference", "cannot compute a block again: .*inplace"
+WRONG_WHEN_COMPUTED_AGAIN = [("selective", lambda: nn.GRU(8, 8, batch_first=True), _NUMBERS)]
+for _policy in ("every block", "selective"):
+    WRONG_WHEN_COMPUTED_AGAIN += [(_policy, _Counting, _NUMBERS), (_policy, _Averaging, _NUMBERS)]
+    WRONG_WHEN_COMPUTED_AGAIN += [(_policy, _InPlace, _TORCHS)]
+
+
+@pytest.mark.parametrize(("policy", "block", "reason"), WRONG_WHEN_COMPUTED_AGAIN)
+def test_a_block_that_cannot_be_computed_again_is_refused_with_the_numbers(policy, block, reason):
+    torch.manual_seed(0)
+    model = parallelize(_OfBlocks(block()), ParallelPlan(checkpointing=policy), small.ALONE)
+    with pytest.raises(HyperionError, match=reason) as caught:
+        model(torch.randn(4, 6, 8)).backward()
+    assert repr(policy) in caught.value.what and "'none'" in caught.value.next_step
+
+
+@pytest.mark.parametrize("policy", ["every block", "selective"])
+@pytest.mark.parametrize(
+    "block", [lambda: nn.LSTM(8, 8, batch_first=True), lambda: nn.RNN(8, 8, batch_first=True), lambda: nn.Linear(8, 8)]
+)
+def test_a_checkpointed_block_is_refused_or_right(policy, block):
+    torch.manual_seed(0)
+    x, plain = torch.randn(4, 6, 8), _OfBlocks(block())
+    checkpointed = parallelize(copy.deepcopy(plain), ParallelPlan(checkpointing=policy), small.ALONE)
+    plain(x).backward()
+    if policy == "selective" and isinstance(plain.blocks[0], nn.RNN):
+        with pytest.raises(HyperionError, match="cannot compute a block again: .*mutated"):
+            checkpointed(x).backward()
+        return
+    checkpointed(x).backward()
+    for mine, theirs in zip(checkpointed.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_the_comparison_of_checkpointed_blocks_changes_nothing_and_is_made_once():
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(6), nn.Dropout(0.5))
+    plain = _OfBlocks(block)
+    checkpointed = parallelize(copy.deepcopy(plain), ParallelPlan(checkpointing="every block"), small.ALONE)
+    calls = []
+    checkpointed.blocks[0][0].register_forward_hook(lambda *_: calls.append(1))
+    x = torch.randn(4, 6, 8)
+    after = []
+    for model in (plain, checkpointed):
+        torch.manual_seed(1)
+        after.append((model(x).item(), torch.rand(3).tolist(), *[b.tolist() for b in model.buffers()]))
+    assert after[0] == after[1]
+    assert all(parameter.grad is None for parameter in checkpointed.parameters())
+    first = len(calls)
+    checkpointed(x).backward()
+    assert (first, len(calls) - first) == (4, 2)  # compared: three and the step's own; then forward pass and recomputation
 
 
 def test_a_checkpointed_llama_fills_no_cache_twice():

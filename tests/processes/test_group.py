@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hyperion.hardware import HardwareError
 from hyperion.processes import process_group, world
 from hyperion.processes.group import GroupError, Place, choose_device, place_of
+from hyperion.processes.meeting import Meetings
 from tests.hardware.machines import facts, gpu
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
@@ -96,6 +97,43 @@ def test_incomplete_variables_are_named(missing):
     with pytest.raises(GroupError, match=f"^{missing} not set") as error:
         place_of({name: value for name, value in TORCHRUN.items() if name != missing})
     assert "torchrun" in error.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"RANK": "abc"}, "RANK is 'abc', not a whole number from 0"),
+        ({"RANK": "-1"}, "RANK is '-1'"),
+        ({"RANK": "1e3"}, "RANK is '1e3'"),
+        ({"RANK": "9" * 5000}, "RANK is '999"),
+        ({"WORLD_SIZE": "0"}, "rank 5 of 0 ranks"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
+        ({"LOCAL_RANK": "\u0661"}, "LOCAL_RANK is "),
+        ({"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE is 'x'"),
+        ({"MASTER_PORT": "x"}, "MASTER_PORT is 'x'"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT is 70000, above 65535"),
+    ],
+)
+def test_variables_that_are_no_numbers_are_named_with_a_next_step(changes, reason):
+    with pytest.raises(GroupError, match=reason) as error:
+        place_of(TORCHRUN | changes)
+    assert "unset RANK and WORLD_SIZE" in error.value.next_step
+
+
+@pytest.mark.parametrize("changes", [{"RANK": "abc"}, {"WORLD_SIZE": "0"}, {"MASTER_PORT": "x"}, {"LOCAL_RANK": ""}])
+def test_a_process_with_such_variables_says_so_and_makes_no_group(changes, monkeypatch):
+    for name, value in (TORCHRUN | changes).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(GroupError, match="|".join([*changes, "rank 5 of 0"])), process_group():
+        pass
+
+
+@pytest.mark.parametrize("changes", [{"MASTER_PORT": "x"}, {"MASTER_PORT": ""}, {"MASTER_ADDR": ""}])
+def test_a_meeting_without_a_place_says_so(changes, monkeypatch):
+    for name, value in (TORCHRUN | changes).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(GroupError, match=next(iter(changes))):
+        Meetings()
 
 
 @given(st.fixed_dictionaries({name: st.integers(-1, 9).map(str) | st.just("x") for name in list(TORCHRUN)[:4]}))
