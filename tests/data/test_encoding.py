@@ -54,9 +54,10 @@ def test_text_that_does_not_come_back_is_named(tokenizer):
 def test_the_files_are_the_same_for_any_number_of_workers(tmp_path, tokenizer, monkeypatch):
     """None and two, a chunk of a few lines each time, and blanks at the ends of chunks."""
     monkeypatch.setattr("hyperion.data.encoding.CHUNK_CHARACTERS", 2000)
-    lines = load_wikitext2("synthetic", synthetic_lines=LINES).splits["train"]
-    for split in ("train", "valid", "test"):
+    splits = load_wikitext2("synthetic", synthetic_lines=LINES).splits
+    for split, lines in splits.items():
         (tmp_path / split).write_text("".join(line + " \n" for line in lines))
+    lines = splits["train"]
     corpus = corpus_of_files("mine", {split: tmp_path / split for split in ("train", "valid", "test")})
     contents = []
     for workers in (1, 2):
@@ -102,13 +103,13 @@ print(len(prepared.tokens["train"]), prepared.steps["train"]["read"]["lines"])
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit on a process's data is Linux's")
 def test_a_corpus_larger_than_memory_is_tokenized(tmp_path, tokenizer):
     """The kernel grants 8 MiB beyond what the process has at its start; the text has three times as many."""
-    lines = load_wikitext2("synthetic", synthetic_lines={"train": 4000, "valid": 9, "test": 9}).splits["train"]
-    stretch, limit = "".join(lines), 8 << 20
-    copies = -(-3 * limit // len(stretch))
+    splits = load_wikitext2("synthetic", synthetic_lines={"train": 4000, "valid": 900, "test": 900}).splits
+    lines, limit = splits["train"], 8 << 20
+    copies = -(-3 * limit // len("".join(lines)))
     for split, count in (("train", copies), ("valid", 1), ("test", 1)):
         with open(tmp_path / split, "w") as file:
             for _ in range(count):
-                file.write(stretch)
+                file.writelines(splits[split])
     command = [sys.executable, "-c", IN_LITTLE_MEMORY, str(tmp_path), str(limit)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -151,7 +151,7 @@ def test_sound_data_stay_where_they_are(copies, monkeypatch, capsys):
 
 def test_a_product_of_another_version_is_not_called_damaged(copies, monkeypatch, capsys):
     manifest = copies["images"] / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 1'))
+    manifest.write_text(manifest.read_text().replace('"format": 3', '"format": 2'))
     assert command(monkeypatch) == 0 and copies["images"].is_dir()
     assert "another version of this library made it" in capsys.readouterr().out
 
