@@ -34,7 +34,7 @@ def test_the_mirror_has_the_published_rows(mirror, monkeypatch, capsys):
     monkeypatch.setenv("HYPERION_DATA_MIRROR", str(mirror))
     found = load_instructions("mirror")
     assert (found.name, found.source, found.least_loss_nats) == ("instructions", "mirror", None)
-    assert len(found.train) + len(found.held_out) == COUNT and "official (" in found.detail
+    assert len(found.train) + len(found.held_out) == COUNT and ", official (" in found.detail
     assert not {row.prompt for row in found.train} & {row.prompt for row in found.held_out}
     assert found.train[1].prompt == (
         "### Instruction:\nEdit the following sentence for grammar.\n\n"

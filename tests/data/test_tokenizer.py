@@ -63,7 +63,7 @@ def test_gpt2_of_the_mirror(mirror, monkeypatch):
     monkeypatch.setenv("HYPERION_DATA_MIRROR", str(mirror))
     gpt2 = load_tokenizer("mirror")
     assert (gpt2.name, gpt2.source, gpt2.vocab_size, gpt2.eos_id) == ("gpt2", "mirror", 50257, 50256)
-    assert gpt2.encode(["Hello world"])[0].tolist() == [15496, 995] and "official (" in gpt2.detail
+    assert gpt2.encode(["Hello world"])[0].tolist() == [15496, 995] and ", official (" in gpt2.detail
     valid = (mirror / "wikitext-2" / "wiki.valid.tokens").read_text()
     ids = gpt2.encode_split(valid.splitlines(keepends=True))
     assert gpt2.decode(ids) == valid
