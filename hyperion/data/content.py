@@ -55,7 +55,7 @@ def _text_checks(folder: Path, arrays: dict[str, np.ndarray], facts: dict, thoro
         tokens, samples, steps = arrays.get(split), arrays.get(f"{split}{SAMPLES}"), facts["steps"][split]
         path, places = folder / f"{split}.npy", folder / f"{split}{SAMPLES}.npy"
         if tokens is not None:
-            yield _check_type, path, tokens, token_dtype(facts["vocab_size"]), ()
+            yield _check_token_type, path, tokens, facts["vocab_size"]
             yield check_tokens, tokens, facts["vocab_size"], path
         if tokens is not None and thorough:
             yield _check_count, path, "tokens", len(tokens), steps["tokenize"]["tokens"]
@@ -103,6 +103,10 @@ def _check_type(path: Path, array: np.ndarray, dtype: np.dtype, row_shape: tuple
             where=path,
             next_step=_REMEDY,
         )
+
+
+def _check_token_type(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
+    _check_type(path, tokens, token_dtype(vocab_size, path), ())
 
 
 def _check_text_overlap(folder: Path, arrays: dict[str, np.ndarray], expected: dict) -> None:

@@ -14,7 +14,7 @@ ROWS_AT_ONCE = 4096
 ROWS_READ_AT_ONCE = 1 << 18  # a stream may be longer than memory
 
 
-def token_dtype(vocab_size: int) -> np.dtype:
+def token_dtype(vocab_size: int, where: object = "vocabulary") -> np.dtype:
     """The smallest of uint16 and uint32 that holds every token id.
 
     Args:
@@ -25,7 +25,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
     """
     if not 1 <= vocab_size <= 1 << 31:
         fault = f"a vocabulary of {vocab_size} ids, expected 1 to {1 << 31}"
-        raise DataError(fault, next_step="use a tokenizer whose ids begin at 0 and have few gaps")
+        raise DataError(fault, where=where, next_step="use a tokenizer whose ids begin at 0 and have few gaps")
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
