@@ -126,6 +126,9 @@ def test_a_short_download_leaves_nothing(hub, data_home):
     pyarrow.parquet.write_table(table.slice(0, 100), hub / HUB_FILES["test"])
     with pytest.raises(DataError, match="has 100 lines, expected 4358"):
         load_wikitext2("download")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["word " * 20_000] * 4358}), hub / HUB_FILES["test"])
+    with pytest.raises(DataError, match="holds more than 67108864 bytes of text"):
+        load_wikitext2("download")
     (hub / HUB_FILES["test"]).write_bytes(b"no table")
     with pytest.raises(DataError, match="no readable Parquet table"):
         load_wikitext2("download")
