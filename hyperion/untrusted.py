@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 from hyperion.errors import HyperionError
 
 DOCUMENT_BYTES = 64 * 2**20  # a JSON, CSV or TOML document of ours is a few MiB; more is not ours
+_PIECE_BYTES = 1 << 20
 Error = TypeVar("Error", bound=HyperionError)
 
 
@@ -73,11 +74,15 @@ def read_bounded(path: Path, error: type[Error], next_step: str, limit_bytes: in
         error: it is not a regular file, or it is larger.
         OSError: there is no such file, or it may not be read.
     """
+    content = bytearray()
     with open_regular(path, error, next_step) as file:
-        content = file.read(limit_bytes + 1)  # not the size: a file in /proc has none, and one may grow
-    if len(content) > limit_bytes:
-        raise error(f"the file is larger than {limit_bytes / 2**20:g} MiB", where=path, next_step=next_step)
-    return content
+        # Not by the file's size: a file in /proc has none, and one may grow. In pieces, since a read of the whole limit takes
+        # that much memory for the smallest file.
+        while piece := file.read(_PIECE_BYTES):
+            content += piece
+            if len(content) > limit_bytes:
+                raise error(f"the file is larger than {limit_bytes / 2**20:g} MiB", where=path, next_step=next_step)
+    return bytes(content)
 
 
 def parse_json(content: bytes | str, error: type[Error], next_step: str, where: object = None) -> Any:

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -99,3 +100,13 @@ def test_control_characters_are_shown_not_obeyed():
     assert printable("a\tb\nc") == "a\tb\nc"
     assert printable("\x1b[31mred\x07\r\x9b\u202e\udc80") == r"\x1b[31mred\x07\r\x9b\u202e\udc80"
     assert printable("größer als 5 × σ") == "größer als 5 × σ"
+
+
+def test_a_small_file_takes_little_memory_however_large_the_limit_is(tmp_path):
+    (tmp_path / "small").write_bytes(b"12")
+    tracemalloc.start()
+    try:
+        assert read_bounded(tmp_path / "small", HyperionError, STEP, 1 << 40) == b"12"
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()

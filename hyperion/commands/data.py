@@ -3,15 +3,22 @@
 from pathlib import Path
 
 from hyperion.data import verify
+from hyperion.untrusted import printable
 
 
 def print_verdicts(folder: Path | None) -> int:
-    """Print what is sound and what is not, where the damaged went and what to do; 1 when something is damaged."""
+    """Print what is sound and what is not, its source and whether it is official, where the damaged went and what to do.
+
+    Returns:
+        1 when something is damaged, else 0.
+    """
     verdicts = verify(folder)
     for verdict in verdicts:
         print(f"{'damaged' if verdict.findings else 'ok':<8}{verdict.folder}")
+        if verdict.origin:
+            print(f"        {printable(verdict.origin)}")
         for finding in verdict.findings:
-            print(f"        {finding.file}: {finding.fault}")
+            print(f"        {printable(finding.file)}: {printable(finding.fault)}")
         if verdict.kept is not None:
             print(f"        moved to {verdict.kept}, nothing was deleted")
         if verdict.next_step:

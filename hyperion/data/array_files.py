@@ -5,6 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
+from hyperion.data.faults import DataError
+from hyperion.untrusted import open_regular
+
 FOLDER = "checksums"  # beside the arrays, one file of CRC-32 for each
 BLOCK_BYTES = 2048
 
@@ -12,6 +15,47 @@ BLOCK_BYTES = 2048
 def rows_of_a_block(dtype: np.dtype, row_shape: tuple[int, ...]) -> int:
     """Rows that share a checksum: one image, 1,024 tokens of 16 bits."""
     return max(1, BLOCK_BYTES // (np.dtype(dtype).itemsize * int(np.prod(row_shape, dtype=np.int64))))
+
+
+def narrowed(values: np.ndarray, dtype: np.dtype, where: object) -> np.ndarray:
+    """Return a new array of `values` in `dtype`, with every value unchanged.
+
+    Raises:
+        DataError: a value does not fit (too large, negative, fractional, not a number); the first one is named.
+    """
+    values, dtype = np.asarray(values), np.dtype(dtype)
+    if np.can_cast(values.dtype, dtype, casting="safe"):
+        return np.array(values, dtype=dtype, order="C")
+    with np.errstate(invalid="ignore"):  # a NaN cast to an integer warns; it is found below
+        cast = np.array(values, dtype=dtype, order="C")
+    # A negative number cast to an unsigned type and back can come back as it was, so the sign is compared as well.
+    changed = np.flatnonzero(((cast != values) | ((cast < 0) != (values < 0))).reshape(-1))
+    if len(changed):
+        raise DataError(
+            f"value {changed[0]} is {values.reshape(-1)[changed[0]]}, which {dtype} does not hold ({len(changed)} such)",
+            where=where,
+            next_step="check what made these values: ids must be smaller than the vocabulary, labels than the classes",
+        )
+    return cast
+
+
+def open_array(path: Path) -> np.ndarray:
+    """Memory map of the array in a .npy file; no more is mapped than the file holds.
+
+    Raises:
+        DataError: it is no regular file, or holds no array of plain numbers with at least one dimension.
+    """
+    again = "prepare the data again"
+    try:
+        open_regular(path, DataError, again).close()
+        array = np.lib.format.open_memmap(path, mode="r")
+    except (ValueError, OSError, TypeError, OverflowError, SyntaxError, MemoryError) as error:
+        # NumPy parses the header as a Python literal: a broken one raises nearly anything of these.
+        raise DataError(f"{path.name} is no array of numbers: {error}", where=path, next_step=again) from error
+    if not array.ndim or array.dtype.kind not in "biuf" or 0 in array.shape[1:]:
+        fault = f"{path.name} holds {array.dtype} {list(array.shape)}, no rows of numbers"
+        raise DataError(fault, where=path, next_step=again)
+    return array
 
 
 class ArrayWriter:
@@ -32,8 +76,12 @@ class ArrayWriter:
         self._write_header()
 
     def append(self, rows: np.ndarray) -> None:
-        """Add rows [n, *row_shape] at the end."""
-        content = np.ascontiguousarray(rows, dtype=self.dtype)
+        """Add rows [n, *row_shape] at the end.
+
+        Raises:
+            DataError: the file's type does not hold a value.
+        """
+        content = narrowed(rows, self.dtype, self._file.name)
         self._file.write(content.data)
         self.rows += len(content)
         ready = memoryview(self._left + content.tobytes())
@@ -72,10 +120,9 @@ def damaged_rows(folder: Path, name: str) -> list[tuple[int, int]]:
     """Runs of rows (first, last) of `<name>.npy` that do not have their checksum; one run at least a block.
 
     Raises:
-        OSError, ValueError: file or checksums are missing or no arrays.
+        DataError: file or checksums are missing or no arrays.
     """
-    array = np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-    expected = np.load(folder / FOLDER / f"{name}.npy", allow_pickle=False)
+    array, expected = open_array(folder / f"{name}.npy"), open_array(folder / FOLDER / f"{name}.npy")
     block = rows_of_a_block(array.dtype, array.shape[1:])
     runs: list[tuple[int, int]] = []
     for number, first in enumerate(range(0, len(array), block)):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hyperion.data.array_files import narrowed
 from hyperion.data.faults import DataError
 from hyperion.data.instructions import Instruction
 from hyperion.data.packing import IGNORE_INDEX
@@ -80,7 +81,7 @@ def tokenize_completions(rows: Sequence[Instruction], tokenizer: Tokenizer, leng
         whole = [*beginning, *prompt], [*completion, tokenizer.eos_id]
         prompt, completion = fit(*whole, length + 1, len(beginning))
         cuts += [len(prompt) < len(whole[0]), len(completion) < len(whole[1])]
-        ids = np.array(prompt + completion, dtype=np.int32)
+        ids = narrowed(np.array(prompt + completion), np.int32, tokenizer.name)
         sizes[number] = size = len(ids) - 1
         inputs[number, :size] = ids[:-1]
         targets[number, len(prompt) - 1 : size] = completion

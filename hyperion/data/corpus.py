@@ -6,9 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hyperion.data.faults import DataError
+from hyperion.data.sources import Checksums
 from hyperion.data.synthetic_text import EchoLanguage
+from hyperion.untrusted import open_regular
 
 SPLITS = ("train", "valid", "test")
+LINE_BYTES = 1 << 26  # no text has a longer line; a file without newlines would fill the memory
 
 
 @dataclass(frozen=True)
@@ -19,14 +22,17 @@ class LineFile:
 
     def __iter__(self) -> Iterator[str]:
         """Raises:
-        DataError: the file is missing, is not UTF-8 (line and byte offset are named), holds carriage returns, or ends
-            without a newline (cut off).
+        DataError: the file is missing or no regular file, is not UTF-8 (line and byte offset are named), holds carriage
+            returns or a line of more than LINE_BYTES, or ends without a newline (cut off).
         """
         again = "copy the file again from where it came, as UTF-8 text with Unix line ends"
         name, offset, content = self.path.name, 0, b""
         try:
-            with open(self.path, "rb") as file:
-                for number, content in enumerate(file, 1):
+            with open_regular(self.path, DataError, again) as file:
+                for number, content in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), 1):
+                    if len(content) > LINE_BYTES:
+                        fault = f"{name} has a line of more than {LINE_BYTES >> 20} MiB"
+                        raise DataError(fault, where=f"{self.path}, line {number}", next_step=again)
                     line = content.decode("utf-8")
                     if "\r" in line:
                         raise DataError(
@@ -57,6 +63,7 @@ class TextCorpus:
         detail: what the source says of itself, without machine paths.
         splits: 'train', 'valid', 'test' to lines, each with its newline: a list, or a LineFile that reads them anew each time.
         language: the true model of a synthetic corpus (entropy rate, exact likelihoods), None for a real one.
+        checksums: whether the files are their publisher's; None for a synthetic corpus and for files of one's own.
     """
 
     name: str
@@ -64,6 +71,7 @@ class TextCorpus:
     detail: str
     splits: dict[str, list[str] | LineFile] = field(repr=False)
     language: EchoLanguage | None = None
+    checksums: Checksums | None = None
 
     @property
     def sha256(self) -> str:

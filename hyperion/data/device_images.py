@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hyperion.data.array_files import narrowed
 from hyperion.data.faults import DataError
 from hyperion.data.loaders import ResumableBatches
 from hyperion.data.token_stream import on_device
@@ -77,7 +78,7 @@ class ImageBatches(ResumableBatches):
         self._side = images.shape[-1]
         pixels_NYXC = torch.from_numpy(np.array(images)).to(device).permute(0, 2, 3, 1)
         self._pixels = bordered(pixels_NYXC, border) if "crop" in augment else pixels_NYXC.contiguous()
-        self._labels = torch.from_numpy(np.array(labels, dtype=np.int64)).to(device)
+        self._labels = torch.from_numpy(narrowed(labels, np.int64, "labels")).to(device)
         mean, deviation = (np.asarray(values, dtype=np.float64) for values in normalisation)
         self._scale = torch.tensor(1 / (255 * deviation), dtype=torch.float32, device=device)
         self._shift = torch.tensor(-mean / deviation, dtype=torch.float32, device=device)

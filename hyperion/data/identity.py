@@ -1,21 +1,21 @@
 """Which files would a data set be taken from, and what do they hold? Told without loading anything."""
 
-import functools
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from hyperion.data import cifar10, instructions
+from hyperion.data import cifar10, instructions, tokenizer, wikitext2
 from hyperion.data.cifar10_formats import find_layout
 from hyperion.data.faults import DataUnavailable
 from hyperion.data.sources import mirror_root
-from hyperion.data.staging import QUARANTINE, cache_root, sha256_of
+from hyperion.data.staging import QUARANTINE, cache_root, content_hash
 
 _UNFINISHED = ".part"
 
 
 def data_identity(names: Iterable[str], wanted: str) -> dict[str, dict | None]:
-    """By name of a set: the place that `wanted` takes it from and a hash over its files; None where there is none yet.
+    """By name of a set: the place that `wanted` takes it from, a hash over its files, and whether they are its publisher's
+    (None where no checksums are known); None where there is none yet.
 
     What was downloaded lies in the cache from then on, so the two count as one place. Synthetic data have no files:
     what they are is decided by sizes and seed.
@@ -41,7 +41,19 @@ def _identity(name: str, place: str) -> dict | None:
     except DataUnavailable:
         return None  # no mirror is named: nothing lies there
     found = _files_of(name, root, place)
-    return None if found is None else {"place": place, "sha256": _hash_of(found)}
+    if found is None:
+        return None
+    checksums = _CHECKSUMS[name](found) if name in _CHECKSUMS else None
+    official = None if checksums is None else checksums.official
+    return {"place": place, "sha256": _hash_of(found), "official": official}
+
+
+_CHECKSUMS = {
+    cifar10.FOLDER: cifar10.checksums,
+    wikitext2.FOLDER: wikitext2.checksums,
+    tokenizer.FOLDER: tokenizer.checksums,
+    instructions.FOLDER: lambda found: instructions.checksums(found / instructions.FILE if found.is_dir() else found),
+}
 
 
 def _files_of(name: str, root: Path, place: str) -> Path | None:
@@ -62,13 +74,6 @@ def _hash_of(found: Path) -> str:
         parts = file.relative_to(found.parent).parts
         if not file.is_file() or any(p.startswith(".") or p.endswith(_UNFINISHED) or p == QUARANTINE for p in parts):
             continue
-        facts = file.stat()
-        content = _content_hash(file, facts.st_size, facts.st_mtime_ns)
-        digest.update(f"{'/'.join(parts)}\0{content}\n".encode())
+        # Whole contents: the batches of CIFAR-10 have one size whatever they hold.
+        digest.update(f"{'/'.join(parts)}\0{content_hash(file, 'sha256')}\n".encode())
     return digest.hexdigest()[:16]
-
-
-@functools.cache
-def _content_hash(file: Path, size: int, mtime_ns: int) -> str:
-    # Whole contents, once a process: the batches of CIFAR-10 have one size whatever they hold.
-    return sha256_of(file)

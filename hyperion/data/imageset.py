@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hyperion.data.faults import DataError
+from hyperion.data.sources import Checksums
 
 IMAGE_SHAPE = (3, 32, 32)
 _REMEDY = "remove these files and stage or prepare them again"
@@ -24,6 +25,7 @@ class ImageSet:
         classes: class names by label.
         augmentations: random changes that keep the label: 'crop' (shifts), 'flip' (left to right).
         bayes_accuracy: the best accuracy any model can expect on the test split, None where unknown.
+        checksums: whether the files are their publisher's; None for a synthetic set.
     """
 
     name: str
@@ -36,6 +38,7 @@ class ImageSet:
     classes: tuple[str, ...]
     augmentations: tuple[str, ...]
     bayes_accuracy: float | None = None
+    checksums: Checksums | None = None
 
     @property
     def sha256(self) -> str:

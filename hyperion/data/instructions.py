@@ -17,9 +17,10 @@ from hyperion.data.corpus import TextCorpus
 from hyperion.data.faults import DataError, DataUnavailable
 from hyperion.data.manifest import read_manifest, write_manifest
 from hyperion.data.network import download
-from hyperion.data.sources import mirror_root, take
-from hyperion.data.staging import cache_root, sha256_of, staged
+from hyperion.data.sources import Checksums, compare_checksums, mirror_root, take
+from hyperion.data.staging import cache_root, staged
 from hyperion.data.synthetic_text import EchoLanguage
+from hyperion.untrusted import printable, read_bounded, read_json
 
 FOLDER, FILE = "instructions", "instructions.json"
 COUNT = 1100
@@ -54,6 +55,7 @@ class InstructionSet:
         detail: what the source says of itself, without machine paths.
         train, held_out: the rows.
         least_loss_nats: loss per completion token that a perfect model reaches, None where unknown.
+        checksums: whether the file is its publisher's; None for synthetic rows.
     """
 
     name: str
@@ -62,6 +64,7 @@ class InstructionSet:
     train: tuple[Instruction, ...] = field(repr=False)
     held_out: tuple[Instruction, ...] = field(repr=False)
     least_loss_nats: float | None = None
+    checksums: Checksums | None = None
 
     @property
     def sha256(self) -> str:
@@ -91,7 +94,7 @@ def load_instructions(
     """
     suppliers = {
         "mirror": lambda: _read(mirror_root() / FILE, "mirror", "the mirror"),
-        "cache": _cached,
+        "cache": cached_instructions,
         "download": lambda: _downloaded(url),
         "synthetic": lambda: synthetic_instructions(seed=seed),
     }
@@ -109,7 +112,7 @@ def stage_instructions(url: str = URL) -> str:
     """
     target = cache_root() / FOLDER
     if target.is_dir():
-        _cached()
+        cached_instructions()
         return "present"
     try:
         path = mirror_root() / FILE
@@ -118,7 +121,7 @@ def stage_instructions(url: str = URL) -> str:
         _stage_download(target, url)
         return "downloaded"
     with staged(target) as work:
-        (work / FILE).write_bytes(path.read_bytes())
+        (work / FILE).write_bytes(read_bounded(path, DataError, _AGAIN))
         write_manifest(work, name=FOLDER, source="mirror", detail="copied from the mirror")
     return "copied from the mirror"
 
@@ -156,11 +159,17 @@ def _read(path: Path, source: str, label: str, origin: str = "") -> InstructionS
     if len(rows) != COUNT:
         raise DataError(f"{path.name} has {len(rows)} records, expected {COUNT}", where=path, next_step=_AGAIN)
     train, held_out = split_by_prompt(rows)
-    proof = "official sha256" if sha256_of(path) == SHA256 else "not the official file, its form checked only"
-    detail = f"{COUNT} rows{origin}, {len(held_out)} held out, {proof}"
-    return InstructionSet(FOLDER, source, detail, train, held_out)
+    found = checksums(path)
+    detail = f"{COUNT} rows{origin}, {len(held_out)} held out, {found}"
+    return InstructionSet(FOLDER, source, detail, train, held_out, checksums=found)
 
 
+def checksums(path: Path) -> Checksums:
+    """Compare the file of rows with the hash of the publisher's file."""
+    return compare_checksums({path: SHA256}, "sha256", _UNPROVEN)
+
+
+_UNPROVEN = "the rows' form is checked, not their content"
 _AGAIN = "copy the file again from where it came, or remove it and run `make fetch`"
 
 
@@ -168,23 +177,33 @@ def _records(path: Path) -> list[Instruction]:
     """The rows of a JSON list of objects with the three keys.
 
     Raises:
-        DataError: no UTF-8, no JSON, no list, or a record (named by number) that lacks a key, an instruction or an answer.
+        DataError: no regular file, no UTF-8, no JSON, no list, or a record (named by number) that lacks a key, an
+            instruction or an answer, or has another key.
     """
     try:
-        records = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path.name} is no readable JSON: {error}", where=path, next_step=_AGAIN) from error
+        records = read_json(path, DataError, _AGAIN)
+    except OSError as error:
+        raise DataError(f"cannot read {path.name}: {error.strerror}", where=path, next_step=_AGAIN) from error
     if not isinstance(records, list):
         raise DataError(f"{path.name} holds no list of records", where=path, next_step=_AGAIN)
     for number, record in enumerate(records):
         if not isinstance(record, dict) or any(not isinstance(record.get(key), str) for key in KEYS):
             fault = f"record {number} lacks one of the texts {', '.join(KEYS)}"
+        elif record.keys() - set(KEYS):
+            fault = f"record {number} has unknown keys {sorted(map(printable, record.keys() - set(KEYS)))[:3]}"
+        elif any(_is_torn(record[key]) for key in KEYS):
+            fault = f"record {number} holds half of a surrogate pair, which no text has"
         elif not record["instruction"].strip() or not record["output"].strip():
             fault = f"record {number} has an empty instruction or output"
         else:
             continue
-        raise DataError(f"{fault}: {str(record)[:80]}", where=path, next_step=_AGAIN)
+        raise DataError(fault, where=f"{path}, record {number}", next_step=_AGAIN)
     return [Instruction(*(record[key] for key in KEYS)) for record in records]
+
+
+def _is_torn(text: str) -> bool:
+    """Whether a text holds a lone surrogate: JSON can write one, UTF-8 cannot."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def split_by_prompt(rows: Sequence[Instruction]) -> tuple[tuple[Instruction, ...], tuple[Instruction, ...]]:
@@ -200,7 +219,12 @@ def split_by_prompt(rows: Sequence[Instruction]) -> tuple[tuple[Instruction, ...
     )
 
 
-def _cached(source: str = "cache") -> InstructionSet:
+def cached_instructions(source: str = "cache") -> InstructionSet:
+    """The rows of the cache, under the name of the source that filled it.
+
+    Raises:
+        DataError: they are not there, or wrong.
+    """
     folder = cache_root() / FOLDER
     manifest = read_manifest(folder)
     if manifest is not None:
@@ -211,9 +235,9 @@ def _cached(source: str = "cache") -> InstructionSet:
 def _downloaded(url: str) -> InstructionSet:
     target = cache_root() / FOLDER
     if target.is_dir():
-        return _cached()  # no second download, and the record says so
+        return cached_instructions()  # no second download, and the record says so
     _stage_download(target, url)
-    return _cached("download")
+    return cached_instructions("download")
 
 
 def _stage_download(target: Path, url: str) -> None:

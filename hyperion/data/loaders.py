@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from hyperion.data.array_files import narrowed
 from hyperion.data.faults import DataError
 from hyperion.data.packing import IGNORE_INDEX
 from hyperion.data.token_stream import TokenStream, on_device
@@ -228,7 +229,7 @@ def evaluation_windows(
             f"stride {stride} with context {context} on {len(tokens)} tokens cannot score every token once",
             next_step="use 1 <= stride <= context and at least one token",
         )
-    stream = torch.from_numpy(np.concatenate([[prefix_id], np.asarray(tokens, dtype=np.int64)])).to(device)
+    stream = torch.from_numpy(np.concatenate([[prefix_id], narrowed(tokens, np.int64, "token stream")])).to(device)
     length = min(context, len(tokens))
     last = len(tokens) - length
     starts = np.append(np.arange(0, last, stride), last)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hyperion.data.faults import DataError
 from hyperion.data.staging import sha256_of
+from hyperion.untrusted import inner_path, printable, read_json
 
 FILE_NAME = "manifest.json"
 SCHEMA_VERSION = 1
@@ -41,10 +42,10 @@ class DataManifest:
         """Check size and hash of one file.
 
         Raises:
-            DataError: it is missing, truncated or edited.
+            DataError: it is missing, truncated or edited, or its name leads out of the folder.
         """
-        expected, path = self.files[name], folder / name
         remedy = f"remove {folder} and stage or prepare it again"
+        expected, path = self.files[name], inner_path(folder, name, DataError, remedy)
         if not path.is_file():
             raise DataError(f"{name} is missing", where=path, next_step=remedy)
         size = path.stat().st_size
@@ -71,22 +72,56 @@ def read_manifest(folder: Path) -> DataManifest | None:
     """The manifest of `folder`, or None where it has none (files that somebody put there by hand).
 
     Raises:
-        DataError: the manifest cannot be read or belongs to another version.
+        DataError: the manifest cannot be read, has fields of other types, names a file outside of the folder, or belongs to
+            another version.
     """
     path = folder / FILE_NAME
-    if not path.is_file():
-        return None
+    remedy = f"remove {folder} and stage or prepare it again"
     try:
-        manifest = DataManifest(**json.loads(path.read_text()))
-        entries = [(entry["sha256"], entry["bytes"]) for entry in manifest.files.values()]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        document = read_json(path, _UnreadableManifest, remedy)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise DataError(f"unreadable manifest: {error.strerror}", where=path, next_step=remedy) from error
+    fault = _fault_of(document)
+    if fault:
+        raise DataError(f"unreadable manifest: {fault}", where=path, next_step=remedy)
+    manifest = DataManifest(**document)
+    if manifest.schema_version != SCHEMA_VERSION or not manifest.files:
         raise DataError(
-            f"unreadable manifest: {error}", where=path, next_step=f"remove {folder} and stage or prepare it again"
-        ) from error
-    if manifest.schema_version != SCHEMA_VERSION or not entries:
-        raise DataError(
-            f"manifest has schema {manifest.schema_version} and {len(entries)} files, expected schema {SCHEMA_VERSION}",
+            f"manifest has schema {manifest.schema_version} and {len(manifest.files)} files, "
+            f"expected schema {SCHEMA_VERSION}",
             where=path,
-            next_step=f"remove {folder} and stage or prepare it again",
+            next_step=remedy,
         )
+    for name in manifest.files:
+        inner_path(folder, name, DataError, remedy)
     return manifest
+
+
+class _UnreadableManifest(DataError):
+    """A manifest that is no JSON document."""
+
+    def __init__(self, what: str, *, where: object = None, next_step: str | None = None):
+        super().__init__(f"unreadable manifest: {what}", where=where, next_step=next_step)
+
+
+_TYPES = {"name": str, "source": str, "detail": str, "files": dict, "facts": dict, "schema_version": int}
+
+
+def _fault_of(document: object) -> str:
+    """What makes a document no manifest, "" where it is one."""
+    if not isinstance(document, dict):
+        return "it is no JSON object"
+    if unknown := sorted(document.keys() - _TYPES.keys()):
+        return f"it has the unknown fields {printable(', '.join(unknown))[:80]}"
+    for name, kind in _TYPES.items():
+        if name not in document and name not in ("facts", "schema_version"):
+            return f"it lacks {name!r}"
+        if type(document.get(name, kind())) is not kind:
+            return f"{name!r} is {type(document[name]).__name__}, expected {kind.__name__}"
+    for name, entry in document["files"].items():
+        good = isinstance(entry, dict) and entry.keys() == {"sha256", "bytes"}
+        if not good or not isinstance(entry["sha256"], str) or type(entry["bytes"]) is not int or entry["bytes"] < 0:
+            return f"its entry of {printable(name)[:80]!r} is no sha256 with a number of bytes"
+    return ""

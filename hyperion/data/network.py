@@ -19,6 +19,7 @@ from hyperion.paths import silent_hosts_folder
 PROBE_LIMIT_S = 3.0
 STALL_LIMIT_S = 10.0
 DOWNLOAD_LIMIT_S = 1800.0
+DOWNLOAD_LIMIT_BYTES = 1 << 30  # CIFAR-10, the largest file of this module's callers, has 170 MB
 PROBE_MEMORY_S = 60.0
 CHUNK_BYTES = 1 << 20
 OFFLINE_SWITCHES = ("HYPERION_OFFLINE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
@@ -69,14 +70,15 @@ def download(url: str, path: Path, md5: str | None = None, sha256: str | None = 
         md5, sha256: what the publisher states.
 
     Raises:
-        DataUnavailable: no network, a stall of STALL_LIMIT_S, more than DOWNLOAD_LIMIT_S in all, fewer bytes than
-            announced, or a wrong checksum.
+        DataUnavailable: no network, a stall of STALL_LIMIT_S, more than DOWNLOAD_LIMIT_S or DOWNLOAD_LIMIT_BYTES in all,
+            fewer bytes than announced, or a wrong checksum.
     """
     require_network(url)
     digests = {"md5": (hashlib.md5(usedforsecurity=False), md5), "sha256": (hashlib.sha256(), sha256)}
     try:
         with urllib.request.urlopen(url, timeout=STALL_LIMIT_S) as answer, open(path, "wb") as file:
             announced = answer.headers.get("Content-Length")
+            announced = int(announced) if announced and announced.isdecimal() else None
             received = _copy(answer, file, [digest for digest, _ in digests.values()], path.name, announced)
     except NETWORK_FAULTS as error:
         if _is_local(error):
@@ -84,7 +86,7 @@ def download(url: str, path: Path, md5: str | None = None, sha256: str | None = 
         if isinstance(getattr(error, "reason", error), TimeoutError):  # it answered the probe and then fell silent
             _remember(_host(url), str(error))
         raise DataUnavailable(f"download failed: {error}", where=url, next_step="try again, or set a mirror") from error
-    if announced is not None and received != int(announced):
+    if announced is not None and received != announced:
         raise DataUnavailable(
             f"download broke off after {received} of {announced} bytes", where=url, next_step="try again"
         )
@@ -133,17 +135,19 @@ def _ask(host: str, faults: list[str]) -> None:
         faults.append(str(getattr(error, "reason", error)))
 
 
-def _copy(answer: http.client.HTTPResponse, file, digests: list, name: str, announced: str | None) -> int:
+def _copy(answer: http.client.HTTPResponse, file, digests: list, name: str, announced: int | None) -> int:
     from tqdm.auto import tqdm
 
     received, started = 0, time.monotonic()
-    with tqdm(total=int(announced) if announced else None, unit="B", unit_scale=True, desc=name) as bar:
+    with tqdm(total=announced, unit="B", unit_scale=True, desc=name) as bar:
         while piece := answer.read1(CHUNK_BYTES):
             file.write(piece)
             for digest in digests:
                 digest.update(piece)
             received += len(piece)
             bar.update(len(piece))
+            if received > DOWNLOAD_LIMIT_BYTES:
+                raise http.client.HTTPException(f"more than {DOWNLOAD_LIMIT_BYTES >> 20} MiB")
             if time.monotonic() - started > DOWNLOAD_LIMIT_S:
                 raise TimeoutError(f"{received} bytes in {DOWNLOAD_LIMIT_S:g} s is too slow")
     return received

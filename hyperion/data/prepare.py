@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from hyperion.data.array_files import ArrayWriter
+from hyperion.data.array_files import ArrayWriter, open_array
 from hyperion.data.content import ARRAYS_OF, FORMAT, SAMPLES, TOKENIZER_FILE, content_faults
 from hyperion.data.corpus import SPLITS, TextCorpus
 from hyperion.data.encoding import Encoding, workers_for
 from hyperion.data.faults import DataError
 from hyperion.data.imageset import ImageSet, channel_statistics, check_split
 from hyperion.data.manifest import DataManifest, write_manifest
+from hyperion.data.overlap import image_overlap, require_little_overlap, token_overlap
 from hyperion.data.packing import Padding, packed_windows
 from hyperion.data.shards import open_shards, token_dtype, write_shards
 from hyperion.data.staging import processed_root, staged
@@ -79,7 +80,8 @@ def prepare_text(
         workers: processes that tokenize, by default as many as the text is worth. The files do not depend on it.
 
     Raises:
-        DataError: decoding does not give the text back, a stored product is damaged (named), or the disk is full.
+        DataError: decoding does not give the text back, long lines of one split stand in another, a stored product is
+            damaged (named), or the disk is full.
     """
     folder = _folder(
         f"{corpus.name}-{tokenizer.name}",
@@ -102,7 +104,8 @@ def prepare_images(images: ImageSet) -> PreparedImages:
     class), 'channels' (mean and standard deviation in units of full scale), 'augment' (what keeps the labels).
 
     Raises:
-        DataError: a bad record or a damaged stored product (named), or the disk is full.
+        DataError: a bad record or a damaged stored product (named), test images among the train images, or the disk is
+            full.
     """
     folder = _folder(images.name, {"images": images.sha256})
     reused = folder.is_dir()
@@ -128,12 +131,25 @@ def write_text(folder: Path, corpus: TextCorpus, tokenizer: Tokenizer, sequence_
             "vocab_size": tokenizer.vocab_size,
             "sequence_length": sequence_length,
             "steps": steps,
+            "overlap": _text_overlap(work, corpus.name),
+            "official": None if corpus.checksums is None else corpus.checksums.official,
         }
         write_manifest(work, name=corpus.name, source=corpus.source, detail=corpus.detail, facts=facts)
 
 
+def _text_overlap(work: Path, name: str) -> dict[str, dict]:
+    """What the splits have in common, refused where it is much; see `overlap`."""
+    tokens = {split: open_array(work / f"{split}.npy") for split in SPLITS}
+    samples = {split: open_array(work / f"{split}{SAMPLES}.npy") for split in SPLITS}
+    found = token_overlap(tokens, samples)
+    require_little_overlap(found, "long lines", name)
+    return {split: overlap.as_dict() for split, overlap in found.items()}
+
+
 def write_images(folder: Path, images: ImageSet) -> None:
     """Make the new folder of an image set; see prepare_images."""
+    overlap = image_overlap(images.train_images, images.test_images)
+    require_little_overlap(overlap, "images", images.name)
     facts = {
         "kind": "images",
         "format": FORMAT,
@@ -144,6 +160,8 @@ def write_images(folder: Path, images: ImageSet) -> None:
             "train": _image_steps("train", images.train_images, images.train_labels, images),
             "test": _image_steps("test", images.test_images, images.test_labels, images),
         },
+        "overlap": {split: found.as_dict() for split, found in overlap.items()},
+        "official": None if images.checksums is None else images.checksums.official,
     }
     arrays = {
         "train_images": images.train_images,
@@ -162,10 +180,13 @@ def open_prepared(folder: Path) -> tuple[dict[str, np.ndarray], DataManifest]:
     """
     arrays, manifest = open_shards(folder)
     kind = manifest.facts.get("kind")
-    if kind not in ARRAYS_OF:
+    if not isinstance(kind, str) or kind not in ARRAYS_OF:
         raise DataError(
             f"unknown kind of product {kind!r}", where=folder, next_step="remove it and prepare the data again"
         )
+    for name in ARRAYS_OF[kind]:
+        if name not in arrays:
+            raise DataError(f"{name}.npy is missing", where=folder, next_step="remove it and prepare the data again")
     for fault in content_faults(folder, arrays, manifest):
         raise fault
     return arrays, manifest

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hyperion.data.array_files import ArrayWriter
+from hyperion.data.array_files import ArrayWriter, open_array
 from hyperion.data.faults import DataError
 from hyperion.data.manifest import DataManifest, read_manifest, write_manifest
 from hyperion.data.staging import staged
@@ -14,8 +14,18 @@ ROWS_AT_ONCE = 4096
 ROWS_READ_AT_ONCE = 1 << 18  # a stream may be longer than memory
 
 
-def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest of uint16 and uint32 that holds every token id."""
+def token_dtype(vocab_size: int, where: object = "vocabulary") -> np.dtype:
+    """The smallest of uint16 and uint32 that holds every token id.
+
+    Args:
+        vocab_size: largest id + 1, which is more than the number of entries where ids are left out.
+
+    Raises:
+        DataError: an id needs more than 31 bits; loaders hold ids in int32.
+    """
+    if not 1 <= vocab_size <= 1 << 31:
+        fault = f"a vocabulary of {vocab_size} ids, expected 1 to {1 << 31}"
+        raise DataError(fault, where=where, next_step="use a tokenizer whose ids begin at 0 and have few gaps")
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
@@ -55,27 +65,20 @@ def is_array(name: str) -> bool:
     return name.endswith(".npy") and "/" not in name
 
 
-def open_array(path: Path) -> np.ndarray:
-    """Memory map of a file's array.
-
-    Raises:
-        DataError: it holds no array of plain numbers.
-    """
-    try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError) as error:
-        raise DataError(
-            f"{path.name} is no array of numbers: {error}", where=path, next_step="prepare the data again"
-        ) from error
-
-
 def check_tokens(tokens: np.ndarray, vocab_size: int, where: object) -> None:
     """Refuse a token stream that does not fit a vocabulary.
 
+    Args:
+        vocab_size: largest id + 1.
+
     Raises:
-        DataError: names the first id outside the vocabulary: these tokens belong to another tokenizer.
+        DataError: the stream is not [tokens] in the type of `token_dtype`, or an id lies outside the vocabulary (the
+            first one is named): these tokens belong to another tokenizer.
     """
-    first, count = first_bad(tokens, lambda part: part >= vocab_size)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        fault = f"tokens are {tokens.dtype} {list(tokens.shape)}, expected integers [tokens]"
+        raise DataError(fault, where=where, next_step="prepare the data again")
+    first, count = first_bad(tokens, lambda part: (part < 0) | (part >= vocab_size))
     if first is not None:
         raise DataError(
             f"token {first} has the id {tokens[first]}, outside a vocabulary of {vocab_size} ({count} such)",

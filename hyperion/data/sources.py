@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from hyperion.data.faults import DataError, DataUnavailable
-from hyperion.data.staging import cache_root
+from hyperion.data.staging import cache_root, content_hash
 
 ORDER = ("mirror", "cache", "download", "synthetic")
 SOURCES = ("auto", *ORDER)
@@ -16,12 +17,48 @@ FETCH_HINT = (
 )
 
 
+@dataclass(frozen=True)
+class Checksums:
+    """How many files of a set have the checksum that their publisher states.
+
+    A set is official if all of them have it. Of any other set nothing proves that its content is the publisher's: that
+    each label belongs to its image, for example. What is checked there is named in the set's detail.
+
+    Attributes:
+        matching, files: number of files with the published checksum, and of all files.
+        algorithm: of the published checksums.
+        note: what is known of files without it, "" where nothing is; not shown of an official set.
+    """
+
+    matching: int
+    files: int
+    algorithm: str
+    note: str = ""
+
+    @property
+    def official(self) -> bool:
+        """Whether every file is the publisher's."""
+        return self.matching == self.files
+
+    def __str__(self) -> str:
+        note = f"; {self.note}" if self.note and not self.official else ""
+        found = f"{self.matching} of {self.files} files have the published {self.algorithm}{note}"
+        return f"{'official' if self.official else 'not official'} ({found})"
+
+
+def compare_checksums(expected: Mapping[Path, str], algorithm: str, note: str = "") -> Checksums:
+    """Compare files with the hex checksums that their publisher states; a file that is missing has none."""
+    matching = sum(path.is_file() and content_hash(path, algorithm) == digest for path, digest in expected.items())
+    return Checksums(matching, len(expected), algorithm, note)
+
+
 class Sourced(Protocol):
-    """Anything that knows what it is and where it came from."""
+    """Anything that knows what it is and where it came from; `checksums` is None where there is no publisher."""
 
     name: str
     source: str
     detail: str
+    checksums: Checksums | None
 
 
 T = TypeVar("T", bound=Sourced)
@@ -95,6 +132,8 @@ def take(name: str, wanted: str, suppliers: Mapping[str, Callable[[], T]], allow
 
 def _announce(name: str, result: Sourced, refused: Mapping[str, str]) -> None:
     rule = "=" * 100
-    lines = [rule, f"  DATA  {name}: source = {result.source.upper()}, {result.name} ({result.detail})"]
+    checksums = result.checksums
+    publisher = "" if checksums is None else ", official" if checksums.official else ", NOT OFFICIAL"
+    lines = [rule, f"  DATA  {name}: source = {result.source.upper()}{publisher}, {result.name} ({result.detail})"]
     lines += [f"        not {source}: {reason}" for source, reason in refused.items()]
     print("\n".join([*lines, rule]), flush=True)

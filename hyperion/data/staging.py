@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import hashlib
 import os
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 from hyperion.data.faults import DataError
 from hyperion.errors import refused_write
 from hyperion.paths import data_folder
+from hyperion.untrusted import open_regular
 
 QUARANTINE = "quarantine"  # the folder for what failed a check, kept to be looked at
 
@@ -51,15 +53,34 @@ def staged(target: Path) -> Iterator[Path]:
 
 
 def sha256_of(path: Path) -> str:
-    """Hex sha256 of a file, read in pieces."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Hex sha256 of a regular file, read in pieces.
+
+    Raises:
+        DataError: it is a named pipe, a device, a socket or a folder.
+    """
+    return _digest_of(path, "sha256")
 
 
-def md5_of(path: Path) -> str:
-    """Hex md5 of a file: only for the checksums that publishers state as md5."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "md5").hexdigest()
+def content_hash(path: Path, algorithm: str) -> str:
+    """Hex hash of a regular file by any algorithm of hashlib (publishers state md5 and sha1 too).
+
+    A file is read once per process while its size and its time of change stay the same.
+
+    Raises:
+        DataError: it is a named pipe, a device, a socket or a folder.
+    """
+    facts = path.stat()
+    return _known_hash(path, algorithm, facts.st_size, facts.st_mtime_ns)
+
+
+@functools.cache
+def _known_hash(path: Path, algorithm: str, size: int, mtime_ns: int) -> str:
+    return _digest_of(path, algorithm)
+
+
+def _digest_of(path: Path, algorithm: str) -> str:
+    with open_regular(path, DataError, "remove it, or replace it by the file that it should be") as file:
+        return hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False)).hexdigest()
 
 
 def _take_the_name(work: Path, target: Path) -> None:

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hyperion.data.array_files import narrowed
 from hyperion.data.faults import DataError
 
 
@@ -24,7 +25,7 @@ class TokenStream:
         resident: hold the stream there in 32 bits; else it stays where it is, and windows are read from it on the host.
 
     Raises:
-        DataError: a stream that stays in its file has no windows on another device than the CPU.
+        DataError: a stream that stays in its file has no windows on another device than the CPU; an id is no int32.
     """
 
     def __init__(self, tokens: np.ndarray, device: str | torch.device, resident: bool):
@@ -35,7 +36,7 @@ class TokenStream:
                 next_step="make them on the CPU and let Prefetched bring them to the device",
             )
         self._last = len(tokens) - 1
-        self._held = torch.from_numpy(np.asarray(tokens).astype(np.int32)).to(self._device) if resident else None
+        self._held = torch.from_numpy(narrowed(tokens, np.int32, "token stream")).to(self._device) if resident else None
         self._tokens = tokens
 
     def windows(self, starts: np.ndarray, length: int) -> Tensor:

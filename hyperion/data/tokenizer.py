@@ -17,8 +17,9 @@ from hyperion.data.corpus import TextCorpus
 from hyperion.data.encoding import Encoding
 from hyperion.data.faults import DataError, DataUnavailable
 from hyperion.data.network import download, hub_endpoint
-from hyperion.data.sources import mirror_root, take
-from hyperion.data.staging import cache_root, sha256_of, staged
+from hyperion.data.sources import Checksums, compare_checksums, mirror_root, take
+from hyperion.data.staging import cache_root, staged
+from hyperion.untrusted import parse_json, printable, read_bounded
 
 FOLDER = "gpt2"
 HUB_FOLDER = "openai-community/gpt2/resolve/main"
@@ -40,10 +41,11 @@ class Tokenizer:
         name: 'gpt2' or 'bpe-<size>-<corpus>'.
         source: 'mirror', 'cache', 'download' (GPT-2's), or 'trained' on the corpus.
         detail: what the source says of itself.
-        vocab_size: number of token ids, the end of text included.
+        vocab_size: largest token id + 1, the end of text included; more than the number of entries where ids are left out.
         sha256: hash of the tokenizer's whole definition.
         eos_id: id of <|endoftext|>, which also serves as prefix and padding.
         bos_id: id that begins a text where the tokenizer has one of its own (Llama's), else None.
+        checksums: whether its files are their publisher's; None for a trained one and for those of a model's folder.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Tokenizer:
     eos_id: int
     _bpe: tokenizers.Tokenizer = field(repr=False, compare=False)
     bos_id: int | None = None
+    checksums: Checksums | None = None
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of every text, int32 [tokens]; encoded in parallel unless TOKENIZERS_PARALLELISM=false."""
@@ -99,7 +102,7 @@ def load_tokenizer(source: str = "auto", corpus: TextCorpus | None = None, vocab
         source = "synthetic"
     suppliers = {
         "mirror": lambda: _gpt2(mirror_root() / FOLDER, "mirror", "the mirror"),
-        "cache": lambda: _gpt2(cache_root() / FOLDER, "cache", "the cache"),
+        "cache": cached_tokenizer,
         "download": _downloaded,
     }
     if corpus is not None or source == "synthetic":
@@ -127,7 +130,7 @@ def train_tokenizer(corpus: TextCorpus | None, vocab_size: int | None = None) ->
         show_progress=False,
     )
     bpe.train_from_iterator(corpus.splits["train"], trainer)
-    size = bpe.get_vocab_size()
+    size = id_count(bpe)
     detail = f"byte-level BPE of {size} entries trained on the train split of {corpus.name}"
     definition = hashlib.sha256(bpe.to_str().encode()).hexdigest()
     name = f"bpe-{size}-{corpus.name}"
@@ -145,7 +148,7 @@ def stage_tokenizer() -> str:
     """
     target = cache_root() / FOLDER
     if target.is_dir():
-        _gpt2(target, "cache", "the cache")
+        cached_tokenizer()
         return "present"
     try:
         folder = mirror_root() / FOLDER
@@ -155,8 +158,27 @@ def stage_tokenizer() -> str:
         return "downloaded"
     with staged(target) as work:
         for name in GPT2_SHA256:
-            (work / name).write_bytes((folder / name).read_bytes())
+            (work / name).write_bytes(_content(folder / name, "copy GPT-2's files into the mirror again"))
     return "copied from the mirror"
+
+
+def cached_tokenizer() -> Tokenizer:
+    """GPT-2's tokenizer of the cache.
+
+    Raises:
+        DataError: it is not there, or wrong.
+    """
+    return _gpt2(cache_root() / FOLDER, "cache", "the cache")
+
+
+def checksums(folder: Path) -> Checksums:
+    """Compare GPT-2's files in `folder` with the hashes of the hub's files."""
+    return compare_checksums({folder / name: expected for name, expected in GPT2_SHA256.items()}, "sha256")
+
+
+def id_count(bpe: tokenizers.Tokenizer) -> int:
+    """Largest id + 1: what a table of one row per id needs. The number of entries is smaller where ids are left out."""
+    return max(bpe.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def _byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
@@ -174,35 +196,73 @@ def _gpt2(folder: Path, source: str, label: str) -> Tokenizer:
             next_step="put vocab.json and merges.txt there, or run `make fetch`",
         )
     remedy = "copy GPT-2's vocab.json and merges.txt again, or remove the folder and run `make fetch`"
-    digest = hashlib.sha256()
-    for name in GPT2_SHA256:
-        if not (folder / name).is_file():
-            raise DataError(f"{name} is missing", where=folder / name, next_step=remedy)
-        digest.update(f"{name} {sha256_of(folder / name)}\n".encode())
+    contents = {name: _content(folder / name, remedy) for name in GPT2_SHA256}
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+    definition = "".join(f"{name} {digest}\n" for name, digest in hashes.items())
     try:
-        bpe = _byte_level(tokenizers.models.BPE.from_file(*(str(folder / name) for name in GPT2_SHA256)))
+        bpe = _byte_level(tokenizers.models.BPE(*_parsed(contents, folder, remedy)))
+        bpe.add_special_tokens([END_OF_TEXT])
+        probe = bpe.encode("Hello world").ids
     except Exception as error:  # the library raises a bare Exception
         raise DataError(f"no readable tokenizer: {error}", where=folder, next_step=remedy) from error
-    bpe.add_special_tokens([END_OF_TEXT])
-    size, probe = bpe.get_vocab_size(), bpe.encode("Hello world").ids
-    if size != GPT2_VOCABULARY or probe != [15496, 995]:
+    entries, size = bpe.get_vocab_size(), id_count(bpe)
+    if entries != GPT2_VOCABULARY or size != GPT2_VOCABULARY or probe != [15496, 995]:
         raise DataError(
-            f"not GPT-2's tokenizer: {size} entries (expected {GPT2_VOCABULARY}), 'Hello world' gives {probe} "
-            "(expected [15496, 995])",
+            f"not GPT-2's tokenizer: {entries} entries with ids up to {size - 1} (expected {GPT2_VOCABULARY} and "
+            f"{GPT2_VOCABULARY - 1}), 'Hello world' gives {probe} (expected [15496, 995])",
             where=folder,
             next_step=remedy,
         )
-    official = all(sha256_of(folder / name) == expected for name, expected in GPT2_SHA256.items())
-    detail = "GPT-2, 50257 entries, " + (
-        "official sha256" if official else "not the official files, behaviour checked only"
-    )
-    return Tokenizer("gpt2", source, detail, size, digest.hexdigest(), bpe.token_to_id(END_OF_TEXT), bpe)
+    found = checksums(folder)
+    detail = f"GPT-2, {size} entries, {found}"
+    hashed = hashlib.sha256(definition.encode()).hexdigest()
+    return Tokenizer("gpt2", source, detail, size, hashed, bpe.token_to_id(END_OF_TEXT), bpe, checksums=found)
+
+
+def _content(path: Path, remedy: str) -> bytes:
+    try:
+        return read_bounded(path, DataError, remedy)
+    except FileNotFoundError as error:
+        raise DataError(f"{path.name} is missing", where=path, next_step=remedy) from error
+    except OSError as error:
+        raise DataError(f"cannot read {path.name}: {error.strerror}", where=path, next_step=remedy) from error
+
+
+def _parsed(contents: dict[str, bytes], folder: Path, remedy: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Vocabulary and merges of GPT-2's two files.
+
+    Raises:
+        DataError: the vocabulary is no object of distinct ids below 2**31, or a line of the merges is no pair.
+    """
+    path = folder / "vocab.json"
+    vocabulary = parse_json(contents[path.name], DataError, remedy, where=path)
+    if not isinstance(vocabulary, dict):
+        raise DataError("the vocabulary is no JSON object", where=path, next_step=remedy)
+    owners: dict[int, str] = {}
+    for token, number in vocabulary.items():
+        if type(number) is not int or not 0 <= number < 1 << 31:
+            fault = f"token {printable(token)[:40]!r} has the id {str(number)[:40]}, expected 0 to {(1 << 31) - 1}"
+            raise DataError(fault, where=path, next_step=remedy)
+        if owners.setdefault(number, token) != token:
+            fault = f"tokens {printable(owners[number])[:40]!r} and {printable(token)[:40]!r} share the id {number}"
+            raise DataError(fault, where=path, next_step=remedy)
+    path = folder / "merges.txt"
+    merges = []
+    for number, line in enumerate(contents[path.name].decode(errors="replace").split("\n"), 1):
+        if not line or line.startswith("#version"):
+            continue
+        pair = tuple(line.rstrip("\r").split(" "))
+        if len(pair) != 2:
+            fault = f"line {number} holds {len(pair)} parts, expected the two parts of a merge"
+            raise DataError(fault, where=path, next_step=remedy)
+        merges.append(pair)
+    return vocabulary, merges
 
 
 def _downloaded() -> Tokenizer:
     target = cache_root() / FOLDER
     if target.is_dir():
-        return _gpt2(target, "cache", "the cache")  # no second download, and the record says so
+        return cached_tokenizer()  # no second download, and the record says so
     _stage_from_hub(target)
     return _gpt2(target, "download", "the cache")
 

@@ -1,6 +1,7 @@
 """Is what lies in a data folder what was put there? All faults of a prepared folder, each with its file and record."""
 
 import json
+import math
 import os
 import uuid
 from collections.abc import Callable, Iterator
@@ -12,13 +13,15 @@ import numpy as np
 
 from hyperion.data import cifar10, instructions, tokenizer, wikitext2
 from hyperion.data.array_files import FOLDER as CHECKSUMS
-from hyperion.data.array_files import damaged_rows
+from hyperion.data.array_files import damaged_rows, open_array
 from hyperion.data.content import ARRAYS_OF, FORMAT, content_faults
 from hyperion.data.faults import DataError
 from hyperion.data.manifest import FILE_NAME, DataManifest, read_manifest
-from hyperion.data.shards import is_array, open_array
+from hyperion.data.shards import is_array
+from hyperion.data.sources import Sourced
 from hyperion.data.staging import QUARANTINE, cache_root, processed_root, sha256_of
 from hyperion.errors import refused_write
+from hyperion.untrusted import open_regular, printable
 
 REASON_FILE = "REASON.json"
 PREPARE_AGAIN = (
@@ -36,12 +39,14 @@ class Verdict(NamedTuple):
         findings: its faults, none where it is as it was written.
         kept: where a damaged one was moved, None where it stayed.
         next_step: what to do about it, "" where nothing is to be done.
+        origin: source of the data and whether they are their publisher's, "" where that could not be read.
     """
 
     folder: Path
     findings: list["Finding"]
     kept: Path | None
     next_step: str
+    origin: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,11 +105,12 @@ def examine(folder: Path) -> list[Finding]:
         manifest = read_manifest(folder)
         if manifest is None:
             return [Finding(FILE_NAME, "it is missing: nothing says what these files should hold")]
-        names = ARRAYS_OF[manifest.facts["kind"]]
     except DataError as fault:
         return [Finding(FILE_NAME, fault.what)]
-    except (KeyError, TypeError) as error:
-        return [Finding(FILE_NAME, f"it says nothing of the kind of product: {error!r}")]
+    kind = manifest.facts.get("kind")
+    if not isinstance(kind, str) or kind not in ARRAYS_OF:
+        return [Finding(FILE_NAME, f"it says nothing of the kind of product: {printable(repr(kind))[:80]}")]
+    names = ARRAYS_OF[kind]
     findings = [*_file_findings(folder, manifest)]
     findings += [
         Finding(f"{n}.npy", "the manifest does not list it") for n in names if f"{n}.npy" not in manifest.files
@@ -118,13 +124,9 @@ def examine(folder: Path) -> list[Finding]:
                 arrays[name] = open_array(folder / file)
             except DataError as fault:
                 findings.append(Finding(file, fault.what))
-    try:
-        found = [
-            Finding(Path(fault.where).name, fault.what) for fault in content_faults(folder, arrays, manifest, True)
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        found = [Finding(FILE_NAME, f"its facts do not fit its kind of product: {error!r}")]
-    return findings + found
+    return findings + [
+        Finding(Path(fault.where).name, fault.what) for fault in content_faults(folder, arrays, manifest, True)
+    ]
 
 
 def quarantine(folder: Path, findings: list[Finding]) -> Path:
@@ -161,7 +163,7 @@ def _file_findings(folder: Path, manifest: DataManifest) -> Iterator[Finding]:
         try:
             manifest.verify_file(folder, name)
         except DataError as fault:
-            if not path.is_file():
+            if not path.is_file() or path.is_symlink():
                 yield Finding(name, fault.what)
                 continue
             other = hashes.get(sha256_of(path))
@@ -173,22 +175,23 @@ def _file_findings(folder: Path, manifest: DataManifest) -> Iterator[Finding]:
                 yield Finding(name, f"{fault.what}; {_changed_rows(folder, name)}")
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if path.is_file() and name not in manifest.files and name != FILE_NAME:
-            yield Finding(name, "the manifest does not know this file")
+        # A link to a folder is a file that is not known too: nothing behind it was looked at.
+        if (path.is_symlink() or not path.is_dir()) and name not in manifest.files and name != FILE_NAME:
+            yield Finding(printable(name), "the manifest does not know this file")
 
 
 def _missing_rows(path: Path, whole_bytes: int) -> str:
     """Which rows of a file that was cut are gone, in words."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path, DataError, PREPARE_AGAIN) as file:
             version = np.lib.format.read_magic(file)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, _, dtype = read(file)
             header = file.tell()
-    except (ValueError, OSError):
+        row = dtype.itemsize * math.prod(shape[1:])
+    except (ValueError, OSError, TypeError, SyntaxError, OverflowError):
         return "its header is gone with the rest"
-    row = dtype.itemsize * int(np.prod(shape[1:], dtype=np.int64))
-    if header + row * shape[0] != whole_bytes:
+    if not shape or not row or header + row * shape[0] != whole_bytes:
         return "its header was changed as well"
     whole = max(0, path.stat().st_size - header) // row
     return f"records {whole} to {shape[0] - 1} are cut off"
@@ -200,8 +203,8 @@ def _changed_rows(folder: Path, name: str) -> str:
         return "it holds no records of its own"
     try:
         runs = damaged_rows(folder, Path(name).stem)
-    except (ValueError, OSError) as error:
-        return f"the records cannot be told: {error}"
+    except DataError as fault:
+        return f"the records cannot be told: {fault.what}"
     if not runs:
         return f"no record is damaged: its header, or {CHECKSUMS}/{name}, was changed"
     shown = ", ".join(f"record {a}" if a == b else f"records {a} to {b}" for a, b in runs[:_SHOWN_RUNS])
@@ -216,9 +219,22 @@ def _products(folder: Path) -> list[Path]:
 def _verdict(folder: Path) -> Verdict:
     if _made_by_another_version(folder):
         return Verdict(folder, [], None, OUTDATED)
-    findings = examine(folder)
+    findings, origin = examine(folder), _origin_of(folder)
     kept = quarantine(folder, findings) if findings else None
-    return Verdict(folder, findings, kept, PREPARE_AGAIN if findings else "")
+    return Verdict(folder, findings, kept, PREPARE_AGAIN if findings else "", origin)
+
+
+def _origin_of(folder: Path) -> str:
+    """What a product's manifest says of its source."""
+    try:
+        manifest = read_manifest(folder)
+    except DataError:
+        return ""
+    if manifest is None:
+        return ""
+    official = manifest.facts.get("official")
+    publisher = "" if official is None else "official, " if official is True else "not official, "
+    return f"{publisher}{manifest.source}: {manifest.detail}"
 
 
 def _facts_of(folder: Path) -> dict:
@@ -231,30 +247,31 @@ def _facts_of(folder: Path) -> dict:
 
 
 def _kind_of(folder: Path) -> str | None:
-    return _facts_of(folder).get("kind")
+    kind = _facts_of(folder).get("kind")
+    return kind if isinstance(kind, str) else None
 
 
 def _made_by_another_version(folder: Path) -> bool:
     return _kind_of(folder) in ARRAYS_OF and _facts_of(folder).get("format") != FORMAT
 
 
-def _staged_sets() -> list[tuple[Path, Callable[[], str]]]:
-    """The sets that lie in the cache, and what checks each."""
+def _staged_sets() -> list[tuple[Path, Callable[[], Sourced]]]:
+    """The sets that lie in the cache, and what reads and checks each."""
     found = {
-        wikitext2.FOLDER: wikitext2.stage_wikitext2,
-        tokenizer.FOLDER: tokenizer.stage_tokenizer,
-        cifar10.FOLDER: cifar10.stage_cifar10,
-        instructions.FOLDER: instructions.stage_instructions,
+        wikitext2.FOLDER: wikitext2.cached_wikitext2,
+        tokenizer.FOLDER: tokenizer.cached_tokenizer,
+        cifar10.FOLDER: cifar10.cached_cifar10,
+        instructions.FOLDER: instructions.cached_instructions,
     }
     return [(cache_root() / name, check) for name, check in found.items() if (cache_root() / name).is_dir()]
 
 
-def _staged_verdict(place: tuple[Path, Callable[[], str]]) -> Verdict:
-    """A set that is staged is verified by its own loader: counts, checksums and hashes."""
-    folder, check = place
+def _staged_verdict(place: tuple[Path, Callable[[], Sourced]]) -> Verdict:
+    """A set that is staged is verified by its own loader: counts, checksums, hashes and overlap."""
+    folder, read = place
     try:
-        check()
+        origin = read().detail
     except DataError as fault:
         findings = [Finding(Path(str(fault.where)).name, fault.what)]
         return Verdict(folder, findings, quarantine(folder, findings), STAGE_AGAIN)
-    return Verdict(folder, [], None, "")
+    return Verdict(folder, [], None, "", origin)

@@ -10,9 +10,11 @@ from hyperion.data.corpus import SPLITS, TextCorpus, count_non_empty, count_word
 from hyperion.data.faults import DataError, DataUnavailable
 from hyperion.data.manifest import read_manifest, write_manifest
 from hyperion.data.network import download, hub_endpoint, require_network
-from hyperion.data.sources import mirror_root, take
+from hyperion.data.overlap import line_overlap, require_little_overlap
+from hyperion.data.sources import Checksums, compare_checksums, mirror_root, take
 from hyperion.data.staging import cache_root, staged
 from hyperion.data.synthetic_text import LINES_LIKE_WIKITEXT2, EchoLanguage
+from hyperion.untrusted import read_bounded
 
 FOLDER = "wikitext-2"
 UNITS = ("lines", "non-empty lines", "words with one <eos> a line")
@@ -21,12 +23,19 @@ COUNTS = {
     "valid": (3760, 2461, 217646),
     "test": (4358, 2891, 245569),
 }
+# Of the files in wikitext-2-v1.zip, as MXNet's and GluonNLP's loaders of this data set state them.
+SHA1 = {
+    "train": "863f29c46ef9d167fff4940ec821195882fe29d1",
+    "valid": "0418625c8b4da6e4b5c7a0b9e78d4ae8f7ee5422",
+    "test": "c7b8ce0aa086fb34dab808c5c49224211eb2b172",
+}
 HUB_FILES = {
     "train": "train-00000-of-00001.parquet",
     "valid": "validation-00000-of-00001.parquet",
     "test": "test-00000-of-00001.parquet",
 }
 HUB_FOLDER = "datasets/Salesforce/wikitext/resolve/main/wikitext-2-v1"
+TABLE_BYTES = 1 << 26  # of a split's text; the train split has 10.8 MB
 EMPTY_LINE = " \n"  # how the original files write an empty line; the hub's table holds "" there
 
 
@@ -45,11 +54,12 @@ def load_wikitext2(
         synthetic_lines, seed: size of each split and seed of the synthetic corpus; a real one ignores both.
 
     Raises:
-        DataError: a file is missing, not UTF-8, or its counts are wrong (named with line and offset); no source has it.
+        DataError: a file is missing, not UTF-8, or its counts are wrong (named with line and offset); lines of one split
+            stand in another; no source has it.
     """
     suppliers = {
         "mirror": lambda: _read(mirror_root() / FOLDER, "mirror", "the mirror"),
-        "cache": lambda: _read(cache_root() / FOLDER, "cache", "the cache"),
+        "cache": cached_wikitext2,
         "download": _downloaded,
         "synthetic": lambda: synthetic_corpus(synthetic_lines, seed),
     }
@@ -78,7 +88,7 @@ def stage_wikitext2() -> str:
     """
     target = cache_root() / FOLDER
     if target.is_dir():
-        _read(target, "cache", "the cache")
+        cached_wikitext2()
         return "present"
     try:
         folder = mirror_root() / FOLDER
@@ -88,9 +98,25 @@ def stage_wikitext2() -> str:
         return "downloaded"
     with staged(target) as work:
         for split in SPLITS:
-            (work / _file(split)).write_bytes((folder / _file(split)).read_bytes())
+            content = read_bounded(folder / _file(split), DataError, "copy WikiText-2 into the mirror again", TABLE_BYTES)
+            (work / _file(split)).write_bytes(content)
         write_manifest(work, name=FOLDER, source="mirror", detail="copied from the mirror")
     return "copied from the mirror"
+
+
+def cached_wikitext2() -> TextCorpus:
+    """WikiText-2 of the cache.
+
+    Raises:
+        DataError: it is not there, or wrong.
+    """
+    return _read(cache_root() / FOLDER, "cache", "the cache")
+
+
+def checksums(folder: Path) -> Checksums:
+    """Compare the three files in `folder` with the published hashes."""
+    note = "counts and overlap of the splits are checked"
+    return compare_checksums({folder / _file(split): expected for split, expected in SHA1.items()}, "sha1", note)
 
 
 def _file(split: str) -> str:
@@ -110,19 +136,23 @@ def _read(folder: Path, source: str, label: str) -> TextCorpus:
     splits = {}
     for split in SPLITS:
         path = folder / _file(split)
+        if path.is_file() and path.stat().st_size > TABLE_BYTES:
+            fault = f"{path.name} has {path.stat().st_size} bytes, expected at most {TABLE_BYTES}"
+            raise DataError(fault, where=path, next_step="this is another data set: copy WikiText-2 again")
         splits[split] = lines = read_lines(path)
         found = (len(lines), count_non_empty(lines), count_words_with_eos(lines))
         require_counts(path.name, found, COUNTS[split], UNITS, path)
-    corpus = TextCorpus(FOLDER, source, "", splits)
+    require_little_overlap(line_overlap(splits), "long lines", folder)
+    corpus, found = TextCorpus(FOLDER, source, "", splits), checksums(folder)
     origin = f", {manifest.detail}" if manifest is not None else ""
-    detail = f"word-level files{origin}, counts verified, sha256 {corpus.sha256[:12]}"
-    return TextCorpus(FOLDER, source, detail, splits)
+    detail = f"word-level files{origin}, {found}, counts verified, sha256 {corpus.sha256[:12]}"
+    return TextCorpus(FOLDER, source, detail, splits, checksums=found)
 
 
 def _downloaded() -> TextCorpus:
     target = cache_root() / FOLDER
     if target.is_dir():
-        return _read(target, "cache", "the cache")  # no second download, and the record says so
+        return cached_wikitext2()  # no second download, and the record says so
     _stage_from_hub(target)
     return _read(target, "download", "the cache")
 
@@ -133,7 +163,7 @@ def _stage_from_hub(target: Path) -> None:
         for split in SPLITS:
             parquet = work / HUB_FILES[split]
             download(f"{hub_endpoint()}/{HUB_FOLDER}/{parquet.name}", parquet)
-            lines = _lines_of_table(parquet)
+            lines = _lines_of_table(parquet, COUNTS[split][0])
             found = (len(lines), count_non_empty(lines), count_words_with_eos(lines))
             require_counts(parquet.name, found, COUNTS[split], UNITS, f"{hub_endpoint()}/{HUB_FOLDER}")
             (work / _file(split)).write_text("".join(lines), encoding="utf-8", newline="\n")
@@ -141,14 +171,28 @@ def _stage_from_hub(target: Path) -> None:
         write_manifest(work, name=FOLDER, source="download", detail="downloaded from the hub's Salesforce/wikitext")
 
 
-def _lines_of_table(path: Path) -> list[str]:
+def _lines_of_table(path: Path, expected: int) -> list[str]:
+    """The lines of a table of `expected` rows, read a few at a time; what the file declares is checked before."""
     import pyarrow
+    import pyarrow.compute
     import pyarrow.parquet
 
+    rows: list[str] = []
+    read = 0
     try:
-        rows = pyarrow.parquet.read_table(path, columns=["text"]).column("text").to_pylist()
-    except (pyarrow.ArrowException, OSError, KeyError) as error:
+        with pyarrow.parquet.ParquetFile(path) as table:
+            declared = sum(table.metadata.row_group(n).total_byte_size for n in range(table.metadata.num_row_groups))
+            require_counts(path.name, [table.metadata.num_rows], [expected], UNITS[:1], path)
+            for part in table.iter_batches(1024, columns=["text"]) if declared <= TABLE_BYTES else ():
+                read += pyarrow.compute.sum(pyarrow.compute.binary_length(part.column(0))).as_py() or 0
+                if read > TABLE_BYTES:
+                    break
+                rows += part.column(0).to_pylist()
+    except (pyarrow.ArrowException, OSError, KeyError, IndexError) as error:
         raise DataError(
             f"{path.name} is no readable Parquet table: {error}", where=path, next_step="try again"
         ) from error
+    if max(declared, read) > TABLE_BYTES or not all(isinstance(row, str) for row in rows):
+        fault = f"{path.name} declares {declared} bytes, or holds more than {TABLE_BYTES} bytes of text, or other values"
+        raise DataError(fault, where=path, next_step="try again")
     return [row if row.endswith("\n") else row + "\n" if row else EMPTY_LINE for row in rows]

@@ -12,6 +12,7 @@ from hyperion.data import (
     prepare_images,
     prepare_text,
 )
+from hyperion.data.overlap import TOLERANCE, Overlap
 from hyperion.experiments.context import Context
 from hyperion.results import Row
 
@@ -41,6 +42,33 @@ def images(context: Context) -> tuple[ImageSet, PreparedImages]:
         seed=context.seed,
     )
     return image_set, prepare_images(image_set)
+
+
+def proof_rows(context: Context, loaded: TextCorpus | ImageSet, prepared: PreparedText | PreparedImages) -> list[Row]:
+    """What is known of the data beyond their counts: files that are the publisher's, and records that splits share.
+
+    The share of official files is null for synthetic data, which have no publisher. A row of overlap fails its check if more
+    records than `hyperion.data.overlap` allows stand in another split.
+    """
+    checksums = loaded.checksums
+    params = {"what": "files with the publisher's checksum"}
+    if checksums is None:
+        reason = f"{loaded.source} data have no publisher's checksums"
+        columns = {"value": None, "value_reason": reason}
+    else:
+        columns = {"value": checksums.matching / checksums.files}
+        params |= {"files": checksums.files, "official": checksums.official}
+    rows = [context.row(loaded.name, "share", params=params, data_source=loaded.source, **columns)]
+    for split, counts in prepared.manifest.facts["overlap"].items():
+        overlap = Overlap(**counts)
+        rows.append(
+            context.row(
+                loaded.name, "share", overlap.share, data_source=loaded.source,
+                params={"split": split, "what": "records that stand in another split", "records": overlap.records},
+                check="share of records that stand in another split", check_error=overlap.share, check_tolerance=TOLERANCE,
+            )
+        )  # fmt: skip
+    return rows
 
 
 def vocabulary_row(context: Context) -> Row | None:

@@ -35,6 +35,7 @@ def run(context: Context, report) -> Result:
     report(0, 2, "load and verify")
     image_set, prepared = datasets.images(context)
     rows = [row for split in prepared.steps for row in _split_rows(context, image_set, prepared.steps[split], split)]
+    rows += datasets.proof_rows(context, image_set, prepared)
     report(1, 2, "make batches")
     rows.append(_loader_row(context, image_set))
     return Result(rows, _shown(image_set), image_set.source)

@@ -36,6 +36,7 @@ def run(context: Context, report) -> Result:
     rows = [row for split in prepared.steps for row in _split_rows(context, prepared, split)]
     columns = {"params": {"what": "vocabulary"} | _tokenizer_params(tokenizer), "data_source": corpus.source}
     rows.append(context.row(prepared.manifest.name, "count", float(tokenizer.vocab_size), **columns))
+    rows += datasets.proof_rows(context, corpus, prepared)
     samples = pd.concat([_histogram(prepared, tokenizer), _lines(corpus)], ignore_index=True)
     return Result(rows, samples, corpus.source)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cifar10_files import FLAT_PIXELS, write_layout
+from cifar10_files import LABELS_SHA256, numbered_pictures, write_layout
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +51,16 @@ def silent() -> Iterator[tuple[str, list]]:
 
 @pytest.fixture(scope="session")
 def flat_layouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an archive of CIFAR-10's full size and true channel means whose pictures are all one colour."""
+    """A folder with an archive of CIFAR-10's full size and true channel means whose pictures are one colour, each with
+    its number in three pixels."""
     root = tmp_path_factory.mktemp("flat")
-    image = np.repeat(np.array(FLAT_PIXELS, np.uint8), 1024).reshape(1, 3, 32, 32)
-    images = np.broadcast_to(image, (10_000, 3, 32, 32))
     names = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
-    write_layout(root, "cifar-10-python.tar.gz", {name: (images, np.arange(10_000) % 10) for name in names})
+    batches = {name: (numbered_pictures(10_000, place), np.arange(10_000) % 10) for place, name in enumerate(names)}
+    write_layout(root, "cifar-10-python.tar.gz", batches)
     return root
+
+
+@pytest.fixture
+def labels_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Labels 0 to 9 in turn are taken for CIFAR-10's: the real ones are in no file of this repository."""
+    monkeypatch.setattr("hyperion.data.cifar10.LABELS_SHA256", LABELS_SHA256)

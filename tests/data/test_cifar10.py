@@ -1,6 +1,8 @@
+import shutil
+
 import numpy as np
 import pytest
-from cifar10_files import FLAT_PIXELS, binary_batch, small_batches, write_layout
+from cifar10_files import binary_batch, numbered_pictures, small_batches, write_layout
 
 from hyperion.data import load_cifar10
 from hyperion.data.cifar10 import stage_cifar10
@@ -12,21 +14,22 @@ FEW = {"train": 200, "test": 100}
 
 
 @pytest.fixture
-def full_mirror(tmp_path, monkeypatch):
-    """A mirror in the binary layout with one-coloured pictures; change `arrays` and call `write`."""
+def full_mirror(tmp_path, monkeypatch, labels_in_turn):
+    """A function that writes a mirror in the binary layout with numbered pictures of one colour."""
     root = tmp_path / "mirror"
     monkeypatch.setenv("HYPERION_DATA_MIRROR", str(root))
-    image = np.repeat(np.array(FLAT_PIXELS, np.uint8), 1024)
 
-    def write(level_shift: int = 0, labels: np.ndarray | None = None, records: int = 10_000) -> None:
+    def write(level_shift: int = 0, labels: np.ndarray | None = None, records: int = 10_000, leaked: int = 0):
         folder = root / "cifar-10-batches-bin"
         folder.mkdir(parents=True, exist_ok=True)
-        pixels = np.broadcast_to((image + level_shift).reshape(1, 3, 32, 32), (records, 3, 32, 32))
-        content = binary_batch(pixels, np.arange(records) % 10)
+        in_turn = np.arange(records) % 10
         for number in range(1, 6):
-            (folder / f"data_batch_{number}.bin").write_bytes(content)
-        changed = content if labels is None else binary_batch(pixels, labels)
-        (folder / "test_batch.bin").write_bytes(changed)
+            pixels = numbered_pictures(records, number - 1) + np.uint8(level_shift)
+            (folder / f"data_batch_{number}.bin").write_bytes(binary_batch(pixels, in_turn))
+        pixels = numbered_pictures(records, 5)
+        if leaked:
+            pixels[:leaked] = numbered_pictures(leaked, 2)
+        (folder / "test_batch.bin").write_bytes(binary_batch(pixels, in_turn if labels is None else labels))
 
     return write
 
@@ -38,18 +41,20 @@ def test_the_mirror_is_counted_and_called_not_official(mirror, monkeypatch, caps
     assert (images.name, images.source, images.bayes_accuracy) == ("cifar-10", "mirror", None)
     assert images.class_counts() == {"train": [5000] * 10, "test": [1000] * 10}
     assert images.train_images.shape == (50_000, 3, 32, 32) and images.test_images.flags.c_contiguous
-    assert "not official pixels" in images.detail and str(mirror) not in images.detail
+    assert not images.checksums.official and str(mirror) not in images.detail
+    assert "not official (0 of 6 files have the published md5; lossy mirror" in images.detail
+    assert "0 test images among the train images" in images.detail
     assert images.classes == CLASSES and images.augmentations == ("crop", "flip")
-    assert "cifar-10: source = MIRROR" in capsys.readouterr().out
+    assert "cifar-10: source = MIRROR, NOT OFFICIAL" in capsys.readouterr().out
 
 
-def test_an_archive_of_the_python_layout_is_served_from_the_cache(flat_layouts, monkeypatch):
+def test_an_archive_of_the_python_layout_is_served_from_the_cache(flat_layouts, labels_in_turn, monkeypatch):
     monkeypatch.setenv("HYPERION_DATA_MIRROR", str(flat_layouts))
     assert stage_cifar10() == "copied from the mirror"
     assert stage_cifar10() == "present"
     monkeypatch.delenv("HYPERION_DATA_MIRROR")
     images = load_cifar10("cache")
-    assert images.source == "cache" and "not official pixels" in images.detail
+    assert images.source == "cache" and "not official (0 of 1 files" in images.detail
     assert images.class_counts()["train"] == [5000] * 10
     staged = {path.name for path in (cache_root() / "cifar-10").iterdir()}
     assert staged == {"cifar-10-python.tar.gz", "manifest.json"}
@@ -79,7 +84,39 @@ def test_a_label_out_of_range_is_named_by_record(full_mirror):
 
 def test_other_pixels_are_refused(full_mirror):
     full_mirror(level_shift=3)
-    with pytest.raises(DataError, match=r"channel means of the train split are 0.5020, .* within 0.005"):
+    with pytest.raises(DataError, match=r"channel means of the train split are 0.50.., .* within 0.005"):
+        load_cifar10()
+
+
+@pytest.mark.parametrize(("leaked", "accepted"), [(10, True), (11, False)])
+def test_test_images_among_the_train_images_are_refused(full_mirror, leaked, accepted):
+    full_mirror(leaked=leaked)
+    if accepted:
+        assert "10 test images among the train images" in load_cifar10().detail
+        return
+    with pytest.raises(DataError, match=r"11 of 10000 images of the test split \(0.11%\) stand in another split too"):
+        load_cifar10()
+
+
+def test_permuted_labels_are_refused(full_mirror):
+    """Every class has as many images as before."""
+    labels = np.arange(10_000) % 10
+    labels[[0, 1]] = labels[[1, 0]]
+    full_mirror(labels=labels)
+    with pytest.raises(DataError, match="permuted, or the records were shuffled"):
+        load_cifar10()
+
+
+@pytest.mark.mirror
+def test_permuted_labels_of_the_real_set_are_refused(mirror, tmp_path, monkeypatch):
+    shutil.copytree(mirror / "cifar-10-batches-bin", tmp_path / "mirror/cifar-10-batches-bin")
+    path = tmp_path / "mirror/cifar-10-batches-bin/data_batch_4.bin"
+    records = np.frombuffer(path.read_bytes(), np.uint8).reshape(-1, 3073).copy()
+    records[:, 0] = np.random.default_rng(0).permutation(records[:, 0])
+    path.chmod(0o644)
+    path.write_bytes(records.tobytes())
+    monkeypatch.setenv("HYPERION_DATA_MIRROR", str(tmp_path / "mirror"))
+    with pytest.raises(DataError, match="the labels have sha256"):
         load_cifar10()
 
 

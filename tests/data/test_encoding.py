@@ -1,17 +1,20 @@
 """Tokenizing a text of any length: the tokenizer's own ids, the same from any number of workers, in bounded memory."""
 
+import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyperion.data import corpus_of_files, load_wikitext2, prepare_text
 from hyperion.data.encoder import Encoder, in_chunks
 from hyperion.data.faults import DataError
-from hyperion.data.tokenizer import train_tokenizer
+from hyperion.data.tokenizer import id_count, train_tokenizer
 
 LINES = {"train": 600, "valid": 40, "test": 40}
 WHITE = " \t\n\r\x0b\x1c\x85\u00a0\u180e\u2003\u3000\ufeff"
@@ -44,8 +47,6 @@ def test_what_is_forgotten_is_learned_again(tokenizer, monkeypatch):
 
 
 def test_text_that_does_not_come_back_is_named(tokenizer):
-    import tokenizers
-
     lossy = tokenizers.Tokenizer.from_str(tokenizer.definition())
     lossy.normalizer = tokenizers.normalizers.Lowercase()
     assert Encoder(lossy).encode(["a b\n", "a Title\n"]).lost == "a Title\n"
@@ -54,9 +55,10 @@ def test_text_that_does_not_come_back_is_named(tokenizer):
 def test_the_files_are_the_same_for_any_number_of_workers(tmp_path, tokenizer, monkeypatch):
     """None and two, a chunk of a few lines each time, and blanks at the ends of chunks."""
     monkeypatch.setattr("hyperion.data.encoding.CHUNK_CHARACTERS", 2000)
-    lines = load_wikitext2("synthetic", synthetic_lines=LINES).splits["train"]
-    for split in ("train", "valid", "test"):
+    splits = load_wikitext2("synthetic", synthetic_lines=LINES).splits
+    for split, lines in splits.items():
         (tmp_path / split).write_text("".join(line + " \n" for line in lines))
+    lines = splits["train"]
     corpus = corpus_of_files("mine", {split: tmp_path / split for split in ("train", "valid", "test")})
     contents = []
     for workers in (1, 2):
@@ -71,6 +73,29 @@ def test_the_files_are_the_same_for_any_number_of_workers(tmp_path, tokenizer, m
     assert tokenizer.decode(prepared.tokens["train"][start : start + size]) == lines[7]
 
 
+def sparse_tokenizer(largest: int):
+    """A tokenizer of few entries, the last of which has the id `largest`."""
+    small = train_tokenizer(load_wikitext2("synthetic", synthetic_lines=LINES), vocab_size=300)
+    definition = json.loads(small.definition())
+    definition["model"]["vocab"][max(definition["model"]["vocab"], key=definition["model"]["vocab"].get)] = largest
+    return small, tokenizers.Tokenizer.from_str(json.dumps(definition))
+
+
+def test_one_id_of_70000_among_300_entries_is_stored_as_it_is(tmp_path, monkeypatch):
+    """The type follows the largest id, not the number of entries: in 16 bits the id would be 4464, and decode to another text."""
+    corpus = load_wikitext2("synthetic", synthetic_lines=LINES)
+    small, bpe = sparse_tokenizer(70_000)
+    assert bpe.get_vocab_size() == 300 and id_count(bpe) == 70_001
+    sparse = replace(small, name="sparse", vocab_size=id_count(bpe), sha256="sparse", _bpe=bpe)
+    prepared = prepare_text(corpus, sparse)
+    assert prepared.tokens["train"].dtype == np.uint32 and prepared.tokens["train"].max() == 70_000
+    for split, lines in corpus.splits.items():
+        assert sparse.decode(prepared.tokens[split]) == "".join(lines)
+    monkeypatch.setenv("HYPERION_DATA", str(tmp_path / "other"))
+    with pytest.raises(DataError, match="is 70000, which uint16 does not hold"):
+        prepare_text(corpus, replace(sparse, vocab_size=300))
+
+
 def test_a_worker_that_dies_is_an_error(tokenizer, monkeypatch):
     monkeypatch.setattr("hyperion.data.encoding.sys.executable", "/bin/false")
     with pytest.raises(DataError, match="a tokenizing worker ended"), tokenizer.encoding(2) as encoding:
@@ -81,7 +106,7 @@ IN_LITTLE_MEMORY = """
 import resource, sys
 from pathlib import Path
 from hyperion.data import corpus_of_files, prepare_text, load_wikitext2
-from hyperion.data.tokenizer import train_tokenizer
+from hyperion.data.tokenizer import id_count, train_tokenizer
 
 folder, limit = Path(sys.argv[1]), int(sys.argv[2])
 tokenizer = train_tokenizer(load_wikitext2("synthetic", synthetic_lines={"train": 600, "valid": 9, "test": 9}), 400)
@@ -102,13 +127,13 @@ print(len(prepared.tokens["train"]), prepared.steps["train"]["read"]["lines"])
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit on a process's data is Linux's")
 def test_a_corpus_larger_than_memory_is_tokenized(tmp_path, tokenizer):
     """The kernel grants 8 MiB beyond what the process has at its start; the text has three times as many."""
-    lines = load_wikitext2("synthetic", synthetic_lines={"train": 4000, "valid": 9, "test": 9}).splits["train"]
-    stretch, limit = "".join(lines), 8 << 20
-    copies = -(-3 * limit // len(stretch))
+    splits = load_wikitext2("synthetic", synthetic_lines={"train": 4000, "valid": 900, "test": 900}).splits
+    lines, limit = splits["train"], 8 << 20
+    copies = -(-3 * limit // len("".join(lines)))
     for split, count in (("train", copies), ("valid", 1), ("test", 1)):
         with open(tmp_path / split, "w") as file:
             for _ in range(count):
-                file.write(stretch)
+                file.writelines(splits[split])
     command = [sys.executable, "-c", IN_LITTLE_MEMORY, str(tmp_path), str(limit)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -59,6 +59,18 @@ def test_half_staged_and_quarantined_things_count_for_nothing(data_home):
     assert data_identity(NAMES, "auto") == dict.fromkeys(NAMES)
 
 
+@pytest.mark.mirror
+def test_each_set_is_official_or_not(mirror, monkeypatch, tmp_path):
+    monkeypatch.setenv("HYPERION_DATA_MIRROR", str(mirror))
+    found = {name: place["official"] for name, place in data_identity((*NAMES, "instructions"), "mirror").items()}
+    assert found["gpt2"] and found["instructions"] and not found["cifar-10"], "no checksum is published for its layout"
+    shutil.copytree(mirror / "gpt2", tmp_path / "gpt2")
+    (tmp_path / "gpt2/merges.txt").chmod(0o644)
+    write(tmp_path / "gpt2/merges.txt", "others")
+    monkeypatch.setenv("HYPERION_DATA_MIRROR", str(tmp_path))
+    assert data_identity(["gpt2"], "mirror")["gpt2"]["official"] is False
+
+
 def test_a_mirror_that_is_no_folder_is_an_error_where_it_was_asked_for(tmp_path, monkeypatch):
     monkeypatch.setenv("HYPERION_DATA_MIRROR", str(tmp_path / "absent"))
     with pytest.raises(DataError, match="not a folder"):

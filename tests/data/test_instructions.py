@@ -34,7 +34,7 @@ def test_the_mirror_has_the_published_rows(mirror, monkeypatch, capsys):
     monkeypatch.setenv("HYPERION_DATA_MIRROR", str(mirror))
     found = load_instructions("mirror")
     assert (found.name, found.source, found.least_loss_nats) == ("instructions", "mirror", None)
-    assert len(found.train) + len(found.held_out) == COUNT and "official sha256" in found.detail
+    assert len(found.train) + len(found.held_out) == COUNT and ", official (" in found.detail
     assert not {row.prompt for row in found.train} & {row.prompt for row in found.held_out}
     assert found.train[1].prompt == (
         "### Instruction:\nEdit the following sentence for grammar.\n\n"
@@ -49,13 +49,13 @@ def test_a_row_without_input_has_no_heading_for_one():
 
 def test_rows_that_are_not_the_published_ones_are_said_to_be_others(put, rows):
     put(json.dumps(rows))
-    assert "not the official file" in load_instructions("mirror").detail
+    assert "not official (0 of 1 files" in load_instructions("mirror").detail
 
 
 @pytest.mark.parametrize(
     "spoil, message",
     [
-        (lambda rows: json.dumps(rows)[:-2], "no readable JSON"),
+        (lambda rows: json.dumps(rows)[:-2], "not a JSON document"),
         (lambda rows: json.dumps({"rows": rows}), "no list"),
         (lambda rows: json.dumps(rows[1:]), f"has {COUNT - 1} records, expected {COUNT}"),
         (lambda rows: json.dumps([*rows[:7], {"instruction": "Hm?", "output": "x"}, *rows[8:]]), "record 7 lacks"),

@@ -1,3 +1,4 @@
+import contextlib
 import hashlib
 import http.server
 import os
@@ -132,3 +133,26 @@ def test_a_download_that_stalls_is_given_up_and_its_host_remembered(serve, tmp_p
         network.download(address + "/file", tmp_path / "copy.bin")
     with pytest.raises(DataUnavailable, match="no network: .*timed out"):
         network.require_network(address)
+
+
+class Endless(http.server.SimpleHTTPRequestHandler):
+    """Announces a length that is no number and sends bytes until nobody listens."""
+
+    def do_HEAD(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "many")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            while True:
+                self.wfile.write(bytes(1 << 16))
+
+
+def test_a_download_without_end_is_broken_off(serve, tmp_path, monkeypatch):
+    monkeypatch.setattr("hyperion.data.network.DOWNLOAD_LIMIT_BYTES", 1 << 21)
+    with pytest.raises(DataUnavailable, match="download failed: more than 2 MiB"):
+        network.download(serve(tmp_path, Endless) + "/file", tmp_path / "file")
+    assert (tmp_path / "file").stat().st_size <= 4 << 20

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -78,6 +80,28 @@ def test_a_nan_image_is_found():
     assert "test_images.npy" in str(caught.value)
 
 
+@pytest.mark.parametrize("lines", [0, 1])
+def test_lines_of_train_in_valid_are_refused(text, lines):
+    corpus, tokenizer = text
+    splits = corpus.splits | {"valid": [*corpus.splits["train"][:lines], *corpus.splits["valid"][lines:]]}
+    leaked = replace(corpus, splits=splits)
+    if not lines:
+        assert prepare_text(leaked, tokenizer).manifest.facts["overlap"]["valid"] == {
+            "records": 40, "repeated": 0, "first": None,
+        }  # fmt: skip
+        return
+    with pytest.raises(DataError, match=r"1 of 40 long lines of the valid split \(2.50%\) stand in another split too"):
+        prepare_text(leaked, tokenizer)
+    assert not list(processed_root().iterdir())
+
+
+def test_test_images_among_the_train_images_are_refused():
+    images = synthetic_images({"train": 200, "test": 100})
+    images.test_images[3] = images.train_images[77]
+    with pytest.raises(DataError, match=r"1 of 100 images of the test split .* the first is number 3"):
+        prepare_images(images)
+
+
 def test_a_product_of_an_unknown_kind_is_refused(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros(3))
     write_manifest(tmp_path, name="n", source="cache", detail="", facts={"kind": "sound"})
@@ -99,6 +123,9 @@ def test_the_real_pipeline_gives_the_known_counts(mirror, monkeypatch):
         "valid": (3760, 2461, 258659),
         "test": (4358, 2891, len(prepared.tokens["test"])),
     }
+    assert prepared.manifest.facts["overlap"] == {
+        "valid": {"records": 1746, "repeated": 0, "first": None}, "test": {"records": 1995, "repeated": 0, "first": None},
+    }  # fmt: skip
     padded = prepared.steps["train"]["pad"]
     assert padded["samples"] == 23767 and padded["tokens"] + padded["padding"] == 23767 * 128
     assert 0.40 < padded["padding_share"] < 0.46

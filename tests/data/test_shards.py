@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from hyperion.data.array_files import ArrayWriter, narrowed
 from hyperion.data.faults import DataError
 from hyperion.data.manifest import write_manifest
 from hyperion.data.shards import check_tokens, open_shards, token_dtype, write_shards
@@ -54,7 +55,38 @@ def test_the_smallest_type_that_holds_every_id():
     assert token_dtype(50257) == token_dtype(65536) == np.uint16 and token_dtype(65537) == np.uint32
 
 
+def test_ids_that_no_type_of_a_loader_holds_are_refused():
+    for size in (0, (1 << 31) + 1):
+        with pytest.raises(DataError, match=f"a vocabulary of {size} ids"):
+            token_dtype(size)
+
+
+@pytest.mark.parametrize(
+    "values, dtype",
+    [([1, 70_000], np.uint16), ([1, -1], np.uint16), ([0, -1], np.uint64), ([1, 1 << 31], np.int32), ([1, 0.5], np.int64),
+     ([1, np.nan], np.int64), ([1, np.inf], np.int32), ([1, 1 << 40], np.int16)],
+)  # fmt: skip
+def test_a_value_that_a_narrower_type_does_not_hold_is_named(values, dtype):
+    with pytest.raises(DataError, match=f"value 1 is .*, which {np.dtype(dtype)} does not hold .1 such"):
+        narrowed(np.array(values), dtype, "here")
+
+
+def test_values_that_fit_come_back_in_memory_of_their_own():
+    values = np.array([0, 65_535])
+    assert narrowed(values, np.uint16, "here").tolist() == values.tolist()
+    assert not np.shares_memory(narrowed(values, values.dtype, "here"), values)
+
+
+def test_a_writer_refuses_what_its_type_does_not_hold(tmp_path):
+    with ArrayWriter(tmp_path, "train", np.uint16) as writer, pytest.raises(DataError, match="value 2 is 70000"):
+        writer.append(np.array([1, 2, 70_000], dtype=np.uint32))
+
+
 def test_ids_outside_the_vocabulary_are_named():
     check_tokens(ARRAYS["train"], 1000, "here")
+    with pytest.raises(DataError, match=r"token 3 has the id -1"):
+        check_tokens(np.array([0, 1, 2, -1]), 1000, "here")
+    with pytest.raises(DataError, match=r"tokens are float64 \[2\], expected integers"):
+        check_tokens(np.array([np.nan, 1]), 1000, "here")
     with pytest.raises(DataError, match=r"token 990 has the id 990, outside a vocabulary of 990 \(10 such\)"):
         check_tokens(ARRAYS["train"], 990, "here")

@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import pytest
 
 from hyperion.data.faults import DataError, DataUnavailable
-from hyperion.data.sources import mirror_root, take
+from hyperion.data.sources import Checksums, mirror_root, take
 
 
 @dataclass
@@ -11,6 +11,7 @@ class Thing:
     source: str
     name: str = "thing"
     detail: str = "made for a test"
+    checksums: Checksums | None = None
 
 
 def _has(source):

@@ -4,7 +4,7 @@ import subprocess
 import pytest
 
 from hyperion.data.faults import DataError
-from hyperion.data.staging import md5_of, sha256_of, staged
+from hyperion.data.staging import content_hash, sha256_of, staged
 
 
 def test_a_folder_appears_whole(tmp_path):
@@ -56,4 +56,4 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path):
 def test_hashes(tmp_path):
     (tmp_path / "file").write_bytes(b"abc")
     assert sha256_of(tmp_path / "file").startswith("ba7816bf8f01cfea")
-    assert md5_of(tmp_path / "file") == "900150983cd24fb0d6963f7d28e17f72"
+    assert content_hash(tmp_path / "file", "md5") == "900150983cd24fb0d6963f7d28e17f72"

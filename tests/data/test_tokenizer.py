@@ -1,3 +1,4 @@
+import json
 import shutil
 
 import numpy as np
@@ -63,7 +64,7 @@ def test_gpt2_of_the_mirror(mirror, monkeypatch):
     monkeypatch.setenv("HYPERION_DATA_MIRROR", str(mirror))
     gpt2 = load_tokenizer("mirror")
     assert (gpt2.name, gpt2.source, gpt2.vocab_size, gpt2.eos_id) == ("gpt2", "mirror", 50257, 50256)
-    assert gpt2.encode(["Hello world"])[0].tolist() == [15496, 995] and "official sha256" in gpt2.detail
+    assert gpt2.encode(["Hello world"])[0].tolist() == [15496, 995] and ", official (" in gpt2.detail
     valid = (mirror / "wikitext-2" / "wiki.valid.tokens").read_text()
     ids = gpt2.encode_split(valid.splitlines(keepends=True))
     assert gpt2.decode(ids) == valid
@@ -91,6 +92,13 @@ def test_another_tokenizer_is_not_taken_for_gpt2(mirror, tmp_path, monkeypatch, 
     monkeypatch.setenv("HYPERION_DATA_MIRROR", str(tmp_path / "mirror"))
     for name in ("vocab.json", "merges.txt"):
         (folder / name).write_bytes((mirror / "gpt2" / name).read_bytes())
+    vocabulary = json.loads((folder / "vocab.json").read_text())
+    whole = (folder / "vocab.json").read_bytes()
+    last = max(vocabulary.keys() - {"<|endoftext|>"}, key=vocabulary.get)
+    (folder / "vocab.json").write_text(json.dumps(vocabulary | {last: 70_000}))
+    with pytest.raises(DataError, match="50257 entries with ids up to 70000"):
+        load_tokenizer("auto")
+    (folder / "vocab.json").write_bytes(whole)
     merges = (folder / "merges.txt").read_text().splitlines(keepends=True)
     (folder / "merges.txt").write_text("".join(merges[:1000]))
     with pytest.raises(DataError, match=r"not GPT-2's tokenizer: .*'Hello world' gives"):

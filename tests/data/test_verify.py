@@ -146,12 +146,13 @@ def test_all_faults_of_a_folder_are_told_at_once(copies, monkeypatch, capsys):
 def test_sound_data_stay_where_they_are(copies, monkeypatch, capsys):
     assert command(monkeypatch) == 0 and command(monkeypatch, str(copies["text"])) == 0
     assert command(monkeypatch, str(processed_root())) == 0
+    assert "        synthetic: made-up text, seed 0" in capsys.readouterr().out and command(monkeypatch) == 0
     assert all(folder.is_dir() for folder in copies.values()) and "0 damaged" in capsys.readouterr().out
 
 
 def test_a_product_of_another_version_is_not_called_damaged(copies, monkeypatch, capsys):
     manifest = copies["images"] / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 1'))
+    manifest.write_text(manifest.read_text().replace('"format": 3', '"format": 2'))
     assert command(monkeypatch) == 0 and copies["images"].is_dir()
     assert "another version of this library made it" in capsys.readouterr().out
 
@@ -173,6 +174,7 @@ def test_staged_sets_are_verified_too(monkeypatch, capsys):
     (folder / FILE).write_text(json.dumps(rows))
     write_manifest(folder, name="instructions", source="mirror", detail="")
     assert load_instructions("cache").source == "cache" and command(monkeypatch) == 0
+    assert "not official (0 of 1 files have the published sha256" in capsys.readouterr().out
     assert command(monkeypatch, str(folder)) == 0 and folder.is_dir()
     flip_bit(folder / FILE, 40)
     (verdict,) = verify(folder)

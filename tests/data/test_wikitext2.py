@@ -47,7 +47,24 @@ def test_the_mirror_is_counted(mirror, monkeypatch, capsys):
         "test": 4358,
     }
     assert "counts verified" in corpus.detail and str(mirror) not in corpus.detail
-    assert "wikitext-2: source = MIRROR" in capsys.readouterr().out
+    official = "official" if corpus.checksums.official else "NOT OFFICIAL"
+    assert f"wikitext-2: source = MIRROR, {official}" in capsys.readouterr().out
+
+
+@pytest.mark.mirror
+def test_lines_of_the_valid_split_in_train_are_refused(damaged):
+    """The counts are right: each leaked line takes the place of one with as many words."""
+    valid = {len(line.split()): line for line in (damaged / "wiki.valid.tokens").read_text().splitlines(keepends=True)}
+    lines = (damaged / "wiki.train.tokens").read_text().splitlines(keepends=True)
+    longest = {}
+    for place, line in enumerate(lines):
+        if (size := len(line.split())) >= 40 and size in valid:
+            longest[size] = place
+    for size, place in longest.items():
+        lines[place] = valid[size].upper()
+    (damaged / "wiki.train.tokens").write_text("".join(lines))
+    with pytest.raises(DataError, match=rf"{len(longest)} of \d+ long lines of the valid split .* stand in another split"):
+        load_wikitext2()
 
 
 @pytest.mark.mirror
@@ -108,6 +125,9 @@ def test_a_short_download_leaves_nothing(hub, data_home):
     table = pyarrow.parquet.read_table(hub / HUB_FILES["test"])
     pyarrow.parquet.write_table(table.slice(0, 100), hub / HUB_FILES["test"])
     with pytest.raises(DataError, match="has 100 lines, expected 4358"):
+        load_wikitext2("download")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["word " * 20_000] * 4358}), hub / HUB_FILES["test"])
+    with pytest.raises(DataError, match="holds more than 67108864 bytes of text"):
         load_wikitext2("download")
     (hub / HUB_FILES["test"]).write_bytes(b"no table")
     with pytest.raises(DataError, match="no readable Parquet table"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hyperion.book import pick
-from hyperion.experiments import Context, experiment_named, load_profile
+from hyperion.experiments import Context, datasets, experiment_named, load_profile
 from hyperion.experiments.captured_parity import ONE_BY_ONE, REPLAYED, captured_parity, parity_row
 from hyperion.experiments.image_classifier import compile_training
 from hyperion.models import resnet18
@@ -125,6 +125,32 @@ def test_image_pipeline_counts_and_shows_every_class(folder):
     ]
     assert len(per_class) == 10 and sum(per_class) == 600
     assert len(result.samples) == 40 and len(result.samples["pixels"][0]) == 3 * 32 * 32
+
+
+def test_pipelines_say_what_is_official_and_what_splits_share(text, folder):
+    images, _ = perform("image_pipeline", {"batch_size": 32, "calls": 1, "time_limit_s": 0.01}, folder)
+    for result, records in ((text, {"valid": 60, "test": 60}), (images, {"test": 200})):
+        shares = {(r.params["what"], r.params.get("split")): r for r in result.rows if r.metric == "share"}
+        official = shares["files with the publisher's checksum", None]
+        assert official.value is None and "no publisher" in official.value_reason
+        for split, count in records.items():
+            row = shares["records that stand in another split", split]
+            assert (row.value, row.check_error, row.params["records"]) == (0.0, 0.0, count)
+
+
+@pytest.mark.mirror
+def test_rows_of_the_real_text_say_which_files_are_official(mirror, folder, monkeypatch):
+    monkeypatch.setenv("HYPERION_DATA_MIRROR", str(mirror))
+    context = Context(notebook="toy", experiment="text_pipeline", sizes={}, data_source="mirror", synthetic=SYNTHETIC,
+                      workspace=folder)  # fmt: skip
+    corpus, _, prepared = datasets.text(context)
+    official, *overlaps = datasets.proof_rows(context, corpus, prepared)
+    for row in (official, *overlaps):
+        row.validate()
+    assert official.params["files"] == 3 and official.params["official"] == (official.value == 1)
+    assert [(row.params["split"], row.value, row.params["records"]) for row in overlaps] == [
+        ("valid", 0.0, 1746), ("test", 0.0, 1995),
+    ]  # fmt: skip
 
 
 def test_tokenizers_write_the_same_tokens_and_are_compared_in_turn(folder):
