@@ -38,17 +38,18 @@ def ensure_overlay(root: Path, python: Path, extras: list[str], machine: Machine
     wanted = requirements(root, extras)
     lacking = missing(found, wanted)
     folder = root / ".overlay" / _key(found)
-    variables = environment_variables(root, folder)
     stamp = _read_stamp(folder)
     covered = set(stamp.get("covers", []))
     if not set(lacking) <= covered or (covered and not (folder / "packages").is_dir()):
         _fill(root, folder, found, sorted(set(lacking) | covered))
         stamp = _read_stamp(folder)
+    # Only now: which variables are needed depends on what the overlay holds.
+    variables = environment_variables(root, folder)
     if choice.kind != "cpu" and not stamp.get("gpu_opened"):
         interpreter.check_gpu_opens(python, variables, found.torch)
         stamp["gpu_opened"] = True
     _write(folder, {"covers": [], **stamp})
-    _write_launcher(root, folder, python)
+    _write_launcher(folder, python, variables)
     return variables
 
 
@@ -172,9 +173,8 @@ def environment_variables(root: Path, folder: Path) -> dict[str, str]:
     return variables
 
 
-def _write_launcher(root: Path, folder: Path, python: Path) -> None:
-    """.overlay/<hash>/hyperion: the command for use outside make."""
-    variables = environment_variables(root, folder)
+def _write_launcher(folder: Path, python: Path, variables: dict[str, str]) -> None:
+    """Write .overlay/<hash>/hyperion, the command for use outside make."""
     names = ("PYTHONPATH", "PYTHONNOUSERSITE", "JUPYTER_PATH", "JUPYTERLAB_DIR")
     lines = [f"export {name}={shlex.quote(variables[name])}" for name in names if name in variables]
     launcher = folder / "hyperion"
