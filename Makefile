@@ -42,6 +42,9 @@ lint: ## style of library, tests and notebooks
 	@$(enter) --extra lint run ruff check .
 
 clean: ## remove the environments and caches; data/ and results/ stay
-	rm -rf .venv .overlay .setup.lock build dist hyperion.egg-info .pytest_cache .ruff_cache .hypothesis
+	@grep -qs '^name = "hyperion"' pyproject.toml || { echo "make clean: this folder is no checkout of Hyperion" >&2; exit 2; }
+	@if [ -f .venv/hyperion-setup.json ] && [ ! -L .venv ]; then echo "rm -rf .venv"; rm -rf .venv; \
+		elif [ -e .venv ] || [ -L .venv ]; then echo ".venv is left as it is: make setup did not make it"; fi
+	rm -rf .overlay .setup.lock build dist hyperion.egg-info .pytest_cache .ruff_cache .hypothesis
 	find hyperion tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	@echo "data/ and results/ are left as they are: they are yours."

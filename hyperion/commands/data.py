@@ -3,19 +3,20 @@
 from pathlib import Path
 
 from hyperion.data import verify
+from hyperion.terminal import say
 
 
 def print_verdicts(folder: Path | None) -> int:
     """Print what is sound and what is not, where the damaged went and what to do; 1 when something is damaged."""
     verdicts = verify(folder)
     for verdict in verdicts:
-        print(f"{'damaged' if verdict.findings else 'ok':<8}{verdict.folder}")
+        say(f"{'damaged' if verdict.findings else 'ok':<8}{verdict.folder}")
         for finding in verdict.findings:
-            print(f"        {finding.file}: {finding.fault}")
+            say(f"        {finding.file}: {finding.fault}")
         if verdict.kept is not None:
-            print(f"        moved to {verdict.kept}, nothing was deleted")
+            say(f"        moved to {verdict.kept}, nothing was deleted")
         if verdict.next_step:
-            print(f"        next:  {verdict.next_step}")
+            say(f"        next:  {verdict.next_step}")
     damaged = sum(bool(verdict.findings) for verdict in verdicts)
-    print(f"{len(verdicts)} data sets, {damaged} damaged" if verdicts else "nothing is prepared or staged yet")
+    say(f"{len(verdicts)} data sets, {damaged} damaged" if verdicts else "nothing is prepared or staged yet")
     return 1 if damaged else 0

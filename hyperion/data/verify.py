@@ -17,7 +17,7 @@ from hyperion.data.content import ARRAYS_OF, FORMAT, content_faults
 from hyperion.data.faults import DataError
 from hyperion.data.manifest import FILE_NAME, DataManifest, read_manifest
 from hyperion.data.shards import is_array, open_array
-from hyperion.data.staging import QUARANTINE, cache_root, processed_root, sha256_of
+from hyperion.data.staging import MARK, QUARANTINE, cache_root, processed_root, sha256_of
 from hyperion.errors import refused_write
 
 REASON_FILE = "REASON.json"
@@ -173,7 +173,7 @@ def _file_findings(folder: Path, manifest: DataManifest) -> Iterator[Finding]:
                 yield Finding(name, f"{fault.what}; {_changed_rows(folder, name)}")
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if path.is_file() and name not in manifest.files and name != FILE_NAME:
+        if path.is_file() and name not in manifest.files and name not in (FILE_NAME, MARK):
             yield Finding(name, "the manifest does not know this file")
 
 

@@ -53,7 +53,11 @@ def main(description: str, export: Callable[[Run], object], given: Sequence[str]
         0; 1 when a training or a launch failed; 2 when the request cannot be met; 75 when SIGTERM came, and the state was
         saved.
     """
-    rank = int(os.environ.get("RANK", 0))
+    try:
+        place = place_of(os.environ)
+    except HyperionError as error:
+        return _leave(error, 0)
+    rank = place.rank if place else 0
     with contextlib.redirect_stdout(open(os.devnull, "w")) if rank else contextlib.nullcontext():
         try:
             options = parsed(given, description)
