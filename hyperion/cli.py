@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hyperion.errors import HyperionError
+from hyperion.errors import LARGEST_SEED, HyperionError
 from hyperion.terminal import INTERRUPTED, run_command, say
 from hyperion.untrusted import printable
 
@@ -30,8 +30,11 @@ def main() -> int:
 
 
 def _run_app() -> int:
+    command = typer.main.get_command(app)
     try:
-        code = app(prog_name="hyperion", standalone_mode=False)
+        # Not app(), which would take it for exit code 1, a regression, when the reader of standard output ends first.
+        with command.make_context("hyperion", sys.argv[1:]) as context:
+            command.invoke(context)
     except typer.Exit as ending:
         return ending.exit_code
     except typer.Abort:
@@ -41,7 +44,7 @@ def _run_app() -> int:
         error.show(shown)
         print(printable(shown.getvalue()), end="", file=sys.stderr)
         return error.exit_code
-    return code or 0
+    return 0
 
 
 @app.command()
@@ -84,7 +87,7 @@ def reproduce(
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(envvar="SEED", min=0, max=2**32 - 1, help="Seeds everything that is drawn.")
+        int, typer.Option(envvar="SEED", min=0, max=LARGEST_SEED, help="Seeds everything that is drawn.")
     ] = 0,
     replay_of: Annotated[
         str | None,

@@ -75,7 +75,7 @@ def test_a_user_without_a_password_entry_and_without_a_home(shell, unknown_user)
 
 @pytest.mark.parametrize(
     "variables",
-    [{"RANK": "abc"}, {"WORLD_SIZE": "-1", "RANK": "0"}, {"LOCAL_RANK": "x"}, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "y"}],
+    [{"RANK": "abc"}, {"RANK": "0", "WORLD_SIZE": "-1"}, {"LOCAL_RANK": "x"}, {"WORLD_SIZE": "1", "LOCAL_RANK": "y"}],
 )
 def test_variables_of_torchrun_that_make_no_sense_are_named_or_do_not_matter(shell, variables):
     assert shell("hyperion env", **variables).returncode == 0

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hyperion.data.sources import SOURCES
-from hyperion.errors import HyperionError
+from hyperion.errors import HyperionError, require_seed
 from hyperion.experiments.llama_setup import RANK
 from hyperion.paths import expanded
 
@@ -95,7 +95,9 @@ def require_sense(options: Options) -> None:
 
     Raises:
         OptionError: names the option, and the remedy.
+        HyperionError: the seed is out of range.
     """
+    require_seed(0 if options.seed is None else options.seed)
     model = options.model
     trains_llama = model in ("llama", ALL)
     if options.lora and not trains_llama:

@@ -21,7 +21,7 @@ from hyperion.results import Run
 _CACHES = (".pytest_cache", ".ruff_cache", ".hypothesis", "build", "dist", "hyperion.egg-info")
 # Files that no manifest lists: the manifest itself, locks, and what a writer leaves behind that was killed.
 _UNLISTED = re.compile(r"MANIFEST(\.pending)?|\.(lock|driver\.lock|writer\.lock)(\.exclusive)?|(.+/)?\.[^/]+\.\d+\.tmp")
-_WORKSPACES = ("checkpoints", "adapters")  # of trainings: many files, which no manifest of the run lists
+_WORKSPACES = ("checkpoints", "adapters", "logs")  # of trainings: many files, which no manifest of the run lists
 _CHECKPOINT = re.compile(r"step-\d{8,}")
 _STORES = ("raw", "processed")
 _IN_STORES = ("hub", QUARANTINE)

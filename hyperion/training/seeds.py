@@ -6,6 +6,8 @@ import random
 import numpy as np
 import torch
 
+from hyperion.errors import require_seed
+
 
 def seed_everything(seed: int, deterministic: bool = False) -> None:
     """Seed Python's, numpy's and torch's generators (those of every GPU too).
@@ -15,8 +17,11 @@ def seed_everything(seed: int, deterministic: bool = False) -> None:
         deterministic: also make torch refuse operations whose result depends on scheduling. On a CPU with a fixed
             number of threads the loss sequence repeats bit for bit without it; on a GPU only with it, at some cost in
             speed.
+
+    Raises:
+        HyperionError: the seed is out of range.
     """
-    random.seed(seed)
+    random.seed(require_seed(seed))
     np.random.seed(seed)
     torch.manual_seed(seed)
     if deterministic:

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import os
 import shutil
 import subprocess
@@ -81,7 +82,7 @@ def makefile(tmp_path):
 
 def asked_for(line: str) -> list[str]:
     words = line.split()
-    return [extra for option, extra in zip(words, words[1:], strict=False) if option == "--extra"]
+    return [extra for option, extra in itertools.pairwise(words) if option == "--extra"]
 
 
 @pytest.mark.parametrize(
