@@ -66,9 +66,11 @@ def _prepare_streams() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - open as long as the process
+            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115 - open as long as the process
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # not where a test or a notebook put an object of its own
             stream.reconfigure(errors="backslashreplace")

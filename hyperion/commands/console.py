@@ -1,5 +1,7 @@
 """Where commands print to."""
 
+import errno
+
 from rich.console import Console
 from rich.text import Text
 
@@ -11,6 +13,10 @@ class PlainTextConsole(Console):
 
     def render_str(self, text: str, **options) -> Text:
         return super().render_str(printable(text), **options)
+
+    def on_broken_pipe(self) -> None:
+        # The base class exits with code 1, which would say that a notebook failed, or that a regression was confirmed.
+        raise BrokenPipeError(errno.EPIPE, "the reader of standard output has ended")
 
 
 def console() -> Console:
