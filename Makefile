@@ -24,10 +24,10 @@ reproduce: ## run every notebook, keep rows and reports in results/, go on where
 		$${DATA_SOURCE:+--data-source "$$DATA_SOURCE"}
 
 test: ## run the tests
-	@$(enter) --extra dev run pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	@$(enter) --extra test run pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-setup: ## make or repair the environment, nothing else
-	@$(enter) --extra dev --extra lab setup
+setup: ## make or repair the environment, nothing else; with PYTHON=, what reproduce needs (lab, test, lint add theirs)
+	@$(enter) setup
 
 fetch: ## stage all data and tokenizers while there is a network (on a login node)
 	@$(enter) run hyperion fetch
@@ -39,9 +39,12 @@ report: ## tables and pictures of a run (RUN=, else the latest)
 	@$(enter) run hyperion report $${RUN:+"$$RUN"}
 
 lint: ## style of library, tests and notebooks
-	@$(enter) --extra dev run ruff check .
+	@$(enter) --extra lint run ruff check .
 
 clean: ## remove the environments and caches; data/ and results/ stay
-	rm -rf .venv .overlay .setup.lock build dist hyperion.egg-info .pytest_cache .ruff_cache .hypothesis
+	@grep -qs '^name = "hyperion"' pyproject.toml || { echo "make clean: this folder is no checkout of Hyperion" >&2; exit 2; }
+	@if [ -f .venv/hyperion-setup.json ] && [ ! -L .venv ]; then echo "rm -rf .venv"; rm -rf .venv; \
+		elif [ -e .venv ] || [ -L .venv ]; then echo ".venv is left as it is: make setup did not make it"; fi
+	rm -rf .overlay .setup.lock build dist hyperion.egg-info .pytest_cache .ruff_cache .hypothesis
 	find hyperion tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	@echo "data/ and results/ are left as they are: they are yours."

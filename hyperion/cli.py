@@ -1,12 +1,15 @@
 """The `hyperion` command. Every option of `make reproduce` is also a variable: PROFILE=smoke means --profile smoke."""
 
+import io
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hyperion.errors import HyperionError
+from hyperion.errors import LARGEST_SEED, HyperionError
+from hyperion.terminal import INTERRUPTED, run_command, say
+from hyperion.untrusted import printable
 
 app = typer.Typer(
     help="Hyperion: an executable book of ML-systems engineering.",
@@ -22,20 +25,26 @@ RunName = Annotated[str, typer.Argument(help="A run: its folder or name, `latest
 
 
 def main() -> int:
-    """Run the command line; returns the exit code. An error a user can put right is told in its own words."""
+    """Run the command line and return the exit code; an error that a user can correct is printed with its next step."""
+    return run_command(_run_app)
+
+
+def _run_app() -> int:
+    command = typer.main.get_command(app)
     try:
-        code = app(prog_name="hyperion", standalone_mode=False)
-    except HyperionError as error:
-        print(f"hyperion: {error}", file=sys.stderr)
-        return error.exit_code
+        # Not app(), which would take it for exit code 1, a regression, when the reader of standard output ends first.
+        with command.make_context("hyperion", sys.argv[1:]) as context:
+            command.invoke(context)
     except typer.Exit as ending:
         return ending.exit_code
-    except (typer.Abort, KeyboardInterrupt):
-        return 130
+    except typer.Abort:
+        return INTERRUPTED
     except _UsageError as error:
-        error.show()
+        shown = io.StringIO()
+        error.show(shown)
+        print(printable(shown.getvalue()), end="", file=sys.stderr)
         return error.exit_code
-    return code or 0
+    return 0
 
 
 @app.command()
@@ -77,7 +86,9 @@ def reproduce(
             show_default="no end",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(envvar="SEED", help="Seeds everything that is drawn.")] = 0,
+    seed: Annotated[
+        int, typer.Option(envvar="SEED", min=0, max=LARGEST_SEED, help="Seeds everything that is drawn.")
+    ] = 0,
     replay_of: Annotated[
         str | None,
         typer.Option(
@@ -95,6 +106,7 @@ def reproduce(
     Exit codes: 0 all done; 1 a notebook failed (the others went on); 2 the request cannot be met; 3 the time budget
     ended first; 130 or 143 stopped by Ctrl-C or SIGTERM. After each of them the same command goes on where it ended.
     """
+    from hyperion.commands.console import PlainTextConsole
     from hyperion.reproduce import Request
     from hyperion.reproduce import reproduce as run_book
     from hyperion.reproduce.stopping import seconds_of
@@ -109,7 +121,7 @@ def reproduce(
         seed=seed,
         replay_of=replay_of or None,
     )
-    raise typer.Exit(run_book(request))
+    raise typer.Exit(run_book(request, console=PlainTextConsole()))
 
 
 @app.command()
@@ -159,7 +171,7 @@ def verify(run: RunName = "latest") -> None:
 
     store = Run.open(find_run(run))
     names = store.verify()
-    print(f"{store.folder}: {len(names)} files and {len(store.rows())} rows are as they were written")
+    say(f"{store.folder}: {len(names)} files and {len(store.rows())} rows are as they were written")
 
 
 @app.command()
@@ -168,7 +180,7 @@ def report(run: RunName = "latest") -> None:
     from hyperion.book import write_report
     from hyperion.results import Run, find_run
 
-    print(f"report: {write_report(Run.open(find_run(run)))}")
+    say(f"report: {write_report(Run.open(find_run(run)))}")
 
 
 @app.command()
@@ -279,7 +291,7 @@ def env() -> None:
 
     from hyperion.hardware import fingerprint
 
-    print(json.dumps(fingerprint(), indent=1, sort_keys=True))
+    say(json.dumps(fingerprint(), indent=1, sort_keys=True))
 
 
 @app.command()
@@ -288,14 +300,18 @@ def clean(
     data: Annotated[bool, typer.Option("--data", help="Also downloaded and prepared data.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list.")] = False,
 ) -> None:
-    """Remove caches and build products; runs and data only when asked. Nothing in git is touched."""
+    """Remove the caches and build products of a checkout; runs and data only when asked. Nothing in git is touched.
+
+    Only what Hyperion wrote and marked is removed, and no link is followed. If a run or the data folder also holds something
+    else, or a file that was changed, it is listed and nothing is removed.
+    """
     from hyperion.paths import data_folder, project_root, results_folder
     from hyperion.reproduce.housekeeping import removable, remove
 
     for path in removable(project_root(), results_folder(), data_folder(), runs=runs, staged_data=data):
         if not dry_run:
             remove(path)
-        print(f"{'would remove' if dry_run else 'removed'} {path}")
+        say(f"{'would remove' if dry_run else 'removed'} {path}")
 
 
 @app.command()
@@ -308,14 +324,14 @@ def publish(
     from hyperion.results import Run, find_run
 
     folder, left_out = publish_run(Run.open(find_run(run)), name)
-    print(f"published: {folder}")
+    say(f"published: {folder}")
     if left_out:
-        print(f"left out for their size: {', '.join(left_out)}")
+        say(f"left out for their size: {', '.join(left_out)}")
 
 
 def _report_of(reports: list) -> None:
     for entry in reports:
-        print(f"{entry.status:<7} {entry.name}: {entry.detail}")
+        say(f"{entry.status:<7} {entry.name}: {entry.detail}")
     if any(entry.status != "ok" for entry in reports):
         raise typer.Exit(1)
 

@@ -26,7 +26,7 @@ def reached_files(modules: Iterable[str]) -> list[Path]:
         if path is None or path in seen:
             continue
         seen.add(path)
-        waiting.extend(imported_modules(path.read_text(), _package_of(path)))
+        waiting.extend(imported_modules(path.read_text(encoding="utf-8"), _package_of(path)))
     data = {toml for path in seen for toml in path.parent.glob("*.toml")}
     return sorted(seen | data)
 

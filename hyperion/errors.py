@@ -43,6 +43,20 @@ class HyperionError(Exception):
 
 
 Error = TypeVar("Error", bound=HyperionError)
+LARGEST_SEED = 2**32 - 1  # numpy's generators take no larger one
+
+
+def require_seed(seed: int) -> int:
+    """Return `seed` if Python's, numpy's and torch's generators all take it.
+
+    Raises:
+        HyperionError: it is no whole number from 0 to 2^32 - 1.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed <= LARGEST_SEED:
+        raise HyperionError(
+            f"{seed!r} is no seed", next_step=f"give a whole number from 0 to {LARGEST_SEED}, as --seed 0 or SEED=0"
+        )
+    return int(seed)
 
 
 def refused_write(error: OSError, kind: type[Error], *, action: str, kept: str, where: object, elsewhere: str) -> Error:

@@ -1,30 +1,56 @@
-"""Where a checkout keeps its things: the one place that knows the folder names."""
+"""Where Hyperion reads and writes: the one place that knows the folder names."""
 
+import contextlib
 import os
+import tempfile
 from pathlib import Path
 
 import hyperion
+from hyperion.errors import HyperionError
 
+HOME = "HYPERION_HOME"
 SILENT_HOSTS = "HYPERION_SILENT_HOSTS"
 
 
 def project_root() -> Path:
-    """The checkout that holds the notebooks: the nearest parent of the working folder that has them, else the package's own."""
-    here = Path.cwd()
-    for folder in (here, *here.parents):
-        if (folder / "phase1_hardware").is_dir() and (folder / "pyproject.toml").is_file():
-            return folder
-    return Path(hyperion.__file__).resolve().parent.parent
+    """Return the folder that holds data/ and results/.
+
+    HYPERION_HOME where it is set; else the checkout around the working folder; else the checkout that `hyperion` is imported
+    from. Installed without a checkout, the working folder: site-packages is never the root.
+
+    Raises:
+        HyperionError: HYPERION_HOME names no folder, or the working folder was removed.
+    """
+    if named := os.environ.get(HOME):
+        home = expanded(named)
+        if not home.is_dir():
+            raise HyperionError(f"{HOME} names no folder", where=home, next_step=f"create it, or unset {HOME}")
+        return home.absolute()
+    try:
+        here = Path.cwd()
+    except FileNotFoundError as error:
+        raise HyperionError(
+            "the working folder was removed", next_step=f"cd to a folder that exists, or set {HOME}"
+        ) from error
+    own = Path(hyperion.__file__).resolve().parent.parent
+    return next((folder for folder in (here, *here.parents, own) if is_checkout(folder)), here)
+
+
+def is_checkout(folder: Path) -> bool:
+    """Return True if the folder holds the notebooks of a checkout."""
+    return (folder / "phase1_hardware").is_dir() and (folder / "pyproject.toml").is_file()
 
 
 def results_folder() -> Path:
-    """Folder of all runs: HYPERION_RESULTS, else results/ of the checkout."""
-    return Path(os.environ.get("HYPERION_RESULTS") or project_root() / "results")
+    """Folder of all runs: HYPERION_RESULTS, else results/ below `project_root()`."""
+    named = os.environ.get("HYPERION_RESULTS")
+    return expanded(named) if named else project_root() / "results"
 
 
 def data_folder() -> Path:
-    """Folder of staged and processed data: HYPERION_DATA, else data/ of the checkout."""
-    return Path(os.environ.get("HYPERION_DATA") or project_root() / "data")
+    """Folder of staged and processed data: HYPERION_DATA, else data/ below `project_root()`."""
+    named = os.environ.get("HYPERION_DATA")
+    return expanded(named) if named else project_root() / "data"
 
 
 def silent_hosts_folder() -> Path | None:
@@ -36,3 +62,24 @@ def silent_hosts_folder() -> Path | None:
 def reference_folder() -> Path:
     """Folder of the committed reference results, one folder a machine."""
     return project_root() / "results" / "reference"
+
+
+def expanded(name: str) -> Path:
+    """Return the path with a leading ~ replaced by the home folder.
+
+    Raises:
+        HyperionError: the home folder is not known: HOME is not set and the user has no entry in the password file.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise HyperionError(
+            f"the home folder of user {os.getuid()} is not known", where=name, next_step="set HOME, or write the path out"
+        ) from error
+
+
+def home_folder() -> Path:
+    """Return the user's home folder; where it is not known, the folder of temporary files."""
+    with contextlib.suppress(RuntimeError):
+        return Path.home()
+    return Path(tempfile.gettempdir())

@@ -7,6 +7,7 @@ or a device, or fills the memory.
 Standard library only: `hyperion.install` uses it before there is an environment.
 """
 
+import contextlib
 import json
 import os
 import stat
@@ -108,6 +109,20 @@ def read_json(path: Path, error: type[Error], next_step: str, limit_bytes: int =
         OSError: there is no such file, or it may not be read.
     """
     return parse_json(read_bounded(path, error, next_step, limit_bytes), error, next_step, where=path)
+
+
+def is_private(folder: Path) -> bool:
+    """Make a folder with mode 0700 if nothing has its name; return True if nobody but this user can write to it.
+
+    A link, a file, a folder of another owner and one that its group or others may write to are not private.
+
+    Raises:
+        OSError: the folder cannot be made.
+    """
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    facts = folder.lstat()
+    return stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022
 
 
 def printable(text: str) -> str:

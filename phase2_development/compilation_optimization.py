@@ -20,7 +20,7 @@ from hyperion.book.compilation_table import compilation_csv, compilation_json, c
 from hyperion.book.material import Material
 from hyperion.book.plots import draw, plots_of
 from hyperion.checkpoints.weights import read_weights
-from hyperion.errors import HyperionError
+from hyperion.errors import HyperionError, require_seed
 from hyperion.experiments import Context, default_profile, experiment_named, load_profile, run_information
 from hyperion.experiments.compilation_subjects import IMAGENET_STEM, fitted, misfits
 from hyperion.hardware import detect
@@ -67,8 +67,9 @@ def specifications(arguments: argparse.Namespace) -> list[dict]:
     """What is to be measured. With a checkpoint only the models that its weights fit.
 
     Raises:
-        HyperionError: a model that there is not, an unreadable checkpoint, or one that fits none of the models.
+        HyperionError: a seed out of range, a model that there is not, an unreadable checkpoint, or one that fits no model.
     """
+    require_seed(arguments.seed)
     asked = {"dtype": arguments.dtype, "batch": arguments.batch}
     asked |= {"modes": [mode for mode in MODES if mode == EAGER or mode in (arguments.mode or MODES)]}
     named = [(IMAGES if name.startswith("resnet18") else LANGUAGE) | {"model": name} for name in arguments.model or ()]

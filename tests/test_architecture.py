@@ -14,7 +14,7 @@ ROOMS = (
     "experiments", "book", "doctor", "passport", "reproduce", "commands", "cli",
 )  # fmt: skip
 # For everybody: they import no room. `install` works before there is an environment: it needs Python alone.
-GROUND = ("errors", "paths", "untrusted", "locks", "compat", "dependencies", "install")
+GROUND = ("errors", "paths", "untrusted", "locks", "terminal", "compat", "dependencies", "install")
 ENTRANCES = ("__init__", "__main__")
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -6,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from hyperion.data.staging import staged
 from hyperion.results import Row, Run
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -113,9 +115,69 @@ def test_compare_states_what_differs_on_top_and_fails_on_missing_values_unless_t
 
 
 def test_clean_lists_before_it_removes(tmp_path):
-    (tmp_path / "pyproject.toml").write_text("")
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "hyperion"\n')
     (tmp_path / "phase1_hardware").mkdir()
     (tmp_path / ".ruff_cache").mkdir()
     assert "would remove" in hyperion("clean", "--dry-run", folder=tmp_path).stdout
     assert (tmp_path / ".ruff_cache").is_dir()
     assert hyperion("clean", folder=tmp_path).returncode == 0 and not (tmp_path / ".ruff_cache").exists()
+
+
+@pytest.mark.parametrize("dry_run", [["--dry-run"], []])
+def test_clean_lists_what_is_not_hyperions_and_removes_nothing(tmp_path, dry_run):
+    data = tmp_path / "data"
+    with staged(data / "raw/set") as work:
+        (work / "file").write_text("x")
+    (data / "thesis.tex").write_text("years of work")
+    done = hyperion("clean", "--data", *dry_run, folder=tmp_path, HYPERION_DATA=str(data), HYPERION_HOME=str(tmp_path))
+    assert done.returncode == 2 and str(data / "thesis.tex") in done.stderr and "next:" in done.stderr
+    assert (data / "thesis.tex").is_file() and (data / "raw/set/file").is_file() and "remove" not in done.stdout
+
+
+def installed(folder: Path) -> str:
+    """The library without a checkout around it, as in site-packages."""
+    site = folder / "site-packages"
+    site.mkdir()
+    shutil.copytree(CHECKOUT / "hyperion", site / "hyperion", ignore=shutil.ignore_patterns("__pycache__"))
+    return str(site)
+
+
+def test_installed_clean_touches_no_other_package_and_reproduce_says_where_to_go(tmp_path):
+    site, work = installed(tmp_path), tmp_path / "work"
+    for folder in (work / "build", Path(site) / "build", Path(site) / "other.egg-info"):
+        folder.mkdir(parents=True)
+    done = hyperion("clean", "--dry-run", "--runs", "--data", folder=work, PYTHONPATH=site)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    refused = hyperion("reproduce", folder=work, PYTHONPATH=site)
+    assert refused.returncode == 2 and "no notebooks" in refused.stderr and str(work) in refused.stderr
+    assert "next:  run this inside a checkout of Hyperion" in refused.stderr and "HYPERION_HOME" in refused.stderr
+    assert not list(work.glob("results")) and not (Path(site) / "results").exists()
+    done = hyperion("verify", "nope", folder=work, PYTHONPATH=site)
+    assert str(work / "results/nope") in done.stderr and site not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "told"),
+    [
+        (["reproduce", "--seed", "-1"], {}, "Invalid value for '--seed'"),
+        (["reproduce", "--seed", str(2**32)], {}, "Invalid value for '--seed'"),
+        (["reproduce"], {"SEED": "-1"}, "Invalid value for '--seed'"),
+        (["reproduce"], {"SEED": "abc"}, "Invalid value for '--seed'"),
+        (["clean"], {"HYPERION_HOME": "/nowhere"}, "HYPERION_HOME names no folder"),
+        (["verify", "\x1b[31mred\u202e"], {}, "\\x1b[31mred\\u202e"),
+        (["\x1b[31mred"], {}, "\\x1b[31mred"),
+    ],
+)
+def test_hostile_values_are_refused_in_printable_text(arguments, variables, told):
+    done = hyperion(*arguments, **variables)
+    assert done.returncode == 2 and told in done.stderr and "Traceback" not in done.stderr
+    assert "\x1b" not in done.stderr + done.stdout and ("next:" in done.stderr or "Try 'hyperion" in done.stderr)
+
+
+def test_a_working_folder_that_was_removed_is_named(tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = 'rmdir "$PWD" && exec "$0" -m hyperion clean --dry-run'
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT)}
+    done = subprocess.run(["sh", "-c", command, sys.executable], cwd=gone, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2 and "working folder was removed" in done.stderr and "next:  cd" in done.stderr

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperion.errors import HyperionError
-from hyperion.untrusted import inner_path, open_regular, parse_json, printable, read_bounded, read_json
+from hyperion.untrusted import inner_path, is_private, open_regular, parse_json, printable, read_bounded, read_json
 
 STEP = "move the file away"
 
@@ -110,3 +110,17 @@ def test_a_small_file_takes_little_memory_however_large_the_limit_is(tmp_path):
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_a_private_folder_is_made_and_found_again(tmp_path):
+    assert is_private(tmp_path / "own") and is_private(tmp_path / "own")
+    assert (tmp_path / "own").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "own").chmod(0o720)
+    assert not is_private(tmp_path / "own")
+
+
+def test_a_link_to_a_private_folder_is_not_private(tmp_path):
+    assert is_private(tmp_path / "own")
+    (tmp_path / "link").symlink_to("own")
+    (tmp_path / "file").touch()
+    assert not is_private(tmp_path / "link") and not is_private(tmp_path / "file")

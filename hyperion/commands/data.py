@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from hyperion.data import verify
-from hyperion.untrusted import printable
+from hyperion.terminal import say
 
 
 def print_verdicts(folder: Path | None) -> int:
@@ -14,15 +14,15 @@ def print_verdicts(folder: Path | None) -> int:
     """
     verdicts = verify(folder)
     for verdict in verdicts:
-        print(f"{'damaged' if verdict.findings else 'ok':<8}{verdict.folder}")
+        say(f"{'damaged' if verdict.findings else 'ok':<8}{verdict.folder}")
         if verdict.origin:
-            print(f"        {printable(verdict.origin)}")
+            say(f"        {verdict.origin}")
         for finding in verdict.findings:
-            print(f"        {printable(finding.file)}: {printable(finding.fault)}")
+            say(f"        {finding.file}: {finding.fault}")
         if verdict.kept is not None:
-            print(f"        moved to {verdict.kept}, nothing was deleted")
+            say(f"        moved to {verdict.kept}, nothing was deleted")
         if verdict.next_step:
-            print(f"        next:  {verdict.next_step}")
+            say(f"        next:  {verdict.next_step}")
     damaged = sum(bool(verdict.findings) for verdict in verdicts)
-    print(f"{len(verdicts)} data sets, {damaged} damaged" if verdicts else "nothing is prepared or staged yet")
+    say(f"{len(verdicts)} data sets, {damaged} damaged" if verdicts else "nothing is prepared or staged yet")
     return 1 if damaged else 0

@@ -5,6 +5,7 @@ from pathlib import Path
 from hyperion.passport import PassportError, measure_passport, passport_name, verify_passport, write_passport
 from hyperion.paths import results_folder
 from hyperion.results.folders import PASSPORTS
+from hyperion.terminal import say
 
 
 def write(time_limit_s: float, output: Path | None) -> int:
@@ -12,7 +13,7 @@ def write(time_limit_s: float, output: Path | None) -> int:
     content = measure_passport(time_limit_s)
     path = output or results_folder() / PASSPORTS / passport_name(content)
     write_passport(content, path)
-    print(f"{path}: {verify_passport(path)} values")
+    say(f"{path}: {verify_passport(path)} values")
     return 0
 
 
@@ -21,8 +22,8 @@ def verify(files: list[Path]) -> int:
     refused = 0
     for path in files:
         try:
-            print(f"{path}: {verify_passport(path)} values keep the rules")
+            say(f"{path}: {verify_passport(path)} values keep the rules")
         except PassportError as error:
             refused += 1
-            print(f"{path}: {error.what}")
+            say(f"{path}: {error.what}")
     return 1 if refused else 0

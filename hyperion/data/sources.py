@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 
 from hyperion.data.faults import DataError, DataUnavailable
 from hyperion.data.staging import cache_root, content_hash
+from hyperion.paths import expanded
 
 ORDER = ("mirror", "cache", "download", "synthetic")
 SOURCES = ("auto", *ORDER)
@@ -76,7 +77,7 @@ def mirror_root() -> Path:
         raise DataUnavailable(
             "no mirror: HYPERION_DATA_MIRROR is not set", next_step="set HYPERION_DATA_MIRROR=/folder/of/data"
         )
-    root = Path(named).expanduser()
+    root = expanded(named)
     if not root.is_dir():
         raise DataError(
             f"HYPERION_DATA_MIRROR names {named}, which is not a folder",

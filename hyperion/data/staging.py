@@ -4,8 +4,11 @@ import contextlib
 import errno
 import functools
 import hashlib
+import json
 import os
+import re
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +16,13 @@ from pathlib import Path
 from hyperion.data.faults import DataError
 from hyperion.errors import refused_write
 from hyperion.paths import data_folder
-from hyperion.untrusted import open_regular
+from hyperion.untrusted import open_regular, read_json
 
+# In every folder that `staged` makes: the sizes in bytes of the files that were in it then, by relative path. Without it,
+# `hyperion clean` could not distinguish Hyperion's files from the user's. The dot keeps it out of the identity of a data set.
+MARK = ".hyperion.json"
+# Working folders of `staged`: ".<name>.<process>.<random>.part".
+WORKING = re.compile(r"\..+\.\d+\.[0-9a-f]{8}\.part")
 QUARANTINE = "quarantine"  # the folder for what failed a check, kept to be looked at
 
 
@@ -43,6 +51,8 @@ def staged(target: Path) -> Iterator[Path]:
     try:
         work.mkdir(parents=True)
         yield work
+        sizes = {path.relative_to(work).as_posix(): path.stat().st_size for path in work.rglob("*") if path.is_file()}
+        (work / MARK).write_text(json.dumps({"made_by": "hyperion", "files": sizes}, indent=1), encoding="utf-8")
         for path in (work, *sorted(work.rglob("*"))):
             _flush(path)
         _take_the_name(work, target)
@@ -50,6 +60,32 @@ def staged(target: Path) -> Iterator[Path]:
         raise explained(error, target) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def strangers(folder: Path) -> list[Path]:
+    """Return what `staged` did not write in a folder: the folder itself if it has no mark, else each file, link or special
+    file in it that is not listed in the mark, or no longer has the listed size. Links are not followed.
+
+    Raises:
+        DataError: the mark cannot be read.
+    """
+    mark = folder / MARK
+    if folder.is_symlink() or not mark.is_file() or mark.is_symlink():
+        return [folder]
+    remedy = f"look into {folder}, and remove it yourself if it holds nothing of yours"
+    content = read_json(mark, DataError, remedy)
+    if not isinstance(content, dict) or not isinstance(content.get("files"), dict):
+        raise DataError("not a mark that Hyperion wrote", where=mark, next_step=remedy)
+    found = []
+    for place, folders, files in os.walk(folder):
+        for path in [Path(place, name) for name in sorted(files + folders)]:
+            facts = path.lstat()
+            if stat.S_ISDIR(facts.st_mode) or path == mark:
+                continue
+            listed = content["files"].get(path.relative_to(folder).as_posix())
+            if not stat.S_ISREG(facts.st_mode) or listed != facts.st_size:
+                found.append(path)
+    return found
 
 
 def sha256_of(path: Path) -> str:

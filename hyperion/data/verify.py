@@ -19,7 +19,7 @@ from hyperion.data.faults import DataError
 from hyperion.data.manifest import FILE_NAME, DataManifest, read_manifest
 from hyperion.data.shards import is_array
 from hyperion.data.sources import Sourced
-from hyperion.data.staging import QUARANTINE, cache_root, processed_root, sha256_of
+from hyperion.data.staging import MARK, QUARANTINE, cache_root, processed_root, sha256_of
 from hyperion.errors import refused_write
 from hyperion.untrusted import open_regular, printable
 
@@ -176,7 +176,8 @@ def _file_findings(folder: Path, manifest: DataManifest) -> Iterator[Finding]:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         # A link to a folder is a file that is not known too: nothing behind it was looked at.
-        if (path.is_symlink() or not path.is_dir()) and name not in manifest.files and name != FILE_NAME:
+        known = name in manifest.files or name in (FILE_NAME, MARK)
+        if (path.is_symlink() or not path.is_dir()) and not known:
             yield Finding(printable(name), "the manifest does not know this file")
 
 

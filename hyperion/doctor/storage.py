@@ -10,7 +10,7 @@ from hyperion.data.faults import DataError, DataUnavailable
 from hyperion.data.sources import FETCH_HINT, mirror_root
 from hyperion.data.staging import cache_root
 from hyperion.doctor.result import CheckResult
-from hyperion.paths import results_folder
+from hyperion.paths import home_folder, results_folder
 
 NEEDED_GB = 5.0  # a full run's data, checkpoints, executed notebooks and compile caches
 # Compilers and libraries write here while running; unset, they use the second column below the home folder.
@@ -65,7 +65,7 @@ def check_disk_space(folder: Path | None = None, free_gb: float | None = None) -
 
 def check_caches(variables: Mapping[str, str] = os.environ, home: Path | None = None) -> CheckResult:
     """The folders that compilers, kernels' libraries and Jupyter write to while running can be written."""
-    home = home or Path.home()
+    home = home or home_folder()
     folders = {
         name: Path(variables[name]) if variables.get(name) else home / default
         for name, default in CACHES.items()
@@ -75,8 +75,9 @@ def check_caches(variables: Mapping[str, str] = os.environ, home: Path | None = 
     if not broken:
         return CheckResult("caches", "ok", f"{len(folders)} cache folders are writable")
     evidence = "; ".join(f"{name} = {folders[name]}: {cause}" for name, cause in broken.items())
-    settings = " ".join(f"{name}={tempfile.gettempdir()}/{name.lower()}" for name in broken)
-    return CheckResult("caches", "fail", evidence, f"point them at a node-local folder: export {settings}")
+    # mktemp: a name below /tmp that can be guessed may already belong to another user.
+    settings = " ".join(f"{name}=$(mktemp -d)" for name in broken)
+    return CheckResult("caches", "fail", evidence, f"point them at node-local folders: export {settings}")
 
 
 def _not_writable(folder: Path) -> str | None:

@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from hyperion.data.identity import data_identity
 from hyperion.dependencies import reached_source_hash
+from hyperion.errors import require_seed
 from hyperion.experiments.context import Context, Result
 from hyperion.experiments.isolated import run_isolated
 from hyperion.experiments.profiles import REPLAY, default_profile, load_profile
@@ -273,8 +274,9 @@ def open_chapter(
         seed: seeds everything the chapter's experiments draw.
 
     Raises:
-        HyperionError: unknown profile, no reference to replay, or a folder that cannot be written.
+        HyperionError: unknown profile, a seed out of range, no reference to replay, or a folder that cannot be written.
     """
+    require_seed(seed)
     device = detect()
     name, _, machine = (default_profile(device.kind) if profile == "auto" else profile).partition(":")
     load_profile(name)

@@ -3,11 +3,11 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from hyperion.data.sources import SOURCES
-from hyperion.errors import HyperionError
+from hyperion.errors import HyperionError, require_seed
 from hyperion.experiments.llama_setup import RANK
+from hyperion.paths import expanded
 
 COMMAND = "run_distributed"
 LANGUAGE = {"language_ddp": "ddp", "language_fsdp": "fsdp"}
@@ -95,7 +95,9 @@ def require_sense(options: Options) -> None:
 
     Raises:
         OptionError: names the option, and the remedy.
+        HyperionError: the seed is out of range.
     """
+    require_seed(0 if options.seed is None else options.seed)
     model = options.model
     trains_llama = model in ("llama", ALL)
     if options.lora and not trains_llama:
@@ -143,7 +145,7 @@ def _count(text: str) -> int:
 
 
 def _folder(text: str) -> str:
-    path = Path(text).expanduser().resolve()
+    path = expanded(text).resolve()
     if not path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is no folder: make it, or name another")
     return str(path)
@@ -151,5 +153,5 @@ def _folder(text: str) -> str:
 
 def _existing(text: str) -> str:
     """A folder's absolute path; any other name as it is."""
-    path = Path(text).expanduser()
+    path = expanded(text)
     return str(path.resolve()) if path.is_dir() else text

@@ -35,6 +35,7 @@ from hyperion.models import (
 )
 from hyperion.parallel import add_lora
 from hyperion.parallel.lora import ATTENTION
+from hyperion.paths import expanded
 from hyperion.training import Precision, seed_everything
 
 # What the experiments load, by the names of `hyperion.data.identity`.
@@ -96,7 +97,7 @@ def require_llama(model: str) -> None:
         HyperionError: no such random configuration, an adapter in the place of a model, an incomplete folder, or a
             tokenizer that is not the model's.
     """
-    folder = Path(model).expanduser()
+    folder = expanded(model)
     if model.startswith("random_"):
         random_llama_shape(model, 1)
     elif folder.is_dir():

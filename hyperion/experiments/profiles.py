@@ -67,7 +67,7 @@ def load_profile(name: str) -> Profile:
         )
     if name == REPLAY:
         return Profile(REPLAY, allow_synthetic=True, synthetic={}, sections={})
-    sections = tomllib.loads((_FOLDER / f"{name}.toml").read_text())
+    sections = tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
     return Profile(name, sections.pop("allow_synthetic"), sections.pop("synthetic"), sections)
 
 

@@ -1,17 +1,17 @@
 """`python3 -m hyperion.install`: see --help."""
 
 import argparse
-import fcntl
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hyperion.errors import HyperionError
 from hyperion.install import environment, overlay
 from hyperion.install.machine import collect_facts, decide
 from hyperion.install.plan import choose
+from hyperion.locks import FileLock
+from hyperion.terminal import run_command, say
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -19,17 +19,15 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 def main(arguments: list[str] | None = None) -> int:
     """Set up if needed; with `run`, become the named module in the environment. Returns an exit code on failure."""
     options = parse(arguments)
+    return run_command(lambda: _obey(options), "hyperion: set-up failed")
+
+
+def _obey(options: argparse.Namespace) -> int:
     try:
         python, variables = set_up(options.python, options.torch, options.extra, quiet=options.command == "run")
-    except HyperionError as error:
-        print(f"hyperion: set-up failed: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"hyperion: set-up failed: {error}\n  next:  check out where this user may write", file=sys.stderr)
-        return HyperionError.exit_code
     except KeyboardInterrupt:
         print("hyperion: set-up interrupted; the next call continues or repairs it", file=sys.stderr)
-        return 130
+        raise
     if options.command == "setup":
         return 0
     sys.stdout.flush()
@@ -55,7 +53,7 @@ def set_up(python: str, torch: str, extras: list[str], quiet: bool = False) -> t
     machine = decide(collect_facts())
     choice = choose(machine, torch)
     if not quiet:
-        print(f"hyperion: {machine.evidence}; build {choice.label}{' (TORCH=)' if choice.explicit else ''}")
+        say(f"hyperion: {machine.evidence}; build {choice.label}{' (TORCH=)' if choice.explicit else ''}")
     if machine.note and not choice.explicit:
         print(f"hyperion: {machine.note}", file=sys.stderr)
     with _alone():
@@ -67,20 +65,21 @@ def set_up(python: str, torch: str, extras: list[str], quiet: bool = False) -> t
             chosen = environment.ensure_environment(ROOT, machine, choice)
             variables = environment.environment_variables()
     if not quiet:
-        print(f"hyperion: ready, {chosen}", flush=True)
+        say(f"hyperion: ready, {chosen}")
     return chosen, variables
 
 
 @contextmanager
 def _alone() -> Iterator[None]:
     """One set-up at a time in this checkout: a second one waits, then finds the work done."""
-    with open(ROOT / ".setup.lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print("hyperion: another set-up is running here, waiting for it", file=sys.stderr, flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    lock = FileLock(ROOT / ".setup.lock")
+    if not lock.acquire(wait=False):
+        print("hyperion: another set-up is running here, waiting for it", file=sys.stderr, flush=True)
+        lock.acquire()
+    try:
         yield
+    finally:
+        lock.release()
 
 
 if __name__ == "__main__":

@@ -51,23 +51,25 @@ def base_facts(root: Path, choice: Choice) -> dict:
 
 def fingerprint(root: Path, choice: Choice) -> str:
     """sha256 over everything that decides what gets installed."""
-    texts = {name: (root / name).read_text() for name in ("requirements.txt", "pyproject.toml")}
+    texts = {name: (root / name).read_text(encoding="utf-8") for name in ("requirements.txt", "pyproject.toml")}
     pins = [TORCH, TORCHVISION, sorted((list(key), list(value)) for key, value in ROCM_WHEELS.items())]
     facts = json.dumps([texts, pins, base_facts(root, choice)], sort_keys=True)
     return hashlib.sha256(facts.encode()).hexdigest()
 
 
 def read_stamp(folder: Path) -> dict:
-    """The environment's stamp; empty when there is none or it was cut short."""
+    """Return the stamp of an environment or overlay; empty when there is none, or none that can be read: both are made anew."""
     try:
-        return json.loads((folder / STAMP).read_text())
+        stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
+    return stamp if isinstance(stamp, dict) else {}
 
 
 def write_stamp(folder: Path, content: dict) -> None:
-    temporary = folder / f"{STAMP}.new"
-    temporary.write_text(json.dumps(content))
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f"{STAMP}.{os.getpid()}"
+    temporary.write_text(json.dumps(content), "utf-8")
     os.replace(temporary, folder / STAMP)
 
 
@@ -105,7 +107,7 @@ def create(folder: Path, stamp: dict, choice: Choice) -> None:
     base_python = getattr(sys, "_base_executable", sys.executable)
     folder.mkdir()
     write_stamp(folder, {"state": "building"})  # before anything else, so that an interrupted one is known as ours
-    done = subprocess.run([base_python, "-m", "venv", str(folder)], capture_output=True, text=True, check=False)
+    done = subprocess.run([base_python, "-m", "venv", str(folder)], capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         raise HyperionError(
             f"{base_python} cannot make a virtual environment: {(done.stdout + done.stderr).strip()[-400:]}",

@@ -17,7 +17,7 @@ found = {"version": sys.version_info[:3], "base": sys.base_prefix, "torch": None
 spec = importlib.util.find_spec("torch")
 if spec and spec.submodule_search_locations:
     facts = {}
-    with open(os.path.join(list(spec.submodule_search_locations)[0], "version.py")) as file:
+    with open(os.path.join(list(spec.submodule_search_locations)[0], "version.py"), encoding="utf-8") as file:
         exec(file.read(), facts)
     found["torch"] = {"version": str(facts["__version__"]), "cuda": facts.get("cuda"), "hip": facts.get("hip")}
 found["torchvision"] = importlib.util.find_spec("torchvision") is not None
@@ -49,7 +49,7 @@ def inspect(python: Path) -> Interpreter:
     environment = os.environ | {"PYTHONNOUSERSITE": "1"}
     try:
         command = [str(python), "-c", _INSPECT]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
     except OSError as error:
         raise HyperionError(
             f"{python} cannot be run: {error.strerror}", next_step="name a Python >= 3.11: PYTHON=/path/to/python3"
@@ -70,7 +70,8 @@ def check_gpu_opens(python: Path, environment: dict[str, str], build: Build) -> 
     Raises:
         HyperionError: with torch's own words, such as a driver too old for its CUDA.
     """
-    done = subprocess.run([str(python), "-c", _USE], capture_output=True, text=True, env=environment, check=False)
+    command = [str(python), "-c", _USE]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
     lines = done.stdout.splitlines()
     if done.returncode == 0 and lines and json.loads(lines[-1])[0]:
         return

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from hyperion.errors import HyperionError
 from hyperion.install import interpreter, pip
+from hyperion.install.environment import read_stamp, write_stamp
 from hyperion.install.interpreter import Interpreter, in_range
 from hyperion.install.machine import Machine
 from hyperion.install.plan import Choice, check_build
 
-STAMP = "hyperion-setup.json"
 PROTECTED = ("torch", "torchvision", "numpy")  # compiled against each other: never laid over
 
 
@@ -38,17 +38,18 @@ def ensure_overlay(root: Path, python: Path, extras: list[str], machine: Machine
     wanted = requirements(root, extras)
     lacking = missing(found, wanted)
     folder = root / ".overlay" / _key(found)
-    variables = environment_variables(root, folder)
-    stamp = _read_stamp(folder)
+    stamp = read_stamp(folder)
     covered = set(stamp.get("covers", []))
     if not set(lacking) <= covered or (covered and not (folder / "packages").is_dir()):
         _fill(root, folder, found, sorted(set(lacking) | covered))
-        stamp = _read_stamp(folder)
+        stamp = read_stamp(folder)
+    # Only now: which variables are needed depends on what the overlay holds.
+    variables = environment_variables(root, folder)
     if choice.kind != "cpu" and not stamp.get("gpu_opened"):
         interpreter.check_gpu_opens(python, variables, found.torch)
         stamp["gpu_opened"] = True
-    _write(folder, {"covers": [], **stamp})
-    _write_launcher(root, folder, python)
+    write_stamp(folder, {"covers": [], **stamp})
+    _write_launcher(folder, python, variables)
     return variables
 
 
@@ -64,7 +65,7 @@ def _check_torch(found: Interpreter, machine: Machine, choice: Choice) -> None:
 
 def requirements(root: Path, extras: list[str]) -> list[str]:
     """The ranges of pyproject.toml: what Hyperion needs, and the named optional groups."""
-    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return project["dependencies"] + [line for extra in extras for line in project["optional-dependencies"][extra]]
 
 
@@ -112,21 +113,21 @@ def _fill(root: Path, folder: Path, found: Interpreter, lacking: list[str]) -> N
     packages = folder / "packages"
     arguments = ["--no-deps", "--target", str(packages), *exact]
     pip.install(found.python, arguments, f"{len(exact)} packages beside {found.python}, in {folder}")
-    _write(folder, {"covers": lacking})
+    write_stamp(folder, {"covers": lacking})
 
 
 def _resolve(root: Path, found: Interpreter, lacking: list[str]) -> tuple[dict, str]:
     """pip's answer with everything installed held fixed; our pins are preferred and given up when they conflict."""
     replaced = {_name(requirement) for requirement in lacking}
     frozen = {name: version for name, version in found.packages.items() if name not in replaced}
-    lines = (root / "requirements.txt").read_text().splitlines()
+    lines = (root / "requirements.txt").read_text(encoding="utf-8").splitlines()
     pins = dict(line.split("==") for line in lines if "==" in line)
     pins = {_name(name): version for name, version in pins.items()}
     report, words = {}, ""
     for constraints in (pins | frozen, frozen):
         with tempfile.TemporaryDirectory() as temporary:
             path = Path(temporary) / "constraints.txt"
-            path.write_text("".join(f"{name}=={version}\n" for name, version in sorted(constraints.items())))
+            path.write_text("".join(f"{name}=={version}\n" for name, version in sorted(constraints.items())), "utf-8")
             report, words = pip.report(found.python, ["--constraint", str(path), *lacking])
         if report or "conflict" not in words:
             break
@@ -141,20 +142,6 @@ def _name(requirement: str) -> str:
 def _last_error(words: str) -> str:
     errors = [line for line in words.splitlines() if line.startswith("ERROR")] or words.splitlines() or ["no message"]
     return errors[-1]
-
-
-def _read_stamp(folder: Path) -> dict:
-    try:
-        return json.loads((folder / STAMP).read_text())
-    except (OSError, ValueError):
-        return {}
-
-
-def _write(folder: Path, content: dict) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f"{STAMP}.{os.getpid()}"
-    temporary.write_text(json.dumps(content))
-    os.replace(temporary, folder / STAMP)
 
 
 def environment_variables(root: Path, folder: Path) -> dict[str, str]:
@@ -172,11 +159,10 @@ def environment_variables(root: Path, folder: Path) -> dict[str, str]:
     return variables
 
 
-def _write_launcher(root: Path, folder: Path, python: Path) -> None:
-    """.overlay/<hash>/hyperion: the command for use outside make."""
-    variables = environment_variables(root, folder)
+def _write_launcher(folder: Path, python: Path, variables: dict[str, str]) -> None:
+    """Write .overlay/<hash>/hyperion, the command for use outside make."""
     names = ("PYTHONPATH", "PYTHONNOUSERSITE", "JUPYTER_PATH", "JUPYTERLAB_DIR")
     lines = [f"export {name}={shlex.quote(variables[name])}" for name in names if name in variables]
     launcher = folder / "hyperion"
-    launcher.write_text("\n".join(["#!/bin/sh", *lines, f'exec {shlex.quote(str(python))} -m hyperion "$@"', ""]))
+    launcher.write_text("\n".join(["#!/bin/sh", *lines, f'exec {shlex.quote(str(python))} -m hyperion "$@"', ""]), "utf-8")
     launcher.chmod(0o755)

@@ -38,10 +38,10 @@ def report(python: Path, arguments: Sequence[str]) -> tuple[dict, str]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
         command = [str(python), "-m", "pip", "install", *ASKING, "--report", str(path), *arguments]
-        done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
+        done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, errors="replace", check=False)
         if done.returncode or not path.is_file():
             return {}, done.stderr
-        return json.loads(path.read_text()), done.stderr
+        return json.loads(path.read_text(encoding="utf-8")), done.stderr
 
 
 def clean_environment() -> dict[str, str]:

@@ -13,6 +13,7 @@ from hyperion.data.sources import mirror_root
 from hyperion.data.staging import cache_root, staged
 from hyperion.errors import HyperionError
 from hyperion.models.llama import RANDOM_LLAMAS, build_random_llama
+from hyperion.paths import expanded
 from hyperion.untrusted import inner_path, open_regular, read_json
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def llama_folder(model_id: str | Path) -> Path | None:
     name = str(model_id)
     if name.startswith("random_") or name in RANDOM_LLAMAS:
         return None
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     return folder if folder.is_dir() else _from_hub(name)
 
 

@@ -90,7 +90,7 @@ def run_job(
         )
     with tempfile.TemporaryDirectory(prefix="hyperion-job-") as folder:
         request, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
-        request.write_text(json.dumps(asdict(job) | {"launcher": os.getpid()}))
+        request.write_text(json.dumps(asdict(job) | {"launcher": os.getpid()}), "utf-8")
         listener = Listener(on_line, on_progress)
         worker = start(job.python, "hyperion.processes.worker", [str(request), str(answer)], child_environment(job.preload))
         try:

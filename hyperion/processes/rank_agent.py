@@ -143,7 +143,7 @@ def require_entry(entry: str) -> None:
         found = None
     if found is None:
         raise _no_entry(f"there is no module {module!r}", f"see that {sys.executable} finds it: PYTHONPATH, the folder")
-    if found.origin and found.origin.endswith(".py") and not _binds(Path(found.origin).read_text(), function):
+    if found.origin and found.origin.endswith(".py") and not _binds(Path(found.origin).read_text(encoding="utf-8"), function):
         raise _no_entry(f"module {module!r} has no {function!r}", f"name a function of {found.origin}")
 
 

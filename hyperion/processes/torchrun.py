@@ -46,7 +46,7 @@ class Torchrun:
     def start(self) -> None:
         """Start torchrun; its ranks follow within seconds."""
         write(self.notes.request, asdict(self.job) | {"launcher": os.getpid(), "logs": str(self.logs)})
-        with open(log_of_torchrun(self.logs), "w") as log:
+        with open(log_of_torchrun(self.logs), "w", encoding="utf-8") as log:
             self.agent = start(
                 self.job.python, "hyperion.processes.rank_agent", [str(self.notes.folder)],
                 child_environment(self.job.preload), stdout=log, new_session=True,

@@ -13,7 +13,7 @@ from hyperion.results.files import write_atomically
 
 def main(request_file: str, answer_file: str) -> None:
     """Do the request, write the answer whole or not at all."""
-    request = json.loads(Path(request_file).read_text())
+    request = json.loads(Path(request_file).read_text(encoding="utf-8"))
     die_with(request["launcher"])
     keep_to_share()
     module, function = request["entry"].split(":")

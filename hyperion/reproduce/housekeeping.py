@@ -1,30 +1,63 @@
-"""What `hyperion clean` removes: first what costs nothing to make again, runs and data only when asked."""
+"""What `hyperion clean` removes: caches of a checkout, and when asked the runs and the data that Hyperion wrote.
 
+Nothing else: each folder must hold a mark of Hyperion's (the checkout's pyproject.toml, a run's manifest, a data folder's
+list of files), and no file that the mark does not list. Symbolic links are never followed.
+"""
+
+import os
+import re
 import shutil
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+from hyperion.data.staging import QUARANTINE, WORKING, sha256_of, strangers
+from hyperion.data.verify import REASON_FILE
+from hyperion.errors import HyperionError
+from hyperion.paths import is_checkout
 from hyperion.reproduce.runs import in_use
+from hyperion.results import Run
 
-_CACHES = (".pytest_cache", ".ruff_cache", ".hypothesis", "build", "dist")
+_CACHES = (".pytest_cache", ".ruff_cache", ".hypothesis", "build", "dist", "hyperion.egg-info")
+# Files that no manifest lists: the manifest itself, locks, and what a writer leaves behind that was killed.
+_UNLISTED = re.compile(r"MANIFEST(\.pending)?|\.(lock|driver\.lock|writer\.lock)(\.exclusive)?|(.+/)?\.[^/]+\.\d+\.tmp")
+_WORKSPACES = ("checkpoints", "adapters", "logs")  # of trainings: many files, which no manifest of the run lists
+_CHECKPOINT = re.compile(r"step-\d{8,}")
+_STORES = ("raw", "processed")
+_IN_STORES = ("hub", QUARANTINE)
+_QUARANTINED = re.compile(r".+\.[0-9a-f]{8}")
+_SHOWN = 20
 
 
 def removable(root: Path, results: Path, data: Path, *, runs: bool = False, staged_data: bool = False) -> list[Path]:
-    """What would be removed, nothing of which is in git.
+    """Return what would be removed; nothing of it is in git.
 
     Args:
-        root: the checkout.
+        root: the checkout; in any other folder no caches are removed.
         results: folder of all runs; with `runs` every run but those a live call works in, never reference/.
         data: folder of data; with `staged_data` all it holds but its README.md.
+
+    Raises:
+        HyperionError: a run, or the data folder, also holds something that Hyperion did not write; nothing is removed then.
     """
-    found = [root / name for name in _CACHES if (root / name).is_dir()]
-    found += sorted(root.glob("*.egg-info"))
-    found += sorted(path for part in ("hyperion", "tests", "phase*") for path in root.glob(f"{part}/**/__pycache__"))
-    found += sorted(root.glob("phase*/.ipynb_checkpoints"))
-    if runs:
-        found += _runs(results)
+    found, foreign = list(_caches(root)), []
+    if runs and results.is_dir():
+        for folder in _runs(results):
+            found.append(folder)
+            foreign += [] if folder.is_symlink() else _foreign_in_run(folder)
     if staged_data and data.is_dir():
-        found += sorted(path for path in data.iterdir() if path.name != "README.md")
+        for entry in sorted(path for path in data.iterdir() if path.name != "README.md"):
+            found.append(entry)
+            foreign += _foreign_in_store(entry) if entry.name in _STORES else [entry]
+    if foreign:
+        shown = [str(path) for path in foreign[:_SHOWN]]
+        if len(foreign) > _SHOWN:
+            shown.append(f"and {len(foreign) - _SHOWN} more")
+        raise HyperionError(
+            "not everything here was written by Hyperion, or it was changed since; nothing was removed",
+            where="\n         ".join(shown),
+            next_step="move what is yours to another folder and call again, or remove by hand what you do not need",
+        )
     return found
 
 
@@ -36,11 +69,98 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
-def _runs(results: Path) -> Iterator[Path]:
-    if not results.is_dir():
+def _caches(root: Path) -> Iterator[Path]:
+    if not _is_hyperion(root):
         return
+    yield from (path for name in _CACHES if _is_folder(path := root / name))
+    for part in sorted(path for path in root.glob("*") if _is_folder(path)):
+        if part.name not in ("hyperion", "tests") and not part.name.startswith("phase"):
+            continue
+        for place, folders, _ in os.walk(part):
+            for name in sorted(folders):
+                if name == "__pycache__" or (name == ".ipynb_checkpoints" and part.name.startswith("phase")):
+                    folders.remove(name)
+                    if _is_folder(path := Path(place, name)):
+                        yield path
+
+
+def _is_hyperion(root: Path) -> bool:
+    """Return True if the folder is a checkout of Hyperion, not of another project and not the parent of site-packages."""
+    if not is_checkout(root):
+        return False
+    try:
+        project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8")).get("project")
+    except ValueError:
+        return False
+    return isinstance(project, dict) and project.get("name") == "hyperion"
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _runs(results: Path) -> Iterator[Path]:
+    """Runs, folders of relaunches, and the link to the latest run."""
     for path in sorted(results.iterdir()):
-        # Relaunches lie in a folder of their side, both sides in one folder.
-        is_run = ((path / "run.json").is_file() or any(path.glob("[AB]/*/run.json"))) and path.name != "reference"
-        if path.is_symlink() or (is_run and not in_use(path)):
+        if path.is_symlink():
+            if path.name == "latest":
+                yield path
+        elif path.name != "reference" and _is_folder(path) and (_launches(path) or _is_run(path)) and not in_use(path):
             yield path
+
+
+def _is_run(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in ("run.json", "MANIFEST"))
+
+
+def _launches(folder: Path) -> list[Path]:
+    """Runs in a folder of relaunches: those of a side lie in a folder, both sides' in one folder."""
+    sides = [folder / side for side in "AB" if _is_folder(folder / side)]
+    return sorted(path for side in sides for path in side.iterdir() if _is_folder(path) and _is_run(path))
+
+
+def _foreign_in_run(folder: Path) -> list[Path]:
+    """Files of a run, or of a folder of relaunches, that no manifest lists or that no longer have its hash."""
+    if launches := _launches(folder):
+        others = [path for path in folder.iterdir() if path.name not in ("A", "B") or not _is_folder(path)]
+        others += [path for side in {path.parent for path in launches} for path in side.iterdir() if path not in launches]
+        return sorted(others) + [path for launch in launches for path in _foreign_in_run(launch)]
+    listed, foreign = Run(folder).hashes(), []
+    for place, folders, files in os.walk(folder):
+        for path in [Path(place, name) for name in sorted(files + folders)]:
+            name = path.relative_to(folder).as_posix()
+            if name in _WORKSPACES and _is_folder(path):
+                folders.remove(name)
+                foreign += _foreign_in_workspace(path)
+            elif not _is_folder(path) and not (
+                _is_file(path) and (_UNLISTED.fullmatch(name) or listed.get(name) == sha256_of(path))
+            ):
+                foreign.append(path)
+    return foreign
+
+
+def _foreign_in_workspace(folder: Path) -> list[Path]:
+    """Links, and folders named like a checkpoint that a training does not write: copies such as step-best are the user's."""
+    entries = [Path(place, name) for place, folders, files in os.walk(folder) for name in sorted(folders + files)]
+    copies = [path for path in entries if path.name.startswith("step-") and not _CHECKPOINT.fullmatch(path.name)]
+    return copies + [path for path in entries if path.is_symlink() and path not in copies]
+
+
+def _foreign_in_store(folder: Path) -> list[Path]:
+    """What no mark covers in raw/, processed/ and the folders in them."""
+    if not _is_folder(folder):
+        return [folder]
+    foreign = []
+    for entry in sorted(folder.iterdir()):
+        if entry.name in _IN_STORES:
+            foreign += _foreign_in_store(entry)
+        elif folder.name == QUARANTINE and _QUARANTINED.fullmatch(entry.name) and _is_file(entry):
+            continue  # a download that was refused: it came from the network, under a name that Hyperion gave it
+        elif not (WORKING.fullmatch(entry.name) and _is_folder(entry)):  # which a staging that was killed leaves behind
+            reason = entry / REASON_FILE if folder.name == QUARANTINE else None
+            foreign += [path for path in strangers(entry) if path != reason]
+    return foreign
+
+
+def _is_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()

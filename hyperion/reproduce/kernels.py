@@ -8,6 +8,8 @@ from pathlib import Path
 
 import hyperion
 from hyperion.paths import SILENT_HOSTS
+from hyperion.terminal import notice
+from hyperion.untrusted import is_private
 
 KERNEL = "python3"
 # A Unix socket's name has at most 107 bytes; jupyter_client appends "/kernel-ipc-5" to the folder's.
@@ -16,10 +18,13 @@ _SILENT_HOSTS = "silent-hosts"
 
 
 def library_environment() -> dict[str, str]:
-    """This process's whole environment, with this checkout importable and the user's own site packages left out."""
+    """This process's whole environment, with this checkout importable and the user's own site packages left out.
+
+    UTF-8 mode makes the processes independent of the locale: what they read, write and print is UTF-8.
+    """
     checkout = str(Path(hyperion.__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, [checkout, os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "PYTHONNOUSERSITE": "1"}
+    return {**os.environ, "PYTHONPATH": path, "PYTHONNOUSERSITE": "1", "PYTHONUTF8": "1"}
 
 
 def scratch_folder() -> tempfile.TemporaryDirectory:
@@ -50,7 +55,7 @@ def kernel_manager_class(scratch: Path, environment: dict[str, str], folder: Pat
     specification = scratch / "kernels" / KERNEL
     specification.mkdir(parents=True, exist_ok=True)
     (scratch / _SILENT_HOSTS).mkdir(exist_ok=True)
-    (specification / "kernel.json").write_text(json.dumps(_specification(scratch, environment, provisioner.NAME)))
+    (specification / "kernel.json").write_text(json.dumps(_specification(scratch, environment, provisioner.NAME)), "utf-8")
 
     class ThisInterpreter(AsyncKernelManager):
         @default("kernel_spec_manager")
@@ -76,6 +81,7 @@ def _specification(scratch: Path, environment: dict[str, str], provisioner: str)
     own = {
         "PYTHONPATH": ours["PYTHONPATH"],
         "PYTHONNOUSERSITE": ours["PYTHONNOUSERSITE"],
+        "PYTHONUTF8": ours["PYTHONUTF8"],
         # No start-up files or locks from a home folder that other nodes share.
         "IPYTHONDIR": str(scratch / "ipython"),
         "JUPYTER_RUNTIME_DIR": str(scratch / "jupyter"),
@@ -96,10 +102,17 @@ def _specification(scratch: Path, environment: dict[str, str], provisioner: str)
 
 
 def _node_local_caches(scratch: Path) -> dict[str, str]:
-    """Folders for compilers' caches that outlive this call, on this node, where the user named none."""
+    """Folders for compilers' caches, on this node, where the user named none.
+
+    They outlive this call, so their folder has a fixed name, which another user of the node can take first. Compilers execute
+    what they find there: a folder that others can write to is not used, and this call gets caches of its own.
+    """
     folder = Path(tempfile.gettempdir()) / f"hyperion-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():  # somebody else took the name: trust nothing in it
+    if not is_private(folder):
+        notice(
+            f"{folder} is not used for compilers' caches: it is a link, no folder, or open to other users; "
+            "remove it, or name folders of your own: TRITON_CACHE_DIR=, TORCHINDUCTOR_CACHE_DIR="
+        )
         folder = scratch / "caches"
     names = {
         "TRITON_CACHE_DIR": "triton",

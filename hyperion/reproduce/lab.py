@@ -42,11 +42,18 @@ def lab_command(root: Path, port: int) -> list[str]:
 
 def lab_lines(port: int, token: str) -> list[str]:
     """What to open, and what to type first on another machine."""
-    host, user = socket.gethostname(), getpass.getuser()
+    host, user = socket.gethostname(), _user()
     return [
         f"open      http://127.0.0.1:{port}/lab?token={token}",
         f"remotely  ssh -N -L {port}:127.0.0.1:{port} {user}@{host}    then open the same address there",
     ]
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # containers run under numbers without an entry in the password file
+        return str(os.getuid())
 
 
 def serve_lab(root: Path, port: int | None) -> None:

@@ -64,7 +64,11 @@ def read_book(root: Path) -> list[Notebook]:
     """
     paths = sorted(root.glob("phase*/[0-9][0-9]_*.ipynb"), key=lambda path: (_phase_number(path), path.name))
     if not paths:
-        raise BookError("no notebooks here", where=root / "phase*", next_step="run this inside a checkout of Hyperion")
+        raise BookError(
+            "no notebooks here",
+            where=root / "phase*",
+            next_step="run this inside a checkout of Hyperion (git clone it), or name one: HYPERION_HOME=/path/to/checkout",
+        )
     book = [read_notebook(path) for path in paths]
     seen: list[str] = []
     for notebook in book:

@@ -2,10 +2,9 @@
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from hyperion.errors import HyperionError
-from hyperion.paths import results_folder
+from hyperion.paths import expanded, results_folder
 from hyperion.reproduce.execution import Fault
 from hyperion.reproduce.hashes import data_changed, notebook_hash, rows_digest
 from hyperion.reproduce.ledger import Ledger
@@ -104,6 +103,6 @@ def demand_mirror(request: Request) -> None:
     named = os.environ.get("HYPERION_DATA_MIRROR")
     if request.data_source not in ("auto", "mirror") or request.profile == REPLAY or not named:
         return
-    if not Path(named).expanduser().is_dir():
+    if not expanded(named).is_dir():
         remedy = "correct HYPERION_DATA_MIRROR, or unset it to use the cache, a download or synthetic data"
         raise HyperionError("HYPERION_DATA_MIRROR names no folder", where=named, next_step=remedy)

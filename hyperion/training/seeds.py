@@ -6,9 +6,10 @@ import random
 import numpy as np
 import torch
 
-from hyperion.errors import require_number
+from hyperion.errors import require_number, require_seed
 
 _NUMPY_WORDS = 624  # of the Mersenne twister
+
 
 def seed_everything(seed: int, deterministic: bool = False) -> None:
     """Seed Python's, numpy's and torch's generators (those of every GPU too).
@@ -20,10 +21,9 @@ def seed_everything(seed: int, deterministic: bool = False) -> None:
             speed.
 
     Raises:
-        HyperionError: another seed.
+        HyperionError: the seed is out of range.
     """
-    require_number("seed", seed, "seed_everything", whole=True, at_least=0, at_most=2**32 - 1)
-    seed = int(seed)
+    seed = require_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -57,7 +57,7 @@ def test_an_archive_of_the_python_layout_is_served_from_the_cache(flat_layouts, 
     assert images.source == "cache" and "not official (0 of 1 files" in images.detail
     assert images.class_counts()["train"] == [5000] * 10
     staged = {path.name for path in (cache_root() / "cifar-10").iterdir()}
-    assert staged == {"cifar-10-python.tar.gz", "manifest.json"}
+    assert staged == {"cifar-10-python.tar.gz", "manifest.json", ".hyperion.json"}
 
 
 def test_missing_images_are_counted(full_mirror):

@@ -1,13 +1,20 @@
 """Entry: the shell that finds a Python, the lock, and what passes through to the command."""
 
+import errno
+import fcntl
+import itertools
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from hyperion.install import __main__ as command
+from hyperion.install import overlay
 
 ROOT = Path(__file__).resolve().parents[2]
 ENTER = ROOT / "hyperion/install/enter.sh"
@@ -54,6 +61,75 @@ def test_a_named_python_that_is_too_old_is_refused():
 def test_set_up_refusals_reach_the_user_without_a_traceback(capsys):
     assert command.main(["--torch", "metal", "setup"]) == 2
     assert "TORCH=metal is not a build" in capsys.readouterr().err
+
+
+@pytest.fixture
+def makefile(tmp_path):
+    """A checkout whose set-up prints what it was asked for."""
+    root = tmp_path / "checkout"
+    (root / "hyperion/install").mkdir(parents=True)
+    shutil.copy(ROOT / "Makefile", root)
+    shutil.copy(ROOT / "pyproject.toml", root)
+    (root / "hyperion/install/enter.sh").write_text('echo "$@"\n')
+    (root / "tests").mkdir()
+
+    def make(target: str) -> subprocess.CompletedProcess:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+        return subprocess.run(["make", "-C", root, "-s", target], env=clean, capture_output=True, text=True, check=False)
+
+    return root, make
+
+
+def asked_for(line: str) -> list[str]:
+    words = line.split()
+    return [extra for option, extra in itertools.pairwise(words) if option == "--extra"]
+
+
+@pytest.mark.parametrize(
+    ("target", "extras"),
+    [("setup", []), ("reproduce", []), ("fetch", []), ("report", []), ("lab", ["lab"]), ("test", ["test"]), ("lint", ["lint"])],
+)
+def test_each_target_asks_for_what_it_needs_and_nothing_else(makefile, target, extras):
+    done = makefile[1](target)
+    assert done.returncode == 0 and asked_for(done.stdout) == extras
+
+
+def test_a_compute_node_needs_no_server_no_linter_and_no_test_runner():
+    names = {overlay._name(line) for line in overlay.requirements(ROOT, [])}
+    assert not names & {"jupyterlab", "ipywidgets", "ruff", "nbstripout", "pytest", "pytest-xdist", "hypothesis"}
+
+
+def test_make_clean_leaves_an_environment_that_it_did_not_make(makefile):
+    root, make = makefile
+    (root / ".venv").mkdir()
+    (root / ".venv/pyvenv.cfg").write_text("")
+    (root / "build").mkdir()
+    done = make("clean")
+    assert done.returncode == 0 and ".venv is left" in done.stdout
+    assert (root / ".venv/pyvenv.cfg").is_file() and not (root / "build").exists()
+    (root / ".venv/hyperion-setup.json").write_text("{}")
+    assert make("clean").returncode == 0 and not (root / ".venv").exists()
+
+
+def test_make_clean_removes_nothing_in_another_project(makefile):
+    root, make = makefile
+    (root / "pyproject.toml").write_text('[project]\nname = "theirs"\n')
+    (root / "build").mkdir()
+    done = make("clean")
+    assert done.returncode == 2 and "no checkout of Hyperion" in done.stderr and (root / "build").is_dir()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK])
+def test_a_file_system_without_flock_can_be_set_up_on(tmp_path, monkeypatch, capfd, code):
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    with command._alone():
+        assert (tmp_path / ".setup.lock.exclusive").is_file()
+    assert not (tmp_path / ".setup.lock.exclusive").exists()
+    assert "has no flock" in capfd.readouterr().err
 
 
 def test_two_set_ups_wait_for_each_other(tmp_path, monkeypatch, capfd):

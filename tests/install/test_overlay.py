@@ -44,14 +44,16 @@ def site_python(tmp_path_factory):
     return folder / "bin/python"
 
 
-def wheel(folder: Path, name: str, version: str, needs: str = "") -> None:
-    """A real wheel of one small module."""
+def wheel(folder: Path, name: str, version: str, needs: str = "", shared: str = "") -> None:
+    """A real wheel of one small module, with a file below share/ if one is named."""
     info = f"{name}-{version}.dist-info"
     requires = f"Requires-Dist: {needs}\n" if needs else ""
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
         archive.writestr(f"{name}.py", f"__version__ = '{version}'\n")
         archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}")
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        if shared:
+            archive.writestr(f"{name}-{version}.data/data/share/{shared}", "")
         archive.writestr(f"{info}/RECORD", "")
 
 
@@ -96,6 +98,17 @@ def test_missing_packages_are_laid_over_and_nothing_there_changes(site_python, o
     assert words.count("site env") == 2, "numpy and torch stay the site's own"
     assert listing(site_python) == before
     assert variables["PYTHONNOUSERSITE"] == "1"
+
+
+def test_the_first_call_already_finds_what_jupyter_needs(site_python, offline, small_checkout, monkeypatch):
+    monkeypatch.setenv("JUPYTER_PATH", "/of/the/site")
+    wheel(offline, "tinypack", "1.3", shared="jupyter/nbconvert/templates/lab/index.html.j2")
+    first = overlay.ensure_overlay(small_checkout, site_python, [], NO_GPU, CPU_CHOICE)
+    shared, _, of_the_site = first["JUPYTER_PATH"].partition(os.pathsep)
+    assert (Path(shared) / "nbconvert/templates/lab/index.html.j2").is_file() and of_the_site == "/of/the/site"
+    (launcher,) = small_checkout.glob(".overlay/*/hyperion")
+    assert f"JUPYTER_PATH={shared}" in launcher.read_text()
+    assert overlay.ensure_overlay(small_checkout, site_python, [], NO_GPU, CPU_CHOICE) == first
 
 
 def test_a_second_call_fetches_nothing_and_extras_are_added_when_needed(site_python, offline, small_checkout):
@@ -145,5 +158,5 @@ def test_every_requirement_in_pyproject_is_a_lower_bound_that_the_pins_meet():
     pins = dict(line.split("==") for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line)
     pins = {overlay._name(name): version for name, version in pins.items()}
     pins |= {"torch": plan.TORCH, "torchvision": plan.TORCHVISION}
-    for requirement in overlay.requirements(ROOT, ["lab", "dev"]):
+    for requirement in overlay.requirements(ROOT, ["lab", "test", "lint"]):
         assert interpreter.in_range(pins[overlay._name(requirement)], requirement), requirement

@@ -1,28 +1,173 @@
+import os
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from hyperion.data.manifest import write_manifest
+from hyperion.data.staging import staged
+from hyperion.data.verify import Finding, quarantine
+from hyperion.errors import HyperionError
 from hyperion.reproduce.housekeeping import removable, remove
 from hyperion.reproduce.runs import claimed_run
+from hyperion.results import Row, Run
 
 
-def test_caches_go_and_runs_and_data_only_when_asked(tmp_path):
-    for name in (".pytest_cache", "hyperion/x/__pycache__", "phase1_x/.ipynb_checkpoints", ".venv/lib/__pycache__"):
+@pytest.fixture
+def checkout(tmp_path):
+    """A checkout of Hyperion with caches, runs and data, and things of the user's beside them."""
+    for name in (".pytest_cache", "hyperion/x/__pycache__", "phase1_hardware/.ipynb_checkpoints", ".venv/lib/__pycache__"):
         (tmp_path / name).mkdir(parents=True)
-    results, data = tmp_path / "results", tmp_path / "data"
-    for name in ("reference/h100", "old", "no-run", "relaunch/A/1"):
-        (results / name).mkdir(parents=True)
-    for name in ("old", "relaunch/A/1"):
-        (results / name / "run.json").write_text("{}")
-    (results / "latest").symlink_to("old")
-    (data / "raw").mkdir(parents=True)
-    (data / "README.md").write_text("")
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "hyperion"\n')
+    for name in ("reference/h100", "no-run"):
+        (tmp_path / "results" / name).mkdir(parents=True)
+    for name in ("old", "relaunch/A/1", "relaunch/B/1"):
+        run = Run.create(tmp_path / "results" / name, {"profile": "smoke"})
+        row = Row(notebook="n", experiment="e", variant="v", metric="count", value=1.0)
+        run.record("n", "e", [row], pd.DataFrame({"x": [1.0]}), input_hash="h")
+    checkpoint = tmp_path / "results/old/checkpoints/n.e/0123/seed-0/step-00000100"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "model.safetensors").write_bytes(bytes(8))
+    (tmp_path / "results/latest").symlink_to("old")
+    for name in ("raw/wikitext-2", "processed/wikitext-2-0123", "raw/hub/org--model"):
+        with staged(tmp_path / "data" / name) as work:
+            (work / "records").mkdir()
+            (work / "records/train.bin").write_bytes(bytes(100))
+            write_manifest(work, name=name, source="mirror", detail="")
+    (tmp_path / "data/README.md").write_text("")
+    return tmp_path
 
-    def names(**options):
-        return {str(path.relative_to(tmp_path)) for path in removable(tmp_path, results, data, **options)}
 
-    caches = {".pytest_cache", "hyperion/x/__pycache__", "phase1_x/.ipynb_checkpoints"}
-    assert names() == caches
-    assert names(staged_data=True) == caches | {"data/raw"}
+def names(checkout: Path, **options) -> set[str]:
+    found = removable(checkout, checkout / "results", checkout / "data", **options)
+    return {str(path.relative_to(checkout)) for path in found}
+
+
+def everything(folder: Path) -> set[Path]:
+    return {Path(place, name) for place, folders, files in os.walk(folder) for name in folders + files}
+
+
+CACHES = {".pytest_cache", "hyperion/x/__pycache__", "phase1_hardware/.ipynb_checkpoints"}
+RUNS = {"results/old", "results/latest", "results/relaunch"}
+DATA = {"data/raw", "data/processed"}
+
+
+def test_caches_go_and_runs_and_data_only_when_asked(checkout):
+    assert names(checkout) == CACHES
+    assert names(checkout, staged_data=True) == CACHES | DATA
+    results, data = checkout / "results", checkout / "data"
     with claimed_run(results, "live", {"profile": "smoke"}, {}):
-        assert names(runs=True) == caches | {"results/old", "results/latest", "results/relaunch"}
-    for path in removable(tmp_path, results, data, runs=True, staged_data=True):
+        assert names(checkout, runs=True) == CACHES | RUNS
+    for path in removable(checkout, results, data, runs=True, staged_data=True):
         remove(path)
-    assert names(runs=True, staged_data=True) == set()
-    assert (results / "reference/h100").is_dir() and (data / "README.md").is_file()
+    assert names(checkout, runs=True, staged_data=True) == set()
+    assert (results / "reference/h100").is_dir() and (results / "no-run").is_dir() and (data / "README.md").is_file()
+
+
+@pytest.mark.parametrize(
+    ("place", "option"),
+    [
+        ("data/thesis.tex", "staged_data"),
+        ("data/raw/thesis.tex", "staged_data"),
+        ("data/raw/llama/model.safetensors", "staged_data"),
+        ("data/raw/hub/mine/model.safetensors", "staged_data"),
+        ("data/raw/wikitext-2/records/thesis.tex", "staged_data"),
+        ("data/processed/wikitext-2-0123/thesis.tex", "staged_data"),
+        ("data/raw/quarantine/thesis.tex", "staged_data"),
+        ("results/old/thesis.tex", "runs"),
+        ("results/old/samples/thesis.tex", "runs"),
+        ("results/old/checkpoints/n.e/0123/seed-0/step-best/model.safetensors", "runs"),
+        ("results/relaunch/thesis.tex", "runs"),
+        ("results/relaunch/A/thesis.tex", "runs"),
+        ("results/relaunch/B/1/thesis.tex", "runs"),
+    ],
+)
+def test_what_hyperion_did_not_write_is_listed_and_nothing_is_removed(checkout, place, option):
+    (checkout / place).parent.mkdir(parents=True, exist_ok=True)
+    (checkout / place).write_text("years of work")
+    before = everything(checkout)
+    with pytest.raises(HyperionError, match="nothing was removed") as refusal:
+        names(checkout, **{option: True})
+    listed = [Path(line.strip()) for line in str(refusal.value.where).splitlines()]
+    assert any((checkout / place).is_relative_to(path) for path in listed), listed
+    assert everything(checkout) == before
+
+
+@pytest.mark.parametrize("place", ["data/raw/wikitext-2/records/train.bin", "results/old/rows.csv"])
+def test_a_file_that_was_changed_since_is_the_users(checkout, place):
+    with open(checkout / place, "ab") as file:
+        file.write(b"my notes")
+    with pytest.raises(HyperionError, match="changed since") as refusal:
+        names(checkout, runs=True, staged_data=True)
+    assert str(refusal.value.where) == str(checkout / place)
+
+
+@pytest.mark.parametrize(
+    ("place", "option"),
+    [
+        ("data/processed", "staged_data"),
+        ("data/raw/wikitext-2", "staged_data"),
+        ("data/raw/wikitext-2/records/linked", "staged_data"),
+        ("data/raw/hub", "staged_data"),
+        ("results/old/checkpoints", "runs"),
+        ("results/old/checkpoints/n.e/linked", "runs"),
+    ],
+)
+def test_links_are_not_followed(checkout, tmp_path_factory, place, option):
+    outside = tmp_path_factory.mktemp("outside")
+    (outside / "thesis.tex").write_text("years of work")
+    if (checkout / place).exists():
+        os.rename(checkout / place, outside / "theirs")
+    (checkout / place).symlink_to(outside)
+    with pytest.raises(HyperionError, match="nothing was removed") as refusal:
+        names(checkout, **{option: True})
+    assert str(checkout / place) in str(refusal.value.where)
+
+
+def test_linked_caches_and_runs_stay(checkout, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("outside")
+    for name in ("build", "phase9_mine", "hyperion/y", "results/mine"):
+        (checkout / name).symlink_to(outside)
+    (outside / "__pycache__").mkdir()
+    Run.create(outside, {"profile": "smoke"})
+    assert names(checkout, runs=True) == CACHES | RUNS
+
+
+def test_quarantine_and_a_killed_staging_are_removed_unless_the_user_put_something_there(checkout):
+    moved = quarantine(checkout / "data/raw/wikitext-2", [Finding("train.bin", "a bit was flipped")])
+    (checkout / "data/raw/quarantine/vocab.json.0123abcd").write_text("a proxy's login page")
+    killed = checkout / "data/raw/.cifar-10.4711.0123abcd.part"
+    killed.mkdir()
+    (killed / "data_batch_1").write_bytes(bytes(10))
+    assert names(checkout, staged_data=True) == CACHES | DATA
+    (moved / "thesis.tex").write_text("years of work")
+    with pytest.raises(HyperionError, match="nothing was removed"):
+        names(checkout, staged_data=True)
+
+
+@pytest.mark.parametrize("toml", ["", '[project]\nname = "other"\n', "not = [toml"])
+def test_another_projects_caches_stay(checkout, toml):
+    (checkout / "pyproject.toml").write_text(toml)
+    (checkout / "build").mkdir()
+    assert names(checkout) == set()
+
+
+def test_without_a_checkout_there_are_no_caches(tmp_path):
+    for name in ("build", "dist", "x.egg-info", "hyperion/__pycache__"):
+        (tmp_path / name).mkdir(parents=True)
+    assert removable(tmp_path, tmp_path / "results", tmp_path / "data", runs=True, staged_data=True) == []
+
+
+def test_a_data_folder_that_is_the_home_folder_is_refused_without_being_searched(checkout):
+    home = checkout / "home"
+    (home / "photos/2024").mkdir(parents=True)
+    (home / "photos/2024/a.jpg").write_bytes(b"x")
+    with pytest.raises(HyperionError) as refusal:
+        removable(checkout, checkout / "results", home, staged_data=True)
+    assert str(refusal.value.where) == str(home / "photos")
+
+
+def test_a_run_is_one_that_hyperion_made(checkout):
+    (checkout / "results/theirs").mkdir()
+    (checkout / "results/theirs/run.json").write_text("{}")
+    assert names(checkout, runs=True) == CACHES | RUNS

@@ -1,8 +1,12 @@
 import json
+import os
 import site
 import sys
 from pathlib import Path
 
+import pytest
+
+from hyperion.reproduce import kernels
 from hyperion.reproduce.kernels import kernel_manager_class, library_environment, scratch_folder
 
 
@@ -26,6 +30,50 @@ def test_the_environment_is_inherited_whole_with_this_checkout_first(monkeypatch
     environment = library_environment()
     assert environment["ANYTHING"] == "kept" and environment["PYTHONPATH"].endswith(":/overlay")
     assert environment["PYTHONNOUSERSITE"] == "1" and site.getusersitepackages() not in environment["PYTHONPATH"]
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """The folder of temporary files, shared with other users, and where the compilers' caches would be in it."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "MIOPEN_USER_DB_PATH", "MIOPEN_CUSTOM_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / f"hyperion-{os.getuid()}"
+
+
+def test_compilers_caches_outlive_a_call_in_a_private_folder(temporary, tmp_path):
+    for scratch in ("first", "second"):
+        found = kernels._node_local_caches(tmp_path / scratch)
+        assert {Path(folder).parent for folder in found.values()} == {temporary}
+    assert temporary.stat().st_mode & 0o777 == 0o700
+
+
+def _link(place: Path) -> None:
+    place.with_name("theirs").mkdir(mode=0o700)
+    place.symlink_to("theirs")
+
+
+def _writable_by_all(place: Path) -> None:
+    place.mkdir()
+    place.chmod(0o777)
+
+
+def _of_another_owner(place: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root can give a folder away")
+    place.mkdir(mode=0o700)
+    os.chown(place, 65534, 65534)
+
+
+@pytest.mark.parametrize(
+    "taken", [_link, _writable_by_all, _of_another_owner, Path.touch, lambda place: place.symlink_to("nowhere")]
+)
+def test_a_taken_name_gives_this_call_caches_of_its_own_and_a_remedy(temporary, tmp_path, capsys, taken):
+    taken(temporary)
+    found = kernels._node_local_caches(tmp_path / "scratch")
+    assert {Path(folder).parent for folder in found.values()} == {tmp_path / "scratch/caches"}
+    told = capsys.readouterr().err
+    assert str(temporary) in told and "TRITON_CACHE_DIR=" in told
 
 
 def test_a_long_temporary_folder_does_not_break_socket_names(tmp_path, monkeypatch):

@@ -1,3 +1,4 @@
+import os
 import socket
 import sys
 
@@ -28,6 +29,14 @@ def test_the_lines_tell_the_address_and_the_way_from_elsewhere():
     here, elsewhere = lab.lab_lines(9001, "secret")
     assert "http://127.0.0.1:9001/lab?token=secret" in here
     assert "ssh -N -L 9001:127.0.0.1:9001" in elsewhere and socket.gethostname() in elsewhere
+
+
+def test_a_user_without_a_password_entry_is_named_by_number(monkeypatch):
+    def unknown() -> str:
+        raise KeyError("getpwuid(): uid not found: 4711")
+
+    monkeypatch.setattr("getpass.getuser", unknown)
+    assert f" {os.getuid()}@" in lab.lab_lines(9001, "secret")[1]
 
 
 def test_without_jupyterlab_the_error_says_how_to_get_it(tmp_path, monkeypatch):

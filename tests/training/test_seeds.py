@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from hyperion.checkpoints import read_state, write_state
+from hyperion.errors import HyperionError
 from hyperion.training import rng_state, seed_everything, set_rng_state
 from hyperion.training.seeds import seed_rank
 
@@ -46,6 +47,15 @@ def restore_determinism():
     before = torch.are_deterministic_algorithms_enabled()
     yield
     torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 2**64, True, 0.5])
+def test_a_seed_that_a_generator_does_not_take_is_refused_before_any_is_seeded(seed):
+    seed_everything(3)
+    expected = random.Random(3).random()
+    with pytest.raises(HyperionError, match="is no seed") as refusal:
+        seed_everything(seed)
+    assert random.random() == expected and "SEED=0" in refusal.value.next_step
 
 
 def test_deterministic_mode_is_torchs(restore_determinism):

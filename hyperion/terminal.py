@@ -1,0 +1,98 @@
+"""The command line's streams: print what is safe to print, and end without a traceback whatever the streams are.
+
+Standard library only: `hyperion.install` uses it before there is an environment.
+"""
+
+import functools
+import os
+import select
+import sys
+from collections.abc import Callable
+
+from hyperion.errors import HyperionError
+from hyperion.untrusted import printable
+
+INTERRUPTED, READER_GONE = 130, 141  # as shells report SIGINT and SIGPIPE
+_NO_HOME = "/nonexistent"  # Debian's home folder of users that have none
+
+
+def say(text: str) -> None:
+    """Print a line that may hold text of files or of other users: control characters are escaped."""
+    print(printable(text), flush=True)
+
+
+@functools.cache
+def notice(text: str) -> None:
+    """Print a notice to standard error, control characters escaped; the same text once a process."""
+    _print_error(f"hyperion: NOTICE: {text}")
+
+
+def run_command(command: Callable[[], int], prefix: str = "hyperion") -> int:
+    """Run a command line and return its exit code; errors that a user can correct are printed with their next step.
+
+    Closed streams lead to os.devnull. Characters that the terminal's encoding lacks are printed as escapes. A reader of
+    standard output that ends first (`| head -1`) ends the command silently, with exit code 141.
+
+    Args:
+        prefix: of error messages.
+    """
+    _prepare_streams()
+    _prepare_home()
+    try:
+        code = command()
+        sys.stdout.flush()
+        return code
+    except HyperionError as error:
+        _print_error(f"{prefix}: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except OSError as error:
+        gone = isinstance(error, BrokenPipeError) and _reader_gone()
+        _drop_output()
+        if gone:
+            return READER_GONE
+        next_step = "check that this user may read and write there, and that the disk has room"
+        _print_error(f"{prefix}: {error}\n  next:  {next_step}")
+        return HyperionError.exit_code
+
+
+def _print_error(text: str) -> None:
+    print(printable(text), file=sys.stderr)
+
+
+def _prepare_streams() -> None:
+    # The next files opened would get the numbers of closed streams, and children would print into them.
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115 - open as long as the process
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # not where a test or a notebook put an object of its own
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _prepare_home() -> None:
+    """Without HOME and without an entry in the password file, Jupyter's and other libraries fail when they are imported."""
+    if os.path.expanduser("~") == "~":
+        os.environ["HOME"] = _NO_HOME
+
+
+def _reader_gone() -> bool:
+    poll = select.poll()
+    poll.register(1, select.POLLOUT)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def _drop_output() -> None:
+    """Python flushes standard output once more when it ends: what cannot be written must not fail again there."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)

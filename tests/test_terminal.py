@@ -1,0 +1,149 @@
+"""Commands in hostile surroundings: streams, locales, users and variables that a cluster or a container gives."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.table import Table
+
+from hyperion.commands.console import PlainTextConsole
+from hyperion.errors import HyperionError
+from hyperion.terminal import run_command, say
+from tests.reproduce.small_book import recording, write_notebook
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"}
+# As in a container that runs under a number of its own: no entry in the password file.
+NOBODY = """
+import pwd
+def getpwuid(uid):
+    raise KeyError(f"getpwuid(): uid not found: {uid}")
+pwd.getpwuid = getpwuid
+"""
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """A shell line that calls `hyperion` in an empty folder; variables may be added, and removed with None."""
+
+    def call(line: str, **variables: str | None) -> subprocess.CompletedProcess:
+        ours = {"PYTHONPATH": str(CHECKOUT), "HYPERION_RESULTS": str(tmp_path / "results"), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **ours, **variables}
+        environment = {name: value for name, value in environment.items() if value is not None}
+        script = f'hyperion() {{ "{sys.executable}" -m hyperion "$@"; }}; {line}'
+        done = subprocess.run(
+            ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
+        assert "Exception ignored" not in done.stderr, done.stderr
+        return done
+
+    return call
+
+
+@pytest.fixture
+def book(tmp_path):
+    """A checkout with one chapter, which needs neither data nor torch, but characters beyond ASCII."""
+    cells = [recording("01_first"), f"print('×', open({str(tmp_path / 'text')!r}).read())"]
+    write_notebook(tmp_path / "phase1_hardware", "01_first", cells)
+    (tmp_path / "pyproject.toml").write_text("")
+    (tmp_path / "text").write_text("ünï×", encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def unknown_user(tmp_path):
+    (tmp_path / "nobody").mkdir()
+    (tmp_path / "nobody/sitecustomize.py").write_text(NOBODY)
+    return {"PYTHONPATH": f"{tmp_path / 'nobody'}:{CHECKOUT}", "HOME": None, "USER": None, "LOGNAME": None}
+
+
+def test_a_reader_that_ends_first_ends_the_command_silently(shell):
+    done = shell("set -o pipefail; hyperion env | true")
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_full_device_for_output_is_an_error_with_a_next_step(shell):
+    done = shell("hyperion env > /dev/full")
+    assert done.returncode == 2 and "No space left" in done.stderr and "next:" in done.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+def test_closed_streams_do_not_stop_a_command(shell, tmp_path, closed):
+    assert shell(f"hyperion env {closed}").returncode == 0
+    assert shell(f"hyperion verify nope {closed}").returncode == 2
+    assert not list(tmp_path.glob("results/*"))
+
+
+def test_characters_that_the_terminal_lacks_are_escaped(shell):
+    done = shell("hyperion --help; hyperion verify 'r×n'", **ASCII)
+    assert done.returncode == 2 and "no run 'r" in done.stderr
+    assert shell("hyperion doctor > out; test $? -le 1", **ASCII).returncode == 0
+
+
+def test_a_user_without_a_password_entry_and_without_a_home(shell, unknown_user):
+    assert shell("hyperion env", **unknown_user).returncode == 0
+    done = shell("hyperion verify nope", **{**unknown_user, "HYPERION_RESULTS": "~/results"})
+    assert done.returncode == 2
+
+
+def finished(book: Path) -> bool:
+    return (book / "results/latest/notebooks/01_first.html").is_file()
+
+
+@pytest.mark.slow
+def test_a_chapter_runs_for_a_user_without_a_home_and_with_closed_streams(shell, book, unknown_user):
+    assert shell("hyperion reproduce <&- >&- 2>&-", **unknown_user).returncode == 0 and finished(book)
+
+
+@pytest.mark.slow
+def test_a_chapter_runs_in_an_ascii_locale_with_a_home_that_cannot_be_written(shell, book):
+    done = shell("hyperion reproduce", **ASCII, HOME="/proc/1", RANK="abc", WORLD_SIZE="-1")
+    assert done.returncode == 0 and finished(book), done.stdout + done.stderr
+    assert done.stdout.isascii()
+
+
+@pytest.mark.slow
+def test_a_reader_that_ends_first_ends_a_run_with_a_code_of_its_own(shell, book):
+    done = shell("set -o pipefail; hyperion reproduce | true")
+    assert (done.returncode, done.stderr) == (141, "") and not finished(book)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"RANK": "abc"}, {"RANK": "0", "WORLD_SIZE": "-1"}, {"LOCAL_RANK": "x"}, {"WORLD_SIZE": "1", "LOCAL_RANK": "y"}],
+)
+def test_variables_of_torchrun_that_make_no_sense_do_not_matter_to_one_process(shell, variables):
+    assert shell("hyperion env", **variables).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("variables", "told"), [({"RANK": "abc"}, "WORLD_SIZE"), ({"LOCAL_RANK": "x"}, "-1 is no seed")])
+def test_a_training_names_the_variable_or_the_seed_that_makes_no_sense(shell, variables, told):
+    script = CHECKOUT / "phase2_development/run_distributed.py"
+    done = shell(f'"{sys.executable}" "{script}" --seed -1', **variables)
+    assert done.returncode == 2 and told in done.stderr and "next:" in done.stderr
+
+
+def test_strings_of_others_cannot_control_the_terminal(capsys):
+    name = "red\x1b[31m\u202e"
+    output = PlainTextConsole(width=80)
+    output.print(name, markup=False)
+    table = Table("a", title=name)
+    table.add_row(name)
+    output.print(table)
+    say(name)
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "\u202e" not in shown and shown.count("red\\x1b[31m\\u202e") == 4
+
+
+@pytest.mark.parametrize(("error", "code"), [(HyperionError("\x1b]0;title\x07"), 2), (OSError(28, "No space", "\x1b[2J"), 2)])
+def test_errors_are_printed_with_control_characters_escaped(capsys, error, code):
+    def command() -> int:
+        raise error
+
+    assert run_command(command) == code
+    shown = capsys.readouterr().err
+    assert "\\x1b" in shown and "\x1b" not in shown
