@@ -203,7 +203,7 @@ class Run:
     def hashes(self) -> dict[str, str]:
         """sha256 of every file that the manifest vouches for, by name."""
         with locked(self.folder):
-            return {name: entry["sha256"] for name, entry in read_manifest(self.folder).items()}
+            return {name: entry["sha256"] for name, entry in read_manifest(self.folder).entries.items()}
 
     def write(self, contents: dict[str, bytes]) -> None:
         """Add or replace files of the run (paths relative to it) as one transaction."""
