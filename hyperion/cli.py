@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from hyperion.errors import HyperionError
+from hyperion.untrusted import printable
 
 app = typer.Typer(
     help="Hyperion: an executable book of ML-systems engineering.",
@@ -26,7 +27,7 @@ def main() -> int:
     try:
         code = app(prog_name="hyperion", standalone_mode=False)
     except HyperionError as error:
-        print(f"hyperion: {error}", file=sys.stderr)
+        print(printable(f"hyperion: {error}"), file=sys.stderr)
         return error.exit_code
     except typer.Exit as ending:
         return ending.exit_code
@@ -150,12 +151,16 @@ def relaunch(
 
 @app.command()
 def verify(run: RunName = "latest") -> None:
-    """Check every file of a run against its manifest and every row against its metric's rules."""
-    from hyperion.results import Run, find_run
+    """Check a run: files against their hashes, rows against their rules and their samples; one line a proven statement.
+
+    The last lines say what is not proven: rows that their samples do not determine, files that the manifest does not name.
+    """
+    from hyperion.results import Run, find_run, verify_run
 
     store = Run.open(find_run(run))
-    names = store.verify()
-    print(f"{store.folder}: {len(names)} files and {len(store.rows())} rows are as they were written")
+    print(printable(f"{store.folder}:"))
+    for statement in verify_run(store):
+        print(printable(f"  {statement}"))
 
 
 @app.command()

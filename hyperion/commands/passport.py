@@ -5,6 +5,7 @@ from pathlib import Path
 from hyperion.passport import PassportError, measure_passport, passport_name, verify_passport, write_passport
 from hyperion.paths import results_folder
 from hyperion.results.folders import PASSPORTS
+from hyperion.untrusted import printable
 
 
 def write(time_limit_s: float, output: Path | None) -> int:
@@ -24,5 +25,5 @@ def verify(files: list[Path]) -> int:
             print(f"{path}: {verify_passport(path)} values keep the rules")
         except PassportError as error:
             refused += 1
-            print(f"{path}: {error.what}")
+            print(printable(f"{path}: {error.what}"))
     return 1 if refused else 0

@@ -1,6 +1,7 @@
 """Results: rows and their rules, runs on disk, statistics, comparison. Knows no torch."""
 
 from hyperion.results.compare import Comparison, compare, relaunches, sensitivity
+from hyperion.results.evidence import verify_run
 from hyperion.results.execution import must_remeasure
 from hyperion.results.files import StoreError, write_atomically
 from hyperion.results.folders import find_run, new_run_folder, set_latest
@@ -23,5 +24,5 @@ __all__ = [
     "REGISTRY", "SCHEMA_VERSION", "Comparison", "Estimate", "Metric", "Prediction", "Row", "RowError", "Run", "StoreError",
     "compare", "estimates_of_medians", "find_run", "holm", "independent_ratio_estimate", "mean_estimate", "median_estimate",
     "metric_named", "must_remeasure", "new_run_folder", "proportion_estimate", "ratio_estimate", "relaunches", "rows_from_csv",
-    "rows_to_csv", "sensitivity", "set_latest", "welch_p_value", "write_atomically",
+    "rows_to_csv", "sensitivity", "set_latest", "verify_run", "welch_p_value", "write_atomically",
 ]  # fmt: skip

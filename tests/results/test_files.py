@@ -200,7 +200,9 @@ def test_readers_write_nothing(tmp_path, monkeypatch, count):
     assert state() == before
 
 
-HOSTILE_NAMES = ["/{}/outside/file", "../outside/file", "sub/../../outside/file", "link/file", "", ".", "a\0b", "MANIFEST.pending"]
+HOSTILE_NAMES = [
+    "/{}/outside/file", "../outside/file", "sub/../../outside/file", "link/file", "", ".", "a\0b", "MANIFEST.pending",
+]
 
 
 @pytest.fixture
