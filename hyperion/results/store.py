@@ -59,14 +59,14 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class _Named:
-    name: str | None = None
+class _Gpu:
+    name: str
 
 
 @dataclass(frozen=True)
 class _Cpu:
-    name: str | None = None
-    cores: int | None = None
+    name: str
+    cores: int
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class _Source:
 class _Environment:
     """The fields of a fingerprint that pages and comparisons read; it has more."""
 
-    gpus: list[_Named] | None = None
+    gpus: list[_Gpu] | None = None
     cpu: _Cpu | None = None
     source: _Source | None = None
     packages: dict[str, str | None] | None = None
