@@ -166,12 +166,16 @@ def relaunch(
 
 @app.command()
 def verify(run: RunName = "latest") -> None:
-    """Check every file of a run against its manifest and every row against its metric's rules."""
-    from hyperion.results import Run, find_run
+    """Check a run: files against their hashes, rows against their rules and their samples; one line a proven statement.
+
+    The last lines say what is not proven: rows that their samples do not determine, files that the manifest does not name.
+    """
+    from hyperion.results import Run, find_run, verify_run
 
     store = Run.open(find_run(run))
-    names = store.verify()
-    say(f"{store.folder}: {len(names)} files and {len(store.rows())} rows are as they were written")
+    say(f"{store.folder}:")
+    for statement in verify_run(store):
+        say(f"  {statement}")
 
 
 @app.command()

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 import sys
 import time
 import uuid
@@ -19,6 +20,7 @@ from pathlib import Path
 
 _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 _POLL_S = 0.05
+_LONGEST_OWNER = 512  # bytes: a host name of at most 64 characters and two numbers
 _NOTICE_AFTER_S = 5.0
 _noticed: set[Path] = set()
 
@@ -40,9 +42,14 @@ class FileLock:
         """Take the lock; without `wait`, return False at once if another process holds it.
 
         Raises:
-            OSError: the lock file cannot be created or opened.
+            OSError: the lock file cannot be created or opened, or is a link, a named pipe or another special file.
         """
-        self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # A folder of somebody else may hold a link in the lock's place: creating its target would write elsewhere.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        self._descriptor = os.open(self.path, flags, 0o644)
+        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+            self.release()
+            raise OSError(errno.EINVAL, "the lock is no regular file", str(self.path))
         try:
             taken = self._flock(wait)
         except BaseException:
@@ -147,7 +154,10 @@ def _start_ticks(pid: int) -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(errors="replace")
+        # It may be a named pipe or a device in a folder of somebody else; reading waits for neither.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            return (file.read(_LONGEST_OWNER) or b"").decode(errors="replace")
     except OSError:
         return ""
 

@@ -9,7 +9,9 @@ Standard library only: `hyperion.install` uses it before there is an environment
 
 import contextlib
 import json
+import math
 import os
+import re
 import stat
 import unicodedata
 from pathlib import Path, PurePosixPath
@@ -17,8 +19,10 @@ from typing import Any, BinaryIO, TypeVar
 
 from hyperion.errors import HyperionError
 
+DEEPEST = 100  # levels of nesting in a JSON document; ours have fewer than ten
 DOCUMENT_BYTES = 64 * 2**20  # a JSON, CSV or TOML document of ours is a few MiB; more is not ours
 _PIECE_BYTES = 1 << 20
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 Error = TypeVar("Error", bound=HyperionError)
 
 
@@ -87,14 +91,19 @@ def read_bounded(path: Path, error: type[Error], next_step: str, limit_bytes: in
 
 
 def parse_json(content: bytes | str, error: type[Error], next_step: str, where: object = None) -> Any:
-    """Parse a JSON document; duplicate keys, NaN and deep nesting are refused.
+    """Parse a JSON document; duplicate keys, numbers that are not finite, half surrogates and deep nesting are refused.
 
     Raises:
         error: the content is not UTF-8, not JSON, or one of the above.
     """
     try:
         text = content.decode() if isinstance(content, bytes) else content
-        return json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        document = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+        _require_shallow(document)
+        if _SURROGATE.search(text):
+            # Half of a surrogate pair is a text that can be neither written nor printed.
+            json.dumps(document, ensure_ascii=False).encode()
+        return document
     except RecursionError:
         raise error("the JSON is nested too deeply to be ours", where=where, next_step=next_step) from None
     except ValueError as fault:
@@ -146,6 +155,24 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         doubled = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise ValueError(f"key {doubled!r} stands twice in one object")
     return document
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text[:40]} is too large for a number")
+    return number
+
+
+def _require_shallow(document: Any) -> None:
+    # Level by level: what is nested more deeply would end some later recursive reader.
+    level = [document]
+    for _ in range(DEEPEST):
+        containers = [node for node in level if isinstance(node, dict | list)]
+        if not containers:
+            return
+        level = [child for node in containers for child in (node.values() if isinstance(node, dict) else node)]
+    raise RecursionError
 
 
 def _no_constant(name: str) -> None:

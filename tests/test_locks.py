@@ -88,3 +88,25 @@ def test_other_errors_are_raised(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", fail)
     with pytest.raises(OSError, match="broken disk"), file_lock(tmp_path / "lock"):
         pass
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "folder"])
+def test_a_lock_that_is_no_regular_file_is_refused_at_once(tmp_path, kind, file_system):
+    outside = tmp_path / "outside"
+    if kind == "link":
+        outside.write_text("mine")
+    path = tmp_path / "lock"
+    {"pipe": lambda: os.mkfifo(path), "folder": path.mkdir}.get(kind, lambda: path.symlink_to(outside))()
+    for _ in range(2):
+        with pytest.raises(OSError):
+            FileLock(path).acquire()
+    assert outside.exists() == (kind == "link")
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_hostile_owner_file_is_not_waited_for(tmp_path, kind, file_system):
+    if file_system == "flock":
+        pytest.skip("flock knows no owner file")
+    path = tmp_path / "lock.exclusive"
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+    assert not FileLock(tmp_path / "lock").acquire(wait=False)

@@ -75,7 +75,8 @@ def test_reads_are_bounded(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["{", '{"a": 1, "a": 2}', "NaN", '{"a": -Infinity}', "[" * 100_000, b"\xff", "1" * 5000, ""]
+    "text", ["{", '{"a": 1, "a": 2}', "NaN", '{"a": -Infinity}', "[" * 100_000, b"\xff", "1" * 5000, "",
+     "[" * 101 + "]" * 101, "1e999", '["\\ud800"]', '{"\\uDFFF": 1}'],
 )
 def test_json_that_is_not_ours_is_refused(text):
     with pytest.raises(HyperionError) as caught:
@@ -88,6 +89,11 @@ def test_json_of_ours_is_read(tmp_path_factory, document):
     path = tmp_path_factory.getbasetemp() / "document.json"
     path.write_text(json.dumps(document))
     assert read_json(path, HyperionError, STEP) == document
+
+
+def test_json_at_the_edge_of_what_is_refused():
+    assert parse_json("[" * 99 + "]" * 99, HyperionError, STEP)
+    assert parse_json('["\\ud83d\\ude00", 1e308]', HyperionError, STEP) == ["\U0001f600", 1e308]
 
 
 def test_duplicate_keys_are_found_in_linear_time():

@@ -6,7 +6,7 @@ import pandas as pd
 
 from hyperion.book.formats import number, percent
 from hyperion.book.headlines import Headline, headlines
-from hyperion.book.material import Material
+from hyperion.book.material import Material, made_from_rows
 from hyperion.book.published import published_bandwidth, published_baseline, published_gemm
 from hyperion.paths import reference_folder
 from hyperion.results import Run
@@ -21,6 +21,7 @@ def reference_machines(material: Material) -> list[Material]:
     return [m for m in found if "synthetic" not in m.data_sources and m.run.folder.name not in own]
 
 
+@made_from_rows("the comparison")
 def comparison_table(material: Material, references: Iterable[Material]) -> pd.DataFrame:
     """The run's headlines, one line each: its value and share of the limit, the same of every reference machine, how many
     times the reference's value it is, and the published MI250X value of the same quantity where there is one.

@@ -1,7 +1,6 @@
 """What notebooks call: a result as pictures and tables, a banner, and a lesson in numbers that come from rows."""
 
 from collections.abc import Iterable
-from html import escape
 from typing import Protocol
 
 import pandas as pd
@@ -10,10 +9,11 @@ from hyperion.book.display_text import fill
 from hyperion.book.material import Material
 from hyperion.book.plots import draw, plots_of
 from hyperion.book.published import published_tables
-from hyperion.book.tables import html, tables_of
+from hyperion.book.tables import escaped, html, markdown_text, tables_of
 from hyperion.book.tables_predictions import prediction_basis, prediction_table
 from hyperion.errors import HyperionError
 from hyperion.results import Row, Run
+from hyperion.untrusted import printable
 
 _BANNER = (
     "border-left:6px solid #D55E00;background:#fff4ec;color:#1b1f24;padding:.6em 1em;margin:.4em 0;"
@@ -69,12 +69,12 @@ def announce(result: HasRows) -> None:
 def banner(text: str) -> None:
     """A line that cannot be overlooked, as HTML and as plain text."""
     rule = "=" * min(100, len(text))
-    _display({"text/html": f'<div style="{_BANNER}">{escape(text)}</div>', "text/plain": f"{rule}\n{text}\n{rule}"})
+    _display({"text/html": f'<div style="{_BANNER}">{escaped(text)}</div>', "text/plain": f"{rule}\n{text}\n{rule}"})
 
 
 def show_table(table: pd.DataFrame, caption: str = "") -> None:
     """A table of text, numbers to the right, under its caption."""
-    title = f"<p><b>{escape(caption)}</b></p>" if caption else ""
+    title = f"<p><b>{escaped(caption)}</b></p>" if caption else ""
     # Jupyter would set every cell to the right, sentences too.
     style = (
         "<style>div.table td,div.table th{text-align:left!important;vertical-align:top}"
@@ -92,7 +92,7 @@ def show_predictions(predictions: pd.DataFrame) -> None:
     """
     show_table(prediction_table(predictions), "Written down before the first sample")
     for sentence in prediction_basis(predictions):
-        _display({"text/markdown": f"*{sentence}*", "text/plain": sentence})
+        _display({"text/markdown": f"*{markdown_text(sentence)}*", "text/plain": sentence})
 
 
 def show_published(*names: str) -> None:
@@ -123,6 +123,6 @@ def _display(bundle: dict) -> None:
     from IPython.display import display
 
     if get_ipython() is None:
-        print(bundle["text/plain"])
+        print(printable(bundle["text/plain"]))
     else:
         display(bundle, raw=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
 from hyperion.book.display_text import quoted_value
-from hyperion.book.material import Material, measured
+from hyperion.book.material import Material, made_from_rows, measured
 from hyperion.book.tables import is_floor
 from hyperion.results import Row
 
@@ -38,6 +38,7 @@ class Headline:
     row: Row = field(repr=False)
 
 
+@made_from_rows("the headlines")
 def headlines(material: Material) -> list[Headline]:
     """The best value of each kind that the run holds, chapter by chapter."""
     rows = [row for row in measured(material.rows) if not row.hot]

@@ -11,7 +11,7 @@ def device_name(information: dict) -> str:
     Args:
         information: contents of run.json, with the hardware fingerprint under "environment".
     """
-    environment = information.get("environment", {})
+    environment = information.get("environment") or {}
     gpus = environment.get("gpus") or []
     if gpus:
         return gpus[0]["name"]

@@ -1,13 +1,19 @@
 """What every figure and page is made from: the rows, samples and predictions of one run, and the machine's name."""
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ParamSpec, TypeVar
 
 import pandas as pd
 
 from hyperion.book.machines import machine_name, replayed_from
+from hyperion.errors import HyperionError
 from hyperion.results import Prediction, Row, Run
+
+Parameters = ParamSpec("Parameters")
+Made = TypeVar("Made")
 
 # The subject, a folder under benchmarks/, that an experiment belongs to.
 SUBJECTS = {
@@ -55,6 +61,37 @@ SUBJECTS = {
 }
 
 
+def made_from_rows(what: str) -> Callable[[Callable[Parameters, Made]], Callable[Parameters, Made]]:
+    """Decorate a function that makes a table or a picture from rows: rows that it cannot use are an error in words.
+
+    The rows of a run keep the rules of their metrics, but a run of somebody else may lack any parameter that a table or a
+    picture of its experiment is made from, or have it in another type.
+
+    Args:
+        what: what the function makes, as the beginning of a sentence.
+
+    Raises:
+        HyperionError: by the decorated function, instead of any other exception; that one is its cause.
+    """
+
+    def decorated(function: Callable[Parameters, Made]) -> Callable[Parameters, Made]:
+        @functools.wraps(function)
+        def make(*args: Parameters.args, **named: Parameters.kwargs) -> Made:
+            try:
+                return function(*args, **named)
+            except HyperionError:
+                raise
+            except Exception as error:
+                raise HyperionError(
+                    f"{what} cannot be made from these rows: {type(error).__name__}: {str(error)[:200]}",
+                    next_step="check the run with `hyperion verify`; if it finds nothing wrong, report this with the run",
+                ) from error
+
+        return make
+
+    return decorated
+
+
 def subject_of(experiment: str) -> str:
     """The subject of an experiment; one that no table places is a subject of its own."""
     return SUBJECTS.get(experiment, experiment)
@@ -91,6 +128,10 @@ class Material:
     @cached_property
     def information(self) -> dict:
         return self.run.information()
+
+    @cached_property
+    def environments(self) -> dict[str, dict]:
+        return self.run.environments()
 
     @cached_property
     def experiments(self) -> list[tuple[str, str]]:

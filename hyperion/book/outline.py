@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 from hyperion.book.machines import device_name, replayed_from
-from hyperion.book.material import Material, subject_of
+from hyperion.book.material import Material, made_from_rows, subject_of
 from hyperion.book.plots import ALL, Plot, draw, plots_of
 from hyperion.book.tables import tables_of
+from hyperion.results import StoreError
 
 SUMMARY = "benchmarks/summary.png"
 TITLES = {
@@ -88,6 +89,7 @@ def banner(material: Material) -> str:
     return " ".join(parts)
 
 
+@made_from_rows("the sections")
 def sections(material: Material) -> list[Section]:
     """Every experiment in the order of the rows, the scored predictions last."""
     told = [_section(material, experiment) for experiment in dict.fromkeys(e for _, e in material.experiments)]
@@ -100,6 +102,7 @@ def summary(material: Material) -> Picture | None:
     return next((picture for picture in _pictures(material, ALL) if picture.path == SUMMARY), None)
 
 
+@made_from_rows("the table of what is missing")
 def missing(material: Material) -> pd.DataFrame:
     """What was skipped, unsupported or without limit, and why: columns experiment, what, missing, reason; one line a reason."""
     lines: dict[tuple[str, str, str], dict[str, None]] = {}
@@ -119,6 +122,7 @@ def missing(material: Material) -> pd.DataFrame:
     )
 
 
+@made_from_rows("the table of environments")
 def environment(material: Material) -> pd.DataFrame:
     """Device, versions and source that the experiments were measured with: a column for each way they were."""
     columns = {}
@@ -159,9 +163,14 @@ def _lines(material: Material, experiments: list[tuple[str, str]]) -> dict:
     here = not any(replayed_from(material.run, *pair) for pair in experiments)
     told = material.information if here else {}
     told = told | (_provenance(material, experiments[0]) if experiments else {})
-    kept = told.get("environment", {})
+    kept = told.get("environment") or {}
     if isinstance(kept, str):
-        kept = material.run.environments()[kept]
+        if kept not in material.environments:
+            raise StoreError(
+                f"no environment {kept!r:.40} is stored, in which {'/'.join(experiments[0])} was measured",
+                where=material.run.folder, next_step="check the run: hyperion verify",
+            )  # fmt: skip
+        kept = material.environments[kept]
     source = kept.get("source") or {}
     packages = ", ".join(f"{name} {version}" for name, version in sorted((kept.get("packages") or {}).items()))
     changed = {True: ", with local changes", False: "", None: ", unknown whether changed"}[source.get("modified")]

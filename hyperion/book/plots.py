@@ -29,7 +29,7 @@ from hyperion.book import (
     plots_training,
     plots_transfers,
 )
-from hyperion.book.material import Material
+from hyperion.book.material import Material, made_from_rows
 from hyperion.book.style import png, styled
 from hyperion.errors import HyperionError
 
@@ -307,11 +307,16 @@ def draw(name: str, material: Material, **options) -> bytes | None:
         options: passed to the figure, `published=True` for gemm and bandwidth.
 
     Raises:
-        HyperionError: there is no such figure.
+        HyperionError: there is no such figure, or the rows lack what it shows.
     """
     chosen = next((plot for plot in PLOTS if plot.name == name), None)
     if chosen is None:
         raise HyperionError(f"no figure {name!r}", next_step=f"use one of {', '.join(plot.name for plot in PLOTS)}")
-    with styled():
-        figure = chosen.draw(material, **options)
-        return None if figure is None else png(figure)
+
+    @made_from_rows(f"figure {name!r}")
+    def drawn() -> bytes | None:
+        with styled():
+            figure = chosen.draw(material, **options)
+            return None if figure is None else png(figure)
+
+    return drawn()

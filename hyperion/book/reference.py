@@ -7,7 +7,7 @@ from hyperion.book.headlines import headlines
 from hyperion.book.machines import device_name
 from hyperion.book.material import Material
 from hyperion.book.outline import Picture, Section, banner, environment, missing, sections, summary
-from hyperion.book.tables import markdown
+from hyperion.book.tables import markdown, markdown_code, markdown_text
 from hyperion.results import Run
 
 README = "README.md"
@@ -31,19 +31,20 @@ def reference_readme(run: Run, material: Material | None = None) -> dict[str, by
 def _page(material: Material, first: Picture | None, told: list[Section]) -> str:
     information = material.information
     parts = [
-        f"# {device_name(information)}",
-        f"Every number and picture below is made from the rows of [`rows.csv`](rows.csv) (profile `{information.get('profile')}`"
+        f"# {markdown_text(device_name(information))}",
+        f"Every number and picture below is made from the rows of [`rows.csv`](rows.csv) "
+        f"(profile {markdown_code(information.get('profile'))}"
         f"{_sources(material)}); raw samples lie in `samples/`, hashes in `MANIFEST`.",
     ]
     if banner(material):
-        parts.append(f"> **{banner(material)}**")
+        parts.append(f"> **{markdown_text(banner(material))}**")
     if first:
-        parts.append(f"![{first.caption}]({first.path})")
+        parts.append(f"![{markdown_text(first.caption)}]({first.path})")
     quoted = _headline_table(material)
     if len(quoted):
         parts += ["## At a glance", markdown(quoted)]
     for section in told:
-        parts += [f"## {section.title}", *_body(section)]
+        parts += [f"## {markdown_text(section.title)}", *_body(section)]
     absent = missing(material)
     if len(absent):
         parts += ["## Not measured, or without a limit", _folded(f"{len(absent)} entries and why", markdown(absent))]
@@ -57,7 +58,7 @@ def headline_markdown(run: Run) -> str:
 
 
 def _sources(material: Material) -> str:
-    return f", data source `{', '.join(material.data_sources)}`" if material.data_sources else ""
+    return f", data source {markdown_code(', '.join(material.data_sources))}" if material.data_sources else ""
 
 
 def _headline_table(material: Material) -> pd.DataFrame:
@@ -70,13 +71,17 @@ def _headline_table(material: Material) -> pd.DataFrame:
 
 
 def _body(section: Section) -> list[str]:
-    parts = [f"![{picture.caption}]({picture.path})\n\n*{picture.caption}*" for picture in section.pictures]
+    parts = [_shown(picture) for picture in section.pictures]
     for caption, table in section.tables:
         folded = len(table) > _UNFOLDED_LINES
-        parts.append(_folded(caption, markdown(table)) if folded else f"**{caption}**\n\n{markdown(table)}")
+        parts.append(_folded(caption, markdown(table)) if folded else f"**{markdown_text(caption)}**\n\n{markdown(table)}")
     return parts
 
 
+def _shown(picture: Picture) -> str:
+    caption = markdown_text(picture.caption)
+    return f"![{caption}]({picture.path})\n\n*{caption}*"
+
+
 def _folded(summary: str, body: str) -> str:
-    escaped = summary.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return f"<details>\n<summary>{escaped}</summary>\n\n{body.strip()}\n\n</details>"
+    return f"<details>\n<summary>{markdown_text(summary)}</summary>\n\n{body.strip()}\n\n</details>"

@@ -1,7 +1,6 @@
 """The report: one HTML page with everything in it, to be opened offline or sent to somebody."""
 
 import base64
-from html import escape
 from pathlib import Path
 
 from hyperion.book.comparison import comparison_table, reference_machines
@@ -12,7 +11,7 @@ from hyperion.book.material import Material
 from hyperion.book.outline import Picture, Section, banner, environment, missing, sections
 from hyperion.book.published import published_source, published_tables
 from hyperion.book.report_css import STYLE
-from hyperion.book.tables import html
+from hyperion.book.tables import escaped, html
 from hyperion.results import Run
 
 REPORT = "report.html"
@@ -33,7 +32,7 @@ def write_report(run: Run, material: Material | None = None) -> Path:
 def report_page(material: Material) -> str:
     """The whole page as HTML, the same for the same rows."""
     told = sections(material)
-    title = f"Hyperion on {escape(_machine(material))}"
+    title = f"Hyperion on {escaped(_machine(material))}"
     body = [
         _header(material, title),
         _cards(headlines(material)),
@@ -62,9 +61,9 @@ def _header(material: Material, title: str) -> str:
     information = material.information
     sources = ", ".join(material.data_sources) or "none"
     facts = (
-        f"run {escape(material.run.folder.name)} · profile {escape(str(information.get('profile')))} · data {sources}"
+        f"run {escaped(material.run.folder.name)} · profile {escaped(information.get('profile'))} · data {escaped(sources)}"
     )
-    warning = f'<p class="banner">{escape(banner(material))}</p>' if banner(material) else ""
+    warning = f'<p class="banner">{escaped(banner(material))}</p>' if banner(material) else ""
     return f'<header><h1>{title}</h1><p class="facts">{facts}</p>{warning}</header>'
 
 
@@ -81,8 +80,8 @@ def _card(headline: Headline) -> str:
             f'<div class="gauge"><i style="width:{width}%"></i></div><p>{percent(headline.fraction)} % of its limit</p>'
         )
     return (
-        f'<div class="card"><h3>{escape(headline.label)}</h3><p class="value">{escape(value)} <span>{escape(unit)}</span></p>'
-        f'{gauge}<p class="limit" title="{escape(headline.limit)}">{escape(headline.limit)}</p></div>'
+        f'<div class="card"><h3>{escaped(headline.label)}</h3><p class="value">{escaped(value)} <span>{escaped(unit)}</span></p>'
+        f'{gauge}<p class="limit" title="{escaped(headline.limit)}">{escaped(headline.limit)}</p></div>'
     )
 
 
@@ -90,7 +89,7 @@ def _contents(told: list[Section]) -> str:
     links = [(section.experiment, section.title) for section in told]
     links += [("missing", "Not measured"), ("comparison", "Beside other machines")]
     links += [("published", "Published MI250X tables"), ("environment", "Environment")]
-    return "<nav>" + "".join(f'<a href="#{anchor}">{escape(title)}</a>' for anchor, title in links) + "</nav>"
+    return "<nav>" + "".join(f'<a href="#{escaped(anchor)}">{escaped(title)}</a>' for anchor, title in links) + "</nav>"
 
 
 def _section(section: Section) -> str:
@@ -98,8 +97,8 @@ def _section(section: Section) -> str:
     for caption, table in section.tables:
         # Where there are pictures, they are read first; numbers are one click away.
         opened = "" if section.pictures or len(table) > _UNFOLDED_LINES else " open"
-        parts.append(f"<details{opened}><summary>{escape(caption)}</summary>{html(table)}</details>")
-    return f'<section id="{section.experiment}"><h2>{escape(section.title)}</h2>{"".join(parts)}</section>'
+        parts.append(f"<details{opened}><summary>{escaped(caption)}</summary>{html(table)}</details>")
+    return f'<section id="{escaped(section.experiment)}"><h2>{escaped(section.title)}</h2>{"".join(parts)}</section>'
 
 
 def _figure(picture: Picture) -> str:
@@ -107,8 +106,8 @@ def _figure(picture: Picture) -> str:
     # Drawn smaller than their pixels: sharp on fine screens, and lettering of one size all down the page.
     width = round(int.from_bytes(picture.content[_PNG_WIDTH], "big") / 1.2)
     return (
-        f'<figure><img alt="{escape(picture.caption)}" width="{width}" src="data:image/png;base64,{content}">'
-        f"<figcaption>{escape(picture.caption)}</figcaption></figure>"
+        f'<figure><img alt="{escaped(picture.caption)}" width="{width}" src="data:image/png;base64,{content}">'
+        f"<figcaption>{escaped(picture.caption)}</figcaption></figure>"
     )
 
 
@@ -123,7 +122,7 @@ def _comparison(material: Material) -> str:
     told = ", ".join(f"{m.run.folder.name} ({device_name(m.information)})" for m in references) or "none"
     return (
         '<section id="comparison"><h2>Beside other machines</h2>'
-        f"<p>Reference runs in this repository: {escape(told)}. A cell is empty where another model, format or data source "
+        f"<p>Reference runs in this repository: {escaped(told)}. A cell is empty where another model, format or data source "
         "was measured, so that there is nothing to compare. What was published was measured in another way, with the defects "
         f"listed below.</p>{html(comparison_table(material, references))}</section>"
     )
@@ -132,14 +131,14 @@ def _comparison(material: Material) -> str:
 def _published() -> str:
     source = published_source()
     gemm, bandwidth, *others = [
-        f'<h3>{escape(caption)}</h3>{html(table)}<p class="defects">Known defects: {escape(defects)}.</p>'
+        f'<h3>{escaped(caption)}</h3>{html(table)}<p class="defects">Known defects: {escaped(defects)}.</p>'
         for caption, table, defects in published_tables()
     ]
     side_by_side = "".join(f'<div class="half">{half}</div>' for half in (gemm, bandwidth))
     return (
         '<section id="published" class="published"><h2>Published MI250X tables</h2>'
-        f"<p><b>Not measured by this run.</b> As published: {escape(source['title'])}; {escape(source['machine'])}. "
-        f"Found in {escape(source['found_in'])}.</p>"
+        f"<p><b>Not measured by this run.</b> As published: {escaped(source['title'])}; {escaped(source['machine'])}. "
+        f"Found in {escaped(source['found_in'])}.</p>"
         f'<div class="halves">{side_by_side}</div>{"".join(others)}</section>'
     )
 

@@ -6,12 +6,15 @@ becomes columns; what they share is left to the caption.
 
 import json
 from collections.abc import Iterable
+from html import escape
 
 import pandas as pd
 
 from hyperion.book.formats import interval, number, number_within, percent
+from hyperion.book.material import made_from_rows
 from hyperion.errors import HyperionError
 from hyperion.results import Row, metric_named
+from hyperion.untrusted import printable
 
 
 def metrics_of(rows: Iterable[Row]) -> list[str]:
@@ -114,19 +117,32 @@ def is_floor(row: Row) -> bool:
 
 def markdown(table: pd.DataFrame) -> str:
     """A table as GitHub-flavoured Markdown, numbers to the right."""
-    header = [str(column) for column in table.columns]
-    body = [
-        [str(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in table.itertuples(index=False)
-    ]
+    header = [_markdown_cell(column) for column in table.columns]
+    body = [[_markdown_cell(cell) for cell in line] for line in table.itertuples(index=False)]
     aligned = ["---:" if _numeric(table[column]) else "---" for column in table.columns]
     return "\n".join(f"| {' | '.join(line)} |" for line in [header, aligned, *body]) + "\n"
+
+
+def _markdown_cell(cell) -> str:
+    return markdown_text(cell).replace("|", "\\|")
+
+
+def markdown_text(value) -> str:
+    """Return a value as Markdown that shows it on one line: no HTML, link or picture of it takes effect."""
+    text = escape(" ".join(printable(str(value)).split("\n")), quote=False)
+    return text.replace("\\", "&#92;").replace("](", "]&#40;").replace("`", "&#96;")
+
+
+def markdown_code(value) -> str:
+    """Return a value as inline code of Markdown."""
+    return "`" + " ".join(printable(str(value)).split()).replace("`", "'") + "`"
 
 
 def html(table: pd.DataFrame) -> str:
     """A table as HTML, numbers to the right."""
     numeric = [_numeric(table[column]) for column in table.columns]
-    styled = table.map(_escaped)
-    head = "".join(f"<th{_right(n)}>{_escaped(column)}</th>" for column, n in zip(table.columns, numeric, strict=True))
+    styled = table.map(escaped)
+    head = "".join(f"<th{_right(n)}>{escaped(column)}</th>" for column, n in zip(table.columns, numeric, strict=True))
     lines = (
         "".join(f"<td{_right(n)}>{cell}</td>" for cell, n in zip(line, numeric, strict=True))
         for line in styled.itertuples(index=False)
@@ -135,6 +151,12 @@ def html(table: pd.DataFrame) -> str:
     return f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
+def escaped(value) -> str:
+    """Return a value as text of HTML, for elements and attributes; control characters are shown, not obeyed."""
+    return escape(printable(str(value)))
+
+
+@made_from_rows("the tables")
 def tables_of(rows: list[Row]) -> list[tuple[str, pd.DataFrame]]:
     """(caption, table) of an experiment: its epochs in one table, its phases in another, then each metric of the other rows
     in one of its own, or in several where its rows do not have the same parameters."""
@@ -211,10 +233,3 @@ def _numeric(column: pd.Series) -> bool:
 
 def _right(numeric: bool) -> str:
     return ' class="number"' if numeric else ""
-
-
-def _escaped(cell) -> str:
-    text = str(cell)
-    for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ('"', "&quot;")):
-        text = text.replace(character, entity)
-    return text

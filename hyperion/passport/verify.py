@@ -1,6 +1,5 @@
 """Holding a passport to its rules: form, hashes, units, intervals, checks, the data sheet's limits, and floors."""
 
-import json
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,11 +16,13 @@ from hyperion.passport.form import SCHEMA, FloorSection, FloorVerdict, hashes_of
 from hyperion.results import Row, RowError, metric_named
 from hyperion.results.rows import COLUMNS
 from hyperion.results.typed import from_json
+from hyperion.untrusted import read_json
 
 _METRICS = ("gemm_tflops", "bandwidth_gb_s", "busbw_gb_s", "launch_time_s", "energy_j_per_tflop", "energy_j_per_gb")
 # What a row's params may say, and as what.
 _PARAMS = dict.fromkeys(("m", "n", "k", "elements", "bytes", "ranks", "calls", "floor"), int)
 _PARAMS |= dict.fromkeys(("cache", "backend", "power_scope"), str) | {"pinned": bool, "counter_difference": float}
+_LARGEST_BYTES = 16 * 2**20  # a machine with thousands of values has one MiB
 _ROUNDING = 1 + 1e-9
 
 
@@ -98,21 +99,10 @@ def _verify(content: dict) -> int:
 
 
 def _read(path: Path) -> dict:
-    def unique(pairs: list[tuple]) -> dict:
-        names = [name for name, _ in pairs]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise PassportError(f"{twice}: stands twice in one object", where=path, next_step="measure it anew")
-        return dict(pairs)
-
-    def refuse(word: str):
-        raise PassportError(f"{word} is no value of JSON", where=path, next_step="measure it anew")
-
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+        return read_json(path, PassportError, "measure it anew: hyperion passport writes one", _LARGEST_BYTES)
     except OSError as error:
         raise PassportError(f"cannot be read: {error.strerror}", where=path, next_step="name a passport file") from error
-    except (ValueError, RecursionError) as error:
-        raise PassportError(f"is no JSON: {error}", where=path, next_step="hyperion passport writes one") from error
 
 
 def _verify_hashes(content: dict) -> None:

@@ -65,7 +65,9 @@ def export_subjects(ledger: Ledger) -> str:
         export_run(ledger.run, material)
         write_report(ledger.run, material)
     except HyperionError as error:
-        return f"FAILED to export tables and pictures: {error}"
+        # A picture of rows that it cannot use carries what Python said, which a report of the fault needs.
+        said = "".join(traceback.format_exception(error.__cause__)) if error.__cause__ else ""
+        return "\n".join(filter(None, [f"FAILED to export tables and pictures: {error}", said]))
     except Exception:
         return f"FAILED to export tables and pictures:\n{traceback.format_exc()}"
     ledger.keep_exported(digest)

@@ -4,7 +4,10 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hyperion.errors import HyperionError
 from hyperion.results import Run, StoreError
+from hyperion.results.typed import from_json
+from hyperion.untrusted import inner_path, read_json
 
 LEDGER = "reproduce.json"
 
@@ -32,6 +35,13 @@ class Entry:
     whole_s: float | None = None
 
 
+@dataclass(frozen=True)
+class _Content:
+    setting: dict
+    notebooks: dict[str, Entry]
+    exported: str = ""
+
+
 class Ledger:
     """The notebooks of one run and the setting they share; each change is one transaction with its files."""
 
@@ -50,11 +60,10 @@ class Ledger:
         """The ledger of an existing run.
 
         Raises:
-            StoreError: it was edited.
+            HyperionError: it was edited, or has another form.
         """
-        content = json.loads(run.read(LEDGER))
-        entries = {stem: Entry(**entry) for stem, entry in content["notebooks"].items()}
-        return cls(run, content["setting"], entries, content["exported"])
+        content = from_json(_Content, run.document(LEDGER), LEDGER)
+        return cls(run, content.setting, content.notebooks, content.exported)
 
     def keep(self, stem: str, entry: Entry, files: dict[str, bytes] | None = None) -> None:
         """Write a notebook's entry together with its executed copy."""
@@ -83,10 +92,10 @@ def peek(folder: Path) -> dict:
     Raises:
         StoreError: it is no ledger.
     """
-    path = folder / LEDGER
+    remedy = "start afresh with RUN=new, or delete that run"
+    path = inner_path(folder, LEDGER, StoreError, remedy)
     try:
-        content = json.loads(path.read_text())
-        return {"setting": dict(content["setting"]), "notebooks": dict(content["notebooks"])}
-    except (ValueError, KeyError, TypeError) as error:
-        remedy = "start afresh with RUN=new, or delete that run"
-        raise StoreError(f"edited or damaged: {error!r}", where=path, next_step=remedy) from error
+        content = from_json(_Content, read_json(path, StoreError, remedy), LEDGER)
+    except (HyperionError, OSError) as error:
+        raise StoreError(f"edited or damaged: {error}", where=path, next_step=remedy) from error
+    return {"setting": content.setting, "notebooks": {stem: asdict(entry) for stem, entry in content.notebooks.items()}}

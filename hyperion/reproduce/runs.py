@@ -1,12 +1,11 @@
 """Which run folder does this call work in? Its own, whole, and no other live call's."""
 
 import contextlib
-import fcntl
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from hyperion.errors import HyperionError
+from hyperion.locks import FileLock
 from hyperion.reproduce.ledger import LEDGER, Ledger, peek
 from hyperion.results import Run, StoreError, new_run_folder
 from hyperion.results.files import make_folder
@@ -45,7 +44,7 @@ def claimed_run(results: Path, name: str | None, setting: dict, information: dic
         existed = (folder / "run.json").is_file()
         yield (_continued(folder, setting) if existed else _started(folder, setting, information)), existed
     finally:
-        os.close(lock)
+        lock.release()
 
 
 def earlier_seconds(results: Path, setting: dict, stem: str) -> float | None:
@@ -68,11 +67,11 @@ def in_use(folder: Path) -> bool:
     lock = _try_lock(folder)
     if lock is None:
         return True
-    os.close(lock)
+    lock.release()
     return False
 
 
-def _claim_named(folder: Path) -> tuple[Path, int]:
+def _claim_named(folder: Path) -> tuple[Path, FileLock]:
     make_folder(folder)
     lock = _try_lock(folder)
     if lock is None:
@@ -81,7 +80,7 @@ def _claim_named(folder: Path) -> tuple[Path, int]:
     return folder, lock
 
 
-def _claim_newest(results: Path, setting: dict) -> tuple[Path | None, int | None]:
+def _claim_newest(results: Path, setting: dict) -> tuple[Path | None, FileLock | None]:
     """The newest run of this setting that no live call works in."""
     for path in _newest_first(results):
         if peek(path.parent)["setting"] == setting:
@@ -98,15 +97,18 @@ def _newest_first(results: Path) -> list[Path]:
     return [path.with_name(LEDGER) for path in newest_first if path.with_name(LEDGER).is_file()]
 
 
-def _try_lock(folder: Path) -> int | None:
-    """A lock that the system gives back when this process ends, however it ends. None when another call holds it."""
-    lock = os.open(folder / _DRIVER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+def _try_lock(folder: Path) -> FileLock | None:
+    """A lock that is free again when this process ends, however it ends. None when another call holds it.
+
+    Raises:
+        StoreError: the lock file is a link or no regular file, or it cannot be created.
+    """
+    lock = FileLock(folder / _DRIVER_LOCK)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        return None
-    return lock
+        return lock if lock.acquire(wait=False) else None
+    except OSError as error:
+        remedy = f"remove {_DRIVER_LOCK} if it is no regular file, make the folder writable, or start with RUN=new"
+        raise StoreError(f"cannot lock the run: {error.strerror}", where=lock.path, next_step=remedy) from error
 
 
 def _started(folder: Path, setting: dict, information: dict) -> Ledger:

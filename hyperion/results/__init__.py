@@ -2,6 +2,7 @@
 
 from hyperion.results.circumstances import Circumstance, circumstances
 from hyperion.results.compare import VERDICTS, Comparison, compare, relaunches, sensitivity, why_indicative
+from hyperion.results.evidence import verify_run
 from hyperion.results.execution import must_remeasure
 from hyperion.results.files import StoreError, write_atomically
 from hyperion.results.folders import find_run, new_run_folder, set_latest
@@ -23,5 +24,5 @@ __all__ = [
     "RowError", "Run", "StoreError", "circumstances", "compare", "estimates_of_medians", "find_run",
     "independent_ratio_estimate", "mean_estimate", "median_estimate", "metric_named", "must_remeasure", "new_run_folder",
     "proportion_estimate", "ratio_estimate", "relaunches", "rows_from_csv", "rows_to_csv", "sensitivity", "set_latest",
-    "why_indicative", "write_atomically",
+    "verify_run", "why_indicative", "write_atomically",
 ]  # fmt: skip

@@ -1,24 +1,98 @@
-"""Files written whole or not at all, and folders whose every file is vouched for by a manifest."""
+"""Files written whole or not at all, and folders whose every file is vouched for by a manifest.
+
+A run folder may come from somebody else. Every name that its files give must stay inside it, and readers write nothing:
+a commit that its writer did not finish is read through its list of renames; only the next writer carries it out.
+"""
 
 import contextlib
 import errno
-import fcntl
 import glob
 import hashlib
 import json
 import os
+import re
+import uuid
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 from hyperion.errors import HyperionError, refused_write
+from hyperion.locks import file_lock
+from hyperion.untrusted import inner_path, open_regular, read_json
 
 MANIFEST = "MANIFEST"
 PENDING = "MANIFEST.pending"
 LOCK, WRITER_LOCK = ".lock", ".writer.lock"
+LARGEST_FILE_BYTES = 2**30  # of a run: its samples are a few MiB
+_OWN = (MANIFEST, PENDING, LOCK, WRITER_LOCK)
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_RESTORE = "restore the file from where it was copied, or delete the run and measure again"
+_MOVE_AWAY = "restore the file, or move the folder away and run again"
+_DISTRUST = "do not use this folder: its files name others that Hyperion never writes; delete it or copy it anew"
 
 
 class StoreError(HyperionError):
     """A results folder that cannot be written or must not be believed."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a folder's manifest says, and where its files are while a commit is unfinished.
+
+    Args:
+        folder: the folder.
+        entries: {name: {"sha256": …, "size": bytes}} of every vouched file.
+        moved: temporary file's name by name, for the files that an unfinished commit has written but not renamed.
+    """
+
+    folder: Path
+    entries: dict[str, dict]
+    moved: dict[str, str]
+
+    def read(self, name: str) -> bytes:
+        """Return the verified content of a vouched file.
+
+        Raises:
+            StoreError: the file is missing, is no regular file, is not in the manifest, or has another size or hash.
+        """
+        with self._opened(name) as file:
+            content = file.read(self.entries[name]["size"] + 1)
+            self._check(name, len(content), hashlib.sha256(content).hexdigest())
+        return content
+
+    def verify(self, name: str) -> None:
+        """Hash a vouched file without holding it in memory.
+
+        Raises:
+            StoreError: as `read`.
+        """
+        with self._opened(name) as file:
+            self._check(name, os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+    @contextlib.contextmanager
+    def _opened(self, name: str) -> Iterator[BinaryIO]:
+        path = self.folder / name
+        if name not in self.entries:
+            raise StoreError("file is not in the run's manifest", where=path, next_step=_RESTORE)
+        place = inner_path(self.folder, self.moved.get(name, name), StoreError, _DISTRUST)
+        try:
+            with open_regular(place, StoreError, _RESTORE) as file:
+                # Before reading: a file that was extended without end must not be hashed.
+                self._check(name, os.fstat(file.fileno()).st_size)
+                yield file
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise StoreError("file named by the manifest is missing", where=path, next_step=_RESTORE) from error
+        except OSError as error:
+            raise StoreError(f"file cannot be read: {error.strerror}", where=path, next_step=_RESTORE) from error
+
+    def _check(self, name: str, size: int, digest: str | None = None) -> None:
+        path, entry = self.folder / name, self.entries[name]
+        if size != entry["size"]:
+            fault = f"file is {size} bytes long where its manifest says {entry['size']}: truncated or edited"
+            raise StoreError(fault, where=path, next_step=_RESTORE)
+        if digest is not None and digest != entry["sha256"]:
+            raise StoreError("file does not have its manifest's sha256: it was edited", where=path, next_step=_RESTORE)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -30,6 +104,9 @@ def write_atomically(path: Path, content: bytes) -> None:
     temporary = _write_beside(path, content)
     try:
         os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise _explained(error, path) from error
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -40,23 +117,25 @@ def commit(folder: Path, contents: dict[str, bytes]) -> None:
     """Add or replace several files of a vouched folder as one transaction.
 
     The new files and the manifest that will vouch for them are written beside the old ones, then the list of renames,
-    then all are renamed. A process killed in between leaves that list, and the next writer or reader finishes it. Nothing
-    after the list needs disk space.
+    then all are renamed. A process killed in between leaves that list: readers read through it, and the next writer
+    finishes it. Nothing after the list needs disk space.
 
     Args:
-        contents: bytes by path relative to `folder`.
+        contents: bytes by path relative to `folder`, each at most `LARGEST_FILE_BYTES`.
 
     Raises:
-        StoreError: the folder is not writable or the disk is full; the old files are untouched.
+        StoreError: the folder is not writable, the disk is full, or a name leaves the folder, is a link or one of the
+            store's own files; the old files are untouched.
     """
     make_folder(folder)
     with locked(folder, create=True):
-        manifest = read_manifest(folder)
-        manifest |= {
+        _finish(folder)
+        _require_writable_names(folder, contents)
+        entries = read_manifest(folder).entries | {
             name: {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
             for name, content in contents.items()
         }
-        vouching = json.dumps({"schema": 1, "files": manifest}, indent=1, sort_keys=True).encode()
+        vouching = json.dumps({"schema": 1, "files": entries}, indent=1, sort_keys=True).encode()
         moves: dict[str, str] = {}
         try:
             for name, content in (contents | {MANIFEST: vouching}).items():
@@ -79,15 +158,13 @@ def read_verified(folder: Path, name: str) -> bytes:
         StoreError: the file is missing, is not in the manifest, or its size or hash is not what the manifest says.
     """
     with locked(folder):
-        manifest = read_manifest(folder)
-        _verify_entry(folder, name, manifest)
-        return (folder / name).read_bytes()
+        return read_manifest(folder).read(name)
 
 
 def vouched_names(folder: Path) -> set[str]:
     """Names of the files that the manifest vouches for."""
     with locked(folder):
-        return set(read_manifest(folder))
+        return set(read_manifest(folder).entries)
 
 
 def verify_folder(folder: Path) -> list[str]:
@@ -98,23 +175,32 @@ def verify_folder(folder: Path) -> list[str]:
     """
     with locked(folder):
         manifest = read_manifest(folder)
-        for name in manifest:
-            _verify_entry(folder, name, manifest)
-    return sorted(manifest)
+        for name in manifest.entries:
+            manifest.verify(name)
+    return sorted(manifest.entries)
 
 
-def read_manifest(folder: Path) -> dict[str, dict]:
-    """The manifest's entries {name: {sha256, size}}, empty for a new folder. Call it under the folder's lock."""
-    if (folder / PENDING).exists():
-        _finish(folder)
-    path = folder / MANIFEST
-    if not path.exists():
-        return {}
-    try:
-        files = json.loads(path.read_text())["files"]
-        return {name: {"sha256": str(entry["sha256"]), "size": int(entry["size"])} for name, entry in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _unreadable(path, error) from error
+def read_manifest(folder: Path) -> Manifest:
+    """The folder's manifest, without entries for a new folder; nothing is written. Call it under the folder's lock.
+
+    Raises:
+        StoreError: the manifest or the list of renames is damaged, or names a file outside the folder.
+    """
+    moved = {name: temporary for temporary, name in _pending(folder).items() if os.path.lexists(folder / temporary)}
+    path = inner_path(folder, moved.get(MANIFEST, MANIFEST), StoreError, _DISTRUST)
+    if not os.path.lexists(path):
+        return Manifest(folder, {}, moved)
+    document = _document(path)
+    if not isinstance(document, dict) or document.get("schema") != 1 or not isinstance(document.get("files"), dict):
+        raise _unreadable(path, 'it is no {"schema": 1, "files": {…}}')
+    for name, entry in document["files"].items():
+        _require_file_name(folder, name)
+        known = isinstance(entry, dict) and entry.keys() == {"sha256", "size"}
+        if not known or not isinstance(entry["sha256"], str) or not _SHA256.fullmatch(entry["sha256"]):
+            raise _unreadable(path, f"{name!r} has no sha256 and size")
+        if type(entry["size"]) is not int or not 0 <= entry["size"] <= LARGEST_FILE_BYTES:
+            raise _unreadable(path, f"{name!r} is said to be {entry['size']!r:.40} bytes long")
+    return Manifest(folder, document["files"], moved)
 
 
 @contextlib.contextmanager
@@ -123,30 +209,78 @@ def locked(folder: Path, name: str = LOCK, create: bool = False) -> Iterator[Non
 
     Writers create the lock file; readers use it where it exists. A folder in which nobody ever wrote (a fresh checkout of
     the reference results) has none and needs none.
+
+    Raises:
+        StoreError: the lock file is a link, a named pipe or a folder, or it cannot be created.
     """
-    path = folder / name
-    if not create and not (path.exists() and os.access(path, os.W_OK)):
+    path = inner_path(folder, name, StoreError, _DISTRUST)
+    if not create and not (os.path.lexists(path) and os.access(path, os.W_OK)):
         yield
         return
-    try:
-        lock = open(path, "a")  # noqa: SIM115 - closed below; only the opening may be explained as a fault of the folder
-    except OSError as error:
-        raise _explained(error, path) from error
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(file_lock(path))
+        except OSError as error:
+            raise _explained(error, path) from error
         yield
+
+
+def _pending(folder: Path) -> dict[str, str]:
+    """The list of renames of an unfinished commit, {temporary name: name}, {} without one."""
+    path = inner_path(folder, PENDING, StoreError, _DISTRUST)
+    if not os.path.lexists(path):
+        return {}
+    moves = _document(path)
+    if not isinstance(moves, dict):
+        raise _unreadable(path, "it is no list of renames")
+    for temporary, name in moves.items():
+        if name != MANIFEST:
+            _require_file_name(folder, name)
+        inner_path(folder, temporary, StoreError, _DISTRUST)
+        target, source = PurePosixPath(name), PurePosixPath(temporary)
+        ours = source.parent == target.parent and re.fullmatch(rf"\.{re.escape(target.name)}\.\w+\.tmp", source.name)
+        if not ours:
+            fault = f"{temporary!r} is no temporary file of {name!r}"
+            raise StoreError(f"a rename that Hyperion never writes: {fault}", where=path, next_step=_DISTRUST)
+    if len(set(moves.values())) != len(moves):
+        raise _unreadable(path, "two files are to get the same name")
+    return moves
 
 
 def _finish(folder: Path) -> None:
-    try:
-        moves = {str(temporary): str(name) for temporary, name in json.loads((folder / PENDING).read_text()).items()}
-    except (ValueError, AttributeError) as error:
-        raise _unreadable(folder / PENDING, error) from error
-    for temporary, name in moves.items():
-        if (folder / temporary).exists():
-            os.replace(folder / temporary, folder / name)
+    """Carry out the renames of a commit, this one's or one that its writer left. Writers only, under the folder's lock."""
+    for temporary, name in _pending(folder).items():
+        if os.path.lexists(folder / temporary):
+            try:
+                os.replace(folder / temporary, folder / name)
+            except OSError as error:
+                raise _explained(error, folder / name) from error
             _sync_folder((folder / name).parent)
-    (folder / PENDING).unlink()
+    (folder / PENDING).unlink(missing_ok=True)
+
+
+def _require_file_name(folder: Path, name: object) -> None:
+    """Refuse a name that leaves the folder, passes through a link, or is one of the store's own files."""
+    inner_path(folder, name, StoreError, _DISTRUST)
+    if name in _OWN:
+        raise StoreError(f"{name!r} is a file of the store itself", where=folder, next_step=_DISTRUST)
+
+
+def _require_writable_names(folder: Path, contents: dict[str, bytes]) -> None:
+    for name, content in contents.items():
+        _require_file_name(folder, name)
+        if len(content) > LARGEST_FILE_BYTES:
+            fault = f"{len(content)} bytes are more than a file of a run may have ({LARGEST_FILE_BYTES})"
+            raise StoreError(fault, where=folder / name, next_step="record fewer samples")
+
+
+def _document(path: Path) -> object:
+    try:
+        return read_json(path, StoreError, _MOVE_AWAY)
+    except StoreError as error:
+        raise _unreadable(path, error.what) from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 def _remove_strays(path: Path) -> None:
@@ -155,26 +289,12 @@ def _remove_strays(path: Path) -> None:
         stray.unlink(missing_ok=True)
 
 
-def _verify_entry(folder: Path, name: str, manifest: dict) -> None:
-    path, entry = folder / name, manifest.get(name)
-    remedy = "restore the file from where it was copied, or delete the run and measure again"
-    if entry is None:
-        raise StoreError("file is not in the run's manifest", where=path, next_step=remedy)
-    if not path.is_file():
-        raise StoreError("file named by the manifest is missing", where=path, next_step=remedy)
-    content = path.read_bytes()
-    if len(content) != entry["size"]:
-        fault = f"file is {len(content)} bytes long where its manifest says {entry['size']}: truncated or edited"
-        raise StoreError(fault, where=path, next_step=remedy)
-    if hashlib.sha256(content).hexdigest() != entry["sha256"]:
-        raise StoreError("file does not have its manifest's sha256: it was edited", where=path, next_step=remedy)
-
-
 def _write_beside(path: Path, content: bytes) -> Path:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # A name that nobody can foresee, created exclusively: a link laid there beforehand is not followed.
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -199,9 +319,8 @@ def make_folder(folder: Path) -> None:
         raise _explained(PermissionError(errno.EACCES, "folder is not writable"), folder)
 
 
-def _unreadable(path: Path, error: Exception) -> StoreError:
-    remedy = "restore the file, or move the folder away and run again"
-    return StoreError(f"unreadable manifest: {error!r}", where=path, next_step=remedy)
+def _unreadable(path: Path, fault: object) -> StoreError:
+    return StoreError(f"unreadable manifest: {fault}", where=path, next_step=_MOVE_AWAY)
 
 
 def _explained(error: OSError, path: Path) -> StoreError:

@@ -4,12 +4,14 @@ import csv
 import functools
 import io
 import json
-import math
+import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
 from hyperion.errors import HyperionError
 from hyperion.results.metrics import metric_named
+from hyperion.untrusted import parse_json
 
 SCHEMA_VERSION = 1
 
@@ -91,18 +93,29 @@ class Row:
         metric = metric_named(self.metric)
         for name in ("notebook", "experiment", "variant"):
             self._demand(bool(getattr(self, name)), f"{name} is empty", "name where the value comes from")
+        self._demand(isinstance(self.params, dict), f"has params that are no JSON object: {self.params!r:.60}", "use a dict")
         for name in _TEXTS:
             text = getattr(self, name)
             self._demand(isinstance(text, str), f"{name} is {text!r}, which is no text", 'leave it "" where there is none')
+        for name, pattern in _FILE_NAMES.items():
+            text = getattr(self, name)
+            fault = f"{name} is {text!r:.100}, which cannot be a part of a file's name"
+            self._demand(pattern.fullmatch(text), fault, "use letters, digits, '_', '-' and spaces, 80 at most")
         for column in _FLOATS:
             number = getattr(self, column)
-            self._demand(number is None or math.isfinite(number), f"{column} is {number}", "store null and its reason")
+            finite = number is None or abs(number) <= sys.float_info.max
+            self._demand(finite, f"{column} is {number!r:.40}", "store null and its reason")
+        for column in _INTEGERS:
+            number = getattr(self, column)
+            known = number is None or 0 <= number < _MOST_COUNTED
+            self._demand(known, f"{column} is {number!r:.40}", "store a count, or null where there is none")
         for column in ("clock_mhz", "power_w"):
             reading = getattr(self, column)
             told = f"{column} is {reading:g}" if reading is not None else ""
             self._demand(reading is None or reading > 0, told, "store null for what is unreadable, never 0")
             self._demand(reading is None or reading < _MOST_READING, told, "clocks are in MHz (not kHz), power in watts")
-        self._demand(_is_json(self.params), f"has params that are no JSON object: {self.params!r}", "use plain values")
+        self._demand(_is_json(self.params), f"has params that are no JSON object: {self.params!r:.200}", "use plain values")
+        self._demand(_is_bounded(self.params), "has params beyond what a float can hold", "store other numbers")
         if self.value is None:
             self._demand(bool(self.value_reason), "value is null without a reason", "give value_reason")
             return
@@ -114,6 +127,7 @@ class Row:
             self._demand(known, "lacks n or the 95 % confidence interval", "measure at least 30 samples")
         if None not in (self.ci_low, self.ci_high):
             self._demand(self.ci_low <= self.value <= self.ci_high, "lies outside its own interval", "recompute it")
+        self._demand((self.ci_low is None) == (self.ci_high is None), "has an interval with one end", "store both ends")
         if metric.needs_check:
             self._demand(bool(self.check), "lacks its check", "verify the output and name the check")
         self._demand_check_passed()
@@ -149,6 +163,9 @@ class Row:
 _TEXTS = ("notebook", "experiment", "variant", "dtype", "metric", "value_reason", "limit_source", "check", "data_source")
 _FLOATS = ("value", "ci_low", "ci_high", "predicted", "limit", "check_error", "check_tolerance", "clock_mhz", "power_w")
 _INTEGERS = ("rank", "n")
+# An experiment's name goes without a dot, so that "notebook.experiment.parquet" means one experiment alone.
+_FILE_NAMES = {"notebook": re.compile(r"\w[\w .+-]{0,79}"), "experiment": re.compile(r"\w[\w +-]{0,79}")}
+_MOST_COUNTED = 2**63
 # Above any clock in MHz and any device's power in W, below any clock in kHz and any power in mW.
 _MOST_READING = 20_000
 # The order of the file: who, what, how sure, how near the limit, under which circumstances.
@@ -184,12 +201,24 @@ def rows_from_csv(text: str, where: object = "rows.csv") -> list[Row]:
 @functools.lru_cache(maxsize=4)
 def _validated(text: str, where: str) -> tuple[Row, ...]:
     # Kept by the text: one call asks for the same rows a hundred times, and rows do not change.
-    reader = csv.reader(io.StringIO(text))
-    header = next(reader, None)
-    if header != list(COLUMNS):
-        remedy = "read it with the version of Hyperion that wrote it, or run again"
-        raise RowError(f"header is not that of schema {SCHEMA_VERSION}: {header}", where=where, next_step=remedy)
-    return tuple(_parse(cells, f"{where}, row {number}") for number, cells in enumerate(reader, 1))
+    reader = csv.reader(io.StringIO(text), strict=True)
+    rows: list[Row] = []
+    try:
+        header = next(reader, None)
+        if header != list(COLUMNS):
+            remedy = "read it with the version of Hyperion that wrote it, or run again"
+            fault = f"header is not that of schema {SCHEMA_VERSION}: {header!r:.200}"
+            raise RowError(fault, where=where, next_step=remedy)
+        for number, cells in enumerate(reader, 1):
+            rows.append(_parse(cells, f"{where}, row {number}"))
+    except csv.Error as error:
+        fault = f"no CSV of ours after row {len(rows)}: {error}"
+        raise RowError(fault, where=where, next_step="run the experiment again") from error
+    places: dict[tuple, int] = {}
+    for number, row in enumerate(rows, 1):
+        if (first := places.setdefault(row.key, number)) != number:
+            raise RowError(f"rows {first} and {number} have the same key", where=where, next_step="run it again")
+    return tuple(rows)
 
 
 def _parse(cells: list[str], where: str) -> Row:
@@ -222,7 +251,7 @@ def _typed(name: str, text: str):
     if name in _INTEGERS:
         return int(text) if text else None
     if name == "params":
-        params = json.loads(text)
+        params = parse_json(text, RowError, "run the experiment again", where="params")
         if not isinstance(params, dict):
             raise ValueError(f"params is no JSON object: {text!r}")
         return params
@@ -242,8 +271,14 @@ def _cell(value) -> str:
 def _is_json(params: dict) -> bool:
     try:
         return json.loads(_json(params)) == params
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         return False
+
+
+def _is_bounded(value) -> bool:
+    if isinstance(value, dict | list):
+        return all(map(_is_bounded, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, int | float) or abs(value) <= sys.float_info.max
 
 
 def _json(params: dict) -> str:

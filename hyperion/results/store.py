@@ -3,8 +3,9 @@
 import hashlib
 import io
 import json
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import pandas as pd
@@ -21,9 +22,13 @@ from hyperion.results.files import (
     vouched_names,
 )
 from hyperion.results.rows import SCHEMA_VERSION, Row, RowError, rows_from_csv, rows_to_csv
+from hyperion.results.samples import read_samples
+from hyperion.results.typed import from_json
+from hyperion.untrusted import DOCUMENT_BYTES, parse_json
 
 ROWS, RUN, EXPERIMENTS, PREDICTIONS = "rows.csv", "run.json", "experiments.json", "predictions.json"
 ENVIRONMENTS = "environments.json"
+_ANEW = "restore the file from where it was copied, or delete the run and measure again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +56,65 @@ class Prediction:
     input_hash: str
     upstream_hash: str = ""
     each_rank: bool = False
+
+
+@dataclass(frozen=True)
+class _Gpu:
+    name: str
+
+
+@dataclass(frozen=True)
+class _Cpu:
+    name: str
+    cores: int
+
+
+@dataclass(frozen=True)
+class _Source:
+    commit: str | None = None
+    modified: bool | None = None
+    hash: str | None = None
+
+
+@dataclass(frozen=True)
+class _Environment:
+    """The fields of a fingerprint that pages and comparisons read; it has more."""
+
+    gpus: list[_Gpu] | None = None
+    cpu: _Cpu | None = None
+    source: _Source | None = None
+    packages: dict[str, str | None] | None = None
+    collective_settings: dict | None = None
+
+
+@dataclass(frozen=True)
+class _Information:
+    """The fields of run.json that are read; a run may say more."""
+
+    schema: int
+    profile: str | None = None
+    seed: int | None = None
+    data_source: str | None = None
+    environment: _Environment | None = None
+    relaunch: dict | None = None
+
+
+@dataclass(frozen=True)
+class _Provenance:
+    environment: str | None = None
+    profile: str | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """An entry of experiments.json."""
+
+    input_hash: str
+    rows: int
+    source: str = ""
+    data: dict = field(default_factory=dict)
+    provenance: _Provenance = field(default_factory=_Provenance)
 
 
 class Run:
@@ -95,12 +159,22 @@ class Run:
         return run
 
     def information(self) -> dict:
-        """The contents of run.json."""
-        return json.loads(read_verified(self.folder, RUN))
+        """Return the contents of run.json.
+
+        Raises:
+            HyperionError: it is damaged, or a field that pages read has another type.
+        """
+        content = self.document(RUN)
+        from_json(_Information, content, RUN, extra=True)
+        return content
 
     def rows(self, notebook: str | None = None, experiment: str | None = None) -> list[Row]:
-        """Validated rows, of one notebook or experiment if named."""
-        rows = rows_from_csv(read_verified(self.folder, ROWS).decode(), where=self.folder / ROWS)
+        """Return the validated rows, of one notebook or experiment if named.
+
+        Raises:
+            RowError: a row breaks its metric's rules, or two rows have the same key.
+        """
+        rows = rows_from_csv(_text(read_verified(self.folder, ROWS), self.folder / ROWS), where=self.folder / ROWS)
         return [
             row
             for row in rows
@@ -108,8 +182,13 @@ class Run:
         ]
 
     def samples(self, notebook: str, experiment: str) -> pd.DataFrame:
-        """Raw samples and curves of an experiment, as it recorded them."""
-        return pd.read_parquet(io.BytesIO(read_verified(self.folder, samples_name(notebook, experiment))))
+        """Return the raw samples and curves of an experiment, as it recorded them.
+
+        Raises:
+            StoreError: the file is damaged, or is no table of numbers, texts and lists of numbers of a bounded size.
+        """
+        name = samples_name(notebook, experiment)
+        return read_samples(read_verified(self.folder, name), self.folder / name)
 
     def record(
         self,
@@ -141,16 +220,17 @@ class Run:
         with locked(self.folder, WRITER_LOCK, create=True):
             entry["provenance"], files = dict(provenance or {}), {}
             if environment is not None:
-                digest = entry["provenance"]["environment"] = hashlib.sha256(_json(environment)).hexdigest()[:16]
+                digest = entry["provenance"]["environment"] = environment_digest(environment)
                 files[ENVIRONMENTS] = _json(self.environments() | {digest: environment})
             buffer = io.BytesIO()
             samples.to_parquet(buffer, index=False)
+            read_samples(buffer.getvalue(), samples_name(notebook, experiment))  # what cannot be read is not stored
             self.write(
                 files
                 | {
                     samples_name(notebook, experiment): buffer.getvalue(),
                     ROWS: rows_to_csv(self._rows_beside(notebook, experiment) + rows).encode(),
-                    EXPERIMENTS: _json(self._experiments() | {f"{notebook}/{experiment}": entry}),
+                    EXPERIMENTS: _json(self.experiments() | {f"{notebook}/{experiment}": entry}),
                 }
             )
         note_experiment(notebook, experiment, MEASURED)
@@ -168,11 +248,21 @@ class Run:
 
         Provenance is what the experiment was measured under, which need not be what run.json says of the run's start.
         """
-        return self._experiments().get(f"{notebook}/{experiment}")
+        return self.experiments().get(f"{notebook}/{experiment}")
 
     def environments(self) -> dict[str, dict]:
-        """The environments that experiments of this run were measured in, by the digest in their provenance."""
-        return self._json_of(ENVIRONMENTS)
+        """Return the environments that experiments of this run were measured in, by the digest in their provenance.
+
+        Raises:
+            HyperionError: the file is damaged, or an environment is not the one of its digest.
+        """
+        found = self._json_of(ENVIRONMENTS)
+        from_json(dict[str, _Environment], found, ENVIRONMENTS, extra=True)
+        for digest, environment in found.items():
+            if digest != environment_digest(environment):
+                fault = f"environment {digest!r:.40} is not the one of its digest: it was edited"
+                raise StoreError(fault, where=self.folder / ENVIRONMENTS, next_step=_ANEW)
+        return found
 
     def predict(self, predictions: Iterable[Prediction]) -> None:
         """Write predictions down, before the first sample. What was written for a variant stays, with two exceptions.
@@ -181,7 +271,7 @@ class Run:
         way, all of them, when the rows they are computed from have changed; the reader's guess stays then, too.
         """
         with locked(self.folder, WRITER_LOCK, create=True):
-            written, experiments = self.predictions(), self._experiments()
+            written, experiments = self.predictions(), self.experiments()
             for prediction in predictions:
                 finished = experiments.get(f"{prediction.notebook}/{prediction.experiment}")
                 if finished is not None and finished["input_hash"] == prediction.input_hash:
@@ -193,7 +283,7 @@ class Run:
         """Predictions written so far, of one notebook or experiment if named."""
         if PREDICTIONS not in vouched_names(self.folder):
             return []
-        predictions = [Prediction(**entry) for entry in json.loads(read_verified(self.folder, PREDICTIONS))]
+        predictions = from_json(list[Prediction], self.document(PREDICTIONS), PREDICTIONS)
         return [
             p
             for p in predictions
@@ -203,7 +293,7 @@ class Run:
     def hashes(self) -> dict[str, str]:
         """sha256 of every file that the manifest vouches for, by name."""
         with locked(self.folder):
-            return {name: entry["sha256"] for name, entry in read_manifest(self.folder).items()}
+            return {name: entry["sha256"] for name, entry in read_manifest(self.folder).entries.items()}
 
     def write(self, contents: dict[str, bytes]) -> None:
         """Add or replace files of the run (paths relative to it) as one transaction."""
@@ -213,23 +303,69 @@ class Run:
         """A verified file of the run."""
         return read_verified(self.folder, name)
 
+    def document(self, name: str):
+        """Return a verified JSON file of the run, parsed.
+
+        Raises:
+            StoreError: it is damaged, or no JSON document of at most 64 MiB.
+        """
+        content = read_verified(self.folder, name)
+        if len(content) > DOCUMENT_BYTES:
+            raise StoreError(f"{len(content)} bytes of JSON are not ours", where=self.folder / name, next_step=_ANEW)
+        return parse_json(content, StoreError, _ANEW, where=self.folder / name)
+
     def verify(self) -> list[str]:
-        """Check every file against the manifest and every row against its rules; return the names checked."""
+        """Check every file against the manifest, every row against its rules, and the documents against each other.
+
+        `hyperion.results.evidence.verify_run` does this and recomputes rows from their samples.
+
+        Returns:
+            The names of the files checked.
+
+        Raises:
+            HyperionError: the first file that is damaged, or the first rule that is broken.
+        """
         names = verify_folder(self.folder)
-        self.rows()
+        rows, experiments, environments = self.rows(), self.experiments(), self.environments()
+        self.information(), self.predictions()
+        counted = Counter(f"{row.notebook}/{row.experiment}" for row in rows)
+        for name, entry in experiments.items():
+            if entry["rows"] != counted[name]:
+                fault = f"{name} has {counted[name]} rows in {ROWS} where {EXPERIMENTS} says {entry['rows']}"
+                raise StoreError(fault, where=self.folder / ROWS, next_step=_ANEW)
+            digest = entry.get("provenance", {}).get("environment")
+            if digest is not None and digest not in environments:
+                fault = f"{name} was measured in environment {digest!r:.40}, which {ENVIRONMENTS} lacks"
+                raise StoreError(fault, where=self.folder / EXPERIMENTS, next_step=_ANEW)
+        if unknown := sorted(counted.keys() - experiments.keys()):
+            fault = f"{unknown[0]} has rows in {ROWS} and no entry in {EXPERIMENTS}"
+            raise StoreError(fault, where=self.folder / ROWS, next_step=_ANEW)
         return names
 
     def _rows_beside(self, notebook: str, experiment: str) -> list[Row]:
         return [row for row in self.rows() if (row.notebook, row.experiment) != (notebook, experiment)]
 
-    def _experiments(self) -> dict:
-        return self._json_of(EXPERIMENTS)
+    def experiments(self) -> dict[str, dict]:
+        """Return what `finished` tells of every stored experiment, by "notebook/experiment".
+
+        Raises:
+            HyperionError: the file is damaged, or an entry has another form.
+        """
+        found = self._json_of(EXPERIMENTS)
+        from_json(dict[str, _Finished], found, EXPERIMENTS, extra=True)
+        return found
 
     def _json_of(self, name: str) -> dict:
-        return json.loads(read_verified(self.folder, name)) if name in vouched_names(self.folder) else {}
+        return self.document(name) if name in vouched_names(self.folder) else {}
+
+
+def environment_digest(environment: dict) -> str:
+    """Return the name of an environment in environments.json and in provenances: 16 hexadecimal digits."""
+    return hashlib.sha256(_json(environment)).hexdigest()[:16]
 
 
 def samples_name(notebook: str, experiment: str) -> str:
+    """Return the name of an experiment's samples in its run."""
     return f"samples/{notebook}.{experiment}.parquet"
 
 
@@ -262,6 +398,13 @@ def _written_down(written: list[Prediction], new: Prediction) -> list[Prediction
     outdated = [p for p in written if configuration(p) == configuration(new) and p.upstream_hash != new.upstream_hash]
     guess = next((p.guess for p in outdated if p.guess is not None), new.guess)
     return [p for p in written if p not in outdated] + [replace(new, guess=guess)]
+
+
+def _text(content: bytes, where: Path) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise StoreError(f"not UTF-8: {error}", where=where, next_step=_ANEW) from error
 
 
 def _json(value) -> bytes:

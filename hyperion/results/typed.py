@@ -1,7 +1,7 @@
 """Dataclasses read back from JSON that others wrote: every field known, present and of its type, or refused by name."""
 
 import dataclasses
-import math
+import sys
 import types
 import typing
 
@@ -12,58 +12,61 @@ class FieldError(HyperionError):
     """A field that is unknown, missing or of another type."""
 
 
-def from_json(form, value, place: str):
-    """`value`, as `json.loads` gave it (or with tuples for lists, as `asdict` did), as `form`.
+def from_json(form, value, place: str, extra: bool = False):
+    """Return `value`, as `json.loads` gave it (or with tuples for lists, as `asdict` did), as `form`.
 
     Args:
         form: a dataclass of such fields, tuple[X, ...], list[X], dict[str, X], dict, X | None, or bool, int, float, str.
         place: the name of the value, for the error; its fields are named behind it.
+        extra: leave out fields that a dataclass does not have instead of refusing them.
 
     Raises:
         FieldError: an unknown or missing field, a value of another type, a number that is not finite.
     """
     origin, arguments = typing.get_origin(form), typing.get_args(form)
     if origin in (types.UnionType, typing.Union):
-        return _one_of(arguments, value, place)
+        return _one_of(arguments, value, place, extra)
     if dataclasses.is_dataclass(form):
-        return _dataclass(form, value, place)
+        return _dataclass(form, value, place, extra)
     if origin in (tuple, list):
         _require(isinstance(value, list | tuple), place, "a list", value)
-        return origin(from_json(arguments[0], item, f"{place}[{index}]") for index, item in enumerate(value))
+        return origin(from_json(arguments[0], item, f"{place}[{index}]", extra) for index, item in enumerate(value))
     if origin is dict:
         _require(isinstance(value, dict), place, "an object", value)
-        return {key: from_json(arguments[1], item, f"{place}.{key}") for key, item in value.items()}
+        return {key: from_json(arguments[1], item, f"{place}.{key}", extra) for key, item in value.items()}
     if form is float:
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        _require(number, place, "a finite number", value)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        # A whole number of JSON may have thousands of digits, more than a float can hold.
+        _require(number and abs(value) <= sys.float_info.max, place, "a finite number", value)
         return float(value)
     words = {dict: "an object", bool: "true or false", int: "a whole number", str: "a text"}[form]
     _require(isinstance(value, form) and (form is bool or not isinstance(value, bool)), place, words, value)
     return value
 
 
-def _one_of(forms: tuple, value, place: str):
+def _one_of(forms: tuple, value, place: str, extra: bool):
     if value is None and types.NoneType in forms:
         return None
     for form in (candidates := [form for form in forms if form is not types.NoneType]):
         try:
-            return from_json(form, value, place)
+            return from_json(form, value, place, extra)
         except FieldError:
             if form is candidates[-1]:
                 raise
     raise AssertionError(f"no form to read {place} as")
 
 
-def _dataclass(form, value, place: str):
+def _dataclass(form, value, place: str, extra: bool):
     _require(isinstance(value, dict), place, "an object", value)
     fields, hints = {field.name: field for field in dataclasses.fields(form)}, typing.get_type_hints(form)
-    if unknown := sorted(value.keys() - fields.keys()):
+    if (unknown := sorted(value.keys() - fields.keys())) and not extra:
         raise _error(f"unknown field {place}.{unknown[0]}")
     for name, field in fields.items():
         optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if name not in value and not optional:
             raise _error(f"missing field {place}.{name}")
-    return form(**{name: from_json(hints[name], item, f"{place}.{name}") for name, item in value.items()})
+    known = {name: item for name, item in value.items() if name in fields}
+    return form(**{name: from_json(hints[name], item, f"{place}.{name}", extra) for name, item in known.items()})
 
 
 def _require(holds: bool, place: str, words: str, value) -> None:

@@ -1,5 +1,7 @@
 """Files whole or not at all: truncation, edits, full disks, unwritable folders and kills between the renames."""
 
+import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -148,7 +150,7 @@ def interrupt_renames_after(monkeypatch, count):
 
 @pytest.mark.parametrize("count", range(4))
 def test_an_interruption_at_any_rename_leaves_the_old_or_the_new(tmp_path, monkeypatch, count):
-    """Rename 0 makes the change; the others are finished by the next reader."""
+    """Rename 0 makes the change; readers read through the others, and the next writer finishes them."""
     commit(tmp_path, {"a": b"old", "b": b"old"})
     with monkeypatch.context() as patch:
         interrupt_renames_after(patch, count)
@@ -157,6 +159,8 @@ def test_an_interruption_at_any_rename_leaves_the_old_or_the_new(tmp_path, monke
     expected = {"a": b"old", "b": b"old"} if count == 0 else dict.fromkeys("abc", b"new")
     assert {name: read_verified(tmp_path, name) for name in vouched_names(tmp_path)} == expected
     assert verify_folder(tmp_path) == sorted(expected)
+    commit(tmp_path, {"d": b"later"})
+    assert {name: read_verified(tmp_path, name) for name in vouched_names(tmp_path)} == expected | {"d": b"later"}
     assert not (tmp_path / PENDING).exists()
     assert not list(tmp_path.glob("*.tmp")) and not list(tmp_path.glob(".*.tmp"))
 
@@ -173,6 +177,129 @@ def test_an_interruption_just_after_the_change_was_made_keeps_its_files(tmp_path
         with pytest.raises(KeyboardInterrupt):
             commit(tmp_path, {"a": b"new"})
     assert read_verified(tmp_path, "a") == b"new"
+
+
+@pytest.mark.parametrize("count", range(1, 5))
+def test_readers_write_nothing(tmp_path, monkeypatch, count):
+    """A reader that finished another's commit would rename files in whatever folder it is shown."""
+    commit(tmp_path, {"a": b"old", "sub/b": b"old"})
+    with monkeypatch.context() as patch:
+        interrupt_renames_after(patch, count)
+        with pytest.raises(KeyboardInterrupt):
+            commit(tmp_path, {"a": b"new", "sub/b": b"new", "c": b"new"})
+
+    def state():
+        return {path: (path.lstat().st_mtime_ns, path.lstat().st_ino) for path in [tmp_path, *tmp_path.rglob("*")]}
+
+    before = state()
+    assert (tmp_path / PENDING).exists()
+    assert {name: read_verified(tmp_path, name) for name in vouched_names(tmp_path)} == {
+        "a": b"new", "sub/b": b"new", "c": b"new"
+    }  # fmt: skip
+    assert verify_folder(tmp_path) == ["a", "c", "sub/b"]
+    assert state() == before
+
+
+HOSTILE_NAMES = [
+    "/{}/outside/file", "../outside/file", "sub/../../outside/file", "link/file", "", ".", "a\0b", "MANIFEST.pending",
+]
+
+
+@pytest.fixture
+def between(tmp_path):
+    """A vouched folder with a link out of it, and a neighbour that nobody may change."""
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "file").write_bytes(b"mine")
+    folder = tmp_path / "run"
+    commit(folder, {"a": b"1"})
+    (folder / "link").symlink_to(tmp_path / "outside")
+    return folder
+
+
+def everything_of(folder):
+    return [
+        lambda: read_verified(folder, "a"),
+        lambda: vouched_names(folder),
+        lambda: verify_folder(folder),
+        lambda: commit(folder, {"b": b"2"}),
+    ]
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES)
+@pytest.mark.parametrize("where", ["target", "source", "manifest"])
+def test_a_name_that_leaves_the_folder_is_refused_by_readers_and_writers(between, name, where):
+    name = name.format(str(between.parent).strip("/"))
+    (between / ".a.1.tmp").write_bytes(b"theirs")
+    if where == "manifest":
+        entry = {"sha256": "0" * 64, "size": 4}
+        (between / MANIFEST).write_text(json.dumps({"schema": 1, "files": {name: entry}}))
+    else:
+        moves = {".a.1.tmp": name} if where == "target" else {name: "a"}
+        (between / PENDING).write_text(json.dumps(moves))
+    before = contents(between.parent)
+    for action in everything_of(between):
+        with pytest.raises(StoreError):
+            action()
+    assert contents(between.parent) == before | {".lock": b""}
+    with pytest.raises(StoreError):
+        commit(between, {name: b"2"})
+    assert contents(between.parent) == before | {".lock": b""}
+
+
+def test_a_rename_that_no_commit_writes_is_refused(between):
+    (between / PENDING).write_text(json.dumps({"a": "b"}))
+    for action in everything_of(between):
+        with pytest.raises(StoreError, match="never writes"):
+            action()
+    assert (between / "a").read_bytes() == b"1"
+
+
+@pytest.mark.parametrize("name", ["a", MANIFEST, PENDING, ".lock"])
+@pytest.mark.parametrize("kind", ["pipe", "link", "dangling link", "device", "folder"])
+def test_what_is_no_regular_file_is_refused_at_once(between, name, kind):
+    path = between / name
+    path.unlink(missing_ok=True)
+    target = between.parent / "outside" / ("file" if kind == "link" else "none")
+    {
+        "pipe": lambda: os.mkfifo(path),
+        "folder": path.mkdir,
+        "device": lambda: path.symlink_to("/dev/zero"),
+    }.get(kind, lambda: path.symlink_to(target))()
+    before = contents(between.parent)
+    read, names, verify, write = everything_of(between)
+    for action in (read, verify) if name == "a" else (read, names, verify, write):
+        with pytest.raises(StoreError):
+            action()
+    assert contents(between.parent) == before
+    assert not (between.parent / "outside" / "none").exists()
+
+
+def test_links_laid_where_a_temporary_file_will_be_are_not_followed(between):
+    for pid in (os.getpid(), 1):
+        (between / f".a.{pid}.tmp").symlink_to(between.parent / "outside" / "file")
+    commit(between, {"a": b"2"})
+    assert (between.parent / "outside" / "file").read_bytes() == b"mine"
+    assert read_verified(between, "a") == b"2"
+
+
+def test_an_extended_file_is_refused_before_it_is_hashed(between):
+    with open(between / "a", "ab") as file:
+        file.truncate(2**40)
+    for action in (lambda: read_verified(between, "a"), lambda: verify_folder(between)):
+        with pytest.raises(StoreError, match="1099511627776 bytes long"):
+            action()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_folders_work_without_flock(tmp_path, monkeypatch, number):
+    def refuse(descriptor, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    commit(tmp_path, {"a": b"1"})
+    commit(tmp_path, {"a": b"2"})
+    assert read_verified(tmp_path, "a") == b"2" and verify_folder(tmp_path) == ["a"]
+    assert not (tmp_path / ".lock.exclusive").exists()
 
 
 def test_files_left_by_a_killed_writer_are_swept_by_the_next(tmp_path):

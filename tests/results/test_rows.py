@@ -14,6 +14,7 @@ NUMBER = st.floats(allow_nan=False, allow_infinity=False)
 READING = st.floats(0, 20_000, exclude_min=True, exclude_max=True)
 TEXT = st.text(max_size=20)
 NAME = st.text(min_size=1, max_size=20)
+STEM = st.from_regex(r"\w[\w -]{0,19}", fullmatch=True)  # becomes a part of a file's name
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | NUMBER | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
@@ -28,7 +29,7 @@ def rows(draw):
     known = draw(st.booleans())
     error, tolerance = sorted(draw(st.tuples(NUMBER, NUMBER)))
     return Row(
-        notebook=draw(NAME), experiment=draw(NAME), variant=draw(NAME), dtype=draw(TEXT),
+        notebook=draw(STEM), experiment=draw(STEM), variant=draw(NAME), dtype=draw(TEXT),
         params=draw(st.dictionaries(TEXT, JSON, max_size=3)), rank=draw(st.none() | st.integers(0, 4096)),
         metric="count", value=value if known else None, value_reason="" if known else draw(NAME),
         n=draw(st.none() | st.integers(1, 10**9)), ci_low=low, ci_high=high, predicted=draw(st.none() | NUMBER),
@@ -39,7 +40,7 @@ def rows(draw):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(rows(), max_size=4))
+@given(st.lists(rows(), max_size=4, unique_by=lambda row: row.key))
 def test_csv_gives_back_the_same_rows_bit_for_bit(written):
     read = rows_from_csv(rows_to_csv(written).encode().decode())
     assert read == written
@@ -79,6 +80,15 @@ def test_a_carriage_return_survives_and_lines_end_in_newline(row):
         ({"check_error": None}, "lacks its error or tolerance"),
         ({"check_tolerance": None}, "lacks its error or tolerance"),
         ({"check_error": 0.02}, "failed its check 'slice against float64': error 0.02 above tolerance 0.01"),
+        ({"n": 2**63}, "n is 9223372036854775808"),
+        ({"rank": -1}, "rank is -1"),
+        ({"params": {"m": 10**400}}, "beyond what a float can hold"),
+        ({"params": [1]}, "params that are no JSON object"),
+        ({"notebook": "../up"}, "notebook is '../up', which cannot be a part of a file's name"),
+        ({"notebook": ".hidden"}, "cannot be a part of a file's name"),
+        ({"experiment": "a/b"}, "experiment is 'a/b', which cannot be a part of a file's name"),
+        ({"experiment": "a.b"}, "cannot be a part of a file's name"),
+        ({"experiment": "x" * 81}, "cannot be a part of a file's name"),
         ({"limit": 99.0}, "beyond its limit 99 (MI250X GCD datasheet)"),
     ],
 )
@@ -128,3 +138,28 @@ def test_an_unreadable_csv_is_refused_naming_row_and_fault(row, edit, fault):
     with pytest.raises(RowError) as refusal:
         rows_from_csv(edit(text), where="some/rows.csv")
     assert fault in str(refusal.value)
+
+
+def changed(text, old, new):
+    assert old in text
+    return text.replace(old, new)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda text: text + text.splitlines(keepends=True)[1], "rows 1 and 2 have the same key"),
+        (lambda text: changed(text, ",100.0,", ",1e999,"), "value is inf"),
+        (lambda text: changed(text, ",30,", f",{10**30},"), "n is 1000"),
+        (lambda text: changed(text, '""k"": 64', '""k"": 64, ""k"": 65'), "stands twice"),
+        (lambda text: changed(text, '""k"": 64', '""k"": ' + "[" * 5000 + "]" * 5000), "nested too deeply"),
+        (lambda text: changed(text, '""k"": 64', '""k"": ' + "9" * 400), "beyond what a float can hold"),
+        (lambda text: text + '"' + "x" * 200_000, "no CSV of ours after row 1"),
+        (lambda text: changed(text, ",TFLOPS,", ",GFLOPS,"), "unit 'GFLOPS'"),
+    ],
+)
+def test_a_csv_that_we_never_write_is_refused(row, change, fault):
+    text = rows_to_csv([row()])
+    assert rows_from_csv(text) == [row()]
+    with pytest.raises(RowError, match=fault):
+        rows_from_csv(change(text))

@@ -1,0 +1,151 @@
+"""What a run's files prove: unchanged since written, rules kept, counts that agree, rows recomputed from their samples."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+
+from hyperion.results.files import LOCK, MANIFEST, WRITER_LOCK, StoreError
+from hyperion.results.rows import Row
+from hyperion.results.statistics import Estimate, median_estimate
+from hyperion.results.store import Run
+from hyperion.untrusted import parse_json
+
+_NEXT = "restore the run from where it was copied, or measure the experiment again"
+_SAME = 1e-9  # relative; the samples are stored to the last bit, so that only the order of operations may differ
+_PHASES = ("forward", "backward", "optimizer")
+# Work over the median time; work that neither the row nor its samples name is taken from the row's own value.
+_RATES = (
+    "gemm_tflops", "bandwidth_gb_s", "algbw_gb_s", "busbw_gb_s", "samples_per_s", "images_per_s", "tokens_per_s",
+    "loader_samples_per_s", "tokenizer_tokens_per_s", "mfu",
+)  # fmt: skip
+_TIMES = ("step_time_s", "call_time_s", "inference_time_s", "collective_time_s", "launch_time_s")
+
+
+def verify_run(run: Run) -> list[str]:
+    """Check everything that a run's files allow to be checked.
+
+    Returns:
+        One sentence a proven statement, and what is not proven.
+
+    Raises:
+        HyperionError: the first file, rule, count or row that does not hold.
+    """
+    names, rows, experiments = run.verify(), run.rows(), run.experiments()
+    statements = [
+        f"unchanged since written: {len(names)} files have the size and sha256 that {MANIFEST} gives them "
+        "(this does not show an edit of a file and of its hash)",
+        f"rules: {len(rows)} rows keep the rules of their metrics: unit, interval around the value, error within "
+        "tolerance, value within its limit, no key twice",
+        f"counts: {len(experiments)} experiments have as many rows as experiments.json says, and every environment "
+        f"is the one of its digest ({len(run.environments())})",
+    ]
+    sampled, proven, others = 0, Counter(), Counter()
+    for name in experiments:
+        samples = run.samples(*name.split("/", 1))
+        sampled += len(samples)
+        groups = _sample_groups(samples, name)
+        for row in run.rows(*name.split("/", 1)):
+            proof = _recomputed(row, groups, f"{name} in {run.folder}")
+            proven[proof] += bool(proof)
+            others[row.metric] += not proof
+    statements.append(f"samples: {len(experiments)} files are readable and hold {sampled} samples")
+    statements += [f"recomputed from samples: {count} rows, {proof}" for proof, count in sorted(proven.items()) if count]
+    left = ", ".join(f"{count} {metric}" for metric, count in sorted(others.items()) if count)
+    statements.append(f"not recomputed: {left or 'no row'}")
+    if strangers := _strangers(run, names):
+        statements.append(f"not covered: {len(strangers)} files that {MANIFEST} does not name: {', '.join(strangers[:5])}")
+    return statements
+
+
+def _sample_groups(samples: pd.DataFrame, experiment: str) -> dict[tuple, np.ndarray]:
+    """Seconds by (variant, dtype, params as JSON, phase), of the samples that name them."""
+    if not {"variant", "dtype", "params", "time_s"} <= set(samples.columns):
+        return {}
+    timed = samples[samples["params"].notna() & samples["time_s"].notna()]
+    named = timed[["variant", "dtype", "params"]].fillna("").astype(str)
+    named["phase"] = timed["phase"].fillna("").astype(str) if "phase" in timed else ""
+    groups = {}
+    for (variant, dtype, params, phase), group in timed.groupby([named[column] for column in named], sort=False):
+        parsed = parse_json(params, StoreError, _NEXT, where=f"params of the samples of {experiment}")
+        groups[variant, dtype, _key(parsed), phase] = _numbers(group["time_s"], experiment)
+    return groups
+
+
+def _numbers(column: pd.Series, experiment: str) -> np.ndarray:
+    numbers = pd.to_numeric(column, errors="coerce").to_numpy(dtype=np.float64)
+    if not np.isfinite(numbers).all() or (numbers <= 0).any():
+        raise StoreError("samples of time that are no seconds above 0", where=experiment, next_step=_NEXT)
+    return numbers
+
+
+def _recomputed(row: Row, groups: dict[tuple, np.ndarray], where: str) -> str:
+    """What of the row its samples prove, "" where they determine nothing.
+
+    Raises:
+        StoreError: the samples say something else than the row.
+    """
+    function = _function_of(row)
+    if function is None or None in (row.value, row.n, row.ci_low, row.ci_high):
+        return ""
+    phase = row.metric.removesuffix("_time_s")
+    phases = ("", phase if phase in _PHASES else "step")
+    found = [groups[key] for key in ((row.variant, row.dtype, _key(row.params), p) for p in phases) if key in groups]
+    if len(found) != 1:
+        return ""
+    estimate, work = median_estimate(found[0]), _work(row)
+    exact = row.metric not in _RATES or work is not None
+    factor = (work or 1.0) if exact else row.value / function(estimate.value)
+    named = f"{row.metric} of {row.variant} {row.dtype} {row.params}".strip()
+    if row.n != estimate.n:
+        raise StoreError(f"{named} says n = {row.n}, there are {estimate.n} samples", where=where, next_step=_NEXT)
+    forms = [form.map(lambda time_s: factor * function(time_s)) for form in (estimate, _drifting(estimate, found[0]))]
+    if not any(_agree(row, form) for form in forms):
+        fault = f"{named} is {row.value:.9g} [{row.ci_low:.9g}, {row.ci_high:.9g}], its samples give {forms[0]}"
+        raise StoreError(fault, where=where, next_step=_NEXT)
+    return "value, interval and n" if exact else "interval and n relative to the value (the samples do not name the work)"
+
+
+def _function_of(row: Row) -> Callable[[float], float] | None:
+    """The monotone function of the median time, up to a factor, that the metric is; None for other metrics."""
+    if row.metric in _TIMES or row.metric.removesuffix("_time_s") in _PHASES:
+        return lambda time_s: time_s
+    return (lambda time_s: 1 / time_s) if row.metric in _RATES else None
+
+
+def _work(row: Row) -> float | None:
+    """Operations, bytes or items of one call in the unit of the rate, None where the row's params do not say."""
+    params = {name: value for name, value in row.params.items() if type(value) in (int, float) and value > 0}
+    if row.metric == "gemm_tflops" and {"m", "n", "k"} <= params.keys() and "kind" not in row.params:
+        return 2 * params["m"] * params["n"] * params["k"] * params.get("products", 1) / 1e12
+    if row.metric in ("algbw_gb_s", "bandwidth_gb_s"):
+        moved = params.get("bytes", params.get("working_set_bytes"))
+        return None if moved is None else moved / 1e9
+    if row.metric in ("samples_per_s", "images_per_s", "tokens_per_s", "loader_samples_per_s"):
+        return params.get("batch")
+    return None
+
+
+def _drifting(estimate: Estimate, samples: np.ndarray) -> Estimate:
+    """The interval of samples that drift reaches from the median of their first third to that of their last."""
+    third = len(samples) // 3
+    if third == 0:
+        return estimate
+    ends = (estimate.ci_low, estimate.ci_high, float(np.median(samples[:third])), float(np.median(samples[-third:])))
+    return Estimate(estimate.value, min(ends), max(ends), estimate.n)
+
+
+def _agree(row: Row, form: Estimate) -> bool:
+    return bool(np.allclose((row.value, row.ci_low, row.ci_high), (form.value, form.ci_low, form.ci_high), _SAME, 0.0))
+
+
+def _strangers(run: Run, names: list[str]) -> list[str]:
+    known = {*names, MANIFEST, LOCK, WRITER_LOCK, ".driver.lock"}
+    files = (path.relative_to(run.folder).as_posix() for path in run.folder.rglob("*") if not path.is_dir())
+    return sorted(set(files) - known)
+
+
+def _key(params: dict) -> str:
+    return json.dumps(params, sort_keys=True)

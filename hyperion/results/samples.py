@@ -1,0 +1,93 @@
+"""Reading a file of samples: a Parquet table of numbers, texts and lists of numbers, whose size is known before it is read."""
+
+import pandas as pd
+
+from hyperion.results.files import StoreError
+
+# The largest of our own experiments records 50,000 rows.
+LARGEST_ROWS, LARGEST_CELLS, LARGEST_DECODED_BYTES = 20_000_000, 100_000_000, 2**30
+_NEXT = "restore the file from where it was copied, or delete the run and measure again"
+
+
+def read_samples(content: bytes, where: object) -> pd.DataFrame:
+    """Return a Parquet file's table; nothing in it is executed, and its size is checked before it is decoded.
+
+    Types are taken from the file's schema alone: the pandas metadata, which can name types of Python, is not read.
+
+    Args:
+        content: the file's bytes.
+        where: the file, for the error.
+
+    Raises:
+        StoreError: it is no Parquet, has other types than numbers, dates, texts and lists of numbers, has a column
+            twice, or is larger than any recording of ours.
+    """
+    import pyarrow as pa
+
+    try:
+        table = _table(content, where)
+        return table.to_pandas(ignore_metadata=True)
+    except (pa.ArrowException, ValueError, OSError, OverflowError) as error:
+        raise StoreError(f"unreadable samples: {str(error)[:200]}", where=where, next_step=_NEXT) from error
+
+
+def _table(content: bytes, where: object):
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    metadata = parquet.read_metadata(pa.BufferReader(content))
+    groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+    chunks = [group.column(column) for group in groups for column in range(group.num_columns)]
+    _require(0 <= metadata.num_rows <= LARGEST_ROWS, f"{metadata.num_rows} rows", where)
+    cells = sum(chunk.num_values for chunk in chunks)
+    _require(all(chunk.num_values >= 0 for chunk in chunks) and cells <= LARGEST_CELLS, f"{cells} values", where)
+    decoded = sum(chunk.total_uncompressed_size for chunk in chunks)
+    _require(0 <= decoded <= LARGEST_DECODED_BYTES, f"{decoded} bytes", where)
+
+    schema = metadata.schema.to_arrow_schema()
+    if len(set(schema.names)) != len(schema.names):
+        raise StoreError("samples with two columns of the same name", where=where, next_step=_NEXT)
+    for field in schema:
+        if not _plain(field.type):
+            fault = f"samples with a column of type {field.type} ({field.name!r:.40})"
+            raise StoreError(fault, where=where, next_step="record numbers, dates, texts and lists of numbers")
+    # A text that is stored once and repeated a million times is small until it is decoded: its size is counted first.
+    texts = [field.name for field in schema if _is_text(field.type)]
+    table = parquet.ParquetFile(pa.BufferReader(content), read_dictionary=texts).read(use_threads=False)
+    for name in texts:
+        column = table.column(name)
+        if pa.types.is_dictionary(column.type):
+            decoded += sum(map(_text_bytes, column.chunks))
+            _require(decoded <= LARGEST_DECODED_BYTES, f"{decoded} bytes", where)
+            table = table.set_column(table.column_names.index(name), name, column.cast(column.type.value_type))
+    return table
+
+
+def _text_bytes(chunk) -> int:
+    import pyarrow.compute as compute
+
+    lengths = compute.binary_length(chunk.dictionary)
+    return compute.sum(lengths.take(chunk.indices).cast("int64")).as_py() or 0
+
+
+def _plain(kind) -> bool:
+    from pyarrow import types
+
+    if types.is_list(kind) or types.is_large_list(kind):
+        return types.is_primitive(kind.value_type)
+    if types.is_dictionary(kind):
+        return _plain(kind.value_type)
+    return types.is_primitive(kind) or types.is_null(kind) or _is_text(kind)
+
+
+def _is_text(kind) -> bool:
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        return _is_text(kind.value_type)
+    return types.is_string(kind) or types.is_large_string(kind)
+
+
+def _require(holds: bool, size: str, where: object) -> None:
+    if not holds:
+        raise StoreError(f"samples of {size} are none of ours", where=where, next_step=_NEXT)
