@@ -10,16 +10,23 @@ import hyperion
 from hyperion.paths import SILENT_HOSTS
 
 KERNEL = "python3"
+OPTIMIZE = "PYTHONOPTIMIZE"
 # A Unix socket's name has at most 107 bytes; jupyter_client appends "/kernel-ipc-5" to the folder's.
 _LONGEST_FOLDER = 80
 _SILENT_HOSTS = "silent-hosts"
 
 
 def library_environment() -> dict[str, str]:
-    """This process's whole environment, with this checkout importable and the user's own site packages left out."""
+    """This process's whole environment, with this checkout importable, the user's own site packages left out, and
+    assertions switched on."""
     checkout = str(Path(hyperion.__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, [checkout, os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "PYTHONNOUSERSITE": "1"}
+    return with_assertions({**os.environ, "PYTHONPATH": path, "PYTHONNOUSERSITE": "1"})
+
+
+def with_assertions(environment: dict[str, str]) -> dict[str, str]:
+    """The environment without the variable that has Python leave out every `assert`."""
+    return {name: value for name, value in environment.items() if name != OPTIMIZE}
 
 
 def scratch_folder() -> tempfile.TemporaryDirectory:

@@ -5,8 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hyperion.results import Run, StoreError
-
-LEDGER = "reproduce.json"
+from hyperion.results.execution import LEDGER
 
 
 @dataclass(frozen=True)
@@ -14,12 +13,13 @@ class Entry:
     """One notebook's latest go in a run.
 
     Args:
-        status: done, failed, interrupted or unfinished.
+        status: done, unexpected, failed, interrupted or unfinished.
         hash: what the result depends on, as `hashes.notebook_hash` gives it.
         seconds: wall time of that go.
         rows: rows it left in the run.
         note: one line on a failure.
-        remeasure: whether the notebook's own check failed, so that the next go must not keep what it failed on.
+        remeasure: whether something was unexpected, so that the next go must not keep the measurements behind it.
+        unexpected: what was unexpected in that go, a sentence each.
         whole_s: wall time of the latest go that measured all of its experiments, this one or an earlier one.
     """
 
@@ -29,6 +29,7 @@ class Entry:
     rows: int
     note: str = ""
     remeasure: bool = False
+    unexpected: tuple[str, ...] = ()
     whole_s: float | None = None
 
 
@@ -53,7 +54,10 @@ class Ledger:
             StoreError: it was edited.
         """
         content = json.loads(run.read(LEDGER))
-        entries = {stem: Entry(**entry) for stem, entry in content["notebooks"].items()}
+        entries = {
+            stem: Entry(**entry | {"unexpected": tuple(entry.get("unexpected", ()))})
+            for stem, entry in content["notebooks"].items()
+        }
         return cls(run, content["setting"], entries, content["exported"])
 
     def keep(self, stem: str, entry: Entry, files: dict[str, bytes] | None = None) -> None:

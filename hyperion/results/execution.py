@@ -7,6 +7,10 @@ result that is not as it must be. So the driver knows what this very execution d
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hyperion.results.store import Run
 
 LOG = "HYPERION_EXECUTION_LOG"
 REMEASURE = "HYPERION_REMEASURE"
@@ -44,6 +48,14 @@ def unexpected(log: Path, notebook: str, *kinds: str) -> list[str]:
     """
     wanted = kinds or (UNEXPECTED_ROW, UNEXPECTED_CLAIM)
     return list(dict.fromkeys(sentence for sentence, what in _noted(log, notebook) if what in wanted))
+
+
+def unexpected_in(run: "Run") -> dict[str, list[str]]:
+    """{notebook: sentences on what was unexpected in its latest go}, of those notebooks of a run that have any."""
+    if not (run.folder / LEDGER).is_file():
+        return {}
+    notebooks = json.loads(run.read(LEDGER))["notebooks"]
+    return {stem: entry["unexpected"] for stem, entry in notebooks.items() if entry.get("unexpected")}
 
 
 def must_remeasure() -> bool:
