@@ -283,7 +283,7 @@ def passport(
     from hyperion.commands import passport as office
     from hyperion.reproduce.stopping import seconds_of
 
-    raise typer.Exit(office.verify(files) if verify else office.write(seconds_of(time_limit), output))
+    raise typer.Exit(office.verify(files) if verify else office.write(seconds_of(time_limit, "--time-limit"), output))
 
 
 @app.command()

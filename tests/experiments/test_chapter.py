@@ -169,7 +169,9 @@ def test_a_row_that_fails_in_a_worker_comes_back_with_the_others(tmp_path):
     assert [row.without_failed_value().value for row in result.rows] == [1.0, None, None]
 
 
-@pytest.mark.parametrize("ingredient", ["sizes", "seed", "data source", "synthetic", "upstream", "device", "torch", "library"])
+@pytest.mark.parametrize(
+    "ingredient", ["sizes", "seed", "data source", "synthetic", "allowed", "upstream", "device", "torch", "library"]
+)
 def test_each_ingredient_changes_the_hash_of_what_an_experiment_depends_on(tmp_path, monkeypatch, ingredient):
     experiment = Experiment(lambda context: [], lambda context, report: None, reads=("gemm",), data=("gpt2",))
     monkeypatch.setattr("hyperion.experiments.chapter.experiment_named", lambda name: experiment)
@@ -187,6 +189,8 @@ def test_each_ingredient_changes_the_hash_of_what_an_experiment_depends_on(tmp_p
         chapter.data_source = "synthetic"
     elif ingredient == "synthetic":
         chapter.profile = replace(chapter.profile, synthetic={"lines": {"train": 1}})
+    elif ingredient == "allowed":
+        chapter.profile = replace(chapter.profile, allow_synthetic=not chapter.profile.allow_synthetic)
     elif ingredient == "upstream":
         record_ceilings(chapter.results, 2.0)
     elif ingredient == "device":
