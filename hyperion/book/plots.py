@@ -301,7 +301,7 @@ def plots_of(experiment: str) -> list[Plot]:
 
 
 def draw(name: str, material: Material, **options) -> bytes | None:
-    """PNG bytes of a figure, None when the run holds nothing to draw in it.
+    """PNG bytes of a figure, None when the run holds nothing to draw in it, or refused a value that it needs (a warning).
 
     Args:
         options: passed to the figure, `published=True` for gemm and bandwidth.
@@ -313,5 +313,13 @@ def draw(name: str, material: Material, **options) -> bytes | None:
     if chosen is None:
         raise HyperionError(f"no figure {name!r}", next_step=f"use one of {', '.join(plot.name for plot in PLOTS)}")
     with styled():
-        figure = chosen.draw(material, **options)
+        try:
+            figure = chosen.draw(material, **options)
+        except Exception as error:
+            # One refused value must not cost the page, nor may a figure be missing in silence.
+            if not any(row.is_unexpected for row in material.rows):
+                raise
+            told = f"{type(error).__name__}: {error}".partition("\n")[0]
+            print(f"WARNING: no figure {name!r}, which needs a value that was refused ({told})")
+            return None
         return None if figure is None else png(figure)
