@@ -2,11 +2,12 @@
 #   PROFILE      smoke | full | study | replay     (chosen from the machine when left out)
 #   ONLY         one notebook and what it needs, as ONLY=01_hardware_exploration
 #   TIME_BUDGET  stop cleanly rather than take longer (360 for seconds, 6m, 1h30m); a later call goes on
+#   CELL_TIMEOUT, NOTEBOOK_TIMEOUT  a cell or notebook that takes longer fails (15m and 30m in smoke, 20m and 40m in full)
 #   RUN          the run folder to continue or to report on
 #   DATA_SOURCE  auto | mirror | cache | download | synthetic
 #   PYTHON       use this environment (a container's, a cluster module's) instead of .venv: PYTHON=/path/to/python
 #   TORCH        build to install instead of the detected one: cpu | cuda | rocm
-export PROFILE ONLY TIME_BUDGET RUN DATA_SOURCE SEED REPLAY_OF PYTHON TORCH
+export PROFILE ONLY TIME_BUDGET CELL_TIMEOUT NOTEBOOK_TIMEOUT RUN DATA_SOURCE SEED REPLAY_OF PYTHON TORCH
 
 enter = sh hyperion/install/enter.sh
 
@@ -21,6 +22,7 @@ help: ## this list
 reproduce: ## run every notebook, keep rows and reports in results/, go on where the last call stopped
 	@$(enter) run hyperion reproduce $${PROFILE:+--profile "$$PROFILE"} $${ONLY:+--only "$$ONLY"} \
 		$${TIME_BUDGET:+--time-budget "$$TIME_BUDGET"} $${RUN:+--run "$$RUN"} \
+		$${CELL_TIMEOUT:+--cell-timeout "$$CELL_TIMEOUT"} $${NOTEBOOK_TIMEOUT:+--notebook-timeout "$$NOTEBOOK_TIMEOUT"} \
 		$${DATA_SOURCE:+--data-source "$$DATA_SOURCE"}
 
 test: ## run the tests

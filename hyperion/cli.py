@@ -86,6 +86,22 @@ def reproduce(
             show_default="no end",
         ),
     ] = None,
+    cell_timeout: Annotated[
+        str | None,
+        typer.Option(
+            envvar="CELL_TIMEOUT",
+            help="A cell that takes longer fails, and its notebook with it: 900, 15m, 2h.",
+            show_default="15m in smoke, 20m in full, 6h in study, 10m in replay",
+        ),
+    ] = None,
+    notebook_timeout: Annotated[
+        str | None,
+        typer.Option(
+            envvar="NOTEBOOK_TIMEOUT",
+            help="A notebook that takes longer fails: 1800, 30m, 4h.",
+            show_default="30m in smoke, 40m in full, 12h in study, 20m in replay",
+        ),
+    ] = None,
     seed: Annotated[
         int, typer.Option(envvar="SEED", min=0, max=LARGEST_SEED, help="Seeds everything that is drawn.")
     ] = 0,
@@ -103,8 +119,9 @@ def reproduce(
     Results go to results/<run>/ (HYPERION_RESULTS names another folder): rows, samples, tables and pictures by subject,
     executed notebooks and their HTML. results/latest points to the newest finished run.
 
-    Exit codes: 0 all done; 1 a notebook failed (the others went on); 2 the request cannot be met; 3 the time budget
-    ended first; 130 or 143 stopped by Ctrl-C or SIGTERM. After each of them the same command goes on where it ended.
+    Exit codes: 0 all done; 1 a notebook failed or found something unexpected (the others went on); 2 the request cannot
+    be met; 3 the time budget ended first; 130 or 143 stopped by Ctrl-C or SIGTERM. After each of them the same command
+    goes on where it ended.
     """
     from hyperion.commands.console import PlainTextConsole
     from hyperion.reproduce import Request
@@ -117,7 +134,9 @@ def reproduce(
         data_source=data_source or "auto",
         only=only or None,
         run=run or None,
-        time_budget_s=seconds_of(time_budget) if time_budget else None,
+        time_budget_s=seconds_of(time_budget, "TIME_BUDGET") if time_budget else None,
+        cell_timeout_s=seconds_of(cell_timeout, "CELL_TIMEOUT") if cell_timeout else None,
+        notebook_timeout_s=seconds_of(notebook_timeout, "NOTEBOOK_TIMEOUT") if notebook_timeout else None,
         seed=seed,
         replay_of=replay_of or None,
     )
@@ -285,7 +304,7 @@ def passport(
     from hyperion.commands import passport as office
     from hyperion.reproduce.stopping import seconds_of
 
-    raise typer.Exit(office.verify(files) if verify else office.write(seconds_of(time_limit), output))
+    raise typer.Exit(office.verify(files) if verify else office.write(seconds_of(time_limit, "--time-limit"), output))
 
 
 @app.command()

@@ -64,8 +64,9 @@ def test_bad_input_is_exit_code_2_with_its_reason(tmp_path, arguments, told):
 
 
 def test_variables_are_options_and_empty_ones_are_none(tmp_path):
-    done = hyperion("reproduce", TIME_BUDGET="6x", ONLY="", RUN="")
-    assert done.returncode == 2 and "'6x' is no duration" in done.stderr
+    for variable in ("TIME_BUDGET", "CELL_TIMEOUT", "NOTEBOOK_TIMEOUT"):
+        done = hyperion("reproduce", **{"ONLY": "", "RUN": "", "TIME_BUDGET": "", "CELL_TIMEOUT": "", variable: "6x"})
+        assert done.returncode == 2 and "'6x' is no duration" in done.stderr and f"{variable}=6m" in done.stderr
 
 
 def test_verify_says_what_is_whole_and_names_what_was_edited(tmp_path):

@@ -77,6 +77,22 @@ def test_no_absolute_paths_no_installs(path):
         assert not INSTALLS.search(source), source
 
 
+def test_no_check_depends_on_assertions_being_switched_on(path):
+    """`assert` vanishes under PYTHONOPTIMIZE and ends the chapter; `chapter.expect` does neither."""
+    for source in sources_of(path, "code"):
+        assert not any(isinstance(node, ast.Assert) for node in ast.walk(syntax_of(source))), source
+
+
+def test_every_claim_says_its_numbers(path):
+    for source in sources_of(path, "code"):
+        for node in (node for node in ast.walk(syntax_of(source)) if isinstance(node, ast.Call)):
+            if not isinstance(node.func, ast.Attribute) or node.func.attr not in ("expect", "expect_timing"):
+                continue
+            holds, otherwise = node.args
+            counted = isinstance(holds, ast.Call) and ast.unparse(holds.func) == "bool"  # whether there is any
+            assert counted or not isinstance(otherwise, ast.Constant), f"no number in {otherwise.value!r}"
+
+
 def test_no_classes_and_no_processes_from_the_kernel(path):
     for source in sources_of(path, "code"):
         for node in ast.walk(syntax_of(source)):

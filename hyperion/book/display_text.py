@@ -18,11 +18,14 @@ def pick(rows: Iterable[Row], metric: str, best: bool = False, **wanted) -> Row:
     Raises:
         HyperionError: there is none, or there are several and `best` was not asked for.
     """
-    chosen = [row for row in rows if row.metric == metric and row.value is not None and _fits(row, wanted)]
+    fitting = [row for row in rows if row.metric == metric and _fits(row, wanted)]
+    chosen = [row for row in fitting if row.value is not None]
     asked = ", ".join([metric, *(f"{name}={value!r}" for name, value in wanted.items())])
     if not chosen:
+        reasons = "; ".join(dict.fromkeys(row.value_reason for row in fitting))
         raise HyperionError(
-            f"no measured row of {asked}", next_step="run the experiment it comes from, or ask for another"
+            f"no measured row of {asked}" + (f" ({reasons})" if reasons else ""),
+            next_step="run the experiment it comes from, or ask for another",
         )
     if len(chosen) > 1 and not best:
         raise HyperionError(

@@ -301,7 +301,7 @@ def plots_of(experiment: str) -> list[Plot]:
 
 
 def draw(name: str, material: Material, **options) -> bytes | None:
-    """PNG bytes of a figure, None when the run holds nothing to draw in it.
+    """PNG bytes of a figure, None when the run holds nothing to draw in it, or refused a value that it needs (a warning).
 
     Args:
         options: passed to the figure, `published=True` for gemm and bandwidth.
@@ -319,4 +319,11 @@ def draw(name: str, material: Material, **options) -> bytes | None:
             figure = chosen.draw(material, **options)
             return None if figure is None else png(figure)
 
-    return drawn()
+    try:
+        return drawn()
+    except HyperionError as error:
+        # One refused value must not cost the page, nor may a figure be missing in silence.
+        if not any(row.is_unexpected for row in material.rows):
+            raise
+        print(f"WARNING: no figure {name!r}, which needs a value that was refused ({error.what})")
+        return None

@@ -13,6 +13,7 @@ from hyperion.book.published import published_source, published_tables
 from hyperion.book.report_css import STYLE
 from hyperion.book.tables import escaped, html
 from hyperion.results import Run
+from hyperion.results.execution import unexpected_in
 
 REPORT = "report.html"
 _UNFOLDED_LINES = 12
@@ -35,6 +36,7 @@ def report_page(material: Material) -> str:
     title = f"Hyperion on {escaped(_machine(material))}"
     body = [
         _header(material, title),
+        _unexpected(material),
         _cards(headlines(material)),
         _contents(told),
         *(_section(section) for section in told),
@@ -65,6 +67,15 @@ def _header(material: Material, title: str) -> str:
     )
     warning = f'<p class="banner">{escaped(banner(material))}</p>' if banner(material) else ""
     return f'<header><h1>{title}</h1><p class="facts">{facts}</p>{warning}</header>'
+
+
+def _unexpected(material: Material) -> str:
+    """What the run's own checks found wrong, before anything else of the page is believed; "" where nothing was."""
+    found = unexpected_in(material.run)
+    lines = [f"<li>{escaped(stem)}: {escaped(sentence)}</li>" for stem, told in found.items() for sentence in told]
+    if not lines:
+        return ""
+    return f'<section id="unexpected"><h2>Unexpected</h2><ul>{"".join(lines)}</ul></section>'
 
 
 def _cards(found: list[Headline]) -> str:

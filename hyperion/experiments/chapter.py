@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from tqdm.auto import tqdm
 
 from hyperion.data.identity import data_identity
 from hyperion.dependencies import reached_source_hash
-from hyperion.errors import require_seed
+from hyperion.errors import HyperionError, require_seed
 from hyperion.experiments.context import Context, Result
 from hyperion.experiments.isolated import run_isolated
 from hyperion.experiments.profiles import REPLAY, default_profile, load_profile
@@ -21,6 +22,8 @@ from hyperion.experiments.registry import experiment_named
 from hyperion.experiments.replay import finished_in, measured_under, reference_run
 from hyperion.hardware import detect, fingerprint
 from hyperion.results import Prediction, Row, Run, must_remeasure, new_run_folder, rows_to_csv
+from hyperion.results.execution import UNEXPECTED_CLAIM, UNEXPECTED_ROW, note_unexpected
+from hyperion.results.rows import UNEXPECTED
 
 
 class Chapter:
@@ -41,23 +44,49 @@ class Chapter:
         """Whether the rows come from a GPU: this machine's, or the reference machine's in replay."""
         return bool(self.environment["gpus"])
 
-    def expect_timing(self, holds: bool, otherwise: str) -> None:
-        """Hold a claim that rests on measured times alone: an error on a GPU, on a CPU a warning.
+    def expect(self, holds: object, otherwise: str) -> None:
+        """Check a claim. One that does not hold is printed as UNEXPECTED and reported to the driver; the chapter goes on.
+
+        Unlike `assert` it does not depend on PYTHONOPTIMIZE.
+
+        Args:
+            holds: one truth value: a bool, or an array or tensor of one element that is a bool.
+            otherwise: what is wrong if it does not hold, with the numbers.
+
+        Raises:
+            HyperionError: `holds` is no truth value: None, a number, a list, an array of several elements.
+        """
+        if not _truth(holds, otherwise):
+            self._unexpected(otherwise, UNEXPECTED_CLAIM)
+
+    def expect_timing(self, holds: object, otherwise: str) -> None:
+        """Check a claim that rests on measured times alone: as `expect` on a GPU, a warning on a CPU.
 
         A GPU is a job's own. A CPU's cores serve whatever else runs there, and a second of another process's work can turn
         such a claim around; a chapter that is right must not end for that, nor may it pass in silence.
+        """
+        if self.on_accelerator:
+            self.expect(holds, otherwise)
+        elif not _truth(holds, otherwise):
+            print(f"WARNING: {otherwise}. On a CPU other work can be to blame: run this notebook alone before you believe it.")
+
+    def expect_within(self, row: Row, low: float, high: float, what: str) -> None:
+        """Check that a measured value lies within bounds, with its whole 95 % confidence interval.
+
+        An interval that lies outside is UNEXPECTED. One that reaches over a bound is too wide to decide: a warning.
 
         Args:
-            otherwise: what is wrong if it does not hold.
-
-        Raises:
-            AssertionError: it does not hold, and the rows come from a GPU.
+            row: with its interval.
+            low, high: bounds, in the unit of the row.
+            what: the quantity, which begins the sentence: "our clock over the plain loop's".
         """
-        if holds:
+        told = f"{what}: {row.value:.4g} ({row.ci_low:.4g} to {row.ci_high:.4g})"
+        if low <= row.ci_low and row.ci_high <= high:
             return
-        if self.on_accelerator:
-            raise AssertionError(otherwise)
-        print(f"WARNING: {otherwise}. On a CPU other work can be to blame: run this notebook alone before you believe it.")
+        if row.ci_high < low or row.ci_low > high:
+            self.expect_timing(False, f"{told} lies outside {low:g} to {high:g}")
+        else:
+            print(f"WARNING: undecided: {told} is not within {low:g} to {high:g} for certain. More samples would decide.")
 
     def sizes(self, experiment: str) -> dict:
         """What the profile says of an experiment; in replay, what it was measured with."""
@@ -106,7 +135,8 @@ class Chapter:
             return self._keep(experiment, digest)
         provenance, environment = self._provenance(experiment), self.environment
         result = self._measure(experiment, digest, data)
-        result = replace(result, rows=_with_predictions(result.rows, self._predictions(experiment, digest)))
+        rows = [row.without_failed_value() for row in result.rows]
+        result = replace(result, rows=_with_predictions(rows, self._predictions(experiment, digest)))
         # What this very run downloaded was not there before; it is what the rows were made from all the same.
         taken = self._data(experiment)
         self.results.record(
@@ -115,6 +145,7 @@ class Chapter:
             provenance=provenance, environment=environment,
         )  # fmt: skip
         self._measured_here.add(experiment)
+        self._report_unexpected(result.rows)
         return result
 
     def _holds(self, experiment: str, digest: str) -> bool:
@@ -123,11 +154,32 @@ class Chapter:
         return kept is not None and (kept["input_hash"], kept.get("data")) == (digest, self._data(experiment))
 
     def _asked_anew(self, experiment: str) -> bool:
-        """Whether the driver wants this experiment measured again, although the run holds it."""
-        if not must_remeasure() or experiment_named(experiment).isolated or experiment in self._measured_here:
+        """Whether this experiment is measured again although the run holds it: what it holds, or a claim on it, is unexpected.
+
+        A claim alone costs no training in a process of its own: the same seed would give the same again.
+        """
+        if experiment in self._measured_here:
             return False
-        print(f"{experiment}: measured again, because this notebook's check failed on what was measured before")
+        lacking = any(row.is_unexpected for row in self.results.rows(self.notebook, experiment))
+        if not lacking and (not must_remeasure() or experiment_named(experiment).isolated):
+            return False
+        why = "a value of it" if lacking else "a claim of this notebook on what was measured before"
+        print(f"{experiment}: measured again, because {why} was unexpected")
+        if lacking and self._workspace(experiment).exists():  # its checkpoints would only give the same back
+            shutil.rmtree(self._workspace(experiment))
         return True
+
+    def _unexpected(self, sentence: str, what: str) -> None:
+        sentence = " ".join(sentence.split())  # the driver passes on single lines
+        print(f"UNEXPECTED: {sentence}")
+        note_unexpected(self.notebook, sentence, what)
+
+    def _report_unexpected(self, rows: list[Row]) -> None:
+        for row in (row for row in rows if row.is_unexpected):
+            told = [row.experiment, row.variant, row.dtype, *(f"{name} {value}" for name, value in row.params.items())]
+            told += [] if row.rank is None else [f"rank {row.rank}"]
+            reason = row.value_reason.removeprefix(UNEXPECTED)
+            self._unexpected(f"{', '.join(filter(None, told))}: {row.metric} {reason}", UNEXPECTED_ROW)
 
     def _keep(self, experiment: str, digest: str) -> Result:
         print(f"{experiment}: kept from an earlier call of this run, nothing measured again")
@@ -140,7 +192,7 @@ class Chapter:
     def _measure(self, experiment: str, digest: str, data: dict) -> Result:
         chosen = experiment_named(experiment)
         # Checkpoints of another configuration or of other data must not be resumed, so the folder bears their hash.
-        folder = self.results.folder / "checkpoints" / f"{self.notebook}.{experiment}" / _digest([digest, data])
+        folder = self._workspace(experiment) / _digest([digest, data])
         context = self._context(experiment, chosen.reads, folder)
         with tqdm(desc=experiment, leave=False) as bar:
 
@@ -152,6 +204,9 @@ class Chapter:
             # A bar that closes short of its end turns red and stays, as if the experiment had failed.
             bar.n = bar.total = bar.total or 1
             return result
+
+    def _workspace(self, experiment: str) -> Path:
+        return self.results.folder / "checkpoints" / f"{self.notebook}.{experiment}"
 
     def _context(self, experiment: str, reads: Iterable[str], workspace: Path | None = None) -> Context:
         return Context(
@@ -234,7 +289,20 @@ class Chapter:
             self.notebook, experiment, rows, samples, input_hash=f"replay:{machine}:{kept['input_hash']}",
             source=kept["source"], provenance=provenance, environment=environment,
         )  # fmt: skip
+        self._report_unexpected(rows)
         return Result(rows, samples, kept["source"], replayed_from=machine)
+
+
+def _truth(holds: object, otherwise: str) -> bool:
+    kind = type(holds)
+    if hasattr(holds, "item") and getattr(holds, "size", None) == 1 or isinstance(holds, torch.Tensor) and holds.numel() == 1:
+        holds = holds.item()
+    if not isinstance(holds, bool):
+        raise HyperionError(
+            f"the check of {otherwise!r} got {kind.__name__} {str(holds)[:80]!r}, which is no truth value",
+            next_step="give it one bool: compare with a number, or reduce an array with .all() or .any()",
+        )
+    return holds
 
 
 def _with_predictions(rows: list[Row], predictions: list[Prediction]) -> list[Row]:

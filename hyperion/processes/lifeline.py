@@ -70,6 +70,18 @@ def lives(process: psutil.Process) -> bool:
     return False
 
 
+def processes_below(leader: int) -> list[psutil.Process]:
+    """What a process that leads a session has started and what is in that session: children of children, orphans too."""
+    found: set[psutil.Process] = set()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        found.update(psutil.Process(leader).children(recursive=True))
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if process.pid != leader and os.getsid(process.pid) == leader:
+                found.add(process)
+    return list(found)
+
+
 def kill_session(leader: int, ours: bool) -> None:
     """SIGKILL for a process that leads a session of its own, and for whatever it started in it.
 

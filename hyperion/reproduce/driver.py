@@ -17,7 +17,7 @@ from hyperion.processes.starting import fork_server_running
 from hyperion.reproduce import summary
 from hyperion.reproduce.execution import Fault, Outcome, execute
 from hyperion.reproduce.keeping import export_subjects, kept_files, show_fault
-from hyperion.reproduce.kernels import library_environment, scratch_folder
+from hyperion.reproduce.kernels import OPTIMIZE, library_environment, scratch_folder
 from hyperion.reproduce.lanes import Interruption, Lanes, Place, scratch_of
 from hyperion.reproduce.ledger import Entry, Ledger
 from hyperion.reproduce.machine import Machine, ask_machine
@@ -26,14 +26,16 @@ from hyperion.reproduce.pages import require_page_templates
 from hyperion.reproduce.progress import Display
 from hyperion.reproduce.runs import claimed_run
 from hyperion.reproduce.standing import REPLAY, Request, Standing, demand_mirror, setting_of
-from hyperion.reproduce.stopping import BudgetSpent, Stopped, stoppable, told
+from hyperion.reproduce.stopping import BudgetSpent, Stopped, limits_of, stoppable, told
 from hyperion.results import set_latest
-from hyperion.results.execution import LOG, MEASURED, REMEASURE, executed
+from hyperion.results.execution import LOG, MEASURED, REMEASURE, UNEXPECTED_ROW, executed, unexpected
 
 FINISHED, FAILED, UNFINISHED = 0, 1, 3
+# A chapter of such a status left rows that others can build on.
+_HAVE_ROWS = ("done", "up to date", "unexpected")
 _MEASURES_ANEW = (
-    "    The next call measures this notebook's experiments anew; trainings in a process of their own are kept, as the same "
-    "seed gives the same again. Should it fail again, the claim or the code is wrong."
+    "    The next call measures this notebook's experiments anew. A training in a process of its own is kept, as the same "
+    "seed gives the same again, unless a value of it was refused. What stays unexpected is a wrong claim or wrong code."
 )
 
 
@@ -45,8 +47,8 @@ def reproduce(request: Request, *, machine: Machine | None = None, console: Cons
         console: where progress goes, standard output when left out.
 
     Returns:
-        0 when all requested notebooks are done, 1 when one failed, 3 when the time budget ended first, 130 or 143
-        when a signal did. In each case a later call goes on from there.
+        0 when all requested notebooks are done, 1 when one failed or found something unexpected, 3 when the time budget
+        ended first, 130 or 143 when a signal did. In each case a later call goes on from there.
 
     Raises:
         HyperionError: the request cannot be met: unknown chapter or profile, a folder that cannot be written, a full
@@ -58,6 +60,9 @@ def reproduce(request: Request, *, machine: Machine | None = None, console: Cons
             root = project_root()
             chosen = select(read_book(root), request.only)
             demand_mirror(request)
+            if os.environ.get(OPTIMIZE) or sys.flags.optimize:
+                what = f"NOTICE: {OPTIMIZE} removes every assert: notebooks and their workers run without it"
+                console.print(what, markup=False, highlight=False, soft_wrap=True)
             require_page_templates()
             machine = machine or ask_machine(request.profile, request.data_source, request.seed)
             setting = setting_of(request, machine)
@@ -93,6 +98,7 @@ class _Call:
         self.request, self.machine, self.root, self.ledger = request, machine, root, ledger
         self.run_store, self.scratch, self.console = ledger.run, scratch, console
         self.deadline = None if request.time_budget_s is None else time.monotonic() + request.time_budget_s
+        self.limits = limits_of(machine.profile, request.cell_timeout_s, request.notebook_timeout_s, self.deadline)
         self.lanes, self.standing = Lanes(machine.masks), Standing(request, machine, ledger)
         self.begun: dict[str, _Begun] = {}
         self.lines: dict[str, summary.Line] = {}
@@ -171,17 +177,13 @@ class _Call:
         silent = self.scratch / "silent-hosts"  # of all notebooks of this call
         silent.mkdir(exist_ok=True)
 
-        def on_cell(done: int) -> None:
-            display.cell(notebook.stem, done)
-            if self.deadline is not None and time.monotonic() > self.deadline:
-                raise BudgetSpent
-
         def work(place: Place, interruption: Interruption) -> Outcome:
             told = {LOG: str(self._log(notebook)), REMEASURE: "1" if entry.remeasure else "0"}
             environment = told | place.environment | {SILENT_HOSTS: str(silent)}
             return execute(
-                notebook, parameters, scratch_of(place, self.scratch), environment, on_cell=on_cell, on_line=display.say,
-                interruption=interruption,
+                notebook, parameters, scratch_of(place, self.scratch), environment, interruption=interruption,
+                on_cell=lambda done: display.cell(notebook.stem, done), on_line=display.say, limits=self.limits,
+                lacks_rows=lambda: bool(unexpected(self._log(notebook), notebook.stem, UNEXPECTED_ROW)),
             )  # fmt: skip
 
         self.lanes.start(notebook, work)
@@ -192,7 +194,7 @@ class _Call:
         upstream = {stem: self.lines[stem].status for stem in (*notebook.needs, *notebook.optional) if stem in self.lines}
         if "unfinished" in upstream.values():  # what it would build on comes with the next call
             return self._line("unfinished", notebook)
-        blocker = next((need for need in notebook.needs if upstream[need] not in ("done", "up to date")), None)
+        blocker = next((need for need in notebook.needs if upstream[need] not in _HAVE_ROWS), None)
         if blocker is not None:
             status = "skipped" if self.lines[blocker].status == "skipped" else "blocked"
             return self._line(status, notebook, f"{status} by {blocker}")
@@ -215,23 +217,25 @@ class _Call:
             raise outcome
         begun, done = self.begun.pop(notebook.stem), executed(self._log(notebook), notebook.stem)
         fault = outcome.fault or self.standing.missing_fault(notebook, done)
+        told_of = (*unexpected(self._log(notebook), notebook.stem), *outcome.not_evaluated)
         seconds, whole = begun.seconds(), all(done.get(e) == MEASURED for e in notebook.produces)
         entry = Entry(
-            "failed" if fault else "done",
+            "failed" if fault else "unexpected" if told_of else "done",
             begun.digest,
             seconds,
             len(self.run_store.rows(notebook.stem)),
-            fault.summary.partition("\n")[0] if fault else "",
-            # Until a go has passed the check, each measures anew; a replay measures nothing.
-            remeasure=not begun.replays and fault is not None and (fault.is_failed_check or begun.before.remeasure),
+            fault.summary.partition("\n")[0] if fault else f"{len(told_of)} unexpected, see below" if told_of else "",
+            # Until a go has ended as expected, each measures anew; a replay measures nothing.
+            remeasure=not begun.replays and bool(told_of or (fault and begun.before.remeasure)),
+            unexpected=told_of,
             whole_s=seconds if whole and not fault else begun.before.whole_s,
         )
         self._keep(notebook, entry, outcome.document)
         display.finish(notebook.stem, f"{notebook.stem}: {entry.status} in {told(entry.seconds)}, {entry.rows} rows")
         if fault:
             show_fault(display.say, notebook, fault, self.run_store.folder)
-            if entry.remeasure:
-                display.say(_MEASURES_ANEW)
+        if entry.remeasure:
+            display.say(_MEASURES_ANEW)
         self.lines[notebook.stem] = self._line(entry.status, notebook, entry.note)
         return False
 
@@ -259,8 +263,11 @@ class _Call:
         if code in (FINISHED, UNFINISHED):
             self._export(self._print)
         summary.show_table(self.console, self.lines)
+        for stem, line in self.lines.items():
+            for sentence in self.ledger.entries[stem].unexpected if line.status in ("unexpected", "failed") else ():
+                self._print(f"UNEXPECTED in {stem}: {sentence}")
         statuses = {line.status for line in self.lines.values()}
-        if code == FINISHED and (statuses & {"failed", "blocked"} or self.export_fault):
+        if code == FINISHED and (statuses & {"failed", "unexpected", "blocked"} or self.export_fault):
             code = FAILED
         if code == FINISHED:
             set_latest(self.run_store.folder)

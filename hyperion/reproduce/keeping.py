@@ -15,6 +15,7 @@ from hyperion.reproduce.ledger import Ledger
 from hyperion.reproduce.notebooks import Notebook
 from hyperion.reproduce.pages import kept_copy, page
 from hyperion.results import rows_to_csv
+from hyperion.results.execution import unexpected_in
 
 _LINES_OF_TRACEBACK = 40
 
@@ -49,13 +50,14 @@ def show_fault(say: Callable[[str], object], notebook: Notebook, fault: Fault, f
 
 
 def export_subjects(ledger: Ledger) -> str:
-    """Have the book write the run's tables, pictures and report, unless they were made from these very rows.
+    """Have the book write the run's tables, pictures and report, unless they were made from these very rows and sentences.
 
     Returns:
         "" or the fault: a picture that cannot be drawn must not cost the measurements still to come.
     """
     rows = hashlib.sha256(rows_to_csv(ledger.run.rows()).encode()).hexdigest()[:16]
-    digest = f"{rows} {reached_source_hash('hyperion.book')}"
+    unexpected = hashlib.sha256(repr(unexpected_in(ledger.run)).encode()).hexdigest()[:16]
+    digest = f"{rows} {unexpected} {reached_source_hash('hyperion.book')}"
     if ledger.exported == digest:
         return ""
     try:

@@ -12,19 +12,26 @@ from hyperion.terminal import notice
 from hyperion.untrusted import is_private
 
 KERNEL = "python3"
+OPTIMIZE = "PYTHONOPTIMIZE"
 # A Unix socket's name has at most 107 bytes; jupyter_client appends "/kernel-ipc-5" to the folder's.
 _LONGEST_FOLDER = 80
 _SILENT_HOSTS = "silent-hosts"
 
 
 def library_environment() -> dict[str, str]:
-    """This process's whole environment, with this checkout importable and the user's own site packages left out.
+    """This process's whole environment, with this checkout importable, the user's own site packages left out, and
+    assertions switched on.
 
     UTF-8 mode makes the processes independent of the locale: what they read, write and print is UTF-8.
     """
     checkout = str(Path(hyperion.__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, [checkout, os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "PYTHONNOUSERSITE": "1", "PYTHONUTF8": "1"}
+    return with_assertions({**os.environ, "PYTHONPATH": path, "PYTHONNOUSERSITE": "1", "PYTHONUTF8": "1"})
+
+
+def with_assertions(environment: dict[str, str]) -> dict[str, str]:
+    """The environment without the variable that has Python leave out every `assert`."""
+    return {name: value for name, value in environment.items() if name != OPTIMIZE}
 
 
 def scratch_folder() -> tempfile.TemporaryDirectory:

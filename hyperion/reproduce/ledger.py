@@ -6,10 +6,9 @@ from pathlib import Path
 
 from hyperion.errors import HyperionError
 from hyperion.results import Run, StoreError
+from hyperion.results.execution import LEDGER
 from hyperion.results.typed import from_json
 from hyperion.untrusted import inner_path, read_json
-
-LEDGER = "reproduce.json"
 
 
 @dataclass(frozen=True)
@@ -17,12 +16,13 @@ class Entry:
     """One notebook's latest go in a run.
 
     Args:
-        status: done, failed, interrupted or unfinished.
+        status: done, unexpected, failed, interrupted or unfinished.
         hash: what the result depends on, as `hashes.notebook_hash` gives it.
         seconds: wall time of that go.
         rows: rows it left in the run.
         note: one line on a failure.
-        remeasure: whether the notebook's own check failed, so that the next go must not keep what it failed on.
+        remeasure: whether something was unexpected, so that the next go must not keep the measurements behind it.
+        unexpected: what was unexpected in that go, a sentence each.
         whole_s: wall time of the latest go that measured all of its experiments, this one or an earlier one.
     """
 
@@ -32,6 +32,7 @@ class Entry:
     rows: int
     note: str = ""
     remeasure: bool = False
+    unexpected: tuple[str, ...] = ()
     whole_s: float | None = None
 
 

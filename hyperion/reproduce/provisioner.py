@@ -1,19 +1,24 @@
-"""How jupyter_client starts a kernel of ours: forked from the fork server where one is at hand."""
+"""How jupyter_client starts and ends a kernel of ours: forked from the fork server where one is at hand, ended with all that
+it started."""
 
+import contextlib
 import os
 import sys
 from importlib.metadata import EntryPoint
 
+import psutil
 from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvisioner
 
+from hyperion.processes.lifeline import GRACE_S, processes_below
 from hyperion.processes.starting import start
+from hyperion.reproduce.kernels import with_assertions
 
 NAME = "hyperion-provisioner"
 
 
 class ForkingProvisioner(LocalProvisioner):
-    """A local kernel that need not import PyTorch again, and ends with this process.
+    """A local kernel that need not import PyTorch again, ends with this process, and leaves no process of its own behind.
 
     Its command is `python … -m module arguments`, where the module is ipykernel's.
     """
@@ -24,12 +29,40 @@ class ForkingProvisioner(LocalProvisioner):
         """
         arguments = [str(os.getpid()), *cmd[cmd.index("-m") + 2 :]]
         self.cwd = kwargs.get("cwd") or os.getcwd()
+        self.below: list[psutil.Process] = []
         self.process = start(
-            cmd[0], "hyperion.processes.kernel", arguments, kwargs["env"], stdout=sys.__stderr__, new_session=True,
-            folder=os.fspath(self.cwd),
+            cmd[0], "hyperion.processes.kernel", arguments, with_assertions(kwargs["env"]), stdout=sys.__stderr__,
+            new_session=True, folder=os.fspath(self.cwd),
         )  # fmt: skip
         self.pid = self.pgid = self.process.pid
         return self.connection_info
+
+    async def send_signal(self, signum: int) -> None:
+        """Signal the kernel's process group. A kernel is interrupted first, so this sees all that it has started."""
+        if self.process is not None:
+            self.below = list({*self.below, *processes_below(self.pid)})
+        await super().send_signal(signum)
+
+    async def cleanup(self, restart: bool = False) -> None:
+        """End what the kernel has started and left, though it ignore SIGTERM; the kernel itself has ended.
+
+        What is still in its session was interrupted with it and is killed. What has a session of its own, as launchers have,
+        gets `GRACE_S` after SIGTERM to save.
+        """
+        await super().cleanup(restart)
+        left, self.below = [process for process in self.below if process.is_running()], []
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill() if _session(process) == self.pid else process.terminate()
+        for process in psutil.wait_procs(left, timeout=GRACE_S)[1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def _session(process: psutil.Process) -> int:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        return os.getsid(process.pid)
+    return 0
 
 
 def register() -> None:

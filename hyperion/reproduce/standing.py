@@ -26,6 +26,7 @@ class Request:
         only: one chapter, run with all it needs; None runs the book.
         run: None continues the newest run of this setting, `new` starts one, another name continues or starts that run.
         time_budget_s: stop cleanly rather than take longer; None has no end.
+        cell_timeout_s, notebook_timeout_s: seconds after which a cell or a notebook fails; None takes the profile's.
         seed: seeds everything that is drawn.
         replay_of: the reference machine to replay; None takes the first that holds the notebook.
     """
@@ -37,6 +38,8 @@ class Request:
     time_budget_s: float | None = None
     seed: int = 0
     replay_of: str | None = None
+    cell_timeout_s: float | None = None
+    notebook_timeout_s: float | None = None
 
 
 class Standing:

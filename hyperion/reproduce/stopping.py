@@ -1,5 +1,6 @@
-"""How a call ends before its end: signals, and a budget of time."""
+"""How a call, or one notebook of it, ends before its end: signals, a budget of time, limits of a cell and of a notebook."""
 
+import asyncio
 import contextlib
 import math
 import re
@@ -7,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from hyperion.errors import HyperionError
 
@@ -27,8 +29,83 @@ class Stopped(KeyboardInterrupt):
         return 128 + self.number
 
 
-class BudgetSpent(BaseException):
-    """The call's time budget ran out inside a notebook; raised between two cells."""
+class BudgetSpent(KeyboardInterrupt):
+    """The call's time budget ran out inside a notebook. A KeyboardInterrupt for the same reason as `Stopped`."""
+
+
+class LimitExceeded(KeyboardInterrupt):
+    """A cell, or a notebook, took longer than it may. A KeyboardInterrupt for the same reason as `Stopped`."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a notebook and each of its cells may take.
+
+    Args:
+        cell_s: seconds of one cell.
+        notebook_s: seconds of all cells together.
+        deadline: end of the call's time budget, on the clock of `time.monotonic`; None without one.
+    """
+
+    cell_s: float
+    notebook_s: float
+    deadline: float | None = None
+
+
+# (cell, notebook) by profile: at least four times what the slowest chapter of the book is expected to take in it.
+_LIMITS_S = {
+    "smoke": (15 * 60, 30 * 60), "full": (20 * 60, 40 * 60), "study": (6 * 3600, 12 * 3600), "replay": (10 * 60, 20 * 60)
+}  # fmt: skip
+
+
+def limits_of(profile: str, cell_s: float | None, notebook_s: float | None, deadline: float | None) -> Limits:
+    """The limits asked for; where none is, the profile's own."""
+    own_cell_s, own_notebook_s = _LIMITS_S[profile]
+    # A cell that may take longer than its notebook may asks for a longer notebook.
+    return Limits(cell_s or own_cell_s, notebook_s or max(own_notebook_s, cell_s or 0.0), deadline)
+
+
+class Alarm:
+    """Ends a notebook in the middle of a cell: raises `LimitExceeded` or `BudgetSpent` inside the loop that waits for it."""
+
+    def __init__(self, limits: Limits, loop: asyncio.AbstractEventLoop):
+        self._limits, self._loop, self._timer = limits, loop, None
+        self._ends = time.monotonic() + limits.notebook_s
+
+    def set(self, cell: int) -> None:
+        """The cell of this number starts.
+
+        Raises:
+            LimitExceeded, BudgetSpent: there is no time left for it.
+        """
+        self.cancel()
+        now, limits = time.monotonic(), self._limits
+        ends = [
+            (now + limits.cell_s, _exceeded(f"cell [{cell}]", limits.cell_s, "CELL_TIMEOUT")),
+            (self._ends, _exceeded(f"the notebook, in cell [{cell}],", limits.notebook_s, "NOTEBOOK_TIMEOUT")),
+        ]
+        if limits.deadline is not None:
+            ends.append((limits.deadline, BudgetSpent()))
+        at, end = min(ends, key=lambda pair: pair[0])
+        if at <= now:
+            raise end
+        self._timer = self._loop.call_later(at - now, self._raise, end)
+
+    def cancel(self) -> None:
+        """The cell has ended."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    @staticmethod
+    def _raise(end: BaseException) -> None:
+        raise end
+
+
+def _exceeded(what: str, limit_s: float, variable: str) -> LimitExceeded:
+    return LimitExceeded(
+        f"{what} exceeded its limit of {told(limit_s)}\nRows of finished experiments stay, and the next call goes on from "
+        f"them. If it needs more time, set {variable}, as {variable}=2h."
+    )
 
 
 @contextlib.contextmanager
@@ -58,8 +135,11 @@ def stoppable() -> Iterator[None]:
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
 
 
-def seconds_of(text: str) -> float:
+def seconds_of(text: str, variable: str) -> float:
     """Seconds of a duration written as 90, 90s, 6m, 1.5h or 1h30m.
+
+    Args:
+        variable: where it was given, for the message.
 
     Raises:
         HyperionError: it is written otherwise, or is not positive.
@@ -69,7 +149,9 @@ def seconds_of(text: str) -> float:
     seconds = sum(part * unit for part, unit in zip(parts, (3600, 60, 1), strict=False))
     if not match or seconds <= 0:
         raise HyperionError(
-            f"{text!r} is no duration", next_step="write TIME_BUDGET=360, TIME_BUDGET=6m or TIME_BUDGET=1h30m"
+            f"{text!r} is no duration",
+            where=variable,
+            next_step=f"write {variable}=360, {variable}=6m or {variable}=1h30m",
         )
     return seconds
 

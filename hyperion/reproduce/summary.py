@@ -8,7 +8,9 @@ from rich.table import Table
 from hyperion.reproduce.stopping import told
 from hyperion.results import Row, metric_named
 
-_STYLES = {"done": "green", "up to date": "green", "failed": "red", "blocked": "yellow", "interrupted": "yellow"}
+_STYLES = {
+    "done": "green", "up to date": "green", "failed": "red", "unexpected": "red", "blocked": "yellow", "interrupted": "yellow"
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,7 @@ class Line:
     """One notebook's line.
 
     Args:
-        status: done, up to date, failed, blocked, skipped, unfinished or interrupted.
+        status: done, up to date, unexpected, failed, blocked, skipped, unfinished or interrupted.
         seconds: wall time of its latest go; None when it was never run.
         rows: the rows it has in the run.
         note: why, where that is to be said.

@@ -4,16 +4,21 @@ import csv
 import functools
 import io
 import json
+import math
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 
 from hyperion.errors import HyperionError
 from hyperion.results.metrics import metric_named
 from hyperion.untrusted import parse_json
 
 SCHEMA_VERSION = 1
+
+
+# Begins the `value_reason` of a value that was measured and refused.
+UNEXPECTED = "unexpected: "
 
 
 class RowError(HyperionError):
@@ -84,12 +89,43 @@ class Row:
         best, other = (self.limit, self.value) if direction == "higher" else (self.value, self.limit)
         return other / best if best else None
 
+    @property
+    def is_unexpected(self) -> bool:
+        """Whether its value was refused: it failed its check, lay past its limit, or was not finite."""
+        return self.value is None and self.value_reason.startswith(UNEXPECTED)
+
+    def without_failed_value(self) -> "Row":
+        """This row, without its value if that failed its check, lies past its limit or is not finite.
+
+        A wrong number is never stored as a number; `value_reason` then holds it in words, with the error and the tolerance.
+
+        Raises:
+            RowError: the row breaks another rule of its metric, which is a fault of the code and not of the measurement.
+        """
+        failure = self._failure()
+        if not failure:
+            return self
+        known_error = self.check_error is None or math.isfinite(self.check_error)
+        if math.isfinite(self.value) and known_error:
+            self._validate_form()
+        return replace(
+            self, value=None, value_reason=f"{UNEXPECTED}{self.value:.6g} {self.unit} {failure}", n=None, ci_low=None,
+            ci_high=None, check_error=self.check_error if known_error else None,
+        )  # fmt: skip
+
     def validate(self) -> None:
         """Hold the row against its metric's rules.
 
         Raises:
             RowError: names the row, the broken rule and the remedy.
         """
+        self._validate_form()
+        failure = self._failure()
+        told = f"{failure}; its value is {self.value:.6g} {self.unit}" if failure else ""
+        self._demand(not failure, told, "the output or the clock is wrong: find out why before timing it")
+
+    def _validate_form(self) -> None:
+        """All rules but those that the measured numbers themselves can break."""
         metric = metric_named(self.metric)
         for name in ("notebook", "experiment", "variant"):
             self._demand(bool(getattr(self, name)), f"{name} is empty", "name where the value comes from")
@@ -130,29 +166,25 @@ class Row:
         self._demand((self.ci_low is None) == (self.ci_high is None), "has an interval with one end", "store both ends")
         if metric.needs_check:
             self._demand(bool(self.check), "lacks its check", "verify the output and name the check")
-        self._demand_check_passed()
-        self._demand_within_limit(metric.direction)
+        if self.check:
+            known = None not in (self.check_error, self.check_tolerance)
+            self._demand(known, f"check {self.check!r} lacks its error or tolerance", "record both")
 
-    def _demand_check_passed(self) -> None:
-        if not self.check:
-            return
-        known = None not in (self.check_error, self.check_tolerance)
-        self._demand(known, f"check {self.check!r} lacks its error or tolerance", "record both")
-        self._demand(
-            self.check_error <= self.check_tolerance,
-            f"failed its check {self.check!r}: error {self.check_error:.4g} above tolerance {self.check_tolerance:.4g}",
-            "the output is wrong: find out why before timing it",
-        )
-
-    def _demand_within_limit(self, direction: str) -> None:
+    def _failure(self) -> str:
+        """Why the measured value cannot be believed, as the end of a sentence about it; "" where nothing speaks against it."""
+        if self.value is None:
+            return ""
+        if not math.isfinite(self.value):
+            return "is not finite"
+        checked = bool(self.check) and None not in (self.check_error, self.check_tolerance)
+        if checked and not self.check_error <= self.check_tolerance:  # NaN fails, too
+            error, tolerance = f"error {self.check_error:.4g}", f"tolerance {self.check_tolerance:.4g}"
+            return f"failed its check {self.check!r}: {error} above {tolerance}"
+        direction = metric_named(self.metric).direction
         if self.limit is None or direction == "none":
-            return
+            return ""
         beyond = self.value > self.limit if direction == "higher" else self.value < self.limit
-        self._demand(
-            not beyond,
-            f"is {self.value:.6g} {self.unit}, beyond its limit {self.limit:.6g} ({self.limit_source})",
-            "a value past the limit is a failed measurement: check synchronisation, the FLOP or byte count and the device",
-        )
+        return f"lies beyond its limit {self.limit:.6g} ({self.limit_source})" if beyond else ""
 
     def _demand(self, condition: bool, fault: str, next_step: str) -> None:
         if not condition:
@@ -174,7 +206,6 @@ COLUMNS = (
     "ci_low", "ci_high", "predicted", "limit", "limit_source", "check", "check_error", "check_tolerance",
     "data_source", "clock_mhz", "power_w", "throttle",
 )  # fmt: skip
-assert set(COLUMNS) == {f.name for f in fields(Row)} | {"unit"}
 
 
 def rows_to_csv(rows: Iterable[Row]) -> str:
@@ -189,17 +220,21 @@ def _line(cells: Iterable[str]) -> str:
     return text.getvalue().removesuffix("\r\n") + "\n"
 
 
-def rows_from_csv(text: str, where: object = "rows.csv") -> list[Row]:
-    """Rows of a CSV text, each validated.
+def rows_from_csv(text: str, where: object = "rows.csv", *, validated: bool = True) -> list[Row]:
+    """Rows of a CSV text.
+
+    Args:
+        validated: hold each row against its metric's rules. False for rows on their way from a worker: a failed check must
+            not cost the others, and `Run.record` validates whatever is stored.
 
     Raises:
         RowError: another header, a missing cell, a number that is none, a unit that is not the metric's, a broken rule.
     """
-    return list(_validated(text, str(where)))
+    return list(_parsed(text, str(where), validated))
 
 
 @functools.lru_cache(maxsize=4)
-def _validated(text: str, where: str) -> tuple[Row, ...]:
+def _parsed(text: str, where: str, validated: bool) -> tuple[Row, ...]:
     # Kept by the text: one call asks for the same rows a hundred times, and rows do not change.
     reader = csv.reader(io.StringIO(text), strict=True)
     rows: list[Row] = []
@@ -210,7 +245,7 @@ def _validated(text: str, where: str) -> tuple[Row, ...]:
             fault = f"header is not that of schema {SCHEMA_VERSION}: {header!r:.200}"
             raise RowError(fault, where=where, next_step=remedy)
         for number, cells in enumerate(reader, 1):
-            rows.append(_parse(cells, f"{where}, row {number}"))
+            rows.append(_parse(cells, f"{where}, row {number}", validated))
     except csv.Error as error:
         fault = f"no CSV of ours after row {len(rows)}: {error}"
         raise RowError(fault, where=where, next_step="run the experiment again") from error
@@ -221,13 +256,13 @@ def _validated(text: str, where: str) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _parse(cells: list[str], where: str) -> Row:
+def _parse(cells: list[str], where: str, validated: bool) -> Row:
     if len(cells) != len(COLUMNS):
         raise RowError(
             f"{len(cells)} cells instead of {len(COLUMNS)}", where=where, next_step="run the experiment again"
         )
     try:
-        row, unit = _row_and_unit(tuple(cells))
+        row, unit = _row_and_unit(tuple(cells), validated)
     except ValueError as error:
         raise RowError(f"unreadable cell: {error}", where=where, next_step="run the experiment again") from error
     if unit != row.unit:
@@ -236,12 +271,13 @@ def _parse(cells: list[str], where: str) -> Row:
 
 
 @functools.lru_cache(maxsize=8192)
-def _row_and_unit(cells: tuple[str, ...]) -> tuple[Row, str]:
+def _row_and_unit(cells: tuple[str, ...], validated: bool) -> tuple[Row, str]:
     # Kept by the line: with each experiment that is recorded the file is another one, and almost all its lines are the same.
     named = dict(zip(COLUMNS, cells, strict=True))
     unit = named.pop("unit")
     row = Row(**{name: _typed(name, text) for name, text in named.items()})
-    row.validate()
+    if validated:
+        row.validate()
     return row, unit
 
 

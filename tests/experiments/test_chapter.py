@@ -1,9 +1,12 @@
 """A chapter keeps what it measured, measures again what changed, and replays without measuring."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
+from functools import partial
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -11,8 +14,10 @@ import torch
 from hyperion.data import DataError
 from hyperion.errors import HyperionError
 from hyperion.experiments import datasets, experiment_names, load_profile, open_chapter, profile_names
-from hyperion.experiments.context import Experiment, Forecast, Result
-from hyperion.results import Row, Run, StoreError
+from hyperion.experiments.context import Context, Experiment, Forecast, Result
+from hyperion.experiments.variants import unpacked
+from hyperion.results import Row, RowError, Run, StoreError, rows_to_csv
+from hyperion.results.execution import UNEXPECTED_CLAIM, UNEXPECTED_ROW, unexpected
 
 HARDWARE, NOTEBOOK = "01_hardware_exploration", "02_core_framework"
 
@@ -49,20 +54,162 @@ def test_a_second_call_measures_nothing_again(run_folder, capsys):
     assert len(result.samples) == load_profile("smoke").sizes(NOTEBOOK, "leakage")["steps"]
 
 
-def test_a_claim_about_times_is_an_error_on_a_gpu_and_a_warning_on_a_cpu(run_folder, capsys):
-    chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(run_folder))
+@pytest.fixture
+def chapter(tmp_path):
+    """A chapter of its own run."""
+    return open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "own run"))
+
+
+@pytest.mark.parametrize("true", [True, np.True_, np.array([True]), torch.tensor(True), torch.tensor([[True]])])
+def test_a_claim_that_holds_is_silent_and_one_that_does_not_is_unexpected(chapter, capsys, monkeypatch, tmp_path, true):
+    monkeypatch.setenv("HYPERION_EXECUTION_LOG", str(tmp_path / "log"))
+    capsys.readouterr()
+    chapter.expect(true, "not so")
+    assert capsys.readouterr().out == ""
+    chapter.expect(not true if isinstance(true, bool) else ~true, "loss 7.1,\n above 4")
+    # The driver passes on what begins like this, a line at a time.
+    assert capsys.readouterr().out == "UNEXPECTED: loss 7.1, above 4\n"
+    assert unexpected(tmp_path / "log", NOTEBOOK) == ["loss 7.1, above 4"]
+
+
+@pytest.mark.parametrize("holds", [None, 1, 0.0, "true", [], [True], np.array([True, False]), torch.ones(2) > 0, np.array([])])
+def test_what_is_no_truth_value_is_refused_by_name(chapter, holds):
+    with pytest.raises(HyperionError, match=rf"the check of 'a claim' got {type(holds).__name__} .*no truth value"):
+        chapter.expect(holds, "a claim")
+
+
+def test_a_claim_about_times_is_unexpected_on_a_gpu_and_a_warning_on_a_cpu(chapter, capsys):
     claim = "more bytes, less time"
     capsys.readouterr()
     chapter.environment = chapter.environment | {"gpus": [{"name": "a GPU"}]}
     chapter.expect_timing(True, claim)
-    with pytest.raises(AssertionError, match=claim):
-        chapter.expect_timing(False, claim)
+    assert capsys.readouterr().out == ""
+    chapter.expect_timing(False, claim)
+    assert capsys.readouterr().out == f"UNEXPECTED: {claim}\n"
     chapter.environment = chapter.environment | {"gpus": []}
     chapter.expect_timing(True, claim)
     assert capsys.readouterr().out == ""
     chapter.expect_timing(False, claim)
-    # The driver passes on what begins like this.
     assert capsys.readouterr().out.startswith(f"WARNING: {claim}. On a CPU")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (0.99, 1.01, ""), (0.98, 1.02, ""),
+        (0.97, 1.01, "WARNING: undecided"), (0.99, 1.03, "WARNING: undecided"), (0.9, 1.1, "WARNING: undecided"),
+        (1.021, 1.03, "UNEXPECTED"), (0.9, 0.979, "UNEXPECTED"),
+    ],
+)  # fmt: skip
+def test_two_clocks_agree_with_the_whole_interval(chapter, capsys, low, high, said):
+    chapter.environment = chapter.environment | {"gpus": [{"name": "a GPU"}]}
+    row = Row(notebook=NOTEBOOK, experiment="gemm", variant="v", metric="speedup", value=(low + high) / 2, n=30,
+              ci_low=low, ci_high=high, limit_source="no limit")  # fmt: skip
+    capsys.readouterr()
+    chapter.expect_within(row, 0.98, 1.02, "our clock over a plain loop's")
+    out = capsys.readouterr().out
+    assert out.startswith(said) if said else out == ""
+    assert not said or f"{low:.4g} to {high:.4g}" in out
+
+
+def count_with_errors(monkeypatch, errors: list[dict], isolated: bool = False) -> list:
+    """Make every experiment count twice, the second time with the columns given for each go; returns the goes done."""
+    goes = []
+
+    def run(context, report):
+        context.workspace.mkdir(parents=True, exist_ok=True)
+        goes.append(sorted(path.name for path in context.workspace.iterdir()))
+        (context.workspace / "step-1").mkdir(exist_ok=True)
+        shared = {"check": "as counted", "check_error": 0.0, "check_tolerance": 0.1}
+        columns = shared | errors[min(len(goes), len(errors)) - 1]
+        rows = [context.row("good", "count", 7.0, **shared), context.row("bad", "count", 8.0, **columns)]
+        return Result(rows, pd.DataFrame({"x": [1]}))
+
+    experiment = Experiment(lambda context: [], run, isolated=isolated)
+    monkeypatch.setattr("hyperion.experiments.chapter.experiment_named", lambda name: experiment)
+    monkeypatch.setattr("hyperion.experiments.chapter.run_isolated", run)
+    return goes
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_row_that_fails_keeps_the_others_and_is_measured_again_by_a_later_call(tmp_path, monkeypatch, capsys, isolated):
+    goes = count_with_errors(monkeypatch, [{"check_error": 0.5}, {}], isolated)
+    monkeypatch.setenv("HYPERION_EXECUTION_LOG", str(tmp_path / "log"))
+    open_again = partial(open_chapter, NOTEBOOK, profile="smoke", output=str(tmp_path / "run"))
+    chapter = open_again()
+    result = chapter.run("leakage")
+    sentence = "leakage, bad: count 8 items failed its check 'as counted': error 0.5 above tolerance 0.1"
+    assert f"UNEXPECTED: {sentence}\n" in capsys.readouterr().out
+    assert unexpected(tmp_path / "log", NOTEBOOK, UNEXPECTED_ROW) == [sentence]
+    assert unexpected(tmp_path / "log", NOTEBOOK, UNEXPECTED_CLAIM) == []
+    assert result.rows == Run.open(tmp_path / "run").rows() and [row.value for row in result.rows] == [7.0, None]
+    chapter.run("leakage")
+    assert len(goes) == 1  # what this very notebook measured stays, until its next execution
+    assert [row.value for row in open_again().run("leakage").rows] == [7.0, 8.0]
+    assert "measured again, because a value of it was unexpected" in capsys.readouterr().out
+    assert goes == [[], []]  # no checkpoint of the go that went wrong was resumed
+    open_again().run("leakage")
+    assert len(goes) == 2 and "nothing measured again" in capsys.readouterr().out
+
+
+def test_a_row_that_is_malformed_is_an_error_and_nothing_is_stored(tmp_path, monkeypatch):
+    count_with_errors(monkeypatch, [{"check_tolerance": None}])
+    with pytest.raises(RowError, match="lacks its error or tolerance"):
+        open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run")).run("leakage")
+    assert Run.open(tmp_path / "run").rows() == []
+
+
+def test_a_row_that_fails_in_a_worker_comes_back_with_the_others(tmp_path):
+    rows = [Context(notebook="n", experiment="e", sizes={}, workspace=tmp_path).row(
+        "v", "count", 1.0, params={"number": number}, check="c", check_error=error, check_tolerance=0.1)
+        for number, error in enumerate((0.0, 0.5, math.nan))]  # fmt: skip
+    pd.DataFrame({"x": [1]}).to_parquet(tmp_path / "samples.parquet")
+    answer = {"rows": rows_to_csv(rows), "source": ""}
+    result = unpacked(answer, tmp_path / "samples.parquet", "e")
+    assert [row.without_failed_value().value for row in result.rows] == [1.0, None, None]
+
+
+@pytest.mark.parametrize(
+    "ingredient", ["sizes", "seed", "data source", "synthetic", "allowed", "upstream", "device", "torch", "library"]
+)
+def test_each_ingredient_changes_the_hash_of_what_an_experiment_depends_on(tmp_path, monkeypatch, ingredient):
+    experiment = Experiment(lambda context: [], lambda context, report: None, reads=("gemm",), data=("gpt2",))
+    monkeypatch.setattr("hyperion.experiments.chapter.experiment_named", lambda name: experiment)
+    chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run"))
+    record_ceilings(chapter.results, 1.0)
+    before = chapter._input_hash("leakage")
+    assert chapter._input_hash("leakage") == before
+    assert chapter._input_hash("ngram_baselines") != before
+    if ingredient == "sizes":
+        sizes = chapter.sizes("leakage") | {"steps": 999}
+        chapter.sizes = lambda experiment: sizes
+    elif ingredient == "seed":
+        chapter.seed = 1
+    elif ingredient == "data source":
+        chapter.data_source = "synthetic"
+    elif ingredient == "synthetic":
+        chapter.profile = replace(chapter.profile, synthetic={"lines": {"train": 1}})
+    elif ingredient == "allowed":
+        chapter.profile = replace(chapter.profile, allow_synthetic=not chapter.profile.allow_synthetic)
+    elif ingredient == "upstream":
+        record_ceilings(chapter.results, 2.0)
+    elif ingredient == "device":
+        monkeypatch.setattr(Context, "device", replace(chapter._context("leakage", ()).device, name="another"))
+    elif ingredient == "torch":
+        monkeypatch.setattr(torch, "__version__", "0.1")
+    else:
+        monkeypatch.setattr("hyperion.experiments.chapter.reached_source_hash", lambda module: "edited")
+    assert chapter._input_hash("leakage") != before
+
+
+def test_data_and_rows_that_an_experiment_does_not_read_leave_its_hash_alone(tmp_path, monkeypatch):
+    experiment = Experiment(lambda context: [], lambda context, report: None)
+    monkeypatch.setattr("hyperion.experiments.chapter.experiment_named", lambda name: experiment)
+    chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run"))
+    before = chapter._input_hash("leakage")
+    record_ceilings(chapter.results, 1.0)
+    chapter.data_source = "synthetic"
+    assert chapter._input_hash("leakage") == before
 
 
 def test_another_seed_is_another_experiment(run_folder):

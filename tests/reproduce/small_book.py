@@ -17,6 +17,21 @@ run = Run.open(output)
 row = Row(notebook="{stem}", experiment="{experiment}", variant="v", metric="count", value=float({value}))
 run.record("{stem}", "{experiment}", [row], pd.DataFrame({{"x": [1.0]}}), input_hash="h")
 """
+# A cell that opens a chapter whose experiment counts: two values, of which {error} decides whether the second passes its check.
+CHAPTER = """
+import pandas as pd
+from hyperion.experiments import Result, chapter as chapters, open_chapter
+from hyperion.experiments.context import Experiment
+def measure(context, report):
+    rows = [context.row(name, "count", 7.0, check="as counted", check_error=error, check_tolerance=0.1)
+            for name, error in (("good", 0.0), ("bad", {error}))]
+    return Result(rows, pd.DataFrame({{"x": [1.0]}}))
+chapters.experiment_named = lambda name: Experiment(lambda context: [], measure, isolated={isolated})
+chapters.reached_source_hash = lambda module: "the same code"
+chapter = open_chapter("{stem}", profile=profile, data_source=data_source, output=output, seed=seed)
+chapter.sizes = lambda experiment: {{}}
+counting = chapter.run("counting")
+"""
 MACHINE = Machine("smoke", {}, {"device": "a CPU", "arch": "x86_64", "torch": "2"}, {"profile": "smoke"})
 # One that shows its notebooks two devices, one each; what is tested is who gets what, which takes no device.
 TWO_DEVICES = replace(MACHINE, masks=({"CUDA_VISIBLE_DEVICES": "GPU-a"}, {"CUDA_VISIBLE_DEVICES": "GPU-b"}))
@@ -53,6 +68,11 @@ def write_notebook(folder: Path, stem: str, cells: list[str], **metadata) -> Pat
 def recording(stem: str, value: str = "1", experiment: str = "counting") -> str:
     """Source of a cell that records one row."""
     return RECORD.format(stem=stem, value=value, experiment=experiment)
+
+
+def counting(stem: str, error: str = "0.0", isolated: bool = False) -> str:
+    """Source of a cell that measures through a chapter; `error` is an expression."""
+    return CHAPTER.format(stem=stem, error=error, isolated=isolated)
 
 
 def make_book(root: Path, second: list[str] | None = None) -> Path:

@@ -19,7 +19,7 @@ from hyperion.reproduce import Request, reproduce
 from hyperion.reproduce.machine import Machine
 from hyperion.reproduce.pages import demand_no_machine_paths
 from hyperion.results import Run
-from tests.reproduce.small_book import MACHINE, make_book, recording, start_driver, write_notebook
+from tests.reproduce.small_book import MACHINE, counting, make_book, recording, start_driver, write_notebook
 
 NVIDIA_SWITCHES = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
 
@@ -125,15 +125,154 @@ def test_rows_of_an_earlier_call_do_not_stand_for_an_experiment_that_did_not_run
     assert call()[0] == 0
 
 
-def test_what_a_notebooks_own_check_failed_on_is_measured_anew_by_the_next_call(root):
-    asked = "from hyperion.results import must_remeasure\nvalue = 2 if must_remeasure() else 1"
-    cells = [asked, recording("01_first", "value"), "assert value == 2"]
+ASKED = "from hyperion.results import must_remeasure\nagain = must_remeasure()"
+
+
+def summary_of(text: str, stem: str) -> str:
+    """A notebook's line of the closing table."""
+    return next(line for line in text.splitlines() if stem in line and "│" in line)
+
+
+def test_a_claim_that_does_not_hold_lets_the_book_go_on_and_is_measured_anew_by_the_next_call(root):
+    phase = root / "phase1_hardware"
+    claim = "chapter.expect(again or counting.rows[0].value > 8, f'only {counting.rows[0].value} counted')"
+    goes_on = "print('BANNER: reached')"
+    write_notebook(phase, "01_first", [ASKED, counting("01_first"), claim, goes_on])
+    write_notebook(phase, "02_second", [recording("02_second")], needs=["01_first"])
+    write_notebook(phase, "03_clean", [counting("03_clean"), "chapter.expect(counting.rows[0].value > 6, 'too few')"])
+    code, text = call()
+    assert code == 1 and "UNEXPECTED: only 7.0 counted" in text and "BANNER: reached" in text
+    assert "UNEXPECTED in 01_first: only 7.0 counted" in text and "unexpected" in summary_of(text, "01_first")
+    assert "The next call measures this notebook's experiments anew" in text and "FAILED" not in text
+    assert statuses(the_run(root)) == {"01_first": "unexpected", "02_second": "done", "03_clean": "done"}
+    assert len(the_run(root).rows("01_first")) == 2 and not (root / "results/latest").exists()
+    assert "only 7.0 counted" in (the_run(root).folder / "report.html").read_text()
+    code, text = call()
+    assert code == 0 and text.count("up to date") == 2 and "UNEXPECTED" not in text
+    assert "measured again" in executed_text(root, "01_first")
+    assert "only 7.0 counted" not in (the_run(root).folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_row_that_fails_its_check_keeps_the_others_and_is_measured_anew_by_the_next_call(root, isolated):
+    phase = root / "phase1_hardware"
+    here = "chapters.run_isolated = measure\ncounting = chapter.run('counting')"  # no process of its own: it is made up here
+    first = counting("01_first", "0.0 if again else 0.5", isolated)
+    cells = [ASKED, first if not isolated else first.replace("counting = chapter.run(\"counting\")", here)]
+    missing = "from hyperion.book import pick\nbad = pick(counting.rows, 'count', variant='bad')"
+    last = "good = pick(counting.rows, 'count', variant='good')\nprint(f'BANNER: {good.value}')"
+    write_notebook(phase, "01_first", [*cells, missing, "print(bad.value)", last])
+    write_notebook(phase, "02_second", [recording("02_second")], needs=["01_first"])
+    code, text = call()
+    sentence = "counting, bad: count 7 items failed its check 'as counted': error 0.5 above tolerance 0.1"
+    assert code == 1 and f"UNEXPECTED in 01_first: {sentence}" in text and "BANNER: 7.0" in text
+    assert "cell [5] cannot be evaluated without the values that were refused: HyperionError: no measured row" in text
+    assert "cell [6] cannot be evaluated without the values that were refused: NameError: name 'bad'" in text
+    assert statuses(the_run(root)) == {"01_first": "unexpected", "02_second": "done"}
+    rows = {row.variant: row for row in the_run(root).rows("01_first")}
+    assert rows["good"].value == 7.0 and rows["bad"].value is None and rows["bad"].check_error == 0.5
+    assert "7 items failed its check" in rows["bad"].value_reason
+    the_run(root).verify()
+    code, text = call()
+    assert code == 0, text
+    assert [row.value for row in the_run(root).rows("01_first")] == [7.0, 7.0]
+
+
+def test_an_error_without_a_refused_row_is_a_failure_though_a_claim_did_not_hold(root):
+    cells = [counting("01_first"), "chapter.expect(False, 'not so')", "raise ValueError('planted')"]
     write_notebook(root / "phase1_hardware", "01_first", cells)
     code, text = call()
-    assert code == 1 and "The next call measures this notebook's experiments anew" in text
-    assert call()[0] == 0 and the_run(root).rows()[0].value == 2
-    write_notebook(root / "phase1_hardware", "01_first", [*cells[:2], "assert value == 1"])
-    assert call()[0] == 0  # what passed is kept again
+    assert code == 1 and "ValueError: planted" in text and "UNEXPECTED in 01_first: not so" in text
+    assert statuses(the_run(root)) == {"01_first": "failed"}
+
+
+def test_an_experiment_that_fails_after_a_refused_row_is_a_failure(root):
+    cells = [counting("01_first", "0.5"), "raise ValueError('the second experiment cannot be run')"]
+    write_notebook(root / "phase1_hardware", "01_first", cells, produces=["counting", "weighing"])
+    code, text = call()
+    assert code == 1 and "ran, but left no rows of: weighing" in text
+    assert statuses(the_run(root)) == {"01_first": "failed"}
+
+
+@pytest.mark.parametrize("value", ["1", "2"])
+def test_checks_do_not_depend_on_PYTHONOPTIMIZE(root, monkeypatch, value):
+    monkeypatch.setenv("PYTHONOPTIMIZE", value)
+    phase = root / "phase1_hardware"
+    write_notebook(phase, "01_first", [counting("01_first"), "chapter.expect(False, 'not so')"])
+    write_notebook(phase, "02_second", [recording("02_second"), "assert False, 'an assertion of the reader'"])
+    worker = f"""
+import os, sys
+from hyperion.processes.lifeline import child_environment
+from hyperion.processes.starting import start
+worker = start(sys.executable, "told_module", [], child_environment() | {{"PYTHONPATH": os.environ["PYTHONPATH"] + ":{root}"}})
+told = worker.stdout.read()
+if "assertions are checked" not in told: raise ValueError(told)
+"""
+    (root / "told_module.py").write_text("try:\n    assert False\nexcept AssertionError:\n    print('assertions are checked')\n")
+    write_notebook(phase, "03_worker", [worker, recording("03_worker")])
+    code, text = call()
+    assert code == 1 and "NOTICE: PYTHONOPTIMIZE" in text and "AssertionError: an assertion of the reader" in text
+    assert statuses(the_run(root)) == {"01_first": "unexpected", "02_second": "failed", "03_worker": "done"}
+    monkeypatch.delenv("PYTHONOPTIMIZE")
+    assert "NOTICE" not in call(run="new")[1]
+
+
+def executed_text(root, stem: str) -> str:
+    return (the_run(root).folder / "notebooks" / f"{stem}.ipynb").read_text()
+
+
+ENDLESS = {
+    "computes": "while True: pass",
+    "sleeps": "import time\ntime.sleep(1000)",
+    "ignores": "import time\nwhile True:\n    try:\n        time.sleep(1000)\n    except BaseException:\n        pass",
+    "has a child that ignores SIGTERM": """
+import subprocess, sys, time
+deaf = "import signal, time\\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\\nprint('deaf', flush=True)\\ntime.sleep(1000)"
+for own_session in (False, True):
+    child = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE, start_new_session=own_session)
+    child.stdout.readline()
+    print("BANNER child", child.pid, flush=True)
+child.wait()
+""",
+}
+
+
+@pytest.mark.parametrize("how", ENDLESS)
+def test_an_endless_cell_ends_at_its_limit_with_all_its_processes_and_keeps_finished_rows(root, how, monkeypatch):
+    monkeypatch.setattr("hyperion.reproduce.provisioner.GRACE_S", 1.0)
+    phase = root / "phase1_hardware"
+    write_notebook(phase, "01_first", ["import os\nprint('BANNER child', os.getpid())", recording("01_first"), ENDLESS[how]])
+    write_notebook(phase, "02_alone", [recording("02_alone")])
+    started = time.monotonic()
+    code, text = call(cell_timeout_s=3.0)
+    assert time.monotonic() - started < 60
+    assert code == 1 and "01_first.ipynb: cell [5] exceeded its limit of 3 s" in text and "CELL_TIMEOUT=2h" in text
+    assert statuses(the_run(root)) == {"01_first": "failed", "02_alone": "done"}
+    assert [row.notebook for row in the_run(root).rows()] == ["01_first", "02_alone"]
+    children = [int(line.split()[-1]) for line in text.splitlines() if line.startswith("BANNER child")]
+    assert len(children) == (3 if "child" in how else 1) and all(map(has_ended, children))
+    the_run(root).verify()
+    write_notebook(phase, "01_first", [recording("01_first"), "1"])
+    assert call(cell_timeout_s=30.0)[0] == 0
+
+
+def test_a_notebook_has_a_limit_too_and_one_that_keeps_to_both_is_done(root):
+    cells = [recording("01_first"), *["import time\ntime.sleep(1.5)"] * 4]
+    write_notebook(root / "phase1_hardware", "01_first", cells)
+    code, text = call(notebook_timeout_s=4.0)
+    assert code == 1 and "exceeded its limit of 4 s" in text and "the notebook, in cell [" in text
+    assert call(cell_timeout_s=30.0, notebook_timeout_s=60.0)[0] == 0
+
+
+@pytest.mark.parametrize("how", ["computes", "sleeps"])
+def test_the_time_budget_interrupts_a_cell(root, how):
+    write_notebook(root / "phase1_hardware", "01_first", [recording("01_first"), ENDLESS[how]], time_budget_s={"smoke": 0.1})
+    started = time.monotonic()
+    code, text = call(time_budget_s=4.0)
+    assert code == 3 and "unfinished, the time budget is spent" in text and time.monotonic() - started < 40
+    assert statuses(the_run(root)) == {"01_first": "unfinished"} and len(the_run(root).rows()) == 1
+    write_notebook(root / "phase1_hardware", "01_first", [recording("01_first")])
+    assert call()[0] == 0
 
 
 def test_a_go_that_measures_nothing_leaves_the_expected_time_alone(root):
@@ -174,7 +313,7 @@ def test_changed_upstream_rows_make_a_notebook_stale(root):
     assert "02_second: done" in call(only="02_second")[1]
 
 
-def test_the_time_budget_stops_before_a_notebook_and_between_cells(root):
+def test_the_time_budget_stops_before_a_notebook_and_within_one(root):
     write_notebook(root / "phase1_hardware", "01_first", ["import time\ntime.sleep(1)", recording("01_first")])
     code, text = call(time_budget_s=4.0)
     assert code == 3 and "expected to take 5 s" in text and "unfinished" in text

@@ -27,7 +27,9 @@ def test_the_only_kernel_is_this_interpreter_without_user_packages_over_sockets(
 def test_the_environment_is_inherited_whole_with_this_checkout_first(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/overlay")
     monkeypatch.setenv("ANYTHING", "kept")
+    monkeypatch.setenv("PYTHONOPTIMIZE", "1")
     environment = library_environment()
+    assert "PYTHONOPTIMIZE" not in environment
     assert environment["ANYTHING"] == "kept" and environment["PYTHONPATH"].endswith(":/overlay")
     assert environment["PYTHONNOUSERSITE"] == "1" and site.getusersitepackages() not in environment["PYTHONPATH"]
 

@@ -1,5 +1,6 @@
 """Rows: every rule refuses by name, and the CSV gives back the same bits."""
 
+import dataclasses
 import math
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from hyperion.errors import HyperionError
 from hyperion.results import REGISTRY, Row, RowError, rows_from_csv, rows_to_csv
+from hyperion.results.rows import COLUMNS
 
 NUMBER = st.floats(allow_nan=False, allow_infinity=False)
 # Of a clock in MHz or a power in W: 0 is no reading, and what is larger is in another unit.
@@ -163,3 +165,42 @@ def test_a_csv_that_we_never_write_is_refused(row, change, fault):
     assert rows_from_csv(text) == [row()]
     with pytest.raises(RowError, match=fault):
         rows_from_csv(change(text))
+@pytest.mark.parametrize(
+    ("changes", "reason", "error"),
+    [
+        ({"check_error": 0.02}, "TFLOPS failed its check 'slice against float64': error 0.02 above tolerance 0.01", 0.02),
+        ({"check_error": math.nan}, "failed its check 'slice against float64': error nan above tolerance 0.01", None),
+        ({"limit": 99.0, "check_error": 0.0}, "lies beyond its limit 99 (MI250X GCD datasheet)", 0.0),
+        ({"value": math.nan, "check_error": 0.0}, "unexpected: nan TFLOPS is not finite", 0.0),
+        ({"value": math.inf, "check_error": math.inf}, "unexpected: inf TFLOPS is not finite", None),
+    ],
+)
+def test_a_row_that_fails_is_kept_without_its_value_and_with_its_numbers(row, changes, reason, error):
+    assert row().without_failed_value() == row()
+    assert not row().is_unexpected and not row(value=None, value_reason="unsupported").is_unexpected
+    refused = row(**changes).without_failed_value()
+    refused.validate()
+    assert refused.is_unexpected and reason in refused.value_reason
+    assert refused.key == row().key and (refused.value, refused.n, refused.ci_low, refused.ci_high) == (None,) * 4
+    assert (refused.check, refused.check_tolerance) == (row().check, row().check_tolerance)
+    assert refused.check_error == error
+    (stored,) = rows_from_csv(rows_to_csv([refused]))
+    assert stored == refused
+
+
+def test_a_row_that_is_malformed_is_an_error_even_where_its_check_failed(row):
+    with pytest.raises(RowError, match="neither a limit nor why"):
+        row(check_error=0.02, limit=None, limit_source="").without_failed_value()
+    with pytest.raises(RowError, match="lacks n or"):
+        row(check_error=0.02, n=None).without_failed_value()
+
+
+def test_rows_on_their_way_from_a_worker_are_not_held_against_their_checks(row):
+    failed = row(check_error=0.02)
+    assert rows_from_csv(rows_to_csv([failed]), validated=False) == [failed]
+    with pytest.raises(RowError, match="failed its check"):
+        rows_from_csv(rows_to_csv([failed]))
+
+
+def test_the_file_has_a_column_for_each_field_of_a_row():
+    assert set(COLUMNS) == {field.name for field in dataclasses.fields(Row)} | {"unit"}
