@@ -1,7 +1,7 @@
 """The book: tables, figures, report and reference pages, built after the fact from rows and samples alone. Knows no torch."""
 
 from hyperion.book.display import announce, banner, show, show_predictions, show_published, show_table, teach
-from hyperion.book.display_text import fill, pick, verdict
+from hyperion.book.display_text import compared_steps, fill, pick, verdict
 from hyperion.book.export import export_run
 from hyperion.book.material import Material
 from hyperion.book.outline import environment
@@ -13,8 +13,8 @@ from hyperion.book.tables import epoch_table, markdown, metric_table, tidy
 from hyperion.book.tables_collectives import kernels_chosen, link_meanings, links_between, rates_by_size
 
 __all__ = [
-    "PLOTS", "Material", "announce", "banner", "draw", "environment", "epoch_table", "export_run", "fill",
-    "headline_markdown", "kernels_chosen", "link_meanings", "links_between", "markdown", "metric_table", "pick",
+    "PLOTS", "Material", "announce", "banner", "compared_steps", "draw", "environment", "epoch_table", "export_run",
+    "fill", "headline_markdown", "kernels_chosen", "link_meanings", "links_between", "markdown", "metric_table", "pick",
     "published_bandwidth", "published_baseline", "published_gemm", "published_source", "rates_by_size",
     "reference_readme", "show", "show_predictions", "show_published", "show_table", "teach", "tidy", "verdict",
     "write_report",

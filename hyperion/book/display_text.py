@@ -65,6 +65,13 @@ def verdict(speedup: Row) -> str:
     return "slower than" if speedup.ci_high < 1 else "not told apart from"
 
 
+def compared_steps(row: Row) -> str:
+    """Which steps a comparison of losses is about: "steps 1 to 25"; "200 steps" where it is about all of them."""
+    if "first" not in row.params:
+        return f"{row.params['steps']} steps"
+    return f"steps {row.params['first']} to {row.params['last']}"
+
+
 def quoted_value(value: float, unit: str) -> str:
     """A value with its unit as a sentence has it: fractions in percent."""
     if unit == "fraction":

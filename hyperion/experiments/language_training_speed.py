@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from hyperion.data.loaders import LanguageBatches
 from hyperion.experiments import datasets
-from hyperion.experiments.captured_parity import SCATTER
 from hyperion.experiments.columns import out_of_memory_reason, sample_frame, timed_columns
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.paired_loops import OURS, PLAIN, PairedLoops, wait_for
@@ -22,6 +21,7 @@ from hyperion.experiments.products_alone import one_pass, products_of
 from hyperion.experiments.step_comparison import emptied_afterwards
 from hyperion.experiments.step_forecasts import NO_CEILINGS
 from hyperion.experiments.step_roof import StepRoof, own_roof, step_roof
+from hyperion.experiments.twins import SCATTER_BF16
 from hyperion.experiments.workloads import SIXTEEN_BIT, Workload, workload
 from hyperion.hardware import Device
 from hyperion.measure import PeakMemoryRegion, Timing, time_interleaved
@@ -206,7 +206,7 @@ def _parity(loops: PairedLoops, begun: dict[str, _Loop]) -> tuple[Row, pd.DataFr
     curves = {name: torch.stack(loop.losses[:steps]).float().cpu().numpy() for name, loop in begun.items()}
     means = {name: np.array([part.mean() for part in np.array_split(curve, WINDOWS)]) for name, curve in curves.items()}
     difference = float(np.max(np.abs(means[OURS] / means[PLAIN] - 1)))
-    how = f"mean loss of each of {WINDOWS} windows of the steps; {SCATTER}"
+    how = f"mean loss of each of {WINDOWS} windows of the steps; {SCATTER_BF16}"
     return loops.parity(steps, difference, how, tolerance), loops.curves_frame(curves)
 
 

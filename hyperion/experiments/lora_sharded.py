@@ -18,6 +18,7 @@ from hyperion.experiments.llama_setup import DATA, Material, base_model, frozen_
 from hyperion.experiments.ranks import ranks_of
 from hyperion.experiments.recipes import rank_zero_first
 from hyperion.experiments.training_rows import flops_floor
+from hyperion.experiments.twins import SCATTER_FP32
 from hyperion.experiments.variants import LLAMA, Report, merged, run_on_ranks
 from hyperion.measure import PeakMemoryRegion, RanksClock, time_function
 from hyperion.measure.memory import GIB
@@ -184,7 +185,7 @@ def _parity_row(context: Context, found: Material, alone: list[float], losses: l
         VARIANT, "relative_difference", difference, dtype="fp32",
         params={"model": found.model, "what": "training loss", "ranks": world().size, "steps": sizes["steps"],
                 "batch_size": sizes["batch_size"]},
-        check="losses of one device, step by step", check_error=difference, check_tolerance=TOLERANCE,
+        check=f"losses of one device, step by step; {SCATTER_FP32}", check_error=difference, check_tolerance=TOLERANCE,
         data_source=found.rows.source,
     )  # fmt: skip
 

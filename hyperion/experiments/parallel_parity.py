@@ -9,6 +9,7 @@ from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.ranks import ranks_of
 from hyperion.experiments.recipe import Recipe
 from hyperion.experiments.recipes import set_up
+from hyperion.experiments.twins import SCATTER_FP32
 from hyperion.experiments.variants import Report, merged, run_on_ranks
 from hyperion.parallel import differing_parameters, full_parameter_bytes, is_replicated, local_parameter_bytes
 from hyperion.processes import world
@@ -94,7 +95,7 @@ def _parity_row(context: Context, curves: pd.DataFrame, strategy: str, source: s
     difference = float(np.max(np.abs(losses[strategy] / losses["single"] - 1)))
     return context.row(
         strategy, "relative_difference", difference, dtype="fp32", params=_params(context),
-        check="losses of one device, step by step", check_error=difference, check_tolerance=TOLERANCE, data_source=source,
+        check=f"losses of one device, step by step; {SCATTER_FP32}", check_error=difference, check_tolerance=TOLERANCE, data_source=source,
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import torch._dynamo
 from hyperion.data.loaders import LanguageBatches
 from hyperion.experiments import datasets
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
+from hyperion.experiments.twins import SCATTER_BF16
 from hyperion.experiments.variants import Report
 from hyperion.measure.compilation import missing_compiler
 from hyperion.models import TransformerConfig, TransformerLM
@@ -194,7 +195,7 @@ def _rows(context: Context, rung: Rung, curves: dict[str, list[float]], reason: 
             context.row(
                 rung.name, "relative_difference", difference, dtype=rung.dtype,
                 params=_params(context, rung) if beside == before else _params(context, rung) | {"beside": beside},
-                n=context.sizes["steps"], check=f"losses of the rung {beside!r}, step by step", check_error=difference,
+                n=context.sizes["steps"], check=f"losses of the rung {beside!r}, step by step; {SCATTER_BF16}", check_error=difference,
                 check_tolerance=allowed[beside], data_source=source,
             )
         )  # fmt: skip

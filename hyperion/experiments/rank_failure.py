@@ -15,6 +15,7 @@ from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.ranks import ranks_of
 from hyperion.experiments.recipe import Recipe
 from hyperion.experiments.recipes import set_up
+from hyperion.experiments.twins import SCATTER_FP32
 from hyperion.experiments.variants import Report, run_on_ranks
 from hyperion.processes import RankError, world
 from hyperion.processes.lifeline import has_ended
@@ -53,7 +54,7 @@ def run(context: Context, report: Report) -> Result:
                     check="none", check_error=left, check_tolerance=0),
         context.row("ddp", "relative_difference", difference, dtype="fp32",
                     params={"what": "losses after the kill", "ranks": ranks, "steps": len(found)},
-                    check="losses of the undisturbed run", check_error=difference, check_tolerance=1e-5,
+                    check=f"losses of the undisturbed run; {SCATTER_FP32}", check_error=difference, check_tolerance=1e-5,
                     data_source=source),
     ]  # fmt: skip
     return Result(rows, again.samples, source)

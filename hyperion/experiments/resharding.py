@@ -13,6 +13,7 @@ from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.ranks import ranks_of
 from hyperion.experiments.recipe import Recipe, Training
 from hyperion.experiments.recipes import set_up
+from hyperion.experiments.twins import SCATTER_FP32
 from hyperion.experiments.variants import Report, merged, run_on_ranks
 from hyperion.processes import world
 from hyperion.results import Row
@@ -104,7 +105,7 @@ def _row(context: Context, ranks: int, first: Result, resumed: Result) -> Row:
     difference = float(np.max(np.abs(found / expected - 1)))
     return context.row(
         "fsdp", "relative_difference", difference, dtype="fp32", params=_params(context, ranks),
-        check="next losses of the ranks that saved", check_error=difference, check_tolerance=TOLERANCE,
+        check=f"next losses of the ranks that saved; {SCATTER_FP32}", check_error=difference, check_tolerance=TOLERANCE,
         data_source=resumed.source,
     )  # fmt: skip
 

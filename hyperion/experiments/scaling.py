@@ -10,6 +10,7 @@ from hyperion.experiments.ranks import devices_here
 from hyperion.experiments.scaling_forecast import efficiency_forecast
 from hyperion.experiments.scaling_workloads import MODES, Workload, dtype_here, workloads_of
 from hyperion.experiments.training_rows import flops_floor
+from hyperion.experiments.twins import SCATTER_FP32
 from hyperion.experiments.variants import LLAMA, Report, merged, run_on_ranks
 from hyperion.processes import JobError
 from hyperion.processes.job import INTERRUPTED
@@ -152,7 +153,7 @@ def _parity_row(context: Context, workload: Workload, own: pd.DataFrame, ranks: 
     difference = float(np.max(np.abs(here / alone - 1)))
     return context.row(
         workload.name, "relative_difference", difference, dtype="fp32", params=params,
-        check="losses of one device, step by step", check_error=difference, check_tolerance=PARITY,
+        check=f"losses of one device, step by step; {SCATTER_FP32}", check_error=difference, check_tolerance=PARITY,
     )  # fmt: skip
 
 

@@ -1,8 +1,10 @@
 """Sentences take their numbers from rows, and fail where a row is missing."""
 
+from dataclasses import replace
+
 import pytest
 
-from hyperion.book.display_text import fill, pick, quoted_value, verdict
+from hyperion.book.display_text import compared_steps, fill, pick, quoted_value, verdict
 from hyperion.errors import HyperionError
 from hyperion.results import Row
 
@@ -19,6 +21,12 @@ def test_pick_refuses_none_and_several(material):
         pick(material.rows, "gemm_tflops", dtype="fp8")
     with pytest.raises(HyperionError, match=r"\d+ rows of gemm_tflops"):
         pick(material.rows, "gemm_tflops", dtype="bf16")
+
+
+def test_compared_steps_names_the_window_or_all_steps(material):
+    row = material.rows[0]
+    assert compared_steps(replace(row, params={"steps": 200, "first": 1, "last": 25})) == "steps 1 to 25"
+    assert compared_steps(replace(row, params={"steps": 200})) == "200 steps"
 
 
 def test_fill_writes_values_with_units(material):

@@ -300,5 +300,5 @@ def test_the_leakage_check_refuses_a_model_that_sees_the_future(folder, monkeypa
         torch.nn.functional, "scaled_dot_product_attention", lambda q, k, v, is_causal: attention(q, k, v)
     )
     sizes = load_profile("smoke").sizes("02_core_framework", "leakage")
-    with pytest.raises(RowError, match="failed its check 'standard errors below ln V'"):
+    with pytest.raises(RowError, match="failed its check 'standard errors below ln V"):
         perform("leakage", sizes, folder)

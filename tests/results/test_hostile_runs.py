@@ -54,7 +54,7 @@ def rows_and_samples(experiment: str) -> tuple[list[Row], pd.DataFrame]:
                     **circumstances, **checked, metric=name, value=found.value, n=found.n, ci_low=found.ci_low,
                     ci_high=found.ci_high, limit=limit, limit_source="data sheet",
                     clock_mhz=1000.0, power_w=100.0,
-                )  # fmt: skip
+                )
             )
         frames.append(
             pd.DataFrame({"variant": variant, "dtype": "fp32", "params": json.dumps(params), "index": range(30), "time_s": times})
