@@ -176,7 +176,8 @@ def _loss_rows(context: Context, found: Material, dtype: str, before: dict, afte
     source = "each completion follows from its prompt" if floor is not None else "no limit: what rows say is not certain"
     error = math.hypot(before["standard_error_nats"], after["standard_error_nats"])
     fall = {
-        "check": "below the loss before training by 4 standard errors (passes by chance 3 times in 100,000)", "check_error": after["loss"] - before["loss"],
+        "check": "below the loss before training by 4 standard errors (passes by chance 3 times in 100,000)",
+        "check_error": after["loss"] - before["loss"],
         "check_tolerance": -_STANDARD_ERRORS * error,
     }  # fmt: skip
     return [

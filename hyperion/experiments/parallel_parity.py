@@ -95,7 +95,8 @@ def _parity_row(context: Context, curves: pd.DataFrame, strategy: str, source: s
     difference = float(np.max(np.abs(losses[strategy] / losses["single"] - 1)))
     return context.row(
         strategy, "relative_difference", difference, dtype="fp32", params=_params(context),
-        check=f"losses of one device, step by step; {SCATTER_FP32}", check_error=difference, check_tolerance=TOLERANCE, data_source=source,
+        check=f"losses of one device, step by step; {SCATTER_FP32}",
+        check_error=difference, check_tolerance=TOLERANCE, data_source=source,
     )  # fmt: skip
 
 

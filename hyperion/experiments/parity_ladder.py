@@ -195,8 +195,8 @@ def _rows(context: Context, rung: Rung, curves: dict[str, list[float]], reason: 
             context.row(
                 rung.name, "relative_difference", difference, dtype=rung.dtype,
                 params=_params(context, rung) if beside == before else _params(context, rung) | {"beside": beside},
-                n=context.sizes["steps"], check=f"losses of the rung {beside!r}, step by step; {SCATTER_BF16}", check_error=difference,
-                check_tolerance=allowed[beside], data_source=source,
+                n=context.sizes["steps"], check=f"losses of the rung {beside!r}, step by step; {SCATTER_BF16}",
+                check_error=difference, check_tolerance=allowed[beside], data_source=source,
             )
         )  # fmt: skip
     return rows
