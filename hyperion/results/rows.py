@@ -25,6 +25,22 @@ class RowError(HyperionError):
     """A row that breaks the rules of its metric."""
 
 
+def require_file_names(notebook: str, experiment: str) -> None:
+    """Refuse a notebook or an experiment that cannot be a part of a file's name: "notebook.experiment.parquet".
+
+    Raises:
+        RowError: one of them has a character such as "/", begins with a dot, or is longer than 80 characters; or the
+            experiment has a dot, so that two pairs would give one name.
+    """
+    for name, text in (("notebook", notebook), ("experiment", experiment)):
+        if not _FILE_NAMES[name].fullmatch(text):
+            raise RowError(
+                f"{name} is {text!r:.100}, which cannot be a part of a file's name",
+                where=f"{notebook!r:.100} / {experiment!r:.100}",
+                next_step="use letters, digits, '_', '-' and spaces, 80 at most",
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One measured, counted or computed value with its limit, statistics, check and circumstances.
@@ -133,10 +149,7 @@ class Row:
         for name in _TEXTS:
             text = getattr(self, name)
             self._demand(isinstance(text, str), f"{name} is {text!r}, which is no text", 'leave it "" where there is none')
-        for name, pattern in _FILE_NAMES.items():
-            text = getattr(self, name)
-            fault = f"{name} is {text!r:.100}, which cannot be a part of a file's name"
-            self._demand(pattern.fullmatch(text), fault, "use letters, digits, '_', '-' and spaces, 80 at most")
+        require_file_names(self.notebook, self.experiment)
         for column in _FLOATS:
             number = getattr(self, column)
             finite = number is None or abs(number) <= sys.float_info.max
@@ -195,7 +208,6 @@ class Row:
 _TEXTS = ("notebook", "experiment", "variant", "dtype", "metric", "value_reason", "limit_source", "check", "data_source")
 _FLOATS = ("value", "ci_low", "ci_high", "predicted", "limit", "check_error", "check_tolerance", "clock_mhz", "power_w")
 _INTEGERS = ("rank", "n")
-# An experiment's name goes without a dot, so that "notebook.experiment.parquet" means one experiment alone.
 _FILE_NAMES = {"notebook": re.compile(r"\w[\w .+-]{0,79}"), "experiment": re.compile(r"\w[\w +-]{0,79}")}
 _MOST_COUNTED = 2**63
 # Above any clock in MHz and any device's power in W, below any clock in kHz and any power in mW.

@@ -21,7 +21,7 @@ from hyperion.results.files import (
     verify_folder,
     vouched_names,
 )
-from hyperion.results.rows import SCHEMA_VERSION, Row, RowError, rows_from_csv, rows_to_csv
+from hyperion.results.rows import SCHEMA_VERSION, Row, RowError, require_file_names, rows_from_csv, rows_to_csv
 from hyperion.results.samples import read_samples
 from hyperion.results.typed import from_json
 from hyperion.untrusted import DOCUMENT_BYTES, parse_json
@@ -215,6 +215,7 @@ class Run:
         Raises:
             RowError: a row breaks its metric's rules, names another experiment, or occurs twice. Nothing is stored then.
         """
+        require_file_names(notebook, experiment)
         rows = _checked(notebook, experiment, rows)
         entry = {"input_hash": input_hash, "rows": len(rows), "source": source, "data": data or {}}
         with locked(self.folder, WRITER_LOCK, create=True):
@@ -353,6 +354,8 @@ class Run:
         """
         found = self._json_of(EXPERIMENTS)
         from_json(dict[str, _Finished], found, EXPERIMENTS, extra=True)
+        for name in found:
+            require_file_names(*name.partition("/")[::2])
         return found
 
     def _json_of(self, name: str) -> dict:

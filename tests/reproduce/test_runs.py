@@ -1,3 +1,5 @@
+import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -96,3 +98,30 @@ def test_earlier_durations_are_those_of_goes_that_measured_all_in_the_newest_run
     assert earlier_seconds(tmp_path, SETTING, "01_x") == 12.0
     assert earlier_seconds(tmp_path, SETTING, "02_y") is None
     assert earlier_seconds(tmp_path, SETTING | {"seed": 5}, "01_x") is None
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_runs_are_claimed_without_flock(tmp_path, monkeypatch, number):
+    def refuse(descriptor, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with claim(tmp_path, "mine") as (ledger, _):
+        assert in_use(ledger.run.folder)
+        with pytest.raises(HyperionError, match="another call"), claim(tmp_path, "mine"):
+            pass
+    assert not in_use(tmp_path / "mine")
+    with claim(tmp_path, "mine") as (_, existed):
+        assert existed
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_a_driver_lock_or_ledger_that_is_no_regular_file_is_refused(tmp_path, kind):
+    for name in (".driver.lock", "reproduce.json"):
+        with claim(tmp_path / name, "mine") as (ledger, _):
+            path = ledger.run.folder / name
+        path.unlink()
+        os.mkfifo(path) if kind == "pipe" else path.symlink_to(tmp_path / "outside")
+        with pytest.raises(StoreError), claim(tmp_path / name, "mine"):
+            pass
+        assert not (tmp_path / "outside").exists()

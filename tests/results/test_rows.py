@@ -99,7 +99,7 @@ def test_each_rule_refuses_by_name(row, changes, fault):
     with pytest.raises(RowError) as refusal:
         row(**changes).validate()
     assert fault in str(refusal.value)
-    assert "gemm_tflops" in str(refusal.value)
+    assert "gemm_tflops" in str(refusal.value) or "file's name" in fault
     assert refusal.value.next_step
 
 
