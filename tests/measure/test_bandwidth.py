@@ -82,3 +82,14 @@ def test_one_wrong_element_of_a_stream_is_caught_wherever_it_is(operation, dtype
     place = int((output.float().abs() - 1).abs().argmin())
     output[place] *= 1.09
     assert not verify_elementwise(output, chosen.reference, inputs, tolerance).passed
+
+
+def test_results_rounded_to_subnormal_numbers_are_right_and_wrong_ones_are_not():
+    a = torch.linspace(-1e-6, 1e-6, 1001).half()
+    output, tolerance = torch.mul(a, 0.4), torch.finfo(torch.float16).eps
+    assert verify_elementwise(output, OPERATIONS["scale"].reference, (a,), 0.1).passed
+    output = torch.cat([output, torch.tensor([0.4]).half()])
+    a = torch.cat([a, torch.ones(1).half()])
+    assert verify_elementwise(output, OPERATIONS["scale"].reference, (a,), tolerance).passed
+    output[0] += 2**-22
+    assert not verify_elementwise(output, OPERATIONS["scale"].reference, (a,), tolerance).passed
