@@ -3,8 +3,9 @@
 A training that visits the same batches again and again is chaotic: two runs of it that round differently part, and after
 some hundred steps their losses differ by percents although both are right. No fixed tolerance fits: it is a coin toss late
 in the training, and blind early in it. So the scatter is measured. A twin is the baseline again, with the same weights and
-batches, whose products have operands and results perturbed at random by up to one spacing of a number format (`RandomRounding`).
-A variant computes the same training in that format if its loss lies within the prediction interval of its twins.
+batches, whose products have operands and results rounded to the grid of a number format that is scaled by a random factor
+(`OtherRounding`). The format itself is one such grid. A variant computes the same training in that format if its loss lies
+within the prediction interval of its twins.
 
 The early steps, before the runs part, have a narrow interval: they show whether the variant computes the same. The late
 steps have a wide one: they show whether it still learns as well.
@@ -21,16 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-# Of one check, where twins scatter normally. A tenth of the 1 in 10,000 that is promised: a variant's own rounding may
-# shift it by some standard deviations, which its twins, each with other rounding, do not share.
+# Of one check, where twins scatter normally: a tenth of the 1 in 10,000 that is promised, since they need not.
 FALSE_ALARM = 1e-5
 TWINS = 8
 # Trainings that visit each token once do not part. There the checks have fixed tolerances, far above the scatter of twins:
 # measured on an H200 with the language model of 2.3, over 200 steps, 8 twins a format (standard deviations, relative).
 SCATTER_BF16 = "twins of a language model scatter by 1e-4, so a false alarm is rarer than 1 in 1,000,000"
 SCATTER_FP32 = "twins of a language model scatter by 1e-8, so a false alarm is rarer than 1 in 1,000,000"
-# Spacing of the numbers just above 1: 2 ** -(bits of the stored mantissa).
-SPACING = {"fp32": 2.0**-23, "tf32": 2.0**-10, "fp16": 2.0**-10, "bf16": 2.0**-7, "fp8": 2.0**-3}
+_LOSS_SPACING = 2.0**-23  # of losses, which are kept in float32
 _PRODUCTS = frozenset(
     (
         F.linear,
@@ -45,71 +44,74 @@ _PRODUCTS = frozenset(
 )
 
 
-class RandomRounding(TorchFunctionMode):
-    """Context in which products round at random: operands, results and their gradients are multiplied by 1 + spacing * r,
-    r uniform in [-1, 1].
+class OtherRounding(TorchFunctionMode):
+    """Context in which operands and results of products, and their gradients, are rounded to the grid of a number format
+    scaled by a random factor: ``round(x * c) / c``.
 
-    A parameter gets the same r at every step, as a format rounds a value that hardly changes the same way each time; all
-    else gets a fresh one.
+    The format itself is the grid with c = 1. Its errors are the same for equal values: a logit that many positions share is
+    rounded the same way at all of them. So are those of a scaled grid, while independent random errors would average out.
 
     Args:
-        spacing: relative size of the perturbation, see SPACING.
-        seed: of the perturbations; weights, batches and dropout draw from other generators.
+        dtype: fp32, bf16 or fp8, see `twin_format`.
+        seed: draws c, uniform in [1, 2) on a logarithmic scale; weights, batches and dropout draw from other generators.
     """
 
-    def __init__(self, spacing: float, seed: int):
+    def __init__(self, dtype: str, seed: int):
         super().__init__()
-        self.spacing, self.seed = spacing, seed
-        self._generators: dict[torch.device, torch.Generator] = {}
-        self._of_parameters: dict[int, Tensor] = {}
+        self._round = _ROUNDINGS[dtype]
+        self._in_float64 = dtype == "fp32"  # a product with c in float32 has an error of its own, as large as that of fp32
+        self.factor = float(2 ** np.random.default_rng(seed).random())
 
     def __torch_function__(self, function: Callable, types, args=(), kwargs=None):
         if function not in _PRODUCTS:
             return function(*args, **(kwargs or {}))
-        rounded = [self.rounded(arg) for arg in args]
-        return self.rounded(function(*rounded, **{name: self.rounded(arg) for name, arg in (kwargs or {}).items()}))
+        rounded = [self._rounded(arg) for arg in args]
+        named = {name: self._rounded(arg) for name, arg in (kwargs or {}).items()}
+        return self._rounded(function(*rounded, **named))
 
-    def rounded(self, value: object) -> object:
-        """Return a tensor of floating-point numbers perturbed, anything else as it is."""
-        if not (isinstance(value, Tensor) and value.is_floating_point()):
-            return value
-        return _Perturbed.apply(value, self)
+    def _rounded(self, value: object) -> object:
+        return _Rounded.apply(value, self) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-    def factor(self, tensor: Tensor) -> Tensor:
-        """Return 1 + spacing * r for each element of `tensor`."""
-        generator = self._generators.get(tensor.device)
-        if generator is None:
-            generator = torch.Generator(tensor.device).manual_seed(self.seed)
-            self._generators[tensor.device] = generator
-        drawn = torch.empty(tensor.shape, device=tensor.device)  # float32: 1 + r * 2 ** -10 has no neighbour in bf16
-        return drawn.uniform_(-self.spacing, self.spacing, generator=generator).add_(1.0)
+    def rounded(self, tensor: Tensor, gradient: bool = False) -> Tensor:
+        """Return `tensor` on the scaled grid, in its own dtype.
 
-    def factor_of_parameter(self, parameter: Tensor) -> Tensor:
-        """Return the same factors at every call; the storage tells which parameter it is."""
-        key = parameter.data_ptr()
-        if key not in self._of_parameters:
-            self._of_parameters[key] = self.factor(parameter)
-        return self._of_parameters[key]
+        Args:
+            gradient: it is one: fp8 has another format for gradients.
+        """
+        wide = tensor.double() if self._in_float64 else tensor.float()
+        return (self._round(wide * self.factor, gradient) / self.factor).to(tensor.dtype)
 
 
-class _Perturbed(torch.autograd.Function):
-    """Multiply by a random factor, the gradient by another one; nothing is saved for the backward pass."""
+class _Rounded(torch.autograd.Function):
+    """Round forward, and the gradient backward."""
 
     @staticmethod
-    def forward(ctx, tensor: Tensor, rounding: RandomRounding) -> Tensor:
+    def forward(ctx, tensor: Tensor, rounding: OtherRounding) -> Tensor:
         ctx.rounding = rounding
-        factor = (
-            rounding.factor_of_parameter(tensor) if isinstance(tensor, torch.nn.Parameter) else rounding.factor(tensor)
-        )
-        return (tensor * factor).to(tensor.dtype)
+        return rounding.rounded(tensor)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return (gradient * ctx.rounding.factor(gradient)).to(gradient.dtype), None
+        return ctx.rounding.rounded(gradient, gradient=True), None
+
+
+def _to_fp8(scaled: Tensor, gradient: bool) -> Tensor:
+    """Through fp8 with the tensor's largest number at the format's largest, as `hyperion.training.float8` scales."""
+    dtype = torch.float8_e5m2 if gradient else torch.float8_e4m3fn
+    # The factor of the grid must not cancel out: the scale is that of the number below the largest one, a power of two.
+    largest = torch.finfo(dtype).max / 2 ** torch.ceil(torch.log2(scaled.abs().amax().clamp(min=1e-30)))
+    return (scaled * largest).to(dtype).to(scaled.dtype) / largest
+
+
+_ROUNDINGS: dict[str, Callable[[Tensor, bool], Tensor]] = {
+    "fp32": lambda scaled, gradient: scaled.float().double(),
+    "bf16": lambda scaled, gradient: scaled.bfloat16().float(),
+    "fp8": _to_fp8,
+}
 
 
 def train_twins(dtype: str, seed: int, train: Callable[[], list[float]]) -> pd.DataFrame:
-    """Train the baseline TWINS times with products rounded at random as coarsely as `dtype` rounds.
+    """Train the baseline TWINS times with products rounded as coarsely as `dtype` rounds, each time to another grid.
 
     Args:
         dtype: format of the variants that are to be compared, see `twin_format`.
@@ -121,7 +123,7 @@ def train_twins(dtype: str, seed: int, train: Callable[[], list[float]]) -> pd.D
     """
     frames = []
     for number in range(TWINS):
-        with RandomRounding(SPACING[dtype], seed * TWINS + number):
+        with OtherRounding(dtype, seed * TWINS + number):
             losses = train()
         steps = range(1, len(losses) + 1)
         frames.append(pd.DataFrame({"kind": "twin", "twin": number, "dtype": dtype, "step": steps, "loss": losses}))
@@ -131,8 +133,8 @@ def train_twins(dtype: str, seed: int, train: Callable[[], list[float]]) -> pd.D
 def twin_format(dtype: str) -> str:
     """Return the format whose twins a variant in `dtype` is compared with.
 
-    The twins of bf16 serve tf32 and fp16 as well: late in a chaotic training the scatter does not depend on the format,
-    and early in it the coarser format allows a little more.
+    The twins of bf16 serve tf32 and fp16, which are finer, as well: late in a chaotic training the scatter does not depend on
+    the format, and early in it the coarser format allows a little more.
     """
     return dtype if dtype in ("fp32", "fp8") else "bf16"
 
@@ -204,8 +206,8 @@ def tolerance(twins: list[float], baseline: float) -> float:
     With x the logarithms of the twins' mean losses over the baseline's, m of them, mean and standard deviation s: one more
     training with such rounding lies within ``mean ± t s sqrt(1 + 1/m)``, t the quantile of Student's distribution with
     m - 1 degrees of freedom, but for a share FALSE_ALARM of them. So its distance from the baseline is at most
-    ``|mean| + t s sqrt(1 + 1/m)``; the losses are float32, whose spacing is added. Twins round everywhere by up to one
-    spacing, and a format by half of one: the true share is smaller.
+    ``|mean| + t s sqrt(1 + 1/m)``; the losses are float32, whose spacing is added. A variant that rounds less than its
+    twins (fewer operations, or a finer format) lies nearer still.
 
     Args:
         twins: mean losses of the twins, at least 2.
@@ -216,4 +218,4 @@ def tolerance(twins: list[float], baseline: float) -> float:
     x = np.log(np.asarray(twins) / baseline)
     m = len(x)
     reach = stats.t.isf(FALSE_ALARM / 2, m - 1) * x.std(ddof=1) * math.sqrt(1 + 1 / m)
-    return math.expm1(abs(x.mean()) + reach) + SPACING["fp32"]
+    return math.expm1(abs(x.mean()) + reach) + _LOSS_SPACING

@@ -10,44 +10,45 @@ import torch
 import torch.nn.functional as F
 
 from hyperion.experiments import twins
-from hyperion.experiments.twins import (
-    FALSE_ALARM,
-    SPACING,
-    TWINS,
-    RandomRounding,
-    agreements,
-    tolerance,
-    train_twins,
-    windows,
-)
+from hyperion.experiments.twins import FALSE_ALARM, TWINS, OtherRounding, agreements, tolerance, train_twins, windows
+
+UNITS = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp8": 2.0**-4}
 
 
-def test_products_are_perturbed_by_at_most_one_spacing_each_time():
-    weight, inputs = torch.nn.Parameter(torch.randn(16, 8, dtype=torch.float64)), torch.randn(4, 8, dtype=torch.float64)
+@pytest.mark.parametrize("name", UNITS)
+def test_numbers_are_rounded_to_a_scaled_grid_of_the_format(name):
+    unit, numbers = UNITS[name], torch.randn(1000, dtype=torch.float64)
+    rounding = OtherRounding(name, 7)
+    rounded = rounding.rounded(numbers)
+    # fp8 is scaled by a power of two; its smallest numbers have an absolute error.
+    error, smallest = (rounded - numbers).abs(), 2.0**-9 * float(numbers.abs().max()) if name == "fp8" else 0.0
+    assert (error <= 1.01 * (unit * numbers.abs() + smallest)).all() and error.mean() > unit * numbers.abs().mean() / 8
+    assert 1 <= rounding.factor < 2 and rounding.factor != OtherRounding(name, 8).factor
+    torch.testing.assert_close(rounding.rounded(rounded), rounded, rtol=1e-6, atol=0)  # already on the grid
+    equal = torch.full((10,), 0.3, dtype=torch.float64)
+    assert len(rounding.rounded(equal).unique()) == 1
+
+
+def test_the_format_itself_is_the_grid_with_factor_one():
+    rounding, numbers = OtherRounding("bf16", 0), torch.randn(1000)
+    rounding.factor = 1.0
+    assert torch.equal(rounding.rounded(numbers), numbers.bfloat16().float())
+
+
+def test_products_alone_are_rounded_operands_results_and_gradients():
+    weight, inputs = torch.nn.Parameter(torch.randn(16, 8)), torch.randn(4, 8, requires_grad=True)
     exact = inputs @ weight.T
-    bound = ((1 + 2**-7) ** 3 - 1) * (inputs.abs() @ weight.abs().T) + 1e-12
-    seen = set()
-    with RandomRounding(SPACING["bf16"], 0):
-        for product in (F.linear, lambda x, w: x @ w.T, lambda x, w: torch.matmul(x, w.T)):
-            for _ in range(20):
-                error = (product(inputs, weight) - exact).abs()
-                assert (error > 0).any() and (error <= bound).all()
-                seen.add(float(error.detach().sum()))
-        torch.testing.assert_close(inputs + 1, inputs + 1, rtol=0, atol=0)  # nothing but products
-    assert len(seen) == 60
+    rounding = OtherRounding("bf16", 0)
+    expected = rounding.rounded(rounding.rounded(inputs) @ rounding.rounded(weight).T)
+    for product in (F.linear, lambda x, w: x @ w.T, lambda x, w: torch.matmul(x, w.T)):
+        with rounding:
+            result = product(inputs, weight)
+            torch.testing.assert_close(inputs + 1, inputs.detach() + 1, rtol=0, atol=0)
+        torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
+        (gradient,) = torch.autograd.grad(result.sum(), inputs)
+        plain = torch.ones(4, 16) @ weight
+        assert 0 < (gradient - plain).abs().max() < 2.0**-6 * plain.abs().max()
     torch.testing.assert_close(F.linear(inputs, weight), exact)
-
-
-def test_a_parameter_is_rounded_the_same_way_at_every_step_and_its_gradient_anew():
-    weight = torch.nn.Parameter(torch.ones(5, 3))
-    rounding = RandomRounding(2.0**-7, 3)
-    first, second = (rounding.rounded(weight) for _ in range(2))
-    assert torch.equal(first, second) and not torch.equal(first, weight)
-    gradients = []
-    for _ in range(2):
-        (gradient,) = torch.autograd.grad(rounding.rounded(weight).sum(), weight)
-        gradients.append(gradient)
-    assert not torch.equal(*gradients) and all((g - 1).abs().max() <= 2.0**-7 for g in gradients)
 
 
 def test_the_same_seed_gives_the_same_twin():
