@@ -120,7 +120,7 @@ def test_variables_of_torchrun_that_make_no_sense_do_not_matter_to_one_process(s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variables", "told"), [({"RANK": "abc"}, "WORLD_SIZE"), ({"LOCAL_RANK": "x"}, "-1 is no seed")])
+@pytest.mark.parametrize(("variables", "told"), [({"RANK": "abc"}, "WORLD_SIZE"), ({"LOCAL_RANK": "x"}, "seed is -1")])
 def test_a_training_names_the_variable_or_the_seed_that_makes_no_sense(shell, variables, told):
     script = CHECKOUT / "phase2_development/run_distributed.py"
     done = shell(f'"{sys.executable}" "{script}" --seed -1', **variables)

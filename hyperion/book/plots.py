@@ -319,11 +319,14 @@ def draw(name: str, material: Material, **options) -> bytes | None:
             figure = chosen.draw(material, **options)
             return None if figure is None else png(figure)
 
+    # One refused value must not cost the page, nor may a figure be missing in silence.
+    refused = any(row.is_unexpected and chosen.experiment in (ALL, row.experiment) for row in material.rows)
     try:
-        return drawn()
+        content, why = drawn(), "nothing is left to draw"
     except HyperionError as error:
-        # One refused value must not cost the page, nor may a figure be missing in silence.
-        if not any(row.is_unexpected for row in material.rows):
+        if not refused:
             raise
-        print(f"WARNING: no figure {name!r}, which needs a value that was refused ({error.what})")
-        return None
+        content, why = None, error.what
+    if content is None and refused:
+        print(f"WARNING: no figure {name!r}, which needs a value that was refused ({why})")
+    return content

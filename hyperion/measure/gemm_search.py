@@ -245,7 +245,8 @@ class _Products:
 def _measured(
     shapes: list[Shape], products: list[Gemm], device: Device, time_limit_s: float, clock: Clock | None = None
 ) -> list[Finalist]:
-    timings = time_interleaved(products, device, time_limit_s=time_limit_s, clock=clock)
+    # At least one product is measured, whatever it takes: a ranking may have left no time.
+    timings = time_interleaved(products, device, time_limit_s=max(time_limit_s, 1e-3), clock=clock)
     # They share an output: each multiplies once more for its check.
     return [Finalist(s, t, product.verify()) for s, t, product in zip(shapes, timings, products, strict=True)]
 

@@ -71,7 +71,7 @@ def test_a_fault_of_a_figure_is_an_error_where_no_value_was_refused(material, mo
         raise TypeError("planted")
 
     monkeypatch.setattr("hyperion.book.plots.PLOTS", [replace(PLOTS[0], draw=fail)])
-    with pytest.raises(TypeError, match="planted"):
+    with pytest.raises(HyperionError, match="TypeError: planted"):
         draw(PLOTS[0].name, material)
     assert draw(PLOTS[0].name, with_refused_values(material, every=False)) is None
     assert capsys.readouterr().out.startswith(f"WARNING: no figure {PLOTS[0].name!r}")

@@ -39,6 +39,7 @@ from hyperion.data import (
 from hyperion.data.cifar10_formats import LAYOUTS, read_python_batch
 from hyperion.data.corpus import count_non_empty, count_words_with_eos
 from hyperion.data.manifest import FILE_NAME, write_manifest
+from hyperion.data.staging import MARK
 from hyperion.data.synthetic_images import synthetic_images
 from hyperion.data.tokenizer import train_tokenizer
 from hyperion.data.verify import examine
@@ -181,7 +182,8 @@ damage = st.tuples(st.sampled_from([*NODES.items(), *BYTES.items()]), st.floats(
 
 
 def files_of(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+    # Without the mark that tells `hyperion clean` whose files these are: it is no part of the data.
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARK)
 
 
 @mutations(90)
