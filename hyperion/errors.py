@@ -54,7 +54,9 @@ def require_seed(seed: int) -> int:
     """
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed <= LARGEST_SEED:
         raise HyperionError(
-            f"seed is {seed!r}", next_step=f"give a whole number from 0 to {LARGEST_SEED}, as --seed 0 or SEED=0"
+            f"seed is {seed!r}",
+            where="the seed of the run",
+            next_step=f"give a whole number from 0 to {LARGEST_SEED}, as --seed 0 or SEED=0",
         )
     return int(seed)
 

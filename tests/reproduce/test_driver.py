@@ -268,8 +268,8 @@ def test_a_notebook_has_a_limit_too_and_one_that_keeps_to_both_is_done(root):
 def test_the_time_budget_interrupts_a_cell(root, how):
     write_notebook(root / "phase1_hardware", "01_first", [recording("01_first"), ENDLESS[how]], time_budget_s={"smoke": 0.1})
     started = time.monotonic()
-    code, text = call(time_budget_s=4.0)
-    assert code == 3 and "unfinished, the time budget is spent" in text and time.monotonic() - started < 40
+    code, text = call(time_budget_s=15.0)  # a kernel may take seconds to start
+    assert code == 3 and "unfinished, the time budget is spent" in text and time.monotonic() - started < 60
     assert statuses(the_run(root)) == {"01_first": "unfinished"} and len(the_run(root).rows()) == 1
     write_notebook(root / "phase1_hardware", "01_first", [recording("01_first")])
     assert call()[0] == 0
