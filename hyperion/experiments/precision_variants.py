@@ -15,7 +15,7 @@ from hyperion.experiments.memory_forecasts import foretold, policy
 from hyperion.experiments.side_by_side import run_side_by_side
 from hyperion.experiments.step_comparison import Contender, compare_steps
 from hyperion.experiments.training_rows import step_forecasts
-from hyperion.experiments.twins import BIAS, agreements, train_twins
+from hyperion.experiments.twins import BIAS, agreements, difference_rows, train_twins
 from hyperion.experiments.variants import merged
 from hyperion.experiments.workloads import KINDS, SIXTEEN_BIT, Batch, Ready, Workload
 from hyperion.hardware import Device
@@ -174,14 +174,8 @@ def _agreements(told: Result) -> list[Row]:
         curves = {name: part["loss"].to_numpy() for name, part in own[own["kind"] == "step"].groupby("dtype")}
         if REFERENCE not in curves:
             continue
-        for agreement in agreements(curves[row.dtype], curves[REFERENCE], own[own["kind"] == "twin"], BIAS[row.dtype]):
-            params = row.params | {"of": "training_loss", "from": REFERENCE} | agreement.params
-            found.append(
-                replace(
-                    row, metric="relative_difference", value=agreement.difference, params=params, limit_source="",
-                    check=agreement.check, check_error=agreement.difference, check_tolerance=agreement.tolerance,
-                )
-            )  # fmt: skip
+        compared = agreements(curves[row.dtype], curves[REFERENCE], own[own["kind"] == "twin"], BIAS[row.dtype])
+        found += difference_rows(row, REFERENCE, compared)
     return found
 
 

@@ -21,7 +21,7 @@ from hyperion.experiments.precision_variants import rate_forecast, tensor_bytes_
 from hyperion.experiments.side_by_side import run_counted
 from hyperion.experiments.step_comparison import emptied_afterwards
 from hyperion.experiments.training_rows import speed_rows
-from hyperion.experiments.twins import BIAS, agreements, train_twins, twin_format
+from hyperion.experiments.twins import BIAS, agreements, difference_rows, train_twins, twin_format
 from hyperion.experiments.variants import COMPILER, merged
 from hyperion.experiments.workloads import Batch, Ready, Workload
 from hyperion.measure import PeakMemoryRegion, Timing, time_interleaved
@@ -184,14 +184,8 @@ def _differences(told: Result) -> list[Row]:
         if row.params["rung"] == BASELINE or BASELINE not in curves:
             continue
         twins = own[(own["kind"] == "twin") & (own["dtype"] == twin_format(row.dtype))]
-        for agreement in agreements(curves[row.params["rung"]], curves[BASELINE], twins, BIAS[row.dtype]):
-            params = row.params | {"of": "training_loss", "from": BASELINE} | agreement.params
-            found.append(
-                replace(
-                    row, metric="relative_difference", value=agreement.difference, params=params, limit_source="",
-                    check=agreement.check, check_error=agreement.difference, check_tolerance=agreement.tolerance,
-                )
-            )  # fmt: skip
+        compared = agreements(curves[row.params["rung"]], curves[BASELINE], twins, BIAS[row.dtype])
+        found += difference_rows(row, BASELINE, compared)
     return found
 
 

@@ -13,7 +13,7 @@ steps have a wide one: they show whether it still learns as well.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from hyperion.results import Row
 
 # Of one check, where twins scatter normally: a tenth of the 1 in 10,000 that is promised, since they need not.
 FALSE_ALARM = 1e-5
@@ -199,6 +201,23 @@ def agreements(losses: np.ndarray, baseline: np.ndarray, twins: pd.DataFrame, bi
             bias=bias, twins=len(curves),
         )
         for name, window in windows(len(baseline)).items()
+    ]  # fmt: skip
+
+
+def difference_rows(row: Row, baseline: str, found: list[Agreement]) -> list[Row]:
+    """Return a row of each window: how far a variant's losses lie from the baseline's, checked by the tolerance.
+
+    Args:
+        row: the variant's training loss, whose circumstances they share.
+        baseline: what it was compared with, for the rows' params.
+    """
+    return [
+        replace(
+            row, metric="relative_difference", value=agreement.difference, limit_source="",
+            params=row.params | {"of": "training_loss", "from": baseline} | agreement.params,
+            check=agreement.check, check_error=agreement.difference, check_tolerance=agreement.tolerance,
+        )
+        for agreement in found
     ]  # fmt: skip
 
 

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import struct
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,9 +31,9 @@ from hyperion.checkpoints import (
 )
 from hyperion.checkpoints.folders import step_of
 from hyperion.training.snapshots import read_run, write_run
+from tests.hostile import watched
 from tests.training.small import small_engine
 
-HANG_S = 10
 HOSTILE = settings(derandomize=True, database=None, deadline=None, max_examples=30)
 
 
@@ -73,20 +72,6 @@ def read_shards(folder: Path) -> tuple[int, torch.Tensor] | None:
 
 
 FORMS = {"single": (write_single, read_single), "sharded": (write_shards, read_shards)}
-
-
-@contextmanager
-def no_hang():
-    def late(number, frame):
-        raise AssertionError(f"still reading after {HANG_S} s")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(HANG_S)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(scope="module")
@@ -446,7 +431,7 @@ def test_an_edited_checkpoint_is_refused_by_name_and_the_one_before_is_used(orig
     with copy_of(originals, form, tmp_path) as run:
         (MUTATIONS | MISFITS)[name](newest(run))
         before = listing(tmp_path)
-        with no_hang():
+        with watched():
             step, bias = FORMS[form][1](run)
         assert step == 1 and torch.equal(bias, state(1)["model"]["bias"])
         warning = capsys.readouterr().err
@@ -475,7 +460,7 @@ def test_bytes_changed_anywhere_are_noticed(originals, tmp_path_factory, form, d
         place = data.draw(st.integers(0, len(content) - 1))
         content[place] ^= data.draw(st.integers(1, 255))
         victim.write_bytes(content)
-        with no_hang():
+        with watched():
             step, bias = FORMS[form][1](run)
         assert step == 1 and torch.equal(bias, state(1)["model"]["bias"])
 
@@ -497,7 +482,7 @@ def test_any_value_anywhere_in_the_manifest_is_refused_or_what_was_there(origina
         before = place.read_text()
         set_in(path, value)(document)
         place.write_text(json.dumps(document))
-        with no_hang():
+        with watched():
             step, _ = FORMS[form][1](run)
         assert step == (2 if json.dumps(json.loads(before)) == place.read_text() else 1)
 
@@ -514,7 +499,7 @@ def test_any_header_of_tensors_is_refused_or_fits(originals, tmp_path_factory, f
             document[weight(document)][field] = value
 
         header(change)(newest(run))
-        with no_hang():
+        with watched():
             step, bias = FORMS[form][1](run)
         assert step == 1 and torch.equal(bias, state(1)["model"]["bias"])
 
@@ -700,7 +685,7 @@ def test_an_edited_run_goes_on_from_the_checkpoint_before(run_original, name, tm
     RUN_MUTATIONS[name](folder)
     vouch(folder)
     engine = small_engine(seed=1)
-    with no_hang():
+    with watched():
         shared, own = newest_good(tmp_path / "run", lambda path: read_run(path, engine, 9))
     assert shared["step"] == engine.steps == 8 and len(shared["history"].losses) == 8 and own is not None
     warning = capsys.readouterr().err

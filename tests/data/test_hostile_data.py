@@ -12,7 +12,6 @@ import json
 import os
 import pickle
 import shutil
-import signal
 import socket
 import tarfile
 import tempfile
@@ -22,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cifar10_files import binary_batch, numbered_pictures, python_batch, write_layout
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperion.data import (
@@ -45,38 +44,15 @@ from hyperion.data.tokenizer import train_tokenizer
 from hyperion.data.verify import examine
 from hyperion.data.wikitext2 import synthetic_corpus
 from hyperion.errors import HyperionError
+from tests.hostile import determined, watched
 
-LIMIT_S = 10
 SPLITS = ("train", "valid", "test")
 BATCHES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
 
 
-def mutations(count: int):
-    """The same `count` examples in every run."""
-    return settings(
-        max_examples=count, derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-    )
-
-
-@contextmanager
-def limited():
-    """An alarm after LIMIT_S seconds: no mutation may make a reader wait."""
-
-    def ring(*_):
-        raise AssertionError(f"still reading after {LIMIT_S} s")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(LIMIT_S)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def outcome(action) -> HyperionError | None:
     """The error in words that an action ends with, None if it succeeds; anything else fails the test."""
-    with limited():
+    with watched():
         try:
             action()
         except HyperionError as error:
@@ -186,7 +162,7 @@ def files_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARK)
 
 
-@mutations(90)
+@determined(90)
 @given(st.sampled_from(["text", "images"]), damage, st.integers(0, 100))
 def test_a_damaged_store_is_found_and_named(sound, kind, damage, chosen):
     (_, change), where, bit = damage
@@ -195,7 +171,7 @@ def test_a_damaged_store_is_found_and_named(sound, kind, damage, chosen):
         before = path.read_bytes()
         change(path, where, bit)
         same = path.is_file() and not path.is_symlink() and path.read_bytes() == before
-        with limited():
+        with watched():
             findings = examine(folder)
         if same:
             assert not findings
@@ -205,7 +181,7 @@ def test_a_damaged_store_is_found_and_named(sound, kind, damage, chosen):
             return
         assert findings and all(finding.file and finding.fault for finding in findings)
         assert outcome(lambda: open_prepared(folder)), "an edited store was opened"
-        with limited():
+        with watched():
             (verdict,) = verify(folder)
         assert verdict.kept.parent == folder.parent / "quarantine" and not folder.exists()
 
@@ -280,7 +256,7 @@ def test_a_changed_manifest_is_refused(sound, mutation):
             document = json.loads(path.read_text())
             MANIFESTS[mutation](document)
             path.write_text(json.dumps(document))
-        with limited():
+        with watched():
             findings = examine(folder)
         assert findings, "the library accepted it"
         assert all(finding.file and finding.fault for finding in findings)
@@ -373,7 +349,7 @@ def test_an_edited_array_is_found_behind_a_manifest_hashed_anew(sound, name, kin
         facts = json.loads((folder / FILE_NAME).read_text())["facts"]
         (folder / FILE_NAME).unlink()
         write_manifest(folder, name="n", source="synthetic", detail="", facts=facts)
-        with limited():
+        with watched():
             findings = examine(folder)
         assert findings, "the library accepted it"
         outcome(lambda: open_prepared(folder))
@@ -395,7 +371,7 @@ MIRRORED = {
 }
 
 
-@mutations(60)
+@determined(60)
 @given(st.sampled_from(list(MIRRORED)), damage, st.integers(0, 100))
 def test_a_damaged_mirror_ends_in_words(sound, name, damage, chosen):
     (done, change), where, bit = damage
@@ -408,7 +384,7 @@ def test_a_damaged_mirror_ends_in_words(sound, name, damage, chosen):
             assert fault, f"{done} was accepted"
 
 
-@mutations(60)
+@determined(60)
 @given(st.sampled_from(LAYOUTS), damage, st.integers(0, 5))
 def test_a_damaged_cifar10_ends_in_words(sound, layout, damage, chosen):
     (done, change), where, bit = damage
@@ -478,7 +454,7 @@ def test_a_changed_vocabulary_is_refused(sound, mutation):
         assert load_from(mirror, load_tokenizer) is not None
 
 
-@mutations(40)
+@determined(40)
 @given(damage, st.integers(0, 1))
 def test_a_damaged_tokenizer_of_a_model_ends_in_words(sound, damage, chosen):
     (_, change), where, bit = damage
