@@ -45,7 +45,7 @@ def precision_loss(material: Material) -> Figure | None:
         axes.set(title=title, xlabel="step")
     panels[0].set_ylabel("relative difference of the loss")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
-    notes = ["Dashed: what the profile allows the mean of the last steps. Differences below 1e-7 lie on the lower edge."]
+    notes = ["Dashed: what other rounding explains, for the mean of those steps. Differences below 1e-7 lie on the lower edge."]
     for rows in models.values():
         notes += [
             f"{row.variant} in fp16: {number(row.value)} of {row.params['steps']} steps skipped because a gradient overflowed."
