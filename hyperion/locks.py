@@ -22,6 +22,7 @@ _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 _POLL_S = 0.05
 _LONGEST_OWNER = 512  # bytes: a host name of at most 64 characters and two numbers
 _NOTICE_AFTER_S = 5.0
+_UNNAMED_S = 60.0  # a lock file without an owner for so long was left by a process that died
 _noticed: set[Path] = set()
 
 
@@ -46,7 +47,7 @@ class FileLock:
         """
         # A folder of somebody else may hold a link in the lock's place: creating its target would write elsewhere.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        self._descriptor = os.open(self.path, flags, 0o644)
+        self._descriptor = os.open(self.path, flags, 0o666)
         if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             self.release()
             raise OSError(errno.EINVAL, "the lock is no regular file", str(self.path))
@@ -84,7 +85,7 @@ class FileLock:
         began = time.monotonic()
         while True:
             try:
-                file = os.open(self._exclusive, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                file = os.open(self._exclusive, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             except FileExistsError:
                 if self._take_over():
                     continue
@@ -95,15 +96,15 @@ class FileLock:
                     _notice(self._exclusive, f"waiting for {owner}; if it is gone, remove {self._exclusive}")
                 time.sleep(_POLL_S)
                 continue
+            self._owns_exclusive = True
             with os.fdopen(file, "w") as written:
                 written.write(_owner(os.getpid()))
-            self._owns_exclusive = True
             return True
 
     def _take_over(self) -> bool:
-        """Remove the lock file of a process of this host that has ended."""
+        """Remove the lock file of a process of this host that has ended, or died before it wrote its name."""
         owner = _read(self._exclusive)
-        if not _ended(owner):
+        if not (_ended(owner) or (owner == "" and _age_s(self._exclusive) > _UNNAMED_S)):
             return False
         aside = self._exclusive.with_name(f"{self._exclusive.name}.{uuid.uuid4().hex}")
         try:
@@ -150,6 +151,13 @@ def _start_ticks(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return "never"
+
+
+def _age_s(path: Path) -> float:
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _read(path: Path) -> str:

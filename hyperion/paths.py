@@ -9,6 +9,7 @@ import hyperion
 from hyperion.errors import HyperionError
 
 HOME = "HYPERION_HOME"
+NO_HOME = "/nonexistent"  # Debian's home folder of users that have none
 SILENT_HOSTS = "HYPERION_SILENT_HOSTS"
 
 
@@ -70,16 +71,18 @@ def expanded(name: str) -> Path:
     Raises:
         HyperionError: the home folder is not known: HOME is not set and the user has no entry in the password file.
     """
-    try:
-        return Path(name).expanduser()
-    except RuntimeError as error:
-        raise HyperionError(
-            f"the home folder of user {os.getuid()} is not known", where=name, next_step="set HOME, or write the path out"
-        ) from error
+    with contextlib.suppress(RuntimeError):
+        path = Path(name).expanduser()
+        if path == Path(name) or not path.is_relative_to(NO_HOME):
+            return path
+    raise HyperionError(
+        f"the home folder of user {os.getuid()} is not known", where=name, next_step="set HOME, or write the path out"
+    )
 
 
 def home_folder() -> Path:
     """Return the user's home folder; where it is not known, the folder of temporary files."""
     with contextlib.suppress(RuntimeError):
-        return Path.home()
+        if Path.home() != Path(NO_HOME):
+            return Path.home()
     return Path(tempfile.gettempdir())

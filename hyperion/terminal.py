@@ -10,10 +10,10 @@ import sys
 from collections.abc import Callable
 
 from hyperion.errors import HyperionError
+from hyperion.paths import NO_HOME
 from hyperion.untrusted import printable
 
 INTERRUPTED, READER_GONE = 130, 141  # as shells report SIGINT and SIGPIPE
-_NO_HOME = "/nonexistent"  # Debian's home folder of users that have none
 
 
 def say(text: str) -> None:
@@ -79,7 +79,7 @@ def _prepare_streams() -> None:
 def _prepare_home() -> None:
     """Without HOME and without an entry in the password file, Jupyter's and other libraries fail when they are imported."""
     if os.path.expanduser("~") == "~":
-        os.environ["HOME"] = _NO_HOME
+        os.environ["HOME"] = NO_HOME
 
 
 def _reader_gone() -> bool:

@@ -26,7 +26,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 Error = TypeVar("Error", bound=HyperionError)
 
 
-def inner_path(folder: Path, name: object, error: type[Error], next_step: str) -> Path:
+def inner_path(folder: Path, name: object, error: type[Error], next_step: str, links: bool = False) -> Path:
     """Return `folder / name`, for a name that a file gave us.
 
     Args:
@@ -34,6 +34,8 @@ def inner_path(folder: Path, name: object, error: type[Error], next_step: str) -
         name: a relative POSIX path such as "samples/03.gemm.parquet".
         error: class of the error to raise.
         next_step: what the user should do with a folder that holds such a name.
+        links: symbolic links are followed: for reading a folder that the user named, such as a Hugging Face cache, whose
+            files are links.
 
     Raises:
         error: the name is no string, is empty or absolute, has a component "", "." or "..", holds a control character, or
@@ -48,7 +50,7 @@ def inner_path(folder: Path, name: object, error: type[Error], next_step: str) -
     path = where
     for part in parts:
         path = path / part
-        if path.is_symlink():
+        if path.is_symlink() and not links:
             raise error(f"the name {name!r} passes through a symbolic link", where=path, next_step=next_step)
     return where.joinpath(PurePosixPath(name))
 

@@ -66,6 +66,28 @@ def test_a_dead_holders_lock_is_taken_over(tmp_path, file_system):
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
+def test_a_lock_file_without_an_owner_is_taken_over_after_a_while(tmp_path, file_system):
+    if file_system == "flock":
+        pytest.skip("flock knows no owner file")
+    unnamed = tmp_path / "lock.exclusive"
+    unnamed.touch()
+    assert not FileLock(tmp_path / "lock").acquire(wait=False)  # its owner may be about to write its name
+    os.utime(unnamed, (0, 0))
+    lock = FileLock(tmp_path / "lock")
+    assert lock.acquire(wait=False)
+    lock.release()
+
+
+def test_lock_files_leave_their_mode_to_the_umask(tmp_path):
+    before = os.umask(0o002)
+    try:
+        with file_lock(tmp_path / "lock"):
+            pass
+    finally:
+        os.umask(before)
+    assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o664
+
+
 def test_a_lock_of_another_host_is_not_taken_over(tmp_path, monkeypatch, file_system):
     if file_system == "flock":
         pytest.skip("flock knows no hosts")

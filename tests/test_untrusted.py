@@ -36,6 +36,7 @@ def test_a_name_through_a_link_is_refused(tmp_path):
         with pytest.raises(HyperionError, match="symbolic link"):
             inner_path(inside, name, HyperionError, STEP)
     (tmp_path / "latest").symlink_to(inside)
+    assert inner_path(inside, "file", HyperionError, STEP, links=True) == inside / "file"
     assert inner_path(tmp_path / "latest", "a/b.csv", HyperionError, STEP) == tmp_path / "latest" / "a" / "b.csv"
 
 

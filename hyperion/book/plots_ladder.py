@@ -32,7 +32,7 @@ def training_ladder(material: Material) -> Figure | None:
         time.set_yticks(range(len(steps)), [step.name for step in steps])
         time.set_title(model)
     notes = ["Each rung adds to the one above it; bars reach from that one's value to its own, the percentage is the change."]
-    notes.append("Losses compared with the first rung's: circles early in the training, squares late; bars: what other rounding explains.")
+    notes.append("Losses compared with the first rung's: circles early, squares late; bars: what other rounding explains.")
     notes += [f"{name}: {reason}." for name, reason in _absent(material).items()]
     add_notes(figure, notes)
     return figure

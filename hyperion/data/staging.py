@@ -18,7 +18,7 @@ from hyperion.errors import refused_write
 from hyperion.paths import data_folder
 from hyperion.untrusted import open_regular, read_json
 
-# In every folder that `staged` makes: the sizes in bytes of the files that were in it then, by relative path. Without it,
+# In every folder that `staged` makes: size and time of change of the files that were in it then, by relative path. Without it,
 # `hyperion clean` could not distinguish Hyperion's files from the user's. The dot keeps it out of the identity of a data set.
 MARK = ".hyperion.json"
 # Working folders of `staged`: ".<name>.<process>.<random>.part".
@@ -51,8 +51,8 @@ def staged(target: Path) -> Iterator[Path]:
     try:
         work.mkdir(parents=True)
         yield work
-        sizes = {path.relative_to(work).as_posix(): path.stat().st_size for path in work.rglob("*") if path.is_file()}
-        (work / MARK).write_text(json.dumps({"made_by": "hyperion", "files": sizes}, indent=1), encoding="utf-8")
+        files = {path.relative_to(work).as_posix(): _marked(path) for path in work.rglob("*") if path.is_file()}
+        (work / MARK).write_text(json.dumps({"made_by": "hyperion", "files": files}, indent=1), encoding="utf-8")
         for path in (work, *sorted(work.rglob("*"))):
             _flush(path)
         _take_the_name(work, target)
@@ -62,9 +62,18 @@ def staged(target: Path) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def strangers(folder: Path) -> list[Path]:
+def _marked(path: Path) -> list[int]:
+    """Size in bytes and time of change in nanoseconds: an edit changes one of them."""
+    facts = path.lstat()
+    return [facts.st_size, facts.st_mtime_ns]
+
+
+def strangers(folder: Path, names_alone: bool = False) -> list[Path]:
     """Return what `staged` did not write in a folder: the folder itself if it has no mark, else each file, link or special
-    file in it that is not listed in the mark, or no longer has the listed size. Links are not followed.
+    file in it that is not listed in the mark, or changed since. Links are not followed.
+
+    Args:
+        names_alone: a listed file may have changed.
 
     Raises:
         DataError: the mark cannot be read.
@@ -83,7 +92,8 @@ def strangers(folder: Path) -> list[Path]:
             if stat.S_ISDIR(facts.st_mode) or path == mark:
                 continue
             listed = content["files"].get(path.relative_to(folder).as_posix())
-            if not stat.S_ISREG(facts.st_mode) or listed != facts.st_size:
+            changed = listed is None if names_alone else listed != _marked(path)
+            if not stat.S_ISREG(facts.st_mode) or changed:
                 found.append(path)
     return found
 

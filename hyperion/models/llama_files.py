@@ -123,7 +123,7 @@ def _stored_shapes(folder: Path) -> dict[str, list[int]]:
         files = _json(index).get("weight_map")
         if not isinstance(files, dict):
             raise HyperionError(f"{INDEX} holds no weight_map", where=index, next_step=_AGAIN)
-        shards = {str(name): inner_path(folder, name, HyperionError, _AGAIN) for name in files.values()}
+        shards = {str(name): inner_path(folder, name, HyperionError, _AGAIN, links=True) for name in files.values()}
         for name, place in sorted(shards.items()):
             if not place.is_file():
                 raise HyperionError(f"the shard {name} is missing", where=place, next_step=_AGAIN)

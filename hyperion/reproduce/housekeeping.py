@@ -7,6 +7,7 @@ list of files), and no file that the mark does not list. Symbolic links are neve
 import os
 import re
 import shutil
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +21,11 @@ from hyperion.results import Run
 
 _CACHES = (".pytest_cache", ".ruff_cache", ".hypothesis", "build", "dist", "hyperion.egg-info")
 # Files that no manifest lists: the manifest itself, locks, and what a writer leaves behind that was killed.
-_UNLISTED = re.compile(r"MANIFEST(\.pending)?|\.(lock|driver\.lock|writer\.lock)(\.exclusive)?|(.+/)?\.[^/]+\.\d+\.tmp")
+_UNLISTED = re.compile(r"MANIFEST(\.pending)?|\.(lock|driver\.lock|writer\.lock)(\.exclusive)?|(.+/)?\.[^/]+\.[0-9a-f]+\.tmp")
 _WORKSPACES = ("checkpoints", "adapters", "logs")  # of trainings: many files, which no manifest of the run lists
 _CHECKPOINT = re.compile(r"step-\d{8,}")
+_IN_WORKSPACES = (".json", ".safetensors", ".npz", ".parquet", ".log", ".lock")  # of the files that trainings write there
+_SETTLED_S = 3600.0  # a run that changed since is taken for one that is still worked in
 _STORES = ("raw", "processed")
 _IN_STORES = ("hub", QUARANTINE)
 _QUARANTINED = re.compile(r".+\.[0-9a-f]{8}")
@@ -34,7 +37,8 @@ def removable(root: Path, results: Path, data: Path, *, runs: bool = False, stag
 
     Args:
         root: the checkout; in any other folder no caches are removed.
-        results: folder of all runs; with `runs` every run but those a live call works in, never reference/.
+        results: folder of all runs; with `runs` every run but those that a call works in or that changed within the last hour,
+            never reference/.
         data: folder of data; with `staged_data` all it holds but its README.md.
 
     Raises:
@@ -105,8 +109,17 @@ def _runs(results: Path) -> Iterator[Path]:
         if path.is_symlink():
             if path.name == "latest":
                 yield path
-        elif path.name != "reference" and _is_folder(path) and (_launches(path) or _is_run(path)) and not in_use(path):
+        elif path.name != "reference" and _is_folder(path) and (_launches(path) or _is_run(path)) and not _is_live(path):
             yield path
+
+
+def _is_live(folder: Path) -> bool:
+    """Return True if a call of `make reproduce` works in the run, or anything in it changed within the last hour.
+
+    A notebook in JupyterLab and the training commands take no lock for as long as they run.
+    """
+    newest = max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
+    return in_use(folder) or time.time() - newest < _SETTLED_S
 
 
 def _is_run(folder: Path) -> bool:
@@ -140,10 +153,15 @@ def _foreign_in_run(folder: Path) -> list[Path]:
 
 
 def _foreign_in_workspace(folder: Path) -> list[Path]:
-    """Links, and folders named like a checkpoint that a training does not write: copies such as step-best are the user's."""
+    """Links, files of kinds that a training does not write, and folders named like a checkpoint that it does not write: copies
+    such as step-best are the user's."""
     entries = [Path(place, name) for place, folders, files in os.walk(folder) for name in sorted(folders + files)]
-    copies = [path for path in entries if path.name.startswith("step-") and not _CHECKPOINT.fullmatch(path.name)]
-    return copies + [path for path in entries if path.is_symlink() and path not in copies]
+
+    def is_foreign(path: Path) -> bool:
+        copy = path.name.startswith("step-") and not _CHECKPOINT.fullmatch(path.name)
+        return copy or path.is_symlink() or not (_is_folder(path) or path.suffix in _IN_WORKSPACES)
+
+    return [path for path in entries if is_foreign(path)]
 
 
 def _foreign_in_store(folder: Path) -> list[Path]:
@@ -157,8 +175,9 @@ def _foreign_in_store(folder: Path) -> list[Path]:
         elif folder.name == QUARANTINE and _QUARANTINED.fullmatch(entry.name) and _is_file(entry):
             continue  # a download that was refused: it came from the network, under a name that Hyperion gave it
         elif not (WORKING.fullmatch(entry.name) and _is_folder(entry)):  # which a staging that was killed leaves behind
-            reason = entry / REASON_FILE if folder.name == QUARANTINE else None
-            foreign += [path for path in strangers(entry) if path != reason]
+            quarantined = folder.name == QUARANTINE  # there because something in it was cut or changed
+            reason = entry / REASON_FILE if quarantined else None
+            foreign += [path for path in strangers(entry, names_alone=quarantined) if path != reason]
     return foreign
 
 

@@ -8,14 +8,16 @@ from hyperion.data.manifest import write_manifest
 from hyperion.data.staging import staged
 from hyperion.data.verify import Finding, quarantine
 from hyperion.errors import HyperionError
+from hyperion.reproduce import housekeeping
 from hyperion.reproduce.housekeeping import removable, remove
 from hyperion.reproduce.runs import claimed_run
 from hyperion.results import Row, Run
 
 
 @pytest.fixture
-def checkout(tmp_path):
+def checkout(tmp_path, monkeypatch):
     """A checkout of Hyperion with caches, runs and data, and things of the user's beside them."""
+    monkeypatch.setattr(housekeeping, "_SETTLED_S", 0.0)  # the runs below are new
     for name in (".pytest_cache", "hyperion/x/__pycache__", "phase1_hardware/.ipynb_checkpoints", ".venv/lib/__pycache__"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "hyperion"\n')
@@ -171,3 +173,34 @@ def test_a_run_is_one_that_hyperion_made(checkout):
     (checkout / "results/theirs").mkdir()
     (checkout / "results/theirs/run.json").write_text("{}")
     assert names(checkout, runs=True) == CACHES | RUNS
+
+
+def test_a_run_that_changed_within_the_hour_stays(checkout, monkeypatch):
+    monkeypatch.setattr(housekeeping, "_SETTLED_S", 3600.0)
+    assert names(checkout, runs=True) == CACHES | {"results/latest"}
+    for place, folders, files in os.walk(checkout / "results/old"):
+        for name in [".", *folders, *files]:
+            os.utime(Path(place, name), (0, 0))
+    assert names(checkout, runs=True) == CACHES | {"results/latest", "results/old"}
+
+
+def test_what_a_killed_writer_left_is_removed_with_its_run(checkout):
+    (checkout / "results/old/.rows.csv.0123456789abcdef0123456789abcdef.tmp").touch()
+    assert names(checkout, runs=True) == CACHES | RUNS
+
+
+@pytest.mark.parametrize("name", ["checkpoints/n.e/thesis.md", "logs/notes.odt"])
+def test_files_that_no_training_writes_are_the_users(checkout, name):
+    (checkout / "results/old" / name).parent.mkdir(exist_ok=True)
+    (checkout / "results/old" / name).touch()
+    with pytest.raises(HyperionError) as refusal:
+        names(checkout, runs=True)
+    assert name in str(refusal.value)
+
+
+def test_an_edit_of_the_same_size_is_noticed_and_quarantined_data_may_have_changed(checkout):
+    (checkout / "data/raw/wikitext-2/records/train.bin").write_bytes(b"x" * 100)
+    with pytest.raises(HyperionError, match="train.bin"):
+        names(checkout, staged_data=True)
+    quarantine(checkout / "data/raw/wikitext-2", [Finding("records/train.bin", "changed")])
+    assert names(checkout, staged_data=True) == CACHES | DATA
