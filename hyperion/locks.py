@@ -104,7 +104,7 @@ class FileLock:
     def _take_over(self) -> bool:
         """Remove the lock file of a process of this host that has ended, or died before it wrote its name."""
         owner = _read(self._exclusive)
-        if not (_ended(owner) or (owner == "" and _age_s(self._exclusive) > _UNNAMED_S)):
+        if not (_ended(owner) or _is_abandoned(self._exclusive)):
             return False
         aside = self._exclusive.with_name(f"{self._exclusive.name}.{uuid.uuid4().hex}")
         try:
@@ -153,11 +153,13 @@ def _start_ticks(pid: int) -> str:
         return "never"
 
 
-def _age_s(path: Path) -> float:
+def _is_abandoned(path: Path) -> bool:
+    """Return True for an empty file that nobody has written an owner into for _UNNAMED_S."""
     try:
-        return time.time() - path.stat().st_mtime
+        facts = path.lstat()
     except OSError:
-        return 0.0
+        return False
+    return stat.S_ISREG(facts.st_mode) and facts.st_size == 0 and time.time() - facts.st_mtime > _UNNAMED_S
 
 
 def _read(path: Path) -> str:

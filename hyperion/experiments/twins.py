@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from hyperion.results import Row
 
@@ -45,8 +46,15 @@ _PRODUCTS = frozenset(
         torch.matmul,
         Tensor.matmul,
         Tensor.__matmul__,
+        torch.mm,
+        Tensor.mm,
         torch.bmm,
+        Tensor.bmm,
+        torch.baddbmm,
+        torch.addmm,
+        torch.einsum,
         F.scaled_dot_product_attention,
+        F.multi_head_attention_forward,  # its own products are out of a mode's sight
     )
 )
 
@@ -72,9 +80,8 @@ class OtherRounding(TorchFunctionMode):
     def __torch_function__(self, function: Callable, types, args=(), kwargs=None):
         if function not in _PRODUCTS:
             return function(*args, **(kwargs or {}))
-        rounded = [self._rounded(arg) for arg in args]
-        named = {name: self._rounded(arg) for name, arg in (kwargs or {}).items()}
-        return self._rounded(function(*rounded, **named))
+        rounded, named = tree_map(self._rounded, (args, kwargs or {}))
+        return tree_map(self._rounded, function(*rounded, **named))
 
     def _rounded(self, value: object) -> object:
         return _Rounded.apply(value, self) if isinstance(value, Tensor) and value.is_floating_point() else value

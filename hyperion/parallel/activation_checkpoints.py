@@ -26,6 +26,7 @@ from hyperion.parallel.plan import BUDGET, NONE, SELECTIVE, ParallelPlan
 # Relative L2 norm of the difference of a gradient: above the scatter of kernels that add up in any order, far below the
 # effect of a tensor that was changed in place.
 _TOLERANCE, _TOLERANCE_16_BIT = 1e-3, 2e-2
+_ATTEMPTS = 3  # of a kind of block whose gradients are not finite yet, as at a loss scale that is still too large
 Contexts = tuple[AbstractContextManager, AbstractContextManager]
 
 # What takes nearly all of a block's time. Named without their overloads; attention has a name for each of its kernels.
@@ -40,12 +41,12 @@ def apply_checkpointing(model: nn.Module, blocks: list[nn.Module], plan: Paralle
         # A transformers model that fills a cache of keys and values would fill it twice, once in the recomputation.
         if getattr(getattr(module, "config", None), "use_cache", False):
             module.config.use_cache = False
-    compared: set[tuple] = set()
+    compared: dict[tuple, int] = {}
     for block in blocks[: plan.checkpointed_blocks] if plan.checkpointing == BUDGET else blocks:
         _checkpoint_block(block, plan, compared)
 
 
-def _checkpoint_block(block: nn.Module, plan: ParallelPlan, compared: set[tuple]) -> None:
+def _checkpoint_block(block: nn.Module, plan: ParallelPlan, compared: dict[tuple, int]) -> None:
     """Non-reentrant: the kind that torch recommends, and that works with frozen inputs, FSDP2 and compilation."""
     forward, options = block.forward, {"use_reentrant": False}
     # Compiled, the recomputation is part of the backward graph, which updates no statistics.
@@ -63,9 +64,11 @@ def _checkpoint_block(block: nn.Module, plan: ParallelPlan, compared: set[tuple]
 
     def checkpointed_once_compared(*args, **kwargs):
         # A compiler plans the recomputation itself, on a graph without changes in place.
-        unknown = not torch.compiler.is_compiling() and kind not in compared and torch.is_grad_enabled()
-        if unknown and _compare(block, plan.checkpointing, forward, checkpointed, args, kwargs):
-            compared.add(kind)
+        unknown = compared.get(kind, 0) < _ATTEMPTS and not torch.compiler.is_compiling() and torch.is_grad_enabled()
+        # While a graph is recorded nothing may be read back.
+        if unknown and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            said = _compare(block, plan.checkpointing, forward, checkpointed, args, kwargs)
+            compared[kind] = _ATTEMPTS if said else compared.get(kind, 0) + 1
         return checkpointed(*args, **kwargs)
 
     block.forward = checkpointed_once_compared
@@ -147,11 +150,11 @@ def _gradients(block: nn.Module, forward: Callable, args: tuple, kwargs: dict) -
 
     device = next((t.device for t in [*block.parameters(), *tree_leaves(args)] if isinstance(t, Tensor)), None)
     with torch.random.fork_rng([] if device is None or device.type == "cpu" else [device]):
-        torch.manual_seed(0)
+        _seed(device, 0)
         args, kwargs = tree_map_only(Tensor, copied, (args, kwargs))
         leaves |= {f"the gradient of {name}": p for name, p in block.named_parameters() if p.requires_grad}
         outputs = [out for out in tree_leaves(forward(*args, **kwargs)) if isinstance(out, Tensor) and out.requires_grad]
-        torch.manual_seed(1)
+        _seed(device, 1)
         directions = [torch.randn_like(output) for output in outputs]
         found = torch.autograd.grad(outputs, list(leaves.values()), directions, allow_unused=True) if outputs else ()
     gradients = {name: gradient for name, gradient in zip(leaves, found, strict=bool(outputs)) if gradient is not None}
@@ -159,8 +162,17 @@ def _gradients(block: nn.Module, forward: Callable, args: tuple, kwargs: dict) -
         for index, (buffer, before) in enumerate(buffers):
             if buffer.is_floating_point():
                 gradients[f"buffer {index} afterwards"] = buffer.clone()
-            buffer.copy_(before)
+            if not torch.equal(buffer, before):  # one that is expanded cannot be written to, and has not changed
+                buffer.copy_(before)
     return gradients
+
+
+def _seed(device: torch.device | None, seed: int) -> None:
+    """Seed the generators of the CPU and of one device; torch.manual_seed would seed GPUs that nobody restores."""
+    torch.default_generator.manual_seed(seed)
+    if device is not None and device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
 
 
 def _policy(context, operator: torch._ops.OpOverload, *args, **kwargs) -> CheckpointPolicy:

@@ -60,6 +60,15 @@ def test_products_alone_are_rounded_operands_results_and_gradients():
     torch.testing.assert_close(F.linear(inputs, weight), exact)
 
 
+def test_products_inside_of_attention_are_rounded_too():
+    layer = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    inputs = torch.randn(2, 5, 8, requires_grad=True)
+    plain = layer(inputs, inputs, inputs)[0]
+    with OtherRounding("bf16", 0):
+        rounded, weights = layer(inputs, inputs, inputs)
+    assert 0 < (rounded - plain).abs().max() < 0.05 and weights.shape == (2, 5, 5)
+
+
 def test_the_same_seed_gives_the_same_twin():
     frames = [train_twins("bf16", 5, partial(train, steps=6)) for _ in range(2)]
     assert frames[0].equals(frames[1]) and len(frames[0]) == 6 * TWINS
