@@ -239,7 +239,8 @@ def test_buffers_that_every_call_writes_are_timed_and_hold_their_result():
     array, source = np.zeros(64), np.ones(64)
     tensor = torch.from_numpy(array)
     assert measure.time(lambda: (np.copyto(array, source), tensor)[1], **SHORT).notes == (
-        "the function: it shares its memory with NumPy or another library, so that a write to the output cannot be told from none",
+        "the function: it shares its memory with NumPy or another library, so that a write to the output cannot be told from "
+        "none",
     )
 
 
