@@ -48,7 +48,7 @@ class TimeAnswer(Answer):
         timing: the raw samples in seconds, and how they were taken.
         device: where.
         minimum_samples: how many were asked for.
-        notes: doubts about the output.
+        notes: what is to be known of the output; they say nothing against the time.
     """
 
     label: str
@@ -70,7 +70,7 @@ class TimeAnswer(Answer):
     @property
     def verdict(self) -> str:
         """Whether the median may be believed, and if not, why."""
-        doubts = [*_doubts(self.timing, self.estimate, self.minimum_samples), *self.notes]
+        doubts = _doubts(self.timing, self.estimate, self.minimum_samples)
         return "settled" if not doubts else "not settled: " + "; ".join(doubts)
 
     def __str__(self) -> str:
@@ -78,6 +78,7 @@ class TimeAnswer(Answer):
         return (
             f"{self.label}: {estimate_text(self.estimate)}, {cache_of(self.timing)} cache, {self.device.name}\n"
             f"{self.verdict}; 90 % of the samples lie in {seconds_text(low)} … {seconds_text(high)}"
+            + "".join(f"\nnote: {note}" for note in self.notes)
         )
 
     def row(self, *, notebook: str, experiment: str, variant: str, **columns) -> Row:

@@ -40,6 +40,8 @@ from hyperion.measure.outputs import (
     difference,
     require_nothing_left,
     require_written,
+    state_changed,
+    state_of,
 )
 from hyperion.measure.ranks_clock import RanksClock
 from hyperion.measure.timing import LEAST_SAMPLES, MINIMUM_SAMPLES, Timing, require_sampling, time_interleaved
@@ -236,9 +238,11 @@ def _repeat(function: Function, times: int) -> None:
 
 @dataclass(frozen=True)
 class _Outputs:
-    """Of one function: copies of what its first two calls returned, whether they differ, and the terms of its longest sum."""
+    """Of one function: copies of what its first two calls returned, whether they differ, whether the second changed tensors
+    that the function reaches, and the terms of its longest sum."""
 
     calls: tuple[Snapshot, Snapshot]
+    differ: bool
     keeps_state: bool
     reduction: int
 
@@ -249,22 +253,27 @@ def _before(
     """(outputs, seconds of a call of each function together, seconds since the first calls)."""
     calls: list[list[Snapshot]] = [[] for _ in functions]
     watches, left = [WorkLeft(device) for _ in functions], [[] for _ in functions]
+    states: list[tuple[bool, bool]] = []
     call_s, started = 0.0, host_clock.monotonic()
     for call in range(2):
         if call == 1:
             started = host_clock.monotonic()  # the first call may compile
         for place, function in enumerate(functions):
+            state = state_of(function) if call == 1 else {}
             began = host_clock.monotonic()
             returned = call_from_seed(function, device)
             left[place].append(watches[place].after_a_call())
             call_s += call * (host_clock.monotonic() - began)
             calls[place].append(returned.snapshot())
+            if call == 1:
+                states.append(state_changed(state, state_of(function)))
     for label, said in zip(labels, left, strict=True):
         require_nothing_left(said, label)
     outputs = []
-    for function, (first, second) in zip(functions, calls, strict=True):
+    for function, (first, second), (written, changed) in zip(functions, calls, states, strict=True):
         reduction = max([t.numel() for t in captured_tensors(function).values()] + first.sizes, default=1)
-        outputs.append(_Outputs((first, second), not _same(first, second, reduction), reduction))
+        keeps_state = changed or (written and not _same(first, second, reduction, tolerance=0.0))
+        outputs.append(_Outputs((first, second), not _same(first, second, reduction), keeps_state, reduction))
     if len(functions) == 2:
         _between(outputs, 0, tolerance)  # raises before the timing where they cannot be compared
     return outputs, call_s, host_clock.monotonic() - started
@@ -274,22 +283,27 @@ def _after(
     functions: list[Function], labels: tuple[str, ...], device: Device, tolerance: float | None,
     outputs: list[_Outputs], timings: list[Timing],
 ) -> _Examined:  # fmt: skip
-    notes, last, changes = [], [], []
+    notes, last, changes, drifts = [], [], [], False
     for function, label, own in zip(functions, labels, outputs, strict=True):
         watch = WorkLeft(device)
-        snapshot, doubt = require_written(function, device, label, keeps_state=own.keeps_state)
+        snapshot, doubt = require_written(function, device, label)
         if left := watch.after_a_call():
             call_from_seed(function, device)
             require_nothing_left([left, watch.after_a_call()], label)
         last.append(snapshot)
         notes += [doubt] if doubt else []
-        if own.keeps_state:
+        if snapshot.uncompared:
+            paths = ", ".join(f"output{path}" for path in snapshot.uncompared)
+            notes.append(f"{label}: {paths} cannot be read and was not compared")
+        change = None if own.differ else _change(own, snapshot, tolerance)
+        if own.differ or (own.keeps_state and change is not None and not change.agrees):
             notes.append(f"{label}: calls return different values, so that only the first two were checked")
-        changes.append(None if own.keeps_state else _change(own, snapshot, tolerance))
+            change, drifts = None, True
+        changes.append(change)
     between = []
     if len(functions) == 2:
         between = [_between(outputs, call, tolerance) for call in range(2)]
-        if not any(own.keeps_state for own in outputs):
+        if not drifts:
             between.append(difference(*last, reduction=max(own.reduction for own in outputs), tolerance=tolerance))
     return _Examined(tuple(timings), tuple(between), tuple(changes), tuple(notes))
 
@@ -307,9 +321,9 @@ def _change(own: _Outputs, last: Snapshot, tolerance: float | None) -> Differenc
         raise
 
 
-def _same(first: Snapshot, second: Snapshot, reduction: int) -> bool:
+def _same(first: Snapshot, second: Snapshot, reduction: int, tolerance: float | None = None) -> bool:
     try:
-        found = difference(second, first, reduction=reduction)
+        found = difference(second, first, reduction=reduction, tolerance=tolerance)
     except OutputMismatchError:
         return False
     return found is None or found.agrees

@@ -8,16 +8,19 @@ import contextlib
 import functools
 import linecache
 import math
+import platform
 import sys
 import threading
 import time
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from hyperion.errors import HyperionError
@@ -30,6 +33,9 @@ OUTPUT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e
 # function chains several operations, so none is taken as short; blocked sums are never as bad as a very long one.
 _ROUNDINGS, _SHORTEST_REDUCTION, _LONGEST_REDUCTION = 4, 1 << 12, 1 << 24
 _CHUNK = 1 << 22
+# Of a larger output so many elements tell whether it was written; of what a function reaches, so many of so many tensors
+# tell whether its state changed.
+_SAMPLE, _STATE_ELEMENTS, _STATE_TENSORS = 1 << 24, 1 << 10, 512
 # Of a function's closure, arguments and globals so many objects are looked at, to this depth.
 _MOST_OBJECTS, _DEPTH = 10_000, 5
 # A thread that just finished its work needs a moment to wait for the next; so does a device to pass its last event.
@@ -47,10 +53,12 @@ class Snapshot:
     Args:
         leaves: path within the returned structure ("", "['loss']", "[0]") and a tensor, or None for what is no number.
         structure: of the nest, comparable by ==.
+        uncompared: paths of the tensors whose numbers cannot be read.
     """
 
     leaves: tuple[tuple[str, torch.Tensor | None], ...]
     structure: object
+    uncompared: tuple[str, ...] = ()
 
     @property
     def numbers(self) -> int:
@@ -242,17 +250,42 @@ class Returned(list):
         self.structure = structure
 
     def tensors(self) -> list[torch.Tensor]:
-        return [leaf for _, leaf in self if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
+        return [leaf for _, leaf in self if isinstance(leaf, torch.Tensor) and _plain(leaf)]
 
     def snapshot(self) -> Snapshot:
         """Copies in host memory: the next call may overwrite the originals, and copies on a GPU would lie in the way."""
-        return Snapshot(tuple((path, _copied(leaf)) for path, leaf in self), self.structure)
+        leaves = tuple((path, _copied(leaf)) for path, leaf in self)
+        unread = (path for (path, leaf), (_, copy) in zip(self, leaves, strict=True) if copy is None)
+        tensors = {path for path, leaf in self if isinstance(leaf, torch.Tensor)}
+        return Snapshot(leaves, self.structure, tuple(path for path in unread if path in tensors))
+
+
+def _copied_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
+    """In host memory, and of a dtype that has arithmetic; None where it has no numbers or none that can be read."""
+    if tensor.device.type == "meta":
+        return None
+    try:
+        if tensor.is_nested:
+            tensor = tensor.values()
+        if tensor.is_quantized:
+            tensor = tensor.dequantize()
+        copy = (tensor if tensor.layout == torch.strided else tensor.to_dense()).to("cpu", copy=True)
+        if copy.dtype in (torch.uint16, torch.uint32):
+            return copy.to(torch.int64)
+        if copy.dtype == torch.uint64:
+            return copy.contiguous().view(torch.int64)
+        if copy.dtype != torch.bool and not copy.is_complex():
+            copy[(slice(0, 1),) * copy.dim()].double()  # formats below a byte have no conversion
+        return copy
+    except (RuntimeError, NotImplementedError):
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            return tensor.to("cpu", copy=True).contiguous().view(torch.uint8)
+        return None
 
 
 def _copied(leaf: object) -> torch.Tensor | None:
     if isinstance(leaf, torch.Tensor):
-        leaf = leaf.detach()
-        return (leaf if leaf.layout == torch.strided else leaf.to_dense()).to("cpu", copy=True)
+        return _copied_tensor(leaf.detach())
     if isinstance(leaf, bool | int | float | complex | np.number | np.bool_):
         return torch.as_tensor(np.asarray(leaf))
     if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
@@ -317,104 +350,130 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
 # Written by each call
 
 
-def require_written(
-    function: Callable[[], object], device: Device, label: str, *, keeps_state: bool
-) -> tuple[Snapshot, str]:
+def require_written(function: Callable[[], object], device: Device, label: str) -> tuple[Snapshot, str]:
     """Call a function twice more, and see that the second call writes its output.
 
-    Between the two what the first returned is filled with NaN (integers: other values). Where the second returns the same
-    memory, something must have been written there. What was filled is restored. A function whose calls build on each other
-    (`keeps_state`) might read what was filled, so there the call must leave other values, or have written in place.
+    Nothing is written into what a call returns: memory that outlives a call is somebody's state. Where the second call returns
+    memory of the first, PyTorch must have counted a write to it, or its bits must have changed. Writes of NumPy, of
+    collectives and of kernels on a GPU are not counted: where there may have been one, that is a doubt and no error.
 
     Returns:
-        A copy of what the first of the two returned; and a doubt in words, or "": elements that the second left as they were.
+        A copy of what the first of the two returned; and a doubt in words, or "".
 
     Raises:
-        HarnessError: the second call returned the memory of the first, or an input, without writing to it.
+        HarnessError: the second call returned only memory of the first, or inputs, and wrote to none of it; or part of it is
+            a cache of the function's.
     """
+    inputs = {_storage(given): name for name, given in captured_tensors(function).items() if _plain(given)}
     returned = call_from_seed(function, device)
-    first, tensors = returned.snapshot(), [_without_overlap(tensor.detach()) for tensor in returned.tensors()]
-    versions = [_version(tensor) for tensor in tensors]
-    saved = [tensor.clone() for tensor in tensors]
-    poisons = [] if keeps_state else [_nan_or_inverted, _one_more]
-    unwritten, doubt = list(range(len(tensors))), ""
-    try:
-        for poison in poisons or [None]:
-            for place in unwritten:
-                if poison is not None:
-                    _fill(tensors[place], poison(saved[place]))
-            filled = [tensor.clone() for tensor in tensors]
-            again = call_from_seed(function, device)
-            memory = {_storage(tensor) for tensor in again.tensors()}
-            if poison is _nan_or_inverted:
-                doubt = _stale(label, [pair for pair in zip(tensors, saved, strict=True) if _storage(pair[0]) in memory])
-            unwritten = [
-                place for place in unwritten
-                if _storage(tensors[place]) in memory and tensors[place].numel() and _version(tensors[place]) == versions[place]
-                and _same_bits(tensors[place], filled[place])
-            ]  # fmt: skip
-            # Most functions end here. Only what seems unwritten is tried with values that arithmetic does not keep.
-            if not unwritten:
-                break
-    finally:
-        if not keeps_state:
-            for tensor, values in zip(tensors, saved, strict=True):
-                _fill(tensor, values)
-    if unwritten:
-        raise _not_written(function, label, tensors[unwritten[0]])
-    return first, doubt
+    first, tensors = returned.snapshot(), [tensor.detach() for tensor in returned.tensors()]
+    versions, bits = [_version(tensor) for tensor in tensors], [_bits(tensor) for tensor in tensors]
+    again = call_from_seed(function, device).tensors()
+    memory = {_storage(tensor) for tensor in again}
+    unwritten = [
+        tensor for tensor, version, before in zip(tensors, versions, bits, strict=True)
+        if tensor.numel() and _storage(tensor) in memory and _version(tensor) == version and torch.equal(_bits(tensor), before)
+    ]  # fmt: skip
+    if not unwritten:
+        return first, ""
+    unseen = _may_write_unseen(function, device, unwritten)
+    if not unwritten:
+        return first, ""
+    if unseen:
+        return first, f"{label}: {unseen}, so that a write to the output cannot be told from none"
+    passed = [inputs[_storage(tensor)] for tensor in unwritten if _storage(tensor) in inputs]
+    if len(passed) < len(unwritten) or len(unwritten) == len(tensors):
+        raise _not_written(inputs, label, next((t for t in unwritten if _storage(t) not in inputs), unwritten[0]))
+    return first, f"{label}: returns its input {', '.join(dict.fromkeys(passed))} beside what it computes"
 
 
-def _not_written(function: object, label: str, tensor: torch.Tensor) -> HarnessError:
-    inputs = {_storage(given): name for name, given in captured_tensors(function).items() if given.layout == torch.strided}
+def _not_written(inputs: dict, label: str, tensor: torch.Tensor) -> HarnessError:
     name = inputs.get(_storage(tensor))
     shape = f"{tensor.dtype} {list(tensor.shape)}"
     if name is not None:
         return HarnessError(
             f"{label}: the output aliases an input: it is {name} ({shape}), to which the call wrote nothing",
             where="the output of a timed function",
-            next_step="return what the function computes; to time a call without a result (a view, say) let it return None",
-        )
+            next_step="return what the function computes; to time a call without a result (a view, say), or one that writes "
+                      "where PyTorch does not see it, let it return None",
+        )  # fmt: skip
     return HarnessError(
         f"{label}: a call returned the memory of an earlier call ({shape}) and wrote nothing to it: no work was done",
         where="the output of a timed function", next_step="compute in every call; remove the cache around the function",
     )  # fmt: skip
 
 
-def _stale(label: str, tensors: list[tuple[torch.Tensor, torch.Tensor]]) -> str:
-    """Say how many elements still have the filling, or were computed from it."""
-    stale = sum(int((torch.isnan(now) & ~torch.isnan(before)).sum()) for now, before in tensors if now.is_floating_point())
-    total = sum(now.numel() for now, _ in tensors)
-    return f"{label}: {stale} of {total} elements of the output depend on what the call before left there" if stale else ""
+def _may_write_unseen(function: Callable[[], object], device: Device, tensors: list[torch.Tensor]) -> str:
+    """Why a write to one of these might not have been counted, in words, or "". Calls the function once more, and removes the
+    tensors that an operator of PyTorch writes to: versions miss writes in inference mode and through `.data`."""
+    if any(not tensor.untyped_storage().resizable() for tensor in tensors if tensor.device.type == "cpu"):
+        return "it shares its memory with NumPy or another library"
+    if device.kind != "cpu" and any(tensor.device.type != "cpu" for tensor in tensors):
+        worked = _device_works(function, device)
+        return "" if worked is False else "kernels ran whose writes PyTorch does not count"
+    with _OperatorsOn({_storage(tensor) for tensor in tensors}) as seen:
+        call_from_seed(function, device)
+    tensors[:] = [tensor for tensor in tensors if _storage(tensor) not in seen.written]
+    return f"{seen.names[0]} works on it, whose writes PyTorch does not count" if seen.names else ""
 
 
-def _without_overlap(tensor: torch.Tensor) -> torch.Tensor:
-    """A view that has each element of an expanded tensor once, so that it can be filled."""
-    for dimension, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dimension] > 1:
-            tensor = tensor.narrow(dimension, 0, 1)
-    return tensor
+class _OperatorsOn(TorchDispatchMode):
+    """Which of these storages operators write to, and the names of operators from outside of PyTorch's own namespace
+    (collectives, say) that are given one: what those write need not be declared."""
+
+    def __init__(self, storages: set):
+        super().__init__()
+        self.storages, self.names, self.written = storages, [], set()
+
+    def __torch_dispatch__(self, operator, kinds, args=(), kwargs=None):
+        own = operator.namespace in ("aten", "prim", "prims")
+        if not own or operator._schema.is_mutable:
+            declared = [a.alias_info is not None and a.alias_info.is_write for a in operator._schema.arguments]
+            names = [a.name for a in operator._schema.arguments]
+            writes = [a for a, w in zip(args, declared, strict=False) if w]
+            writes += [a for name, a in (kwargs or {}).items() if declared[names.index(name)]]
+            self.written |= self._among(writes)
+            if not own and self._among((args, kwargs or {})):
+                self.names.append(str(operator))
+        return operator(*args, **(kwargs or {}))
+
+    def _among(self, given: object) -> set:
+        tensors = (one for _, one in tree_flatten_with_path(given)[0] if isinstance(one, torch.Tensor) and _plain(one))
+        return {_storage(tensor) for tensor in tensors} & self.storages
 
 
-def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    # `.data` has a version of its own: filling it is not taken for a write of the function, nor by autograd.
-    with torch.inference_mode(tensor.is_inference()):
-        tensor.data.copy_(values)
+def _device_works(function: Callable[[], object], device: Device) -> bool | None:
+    """Whether a call starts anything on the GPU: kernels, copies; None where the profiler sees nothing at all."""
+    place = torch.device(device.torch_device)
+    with torch.cuda.device(place), torch.random.fork_rng([place]):
+        marker = torch.zeros(1, device=place)
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            marker.fill_(1.0)
+            function()
+            torch.cuda.synchronize()
+    seen = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+    return seen > 1 if seen else None
 
 
-def _nan_or_inverted(values: torch.Tensor) -> torch.Tensor:
-    if values.is_floating_point() or values.is_complex():
-        return torch.full_like(values, math.nan)
-    return ~values
+def state_of(function: object) -> "dict[str, tuple[int, torch.Tensor | None]]":
+    """Of each tensor that a function can reach: how often PyTorch wrote to it, and the bits of a sample of its elements."""
+    reached = {name: tensor for name, tensor in captured_tensors(function).items() if _plain(tensor)}
+    return {
+        name: (_version(tensor), _bits(tensor.detach(), _STATE_ELEMENTS) if place < _STATE_TENSORS else None)
+        for place, (name, tensor) in enumerate(reached.items())
+    }
 
 
-def _one_more(values: torch.Tensor) -> torch.Tensor:
-    if values.is_complex():
-        return values * 2 + 1
-    if values.is_floating_point():
-        wide = values.double()  # 8-bit formats have no arithmetic
-        return torch.where(torch.isfinite(wide), wide * 2 + 1, 1.0).to(values.dtype)
-    return ~values
+def state_changed(before: dict, after: dict) -> tuple[bool, bool]:
+    """(whether something was written to what both reach, whether a value in it changed)."""
+    pairs = [(before[name], after[name]) for name in before if name in after]
+    written = any(old != new for (old, _), (new, _) in pairs)
+    values = any(
+        old is not None and new is not None and not (old.device == new.device and torch.equal(old, new))
+        for (_, old), (_, new) in pairs
+    )
+    return written, values
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -425,9 +484,28 @@ def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
     return tensor.device, tensor.untyped_storage().data_ptr()
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    a, b = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in (a, b))
-    return bool(((a == b) | ((a != a) & (b != b))).all())
+def _plain(tensor: torch.Tensor) -> bool:
+    """Whether it has memory of its own that can be looked at."""
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.device.type == "meta":
+        return False
+    try:
+        tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # subclasses that wrap other tensors
+        return False
+    return True
+
+
+def _bits(tensor: torch.Tensor, most: int = _SAMPLE) -> torch.Tensor:
+    """The bytes of its elements, or of evenly spaced ones where there are more than `most`; a copy."""
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:  # an expanded tensor has each element many times
+            tensor = tensor.narrow(dimension, 0, 1)
+    while tensor.numel() > most:
+        longest = max(range(tensor.dim()), key=lambda dimension: tensor.shape[dimension])
+        every = min(-(-tensor.numel() // most), tensor.shape[longest])
+        tensor = tensor[(slice(None),) * longest + (slice(None, None, every),)]
+    tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 # Finished when the call returns
@@ -436,7 +514,8 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 class WorkLeft:
     """Watches what a function leaves running: threads that became busy since this was made, and other streams of a GPU.
 
-    A thread counts as busy while it executes, and as idle while it waits in Python's own queues, locks, selectors and pools.
+    A thread counts as busy while it executes or sleeps, and as idle while it waits in Python's own queues, locks, selectors
+    and pools, or is blocked in the system (in a read, say) without using the CPU.
     Threads that were busy before are not the function's. Native threads are not seen.
     """
 
@@ -453,8 +532,11 @@ class WorkLeft:
         deadline = time.monotonic() + _THREAD_SETTLES_S
         while busy := self._new():
             if time.monotonic() > deadline:
-                names = {thread.ident: thread.name for thread in threading.enumerate()}
-                return f"thread {names.get(busy[0], busy[0])!r} still works after the call returned"
+                threads = {thread.ident: thread for thread in threading.enumerate()}
+                works = _working([(ident, getattr(threads.get(ident), "native_id", None)) for ident in busy])
+                if works is None:
+                    return ""
+                return f"thread {getattr(threads.get(works), 'name', works)!r} still works after the call returned"
             time.sleep(_THREAD_SETTLES_S / 8)
         return ""
 
@@ -479,6 +561,44 @@ class WorkLeft:
         if waited_s <= _STREAM_SETTLES_S:
             return ""
         return f"the device works {waited_s * 1e3:.3g} ms longer, on other streams than the current one"
+
+
+def _working(threads: list[tuple[int, int | None]]) -> int | None:
+    """The first of these (Python's ident, the system's) that runs, uses the CPU between two looks, or sleeps for a while."""
+    before = [_look(native) for _, native in threads]
+    time.sleep(_THREAD_SETTLES_S / 2)
+    for (ident, native), old in zip(threads, before, strict=True):
+        new = _look(native)
+        if old is not None and new is None:
+            continue  # it ended
+        if old is None or "R" in (old[0], new[0]) or old[1] != new[1] or _sleeps(ident, native):
+            return ident
+    return None
+
+
+def _look(native: int | None) -> tuple[str, int] | None:
+    """(state, CPU time) of a thread; None where the system does not say."""
+    task = Path(f"/proc/self/task/{native}")
+    try:
+        fields = (task / "stat").read_text().rpartition(")")[2].split()
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            return fields[0], int((task / "schedstat").read_text().split()[0])  # ns; the times of `stat` are ticks of 10 ms
+        return fields[0], int(fields[11]) + int(fields[12])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+# nanosleep and clock_nanosleep.
+_SLEEPS = {"x86_64": ("35", "230"), "aarch64": ("101", "115")}
+
+
+def _sleeps(ident: int, native: int | None) -> bool:
+    """Whether a thread that uses no CPU waits for a time to pass, which stands for work, and not for others."""
+    with contextlib.suppress(OSError, LookupError):
+        return Path(f"/proc/self/task/{native}/syscall").read_text().split()[0] in _SLEEPS[platform.machine()]
+    frame = sys._current_frames().get(ident)
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno) if frame else ""
+    return "sleep" in line or any(mark in line for mark in _RUNS_WORK)
 
 
 # Files of Python's own whose functions wait for others, and the lines within them that run what they were given.

@@ -1,7 +1,9 @@
 """What `measure.time` and `measure.compare` accept: outputs that are right in every element, written by every call and finished
 when the call returns, arguments within their ranges, and limits that limit."""
 
+import contextlib
 import functools
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -236,22 +238,114 @@ def test_buffers_that_every_call_writes_are_timed_and_hold_their_result():
         assert measure.time(lambda: kept.copy_(x), **SHORT).notes == ()
     array, source = np.zeros(64), np.ones(64)
     tensor = torch.from_numpy(array)
-    assert measure.time(lambda: (np.copyto(array, source), tensor)[1], **SHORT).notes == ()  # torch sees no write of NumPy's
+    assert measure.time(lambda: (np.copyto(array, source), tensor)[1], **SHORT).notes == (
+        "the function: it shares its memory with NumPy or another library, so that a write to the output cannot be told from "
+        "none",
+    )
 
 
-def test_work_in_place_on_the_output_of_the_call_before_is_said():
-    x = noise(64)
-    answer = measure.time(lambda: x.relu_(), **SHORT)
-    assert "64 of 64 elements of the output depend on what the call before left there" in answer.verdict
-    assert torch.isfinite(x).all() and (x >= 0).all()
-    out, calls = torch.zeros(64), []
+def test_the_state_of_a_training_step_is_left_as_it_was():
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(4, 4), noise(8, 4)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-6)
 
-    def half_after_five_calls():
-        calls.append(None)
-        (out if len(calls) <= 5 else out[:32]).fill_(1.0)
-        return out
+    def step():
+        optimizer.zero_grad()
+        layer(x).square().mean().backward()
+        optimizer.step()
+        return layer.weight
 
-    assert "32 of 64 elements" in measure.time(half_after_five_calls, **SHORT).verdict
+    measure.time(step, **SHORT)
+    held = [*layer.parameters(), *(v for state in optimizer.state.values() for v in state.values())]
+    assert all(torch.isfinite(tensor).all() for tensor in held)
+
+
+def test_nothing_that_a_call_could_read_is_ever_overwritten():
+    x, seen = noise(64), []
+    out = torch.zeros(64)
+
+    def watched():
+        seen.append(bool(torch.isfinite(out).all()))
+        return torch.mul(x, 2, out=out)
+
+    measure.time(watched, **SHORT)
+    measure.time(lambda: x.relu_(), **SHORT)
+    assert all(seen) and (x >= 0).all()
+
+
+def test_inputs_beside_what_is_computed_are_returned_unharmed_with_a_note():
+    ids, table = torch.arange(5), torch.nn.Embedding(5, 3)
+    answer = measure.time(lambda: {"ids": ids, "h": table(ids)}, **SHORT)
+    assert "returns its input ids beside what it computes" in str(answer) and ids.tolist() == [0, 1, 2, 3, 4]
+    kept = []
+
+    def cached_beside():
+        kept[:] = kept or [noise(8)]
+        return kept[0], table(ids)
+
+    assert "beside what it computes" in str(measure.time(cached_beside, **SHORT))
+    with pytest.raises(HarnessError, match="wrote nothing to it"):
+        hidden = functools.cache(lambda: noise(8))
+        measure.time(lambda: (hidden(), table(ids)), **SHORT)
+
+
+@pytest.mark.parametrize("optimizer, rate, dtype", [
+    (torch.optim.AdamW, 3e-4, torch.bfloat16), (torch.optim.SGD, 1e-6, torch.float32), (torch.optim.SGD, 1e-1, torch.float32),
+])  # fmt: skip
+def test_a_step_whose_loss_changes_slowly_is_timed_with_a_note(optimizer, rate, dtype):
+    def training():
+        torch.manual_seed(0)
+        layer, x = torch.nn.Linear(64, 64, dtype=dtype), noise(32, 64, dtype=dtype)
+        steps = optimizer(layer.parameters(), lr=rate)
+
+        def step():
+            steps.zero_grad()
+            loss = (layer(x).square().mean() * 100)
+            loss.backward()
+            steps.step()
+            return loss.detach()
+
+        return step
+
+    longer = {**SHORT, "time_limit_s": 1.0, "minimum_samples": 200}
+    measure.time(training(), **longer)
+    answer = measure.compare(training(), training(), labels=("A", "B"), **longer)
+    assert "OUTPUTS DIFFER" not in str(answer)
+
+
+def test_notes_on_the_output_stand_apart_from_the_verdict():
+    weight = torch.ones(8)
+    answer = measure.time(lambda: weight.add_(1.0).sum(), **{**SHORT, "time_limit_s": 2.0})
+    assert "different values" not in answer.verdict and "\nnote: " in str(answer)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: torch.arange(5).to(torch.uint16), lambda: torch.arange(5).to(torch.uint32), lambda: torch.arange(5).to(torch.uint64),
+    lambda: torch.quantize_per_tensor(torch.arange(5.0), 0.1, 0, torch.quint8),
+    lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    lambda: torch.arange(5.0).to(torch.float8_e4m3fn), lambda: torch.ones(3, dtype=torch.complex32),
+    lambda: torch.eye(3).to_sparse(),
+], ids=["uint16", "uint32", "uint64", "quantized", "nested", "jagged", "float8", "complex32", "sparse"])  # fmt: skip
+def test_outputs_of_rare_kinds_are_compared(make):
+    kept = make()
+    assert measure.compare(make, make, labels=("A", "B"), **SHORT).outputs_agree
+    with contextlib.suppress(HarnessError):  # it is refused, or cannot be seen to be written
+        measure.time(lambda: kept, **SHORT)
+
+
+def test_an_output_without_numbers_is_said_not_to_be_compared():
+    answer = measure.time(lambda: torch.empty(3, device="meta"), **SHORT)
+    assert "output cannot be read and was not compared" in str(answer)
+
+
+def test_large_outputs_are_sampled_evenly():
+    large = torch.zeros(1 << 12, 1 << 4)
+    bits = outputs._bits(large, most=1 << 10)
+    assert bits.numel() <= 4 << 10
+    large += 1.0
+    assert not torch.equal(bits, outputs._bits(large, most=1 << 10))
+    assert outputs._bits(torch.ones(1).expand(1 << 40)).numel() == 4
 
 
 def test_the_inputs_of_a_function_are_found_wherever_it_keeps_them():
@@ -299,6 +393,35 @@ def test_work_left_to_a_pool_is_refused_and_a_future_that_is_not_done_too():
             measure.time(leave, **SHORT)
         with pytest.raises(HarnessError, match="returned a Future whose work is not done"):
             measure.time(lambda: pool.submit(time.sleep, 0.05), **SHORT)
+
+
+def test_a_thread_that_is_blocked_in_a_read_is_nobody_s_work_and_one_that_computes_is():
+    read, write = os.pipe()
+    started, over = [], threading.Event()
+
+    def start(target, *args):
+        if not started:
+            started.append(threading.Thread(target=target, args=args, daemon=True))
+            started[0].start()
+
+    def compute():
+        while not over.is_set():
+            sum(range(1000))
+
+    measure.time(lambda: start(os.read, read, 1), **SHORT)
+    os.write(write, b"x")
+    started.pop().join()
+    measure.time(lambda: start(lambda: os.read(read, 1)), **SHORT)
+    os.write(write, b"x")
+    started.pop().join()
+    try:
+        with pytest.raises(HarnessError, match="still works after the call returned"):
+            measure.time(lambda: start(compute), **SHORT)
+    finally:
+        over.set()
+        started.pop().join()
+        os.close(read)
+        os.close(write)
 
 
 def test_threads_that_rest_or_that_were_there_before_are_nobody_s_fault():
