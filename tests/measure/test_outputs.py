@@ -323,10 +323,9 @@ def test_notes_on_the_output_stand_apart_from_the_verdict():
     lambda: torch.arange(5).to(torch.uint16), lambda: torch.arange(5).to(torch.uint32), lambda: torch.arange(5).to(torch.uint64),
     lambda: torch.quantize_per_tensor(torch.arange(5.0), 0.1, 0, torch.quint8),
     lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
     lambda: torch.arange(5.0).to(torch.float8_e4m3fn), lambda: torch.ones(3, dtype=torch.complex32),
     lambda: torch.eye(3).to_sparse(),
-], ids=["uint16", "uint32", "uint64", "quantized", "nested", "jagged", "float8", "complex32", "sparse"])  # fmt: skip
+], ids=["uint16", "uint32", "uint64", "quantized", "nested", "float8", "complex32", "sparse"])  # fmt: skip
 def test_outputs_of_rare_kinds_are_compared(make):
     kept = make()
     assert measure.compare(make, make, labels=("A", "B"), **SHORT).outputs_agree
