@@ -121,8 +121,8 @@ def _work(row: Row) -> float | None:
     if row.metric == "gemm_tflops" and {"m", "n", "k"} <= params.keys() and "kind" not in row.params:
         return 2 * params["m"] * params["n"] * params["k"] * params.get("products", 1) / 1e12
     if row.metric in ("algbw_gb_s", "bandwidth_gb_s"):
-        moved = params.get("bytes", params.get("working_set_bytes"))
-        return None if moved is None else moved / 1e9
+        # A working set is not what a call moves: it may pass over it several times.
+        return params["bytes"] / 1e9 if "bytes" in params else None
     if row.metric in ("samples_per_s", "images_per_s", "tokens_per_s", "loader_samples_per_s"):
         return params.get("batch")
     return None
