@@ -21,7 +21,7 @@ from hyperion.measure.units import bytes_text, estimate_text, flops_text, second
 from hyperion.results import Estimate, RowError, rows_from_csv, rows_to_csv
 
 PLACE = {"notebook": "my_notebook", "experiment": "my_experiment", "variant": "mine"}
-QUICK = {"device": "cpu", "cold": False, "minimum_samples": 10, "time_limit_s": 0.2}
+QUICK = {"device": "cpu", "cold": False, "minimum_samples": 10, "time_limit_s": 1.5}
 KIB = 256  # float32 elements
 
 
