@@ -65,7 +65,13 @@ def test_calls_in_a_row_are_asked_again_before_a_clock_is_blamed():
 def test_a_machine_that_became_slow_slows_the_clocks_samples_too():
     blocks = []
     require_whole_work(0.01, lambda calls: blocks.append(calls) or 1.0, again=lambda calls: 0.5)
-    assert len(blocks) == 2
+    assert len(blocks) == 3, "the clock's median reading must have become slow, not one reading"
+
+
+def test_one_delayed_reading_does_not_excuse_a_clock_that_stops_early():
+    readings = iter([0.5] + [0.01] * 40)
+    with pytest.raises(HarnessError, match="calls in a row take"):
+        require_whole_work(0.01, lambda calls: 1.0, again=lambda calls: next(readings))
 
 
 def test_clocks_whose_samples_are_of_another_kind_are_not_asked():

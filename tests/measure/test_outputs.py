@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -560,10 +561,12 @@ def test_the_limit_of_explain_ends_its_samples_too():
 def test_few_samples_give_the_interval_of_order_statistics_and_say_what_it_holds():
     assert _order_interval(np.arange(5.0), 0.95) == (0.0, 4.0)
     assert _order_interval(np.arange(20.0), 0.95) == (5.0, 14.0)  # holds with 95.86 %, by the binomial distribution
-    answer = measure.time(lambda: time.sleep(0.1), device="cpu", cold=False, time_limit_s=1.0)
-    if len(answer.timing.samples_s) < 6:
-        assert "not 95 %" in answer.verdict
-    assert answer.estimate.ci_low == answer.timing.samples_s.min() or len(answer.timing.samples_s) > 5
+    taken = measure.time(lambda: None, device="cpu", cold=False, quick=True)
+    for n, says in ((5, True), (6, False)):
+        samples = np.array([3.0, 1.0, 2.0, 5.0, 4.0, 6.0])[:n]
+        answer = replace(taken, timing=replace(taken.timing, samples_s=samples))
+        assert ("not 95 %" in answer.verdict) == says
+        assert (answer.estimate.ci_low, answer.estimate.ci_high) == (1.0, samples.max())
 
 
 @pytest.mark.parametrize("n", [7, 10, 20])
