@@ -42,6 +42,7 @@ report: ## tables and pictures of a run (RUN=, else the latest)
 
 lint: ## style of library, tests and notebooks
 	@$(enter) --extra lint run ruff check .
+	@$(enter) --extra lint run ruff format --check .
 
 clean: ## remove the environments and caches; data/ and results/ stay
 	@grep -qs '^name = "hyperion"' pyproject.toml || { echo "make clean: this folder is no checkout of Hyperion" >&2; exit 2; }

@@ -59,9 +59,7 @@ def reproduce(
     ] = "auto",
     only: Annotated[
         str | None,
-        typer.Option(
-            envvar="ONLY", help="One chapter and what it needs: --only 01_hardware_exploration.", show_default="all"
-        ),
+        typer.Option(envvar="ONLY", help="One chapter and what it needs: --only 01_hardware_exploration.", show_default="all"),
     ] = None,
     data_source: Annotated[
         str,
@@ -102,9 +100,7 @@ def reproduce(
             show_default="30m in smoke, 40m in full, 12h in study, 20m in replay",
         ),
     ] = None,
-    seed: Annotated[
-        int, typer.Option(envvar="SEED", min=0, max=LARGEST_SEED, help="Seeds everything that is drawn.")
-    ] = 0,
+    seed: Annotated[int, typer.Option(envvar="SEED", min=0, max=LARGEST_SEED, help="Seeds everything that is drawn.")] = 0,
     replay_of: Annotated[
         str | None,
         typer.Option(
@@ -218,9 +214,7 @@ def fetch() -> None:
 def verify_data(
     folder: Annotated[
         Path | None,
-        typer.Argument(
-            help="A prepared folder, or a folder of such.", show_default="all of data/processed and data/raw"
-        ),
+        typer.Argument(help="A prepared folder, or a folder of such.", show_default="all of data/processed and data/raw"),
     ] = None,
 ) -> None:
     """Check prepared and staged data: hashes, records, vocabulary, labels, pixels, and that no split took another's place.
@@ -235,9 +229,7 @@ def verify_data(
 
 @app.command()
 def lab(
-    port: Annotated[
-        int | None, typer.Option(help="Port on loopback.", show_default="the first free one from 8888")
-    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port on loopback.", show_default="the first free one from 8888")] = None,
 ) -> None:
     """JupyterLab on this checkout, on loopback with a token; prints the ssh line for a remote node."""
     from hyperion.paths import project_root
@@ -285,9 +277,7 @@ def doctor(
 
 @app.command()
 def passport(
-    files: Annotated[
-        list[Path] | None, typer.Argument(help="With --verify: passport files.", show_default=False)
-    ] = None,
+    files: Annotated[list[Path] | None, typer.Argument(help="With --verify: passport files.", show_default=False)] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Check files instead of measuring.")] = False,
     output: Annotated[
         Path | None, typer.Option(help="Where to write it.", show_default="results/passports/<device>.json")
@@ -338,10 +328,7 @@ def clean(
 
 
 @app.command()
-def publish(
-    run: RunName,
-    name: Annotated[str, typer.Argument(help="The machine's name: h200.")],
-) -> None:
+def publish(run: RunName, name: Annotated[str, typer.Argument(help="The machine's name: h200.")]) -> None:
     """Make a run the reference of a machine, results/reference/NAME/, for everybody to replay and compare with."""
     from hyperion.reproduce.publishing import publish as publish_run
     from hyperion.results import Run, find_run

@@ -56,9 +56,7 @@ def imported_modules(source: str, package: str = "") -> frozenset[str]:
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
-                base = ".".join(
-                    [*package.split(".")[: len(package.split(".")) - node.level + 1], *filter(None, [base])]
-                )
+                base = ".".join([*package.split(".")[: len(package.split(".")) - node.level + 1], *filter(None, [base])])
             found.add(base)
             found.update(f"{base}.{alias.name}" for alias in node.names)
     return frozenset(name for name in found if name.split(".")[0] == "hyperion")

@@ -31,11 +31,7 @@ class HyperionError(Exception):
 
     def as_dict(self) -> dict[str, str | None]:
         """The error's parts, JSON-able, for a process that passes it on."""
-        return {
-            "what": self.what,
-            "where": None if self.where is None else str(self.where),
-            "next_step": self.next_step,
-        }
+        return {"what": self.what, "where": None if self.where is None else str(self.where), "next_step": self.next_step}
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows in a notebook: the error in its own words. Its way through the library helps no reader."""
@@ -109,7 +105,5 @@ def require_number(
     bounds = {"from": at_least, "above": above, "to": at_most, "below": below}
     within = " ".join(f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound))
     raise HyperionError(
-        f"{name} is {value!r:.80}",
-        where=where,
-        next_step=f"give a {'whole' if whole else 'finite'} number {within}".rstrip(),
+        f"{name} is {value!r:.80}", where=where, next_step=f"give a {'whole' if whole else 'finite'} number {within}".rstrip()
     )

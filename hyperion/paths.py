@@ -30,9 +30,7 @@ def project_root() -> Path:
     try:
         here = Path.cwd()
     except FileNotFoundError as error:
-        raise HyperionError(
-            "the working folder was removed", next_step=f"cd to a folder that exists, or set {HOME}"
-        ) from error
+        raise HyperionError("the working folder was removed", next_step=f"cd to a folder that exists, or set {HOME}") from error
     own = Path(hyperion.__file__).resolve().parent.parent
     return next((folder for folder in (here, *here.parents, own) if is_checkout(folder)), here)
 

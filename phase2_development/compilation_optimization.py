@@ -109,9 +109,7 @@ def measured(arguments: argparse.Namespace, specs: list[dict]) -> Run:
         new_run_folder(EXPERIMENT, arguments.base_dir / "results"), run_information("script", "none", arguments.seed)
     )
     with tempfile.TemporaryDirectory() as workspace:
-        context = Context(
-            notebook=CHAPTER, experiment=EXPERIMENT, sizes=sizes, seed=arguments.seed, workspace=Path(workspace)
-        )
+        context = Context(notebook=CHAPTER, experiment=EXPERIMENT, sizes=sizes, seed=arguments.seed, workspace=Path(workspace))
         result = experiment_named(EXPERIMENT).run(
             context, lambda done, total, note: print(f"[{done}/{total}] {note}", flush=True)
         )

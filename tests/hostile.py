@@ -18,18 +18,42 @@ from hyperion.untrusted import printable
 HANG_S = 10
 # Replacements for any value of a JSON document, as text of JSON.
 JUNK = (
-    "null", "true", "-1", "0", "1e308", "-1e308", "1e999", "NaN", "Infinity", "9" * 400, '""', '"x"', "[]", "{}", "[1]",
-    '{"a": 1, "a": 2}', "[" * 2000 + "]" * 2000, '"\\ud800"', '"\\u001b[2J\\u0007\\u202e"', '"<script>alert(1)</script>"',
-    '"../../outside/file"', '"/etc/passwd"', '"a|b\\n](http://x)"', '"$x$"',
-)  # fmt: skip
+    "null",
+    "true",
+    "-1",
+    "0",
+    "1e308",
+    "-1e308",
+    "1e999",
+    "NaN",
+    "Infinity",
+    "9" * 400,
+    '""',
+    '"x"',
+    "[]",
+    "{}",
+    "[1]",
+    '{"a": 1, "a": 2}',
+    "[" * 2000 + "]" * 2000,
+    '"\\ud800"',
+    '"\\u001b[2J\\u0007\\u202e"',
+    '"<script>alert(1)</script>"',
+    '"../../outside/file"',
+    '"/etc/passwd"',
+    '"a|b\\n](http://x)"',
+    '"$x$"',
+)
 
 
 def determined(examples: int) -> settings:
     """The same examples in every run: no seed of the clock, no database; a slow machine changes nothing."""
     return settings(
-        max_examples=examples, derandomize=True, database=None, deadline=None,
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    )  # fmt: skip
+    )
 
 
 class HangError(BaseException):

@@ -10,9 +10,23 @@ from hyperion.dependencies import imported_modules
 
 PACKAGE = Path(hyperion.__file__).resolve().parent
 ROOMS = (
-    "results", "hardware", "processes", "measure", "data", "models", "parallel", "checkpoints", "training",
-    "experiments", "book", "doctor", "passport", "reproduce", "commands", "cli",
-)  # fmt: skip
+    "results",
+    "hardware",
+    "processes",
+    "measure",
+    "data",
+    "models",
+    "parallel",
+    "checkpoints",
+    "training",
+    "experiments",
+    "book",
+    "doctor",
+    "passport",
+    "reproduce",
+    "commands",
+    "cli",
+)
 # For everybody: they import no room. `install` works before there is an environment: it needs Python alone.
 GROUND = ("errors", "paths", "untrusted", "locks", "terminal", "compat", "dependencies", "install")
 ENTRANCES = ("__init__", "__main__")

@@ -40,8 +40,13 @@ def hyperion(checkout, tmp_path):
         environment |= {name: str(value) for name, value in variables.items()}
         return subprocess.run(
             [sys.executable, "-m", "hyperion", *arguments],
-            cwd=checkout, env=environment, capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
+            cwd=checkout,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
 
     return call
 
@@ -213,19 +218,36 @@ def test_an_edited_result_is_never_built_upon(hyperion, tmp_path):
 
 
 SIZES = {
-    "width": 4, "batch_size": 16, "epochs": 2, "held_out_images": 20, "learning_rate": 0.1, "warmup_share": 0.2,
-    "weight_decay": 5e-4, "label_smoothing": 0.0, "border": "black", "hole": 0, "precision": "fp32", "target": 0.5,
-    "compiled": False, "evaluate_every": 1, "checkpoint_every": 5, "steady_time_limit_s": 0.1,
-}  # fmt: skip
+    "width": 4,
+    "batch_size": 16,
+    "epochs": 2,
+    "held_out_images": 20,
+    "learning_rate": 0.1,
+    "warmup_share": 0.2,
+    "weight_decay": 5e-4,
+    "label_smoothing": 0.0,
+    "border": "black",
+    "hole": 0,
+    "precision": "fp32",
+    "target": 0.5,
+    "compiled": False,
+    "evaluate_every": 1,
+    "checkpoint_every": 5,
+    "steady_time_limit_s": 0.1,
+}
 
 
 def test_corrupted_checkpoints_of_a_training_that_goes_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HYPERION_DATA", str(tmp_path / "data"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     context = Context(
-        notebook="02_core_framework", experiment="image_classifier", sizes=SIZES, data_source="synthetic",
-        synthetic={"images": {"train": 100, "test": 20}}, workspace=tmp_path / "workspace",
-    )  # fmt: skip
+        notebook="02_core_framework",
+        experiment="image_classifier",
+        sizes=SIZES,
+        data_source="synthetic",
+        synthetic={"images": {"train": 100, "test": 20}},
+        workspace=tmp_path / "workspace",
+    )
 
     def train() -> list:
         result = run_isolated(context, lambda done, total, note: None)

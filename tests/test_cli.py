@@ -17,9 +17,7 @@ def hyperion(*arguments: str, folder: Path = CHECKOUT, **variables: str) -> subp
     """The command as a user types it, in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "COLUMNS": "120", **variables}
     command = [sys.executable, "-m", "hyperion", *arguments]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
 def stored(folder: Path, rate: float, information: dict | None = None, **row) -> Run:

@@ -38,11 +38,7 @@ def test_imports_are_found_in_every_form():
     assert not any(name.startswith("torch") for name in found)
 
 
-@given(
-    st.lists(
-        st.sampled_from(["hyperion.results.rows", "hyperion.measure.gemm", "hyperion.errors"]), min_size=1, unique=True
-    )
-)
+@given(st.lists(st.sampled_from(["hyperion.results.rows", "hyperion.measure.gemm", "hyperion.errors"]), min_size=1, unique=True))
 def test_the_hash_depends_on_the_modules_and_on_nothing_else(modules):
     assert reached_source_hash(*modules) == reached_source_hash(*modules)
     assert len(reached_source_hash(*modules)) == 16

@@ -16,9 +16,7 @@ PATHS = sorted(ROOT.glob("phase*/*.ipynb"))
 PARAMETERS = {"profile": "auto", "data_source": "auto", "output": None, "seed": 0}
 LONGEST_CELL = 20
 PROSE_PER_CODE_CELL = 0.7
-ABSOLUTE_PATH = re.compile(
-    r"""["'(\s=](/(home|root|Users|tmp|mnt|scratch|data|workspace|work|opt|usr|var)/|[A-Z]:\\)"""
-)
+ABSOLUTE_PATH = re.compile(r"""["'(\s=](/(home|root|Users|tmp|mnt|scratch|data|workspace|work|opt|usr|var)/|[A-Z]:\\)""")
 INSTALLS = re.compile(r"(^|[!%\s])(pip3?|conda|mamba|apt|apt-get|uv)\s+(install|add)\b")
 FORKS = {"multiprocessing", "torch.multiprocessing", "concurrent.futures", "subprocess"}
 

@@ -63,9 +63,8 @@ def adapters_are_saved(said: str, results: Path) -> None:
 
 def test_make_lab_serves_on_loopback_with_a_token(place):
     server = subprocess.Popen(
-        ["make", "lab"], cwd=ROOT, env=place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
+        ["make", "lab"], cwd=ROOT, env=place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
     timer = threading.Timer(120, os.killpg, (server.pid, signal.SIGKILL))
     timer.start()
     try:

@@ -112,8 +112,7 @@ def test_a_reader_that_ends_first_ends_a_run_with_a_code_of_its_own(shell, book)
 
 
 @pytest.mark.parametrize(
-    "variables",
-    [{"RANK": "abc"}, {"RANK": "0", "WORLD_SIZE": "-1"}, {"LOCAL_RANK": "x"}, {"WORLD_SIZE": "1", "LOCAL_RANK": "y"}],
+    "variables", [{"RANK": "abc"}, {"RANK": "0", "WORLD_SIZE": "-1"}, {"LOCAL_RANK": "x"}, {"WORLD_SIZE": "1", "LOCAL_RANK": "y"}]
 )
 def test_variables_of_torchrun_that_make_no_sense_do_not_matter_to_one_process(shell, variables):
     assert shell("hyperion env", **variables).returncode == 0

@@ -16,8 +16,7 @@ STEP = "move the file away"
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["", "/etc/passwd", "..", "../x", "a/../../x", "a//b", "./a", "a/", "a\0b", "a\x1b[2Jb", 7, None, ["a"]],
+    "name", ["", "/etc/passwd", "..", "../x", "a/../../x", "a//b", "./a", "a/", "a\0b", "a\x1b[2Jb", 7, None, ["a"]]
 )
 def test_a_name_that_leaves_its_folder_is_refused(tmp_path, name):
     with pytest.raises(HyperionError) as caught:
@@ -55,11 +54,7 @@ def test_pipes_sockets_devices_and_folders_are_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "socket"))
-        for path, kind in (
-            (tmp_path / "pipe", "named pipe"),
-            ("/dev/zero", "character device"),
-            (tmp_path, "folder"),
-        ):
+        for path, kind in ((tmp_path / "pipe", "named pipe"), ("/dev/zero", "character device"), (tmp_path, "folder")):
             with pytest.raises(HyperionError, match=kind):
                 open_regular(path, HyperionError, STEP)
         with pytest.raises(OSError):
@@ -76,8 +71,21 @@ def test_reads_are_bounded(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["{", '{"a": 1, "a": 2}', "NaN", '{"a": -Infinity}', "[" * 100_000, b"\xff", "1" * 5000, "",
-     "[" * 101 + "]" * 101, "1e999", '["\\ud800"]', '{"\\uDFFF": 1}'],
+    "text",
+    [
+        "{",
+        '{"a": 1, "a": 2}',
+        "NaN",
+        '{"a": -Infinity}',
+        "[" * 100_000,
+        b"\xff",
+        "1" * 5000,
+        "",
+        "[" * 101 + "]" * 101,
+        "1e999",
+        '["\\ud800"]',
+        '{"\\uDFFF": 1}',
+    ],
 )
 def test_json_that_is_not_ours_is_refused(text):
     with pytest.raises(HyperionError) as caught:

@@ -9,10 +9,27 @@ from hyperion.results import Row
 
 GIB = 2**30
 COLUMNS = (
-    "model", "variant", "time_ms", "mem_gb", "speedup", "speedup_ci_low", "speedup_ci_high", "dtype", "reps", "compile_s",
-    "graph_breaks", "break_even_calls", "error_from_eager", "error_from_float64", "mem_reserved_gb", "mem_kind", "batch",
-    "input", "weights", "reason",
-)  # fmt: skip
+    "model",
+    "variant",
+    "time_ms",
+    "mem_gb",
+    "speedup",
+    "speedup_ci_low",
+    "speedup_ci_high",
+    "dtype",
+    "reps",
+    "compile_s",
+    "graph_breaks",
+    "break_even_calls",
+    "error_from_eager",
+    "error_from_float64",
+    "mem_reserved_gb",
+    "mem_kind",
+    "batch",
+    "input",
+    "weights",
+    "reason",
+)
 _MEMORY = {"peak_memory_gib": "device tensors", "peak_rss_gib": "resident host memory"}
 
 

@@ -57,13 +57,9 @@ def show(result: HasRows, run: Run, published: bool = False, figures: Iterable[s
 def announce(result: HasRows) -> None:
     """The banners that a result calls for: replayed from another machine, synthetic data."""
     if result.replayed_from:
-        banner(
-            f"REPLAY: measured on {result.replayed_from} and shown again. Nothing below was measured on this machine."
-        )
+        banner(f"REPLAY: measured on {result.replayed_from} and shown again. Nothing below was measured on this machine.")
     if result.source == "synthetic":
-        banner(
-            "SYNTHETIC DATA: made by code, not the real data set. Losses and accuracies say nothing about the real one."
-        )
+        banner("SYNTHETIC DATA: made by code, not the real data set. Losses and accuracies say nothing about the real one.")
 
 
 def banner(text: str) -> None:

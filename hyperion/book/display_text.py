@@ -28,9 +28,7 @@ def pick(rows: Iterable[Row], metric: str, best: bool = False, **wanted) -> Row:
             next_step="run the experiment it comes from, or ask for another",
         )
     if len(chosen) > 1 and not best:
-        raise HyperionError(
-            f"{len(chosen)} rows of {asked}", next_step="say which by a column or parameter, or best=True"
-        )
+        raise HyperionError(f"{len(chosen)} rows of {asked}", next_step="say which by a column or parameter, or best=True")
     lowest = metric_named(metric).direction == "lower"
     return (min if lowest else max)(chosen, key=lambda row: row.value)
 
@@ -53,9 +51,7 @@ def fill(template: str, **named: Row | float) -> str:
         return template.format(**values)
     except KeyError as error:
         remedy = f"give it: teach(template, {error.args[0]}=pick(result.rows, …))"
-        raise HyperionError(
-            f"the text speaks of {error.args[0]!r}, which it was not given", next_step=remedy
-        ) from error
+        raise HyperionError(f"the text speaks of {error.args[0]!r}, which it was not given", next_step=remedy) from error
 
 
 def verdict(speedup: Row) -> str:
@@ -89,9 +85,14 @@ class _Quoted:
     def __getattr__(self, field: str) -> str:
         row = self._row
         quotable = {
-            "value": row.value, "limit": row.limit, "predicted": row.predicted, "share": row.fraction_of_limit,
-            "error": prediction_error(row), "low": row.ci_low, "high": row.ci_high,
-        }  # fmt: skip
+            "value": row.value,
+            "limit": row.limit,
+            "predicted": row.predicted,
+            "share": row.fraction_of_limit,
+            "error": prediction_error(row),
+            "low": row.ci_low,
+            "high": row.ci_high,
+        }
         if field in ("variant", "dtype", "experiment", "data_source"):
             return getattr(row, field)
         if field == "interval":
@@ -114,6 +115,4 @@ class _Quoted:
 
 def _fits(row: Row, wanted: dict) -> bool:
     columns = ("notebook", "experiment", "variant", "dtype", "rank", "data_source")
-    return all(
-        (getattr(row, name) if name in columns else row.params.get(name)) == value for name, value in wanted.items()
-    )
+    return all((getattr(row, name) if name in columns else row.params.get(name)) == value for name, value in wanted.items())

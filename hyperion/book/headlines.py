@@ -122,9 +122,7 @@ def _scaled(rows: list[Row]) -> Iterator[tuple[str, Row]]:
         yield f"{row.params['model']}, {row.params['strategy'].upper()}: weak scaling to {most} devices", row
 
 
-def _best(
-    rows: list[Row], kind: Callable[[Row], Hashable], worth: Callable[[Row], float] = lambda row: row.value
-) -> list[Row]:
+def _best(rows: list[Row], kind: Callable[[Row], Hashable], worth: Callable[[Row], float] = lambda row: row.value) -> list[Row]:
     """The row of the largest worth, its value unless told otherwise, of each kind, in the order in which the kinds come."""
     kinds = dict.fromkeys(kind(row) for row in rows)
     return [max((row for row in rows if kind(row) == one), key=worth) for one in kinds]

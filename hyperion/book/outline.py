@@ -79,13 +79,9 @@ def banner(material: Material) -> str:
     """What a reader must know before believing a number: replayed from elsewhere, or made of synthetic data; else ""."""
     parts = []
     if material.replayed:
-        parts.append(
-            f"Replay: measured on {', '.join(material.replayed)} and shown again, not measured on this machine."
-        )
+        parts.append(f"Replay: measured on {', '.join(material.replayed)} and shown again, not measured on this machine.")
     if "synthetic" in material.data_sources:
-        parts.append(
-            "Synthetic data: made by code, not WikiText-2 or CIFAR-10; losses and accuracies say nothing about them."
-        )
+        parts.append("Synthetic data: made by code, not WikiText-2 or CIFAR-10; losses and accuracies say nothing about them.")
     return " ".join(parts)
 
 
@@ -133,9 +129,7 @@ def environment(material: Material) -> pd.DataFrame:
     if len(columns) == 1:
         columns = {title.partition(":")[0]: lines for title, lines in columns.items()}
     columns = columns or {"of this run": _lines(material, [])}
-    names = dict.fromkeys(
-        name for lines in columns.values() for name, value in lines.items() if value not in (None, "")
-    )
+    names = dict.fromkeys(name for lines in columns.values() for name, value in lines.items() if value not in (None, ""))
     shown = [[name, *(_shown(lines.get(name)) for lines in columns.values())] for name in names]
     return pd.DataFrame(shown, columns=["", *columns])
 
@@ -168,8 +162,9 @@ def _lines(material: Material, experiments: list[tuple[str, str]]) -> dict:
         if kept not in material.environments:
             raise StoreError(
                 f"no environment {kept!r:.40} is stored, in which {'/'.join(experiments[0])} was measured",
-                where=material.run.folder, next_step="check the run: hyperion verify",
-            )  # fmt: skip
+                where=material.run.folder,
+                next_step="check the run: hyperion verify",
+            )
         kept = material.environments[kept]
     source = kept.get("source") or {}
     packages = ", ".join(f"{name} {version}" for name, version in sorted((kept.get("packages") or {}).items()))

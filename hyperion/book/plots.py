@@ -73,12 +73,7 @@ PLOTS = (
         "The same products timed by the harness and by the loop anybody would write, interleaved.",
         plots_hardware.gemm_cross_check,
     ),
-    Plot(
-        "bandwidth",
-        "bandwidth",
-        "Bytes read and written per second, by operation and array size.",
-        plots_hardware.bandwidth,
-    ),
+    Plot("bandwidth", "bandwidth", "Bytes read and written per second, by operation and array size.", plots_hardware.bandwidth),
     Plot("roofline", "roofline", "Left of a ridge memory bounds, right of it arithmetic.", plots_hardware.roofline),
     Plot(
         "best_products",
@@ -164,10 +159,7 @@ PLOTS = (
     Plot("tokenizer_speed", "tokenizer_speed", "Tokens on disk a second, beside datasets.map.", plots_data.tokenizer_speed),
     Plot("loader_speed", "loader_speed", "Each loader by itself, and how long a step waits for it.", plots_data.loader_speed),
     Plot(
-        "image_grid",
-        "image_pipeline",
-        "Some images of every class, as the classifier gets to see them.",
-        plots_data.image_grid,
+        "image_grid", "image_pipeline", "Some images of every class, as the classifier gets to see them.", plots_data.image_grid
     ),
     Plot(
         "leakage",
@@ -181,12 +173,7 @@ PLOTS = (
         "Loss by step and by epoch, beside what counting alone achieves.",
         plots_training.language_model,
     ),
-    Plot(
-        "perplexity",
-        "language_model",
-        "Trained and counted models on the same held-out tokens.",
-        plots_training.perplexity,
-    ),
+    Plot("perplexity", "language_model", "Trained and counted models on the same held-out tokens.", plots_training.perplexity),
     Plot(
         "image_classifier",
         "image_classifier",
@@ -202,12 +189,7 @@ PLOTS = (
     Plot("time_to_accuracy", "image_classifier", "Accuracy over seconds of training.", plots_images.time_to_accuracy),
     Plot("language_speed", "language_training_speed", "Two paths and their roof.", plots_language_speed.language_speed),
     Plot("image_speed", "image_training_speed", "Two training paths in turn.", plots_images.image_training_speed),
-    Plot(
-        "recovery",
-        "recovery",
-        "Where each fault struck, and how many steps had to be done again.",
-        plots_recovery.recovery,
-    ),
+    Plot("recovery", "recovery", "Where each fault struck, and how many steps had to be done again.", plots_recovery.recovery),
     Plot(
         "parity_ladder",
         "parity_ladder",

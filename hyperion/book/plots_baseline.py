@@ -69,9 +69,13 @@ def model_steps(material: Material) -> Figure | None:
         return None
     used = [row for row in rows if row.metric in _SHARES]
     figure, panels = new_figure(
-        "A training step in its phases", material.machine("model_steps"), len(models), lines=2 if used else 1, width=10.4,
+        "A training step in its phases",
+        material.machine("model_steps"),
+        len(models),
+        lines=2 if used else 1,
+        width=10.4,
         height=6.4 if used else 4.4,
-    )  # fmt: skip
+    )
     for place, model in enumerate(models):
         mine = [row for row in rows if row.variant == model]
         _draw_steps(panels[place], mine)
@@ -124,9 +128,14 @@ def _draw_steps(axes: Axes, rows: list[Row]) -> None:
             tallest = max(tallest, 1e3 * step.predicted)
         share = "" if step.fraction_of_limit is None else f"\n{percent(step.fraction_of_limit)} %"
         axes.annotate(
-            f"{number(step.value * 1e3, 3)}{share}", (place, max(top, 1e3 * (step.predicted or 0))), xytext=(0, 4),
-            textcoords="offset points", ha="center", va="bottom", fontsize=8,
-        )  # fmt: skip
+            f"{number(step.value * 1e3, 3)}{share}",
+            (place, max(top, 1e3 * (step.predicted or 0))),
+            xytext=(0, 4),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            fontsize=8,
+        )
     _name_variants(axes, list(variants))
     axes.set(title=rows[0].variant)
     axes.set_ylim(0, max(axes.get_ylim()[1], tallest) * 1.2)
@@ -139,9 +148,14 @@ def _draw_shares(axes: Axes, rows: list[Row]) -> None:
             for row in select(mine, metric=metric):
                 axes.bar([x + side * _BAR], [100 * row.value], _BAR, color=_SHARES[metric][1])
                 axes.annotate(
-                    percent(row.value), (x + side * _BAR, 100 * row.value), xytext=(0, 2), textcoords="offset points",
-                    ha="center", va="bottom", fontsize=8,
-                )  # fmt: skip
+                    percent(row.value),
+                    (x + side * _BAR, 100 * row.value),
+                    xytext=(0, 2),
+                    textcoords="offset points",
+                    ha="center",
+                    va="bottom",
+                    fontsize=8,
+                )
     _name_variants(axes, list(variants))
     axes.set_ylim(0, axes.get_ylim()[1] * 1.15)
 
@@ -249,9 +263,15 @@ def _draw_memory(axes: Axes, rows: list[Row], style: dict) -> None:
         cross = _batch(row), line(_batch(row))
         axes.plot(*[[at] for at in cross], "x", color=style["color"], markersize=9, markeredgewidth=2.2)
         axes.annotate(
-            f"{_batch(row):,}", cross, xytext=(0, 7), textcoords="offset points", ha="center", va="bottom", fontsize=8,
+            f"{_batch(row):,}",
+            cross,
+            xytext=(0, 7),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            fontsize=8,
             color=style["color"],
-        )  # fmt: skip
+        )
 
 
 def spread_above(axes: Axes) -> None:
@@ -266,8 +286,10 @@ def spread_above(axes: Axes) -> None:
 
 
 def _memory_notes(rows: list[Row]) -> list[str]:
-    notes = ["Lines: through the largest batch of the sweep and one half way to the cap, which the dashes mark. Crosses: "
-             "batches that were to be too large, and that the allocator refused; drawn where they would have been."]  # fmt: skip
+    notes = [
+        "Lines: through the largest batch of the sweep and one half way to the cap, which the dashes mark. Crosses: "
+        "batches that were to be too large, and that the allocator refused; drawn where they would have been."
+    ]
     missing = [row for row in rows if row.metric == "count" and row.value is None]
     return notes + [f"{row.variant}: no largest batch: {row.value_reason}." for row in missing]
 

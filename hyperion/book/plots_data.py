@@ -38,8 +38,7 @@ def token_histogram(material: Material) -> Figure | None:
     right.legend()
     share = 100 * counts[:_COMMONEST].sum() / counts.sum()
     add_notes(
-        figure,
-        [f"{number(counts.sum())} tokens of {len(counts):,} kinds; the {_COMMONEST} commonest make up {share:.0f} %."],
+        figure, [f"{number(counts.sum())} tokens of {len(counts):,} kinds; the {_COMMONEST} commonest make up {share:.0f} %."]
     )
     return figure
 
@@ -64,9 +63,7 @@ def image_grid(material: Material) -> Figure | None:
     height = 0.7 + 7.4 * canvas.shape[0] / canvas.shape[1]
     figure, (axes,) = new_figure("Images of the train split", _source(material, "image_pipeline"), height=height)
     axes.imshow(canvas, interpolation="nearest")
-    axes.set_xticks(
-        [x * (_SIDE + 2) + _SIDE / 2 for x in range(len(columns))], [g["class"].iloc[0] for g in columns], fontsize=8
-    )
+    axes.set_xticks([x * (_SIDE + 2) + _SIDE / 2 for x in range(len(columns))], [g["class"].iloc[0] for g in columns], fontsize=8)
     axes.tick_params(length=0, pad=4, top=True, bottom=False, labeltop=True, labelbottom=False)
     axes.set_yticks([])
     axes.grid(visible=False)
@@ -94,9 +91,7 @@ def tokenizer_speed(material: Material) -> Figure | None:
         axes.bar(x, rates, 0.92 * width, yerr=errors, color=COLOURS[place], label=variant, error_kw={"linewidth": 1})
         for at, row in zip(x, mine, strict=True):
             text = number(row.value / 1e6, 3) + " M/s"
-            axes.annotate(
-                text, (at, row.ci_high / 1e6), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=8
-            )
+            axes.annotate(text, (at, row.ci_high / 1e6), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=8)
     axes.set_xticks(range(len(counts)), [f"{count} process{'es' if count > 1 else ''}" for count in counts])
     axes.set(ylabel="million tokens/s, median with 95 % interval", ylim=(0, 1.18 * axes.get_ylim()[1]))
     axes.grid(axis="x", visible=False)
@@ -120,9 +115,7 @@ def loader_speed(material: Material) -> Figure | None:
     rows = measured(material.of("loader_speed", metric="loader_samples_per_s"))
     if not rows:
         return None
-    shares = [
-        r for r in measured(material.of("loader_speed", metric="share")) if r.params["what"].startswith("waiting")
-    ]
+    shares = [r for r in measured(material.of("loader_speed", metric="share")) if r.params["what"].startswith("waiting")]
     figure, (left, right) = new_figure("Loaders of text", material.machine("loader_speed"), 2, height=3.8)
     places = range(len(rows))
     errors = [[end / 1e3 for end in ends] for ends in errors_of(rows)]
@@ -133,9 +126,7 @@ def loader_speed(material: Material) -> Figure | None:
     right.set_yticks(range(len(shares)), [_loader_name(row) for row in shares], fontsize=8)
     for place, row in enumerate(shares):
         text = f"{number(100 * row.value, 2)} %"
-        right.annotate(
-            text, (100 * row.value, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
-        )
+        right.annotate(text, (100 * row.value, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
     right.set(xlabel="% of training time spent waiting", title="In a training step")
     right.set_xlim(0, max(1.0, 1.3 * right.get_xlim()[1]))
     for axes in (left, right):
@@ -144,9 +135,7 @@ def loader_speed(material: Material) -> Figure | None:
     batch, length = rows[0].params["batch"], rows[0].params["length"]
     add_notes(
         figure,
-        [
-            f"Batches of {batch} samples of {length} tokens. Padded batches hold fewer tokens: what is filled up carries no loss."
-        ],
+        [f"Batches of {batch} samples of {length} tokens. Padded batches hold fewer tokens: what is filled up carries no loss."],
     )
     return figure
 

@@ -67,8 +67,15 @@ def _draw_ranks(axes: Axes, losses: list[Row]) -> None:
         percent = [100 * (row.value / mean - 1) for row in chosen]
         axes.bar(x, percent, width=0.6 / len(chosen), **_line(place))
         for at, high, row in zip(x, percent, chosen, strict=True):
-            axes.annotate(f"{row.rank}", (at, high), xytext=(0, 3 if high >= 0 else -3), textcoords="offset points",
-                          ha="center", va="bottom" if high >= 0 else "top", fontsize=8)  # fmt: skip
+            axes.annotate(
+                f"{row.rank}",
+                (at, high),
+                xytext=(0, 3 if high >= 0 else -3),
+                textcoords="offset points",
+                ha="center",
+                va="bottom" if high >= 0 else "top",
+                fontsize=8,
+            )
     axes.axhline(0, color=INK, linewidth=1)
     axes.set_xticks(range(len(names)), [name.replace("_", " ") for name in names], fontsize=7.5)
     axes.grid(axis="x", visible=False)
@@ -117,8 +124,16 @@ def resharding(material: Material) -> Figure | None:
     figure, (left, right) = new_figure(f"A checkpoint of {saved} ranks", material.machine("resharding"), 2)
     left.plot(curves.index, curves[saved], color=INK, linewidth=3, label=f"{saved} ranks, not interrupted")
     left.axvline(before + 0.5, color=MUTED, linestyle=(0, (5, 3)), linewidth=1.2)
-    left.annotate("checkpoint", (before + 0.5, 0.98), xycoords=("data", "axes fraction"), xytext=(4, 0),
-                  textcoords="offset points", va="top", color=MUTED, fontsize=8.5)  # fmt: skip
+    left.annotate(
+        "checkpoint",
+        (before + 0.5, 0.98),
+        xycoords=("data", "axes fraction"),
+        xytext=(4, 0),
+        textcoords="offset points",
+        va="top",
+        color=MUTED,
+        fontsize=8.5,
+    )
     after = curves[curves.index > before]
     for place, row in enumerate(rows):
         ranks = row.params["resumed_by"]
@@ -142,14 +157,22 @@ def rank_failure(material: Material) -> Figure | None:
     figure, (axes,) = new_figure("A rank is killed", material.machine("rank_failure"))
     alone, resumed = (samples[samples["run"] == run] for run in ("undisturbed", "resumed"))
     axes.plot(alone["step"], alone["loss"], label="left alone", linewidth=3.2, **_line(0))
-    axes.plot(resumed["step"], resumed["loss"], label="killed, then resumed", linestyle="none", fillstyle="none",
-              markersize=7, **look("resumed", 1))  # fmt: skip
+    axes.plot(
+        resumed["step"],
+        resumed["loss"],
+        label="killed, then resumed",
+        linestyle="none",
+        fillstyle="none",
+        markersize=7,
+        **look("resumed", 1),
+    )
     _headroom(axes, 0.12)  # for the names of the lines
     _mark_kill(axes, _sizes(material, told))
     axes.set(
-        xlabel="optimizer step", ylabel="loss, nats per token",
+        xlabel="optimizer step",
+        ylabel="loss, nats per token",
         title=f"Rank {told.params['rank']} ended by {told.params['signal']}; the launcher said so {told.value:.1f} s later",
-    )  # fmt: skip
+    )
     axes.legend()
     whole_numbers(axes.xaxis)
     return figure
@@ -173,8 +196,17 @@ def _mark_kill(axes: Axes, sizes: dict) -> None:
     marks = [(saved, f"last checkpoint: step {saved}", "right"), (killed, f"killed after step {killed}", "left")]
     for step, text, side in marks if saved else marks[1:]:
         axes.axvline(step + 0.5, color=MUTED, linestyle=(0, (5, 3)), linewidth=1.2)
-        axes.annotate(text, (step + 0.5, 0.99), xycoords=("data", "axes fraction"), xytext=(-5 if side == "right" else 5, 0),
-                      textcoords="offset points", ha=side, va="top", color=MUTED, fontsize=8.5)  # fmt: skip
+        axes.annotate(
+            text,
+            (step + 0.5, 0.99),
+            xycoords=("data", "axes fraction"),
+            xytext=(-5 if side == "right" else 5, 0),
+            textcoords="offset points",
+            ha=side,
+            va="top",
+            color=MUTED,
+            fontsize=8.5,
+        )
 
 
 def _headroom(axes: Axes, share: float) -> None:

@@ -154,9 +154,7 @@ def _draw_waterfall(axes: Axes, gap: "Gap | GapRows", plain: bool = False) -> No
 
 def _bar(axes: Axes, place: int, low: float, high: float, colour: str, text: str) -> None:
     axes.barh(place, high - low, left=low, height=0.58, color=colour)
-    axes.annotate(
-        text, (high, place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5, color=INK
-    )  # fmt: skip
+    axes.annotate(text, (high, place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5, color=INK)
 
 
 def _step(axes: Axes, place: int, before: float, step: "GapFactor | _Factor", last: bool, unchanged: str) -> None:

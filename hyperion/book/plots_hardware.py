@@ -35,13 +35,7 @@ def gemm(material: Material, published: bool = False) -> Figure | None:
     log_ticks(panels[0].yaxis)
     # Above the panel: curves of many formats leave no free corner in it.
     legend = panels[0].legend(
-        ncols=6,
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        borderaxespad=0.2,
-        columnspacing=0.9,
-        handlelength=1.6,
-        fontsize=8,
+        ncols=6, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, columnspacing=0.9, handlelength=1.6, fontsize=8
     )
     if limited:
         legend.set_in_layout(False)  # wider than its panel, it would push the panels apart
@@ -64,9 +58,7 @@ def gemm_cross_check(material: Material) -> Figure | None:
     axes.errorbar(range(len(rows)), [r.value for r in rows], errors_of(rows), linestyle="none", **look(rows[0].dtype))
     axes.set_xticks(range(len(rows)), [_size_label(_size(row)) for row in rows])
     axes.margins(x=0.1, y=0.25)
-    axes.set(
-        xlabel="M = N = K", ylabel="rate, harness / plain loop", title=f"{rows[0].dtype}, medians with 95 % interval"
-    )
+    axes.set(xlabel="M = N = K", ylabel="rate, harness / plain loop", title=f"{rows[0].dtype}, medians with 95 % interval")
     notes = [
         "1: both clocks agree, with warm caches. Above 1 the plain loop pays for launches and synchronisation, which weigh "
         "on small products and must vanish in large ones."
@@ -88,9 +80,7 @@ def bandwidth(material: Material, published: bool = False) -> Figure | None:
     for position, (series, points) in enumerate(_series(measured(rows))):
         points = sorted(points, key=lambda row: row.params["elements"])
         x = [row.params["elements"] for row in points]
-        axes.errorbar(
-            x, [row.value for row in points], errors_of(points), label=series, **look(series.split(",")[0], position)
-        )
+        axes.errorbar(x, [row.value for row in points], errors_of(points), label=series, **look(series.split(",")[0], position))
     limits = {row.limit: row.limit_source for row in rows if row.limit is not None}
     for limit, source in limits.items():
         limit_line(axes, limit, f"limit {number(limit)} GB/s ({source.partition(':')[0]})", MUTED)
@@ -132,11 +122,7 @@ def roofline(material: Material) -> Figure | None:
         x, y = zip(*[(stream_intensity(p), p.value * stream_intensity(p) / 1e3) for p in points], strict=True)
         axes.plot(x, y, linestyle="none", markerfacecolor="none", label=f"stream {operation}", **look(operation))
     axes.set(
-        xscale="log",
-        yscale="log",
-        xlim=ends,
-        xlabel="arithmetic intensity, FLOP per byte of memory traffic",
-        ylabel="TFLOPS",
+        xscale="log", yscale="log", xlim=ends, xlabel="arithmetic intensity, FLOP per byte of memory traffic", ylabel="TFLOPS"
     )
     log_ticks(axes.xaxis)
     log_ticks(axes.yaxis)
@@ -243,8 +229,11 @@ def _name_dots(axes: Axes, slowed: list[Row]) -> list[str]:
 def _draw_published(axes: Axes, positions: dict) -> list[str]:
     table = published_gemm()
     for dtype, points in table.groupby("dtype", sort=False):
-        known = [(positions[(n**3, n, n, n)], tflops) for n, tflops in zip(points["n"], points["tflops"], strict=True)
-                 if (n**3, n, n, n) in positions]  # fmt: skip
+        known = [
+            (positions[(n**3, n, n, n)], tflops)
+            for n, tflops in zip(points["n"], points["tflops"], strict=True)
+            if (n**3, n, n, n) in positions
+        ]
         if known:
             style = look(dtype) | {"linestyle": "--", "alpha": 0.55, "markerfacecolor": "none", "linewidth": 1.2}
             axes.plot(*zip(*known, strict=True), **style)
@@ -255,9 +244,15 @@ def _draw_published(axes: Axes, positions: dict) -> list[str]:
 def _draw_published_streams(axes: Axes) -> list[str]:
     table = published_bandwidth()
     axes.plot(
-        table["elements"], table["gb_s"], linestyle="--", color=MUTED, marker="o", markerfacecolor="none", alpha=0.7,
+        table["elements"],
+        table["gb_s"],
+        linestyle="--",
+        color=MUTED,
+        marker="o",
+        markerfacecolor="none",
+        alpha=0.7,
         label="add, MI250X as published",
-    )  # fmt: skip
+    )
     return [f"Dashed with hollow marks: published, other machine. {table.attrs['title']}: {table.attrs['defects']}."]
 
 
@@ -270,16 +265,18 @@ def _draw_roofs(axes: Axes, products: list[Row], slope_gb_s: float, ends: tuple[
         colour = look(dtype)["color"]
         axes.plot([best.value * 1e3 / slope_gb_s, ends[1]], [best.value] * 2, color=colour, linewidth=1.6)
         if best.limit is not None:
-            axes.plot(
-                [best.limit * 1e3 / slope_gb_s, ends[1]], [best.limit] * 2, color=colour, linestyle=":", linewidth=1.1
-            )
+            axes.plot([best.limit * 1e3 / slope_gb_s, ends[1]], [best.limit] * 2, color=colour, linestyle=":", linewidth=1.1)
         labels.append((best.value, f"{dtype} {number(best.value)}", colour))
     ridge = max(tops.values()) * 1e3 / slope_gb_s
     axes.plot([ends[0], ridge], [ends[0] * slope_gb_s / 1e3, max(tops.values())], color="#1b1f24", linewidth=1.6)
     axes.annotate(
-        f"{number(slope_gb_s)} GB/s measured", (1.2, 1.2 * slope_gb_s / 1e3), xytext=(-6, 4), ha="right",
-        textcoords="offset points", fontsize=8.5,
-    )  # fmt: skip
+        f"{number(slope_gb_s)} GB/s measured",
+        (1.2, 1.2 * slope_gb_s / 1e3),
+        xytext=(-6, 4),
+        ha="right",
+        textcoords="offset points",
+        fontsize=8.5,
+    )
     return labels
 
 

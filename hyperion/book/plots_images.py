@@ -22,29 +22,28 @@ def time_to_accuracy(material: Material) -> Figure | None:
     if not rows or "time_s" not in samples:
         return None
     evaluated = samples[(samples["kind"] == "evaluation") & samples["time_s"].notna()]
-    figure, (axes,) = new_figure(
-        f"How soon {rows[0].variant} is accurate", material.machine("image_classifier"), height=3.6
-    )
+    figure, (axes,) = new_figure(f"How soon {rows[0].variant} is accurate", material.machine("image_classifier"), height=3.6)
     seeds = sorted(evaluated["seed"].unique())
     for position, seed in enumerate(seeds):
         curve = evaluated[evaluated["seed"] == seed].sort_values("time_s")
-        look = (
-            {"color": COLOURS[0], "marker": "o"} if position == 0 else {"color": MUTED, "linewidth": 1.0, "alpha": 0.7}
-        )
+        look = {"color": COLOURS[0], "marker": "o"} if position == 0 else {"color": MUTED, "linewidth": 1.0, "alpha": 0.7}
         axes.plot(curve["time_s"], curve["accuracy"], markersize=4, zorder=3 - min(position, 1), **look)
     target = rows[0].params["target"]
     limit_line(axes, target, f"to be reached: {100 * target:g} %", INK)
     for row in measured(rows)[:1]:
         axes.axvline(row.value, color=COLOURS[2], linewidth=1.4)
         axes.annotate(
-            f"after {row.value:.3g} s", (row.value, 0.5), xycoords=("data", "axes fraction"), xytext=(4, 0),
-            textcoords="offset points", fontsize=9, color=COLOURS[2],
-        )  # fmt: skip
+            f"after {row.value:.3g} s",
+            (row.value, 0.5),
+            xycoords=("data", "axes fraction"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            fontsize=9,
+            color=COLOURS[2],
+        )
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}")
     axes.set(xlim=(0, None), ylim=(None, 1.0), xlabel="seconds of training", ylabel="% of held-out images correct")
-    told = [
-        "A dot an epoch. Seconds are those of the steps, loader included; compiling, evaluating and saving are not."
-    ]
+    told = ["A dot an epoch. Seconds are those of the steps, loader included; compiling, evaluating and saving are not."]
     missed = [row.value_reason for row in rows[:1] if row.value is None]
     add_notes(figure, told + missed + ([f"Grey: other seeds, {len(seeds) - 1} of them."] if len(seeds) > 1 else []))
     return figure
@@ -66,9 +65,7 @@ def image_training_speed(material: Material) -> Figure | None:
     notes = [f"The device's limit for these FLOPs: {items(max(limits.values()))} images/s."] if limits else []
     how = next((row.params for row in rows if row.metric == "speedup"), {})
     if how and not how["replayed"]:
-        notes.append(
-            "Here the library's steps are not replayed from a graph: both loops do the same, one step at a time."
-        )
+        notes.append("Here the library's steps are not replayed from a graph: both loops do the same, one step at a time.")
     add_notes(figure, notes)
     return figure
 
@@ -93,9 +90,14 @@ def _draw_rates(axes: Axes, batches: list[int], rates: list[Row], ratios: list[R
         x = batches.index(batch) + 0.18
         top = max(row.ci_high or row.value for row in rates if row.params["batch"] == batch)
         axes.annotate(
-            f"{ratio.value:.2f} ×\n[{ratio.ci_low:.2f}, {ratio.ci_high:.2f}]", (x, top), xytext=(0, 4), ha="center",
-            textcoords="offset points", fontsize=9, fontweight="bold",
-        )  # fmt: skip
+            f"{ratio.value:.2f} ×\n[{ratio.ci_low:.2f}, {ratio.ci_high:.2f}]",
+            (x, top),
+            xytext=(0, 4),
+            ha="center",
+            textcoords="offset points",
+            fontsize=9,
+            fontweight="bold",
+        )
     axes.set_xticks(range(len(batches)), [f"batch {batch}" for batch in batches])
     axes.yaxis.set_major_formatter(lambda value, _: items(value))
     axes.margins(y=0.3)
@@ -112,9 +114,7 @@ def draw_losses(axes: Axes, samples: pd.DataFrame, item: str) -> None:
     for loop, width in (("plain", 4.0), ("hyperion", 1.3)):
         curve = told[(told["loop"] == loop) & (told["batch"] == batch)].sort_values("step")
         colour, label = LOOPS[loop]
-        axes.plot(
-            curve["step"], curve["loss"], color=colour, linewidth=width, label=label, alpha=0.55 if width > 2 else 1
-        )
+        axes.plot(curve["step"], curve["loss"], color=colour, linewidth=width, label=label, alpha=0.55 if width > 2 else 1)
     whole_numbers(axes.xaxis)
     title = f"Same weights, same batches of {batch:,.0f} {item}s"
     axes.set(xlabel="optimizer step", ylabel=f"loss, nats per {item}", title=title)

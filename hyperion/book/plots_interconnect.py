@@ -52,24 +52,29 @@ def bucket_size(material: Material) -> Figure | None:
     figure, (axes,) = new_figure("How large is large enough?", material.machine("collectives"), height=4.6)
     for position, (name, points) in enumerate(_series(rates).items()):
         style, best = look(name, position), max(row.value for row in points)
-        axes.plot(
-            [row.params["bytes"] for row in points], [100 * row.value / best for row in points], label=name, **style
-        )
+        axes.plot([row.params["bytes"] for row in points], [100 * row.value / best for row in points], label=name, **style)
         for row in select(advised, variant=name):
             axes.axvline(row.value, color=style["color"], linestyle=":", linewidth=1.4)
             axes.axvspan(row.ci_low, row.ci_high, color=style["color"], alpha=0.12, linewidth=0)
     axes.axvline(_DDP_BUCKET, color=MUTED, linestyle=(0, (5, 3)), linewidth=1.2)
     axes.annotate(
-        "DDP's 25 MiB", (_DDP_BUCKET, 0.5), xycoords=("data", "axes fraction"), xytext=(-3, 0),
-        textcoords="offset points", ha="right", va="center", rotation=90, fontsize=8, color=MUTED,
-    )  # fmt: skip
+        "DDP's 25 MiB",
+        (_DDP_BUCKET, 0.5),
+        xycoords=("data", "axes fraction"),
+        xytext=(-3, 0),
+        textcoords="offset points",
+        ha="right",
+        va="center",
+        rotation=90,
+        fontsize=8,
+        color=MUTED,
+    )
     _size_axis(axes, rates)
     axes.set(ylabel="rate, % of the best that was measured", title="What a message of size S gets of the rate")
     axes.legend(loc="upper left")
     share = f"{100 * advised[0].params['share']:.0f} %"
     add_notes(
-        figure,
-        [f"Dotted: the size with {share} of the rate of the fit latency + bytes / bandwidth, with its 95 % interval."],
+        figure, [f"Dotted: the size with {share} of the rate of the fit latency + bytes / bandwidth, with its 95 % interval."]
     )
     return figure
 
@@ -141,9 +146,7 @@ def _draw_rates(axes: Axes, rates: list[Row], halves: list[Row]) -> list[str]:
 def _draw_times(axes: Axes, times: list[Row], rows: list[Row], dtype: str) -> None:
     for position, (name, points) in enumerate(_series(times).items()):
         sizes = [row.params["bytes"] for row in points]
-        axes.errorbar(
-            sizes, [1e6 * row.value for row in points], _microseconds(points), linestyle="none", **look(name, position)
-        )
+        axes.errorbar(sizes, [1e6 * row.value for row in points], _microseconds(points), linestyle="none", **look(name, position))
         fitted = {
             row.metric: row.value
             for row in measured(select(rows, variant=name, dtype=dtype))
@@ -151,9 +154,7 @@ def _draw_times(axes: Axes, times: list[Row], rows: list[Row], dtype: str) -> No
         }
         if len(fitted) == 2:
             grid = np.geomspace(min(sizes), max(sizes), 60)
-            seconds = (
-                fitted["latency_s"] + grid * _bus_factor(rows, name, dtype) / fitted["asymptotic_busbw_gb_s"] / 1e9
-            )
+            seconds = fitted["latency_s"] + grid * _bus_factor(rows, name, dtype) / fitted["asymptotic_busbw_gb_s"] / 1e9
             axes.plot(grid, 1e6 * seconds, linestyle=":", linewidth=1.2, color=look(name, position)["color"])
     axes.set(yscale="log", ylabel="time of a call, microseconds", title="Small messages cost latency, large ones bytes")
     log_ticks(axes.yaxis)

@@ -68,11 +68,15 @@ def kernels_roofline(
     figure, (axes,) = new_figure(f"Products of {model}", machine, height=4.8)
     draw_kernels(axes, kernels, tflops, bandwidth_gb_s)
     axes.legend(loc="lower right")
-    add_notes(figure, [
-        "Lines: ceilings measured on this machine. A mark is a product, timed alone with a cold cache; its area is its share "
-        f"of the model's FLOPs; those drawn have {percent(sum(k.share for k in kernels))} % of them. {named_kernels(kernels)}.",
-        ABOVE_THE_SLOPE,
-    ])  # fmt: skip
+    add_notes(
+        figure,
+        [
+            "Lines: ceilings measured on this machine. A mark is a product, timed alone with a cold cache; its area is its share "
+            f"of the model's FLOPs; those drawn have {percent(sum(k.share for k in kernels))} % of them. "
+            f"{named_kernels(kernels)}.",
+            ABOVE_THE_SLOPE,
+        ],
+    )
     return figure
 
 
@@ -85,9 +89,15 @@ def draw_kernels(axes: Axes, kernels: Sequence[Kernel], tflops: Mapping[str, flo
         _draw_kind(axes, kind, [kernel for kernel in kernels if kernel.kind == kind], several=len(used) > 1)
     for letter, kernel in zip("abc", _largest(kernels), strict=False):
         axes.annotate(
-            letter, (kernel.intensity, kernel.tflops), xytext=(4 + (_area(kernel) / pi) ** 0.5, 0),
-            textcoords="offset points", va="center", fontsize=9, fontweight="bold", zorder=4,
-        )  # fmt: skip
+            letter,
+            (kernel.intensity, kernel.tflops),
+            xytext=(4 + (_area(kernel) / pi) ** 0.5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            fontweight="bold",
+            zorder=4,
+        )
     axes.set(
         xscale="log", yscale="log", xlim=ends, ylabel="TFLOPS", xlabel="arithmetic intensity, FLOP per byte of memory traffic"
     )
@@ -99,9 +109,7 @@ def draw_kernels(axes: Axes, kernels: Sequence[Kernel], tflops: Mapping[str, flo
 
 def named_kernels(kernels: Sequence[Kernel]) -> str:
     """What the letters of a panel stand for."""
-    return "; ".join(
-        f"{letter}: {k.name}, {percent(k.share)} %" for letter, k in zip("abc", _largest(kernels), strict=False)
-    )
+    return "; ".join(f"{letter}: {k.name}, {percent(k.share)} %" for letter, k in zip("abc", _largest(kernels), strict=False))
 
 
 def _largest(kernels: Sequence[Kernel]) -> list[Kernel]:
@@ -125,9 +133,13 @@ def _draw_ceilings(axes: Axes, tflops: dict[str, float], bandwidth_gb_s: float, 
     ridge = max([ceiling * 1e3 / bandwidth_gb_s for ceiling in tflops.values()], default=ends[1])
     axes.plot([ends[0], ridge], [ends[0] * bandwidth_gb_s / 1e3, ridge * bandwidth_gb_s / 1e3], color=INK, linewidth=1.6)
     axes.annotate(
-        f"{number(bandwidth_gb_s)} GB/s", (ends[0] * 1.5, ends[0] * 1.5 * bandwidth_gb_s / 1e3), xytext=(8, -2),
-        textcoords="offset points", va="top", fontsize=8.5,
-    )  # fmt: skip
+        f"{number(bandwidth_gb_s)} GB/s",
+        (ends[0] * 1.5, ends[0] * 1.5 * bandwidth_gb_s / 1e3),
+        xytext=(8, -2),
+        textcoords="offset points",
+        va="top",
+        fontsize=8.5,
+    )
     return labels
 
 
@@ -136,9 +148,15 @@ def _draw_kind(axes: Axes, kind: str, points: list[Kernel], several: bool) -> No
     index = _KINDS.get(kind, len(_KINDS) + 1)
     colours = [look(point.dtype)["color"] if several else COLOURS[index] for point in points]
     axes.scatter(
-        [point.intensity for point in points], [point.tflops for point in points], [_area(point) for point in points],
-        colours, marker=MARKERS[index], edgecolors="white", linewidths=0.6, zorder=3,
-    )  # fmt: skip
+        [point.intensity for point in points],
+        [point.tflops for point in points],
+        [_area(point) for point in points],
+        colours,
+        marker=MARKERS[index],
+        edgecolors="white",
+        linewidths=0.6,
+        zorder=3,
+    )
     axes.plot([], [], linestyle="none", marker=MARKERS[index], color=INK if several else COLOURS[index], label=kind)
 
 

@@ -19,9 +19,13 @@ def training_ladder(material: Material) -> Figure | None:
         return None
     rungs = max(map(len, models.values()))
     figure, panels = new_figure(
-        "A training step, rung by rung", material.machine(EXPERIMENT), 3, lines=len(models), width=11.4,
+        "A training step, rung by rung",
+        material.machine(EXPERIMENT),
+        3,
+        lines=len(models),
+        width=11.4,
         height=1.2 + len(models) * (0.9 + 0.24 * rungs),
-    )  # fmt: skip
+    )
     for place, (model, steps) in enumerate(models.items()):
         time, memory, loss = panels[3 * place : 3 * place + 3]
         _draw_steps(time, steps, [1e3 * step.time.value for step in steps], "ms a step")
@@ -50,9 +54,13 @@ def _draw_steps(axes: Axes, steps: list[Step], values: list[float | None], label
         axes.plot([value, value], [place - 0.31, place + 0.31], color=INK, linewidth=1.6)
         change = "" if before is None else f"  {100 * (value / before - 1):+.0f} %"
         axes.annotate(
-            f"{number(value, 3)}{change}", (max(value, start), place), xytext=(5, 0), textcoords="offset points", va="center",
+            f"{number(value, 3)}{change}",
+            (max(value, start), place),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
             fontsize=8,
-        )  # fmt: skip
+        )
         before = value
     _finish(axes, steps, label)
     axes.set_xlim(0, axes.get_xlim()[1] * 1.45)

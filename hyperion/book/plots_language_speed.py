@@ -10,8 +10,12 @@ from hyperion.results import Row
 
 # Rows of before, in references, have each product timed alone, and attention apart.
 _PARTS = {
-    "products": COLOURS[6], "attention": COLOURS[2], "activations": COLOURS[5], "logits": COLOURS[4], "optimizer": COLOURS[3],
-}  # fmt: skip
+    "products": COLOURS[6],
+    "attention": COLOURS[2],
+    "activations": COLOURS[5],
+    "logits": COLOURS[4],
+    "optimizer": COLOURS[3],
+}
 # What a share is of, and what its roof is called below its bar.
 _OWN = "of the roof of its own products"
 _ROOFS = {"of the step's roof": "roof", _OWN: "roof of its\nown products"}
@@ -85,6 +89,4 @@ def _draw_steps(axes: Axes, times: dict[str, Row], shares: list[Row], ratio: Row
 
 
 def _annotate(axes: Axes, x: float, y: float, text: str) -> None:
-    axes.annotate(
-        text, (x, y), xytext=(0, 4), ha="center", textcoords="offset points", fontsize=9, fontweight="bold"
-    )  # fmt: skip
+    axes.annotate(text, (x, y), xytext=(0, 4), ha="center", textcoords="offset points", fontsize=9, fontweight="bold")

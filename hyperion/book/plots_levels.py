@@ -23,18 +23,17 @@ def memory_levels(material: Material) -> Figure | None:
     for position, name in enumerate(dict.fromkeys(row.variant for row in measured(rows))):
         points = sorted(measured(select(rows, variant=name)), key=working_set)
         style = look(name, position + 1)
-        axes.errorbar(
-            [working_set(p) for p in points], [p.value for p in points], errors_of(points), label=name, **style
-        )
+        axes.errorbar([working_set(p) for p in points], [p.value for p in points], errors_of(points), label=name, **style)
         launching = [p for p in points if p.limit_source.startswith(_LAUNCHING)]
         axes.plot(
-            [working_set(p) for p in launching], [p.value for p in launching], linestyle="none", zorder=4,
+            [working_set(p) for p in launching],
+            [p.value for p in launching],
+            linestyle="none",
+            zorder=4,
             **style | {"markerfacecolor": "white"},
-        )  # fmt: skip
+        )
     _limits(axes, rows, "device memory, limit")
-    axes.set(
-        xscale="log", xlabel="working set, read or copied again and again", ylabel="GB/s, median with 95 % interval"
-    )
+    axes.set(xscale="log", xlabel="working set, read or copied again and again", ylabel="GB/s, median with 95 % interval")
     byte_axis(axes, [working_set(row) for row in measured(rows)])
     axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
@@ -111,9 +110,16 @@ def _mark_capacities(axes: Axes, capacities: list[Row]) -> None:
         several = f" × {row.params['caches']}" if row.params.get("caches", 1) > 1 else ""
         axes.axvline(row.value, color=MUTED, linestyle=":", linewidth=1.1, zorder=1.5)
         axes.annotate(
-            f"{row.variant} {byte_size(row.value)}{several}", (row.value, 1), xycoords=("data", "axes fraction"),
-            xytext=(0, 3), textcoords="offset points", ha="center", va="bottom", fontsize=8, color=MUTED,
-        )  # fmt: skip
+            f"{row.variant} {byte_size(row.value)}{several}",
+            (row.value, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            fontsize=8,
+            color=MUTED,
+        )
 
 
 def _write_in_bars(axes: Axes, x: list[float], heights: list[float], most: float) -> None:
@@ -121,9 +127,16 @@ def _write_in_bars(axes: Axes, x: list[float], heights: list[float], most: float
     for place, height in zip(x, heights, strict=True):
         inside = height > 0.25 * most
         axes.annotate(
-            number(height, 3), (place, 0 if inside else height), xytext=(0, 4 if inside else 6), textcoords="offset points",
-            rotation=90, ha="center", va="bottom", fontsize=7.5, color="white" if inside else INK,
-        )  # fmt: skip
+            number(height, 3),
+            (place, 0 if inside else height),
+            xytext=(0, 4 if inside else 6),
+            textcoords="offset points",
+            rotation=90,
+            ha="center",
+            va="bottom",
+            fontsize=7.5,
+            color="white" if inside else INK,
+        )
 
 
 def _plain_loop_note(material: Material) -> list[str]:

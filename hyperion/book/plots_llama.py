@@ -48,9 +48,13 @@ def _draw_losses(axes: Axes, material: Material, held_out: list) -> None:
     steps = samples[samples["kind"] == "step"].sort_values("step")
     axes.plot(steps["step"], steps["loss"], color=COLOURS[5], linewidth=1, label="training, each step")
     axes.errorbar(
-        [row.params["step"] for row in held_out], [row.value for row in held_out], errors_of(held_out),
-        label="held-out rows, 95 % interval", linestyle="none", **look("held", 1),
-    )  # fmt: skip
+        [row.params["step"] for row in held_out],
+        [row.value for row in held_out],
+        errors_of(held_out),
+        label="held-out rows, 95 % interval",
+        linestyle="none",
+        **look("held", 1),
+    )
     levels = [(row.predicted, "knows nothing:\nln V + 1/2", MUTED) for row in held_out if row.predicted is not None]
     if held_out[0].limit is not None:
         levels.append((held_out[0].limit, "floor", INK))
@@ -97,18 +101,25 @@ def lora_sharded(material: Material) -> Figure | None:
     figure, (left, right) = new_figure(title, material.machine("lora_sharded"), 2)
     left.plot(steps["step"], steps["alone"], color=COLOURS[0], linewidth=3.2, label="one device")
     left.plot(
-        steps["step"], steps["sharded"], label=f"sharded over {ranks}", linestyle="none", fillstyle="none", markersize=7,
+        steps["step"],
+        steps["sharded"],
+        label=f"sharded over {ranks}",
+        linestyle="none",
+        fillstyle="none",
+        markersize=7,
         **look("sharded", 1),
-    )  # fmt: skip
+    )
     left.set(xlabel="optimizer step", ylabel="nats per completion token", title="Losses")
     left.legend()
     distance = np.maximum(np.abs(steps["sharded"] / steps["alone"] - 1), _SMALLEST)
     right.plot(steps["step"], distance, color=COLOURS[1], marker="s", linewidth=1)
     limit_line(right, row.check_tolerance, f"tolerance {row.check_tolerance:g}", MUTED)
     right.set(
-        yscale="log", xlabel="optimizer step", title="Relative distance from one device",
+        yscale="log",
+        xlabel="optimizer step",
+        title="Relative distance from one device",
         ylim=(_SMALLEST / 2, 10 * row.check_tolerance),
-    )  # fmt: skip
+    )
     for axes in (left, right):
         whole_numbers(axes.xaxis)
     add_notes(figure, [f"A distance of exactly zero is drawn at {_SMALLEST:g}."])

@@ -32,16 +32,17 @@ def memory_phases(material: Material) -> Figure | None:
     dtypes = list(dict.fromkeys(dtype for _, dtype in cells))
     models = list(dict.fromkeys(variant for variant, _ in cells))
     figure, panels = new_figure(
-        "Memory by phase of a step", material.machine("memory_phases"), len(dtypes), lines=len(models),
+        "Memory by phase of a step",
+        material.machine("memory_phases"),
+        len(dtypes),
+        lines=len(models),
         height=1.4 + 2.5 * len(models),
-    )  # fmt: skip
+    )
     for place, model in enumerate(models):
         line = panels[place * len(dtypes) : (place + 1) * len(dtypes)]
         of_model = [row for row in rows if row.variant == model]
         for axes, dtype in zip(line, dtypes, strict=True):
-            _draw_phases(
-                axes, [row for row in of_model if row.dtype == dtype], memory_unit([row.value for row in of_model])
-            )
+            _draw_phases(axes, [row for row in of_model if row.dtype == dtype], memory_unit([row.value for row in of_model]))
             axes.set_title(f"{model}, {dtype}")
         highest = max(axes.get_ylim()[1] for axes in line)
         for axes in line:
@@ -57,9 +58,7 @@ def checkpointing(material: Material) -> Figure | None:
     rows = measured(material.of("activation_checkpointing"))
     if not any(row.metric == "tensor_memory_gib" for row in rows):
         return None
-    figure, (left, right) = new_figure(
-        "Activation checkpointing", material.machine("activation_checkpointing"), 2, height=4.4
-    )
+    figure, (left, right) = new_figure("Activation checkpointing", material.machine("activation_checkpointing"), 2, height=4.4)
     _draw_trade(left, rows)
     _draw_depth(right, [row for row in rows if "layers" in row.params])
     notes = [
@@ -73,9 +72,7 @@ def checkpointing(material: Material) -> Figure | None:
 
 def _draw_phases(axes: Axes, rows: list[Row], unit: tuple[float, str]) -> None:
     per_gib, name = unit
-    held = {
-        (row.params["phase"], row.params.get("part")): row.value for row in rows if row.metric == "allocated_memory_gib"
-    }
+    held = {(row.params["phase"], row.params.get("part")): row.value for row in rows if row.metric == "allocated_memory_gib"}
     phases = list(dict.fromkeys(phase for phase, _ in held))
     bottoms = [0.0] * len(phases)
     for part, colour in _PARTS.items():
@@ -84,11 +81,7 @@ def _draw_phases(axes: Axes, rows: list[Row], unit: tuple[float, str]) -> None:
         bottoms = [below + size for below, size in zip(bottoms, sizes, strict=True)]
     for metric, style, label in (
         ("tensor_memory_gib", {"color": INK, "linewidth": 1.8}, "fullest moment of the phase"),
-        (
-            "peak_memory_gib",
-            {"color": MUTED, "linewidth": 1.4, "linestyle": (0, (2, 1.5))},
-            "the same by the allocator",
-        ),
+        ("peak_memory_gib", {"color": MUTED, "linewidth": 1.4, "linestyle": (0, (2, 1.5))}, "the same by the allocator"),
     ):
         peaks = {row.params["phase"]: row.value for row in rows if row.metric == metric}
         for place, phase in enumerate(phases):
@@ -127,9 +120,7 @@ def _draw_trade(axes: Axes, rows: list[Row]) -> None:
             axes.errorbar(longer, share, xerr=ends, fmt=marker, color=colour, ecolor=colour, markersize=8)
             if memory[how].predicted is not None and memory[NONE].predicted:
                 foretold = memory[how].predicted / memory[NONE].predicted
-                axes.plot(
-                    longer, foretold, marker, color=colour, markerfacecolor="none", markersize=13, linestyle="none"
-                )
+                axes.plot(longer, foretold, marker, color=colour, markerfacecolor="none", markersize=13, linestyle="none")
             where = {"xytext": (0, -15), "textcoords": "offset points", "ha": "center", "fontsize": 8}
             axes.annotate(f"{100 * (share - 1):+.0f} %", (longer, share), **where)
             axes.plot([], [], "s", color=colour, label=how if marker == MARKERS[0] else None)
@@ -166,9 +157,7 @@ def _draw_depth(axes: Axes, rows: list[Row]) -> None:
 
 def memory_estimate(material: Material) -> Figure | None:
     """The peak of each model as foretold and as measured, and how far the two lie apart."""
-    rows = [
-        row for row in material.of("memory_estimate") if row.metric == "peak_memory_gib" and row.predicted is not None
-    ]
+    rows = [row for row in material.of("memory_estimate") if row.metric == "peak_memory_gib" and row.predicted is not None]
     rows = measured(rows)
     if not rows:
         return None
@@ -230,9 +219,7 @@ def memory_trace(material: Material) -> Figure | None:
         axes.remove()
     _draw_kernels(figure.add_subplot(grid[1, :]), [row for row in rows if row.metric == "share"])
     model = f"{rows[0].variant} in {rows[0].dtype}"
-    add_notes(
-        figure, [f"{model}. Above: bytes of tensors after every birth and death of one, in the order of the step."]
-    )
+    add_notes(figure, [f"{model}. Above: bytes of tensors after every birth and death of one, in the order of the step."])
     return figure
 
 
@@ -240,11 +227,7 @@ def _draw_history(axes: Axes, samples: pd.DataFrame, unit: tuple[float, str]) ->
     wide = samples.pivot(index="event", columns="kind", values="gib").fillna(0.0) * unit[0]
     kinds = [kind for kind in _STEP_COLOURS if kind in wide]
     axes.stackplot(
-        wide.index,
-        *(wide[kind] for kind in kinds),
-        labels=kinds,
-        colors=[_STEP_COLOURS[kind] for kind in kinds],
-        linewidth=0,
+        wide.index, *(wide[kind] for kind in kinds), labels=kinds, colors=[_STEP_COLOURS[kind] for kind in kinds], linewidth=0
     )
     for place, (phase, first) in enumerate(samples.groupby("phase", sort=False)["event"].min().items()):
         axes.axvline(first, color=MUTED, linewidth=0.8, linestyle=(0, (2, 2)))

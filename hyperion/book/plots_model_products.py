@@ -23,9 +23,12 @@ def model_products(material: Material) -> Figure | None:
     bars = max(len([row for row in measured(tafs) if row.dtype == dtype]) for dtype in dtypes) + 2
     lines = (len(dtypes) + 1) // 2
     figure, panels = new_figure(
-        "Peak, MAF and TAF", material.machine("model_products"), min(2, len(dtypes)), lines=lines,
+        "Peak, MAF and TAF",
+        material.machine("model_products"),
+        min(2, len(dtypes)),
+        lines=lines,
         height=1.3 + lines * (0.5 + 0.36 * bars),
-    )  # fmt: skip
+    )
     models = list(dict.fromkeys(row.variant for row in tafs))
     for axes, dtype in zip(panels, dtypes, strict=False):
         _draw_bars(axes, dtype, [row for row in measured(tafs) if row.dtype == dtype], shares, models)
@@ -44,9 +47,12 @@ def products_roofline(material: Material) -> Figure | None:
         return None
     lines = (len(panels_of) + 1) // 2
     figure, panels = new_figure(
-        "Products of our models under the roofline", material.machine("model_products"), min(2, len(panels_of)), lines=lines,
+        "Products of our models under the roofline",
+        material.machine("model_products"),
+        min(2, len(panels_of)),
+        lines=lines,
         height=1.2 + 3.0 * lines,
-    )  # fmt: skip
+    )
     ceilings = _ceilings(material)
     notes = [
         "Lines: ceilings measured on this machine. A mark is a product, timed alone with a cold cache; its area is its share "

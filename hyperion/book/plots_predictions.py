@@ -30,9 +30,7 @@ def predictions(material: Material) -> Figure | None:
         axes.plot(x, y, linestyle="none", alpha=0.75, label=_label(metric), **look(metric, position))
     guesses = _guesses(material.predictions, rows)
     if guesses:
-        axes.plot(
-            *zip(*guesses, strict=True), linestyle="none", marker="*", markersize=11, color=INK, label="reader's guess"
-        )
+        axes.plot(*zip(*guesses, strict=True), linestyle="none", marker="*", markersize=11, color=INK, label="reader's guess")
     axes.set(xscale="log", yscale="log", xlabel="measured, each in its unit", ylabel="foretold beside measured")
     low, high = axes.get_ylim()
     axes.set_ylim(min(low, 0.45), max(high, 2.2))
@@ -67,5 +65,8 @@ def _guesses(written: list[Prediction], rows: list[Row]) -> list[tuple[float, fl
     measured = [(key(row), row.value) for row in rows]
     return [
         (value, _promised(p.metric, p.guess, value))
-        for p in written if p.guess for row_key, value in measured if row_key == key(p)
-    ]  # fmt: skip
+        for p in written
+        if p.guess
+        for row_key, value in measured
+        if row_key == key(p)
+    ]

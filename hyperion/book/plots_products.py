@@ -81,9 +81,10 @@ def _draw_fastest(axes: Axes, fastest: list[Row]) -> None:
     outlined = "; outline: limit" if any(row.limit is not None for row in fastest) else ""
     unit = "TFLOPS (int8: TOPS)" if any(row.dtype == "int8" for row in fastest) else "TFLOPS"
     axes.set(
-        xlim=(0, 1.62 * max(_end(row) for row in fastest)), title=f"Fastest found, at its M × N × K{outlined}",
+        xlim=(0, 1.62 * max(_end(row) for row in fastest)),
+        title=f"Fastest found, at its M × N × K{outlined}",
         xlabel=f"{unit}, median with 95 % interval",
-    )  # fmt: skip
+    )
 
 
 def _draw_shares(axes: Axes, fastest: list[Row]) -> None:
@@ -103,10 +104,16 @@ def _draw_given(axes: Axes, given: list[Row], places: dict[str, int], worth: Cal
         points = [r for r in given if r.params["shape"] == name and r.dtype in places and worth(r) is not None]
         if points:
             axes.plot(
-                [worth(row) for row in points], [places[row.dtype] for row in points], linestyle="none", color="white",
-                markeredgecolor=INK, marker=MARKERS[position % len(MARKERS)], markersize=6.5, zorder=4,
+                [worth(row) for row in points],
+                [places[row.dtype] for row in points],
+                linestyle="none",
+                color="white",
+                markeredgecolor=INK,
+                marker=MARKERS[position % len(MARKERS)],
+                markersize=6.5,
+                zorder=4,
                 label=f"{name} ({_shape(points[0])})",
-            )  # fmt: skip
+            )
     if axes.get_legend_handles_labels()[1]:
         axes.set_title("")
         axes.legend(ncols=1, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, fontsize=8, handletextpad=0.2)

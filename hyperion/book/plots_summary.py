@@ -38,9 +38,7 @@ def summary(material: Material) -> Figure | None:
         return None
     lines = math.ceil(len(present) / 2)
     machine = material.machine(present[0][1][0].experiment)
-    figure, panels = new_figure(
-        "Measured, with its limits", machine, 2, lines=lines, width=10.4, height=0.6 + 2.75 * lines
-    )
+    figure, panels = new_figure("Measured, with its limits", machine, 2, lines=lines, width=10.4, height=0.6 + 2.75 * lines)
     for axes, (panel, rows) in zip(panels, present, strict=False):
         panel(axes, rows)
         axes.title.set_fontsize(_LETTERING + 0.5)
@@ -112,9 +110,13 @@ def _draw_roofline(axes: Axes, rows: list[Row]) -> None:
         axes.plot([x], [row.value * x / 1e3], linestyle="none", markerfacecolor="none", **look(row.variant))
     middle = math.sqrt(0.2 * highest * 1e3 / slope)
     axes.annotate(
-        f"{number(slope)} GB/s", (middle, middle * slope / 1e3), xytext=(-6, 3), textcoords="offset points", ha="right",
+        f"{number(slope)} GB/s",
+        (middle, middle * slope / 1e3),
+        xytext=(-6, 3),
+        textcoords="offset points",
+        ha="right",
         fontsize=_LETTERING - 1,
-    )  # fmt: skip
+    )
     axes.set(xscale="log", yscale="log", xlim=ends, title="Roofline as measured, TFLOPS", xlabel="FLOP per byte")
     log_ticks(axes.xaxis)
     log_ticks(axes.yaxis)

@@ -8,17 +8,7 @@ from matplotlib.figure import Figure
 
 from hyperion.book.formats import items, number
 from hyperion.book.material import Material, measured
-from hyperion.book.style import (
-    COLOURS,
-    INK,
-    MUTED,
-    add_notes,
-    errors_of,
-    look,
-    new_figure,
-    spread_labels,
-    whole_numbers,
-)
+from hyperion.book.style import COLOURS, INK, MUTED, add_notes, errors_of, look, new_figure, spread_labels, whole_numbers
 from hyperion.results import Row
 
 _THROUGHPUT = {"tokens_per_s": "tokens/s", "images_per_s": "images/s"}
@@ -73,9 +63,7 @@ def image_classifier(material: Material) -> Figure | None:
         labels.append((1 / len(classes), f"chance {100 / len(classes):.0f} %", MUTED))
     for share, _, colour in labels:
         right.axhline(share, color=colour, linestyle=(0, (5, 3)), linewidth=1.2)
-    right.set(
-        ylim=(0, 1.03), ylabel="% of held-out images classified correctly", title="Accuracy by epoch, 95 % interval"
-    )
+    right.set(ylim=(0, 1.03), ylabel="% of held-out images classified correctly", title="Accuracy by epoch, 95 % interval")
     right.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}")
     spread_labels(right, labels)
     add_notes(figure, _no_floor([row for row in epochs if row.metric == "accuracy"]))
@@ -93,18 +81,22 @@ def perplexity(material: Material) -> Figure | None:
     colours = [COLOURS[6] if row.experiment == "ngram_baselines" else COLOURS[0] for row in rows]
     axes.barh(range(len(rows)), [row.value for row in rows], color=colours, height=0.62)
     for y, row in enumerate(rows):
-        axes.annotate(
-            number(row.value), (row.value, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9
-        )
+        axes.annotate(number(row.value), (row.value, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_yticks(range(len(rows)), [_model_name(row) for row in rows])
     axes.grid(axis="y", visible=False)
     floors = {row.limit for row in rows if row.limit is not None}
     for floor in list(floors)[:1]:
         axes.axvline(floor, color=INK, linestyle=(0, (5, 3)), linewidth=1.2)
         axes.annotate(
-            f"floor {number(floor)}", (floor, 1), xycoords=("data", "axes fraction"), xytext=(0, 2),
-            textcoords="offset points", ha="center", va="bottom", fontsize=8,
-        )  # fmt: skip
+            f"floor {number(floor)}",
+            (floor, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 2),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            fontsize=8,
+        )
     axes.margins(x=0.12)
     axes.set(xlabel="perplexity per token (lower is better)", xlim=(0, None))
     return figure
@@ -119,9 +111,7 @@ def throughput(material: Material) -> Figure | None:
     if not rates or not memory:
         return None
     metrics = list(dict.fromkeys(row.metric for row in rates))
-    figure, panels = new_figure(
-        "Throughput and memory", material.machine(rates[0].experiment), len(metrics) + 1, height=3.6
-    )
+    figure, panels = new_figure("Throughput and memory", material.machine(rates[0].experiment), len(metrics) + 1, height=3.6)
     for axes, metric in zip(panels, metrics, strict=False):
         for position, variant in enumerate(dict.fromkeys(row.variant for row in rates if row.metric == metric)):
             points = [row for row in rates if (row.metric, row.variant) == (metric, variant)]
@@ -156,9 +146,7 @@ def leakage(material: Material) -> Figure | None:
     steps = samples[samples["kind"] == "step"].sort_values("step")
     axes.plot(steps["step"], steps["loss"], color=COLOURS[0], linewidth=1.2, label="training loss, each step")
     last = steps["step"].max()
-    axes.errorbar(
-        [last * 1.04], [row.value], errors_of(rows[:1]), label="held-out loss, 95 % interval", **look("held", 1)
-    )
+    axes.errorbar([last * 1.04], [row.value], errors_of(rows[:1]), label="held-out loss, 95 % interval", **look("held", 1))
     labels = []
     if row.predicted is not None:
         axes.axhline(row.predicted, color=INK, linestyle=(0, (5, 3)), linewidth=1.2)
@@ -196,8 +184,16 @@ def _draw_steps(axes: Axes, material: Material, experiment: str) -> None:
     # The floor stands in the other panel's rows, in the same unit.
     for floor, text, colour in _floors([r for r in epoch_rows(material, experiment) if r.metric.endswith("loss")]):
         axes.axhline(floor, color=colour, linestyle=(0, (5, 3)), linewidth=1.2)
-        axes.annotate(text, (0.99, floor), xycoords=("axes fraction", "data"), xytext=(0, 3), textcoords="offset points",
-                      ha="right", fontsize=8, color=colour)  # fmt: skip
+        axes.annotate(
+            text,
+            (0.99, floor),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8,
+            color=colour,
+        )
 
 
 def _draw_epochs(axes: Axes, rows: list[Row], metrics: tuple[str, ...]) -> None:
@@ -217,9 +213,7 @@ def _draw_memory(axes: Axes, rows: list[Row]) -> None:
             most[row.variant] = row
     axes.barh(range(len(most)), [row.value for row in most.values()], color=COLOURS[0], height=0.5)
     for y, row in enumerate(most.values()):
-        axes.annotate(
-            number(row.value, 3), (row.value, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9
-        )
+        axes.annotate(number(row.value, 3), (row.value, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_yticks(range(len(most)), list(most))
     axes.set_ylim(-0.6, len(most) - 0.4)
     axes.margins(x=0.2)

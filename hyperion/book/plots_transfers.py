@@ -33,9 +33,7 @@ def transfers(material: Material) -> Figure | None:
         draw(axes)
     notes = []
     for tensor in tensors:
-        notes.append(
-            f"Largest tensor granted: {number(tensor.value)} GiB of {number(tensor.limit)} GiB ({tensor.limit_source})."
-        )
+        notes.append(f"Largest tensor granted: {number(tensor.value)} GiB of {number(tensor.limit)} GiB ({tensor.limit_source}).")
     add_notes(figure, [*notes, *reasons(rows, None)])
     return figure
 
@@ -56,9 +54,7 @@ def launch_cost(material: Material) -> Figure | None:
         told = f"{number_within(1e6 * row.value, 1e6 * row.ci_low, 1e6 * row.ci_high)} µs"
         panels[0].annotate(told, (place, 1e6 * row.ci_high), xytext=(0, 3), textcoords="offset points", ha="center")
     panels[0].set_xticks(range(len(launches)), [row.variant for row in launches])
-    panels[0].set(
-        ylabel="microseconds a kernel", title="A kernel with next to nothing to do", xlim=(-0.8, len(launches) - 0.2)
-    )
+    panels[0].set(ylabel="microseconds a kernel", title="A kernel with next to nothing to do", xlim=(-0.8, len(launches) - 0.2))
     panels[0].set_ylim(0, 1.18 * panels[0].get_ylim()[1])
     panels[0].grid(False, axis="x")
     found = select(rows, metric="worthwhile_bytes")
@@ -110,11 +106,16 @@ def _draw_tensor(axes: Axes, tensors: list[Row]) -> None:
     axes.barh([row.variant for row in tensors], [row.value for row in tensors], 0.4, color=COLOURS[0])
     for row in tensors:
         axes.axvline(row.limit, color=MUTED, linestyle=(0, (5, 3)), linewidth=1.2)
-        axes.annotate(f"{number(row.value, 3)} GiB", (row.value, 0), xytext=(-6, 0), textcoords="offset points",
-                      ha="right", va="center", color="white")  # fmt: skip
-    axes.set(
-        xlabel="GiB, dashed: what it may have at most", title="The largest tensor that is granted", ylim=(-0.6, 0.6)
-    )
+        axes.annotate(
+            f"{number(row.value, 3)} GiB",
+            (row.value, 0),
+            xytext=(-6, 0),
+            textcoords="offset points",
+            ha="right",
+            va="center",
+            color="white",
+        )
+    axes.set(xlabel="GiB, dashed: what it may have at most", title="The largest tensor that is granted", ylim=(-0.6, 0.6))
     axes.grid(False, axis="y")
 
 
@@ -128,16 +129,19 @@ def _draw_crossing(axes: Axes, copies: list[Row], launches: list[Row], found: li
     labels = []
     for row in launches:
         factor = found[0].params.get("launches", 1) if found and row.variant == "eager" else 1
-        labels.append(
-            (1e6 * factor * row.value, f"{factor} × eager" if factor > 1 else row.variant, _colour_of(row.variant))
-        )
+        labels.append((1e6 * factor * row.value, f"{factor} × eager" if factor > 1 else row.variant, _colour_of(row.variant)))
     for y, _, colour in labels:
         axes.axhline(y, color=colour, linestyle=(0, (5, 3)), linewidth=1.2, zorder=1.5)
     for row in found:
         axes.axvline(row.value, color=MUTED, linestyle=":", linewidth=1.2)
         axes.axvspan(row.ci_low, row.ci_high, color=MUTED, alpha=0.15, linewidth=0)
-    axes.set(xscale="log", yscale="log", xlabel="bytes read and written by one copy", ylabel="microseconds a call",
-             title="A copy by size, and launching it")  # fmt: skip
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="bytes read and written by one copy",
+        ylabel="microseconds a call",
+        title="A copy by size, and launching it",
+    )
     log_ticks(axes.yaxis)
     byte_axis(axes, x, most=6)
     axes.legend(loc="upper left", fontsize=8)

@@ -67,16 +67,10 @@ def _first_tables() -> list[tuple[str, pd.DataFrame, str]]:
     rates = gemm.pivot(index="n", columns="dtype", values="tflops")[list(dict.fromkeys(gemm["dtype"]))].reset_index()
     rates.columns = ["M = N = K", *(f"{dtype} [TFLOPS]" for dtype in rates.columns[1:])]
     moved = pd.DataFrame(
-        {
-            "elements": streams["elements"],
-            "add [GB/s]": streams["gb_s"],
-            "% of 1638 GB/s": streams["percent_of_peak"].round(1),
-        }
+        {"elements": streams["elements"], "add [GB/s]": streams["gb_s"], "% of 1638 GB/s": streams["percent_of_peak"].round(1)}
     )
     own = "; ".join(
-        f"{model['model']}: {'; '.join(model['defects'])}"
-        for model in _content()["baseline"]["models"]
-        if model["defects"]
+        f"{model['model']}: {'; '.join(model['defects'])}" for model in _content()["baseline"]["models"] if model["defects"]
     )
     steps = models.drop(columns=["source", "defects"])
     steps.columns = [_with_unit(column) for column in steps]

@@ -63,10 +63,7 @@ def _sources(material: Material) -> str:
 
 def _headline_table(material: Material) -> pd.DataFrame:
     return pd.DataFrame(
-        [
-            {"": h.label, "best": h.value, "% of limit": percent(h.fraction), "limit": h.limit}
-            for h in headlines(material)
-        ]
+        [{"": h.label, "best": h.value, "% of limit": percent(h.fraction), "limit": h.limit} for h in headlines(material)]
     )
 
 

@@ -49,9 +49,7 @@ def report_page(material: Material) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{STYLE}</style></head>\n<body><main>\n"
-        + "\n".join(body)
-        + "\n</main></body></html>\n"
+        f"<title>{title}</title><style>{STYLE}</style></head>\n<body><main>\n" + "\n".join(body) + "\n</main></body></html>\n"
     )
 
 
@@ -62,9 +60,7 @@ def _machine(material: Material) -> str:
 def _header(material: Material, title: str) -> str:
     information = material.information
     sources = ", ".join(material.data_sources) or "none"
-    facts = (
-        f"run {escaped(material.run.folder.name)} · profile {escaped(information.get('profile'))} · data {escaped(sources)}"
-    )
+    facts = f"run {escaped(material.run.folder.name)} · profile {escaped(information.get('profile'))} · data {escaped(sources)}"
     warning = f'<p class="banner">{escaped(banner(material))}</p>' if banner(material) else ""
     return f'<header><h1>{title}</h1><p class="facts">{facts}</p>{warning}</header>'
 
@@ -87,9 +83,7 @@ def _card(headline: Headline) -> str:
     gauge = ""
     if headline.fraction is not None:
         width = f"{100 * headline.fraction:.1f}"
-        gauge = (
-            f'<div class="gauge"><i style="width:{width}%"></i></div><p>{percent(headline.fraction)} % of its limit</p>'
-        )
+        gauge = f'<div class="gauge"><i style="width:{width}%"></i></div><p>{percent(headline.fraction)} % of its limit</p>'
     return (
         f'<div class="card"><h3>{escaped(headline.label)}</h3><p class="value">{escaped(value)} <span>{escaped(unit)}</span></p>'
         f'{gauge}<p class="limit" title="{escaped(headline.limit)}">{escaped(headline.limit)}</p></div>'

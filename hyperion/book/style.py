@@ -20,10 +20,7 @@ INK, MUTED, GRID = "#1b1f24", "#6a737d", "#e3e6ea"
 # Okabe and Ito, Color Universal Design, 2008; yellow is left out because it vanishes on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5b5b5b")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_FIXED = {
-    "fp64": 6, "fp32": 0, "tf32": 5, "fp16": 4, "bf16": 1, "fp8": 3, "int8": 2,
-    "copy": 0, "scale": 4, "add": 2, "triad": 1,
-}  # fmt: skip
+_FIXED = {"fp64": 6, "fp32": 0, "tf32": 5, "fp16": 4, "bf16": 1, "fp8": 3, "int8": 2, "copy": 0, "scale": 4, "add": 2, "triad": 1}
 _STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 9.5,
@@ -93,9 +90,16 @@ def limit_line(axes: Axes, value: float, label: str, colour: str, size: float = 
     """A dashed line across the panel with its name on it, at the left end: curves that rise with size end at the right."""
     axes.axhline(value, color=colour, linestyle=(0, (5, 3)), linewidth=1.2, zorder=1.5)
     axes.annotate(
-        label, (0, value), xycoords=("axes fraction", "data"), xytext=(3, 3), textcoords="offset points",
-        ha="left", va="bottom", fontsize=size, color=colour,
-    )  # fmt: skip
+        label,
+        (0, value),
+        xycoords=("axes fraction", "data"),
+        xytext=(3, 3),
+        textcoords="offset points",
+        ha="left",
+        va="bottom",
+        fontsize=size,
+        color=colour,
+    )
 
 
 def png(figure: Figure) -> bytes:
@@ -124,9 +128,7 @@ def whole_numbers(axis: Axis) -> None:
     axis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
 
 
-def spread_labels(
-    axes: Axes, labels: Iterable[tuple[float, str, str]], gap_points: float = 11, size: float = 8.5
-) -> None:
+def spread_labels(axes: Axes, labels: Iterable[tuple[float, str, str]], gap_points: float = 11, size: float = 8.5) -> None:
     """Labels (y, text, colour) at the panel's right edge, moved apart where their lines lie too close to each other."""
     axes.figure.draw_without_rendering()
     scale = 72 / axes.figure.dpi
@@ -136,6 +138,13 @@ def spread_labels(
         shifted = wanted if placed is None else max(wanted, placed + gap_points)
         placed = shifted
         axes.annotate(
-            text, (1, y), xycoords=("axes fraction", "data"), xytext=(4, shifted - wanted), textcoords="offset points",
-            va="center", fontsize=size, color=colour, annotation_clip=False,
-        )  # fmt: skip
+            text,
+            (1, y),
+            xycoords=("axes fraction", "data"),
+            xytext=(4, shifted - wanted),
+            textcoords="offset points",
+            va="center",
+            fontsize=size,
+            color=colour,
+            annotation_clip=False,
+        )

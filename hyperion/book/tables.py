@@ -104,9 +104,7 @@ def phase_table(rows: Iterable[Row]) -> pd.DataFrame:
             continue
         named = {"model": row.variant, "dtype": row.dtype, "phase": row.params["phase"]}
         line = lines.setdefault(tuple(named.values()), named)
-        line[row.params["part"] + unit_mark(row.unit)] = (
-            number(row.value) if row.value is not None else row.value_reason
-        )
+        line[row.params["part"] + unit_mark(row.unit)] = number(row.value) if row.value is not None else row.value_reason
     return pd.DataFrame(lines.values()).fillna("")
 
 

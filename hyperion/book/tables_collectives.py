@@ -49,9 +49,13 @@ def kernels_chosen(rows: Iterable[Row]) -> pd.DataFrame:
     """Backend, algorithm and kernel by collective and size; what is not known has its reason."""
     lines = [
         {
-            "collective": row.variant, "S": byte_size(row.params["bytes"]), "backend": row.params["backend"],
-            "algorithm": row.params["algorithm"] if row.value else row.value_reason, "kernel": row.params["kernel"],
+            "collective": row.variant,
+            "S": byte_size(row.params["bytes"]),
+            "backend": row.params["backend"],
+            "algorithm": row.params["algorithm"] if row.value else row.value_reason,
+            "kernel": row.params["kernel"],
         }
-        for row in rows if row.params.get("what") == "kernels"
-    ]  # fmt: skip
+        for row in rows
+        if row.params.get("what") == "kernels"
+    ]
     return pd.DataFrame(lines)

@@ -23,11 +23,7 @@ def prediction_table(predictions: pd.DataFrame) -> pd.DataFrame:
         identities.append(identity_of(line.variant, line.dtype, None, line.params))
         unit = unit_mark(metric_named(line.metric).unit)
         lines.append(
-            {
-                "what": f"{line.metric}{unit}",
-                "your guess": number(guess) or "none",
-                "estimate": number(estimate) or "none",
-            }
+            {"what": f"{line.metric}{unit}", "your guess": number(guess) or "none", "estimate": number(estimate) or "none"}
         )
     identity = pd.DataFrame(identities, dtype=object).map(text_of)
     told = [column for column in identity if identity[column].ne("").any() and (column != "rank")]

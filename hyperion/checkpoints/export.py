@@ -53,6 +53,10 @@ def _write_whole(state: dict[str, Tensor], path: Path) -> None:
     except (OSError, SafetensorError) as error:
         cause = error if isinstance(error, OSError) else OSError(str(error))  # a full disk arrives as SafetensorError
         raise refused_write(
-            cause, CheckpointError, where=path, elsewhere="name another file",
-            action="the model could not be exported", kept="nothing was changed",
-        ) from error  # fmt: skip
+            cause,
+            CheckpointError,
+            where=path,
+            elsewhere="name another file",
+            action="the model could not be exported",
+            kept="nothing was changed",
+        ) from error

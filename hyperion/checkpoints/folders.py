@@ -107,9 +107,13 @@ def require_writable(folder: Path) -> None:
                 file.write(b"checkpoint")
         except OSError as error:
             raise refused_write(
-                error, CheckpointError, where=folder, elsewhere="name another checkpoint folder",
-                action="no checkpoint could be written", kept="nothing was trained",
-            ) from error  # fmt: skip
+                error,
+                CheckpointError,
+                where=folder,
+                elsewhere="name another checkpoint folder",
+                action="no checkpoint could be written",
+                kept="nothing was trained",
+            ) from error
 
     on_rank_0(attempt)
     agreed(lambda: _require_shared(folder))
@@ -171,9 +175,7 @@ def _verified(path: Path) -> dict:
                 raise CheckpointError("a file that the manifest lists is missing", where=path / name, next_step=EARLIER)
             size = entries[name]["bytes"]
             if (found := (path / name).lstat().st_size) != size:
-                raise CheckpointError(
-                    f"{found} bytes instead of {size}: cut off or edited", where=path / name, next_step=EARLIER
-                )
+                raise CheckpointError(f"{found} bytes instead of {size}: cut off or edited", where=path / name, next_step=EARLIER)
         for name, digest in _digests(path, sorted(entries)).items():
             if digest != entries[name]["sha256"]:
                 raise CheckpointError(
@@ -267,10 +269,13 @@ def _explained(folder: Path, step: int) -> Iterator[None]:
         yield
     except OSError as error:
         raise refused_write(
-            error, CheckpointError, where=folder, elsewhere="name another checkpoint folder",
+            error,
+            CheckpointError,
+            where=folder,
+            elsewhere="name another checkpoint folder",
             action=f"the checkpoint of step {step} could not be written",
             kept=f"the checkpoint of step {step} was not written, those before it are untouched",
-        ) from error  # fmt: skip
+        ) from error
 
 
 def _finish(new: Path, target: Path, step: int, keep: int) -> None:
@@ -355,9 +360,7 @@ def _named(folder: Path, prefix: str) -> list[Path]:
         names = os.listdir(folder)
     except FileNotFoundError:
         return []
-    return [
-        folder / name for name in names if name.startswith(prefix) and step_of(name.removeprefix(prefix)) is not None
-    ]
+    return [folder / name for name in names if name.startswith(prefix) and step_of(name.removeprefix(prefix)) is not None]
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -373,9 +376,7 @@ def _is_checkpoint(path: Path) -> bool:
 def _require_folder(path: Path) -> None:
     if os.path.islink(path) or not os.path.isdir(path):
         what = "a symbolic link" if os.path.islink(path) else "a file"
-        raise CheckpointError(
-            f"{what} where the folder of a checkpoint is expected", where=path, next_step="move it elsewhere"
-        )
+        raise CheckpointError(f"{what} where the folder of a checkpoint is expected", where=path, next_step="move it elsewhere")
 
 
 def _digests(path: Path, names: list[str]) -> dict[str, str]:

@@ -22,16 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from hyperion.checkpoints.ranks import agreed, on_rank_0, rank_and_size
-from hyperion.checkpoints.states import (
-    EARLIER,
-    STATE,
-    CheckpointError,
-    looks_like,
-    read_tree,
-    reading,
-    to_tree,
-    write_tree,
-)
+from hyperion.checkpoints.states import EARLIER, STATE, CheckpointError, looks_like, read_tree, reading, to_tree, write_tree
 from hyperion.errors import refused_write
 from hyperion.untrusted import inner_path, open_regular
 
@@ -106,9 +97,13 @@ class _Writer(_KeepsItsError, HuggingFaceStorageWriter):
         """Raises what went wrong on this rank."""
         if isinstance(self.fault, OSError):
             raise refused_write(
-                self.fault, CheckpointError, where=self.path, elsewhere="name another checkpoint folder",
-                action="the tensors could not be written", kept="no checkpoint was made",
-            ) from self.fault  # fmt: skip
+                self.fault,
+                CheckpointError,
+                where=self.path,
+                elsewhere="name another checkpoint folder",
+                action="the tensors could not be written",
+                kept="no checkpoint was made",
+            ) from self.fault
         if self.fault is not None:
             raise self.fault
 

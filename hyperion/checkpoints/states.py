@@ -90,9 +90,7 @@ def reading(path: Path, what: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(
-            f"{path.name} {what}: {looks_like(path, error)}", where=path, next_step=EARLIER
-        ) from error
+        raise CheckpointError(f"{path.name} {what}: {looks_like(path, error)}", where=path, next_step=EARLIER) from error
 
 
 def write_tree(folder: Path, tree: Any) -> None:
@@ -133,9 +131,7 @@ def _refused(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{path.name} {what}", where=path, next_step=EARLIER)
 
 
-def to_tree(
-    value: Any, tensors: dict[str, torch.Tensor], keep: Callable[[torch.Tensor], torch.Tensor], name: str = ""
-) -> Any:
+def to_tree(value: Any, tensors: dict[str, torch.Tensor], keep: Callable[[torch.Tensor], torch.Tensor], name: str = "") -> Any:
     """`value` as JSON; `keep` of each of its tensors goes into `tensors` under the path that leads to it."""
     if isinstance(value, torch.Tensor):
         if not name or name in tensors:  # the keys "a/b" and "a", "b" give one path
@@ -153,9 +149,7 @@ def to_tree(
     if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value
     raise CheckpointError(
-        f"{type(value).__name__} {value!r} cannot be stored",
-        where=name,
-        next_step="store tensors, finite numbers and text",
+        f"{type(value).__name__} {value!r} cannot be stored", where=name, next_step="store tensors, finite numbers and text"
     )
 
 

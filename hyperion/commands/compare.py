@@ -24,9 +24,7 @@ def print_comparison(a: str, b: str, everything: bool, allow_missing: bool = Fal
     side_a, side_b = relaunches(a), relaunches(b)
     compared, output = compare(side_a, side_b), console()
     _print_list(
-        "different circumstances",
-        [f"{one.name}: A {one.a}; B {one.b}" for one in circumstances(side_a, side_b)],
-        everything,
+        "different circumstances", [f"{one.name}: A {one.a}; B {one.b}" for one in circumstances(side_a, side_b)], everything
     )
     table = _table(compared, everything)
     if table.row_count:
@@ -72,9 +70,7 @@ def _print_list(title: str, lines: list[str], everything: bool) -> None:
 def _conclusion(counts: dict[str, int], allow_missing: bool) -> str:
     parts = [f"{counts['regression'] or 'no'} confirmed regression{'s' * (counts['regression'] > 1)}"]
     if counts["missing"]:
-        parts.append(
-            f"{counts['missing']} missing (--allow-missing {'is given' if allow_missing else 'would accept that'})"
-        )
+        parts.append(f"{counts['missing']} missing (--allow-missing {'is given' if allow_missing else 'would accept that'})")
     else:
         parts.append("nothing missing")
     if counts["indicative"]:

@@ -35,9 +35,7 @@ def print_launches(relaunched: Relaunched, work: Path, folders: tuple[Path, Path
     code, output = print_comparison(*map(str, sides), everything=False), console()
     if sources[0] == sources[1]:
         output.print("A and B imported the same files: what differs is noise, unless they read others", markup=False)
-    output.print(
-        f"again, with every value:  hyperion compare --all {sides[0]} {sides[1]}", markup=False, soft_wrap=True
-    )
+    output.print(f"again, with every value:  hyperion compare --all {sides[0]} {sides[1]}", markup=False, soft_wrap=True)
     return code
 
 

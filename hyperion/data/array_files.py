@@ -68,9 +68,7 @@ class ArrayWriter:
     def __init__(self, folder: Path, name: str, dtype: np.dtype, row_shape: tuple[int, ...] = ()):
         self.rows, self.dtype, self._row_shape = 0, np.dtype(dtype), tuple(row_shape)
         self._checksums, self._sums = folder / FOLDER / f"{name}.npy", bytearray()
-        self._block = (
-            rows_of_a_block(self.dtype, self._row_shape) * self.dtype.itemsize * int(np.prod(row_shape, dtype=int))
-        )
+        self._block = rows_of_a_block(self.dtype, self._row_shape) * self.dtype.itemsize * int(np.prod(row_shape, dtype=int))
         self._left = b""  # of a block that is not full yet
         self._file = open(folder / f"{name}.npy", "xb")  # noqa: SIM115 - closed by `close`
         self._write_header()

@@ -132,9 +132,7 @@ def _read(root: Path, source: str, label: str) -> ImageSet:
     layout = find_layout(root)
     if layout is None:
         raise DataUnavailable(
-            f"{label} has no CIFAR-10",
-            where=root,
-            next_step=f"put one of {', '.join(LAYOUTS)} there, or run `make fetch`",
+            f"{label} has no CIFAR-10", where=root, next_step=f"put one of {', '.join(LAYOUTS)} there, or run `make fetch`"
         )
     manifest = None if source == "mirror" else read_manifest(root)  # a mirror's top is its owner's
     if manifest is not None:
@@ -162,9 +160,7 @@ def _require_balance(split: str, labels: np.ndarray, layout: Path) -> None:
     counts = np.bincount(labels, minlength=len(CLASSES))
     remedy = "the files are incomplete or another data set: copy the official archive"
     if len(labels) != COUNTS[split]:
-        raise DataError(
-            f"{split} split has {len(labels)} images, expected {COUNTS[split]}", where=layout, next_step=remedy
-        )
+        raise DataError(f"{split} split has {len(labels)} images, expected {COUNTS[split]}", where=layout, next_step=remedy)
     for name, count in zip(CLASSES, counts, strict=True):
         if count != expected:
             raise DataError(

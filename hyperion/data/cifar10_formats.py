@@ -311,9 +311,7 @@ def _from_archive(archive: Path, wanted: list[str]) -> Iterator[tuple[str, bytes
                 yield name, tar.extractfile(member).read()
     except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError, zlib.error) as error:
         raise DataError(
-            f"{archive.name} ({archive.stat().st_size} bytes) cannot be unpacked: {error}",
-            where=archive,
-            next_step=REMEDY,
+            f"{archive.name} ({archive.stat().st_size} bytes) cannot be unpacked: {error}", where=archive, next_step=REMEDY
         ) from error
 
 

@@ -67,9 +67,7 @@ def tokenize_completions(rows: Sequence[Instruction], tokenizer: Tokenizer, leng
         DataError: no rows, or a length below 1.
     """
     if not rows or length < 1:
-        raise DataError(
-            f"{len(rows)} rows at {length} tokens", next_step="give at least one row and a length of 1 or more"
-        )
+        raise DataError(f"{len(rows)} rows at {length} tokens", next_step="give at least one row and a length of 1 or more")
     prompts = tokenizer.encode([row.prompt for row in rows])
     completions = tokenizer.encode([row.output for row in rows])
     inputs = np.full((len(rows), length), tokenizer.eos_id, dtype=np.int32)

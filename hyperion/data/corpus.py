@@ -35,9 +35,7 @@ class LineFile:
                         raise DataError(fault, where=f"{self.path}, line {number}", next_step=again)
                     line = content.decode("utf-8")
                     if "\r" in line:
-                        raise DataError(
-                            f"{name} holds a carriage return", where=f"{self.path}, line {number}", next_step=again
-                        )
+                        raise DataError(f"{name} holds a carriage return", where=f"{self.path}, line {number}", next_step=again)
                     offset += len(content)
                     if line.endswith("\n"):
                         yield line
@@ -114,9 +112,7 @@ def corpus_of_files(name: str, files: dict[str, Path]) -> TextCorpus:
     return TextCorpus(name, "files", detail, {split: LineFile(files[split]) for split in SPLITS})
 
 
-def require_counts(
-    name: str, found: Sequence[int], expected: Sequence[int], units: Sequence[str], where: object
-) -> None:
+def require_counts(name: str, found: Sequence[int], expected: Sequence[int], units: Sequence[str], where: object) -> None:
     """Compare counts pairwise.
 
     Raises:

@@ -141,9 +141,7 @@ def require_form(images: np.ndarray, labels: np.ndarray) -> None:
     if np.issubdtype(images.dtype, np.floating):
         raise DataError(form, where="images", next_step="give the bytes; scaling and normalising is done here")
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1] != 3 or images.shape[2] != images.shape[3]:
-        raise DataError(
-            form, where="images", next_step="give channels first: images.transpose(0, 3, 1, 2) of [N, Y, Y, 3]"
-        )
+        raise DataError(form, where="images", next_step="give channels first: images.transpose(0, 3, 1, 2) of [N, Y, Y, 3]")
     if labels.shape != (len(images),) or not np.issubdtype(labels.dtype, np.integer) or (labels < 0).any():
         raise DataError(
             f"labels are {labels.dtype} {list(labels.shape)} for {len(images)} images",

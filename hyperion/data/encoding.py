@@ -84,9 +84,12 @@ class _Worker:
     def __init__(self, bpe: tokenizers.Tokenizer):
         # Not forked: this process may hold threads and a device.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "hyperion.data.encoding_worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env=child_environment() | {"TOKENIZERS_PARALLELISM": "false"}, start_new_session=True,  # Ctrl-C is the parent's
-        )  # fmt: skip
+            [sys.executable, "-m", "hyperion.data.encoding_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=child_environment() | {"TOKENIZERS_PARALLELISM": "false"},
+            start_new_session=True,  # Ctrl-C is the parent's
+        )
         self._definition: str | None = bpe.to_str()
 
     def encode(self, lines: list[str]) -> Encoded:

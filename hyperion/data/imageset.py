@@ -94,9 +94,7 @@ def check_images(images: np.ndarray, where: object) -> None:
         raise DataError(fault, where=where, next_step=_REMEDY)
     if images.dtype != np.uint8 or images.shape[1:] != IMAGE_SHAPE:
         raise DataError(
-            f"images are {images.dtype} {list(images.shape)}, expected uint8 [N, 3, 32, 32]",
-            where=where,
-            next_step=_REMEDY,
+            f"images are {images.dtype} {list(images.shape)}, expected uint8 [N, 3, 32, 32]", where=where, next_step=_REMEDY
         )
 
 

@@ -78,9 +78,7 @@ class InstructionSet:
         return TextCorpus(self.name, self.source, self.detail, {"train": lines, "valid": [], "test": []})
 
 
-def load_instructions(
-    source: str = "auto", *, allow_synthetic: bool = True, seed: int = 0, url: str = URL
-) -> InstructionSet:
+def load_instructions(source: str = "auto", *, allow_synthetic: bool = True, seed: int = 0, url: str = URL) -> InstructionSet:
     """The instruction rows, or the synthetic ones that take their place where that is allowed or asked for.
 
     Args:
@@ -152,9 +150,7 @@ _TASKS: tuple[tuple[str, Callable[[list[str]], str]], ...] = (
 
 def _read(path: Path, source: str, label: str, origin: str = "") -> InstructionSet:
     if not path.is_file():
-        raise DataUnavailable(
-            f"{label} has no {path.name}", where=path, next_step=f"put {FILE} there, or run `make fetch`"
-        )
+        raise DataUnavailable(f"{label} has no {path.name}", where=path, next_step=f"put {FILE} there, or run `make fetch`")
     rows = _records(path)
     if len(rows) != COUNT:
         raise DataError(f"{path.name} has {len(rows)} records, expected {COUNT}", where=path, next_step=_AGAIN)
@@ -213,10 +209,7 @@ def split_by_prompt(rows: Sequence[Instruction]) -> tuple[tuple[Instruction, ...
     for row in rows:
         numbers.setdefault(row.prompt, len(numbers))
     held_out = {prompt for prompt, number in numbers.items() if number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1}
-    return (
-        tuple(row for row in rows if row.prompt not in held_out),
-        tuple(row for row in rows if row.prompt in held_out),
-    )
+    return (tuple(row for row in rows if row.prompt not in held_out), tuple(row for row in rows if row.prompt in held_out))
 
 
 def cached_instructions(source: str = "cache") -> InstructionSet:

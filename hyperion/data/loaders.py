@@ -29,8 +29,7 @@ class ResumableBatches(ABC):
         self.batches_per_epoch = records // batch_size if drop_last else -(-records // batch_size)
         if self.batches_per_epoch < 1:
             raise DataError(
-                f"{records} records fill no batch of {batch_size}",
-                next_step="use a smaller batch, or keep the last batch",
+                f"{records} records fill no batch of {batch_size}", next_step="use a smaller batch, or keep the last batch"
             )
 
     def __len__(self) -> int:
@@ -201,12 +200,7 @@ def _require_equal_parts(records: int, batch_size: int, drop_last: bool, rank: i
 
 
 def evaluation_windows(
-    tokens: np.ndarray,
-    context: int,
-    stride: int,
-    prefix_id: int,
-    batch_size: int = 1,
-    device: str | torch.device = "cpu",
+    tokens: np.ndarray, context: int, stride: int, prefix_id: int, batch_size: int = 1, device: str | torch.device = "cpu"
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Windows that score every token exactly once, each with up to `context` tokens before it.
 
@@ -236,8 +230,6 @@ def evaluation_windows(
     scored_until = np.concatenate([[0], starts[:-1] + length])
     steps = torch.arange(length, device=device)
     for first in range(0, len(starts), batch_size):
-        begin, done = (
-            on_device(values[first : first + batch_size], stream.device)[:, None] for values in (starts, scored_until)
-        )
+        begin, done = (on_device(values[first : first + batch_size], stream.device)[:, None] for values in (starts, scored_until))
         index = begin + steps
         yield stream[index], torch.where(index >= done, stream[index + 1], IGNORE_INDEX)

@@ -89,8 +89,7 @@ def read_manifest(folder: Path) -> DataManifest | None:
     manifest = DataManifest(**document)
     if manifest.schema_version != SCHEMA_VERSION or not manifest.files:
         raise DataError(
-            f"manifest has schema {manifest.schema_version} and {len(manifest.files)} files, "
-            f"expected schema {SCHEMA_VERSION}",
+            f"manifest has schema {manifest.schema_version} and {len(manifest.files)} files, expected schema {SCHEMA_VERSION}",
             where=path,
             next_step=remedy,
         )

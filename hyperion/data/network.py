@@ -45,9 +45,7 @@ def require_network(url: str) -> None:
     """
     for switch in OFFLINE_SWITCHES:
         if os.environ.get(switch, "").strip().lower() in ("1", "true", "yes", "on"):
-            raise DataUnavailable(
-                f"offline: {switch}={os.environ[switch]}", next_step=f"unset {switch} to allow downloads"
-            )
+            raise DataUnavailable(f"offline: {switch}={os.environ[switch]}", next_step=f"unset {switch} to allow downloads")
     host = _host(url)
     if known := _remembered(host):
         raise _unreachable(host, known)
@@ -87,9 +85,7 @@ def download(url: str, path: Path, md5: str | None = None, sha256: str | None = 
             _remember(_host(url), str(error))
         raise DataUnavailable(f"download failed: {error}", where=url, next_step="try again, or set a mirror") from error
     if announced is not None and received != announced:
-        raise DataUnavailable(
-            f"download broke off after {received} of {announced} bytes", where=url, next_step="try again"
-        )
+        raise DataUnavailable(f"download broke off after {received} of {announced} bytes", where=url, next_step="try again")
     for name, (digest, expected) in digests.items():
         if expected and digest.hexdigest() != expected:
             kept = _quarantine(path)
@@ -168,7 +164,5 @@ def _quarantine(path: Path) -> Path:
 
 def _unreachable(host: str, fault: str) -> DataUnavailable:
     return DataUnavailable(
-        f"no network: {host} {fault}",
-        where=host,
-        next_step="run `make fetch` on a machine with a network, or set a mirror",
+        f"no network: {host} {fault}", where=host, next_step="run `make fetch` on a machine with a network, or set a mirror"
     )

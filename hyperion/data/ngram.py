@@ -84,9 +84,7 @@ def _unigram_terms(train: np.ndarray, tokens: np.ndarray, vocab_size: int) -> np
     return np.stack([frequency[tokens], np.full(len(tokens), 1 / vocab_size)], axis=1)
 
 
-def _bigram_terms(
-    train: np.ndarray, tokens: np.ndarray, vocab_size: int, prefix_id: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _bigram_terms(train: np.ndarray, tokens: np.ndarray, vocab_size: int, prefix_id: int) -> tuple[np.ndarray, np.ndarray]:
     """[tokens, 3]: bigram, unigram and uniform probability of each token; and the bucket of its predecessor's count."""
     train, tokens = np.asarray(train, dtype=np.int64), np.asarray(tokens, dtype=np.int64)
     pairs, pair_counts = np.unique(train[:-1] * vocab_size + train[1:], return_counts=True)

@@ -20,9 +20,7 @@ def packed_windows(tokens: int, length: int) -> tuple[int, int]:
     """
     windows = (tokens - 1) // length
     if windows < 1:
-        raise DataError(
-            f"{tokens} tokens fill no window of {length} + 1", next_step="use a shorter length or more text"
-        )
+        raise DataError(f"{tokens} tokens fill no window of {length} + 1", next_step="use a shorter length or more text")
     return windows, tokens - windows * length - 1
 
 
@@ -50,9 +48,11 @@ class Padding:
 
     def __add__(self, other: "Padding") -> "Padding":
         return Padding(
-            self.samples + other.samples, self.tokens + other.tokens, self.padding + other.padding,
+            self.samples + other.samples,
+            self.tokens + other.tokens,
+            self.padding + other.padding,
             self.truncated + other.truncated,
-        )  # fmt: skip
+        )
 
     @property
     def share(self) -> float:

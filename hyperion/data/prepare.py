@@ -118,10 +118,7 @@ def prepare_images(images: ImageSet) -> PreparedImages:
 def write_text(folder: Path, corpus: TextCorpus, tokenizer: Tokenizer, sequence_length: int, workers: int) -> None:
     """Make the new folder of a tokenized corpus; see prepare_text."""
     with staged(folder) as work, tokenizer.encoding(workers) as encoding:
-        steps = {
-            split: write_split(work, split, corpus.splits[split], tokenizer, encoding, sequence_length)
-            for split in SPLITS
-        }
+        steps = {split: write_split(work, split, corpus.splits[split], tokenizer, encoding, sequence_length) for split in SPLITS}
         (work / TOKENIZER_FILE).write_text(tokenizer.definition(), encoding="utf-8")
         facts = {
             "kind": "text",
@@ -181,9 +178,7 @@ def open_prepared(folder: Path) -> tuple[dict[str, np.ndarray], DataManifest]:
     arrays, manifest = open_shards(folder)
     kind = manifest.facts.get("kind")
     if not isinstance(kind, str) or kind not in ARRAYS_OF:
-        raise DataError(
-            f"unknown kind of product {kind!r}", where=folder, next_step="remove it and prepare the data again"
-        )
+        raise DataError(f"unknown kind of product {kind!r}", where=folder, next_step="remove it and prepare the data again")
     for name in ARRAYS_OF[kind]:
         if name not in arrays:
             raise DataError(f"{name}.npy is missing", where=folder, next_step="remove it and prepare the data again")
@@ -197,9 +192,7 @@ def _folder(name: str, parts: dict) -> Path:
     return processed_root() / f"{name}-{key[:12]}"
 
 
-def write_split(
-    work: Path, split: str, lines: Iterable[str], tokenizer: Tokenizer, encoding: Encoding, length: int
-) -> dict:
+def write_split(work: Path, split: str, lines: Iterable[str], tokenizer: Tokenizer, encoding: Encoding, length: int) -> dict:
     """The split's token stream and the places of its samples, written as they are made; the counts of each step."""
     read = words = 0
     padded, opening = Padding(), []
@@ -228,12 +221,14 @@ def write_split(
         "read": {"lines": read, "words_with_eos": words},
         "filter": {"non_empty": samples.rows},
         "tokenize": {
-            "tokens": tokens.rows, "tokens_per_word": tokens.rows / words, "round_trip": True,
+            "tokens": tokens.rows,
+            "tokens_per_word": tokens.rows / words,
+            "round_trip": True,
             "opening": {"tokens": len(opening), "text": tokenizer.decode(opening)},
         },
         "pack": {"windows": windows, "left_over": left_over},
         "pad": {**asdict(padded), "padding_share": padded.share},
-    }  # fmt: skip
+    }
 
 
 def _opening_tokens(sizes: np.ndarray) -> int:

@@ -29,9 +29,7 @@ def token_dtype(vocab_size: int, where: object = "vocabulary") -> np.dtype:
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
-def write_shards(
-    folder: Path, arrays: dict[str, np.ndarray], *, name: str, source: str, detail: str, facts: dict
-) -> None:
+def write_shards(folder: Path, arrays: dict[str, np.ndarray], *, name: str, source: str, detail: str, facts: dict) -> None:
     """Store each array as `<key>.npy` in the new folder `folder`, with checksums of its records and a manifest; all of it
     appears at once or not at all.
 

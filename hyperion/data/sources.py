@@ -74,9 +74,7 @@ def mirror_root() -> Path:
     """
     named = os.environ.get("HYPERION_DATA_MIRROR")
     if not named:
-        raise DataUnavailable(
-            "no mirror: HYPERION_DATA_MIRROR is not set", next_step="set HYPERION_DATA_MIRROR=/folder/of/data"
-        )
+        raise DataUnavailable("no mirror: HYPERION_DATA_MIRROR is not set", next_step="set HYPERION_DATA_MIRROR=/folder/of/data")
     root = expanded(named)
     if not root.is_dir():
         raise DataError(

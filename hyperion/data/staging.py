@@ -150,6 +150,10 @@ def _flush(path: Path) -> None:
 def explained(error: OSError, target: Path) -> DataError:
     """The system's refusal to write below the data folder, in words."""
     return refused_write(
-        error, DataError, action="cannot stage data", kept="nothing was staged", where=error.filename or target,
+        error,
+        DataError,
+        action="cannot stage data",
+        kept="nothing was staged",
+        where=error.filename or target,
         elsewhere="name another folder with HYPERION_DATA=/some/folder",
-    )  # fmt: skip
+    )

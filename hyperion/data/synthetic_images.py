@@ -31,9 +31,7 @@ def synthetic_images(counts: dict[str, int], seed: int = 0, flip_rate: float = 0
         best[split] = float(np.mean(labels == classes))
         arrays += [_gratings(classes, generator), labels]
     names = tuple(f"{18 * k} degrees" for k in range(CLASS_COUNT))
-    detail = (
-        f"made-up gratings, seed {seed}, {counts['train']} + {counts['test']} images, {flip_rate:.0%} of labels changed"
-    )
+    detail = f"made-up gratings, seed {seed}, {counts['train']} + {counts['test']} images, {flip_rate:.0%} of labels changed"
     # A flip from left to right turns 18 degrees into 162: another class, so only shifts keep the label.
     return ImageSet("synthetic-gratings", "synthetic", detail, *arrays, names, ("crop",), best["test"])
 

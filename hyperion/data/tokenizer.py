@@ -117,9 +117,7 @@ def train_tokenizer(corpus: TextCorpus | None, vocab_size: int | None = None) ->
         DataError: no corpus.
     """
     if corpus is None:
-        raise DataError(
-            "no corpus to train a tokenizer on", next_step="call load_tokenizer(source, corpus=load_wikitext2())"
-        )
+        raise DataError("no corpus to train a tokenizer on", next_step="call load_tokenizer(source, corpus=load_wikitext2())")
     if vocab_size is None:
         vocab_size = SYNTHETIC_VOCABULARY if corpus.source == "synthetic" else TRAINED_VOCABULARY
     bpe = _byte_level(tokenizers.models.BPE())
@@ -191,9 +189,7 @@ def _byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
 def _gpt2(folder: Path, source: str, label: str) -> Tokenizer:
     if not folder.is_dir():
         raise DataUnavailable(
-            f"{label} has no {FOLDER}/",
-            where=folder,
-            next_step="put vocab.json and merges.txt there, or run `make fetch`",
+            f"{label} has no {FOLDER}/", where=folder, next_step="put vocab.json and merges.txt there, or run `make fetch`"
         )
     remedy = "copy GPT-2's vocab.json and merges.txt again, or remove the folder and run `make fetch`"
     contents = {name: _content(folder / name, remedy) for name in GPT2_SHA256}

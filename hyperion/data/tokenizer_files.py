@@ -49,9 +49,8 @@ def read_tokenizer(folder: Path, source: str = "folder") -> Tokenizer:
         )
     digest = hashlib.sha256(content).hexdigest()
     return Tokenizer(
-        Path(folder).name, source, f"{FILE} of the model, ids up to {size - 1}", size, digest, special["eos"],
-        bpe, special["bos"],
-    )  # fmt: skip
+        Path(folder).name, source, f"{FILE} of the model, ids up to {size - 1}", size, digest, special["eos"], bpe, special["bos"]
+    )
 
 
 def _special(folder: Path, name: str, bpe: tokenizers.Tokenizer) -> int | None:

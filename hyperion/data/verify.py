@@ -24,9 +24,7 @@ from hyperion.errors import refused_write
 from hyperion.untrusted import open_regular, printable
 
 REASON_FILE = "REASON.json"
-PREPARE_AGAIN = (
-    "what needs it prepares it again from its source; the first does so: `make reproduce ONLY=01_dataset_preparation`"
-)
+PREPARE_AGAIN = "what needs it prepares it again from its source; the first does so: `make reproduce ONLY=01_dataset_preparation`"
 OUTDATED = "another version of this library made it and this one does not read it: `hyperion clean --data` removes it"
 STAGE_AGAIN = "stage it again with `make fetch`, or name a folder that has it with HYPERION_DATA_MIRROR"
 _SHOWN_RUNS = 3
@@ -78,8 +76,7 @@ def verify(folder: Path | None = None) -> list[Verdict]:
     products = [folder] if is_prepared(folder) else _products(folder)
     if not chosen and not products:
         raise DataError(
-            f"nothing to verify in {folder}: "
-            + ("it holds no prepared data" if folder.is_dir() else "there is no such folder"),
+            f"nothing to verify in {folder}: " + ("it holds no prepared data" if folder.is_dir() else "there is no such folder"),
             where=folder,
             next_step=f"name a folder of {processed_root()}, or none for all of them",
         )
@@ -112,9 +109,7 @@ def examine(folder: Path) -> list[Finding]:
         return [Finding(FILE_NAME, f"it says nothing of the kind of product: {printable(repr(kind))[:80]}")]
     names = ARRAYS_OF[kind]
     findings = [*_file_findings(folder, manifest)]
-    findings += [
-        Finding(f"{n}.npy", "the manifest does not list it") for n in names if f"{n}.npy" not in manifest.files
-    ]
+    findings += [Finding(f"{n}.npy", "the manifest does not list it") for n in names if f"{n}.npy" not in manifest.files]
     damaged = {finding.file for finding in findings}
     arrays = {}
     for name in names:
@@ -124,9 +119,7 @@ def examine(folder: Path) -> list[Finding]:
                 arrays[name] = open_array(folder / file)
             except DataError as fault:
                 findings.append(Finding(file, fault.what))
-    return findings + [
-        Finding(Path(fault.where).name, fault.what) for fault in content_faults(folder, arrays, manifest, True)
-    ]
+    return findings + [Finding(Path(fault.where).name, fault.what) for fault in content_faults(folder, arrays, manifest, True)]
 
 
 def quarantine(folder: Path, findings: list[Finding]) -> Path:
@@ -149,9 +142,13 @@ def quarantine(folder: Path, findings: list[Finding]) -> Path:
     except OSError as error:
         there = kept if kept.is_dir() else folder
         raise refused_write(
-            error, DataError, action="cannot put damaged data into quarantine", kept=f"they lie in {there}", where=there,
+            error,
+            DataError,
+            action="cannot put damaged data into quarantine",
+            kept=f"they lie in {there}",
+            where=there,
             elsewhere="move that folder away by hand",
-        ) from error  # fmt: skip
+        ) from error
     return kept
 
 

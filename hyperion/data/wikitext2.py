@@ -18,11 +18,7 @@ from hyperion.untrusted import read_bounded
 
 FOLDER = "wikitext-2"
 UNITS = ("lines", "non-empty lines", "words with one <eos> a line")
-COUNTS = {
-    "train": (36718, 23767, 2088628),
-    "valid": (3760, 2461, 217646),
-    "test": (4358, 2891, 245569),
-}
+COUNTS = {"train": (36718, 23767, 2088628), "valid": (3760, 2461, 217646), "test": (4358, 2891, 245569)}
 # Of the files in wikitext-2-v1.zip, as MXNet's and GluonNLP's loaders of this data set state them.
 SHA1 = {
     "train": "863f29c46ef9d167fff4940ec821195882fe29d1",
@@ -40,11 +36,7 @@ EMPTY_LINE = " \n"  # how the original files write an empty line; the hub's tabl
 
 
 def load_wikitext2(
-    source: str = "auto",
-    *,
-    allow_synthetic: bool = True,
-    synthetic_lines: dict[str, int] = LINES_LIKE_WIKITEXT2,
-    seed: int = 0,
+    source: str = "auto", *, allow_synthetic: bool = True, synthetic_lines: dict[str, int] = LINES_LIKE_WIKITEXT2, seed: int = 0
 ) -> TextCorpus:
     """WikiText-2, or the synthetic corpus that takes its place where that is allowed or asked for.
 
@@ -126,9 +118,7 @@ def _file(split: str) -> str:
 def _read(folder: Path, source: str, label: str) -> TextCorpus:
     if not folder.is_dir():
         raise DataUnavailable(
-            f"{label} has no {FOLDER}/",
-            where=folder,
-            next_step="put wiki.{train,valid,test}.tokens there or `make fetch`",
+            f"{label} has no {FOLDER}/", where=folder, next_step="put wiki.{train,valid,test}.tokens there or `make fetch`"
         )
     manifest = read_manifest(folder)
     if manifest is not None:
@@ -189,9 +179,7 @@ def _lines_of_table(path: Path, expected: int) -> list[str]:
                     break
                 rows += part.column(0).to_pylist()
     except (pyarrow.ArrowException, OSError, KeyError, IndexError) as error:
-        raise DataError(
-            f"{path.name} is no readable Parquet table: {error}", where=path, next_step="try again"
-        ) from error
+        raise DataError(f"{path.name} is no readable Parquet table: {error}", where=path, next_step="try again") from error
     if max(declared, read) > TABLE_BYTES or not all(isinstance(row, str) for row in rows):
         fault = f"{path.name} declares {declared} bytes, or holds more than {TABLE_BYTES} bytes of text, or other values"
         raise DataError(fault, where=path, next_step="try again")

@@ -6,6 +6,15 @@ from hyperion.doctor.floors import FloorReport, Verdict, check_floors, floors_of
 from hyperion.doctor.result import CheckResult
 
 __all__ = [
-    "CHECKS", "CheckResult", "FloorReport", "Verdict", "check_floors", "floor_frame", "floor_table", "floors_of",
-    "floors_of_run", "judge", "run_checks",
-]  # fmt: skip
+    "CHECKS",
+    "CheckResult",
+    "FloorReport",
+    "Verdict",
+    "check_floors",
+    "floor_frame",
+    "floor_table",
+    "floors_of",
+    "floors_of_run",
+    "judge",
+    "run_checks",
+]

@@ -28,7 +28,5 @@ def run_checks(checks: tuple[Callable[[], CheckResult], ...] = CHECKS) -> list[C
         except Exception as error:  # any cause: the doctor's visit goes on and reports it
             name = check.__name__.removeprefix("check_")
             evidence = f"the check itself broke: {type(error).__name__}: {error}"
-            results.append(
-                CheckResult(name, "fail", evidence, "report this message with all that `hyperion doctor` prints")
-            )
+            results.append(CheckResult(name, "fail", evidence, "report this message with all that `hyperion doctor` prints"))
     return results

@@ -59,9 +59,7 @@ class Trial:
         return f"{what}: {found}"
 
 
-def try_comparison(
-    on_line: Callable[[str], object], trials: tuple[tuple[float, int], ...] = TRIALS
-) -> tuple[list[Trial], Path]:
+def try_comparison(on_line: Callable[[str], object], trials: tuple[tuple[float, int], ...] = TRIALS) -> tuple[list[Trial], Path]:
     """Run the trials, those of each slowdown in turn with the others, and store how they came out.
 
     Args:
@@ -96,21 +94,43 @@ def rows_of(trials: list[Trial]) -> list[Row]:
         for variant, count in counts.items():
             share = proportion_estimate(count, len(of))
             rows.append(
-                Row(notebook=_NOTEBOOK, experiment=_EXPERIMENT, variant=variant, params={"slowdown": slowdown}, metric="share",
-                    value=share.value, n=share.n, ci_low=share.ci_low, ci_high=share.ci_high)
-            )  # fmt: skip
+                Row(
+                    notebook=_NOTEBOOK,
+                    experiment=_EXPERIMENT,
+                    variant=variant,
+                    params={"slowdown": slowdown},
+                    metric="share",
+                    value=share.value,
+                    n=share.n,
+                    ci_low=share.ci_low,
+                    ci_high=share.ci_high,
+                )
+            )
     return rows
 
 
 def frame_of(trials: list[Trial]) -> pd.DataFrame:
     """Every comparison of every trial, with the time of each launch: another rule can be tried on the same launches."""
     return pd.DataFrame(
-        {"trial": number, "slowdown": trial.slowdown, "planted": trial.planted if trial.slowdown else "", "name": c.name,
-         "a_s": c.value_a, "b_s": c.value_b, "change": c.change, "spread": c.spread, "p_value": c.p_value,
-         "verdict": c.verdict, "power": c.power, "detectable": c.detectable,
-         "launches_a_s": list(c.launches_a), "launches_b_s": list(c.launches_b)}
-        for number, trial in enumerate(trials) for c in trial.compared
-    )  # fmt: skip
+        {
+            "trial": number,
+            "slowdown": trial.slowdown,
+            "planted": trial.planted if trial.slowdown else "",
+            "name": c.name,
+            "a_s": c.value_a,
+            "b_s": c.value_b,
+            "change": c.change,
+            "spread": c.spread,
+            "p_value": c.p_value,
+            "verdict": c.verdict,
+            "power": c.power,
+            "detectable": c.detectable,
+            "launches_a_s": list(c.launches_a),
+            "launches_b_s": list(c.launches_b),
+        }
+        for number, trial in enumerate(trials)
+        for c in trial.compared
+    )
 
 
 def conclusion(trials: list[Trial]) -> list[str]:
@@ -120,9 +140,7 @@ def conclusion(trials: list[Trial]) -> list[str]:
         of = [trial for trial in trials if trial.slowdown == slowdown]
         silent = sum(trial.false_alarms == 0 for trial in of)
         if slowdown:
-            lines.append(
-                f"{slowdown:.0%} planted: caught in {sum(t.caught for t in of)} of {len(of)}, nothing else in {silent}"
-            )
+            lines.append(f"{slowdown:.0%} planted: caught in {sum(t.caught for t in of)} of {len(of)}, nothing else in {silent}")
         else:
             lines.append(f"the same code: silent in {silent} of {len(of)}")
         lines.append(f"  {of[-1].power}")

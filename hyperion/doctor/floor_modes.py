@@ -49,9 +49,11 @@ def measure_floors(
         RankError: a device's process failed, or hung.
     """
     params = {
-        "floors": [asdict(floor) for floor in floors], "modes": modes_of(devices), "time_limit_s": time_limit_s,
+        "floors": [asdict(floor) for floor in floors],
+        "modes": modes_of(devices),
+        "time_limit_s": time_limit_s,
         "heat_s": 2.0,
-    }  # fmt: skip
+    }
     job = Job("hyperion.doctor.floor_modes:measure_on_rank", params, timeout_s=900.0, ranks=len(devices))
     answers = run_ranks(job, on_line=on_line)
     return [Row(**row) for answer in answers for row in answer["rows"]]

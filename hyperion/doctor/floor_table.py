@@ -30,9 +30,14 @@ def _cells(verdict: Verdict) -> list[str]:
     floor = verdict.floor
     told = verdict.outcome + (f": {verdict.note}" if verdict.note else "")
     return [
-        verdict.mode, f"{floor.quantity} {floor.dtype}", f"{floor.value:.5g} {floor.unit}", _measured(verdict),
-        _power(verdict), told, f"{floor.source}; {floor.conditions}",
-    ]  # fmt: skip
+        verdict.mode,
+        f"{floor.quantity} {floor.dtype}",
+        f"{floor.value:.5g} {floor.unit}",
+        _measured(verdict),
+        _power(verdict),
+        told,
+        f"{floor.source}; {floor.conditions}",
+    ]
 
 
 def _measured(verdict: Verdict) -> str:

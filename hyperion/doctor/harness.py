@@ -19,7 +19,7 @@ def self_test_table(results: Sequence[FaultResult]) -> Table:
     """One line a fault; what is not caught, and a clean twin that does not pass, stand out."""
     table = Table("planted fault", "what would have been believed", "caught", "by, and its words", "clean twin", pad_edge=False)
     for r in results:
-        caught, twin = "yes" if r.caught else "[red]NO[/]", "passes" if r.twin_passes else f"[red]{_plain(r.twin_message)}[/]"
+        caught, twin = ("yes" if r.caught else "[red]NO[/]", "passes" if r.twin_passes else f"[red]{_plain(r.twin_message)}[/]")
         table.add_row(r.name, _plain(r.believed), caught, f"{r.check}: {_plain(r.message)}", twin)
     return table
 

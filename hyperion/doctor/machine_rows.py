@@ -33,9 +33,14 @@ _ENERGY_METRICS = {"gemm_tflops": "energy_j_per_tflop", "bandwidth_gb_s": "energ
 def gemm_rows(device: Device, dtype: str, size: int, *, cold: bool, time_limit_s: float) -> list[Row]:
     """Rate and energy of a square product with cold or warm caches; without a value and with the reason where there is none."""
     row = Row(
-        notebook=NOTEBOOK, experiment="gemm", variant=PRODUCT, metric="gemm_tflops", value=None, dtype=dtype,
+        notebook=NOTEBOOK,
+        experiment="gemm",
+        variant=PRODUCT,
+        metric="gemm_tflops",
+        value=None,
+        dtype=dtype,
         params={"m": size, "n": size, "k": size, "cache": "cold" if cold else "hot"},
-    )  # fmt: skip
+    )
     if absent := _cannot(device, dtype):
         return [replace(row, value_reason=absent)]
     try:
@@ -58,9 +63,14 @@ def gemm_rows(device: Device, dtype: str, size: int, *, cold: bool, time_limit_s
 def stream_rows(device: Device, operation: str, dtype: str, elements: int, *, time_limit_s: float) -> list[Row]:
     """Rate and energy of a stream with flushed caches; without a value and with the reason where it does not fit."""
     row = Row(
-        notebook=NOTEBOOK, experiment="bandwidth", variant=operation, metric="bandwidth_gb_s", value=None, dtype=dtype,
+        notebook=NOTEBOOK,
+        experiment="bandwidth",
+        variant=operation,
+        metric="bandwidth_gb_s",
+        value=None,
+        dtype=dtype,
         params={"elements": elements, "cache": "cold"},
-    )  # fmt: skip
+    )
     try:
         measured = measure_bandwidth(operation, elements, dtype, device, time_limit_s=time_limit_s)
     except torch.OutOfMemoryError as error:
@@ -79,9 +89,8 @@ def launch_rows(device: Device, *, time_limit_s: float) -> list[Row]:
     rows = []
     for variant, timing, calls in (("eager", cost.eager, cost.eager_calls), ("graph", cost.graph, cost.graph_kernels)):
         row = Row(
-            notebook=NOTEBOOK, experiment="launch", variant=variant, metric="launch_time_s", value=None,
-            params={"calls": calls},
-        )  # fmt: skip
+            notebook=NOTEBOOK, experiment="launch", variant=variant, metric="launch_time_s", value=None, params={"calls": calls}
+        )
         if timing is None:
             rows.append(replace(row, value_reason=f"unsupported: {cost.graph_reason}"))
             continue
@@ -93,9 +102,13 @@ def launch_rows(device: Device, *, time_limit_s: float) -> list[Row]:
 def transfer_rows(device: Device, direction: str, count: int, *, pinned: bool, time_limit_s: float) -> list[Row]:
     """Rate of a copy of `count` bytes between host and device."""
     row = Row(
-        notebook=NOTEBOOK, experiment="transfer", variant=direction, metric="bandwidth_gb_s", value=None,
+        notebook=NOTEBOOK,
+        experiment="transfer",
+        variant=direction,
+        metric="bandwidth_gb_s",
+        value=None,
         params={"bytes": count, "pinned": pinned, "cache": "hot"},
-    )  # fmt: skip
+    )
     if refusal := transfer_refusal(device):
         return [replace(row, value_reason=f"unsupported: {refusal}")]
     measured = measure_transfer(direction, count, device, pinned=pinned, time_limit_s=time_limit_s)
@@ -108,9 +121,14 @@ def all_reduce_row(here: World, roll: RollCall, dtype: str, size_bytes: int, *, 
     """Bus bandwidth of an all-reduce over all ranks. Every rank calls it."""
     device, collective = here.device, COLLECTIVES["all_reduce"]
     row = Row(
-        notebook=NOTEBOOK, experiment="collectives", variant="all_reduce", metric="busbw_gb_s", value=None, dtype=dtype,
+        notebook=NOTEBOOK,
+        experiment="collectives",
+        variant="all_reduce",
+        metric="busbw_gb_s",
+        value=None,
+        dtype=dtype,
         params={"bytes": size_bytes, "ranks": here.size, "backend": here.backend},
-    )  # fmt: skip
+    )
     if (needed := memory_needed(size_bytes)) > device.memory_bytes:
         there = f"needs {needed / 2**30:.1f} GiB, the device has {device.memory_bytes / 2**30:.1f}"
         return replace(row, value_reason=there)
@@ -137,9 +155,14 @@ def _energy_row(row: Row, energy: Energy, joules: Estimate | None) -> Row:
     if energy.counter_difference is not None:
         params["counter_difference"] = round(energy.counter_difference, 4)
     bare = Row(
-        notebook=row.notebook, experiment=row.experiment, variant=row.variant, metric=_ENERGY_METRICS[row.metric],
-        value=None, dtype=row.dtype, params=params,
-    )  # fmt: skip
+        notebook=row.notebook,
+        experiment=row.experiment,
+        variant=row.variant,
+        metric=_ENERGY_METRICS[row.metric],
+        value=None,
+        dtype=row.dtype,
+        params=params,
+    )
     if joules is None:
         return replace(bare, value_reason=energy.reason)
     state = {"clock_mhz": row.clock_mhz, "power_w": row.power_w, "throttle": row.throttle}

@@ -70,9 +70,7 @@ class NumericsReport:
 
 
 def check_numerics(
-    device: Device | None = None,
-    dtypes: Iterable[str] = TRAINING_DTYPES,
-    on_line: Callable[[str], object] = lambda line: None,
+    device: Device | None = None, dtypes: Iterable[str] = TRAINING_DTYPES, on_line: Callable[[str], object] = lambda line: None
 ) -> NumericsReport:
     """Run both cases in each precision of the device and compare; a few seconds a precision on a CPU.
 
@@ -95,19 +93,17 @@ def check_numerics(
 
 def compare(case: Case, dtype: str, device: Device, pack: dict[str, np.ndarray]) -> list[Finding]:
     """Logits and gradients of the first step, and the losses of all."""
-    kept = {
-        name.removeprefix(f"{case.name}/"): numbers
-        for name, numbers in pack.items()
-        if name.startswith(f"{case.name}/")
-    }
+    kept = {name.removeprefix(f"{case.name}/"): numbers for name, numbers in pack.items() if name.startswith(f"{case.name}/")}
     engine, allowed = case.start(dtype, device), tolerances(case.name, dtype, device)
     logits, gradients = _first_step(case, engine)
     errors = {
         "logits": {"the logits": _apart(logits, kept["logits"])},
         "gradients": _gradient_errors(gradients, kept),
-        "losses": {f"the loss of step {step + 1}": abs(found / wanted - 1)
-                   for step, (found, wanted) in enumerate(zip(_losses(case, engine), kept["losses"], strict=True))},
-    }  # fmt: skip
+        "losses": {
+            f"the loss of step {step + 1}": abs(found / wanted - 1)
+            for step, (found, wanted) in enumerate(zip(_losses(case, engine), kept["losses"], strict=True))
+        },
+    }
     return [_finding(case, dtype, quantity, found, allowed[quantity]) for quantity, found in errors.items()]
 
 
@@ -159,9 +155,7 @@ def _gradient_errors(found: dict[str, tuple[np.ndarray, float]], kept: dict[str,
         numbers, norm = found.get(name, (np.empty(0), float("nan")))
         wanted, size = kept[f"gradients/{name}"], float(kept[f"norms/{name}"][0])
         of_norm = abs(norm - size) / max(size, typical)
-        errors[f"the gradient of {name}"] = (
-            max(_apart(numbers, wanted, typical), of_norm) if norm == norm else float("nan")
-        )
+        errors[f"the gradient of {name}"] = max(_apart(numbers, wanted, typical), of_norm) if norm == norm else float("nan")
     return errors
 
 

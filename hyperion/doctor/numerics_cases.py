@@ -64,10 +64,7 @@ def uniform(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Numbers from -1 to 1 that belong to this name, float32 values as float64."""
     raw = _raw(name, math.prod(shape))
     return (
-        (2.0 * ((raw >> np.uint64(11)).astype(np.float64) * 2.0**-53) - 1.0)
-        .astype(np.float32)
-        .astype(np.float64)
-        .reshape(shape)
+        (2.0 * ((raw >> np.uint64(11)).astype(np.float64) * 2.0**-53) - 1.0).astype(np.float32).astype(np.float64).reshape(shape)
     )
 
 
@@ -109,8 +106,12 @@ def _pictures(step: int) -> Batch:
 
 CASES = (
     Case(
-        "language", lambda: TransformerLM(TransformerConfig(_VOCABULARY, _LENGTH, width=32, heads=2, layers=2)), _tokens,
-        1e-3, adamw, LanguageEngine,
+        "language",
+        lambda: TransformerLM(TransformerConfig(_VOCABULARY, _LENGTH, width=32, heads=2, layers=2)),
+        _tokens,
+        1e-3,
+        adamw,
+        LanguageEngine,
     ),
     Case("resnet18", lambda: resnet18(_CLASSES, width=4), _pictures, 2e-3, sgd_nesterov, ImageEngine),
-)  # fmt: skip
+)

@@ -71,9 +71,7 @@ def _reference(case: Case) -> dict[str, np.ndarray]:
 def _optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     """The library's settings, without its fused kernels."""
     plain = case.optimizer(case.model(), case.learning_rate)
-    settings = {
-        name: plain.defaults[name] for name in ("lr", "betas", "eps", "momentum", "nesterov") if name in plain.defaults
-    }
+    settings = {name: plain.defaults[name] for name in ("lr", "betas", "eps", "momentum", "nesterov") if name in plain.defaults}
     groups = decay_groups(model, plain.param_groups[0]["weight_decay"])
     kind = torch.optim.AdamW if isinstance(plain, torch.optim.AdamW) else torch.optim.SGD
     return kind(groups, **settings, foreach=False, fused=False)
@@ -83,19 +81,11 @@ def main(arguments: list[str]) -> int:
     """Compare or replace; 1 when the pack made here is not the one in git."""
     made = make_pack()
     if arguments == ["--write"]:
-        save_file(
-            made,
-            PACK,
-            metadata={"made by": "python -m hyperion.doctor.numerics_pack --write", "torch": torch.__version__},
-        )
+        save_file(made, PACK, metadata={"made by": "python -m hyperion.doctor.numerics_pack --write", "torch": torch.__version__})
         print(f"{PACK}: {PACK.stat().st_size / 1e3:.0f} kB")
         return 0
     kept = read_pack()
-    worst = (
-        max((difference(made[name], kept[name]), name) for name in kept)
-        if made.keys() == kept.keys()
-        else (np.inf, "names")
-    )
+    worst = max((difference(made[name], kept[name]), name) for name in kept) if made.keys() == kept.keys() else (np.inf, "names")
     print(f"largest difference from the pack in git: {worst[0]:.2g} of {worst[1]}")
     return 0 if worst[0] <= 1e-9 else 1
 

@@ -7,9 +7,7 @@ from hyperion.doctor.numerics import Finding, NumericsReport
 
 def numerics_table(report: NumericsReport) -> Table:
     """One line a quantity; what is off stands out, what this device cannot compute says why."""
-    table = Table(
-        "model", "precision", "compared with float64", "error", "tolerance", "", "furthest off", pad_edge=False
-    )
+    table = Table("model", "precision", "compared with float64", "error", "tolerance", "", "furthest off", pad_edge=False)
     for finding in report.findings:
         if finding.reason:
             table.add_row(finding.case, finding.dtype, finding.reason, "", "", "not here", "")

@@ -16,9 +16,7 @@ def installed_build() -> Build:
     return Build(str(torch.__version__), torch.version.cuda, torch.version.hip)
 
 
-def check_torch_build(
-    build: Build | None = None, machine: Machine | None = None, override: str | None = None
-) -> CheckResult:
+def check_torch_build(build: Build | None = None, machine: Machine | None = None, override: str | None = None) -> CheckResult:
     """torch is in range and built for the GPU that this machine has."""
     build, machine = build or installed_build(), machine or decide(collect_facts())
     try:
@@ -32,9 +30,7 @@ def check_torch_build(
 
 
 def check_accelerator(
-    build: Build | None = None,
-    names: Callable[[], list[str]] | None = None,
-    masks: Mapping[str, str] = os.environ,
+    build: Build | None = None, names: Callable[[], list[str]] | None = None, masks: Mapping[str, str] = os.environ
 ) -> CheckResult:
     """A GPU build opens its GPUs.
 

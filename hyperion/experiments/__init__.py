@@ -6,6 +6,15 @@ from hyperion.experiments.profiles import default_profile, load_profile, profile
 from hyperion.experiments.registry import experiment_named, experiment_names
 
 __all__ = [
-    "Chapter", "Context", "Forecast", "Result", "default_profile", "experiment_named", "experiment_names", "load_profile",
-    "open_chapter", "profile_names", "run_information",
-]  # fmt: skip
+    "Chapter",
+    "Context",
+    "Forecast",
+    "Result",
+    "default_profile",
+    "experiment_named",
+    "experiment_names",
+    "load_profile",
+    "open_chapter",
+    "profile_names",
+    "run_information",
+]

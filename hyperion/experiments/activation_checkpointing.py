@@ -49,8 +49,9 @@ def run(context: Context, report) -> Result:
     plans = {kind: _plans(context, kind) for kind in KINDS}
     cells = [
         {"kind": kind, "checkpointing": plan.checkpointing, "blocks": plan.checkpointed_blocks}
-        for kind in KINDS for plan in plans[kind]
-    ]  # fmt: skip
+        for kind in KINDS
+        for plan in plans[kind]
+    ]
     results = run_counted(context, report, "hyperion.experiments.activation_checkpointing:measure_memory", cells)
     for done, kind in enumerate(KINDS):
         report(2 * done, 2 * len(KINDS), f"gradients of the {kind} model")
@@ -141,9 +142,7 @@ def _agreement(context: Context, kind: str, plans: list[ParallelPlan]) -> list[R
     work = _workload(context, kind)
     plain, *others = (_gradients(context, work, plan) for plan in plans)
     return [
-        row
-        for plan, found in zip(plans[1:], others, strict=True)
-        for row in _difference_rows(context, work, plan, found, plain)
+        row for plan, found in zip(plans[1:], others, strict=True) for row in _difference_rows(context, work, plan, found, plain)
     ]
 
 
@@ -165,11 +164,16 @@ def _difference_rows(context: Context, work: Workload, plan: ParallelPlan, found
             difference = largest_difference(with_it, without)
             rows.append(
                 context.row(
-                    work.name, "relative_difference", difference, dtype="fp32",
-                    params=_params(work, plan) | {"of": what}, check=f"{what} as without checkpointing",
-                    check_error=difference, check_tolerance=GRADIENT_TOLERANCE,
+                    work.name,
+                    "relative_difference",
+                    difference,
+                    dtype="fp32",
+                    params=_params(work, plan) | {"of": what},
+                    check=f"{what} as without checkpointing",
+                    check_error=difference,
+                    check_tolerance=GRADIENT_TOLERANCE,
                 )
-            )  # fmt: skip
+            )
     return rows
 
 
@@ -190,8 +194,7 @@ def largest_difference(found: dict[str, Tensor], reference: dict[str, Tensor]) -
     norms = {name: tensor.double().norm().item() for name, tensor in reference.items()}
     floor = _NEGLIGIBLE * sum(norm**2 for norm in norms.values()) ** 0.5
     return max(
-        (found[name].double() - tensor.double()).norm().item() / max(norms[name], floor)
-        for name, tensor in reference.items()
+        (found[name].double() - tensor.double()).norm().item() / max(norms[name], floor) for name, tensor in reference.items()
     )
 
 
@@ -200,13 +203,14 @@ def _timed(context: Context, kind: str, plans: list[ParallelPlan]) -> Result:
     batch = workloads.random_batch(work, context.device, context.seed)
     contenders = [
         Contender(
-            "no checkpointing" if plan.checkpointing == NONE else plan.checkpointing, dtype,
+            "no checkpointing" if plan.checkpointing == NONE else plan.checkpointing,
+            dtype,
             {name: value for name, value in _params(work, plan).items() if name != "batch"},
             partial(work.engine, dtype, context.device, context.seed, laid_out(plan, context.device)),
             work.least_flops + _again(work, plan),
         )
         for plan in plans
-    ]  # fmt: skip
+    ]
     return compare_steps(context, work, batch, contenders, "")
 
 
@@ -221,13 +225,9 @@ def _kept_rows(context: Context, work: Workload, checkpointing: str) -> list[Row
     """What a forward pass keeps at this depth."""
     columns = {"dtype": _dtype(context), "params": _depth_params(work, checkpointing)}
     try:
-        kept = forward_and_backward(
-            *made(work, _dtype(context), policy(checkpointing), context.device, context.seed)
-        ).kept
+        kept = forward_and_backward(*made(work, _dtype(context), policy(checkpointing), context.device, context.seed)).kept
     except torch.OutOfMemoryError as error:
-        return [
-            context.row(work.name, "allocated_memory_gib", None, value_reason=out_of_memory_reason(error), **columns)
-        ]
+        return [context.row(work.name, "allocated_memory_gib", None, value_reason=out_of_memory_reason(error), **columns)]
     return [context.row(work.name, "allocated_memory_gib", kept / GIB, **columns)]
 
 
@@ -238,9 +238,13 @@ def _depth_params(work: Workload, checkpointing: str) -> dict:
 def _kept_forecast(context: Context, work: Workload, dtype: str, checkpointing: str) -> Forecast:
     kept = foretold(work, dtype, policy(checkpointing), context.device).history.kept_bytes
     return Forecast(
-        variant=work.name, metric="allocated_memory_gib", estimate=kept / GIB, dtype=dtype,
-        params=_depth_params(work, checkpointing), basis=_BASIS,
-    )  # fmt: skip
+        variant=work.name,
+        metric="allocated_memory_gib",
+        estimate=kept / GIB,
+        dtype=dtype,
+        params=_depth_params(work, checkpointing),
+        basis=_BASIS,
+    )
 
 
 def _policy_forecasts(context: Context, kind: str, plan: ParallelPlan) -> list[Forecast]:
@@ -251,15 +255,15 @@ def _policy_forecasts(context: Context, kind: str, plan: ParallelPlan) -> list[F
         line(metric="tensor_memory_gib", estimate=estimate.history.tensor_peak_bytes / GIB, basis=basis, params=params | _WHEN)
     ]
     if context.device.kind != "cpu":
-        lines.append(
-            line(metric="peak_memory_gib", estimate=estimate.peak_bytes / GIB, basis=basis, params=params | _WHEN)
-        )
+        lines.append(line(metric="peak_memory_gib", estimate=estimate.peak_bytes / GIB, basis=basis, params=params | _WHEN))
     if plan.checkpointing != NONE:
         flops = work.flops.forward_backward
         lines.append(
             line(
-                metric="speedup", estimate=flops / (flops + _again(work, plan)), params=params,
+                metric="speedup",
+                estimate=flops / (flops + _again(work, plan)),
+                params=params,
                 basis="FLOPs alone: what the policy computes again comes on top of forward and backward",
             )
-        )  # fmt: skip
+        )
     return lines

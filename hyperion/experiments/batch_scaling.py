@@ -103,9 +103,13 @@ def _forecast_largest(context: Context, model: ReferenceModel, dtype: str) -> Fo
         "the input, and the output of each product kept twice"
     )
     return Forecast(
-        variant=model.name, metric="count", estimate=_largest_by_shapes(model, dtype, cap), basis=basis, dtype=dtype,
+        variant=model.name,
+        metric="count",
+        estimate=_largest_by_shapes(model, dtype, cap),
+        basis=basis,
+        dtype=dtype,
         params={"what": "largest batch"},
-    )  # fmt: skip
+    )
 
 
 def _bytes_by_shapes(model: ReferenceModel, dtype: str) -> tuple[int, int]:
@@ -179,9 +183,15 @@ class _Sweep:
             share = independent_ratio_estimate(series, seconds[best])
             low, high = (1.0, 1.0) if batch == best else (share.ci_low, share.ci_high)
             self._row(
-                "batch_efficiency", share.value, step_params(batch), n=share.n, ci_low=low, ci_high=high, limit=1.0,
+                "batch_efficiency",
+                share.value,
+                step_params(batch),
+                n=share.n,
+                ci_low=low,
+                ci_high=high,
+                limit=1.0,
                 limit_source="the best of the batches measured, by construction",
-            )  # fmt: skip
+            )
 
     def fill_memory(self, batches: list[int]) -> None:
         """Memory by batch, the line through two that fit, and a step on either side of where it meets the cap."""
@@ -207,9 +217,13 @@ class _Sweep:
         inside, outside = (self.used(max(1, round(share * largest)), "probe") for share in (_FITS, _DOES_NOT_FIT))
         wrong = (inside.gib is None) + (outside.gib is not None)
         self._row(
-            "count", float(largest), {"what": "largest batch"}, check_error=float(wrong), check_tolerance=0.0,
+            "count",
+            float(largest),
+            {"what": "largest batch"},
+            check_error=float(wrong),
+            check_tolerance=0.0,
             check=f"wrong verdicts: {_FITS} of it fits, {_DOES_NOT_FIT} does not",
-        )  # fmt: skip
+        )
 
     def _no_largest(self, reason: str) -> None:
         self._row("count", None, {"what": "largest batch"}, value_reason=reason)
@@ -221,9 +235,13 @@ class _Sweep:
         with memory_cap(device, self.context.sizes["memory_limit_gib"]) as cap:
             peak = self._peak(batch)
         self._row(
-            peak.metric, peak.gib, {"batch": batch, "step": kind}, value_reason=peak.reason,
-            limit=least_memory_gib(self.model, batch), limit_source=LEAST_MEMORY,
-        )  # fmt: skip
+            peak.metric,
+            peak.gib,
+            {"batch": batch, "step": kind},
+            value_reason=peak.reason,
+            limit=least_memory_gib(self.model, batch),
+            limit_source=LEAST_MEMORY,
+        )
         taken = None if peak.gib is None else cap.gib - (cap.peak_gib - peak.gib)
         return Point(batch, taken, cap.gib, peak.reason)
 

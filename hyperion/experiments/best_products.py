@@ -83,9 +83,15 @@ def _measure_format(context: Context, dtype: str) -> tuple[list[Row], list[pd.Da
 def _search(context: Context, dtype: str) -> GemmSearch:
     sizes = context.sizes
     return search_gemm(
-        dtype, context.device, time_limit_s=sizes["search_limit_s"], largest=sizes["largest"], step=sizes["step"],
-        seed=context.seed, data=_TAKEN["data"], exhaustive=sizes["exhaustive"],
-    )  # fmt: skip
+        dtype,
+        context.device,
+        time_limit_s=sizes["search_limit_s"],
+        largest=sizes["largest"],
+        step=sizes["step"],
+        seed=context.seed,
+        data=_TAKEN["data"],
+        exhaustive=sizes["exhaustive"],
+    )
 
 
 def _searched(context: Context, search: GemmSearch) -> tuple[list[Row], list[pd.DataFrame]]:
@@ -107,18 +113,21 @@ def _beside_plain_loop(context: Context, dtype: str, shape: tuple[int, int, int]
     with matmul_precision(ours.format):
         own, plain = compare_with_plain_loop(ours, context.device, calls, plain=theirs.plain_call())
     ratio = ratio_estimate(own.samples_s, plain.samples_s)
-    name, params = ours.format.name, _shape_params(shape) | {"cache": "hot", "calls": calls, "plain_loop": ours.function}
+    name, params = (ours.format.name, _shape_params(shape) | {"cache": "hot", "calls": calls, "plain_loop": ours.function})
     row = context.row(
-        BESIDE, "speedup", ratio.value, dtype=name, params=params, **timed_columns(ratio, own, ours.verify()),
+        BESIDE,
+        "speedup",
+        ratio.value,
+        dtype=name,
+        params=params,
+        **timed_columns(ratio, own, ours.verify()),
         limit_source="no limit: the same product, by the device's events and by the host's clock",
-    )  # fmt: skip
+    )
     return row, sample_frame(own, BESIDE, name, params)
 
 
 def _found_row(context: Context, search: GemmSearch, variant: str, found: Finalist, params: dict) -> Row:
-    return product_row(
-        context, variant, search.dtype, params, found.tflops, found.timing, found.verification, search.backend
-    )  # fmt: skip
+    return product_row(context, variant, search.dtype, params, found.tflops, found.timing, found.verification, search.backend)
 
 
 def _shape_params(shape: tuple[int, int, int]) -> dict:

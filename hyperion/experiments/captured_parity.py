@@ -18,8 +18,12 @@ TOLERANCE = 0.01
 
 
 def captured_parity(
-    context: Context, variant: str, begin: Callable[[bool], tuple[TorchEngine, Callable]], source: str,
-    chaotic: bool = False, **params,
+    context: Context,
+    variant: str,
+    begin: Callable[[bool], tuple[TorchEngine, Callable]],
+    source: str,
+    chaotic: bool = False,
+    **params,
 ) -> tuple[list[Row], list[pd.DataFrame]]:
     """Compare the losses of recorded steps with those of the same steps done one by one.
 
@@ -54,26 +58,36 @@ def captured_parity(
     twins = train_twins(twin_format(dtype), context.seed, lambda: train(False)[1])
     rows = [
         context.row(
-            variant, "relative_difference", agreement.difference, dtype=dtype, data_source=source,
-            params=_params(curves) | params | agreement.params, check=agreement.check, check_error=agreement.difference,
+            variant,
+            "relative_difference",
+            agreement.difference,
+            dtype=dtype,
+            data_source=source,
+            params=_params(curves) | params | agreement.params,
+            check=agreement.check,
+            check_error=agreement.difference,
             check_tolerance=agreement.tolerance,
         )
         for agreement in agreements(curves[REPLAYED], curves[ONE_BY_ONE], twins)
-    ]  # fmt: skip
+    ]
     return rows, [_samples(curves), twins]
 
 
-def parity_row(
-    context: Context, variant: str, dtype: str, curves: dict[str, np.ndarray], source: str, **params
-) -> Row:
+def parity_row(context: Context, variant: str, dtype: str, curves: dict[str, np.ndarray], source: str, **params) -> Row:
     """The largest relative difference of mean losses in any of WINDOWS windows of the steps."""
     means = {how: np.array([part.mean() for part in np.array_split(curve, WINDOWS)]) for how, curve in curves.items()}
     difference = float(np.max(np.abs(means[REPLAYED] / means[ONE_BY_ONE] - 1)))
     return context.row(
-        variant, "relative_difference", difference, dtype=dtype, params=_params(curves) | params, data_source=source,
+        variant,
+        "relative_difference",
+        difference,
+        dtype=dtype,
+        params=_params(curves) | params,
+        data_source=source,
         check=f"mean loss of each of {WINDOWS} windows of the steps, same weights, batches and random numbers; {SCATTER_BF16}",
-        check_error=difference, check_tolerance=TOLERANCE,
-    )  # fmt: skip
+        check_error=difference,
+        check_tolerance=TOLERANCE,
+    )
 
 
 def _params(curves: dict[str, np.ndarray]) -> dict:

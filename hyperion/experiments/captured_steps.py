@@ -29,9 +29,10 @@ def captured_step(name: str, batch: int, dtype: str) -> tuple[Call, ...]:
     """
     if dtype not in _AUTOCAST:
         raise HyperionError(
-            f"{dtype} is nothing that a step is captured in", where=f"captured_step of {name}",
+            f"{dtype} is nothing that a step is captured in",
+            where=f"captured_step of {name}",
             next_step=f"use one of {', '.join(_AUTOCAST)}",
-        )  # fmt: skip
+        )
     if name in REFERENCE_MODELS:
         return tuple(_reference_step(reference_model(name), batch, dtype))
     return tuple(_language_step(name, batch, dtype))

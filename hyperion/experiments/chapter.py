@@ -140,10 +140,16 @@ class Chapter:
         # What this very run downloaded was not there before; it is what the rows were made from all the same.
         taken = self._data(experiment)
         self.results.record(
-            self.notebook, experiment, result.rows, result.samples, input_hash=digest, source=result.source,
+            self.notebook,
+            experiment,
+            result.rows,
+            result.samples,
+            input_hash=digest,
+            source=result.source,
             data={name: found or taken[name] for name, found in data.items()},
-            provenance=provenance, environment=environment,
-        )  # fmt: skip
+            provenance=provenance,
+            environment=environment,
+        )
         self._measured_here.add(experiment)
         self._report_unexpected(result.rows)
         return result
@@ -265,13 +271,21 @@ class Chapter:
         late = "; made after the measurement" if self._holds(experiment, digest) else ""
         return [
             Prediction(
-                notebook=self.notebook, experiment=experiment, variant=forecast.variant, dtype=forecast.dtype,
-                params=forecast.params, metric=forecast.metric, guess=None, estimate=forecast.estimate,
-                basis=forecast.basis + late, input_hash=digest, upstream_hash=_values_of(context.upstream),
+                notebook=self.notebook,
+                experiment=experiment,
+                variant=forecast.variant,
+                dtype=forecast.dtype,
+                params=forecast.params,
+                metric=forecast.metric,
+                guess=None,
+                estimate=forecast.estimate,
+                basis=forecast.basis + late,
+                input_hash=digest,
+                upstream_hash=_values_of(context.upstream),
                 each_rank=forecast.each_rank,
             )
             for forecast in chosen.forecast(context)
-        ]  # fmt: skip
+        ]
 
     def _replayed_forecasts(self, experiment: str) -> tuple[str, list[Prediction]]:
         """The estimates that the reference run made before it measured what it holds, under this run's digest."""
@@ -286,9 +300,15 @@ class Chapter:
         provenance, environment = measured_under(reference, self.notebook, experiment)
         rows, samples = reference.rows(self.notebook, experiment), reference.samples(self.notebook, experiment)
         self.results.record(
-            self.notebook, experiment, rows, samples, input_hash=f"replay:{machine}:{kept['input_hash']}",
-            source=kept["source"], provenance=provenance, environment=environment,
-        )  # fmt: skip
+            self.notebook,
+            experiment,
+            rows,
+            samples,
+            input_hash=f"replay:{machine}:{kept['input_hash']}",
+            source=kept["source"],
+            provenance=provenance,
+            environment=environment,
+        )
         self._report_unexpected(rows)
         return Result(rows, samples, kept["source"], replayed_from=machine)
 

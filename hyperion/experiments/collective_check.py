@@ -21,13 +21,7 @@ from hyperion.experiments.collective_rows import devices_of
 from hyperion.experiments.ranks import least_free_bytes
 from hyperion.hardware import detect
 from hyperion.hardware.topology import topology_lines
-from hyperion.measure import (
-    Collective,
-    CollectiveMeasurement,
-    collective_bytes,
-    fit_latency_bandwidth,
-    measure_collective,
-)
+from hyperion.measure import Collective, CollectiveMeasurement, collective_bytes, fit_latency_bandwidth, measure_collective
 from hyperion.measure.bucket_size import recommended_bucket
 from hyperion.measure.collective_kernels import algorithm_of, kernels_of_collectives
 from hyperion.measure.collectives import ALL_COLLECTIVES, DTYPES, memory_needed
@@ -69,19 +63,12 @@ class Check:
 
 @app.command()
 def command(
-    sizes: Annotated[
-        str, typer.Option(help="Bytes: 8, 4K, 16M, 1G …, with commas between.", show_default=_GPU_SIZES)
-    ] = "",
+    sizes: Annotated[str, typer.Option(help="Bytes: 8, 4K, 16M, 1G …, with commas between.", show_default=_GPU_SIZES)] = "",
     dtypes: Annotated[str, typer.Option(help=f"Of {', '.join(DTYPES)}, with commas between.")] = "fp32,bf16",
     largest: Annotated[
-        str,
-        typer.Option(
-            help="Bytes of one more all_reduce, 0 for none.", show_default=f"{_GPU_LARGEST} on GPUs, 0 on a CPU"
-        ),
+        str, typer.Option(help="Bytes of one more all_reduce, 0 for none.", show_default=f"{_GPU_LARGEST} on GPUs, 0 on a CPU")
     ] = "",
-    overlap: Annotated[
-        str, typer.Option(help="Bytes of the all_reduce timed beside a computation, 0 for none.")
-    ] = "4M",
+    overlap: Annotated[str, typer.Option(help="Bytes of the all_reduce timed beside a computation, 0 for none.")] = "4M",
     timeout: Annotated[float, typer.Option(help="Seconds without progress until a rank counts as hung.")] = 60.0,
     backend: Annotated[
         str, typer.Option(help="With torchrun: nccl, or gloo on the CPU.", show_default="nccl on GPUs, gloo on a CPU")
@@ -99,16 +86,17 @@ def command(
     """
     on_cpu = backend == "gloo" or detect().kind == "cpu"
     check = Check(
-        _sizes(sizes or (_CPU_SIZES if on_cpu else _GPU_SIZES)), _dtypes(dtypes), timeout,
-        largest=_size_or_none(largest or ("0" if on_cpu else _GPU_LARGEST)), overlap=_size_or_none(overlap),
-    )  # fmt: skip
+        _sizes(sizes or (_CPU_SIZES if on_cpu else _GPU_SIZES)),
+        _dtypes(dtypes),
+        timeout,
+        largest=_size_or_none(largest or ("0" if on_cpu else _GPU_LARGEST)),
+        overlap=_size_or_none(overlap),
+    )
     try:
         if "RANK" in os.environ:
             check_under_torchrun(check, backend=backend or None)
         elif backend:
-            raise typer.BadParameter(
-                "--backend is for torchrun: torchrun --standalone --nproc_per_node=2 … --backend gloo"
-            )
+            raise typer.BadParameter("--backend is for torchrun: torchrun --standalone --nproc_per_node=2 … --backend gloo")
         else:
             launch(check, ranks or _ranks_here())
     except HyperionError as error:
@@ -171,8 +159,10 @@ def _cells(check: Check, collectives: Mapping[str, Collective], ranks: int) -> l
     """(collective, dtype, bytes), each once; the largest all-reduce at the end."""
     cells = [
         (collective, dtype, collective_bytes(wanted, dtype, ranks))
-        for dtype in check.dtypes for wanted in check.sizes for collective in collectives.values()
-    ]  # fmt: skip
+        for dtype in check.dtypes
+        for wanted in check.sizes
+        for collective in collectives.values()
+    ]
     if check.largest and "all_reduce" in collectives:
         dtype = check.dtypes[0]
         cells.append((collectives["all_reduce"], dtype, collective_bytes(check.largest, dtype, ranks)))
@@ -226,9 +216,7 @@ def _tell(here: World, measured: list[CollectiveMeasurement]) -> None:
         table.columns.name = f"{dtype}, busbw GB/s"
         print(table.to_string(float_format=lambda rate: f"{rate:.4g}", na_rep=""))
     for collective in {m.collective.name: m.collective for m in measured}.values():
-        print(
-            f"{collective.name}: bytes = {collective.size}; busbw = {collective.bus_factor(here.size):g} x bytes / time"
-        )
+        print(f"{collective.name}: bytes = {collective.size}; busbw = {collective.bus_factor(here.size):g} x bytes / time")
     for line in bucket_lines(measured):
         print(line)
 
@@ -246,9 +234,10 @@ def _ranks_here() -> int:
     ranks = CPU_RANKS if detect().kind == "cpu" else torch.cuda.device_count()
     if ranks < 2:
         raise HyperionError(
-            "this machine has one device, and a collective takes two ranks", where="test_nccl",
+            "this machine has one device, and a collective takes two ranks",
+            where="test_nccl",
             next_step="run it where there are several devices, or on the CPU: torchrun --nproc_per_node=2 … --backend gloo",
-        )  # fmt: skip
+        )
     return ranks
 
 

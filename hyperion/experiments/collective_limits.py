@@ -34,10 +34,7 @@ def busbw_limit(device: Device, collective: Collective, ranks: int) -> tuple[flo
     if switch_is_off():
         return link, f"link: {source}; NVLS off ({_NVLS}=0)"
     factor = max(1.0, collective.bus_factor(ranks))
-    return (
-        link * factor,
-        f"link, each byte sent once because the switch may add (NVLS): {factor:g} x {link:g} GB/s, {source}",
-    )
+    return (link * factor, f"link, each byte sent once because the switch may add (NVLS): {factor:g} x {link:g} GB/s, {source}")
 
 
 def foretold_s(context: Context, collective: Collective, size_bytes: int, ranks: int) -> tuple[float | None, str]:
@@ -46,9 +43,7 @@ def foretold_s(context: Context, collective: Collective, size_bytes: int, ranks:
     rate, words = _rate(context, collective, ranks)
     if rate is None:
         return None, words
-    return size_bytes * collective.bus_factor(
-        ranks
-    ) / rate / 1e9, f"f x S at {words}; the latency, unknown yet, left out"
+    return size_bytes * collective.bus_factor(ranks) / rate / 1e9, f"f x S at {words}; the latency, unknown yet, left out"
 
 
 def switch_can_add(device: Device) -> bool:

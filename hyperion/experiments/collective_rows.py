@@ -32,12 +32,16 @@ def timed_rows(context: Context, measured: CollectiveMeasurement, backend: str) 
     ]
     return [
         context.row(
-            measured.collective.name, metric, estimate.value, dtype=measured.dtype,
-            params={"bytes": measured.bytes, "ranks": measured.ranks, "backend": backend}, **columns,
+            measured.collective.name,
+            metric,
+            estimate.value,
+            dtype=measured.dtype,
+            params={"bytes": measured.bytes, "ranks": measured.ranks, "backend": backend},
+            **columns,
             **timed_columns(estimate, measured.timing, measured.verification),
         )
         for metric, estimate, columns in rows
-    ]  # fmt: skip
+    ]
 
 
 def sweep_rows(context: Context, sweep: list[CollectiveMeasurement]) -> list[Row]:
@@ -55,9 +59,14 @@ def sweep_rows(context: Context, sweep: list[CollectiveMeasurement]) -> list[Row
     def row(metric: str, estimate=None, value: float | None = None, more: dict | None = None, reason: str = "") -> Row:
         told = {} if estimate is None else {"n": estimate.n, "ci_low": estimate.ci_low, "ci_high": estimate.ci_high}
         return context.row(
-            first.collective.name, metric, value if estimate is None else estimate.value, dtype=first.dtype,
-            params=params | (more or {}), value_reason=reason, **told,
-        )  # fmt: skip
+            first.collective.name,
+            metric,
+            value if estimate is None else estimate.value,
+            dtype=first.dtype,
+            params=params | (more or {}),
+            value_reason=reason,
+            **told,
+        )
 
     flat = fit.s_per_gb.ci_low <= 0
     rate = None if flat else fit.s_per_gb.map(lambda s_per_gb: 1 / s_per_gb)
@@ -76,19 +85,22 @@ def overlap_rows(context: Context, measured: Overlap, backend: str) -> list[Row]
     params = {"bytes": measured.bytes, "ranks": measured.ranks, "backend": backend}
     rows = [
         context.row(
-            "overlap", "call_time_s", timing.estimate.value, dtype=measured.dtype, params=params | {"what": what},
-            limit_source="no limit: the three are held against each other", **timed_columns(timing.estimate, timing),
+            "overlap",
+            "call_time_s",
+            timing.estimate.value,
+            dtype=measured.dtype,
+            params=params | {"what": what},
+            limit_source="no limit: the three are held against each other",
+            **timed_columns(timing.estimate, timing),
         )
         for what, timing in overlap_timings(measured).items()
-    ]  # fmt: skip
+    ]
     for metric, estimate, more in (
         ("overlap_share", measured.share, {}),
         ("share", measured.exposed_share, {"of": "the all_reduce, that the products still wait for"}),
     ):
         columns = timed_columns(estimate, measured.both, measured.verification)
-        rows.append(
-            context.row("overlap", metric, estimate.value, dtype=measured.dtype, params=params | more, **columns)
-        )
+        rows.append(context.row("overlap", metric, estimate.value, dtype=measured.dtype, params=params | more, **columns))
     return rows
 
 
@@ -115,9 +127,7 @@ def kernel_rows(context: Context, cells: list, names: list[str] | None, here: Wo
             params["algorithm"] = algorithm_of(name, switch_may_add=may_add)
         params["what"] = "kernels"
         rows.append(
-            context.row(
-                collective.name, "count", None if reason else 1.0, dtype=dtype, params=params, value_reason=reason
-            )
+            context.row(collective.name, "count", None if reason else 1.0, dtype=dtype, params=params, value_reason=reason)
         )
     return rows
 
@@ -147,9 +157,14 @@ def _pair_rows(context: Context, devices: list[Device]) -> list[Row]:
         meaning = topology.meanings.get(word, word)
         links = re.fullmatch(r"NV(\d+)", word)
         params = {
-            "what": "links", "from": one, "to": other, "link": word, "meaning": meaning, "source": topology.source,
+            "what": "links",
+            "from": one,
+            "to": other,
+            "link": word,
+            "meaning": meaning,
+            "source": topology.source,
             "NUMA node": "unknown" if topology.numa_nodes[one] is None else str(topology.numa_nodes[one]),
-        }  # fmt: skip
+        }
         value, reason = (float(links[1]), "") if links else (None, f"no links to count: {meaning}")
         rows.append(context.row("topology", "count", value, params=params, value_reason=reason))
     return rows

@@ -46,24 +46,18 @@ def forecast(context: Context) -> list[Forecast]:
         return [Forecast(variant="all_reduce", metric="busbw_gb_s", estimate=None, basis=ONE_DEVICE, dtype=dtype)]
     largest = collective_bytes(max(sizes["bytes"]), dtype, ranks)
     asked = [(collective, largest) for collective in ALL_COLLECTIVES.values()]
-    asked += [
-        (ALL_COLLECTIVES["all_reduce"], collective_bytes(size, dtype, ranks)) for size in sizes["all_reduce_bytes"]
-    ]
+    asked += [(ALL_COLLECTIVES["all_reduce"], collective_bytes(size, dtype, ranks)) for size in sizes["all_reduce_bytes"]]
     told = [_rate_forecast(context, collective, size, ranks) for collective, size in asked]
     estimate, basis = (0.0, _IN_TURNS) if context.device.kind == "cpu" else (1.0, _TOGETHER)
     for size in sizes["overlap_bytes"]:
         params = {"bytes": collective_bytes(size, dtype, ranks), "ranks": ranks}
         told.append(
-            Forecast(
-                variant="overlap", metric="overlap_share", estimate=estimate, basis=basis, dtype=dtype, params=params
-            )
+            Forecast(variant="overlap", metric="overlap_share", estimate=estimate, basis=basis, dtype=dtype, params=params)
         )
     unknown = "no estimate: nothing measured so far tells what a message costs without its bytes"
     for metric in ("latency_s", "recommended_bytes"):
         told.append(
-            Forecast(
-                variant="all_reduce", metric=metric, estimate=None, basis=unknown, dtype=dtype, params={"ranks": ranks}
-            )
+            Forecast(variant="all_reduce", metric=metric, estimate=None, basis=unknown, dtype=dtype, params={"ranks": ranks})
         )
     return told
 
@@ -103,9 +97,7 @@ def measure_on_rank(context: Context, report: Report) -> Result:
             if needed := _too_large(size, free):
                 rows.append(_absent(context, (collective, dtype, size), here.size, needed))
                 continue
-            measured = measure_collective(
-                collective, size, dtype, here, roll, time_limit_s=context.sizes["time_limit_s"]
-            )
+            measured = measure_collective(collective, size, dtype, here, roll, time_limit_s=context.sizes["time_limit_s"])
             rows += timed_rows(context, measured, here.backend)
             params = {"bytes": size, "ranks": here.size, "backend": here.backend}
             frames.append(sample_frame(measured.timing, collective.name, dtype, params))
@@ -152,8 +144,7 @@ def _overlap(context: Context, size: int, here: World, roll: RollCall) -> tuple[
     measured = measure_overlap(size, dtype, here, roll, time_limit_s=context.sizes["overlap_time_limit_s"])
     params = {"bytes": measured.bytes, "ranks": here.size, "backend": here.backend}
     frames = [
-        sample_frame(timing, "overlap", dtype, params | {"what": what})
-        for what, timing in overlap_timings(measured).items()
+        sample_frame(timing, "overlap", dtype, params | {"what": what}) for what, timing in overlap_timings(measured).items()
     ]
     return overlap_rows(context, measured, here.backend), frames
 
@@ -173,9 +164,13 @@ def _rate_forecast(context: Context, collective: Collective, size: int, ranks: i
     seconds, basis = foretold_s(context, collective, size, ranks)
     estimate = None if seconds is None else size * collective.bus_factor(ranks) / seconds / 1e9
     return Forecast(
-        variant=collective.name, metric="busbw_gb_s", estimate=estimate, basis=basis, dtype=context.sizes["dtype"],
+        variant=collective.name,
+        metric="busbw_gb_s",
+        estimate=estimate,
+        basis=basis,
+        dtype=context.sizes["dtype"],
         params={"bytes": size, "ranks": ranks},
-    )  # fmt: skip
+    )
 
 
 def _too_large(size: int, free: int) -> str:

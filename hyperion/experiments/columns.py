@@ -47,9 +47,7 @@ def datasheet_ceilings(device: Device, dtype: str) -> tuple[Ceilings | None, str
     arithmetic = found.peak(gemm_path(dtype, device))
     if arithmetic.nominal_tflops is None:
         return None, arithmetic.reason or "no datasheet value"
-    kind = (
-        "published peak" if arithmetic.published_tflops is not None else "cores x operations per cycle x nominal clock"
-    )
+    kind = "published peak" if arithmetic.published_tflops is not None else "cores x operations per cycle x nominal clock"
     bandwidth = found.memory_bandwidth_gb_s
     basis = f"roofline: {kind} {arithmetic.nominal_tflops:.4g} TFLOPS"
     basis += f", published {bandwidth:g} GB/s" if bandwidth else ", memory bandwidth unknown"
@@ -75,11 +73,7 @@ def timed_columns(estimate: Estimate, timing: Timing, verification: Verification
         "throttle": state.throttle,
     }
     if verification is not None:
-        columns |= {
-            "check": verification.name,
-            "check_error": verification.error,
-            "check_tolerance": verification.tolerance,
-        }
+        columns |= {"check": verification.name, "check_error": verification.error, "check_tolerance": verification.tolerance}
     return columns
 
 

@@ -12,13 +12,7 @@ import torch
 
 from hyperion.experiments.columns import gemm_limit, out_of_memory_reason, sample_frame, timed_columns
 from hyperion.experiments.compilation_forecast import forecast
-from hyperion.experiments.compilation_subjects import (
-    Subject,
-    given_weights,
-    make_subject,
-    reference_output,
-    subject_params,
-)
+from hyperion.experiments.compilation_subjects import Subject, given_weights, make_subject, reference_output, subject_params
 from hyperion.experiments.context import Context, Experiment, Result
 from hyperion.experiments.variants import COMPILER, Report, merged, run_variant
 from hyperion.measure import FORMATS, PeakMemoryRegion, Timing, Verification, relative_error, time_interleaved
@@ -63,9 +57,7 @@ def run(context: Context, report: Report) -> Result:
 EXPERIMENT = Experiment(forecast, run, forecast_reads=("gemm", "bandwidth"))
 
 
-def measure_mode(
-    context: Context, report: Report, spec: dict, mode: str, probe: str, eager_s: float | None = None
-) -> Result:
+def measure_mode(context: Context, report: Report, spec: dict, mode: str, probe: str, eager_s: float | None = None) -> Result:
     """One mode of one model, nothing else alive in this process.
 
     Args:
@@ -96,9 +88,7 @@ class _CompilerFailed(Exception):
 class _Measurement:
     """One mode of one model: compiled, its memory read while it is alone, then timed in turn with eager calls."""
 
-    def __init__(
-        self, context: Context, spec: dict, subject: Subject, mode: str, probe: Path, eager_s: float | None
-    ):
+    def __init__(self, context: Context, spec: dict, subject: Subject, mode: str, probe: Path, eager_s: float | None):
         self.context, self.spec, self.subject, self.mode = context, spec, subject, mode
         self.device, self.dtype, self.params = context.device, spec["dtype"], subject.params
         self.compilation: Compilation | None = None
@@ -107,9 +97,7 @@ class _Measurement:
             if mode != EAGER:
                 probe_vector_instructions(self.device, probe)
                 search = context.sizes.get("search", {}).get(mode)
-                self.call, self.compilation = measure_compilation(
-                    subject.module, subject.inputs, mode, self.device, search
-                )
+                self.call, self.compilation = measure_compilation(subject.module, subject.inputs, mode, self.device, search)
             self.output = self.call(*subject.inputs).clone()
             self.memory = self._memory_rows()
             self.timings = self._undisturbed(eager_s)
@@ -147,9 +135,13 @@ class _Measurement:
             functions.append(lambda: module(*inputs))
         sizes = self.context.sizes
         return time_interleaved(
-            functions, self.device, cold=False, minimum_samples=sizes["samples"], time_limit_s=sizes["time_limit_s"],
+            functions,
+            self.device,
+            cold=False,
+            minimum_samples=sizes["samples"],
+            time_limit_s=sizes["time_limit_s"],
             back_to_back=sizes["back_to_back"],
-        )  # fmt: skip
+        )
 
     def _memory_rows(self) -> list[Row]:
         """Most memory during settled calls, and on an accelerator what its allocator holds for them."""
@@ -172,11 +164,13 @@ class _Measurement:
         flops = count_operations(lambda: self.subject.module(*self.subject.inputs)).weight_flops
         limit_tflops, source = gemm_limit(self.device, self.dtype)
         return self._row(
-            "inference_time_s", timing.estimate.value, more=self._clock(),
+            "inference_time_s",
+            timing.estimate.value,
+            more=self._clock(),
             limit=None if limit_tflops is None else flops / (limit_tflops * 1e12),
             limit_source=source if limit_tflops is None else f"products with weights at {source}",
             **timed_columns(timing.estimate, timing, verification),
-        )  # fmt: skip
+        )
 
     def _eager_rows(self) -> list[Row]:
         """What an eager call dispatches, and whether it computes in the dtype that its rows name."""
@@ -193,21 +187,25 @@ class _Measurement:
         difference = self._against_eager()
         ratio = ratio_estimate(own.samples_s, eager.samples_s)
         speedup = self._row(
-            "speedup", ratio.value, more=self._clock(), limit_source="no limit: what eager calls lose to launches has no bound",
+            "speedup",
+            ratio.value,
+            more=self._clock(),
+            limit_source="no limit: what eager calls lose to launches has no bound",
             **timed_columns(ratio, own, difference),
-        )  # fmt: skip
+        )
         faster = ratio.ci_low > 1  # else nothing is known to be saved
         saved = eager.estimate.value - own.estimate.value
         return [
             speedup,
             self._row(
-                "break_even_calls", compilation.compile_time_s / saved if faster else None,
+                "break_even_calls",
+                compilation.compile_time_s / saved if faster else None,
                 value_reason="" if faster else "no time is saved for sure: the speed-up's interval reaches down to 1",
             ),
             self._row("compile_time_s", compilation.compile_time_s, more=self._circumstances(compilation)),
             *_told_by_the_compiler(self._row, compilation),
             self._difference("eager", difference),
-        ]  # fmt: skip
+        ]
 
     def _circumstances(self, compilation: Compilation) -> dict:
         search = self.context.sizes.get("search", {}).get(self.mode)

@@ -43,9 +43,7 @@ class Context:
 
     def row(self, variant: str, metric: str, value: float | None, **columns) -> Row:
         """A row of this experiment."""
-        return Row(
-            notebook=self.notebook, experiment=self.experiment, variant=variant, metric=metric, value=value, **columns
-        )
+        return Row(notebook=self.notebook, experiment=self.experiment, variant=variant, metric=metric, value=value, **columns)
 
     def best_upstream(self, metric: str, dtype: str) -> Row | None:
         """The largest value of a metric measured earlier in this run, warm caches left out; None when none was."""

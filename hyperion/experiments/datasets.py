@@ -63,11 +63,16 @@ def proof_rows(context: Context, loaded: TextCorpus | ImageSet, prepared: Prepar
         overlap = Overlap(**counts)
         rows.append(
             context.row(
-                loaded.name, "share", overlap.share, data_source=loaded.source,
+                loaded.name,
+                "share",
+                overlap.share,
+                data_source=loaded.source,
                 params={"split": split, "what": "records that stand in another split", "records": overlap.records},
-                check="share of records that stand in another split", check_error=overlap.share, check_tolerance=TOLERANCE,
+                check="share of records that stand in another split",
+                check_error=overlap.share,
+                check_tolerance=TOLERANCE,
             )
-        )  # fmt: skip
+        )
     return rows
 
 

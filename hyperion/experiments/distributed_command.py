@@ -121,9 +121,14 @@ def trained(context: Context, recipe: Recipe) -> Result:
     training, here = set_up(context, recipe), world()
     progress = Progress(recipe, training, here)
     history = train(
-        training.engine, training.batches, recipe.plan(), validation=training.validation,
-        folder=context.workspace / recipe.name, on_epoch=(progress.epoch,), report=progress.report,
-    )  # fmt: skip
+        training.engine,
+        training.batches,
+        recipe.plan(),
+        validation=training.validation,
+        folder=context.workspace / recipe.name,
+        on_epoch=(progress.epoch,),
+        report=progress.report,
+    )
     assert_ranks_agree(training.engine.model)
     tested = test_rows(context, recipe, training)
     _say([f"{recipe.name}  {row.value:.4f} of {row.n} test images classified correctly" for row in tested])
@@ -167,9 +172,11 @@ def _launched(request: Request, machine: Machine, export: Callable[[Run], object
         print(line, flush=True)
 
     job = Job(
-        "hyperion.experiments.distributed_command:on_rank", {"context": packed(_context(request, run.folder))},
-        timeout_s=_LONGEST_S, ranks=machine.ranks,
-    )  # fmt: skip
+        "hyperion.experiments.distributed_command:on_rank",
+        {"context": packed(_context(request, run.folder))},
+        timeout_s=_LONGEST_S,
+        ranks=machine.ranks,
+    )
     try:
         failures = run_ranks(job, on_line=hear, log_folder=run.folder / "logs")[0]["failures"]
     except RankError as error:
@@ -186,15 +193,14 @@ def _scaled(request: Request, export: Callable[[Run], object]) -> int:
     sizes = load_profile(default_profile(detect().kind)).sizes(*SCALING) | {"counts": list(request.counts)}
     if request.options.precision != "auto":
         sizes["precision"] = request.options.precision
-    context = Context(
-        notebook=SCALING[0], experiment=SCALING[1], sizes=sizes, seed=seed, workspace=run.folder / "checkpoints"
-    )
+    context = Context(notebook=SCALING[0], experiment=SCALING[1], sizes=sizes, seed=seed, workspace=run.folder / "checkpoints")
     result = scaling.run(context, lambda done, total, note: print(f"[{done}/{total}] {note}", flush=True))
     run.record(*SCALING, result.rows, result.samples, input_hash="command")
     failures = {
         f"{row.variant} on {row.params['ranks']}": row.value_reason
-        for row in result.rows if row.value_reason.startswith(scaling.LAUNCH_FAILED)
-    }  # fmt: skip
+        for row in result.rows
+        if row.value_reason.startswith(scaling.LAUNCH_FAILED)
+    }
     return _finished(run, failures, export, scaling_table)
 
 
@@ -217,15 +223,18 @@ def _opened(request: Request) -> Run:
 def _context(request: Request, folder: Path) -> Context:
     profile = load_profile(default_profile(detect().kind))
     return Context(
-        notebook=TRAINING[0], experiment=TRAINING[1], sizes={"trainings": [asdict(recipe) for recipe in request.recipes]},
-        seed=request.options.seed, data_source=request.options.data_source, allow_synthetic=profile.allow_synthetic,
-        synthetic=profile.synthetic, workspace=folder / "checkpoints",
-    )  # fmt: skip
+        notebook=TRAINING[0],
+        experiment=TRAINING[1],
+        sizes={"trainings": [asdict(recipe) for recipe in request.recipes]},
+        seed=request.options.seed,
+        data_source=request.options.data_source,
+        allow_synthetic=profile.allow_synthetic,
+        synthetic=profile.synthetic,
+        workspace=folder / "checkpoints",
+    )
 
 
-def _finished(
-    run: Run, failures: dict[str, str], export: Callable[[Run], object], table: Callable[[Run], str]
-) -> int:
+def _finished(run: Run, failures: dict[str, str], export: Callable[[Run], object], table: Callable[[Run], str]) -> int:
     """Tables and pictures of what was measured, and the summary."""
     if run.rows():
         export(run)

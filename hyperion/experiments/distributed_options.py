@@ -62,8 +62,11 @@ def parsed(given: Sequence[str] | None, description: str) -> Options:
     """
     parser = _Parser(prog=f"{COMMAND}.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     say = parser.add_argument
-    say("--model", choices=MODELS, help="what to train (language_ddp); `all`: the first four in one launch; `scaling`: "
-        "chapter 2.8 on 1, 2, 4 … devices")  # fmt: skip
+    say(
+        "--model",
+        choices=MODELS,
+        help="what to train (language_ddp); `all`: the first four in one launch; `scaling`: chapter 2.8 on 1, 2, 4 … devices",
+    )
     say("--epochs", type=_count, help=f"passes over the data ({EPOCHS})")
     say("--steps", type=_count, help="optimizer steps, in the place of epochs: for a short try")
     say("--base_dir", type=_folder, help="results/ is made in it (the repository, or what HYPERION_RESULTS says)")
@@ -71,14 +74,23 @@ def parsed(given: Sequence[str] | None, description: str) -> Options:
     say("--precision", choices=_PRECISIONS, help="auto: bf16 where matrix units have it, else fp32")
     say("--strategy", choices=("ddp", "fsdp"), help="how the ranks share cifar (ddp) or llama (fsdp)")
     say("--lora", action="store_true", help=f"llama: train adapters of rank {RANK} on frozen weights")
-    say("--model_id", type=_existing, help="llama: a folder of weights, an id on the hub, or a random configuration (the "
-        "folder llama/ of the mirror or the cache, else random weights)")  # fmt: skip
+    say(
+        "--model_id",
+        type=_existing,
+        help="llama: a folder of weights, an id on the hub, or a random configuration (the "
+        "folder llama/ of the mirror or the cache, else random weights)",
+    )
     say("--scaling_gpus", help="scaling: numbers of devices, as 1,2,4 (1, 2, 4 … and all)")
     say("--data_source", choices=SOURCES, help="auto: the first of mirror, cache, download and, on a CPU, synthetic")
     say("--seed", type=int, help="seeds all that is drawn (0)")
     # torchrun takes --run for an abbreviation of its own --run-path, wherever it stands.
-    say("--resume", "--run", dest="run", help="go on with this run: its folder, or its name under results/; other options "
-        "need no repeating. Under torchrun only --resume is understood")  # fmt: skip
+    say(
+        "--resume",
+        "--run",
+        dest="run",
+        help="go on with this run: its folder, or its name under results/; other options "
+        "need no repeating. Under torchrun only --resume is understood",
+    )
     return Options(**vars(parser.parse_args(given)))
 
 

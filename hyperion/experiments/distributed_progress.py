@@ -57,9 +57,13 @@ def training_table(run: Run) -> str:
             continue
         line = lines.setdefault(
             (row.variant, row.rank),
-            {"training": row.variant, "dtype": row.dtype, "epoch": last[row.variant],
-             "rank": "all" if row.rank is None else row.rank},
-        )  # fmt: skip
+            {
+                "training": row.variant,
+                "dtype": row.dtype,
+                "epoch": last[row.variant],
+                "rank": "all" if row.rank is None else row.rank,
+            },
+        )
         name = "items/s" if row.metric in _RATES else "peak GiB" if row.metric in _PEAKS else row.metric
         line[name] = row.value
     return _text(pd.DataFrame(list(lines.values())))

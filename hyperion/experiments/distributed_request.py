@@ -137,9 +137,15 @@ def _recipe(name: str, options: Options, machine: Machine, profile: Profile, not
         notes.append(f"{name}: a batch of {rounded} in the place of {batch}, which {machine.ranks} ranks do not divide")
         batch = rounded
     return Recipe(
-        task=task, strategy=strategy, precision=options.precision, batch_size=options.batch_size or batch,
-        steps=options.steps, epochs=options.epochs, lora=options.lora and task == "llama", **sizes,
-    )  # fmt: skip
+        task=task,
+        strategy=strategy,
+        precision=options.precision,
+        batch_size=options.batch_size or batch,
+        steps=options.steps,
+        epochs=options.epochs,
+        lora=options.lora and task == "llama",
+        **sizes,
+    )
 
 
 def _llama(options: Options, machine: Machine, configurations: list[str], strategy: str, notes: list[str]) -> str:
@@ -217,7 +223,8 @@ def _continued(options: Options, run: Path) -> Options:
         now, then = getattr(options, name), getattr(began, name)
         if now not in (None, False) and now != then:
             raise OptionError(
-                f"--{name} {now}, and the run was started " + (f"with {then}" if then else "without"), where=run,
+                f"--{name} {now}, and the run was started " + (f"with {then}" if then else "without"),
+                where=run,
                 next_step=f"leave --{name} out, or leave --resume out for a new run",
-            )  # fmt: skip
+            )
     return began

@@ -28,17 +28,23 @@ def forecast(context: Context) -> list[Forecast]:
     counted = datasets.vocabulary_row(context)
     found = []
     for recipe in (r for r in _recipes(context) if r.task == "language"):
-        config = named_config(
-            recipe.model, vocab_size=int(counted.value) if counted else 50257, context=recipe.sequence_length
-        )
+        config = named_config(recipe.model, vocab_size=int(counted.value) if counted else 50257, context=recipe.sequence_length)
         dtype = choose_precision(context.device, recipe.precision).dtype
         tokens = recipe.batch_size * recipe.sequence_length
         traffic = {"optimizer": ADAMW_BYTES_A_PARAMETER * config.parameter_count}
         alone = step_forecasts(context, recipe.model, dtype, "token", tokens, flops_per_token(config), traffic)[0]
         estimate = None if alone.estimate is None else alone.estimate * devices_here(context)
         basis = alone.basis if estimate is None else f"{devices_here(context)} times one device: {alone.basis}"
-        found.append(Forecast(variant=recipe.name, metric="tokens_per_s", estimate=estimate, basis=basis, dtype=dtype,
-                              params=_params(recipe, devices_here(context)) | {"epoch": 1}))  # fmt: skip
+        found.append(
+            Forecast(
+                variant=recipe.name,
+                metric="tokens_per_s",
+                estimate=estimate,
+                basis=basis,
+                dtype=dtype,
+                params=_params(recipe, devices_here(context)) | {"epoch": 1},
+            )
+        )
     return found
 
 
@@ -67,9 +73,13 @@ def _trained(context: Context, report: Report, recipe: Recipe) -> Result:
     seen = pd.concat([pd.DataFrame({"example": which, "kind": kind}) for kind, which in told.items()])
     seen = seen.assign(training=recipe.name, source=training.source)
     history = train(
-        training.engine, training.batches, recipe.plan(), validation=training.validation,
-        folder=context.workspace / recipe.name, report=report,
-    )  # fmt: skip
+        training.engine,
+        training.batches,
+        recipe.plan(),
+        validation=training.validation,
+        folder=context.workspace / recipe.name,
+        report=report,
+    )
     assert_ranks_agree(training.engine.model)
     tested = test_rows(context, recipe, training)
     dist.barrier()
@@ -88,17 +98,21 @@ def epoch_rows(context: Context, recipe: Recipe, training: Training, history: Hi
         rows += _record_rows(context, recipe, training, record, ranks[record.epoch])
     for record in history.epochs:
         if record.evaluation is not None:
-            rows.append(context.row(
-                recipe.name, "validation_loss", record.evaluation["loss"], dtype=training.engine.precision.dtype,
-                params=_params(recipe, ranks[record.epoch]) | {"epoch": record.epoch},
-                limit_source="no limit: the entropy of the held-out data is not known", data_source=training.source,
-            ))  # fmt: skip
+            rows.append(
+                context.row(
+                    recipe.name,
+                    "validation_loss",
+                    record.evaluation["loss"],
+                    dtype=training.engine.precision.dtype,
+                    params=_params(recipe, ranks[record.epoch]) | {"epoch": record.epoch},
+                    limit_source="no limit: the entropy of the held-out data is not known",
+                    data_source=training.source,
+                )
+            )
     return rows
 
 
-def _record_rows(
-    context: Context, recipe: Recipe, training: Training, record: EpochRecord, ranks: int
-) -> list[Row]:
+def _record_rows(context: Context, recipe: Recipe, training: Training, record: EpochRecord, ranks: int) -> list[Row]:
     values = {
         "training_loss": (record.loss, _FITS),
         f"{training.engine.item}s_per_s": (record.items_per_s, _NO_LIMIT),
@@ -107,12 +121,18 @@ def _record_rows(
     params = _params(recipe, ranks) | {"epoch": record.epoch}
     return [
         context.row(
-            recipe.name, metric, value, dtype=training.engine.precision.dtype, rank=record.rank, params=params,
+            recipe.name,
+            metric,
+            value,
+            dtype=training.engine.precision.dtype,
+            rank=record.rank,
+            params=params,
             value_reason="" if value is not None else "no step of this epoch was timed, or the system cannot tell",
-            limit_source=source, data_source=training.source,
+            limit_source=source,
+            data_source=training.source,
         )
         for metric, (value, source) in values.items()
-    ]  # fmt: skip
+    ]
 
 
 def mean_rows(context: Context, recipe: Recipe, training: Training, history: History) -> list[Row]:
@@ -126,12 +146,18 @@ def mean_rows(context: Context, recipe: Recipe, training: Training, history: His
     mean = mean_over_ranks(parts)
     return [
         context.row(
-            recipe.name, "training_loss", mean, dtype=training.engine.precision.dtype,
-            params=_params(recipe, len(parts)) | {"what": "mean of the ranks' losses"}, limit_source=_FITS,
-            check="loss of all ranks together", check_error=abs(mean / last.loss - 1), check_tolerance=1e-5,
+            recipe.name,
+            "training_loss",
+            mean,
+            dtype=training.engine.precision.dtype,
+            params=_params(recipe, len(parts)) | {"what": "mean of the ranks' losses"},
+            limit_source=_FITS,
+            check="loss of all ranks together",
+            check_error=abs(mean / last.loss - 1),
+            check_tolerance=1e-5,
             data_source=training.source,
         )
-    ]  # fmt: skip
+    ]
 
 
 def test_rows(context: Context, recipe: Recipe, training: Training) -> list[Row]:
@@ -145,11 +171,19 @@ def test_rows(context: Context, recipe: Recipe, training: Training) -> list[Row]
     share = proportion_estimate(round(found["accuracy"] * images), images)
     return [
         context.row(
-            recipe.name, "accuracy", share.value, dtype=training.engine.precision.dtype, n=images, ci_low=share.ci_low,
-            ci_high=share.ci_high, params=_params(recipe, world().size) | {"split": "test", "step": training.engine.steps},
-            limit=1.0, limit_source="every image classified correctly", data_source=training.source,
+            recipe.name,
+            "accuracy",
+            share.value,
+            dtype=training.engine.precision.dtype,
+            n=images,
+            ci_low=share.ci_low,
+            ci_high=share.ci_high,
+            params=_params(recipe, world().size) | {"split": "test", "step": training.engine.steps},
+            limit=1.0,
+            limit_source="every image classified correctly",
+            data_source=training.source,
         )
-    ]  # fmt: skip
+    ]
 
 
 def _overlap_rows(context: Context, results: list[Result]) -> list[Row]:
@@ -166,10 +200,18 @@ def _overlap_rows(context: Context, results: list[Result]) -> list[Row]:
         }
         params = _params(recipe, len(parts)) | {"examples": len(whole)}
         rows += [
-            context.row(recipe.name, "count", number, params=params | {"what": what}, check="none",
-                        check_error=number, check_tolerance=0, data_source=source)
+            context.row(
+                recipe.name,
+                "count",
+                number,
+                params=params | {"what": what},
+                check="none",
+                check_error=number,
+                check_tolerance=0,
+                data_source=source,
+            )
             for what, number in counts.items()
-        ]  # fmt: skip
+        ]
     return rows
 
 

@@ -31,7 +31,13 @@ def judge_model_check(my_check: Callable[[nn.Module], bool]) -> pd.DataFrame:
 def stand_in() -> nn.Module:
     """What a published benchmark timed as "Vision Transformer" when it could not import one: 212,328 parameters."""
     return nn.Sequential(
-        nn.Conv2d(3, 64, 7, stride=2, padding=3), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(64, 128, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 1000),
-    )  # fmt: skip
+        nn.Conv2d(3, 64, 7, stride=2, padding=3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(64, 128, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(128, 1000),
+    )

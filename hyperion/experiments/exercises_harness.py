@@ -18,9 +18,14 @@ _M, _N, _K, _CALL_S, _PEAK_TFLOPS = 48, 64, 32, 1e-3, 1e-3
 
 
 def toy_timer(
-    device: Device | None = None, *, synchronise: bool = True, warm_up: bool = True, flush: bool = True,
-    random_data: bool = True, elements: int = _ELEMENTS,
-) -> float:  # fmt: skip
+    device: Device | None = None,
+    *,
+    synchronise: bool = True,
+    warm_up: bool = True,
+    flush: bool = True,
+    random_data: bool = True,
+    elements: int = _ELEMENTS,
+) -> float:
     """Seconds of a copy of float32 numbers on this machine, timed with or without each precaution.
 
     A copy is launched and runs beside the caller: in a GPU's queue, on a CPU in a thread.

@@ -31,8 +31,7 @@ def judge_targets(my_targets: Callable[[Sequence[int], Sequence[int], int], tupl
         "inputs are not the row": inputs.shape == (LENGTH,) and inputs[:size].tolist() == ids[:-1],
         "the prompt is learned": targets.shape == (LENGTH,) and not scored[:first].any(),
         "padding is learned": targets.shape == (LENGTH,) and not scored[size:].any(),
-        "targets are not one token ahead": learned[-len(_COMPLETION) - 1 :] == [*_COMPLETION, END]
-        and scored[first:size].all(),
+        "targets are not one token ahead": learned[-len(_COMPLETION) - 1 :] == [*_COMPLETION, END] and scored[first:size].all(),
         "the end of text is not learned": END in learned and learned.count(END) == 1,
     }
     seen = f"targets {targets.tolist()}"

@@ -54,7 +54,7 @@ def judge_saving(my_saving: Saving) -> pd.DataFrame:
     lines = []
     for name, checkpointed in pairs.items():
         plain, changed = _Deep(0), _Deep(checkpointed)
-        said, true = float(my_saving(plain, changed, batch)), _fullest(_Deep(0), batch) - _fullest(_Deep(checkpointed), batch)
+        said, true = (float(my_saving(plain, changed, batch)), _fullest(_Deep(0), batch) - _fullest(_Deep(checkpointed), batch))
         right = abs(said - true) <= 0.05 * abs(true)
         lines.append({"second model": name, "you measured": said, "true": true, "right": right})
     return pd.DataFrame(lines)

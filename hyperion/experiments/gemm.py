@@ -3,12 +3,7 @@
 import pandas as pd
 import torch
 
-from hyperion.experiments.columns import (
-    gemm_limit,
-    out_of_memory_reason,
-    sample_frame,
-    timed_columns,
-)
+from hyperion.experiments.columns import gemm_limit, out_of_memory_reason, sample_frame, timed_columns
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.product_rows import absent_product, roofline_tflops
 from hyperion.measure import FORMATS, Gemm, Timing, Verification, format_of
@@ -20,9 +15,7 @@ VARIANT = "torch.mm"
 def forecast(context: Context) -> list[Forecast]:
     """The roofline's rate for each cell: datasheet peak and datasheet bandwidth, nothing else."""
     return [
-        _forecast(context, dtype, size)
-        for size in sorted(context.sizes["sizes"], reverse=True)
-        for dtype in _dtypes(context)
+        _forecast(context, dtype, size) for size in sorted(context.sizes["sizes"], reverse=True) for dtype in _dtypes(context)
     ]
 
 
@@ -78,15 +71,19 @@ def _measure_cell(context: Context, dtype: str, size: int) -> tuple[list[Row], l
     return rows, frames
 
 
-def _rate_row(
-    context: Context, variant: str, product: Gemm, params: dict, timing: Timing, verification: Verification
-) -> Row:
+def _rate_row(context: Context, variant: str, product: Gemm, params: dict, timing: Timing, verification: Verification) -> Row:
     rate = timing.estimate.map(lambda seconds: product.flops / seconds / 1e12)
     limit, limit_source = gemm_limit(context.device, product.format.name)
     return context.row(
-        variant, "gemm_tflops", rate.value, dtype=product.format.name, params=params, limit=limit,
-        limit_source=f"{limit_source}; by {product.backend}", **timed_columns(rate, timing, verification),
-    )  # fmt: skip
+        variant,
+        "gemm_tflops",
+        rate.value,
+        dtype=product.format.name,
+        params=params,
+        limit=limit,
+        limit_source=f"{limit_source}; by {product.backend}",
+        **timed_columns(rate, timing, verification),
+    )
 
 
 def _absent(context: Context, dtype: str, size: int, reason: str) -> Row:

@@ -62,9 +62,13 @@ def _rows_of(context: Context, dtype: str, experiment: str) -> list[Row]:
         return [context.row(WHOLE, "share", None, dtype=dtype, params=shape, value_reason=f"no peak: {reason}")]
     stream = stream_ceiling(context.upstream)
     gap = explain_gap(
-        _product(context, best), best.value, peak, clock_mhz=best.clock_mhz,
-        bandwidth_gb_s=stream.value if stream else None, launch_time_s=_launch_time_s(context),
-    )  # fmt: skip
+        _product(context, best),
+        best.value,
+        peak,
+        clock_mhz=best.clock_mhz,
+        bandwidth_gb_s=stream.value if stream else None,
+        launch_time_s=_launch_time_s(context),
+    )
     return _gap_rows(context, dtype, shape, best, gap)
 
 
@@ -73,17 +77,26 @@ def _gap_rows(context: Context, dtype: str, shape: dict, best: Row, gap: Gap) ->
     whole = gap.measured_tflops / gap.peak.tflops
     together = prod(step.factor for step in gap.factors if step.factor is not None)
     check = {
-        "check": "product of all factors = measured / peak", "check_error": abs(together / whole - 1),
+        "check": "product of all factors = measured / peak",
+        "check_error": abs(together / whole - 1),
         "check_tolerance": _EXACT,
-    }  # fmt: skip
+    }
     state = {"clock_mhz": best.clock_mhz, "power_w": best.power_w, "throttle": best.throttle}
     rows = [
         context.row(
-            WHOLE, "share", whole, dtype=dtype, params=shape | {"step": 0, "peak_tflops": gap.peak.tflops}, n=best.n,
-            ci_low=best.ci_low / gap.peak.tflops, ci_high=best.ci_high / gap.peak.tflops, limit_source=gap.peak.source,
-            **check, **state,
+            WHOLE,
+            "share",
+            whole,
+            dtype=dtype,
+            params=shape | {"step": 0, "peak_tflops": gap.peak.tflops},
+            n=best.n,
+            ci_low=best.ci_low / gap.peak.tflops,
+            ci_high=best.ci_high / gap.peak.tflops,
+            limit_source=gap.peak.source,
+            **check,
+            **state,
         )
-    ]  # fmt: skip
+    ]
     for place, step in enumerate(gap.factors, 1):
         params = shape | {"step": place}
         if step.factor is None:

@@ -16,13 +16,7 @@ from hyperion.experiments import datasets
 from hyperion.experiments.captured_parity import captured_parity
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.image_rows import Trained, accuracy_row, seed_rows, time_to_row, training_time_s
-from hyperion.experiments.training_rows import (
-    SGD_BYTES_A_PARAMETER,
-    epoch_rows,
-    loss_curve,
-    steady_rows,
-    step_forecasts,
-)
+from hyperion.experiments.training_rows import SGD_BYTES_A_PARAMETER, epoch_rows, loss_curve, steady_rows, step_forecasts
 from hyperion.measure import FORMATS
 from hyperion.measure.compilation import missing_compiler
 from hyperion.models import flops_per_image, parameter_count, resnet18
@@ -103,9 +97,13 @@ def run(context: Context, report) -> Result:
     if len(seeds) > 1:
         rows += seed_rows(context, trained, best, image_set.source)
     parity, samples = captured_parity(
-        context, trained[0].name, _beginning(context, image_set, splits), image_set.source, chaotic=True,
+        context,
+        trained[0].name,
+        _beginning(context, image_set, splits),
+        image_set.source,
+        chaotic=True,
         compiled=not _why_not_compiled(context),
-    )  # fmt: skip
+    )
     return Result(rows + parity, pd.concat(curves + samples, ignore_index=True), image_set.source)
 
 
@@ -122,13 +120,15 @@ def _train(context: Context, image_set: ImageSet, splits: _Splits, seed: int, re
     how = f"not compiled ({reason}), " if (reason := _why_not_compiled(context)) else "compiled, "
     how += "each replayed as one graph" if not engine.uncaptured else f"one by one ({engine.uncaptured})"
     print(f"{engine.model.name}: {sizes['epochs'] * len(batches)} steps in {precision}, {how}")
-    plan = Plan(
-        epochs=sizes["epochs"], evaluate_every=sizes["evaluate_every"], checkpoint_every=sizes["checkpoint_every"]
-    )
+    plan = Plan(epochs=sizes["epochs"], evaluate_every=sizes["evaluate_every"], checkpoint_every=sizes["checkpoint_every"])
     history = train(
-        engine, batches, plan, validation=lambda: loader(splits.held_out, shuffle=False, drop_last=False),
-        folder=context.workspace / f"seed-{seed}", report=report,
-    )  # fmt: skip
+        engine,
+        batches,
+        plan,
+        validation=lambda: loader(splits.held_out, shuffle=False, drop_last=False),
+        folder=context.workspace / f"seed-{seed}",
+        report=report,
+    )
     tested = engine.evaluate(loader(splits.test, shuffle=False, drop_last=False))
     return Trained(seed, engine.model.name, precision.dtype, engine.steps, history, tested, engine, batches)
 
@@ -162,7 +162,7 @@ def _beginning(context: Context, image_set: ImageSet, splits: _Splits) -> Callab
 
 def _engine(context: Context, precision: Precision, steps_per_epoch: int, fast: bool) -> ImageEngine:
     """Args:
-        fast: compiled where that is possible, and recorded.
+    fast: compiled where that is possible, and recorded.
     """
     sizes, device = context.sizes, context.device
     with torch.device(device.torch_device):  # weights are drawn where they stay
@@ -175,9 +175,8 @@ def _engine(context: Context, precision: Precision, steps_per_epoch: int, fast: 
     schedule = WarmupCosine(sizes["learning_rate"], warmup, total, final_fraction=0.0)
     # Nothing is clipped, as in the published recipes.
     return ImageEngine(
-        model, optimizer, schedule, precision, device, clip_norm=math.inf, capture=fast,
-        label_smoothing=sizes["label_smoothing"],
-    )  # fmt: skip
+        model, optimizer, schedule, precision, device, clip_norm=math.inf, capture=fast, label_smoothing=sizes["label_smoothing"]
+    )
 
 
 def _why_not_compiled(context: Context) -> str:
@@ -210,9 +209,7 @@ def _rows(
         compiled = {"compiled": not _why_not_compiled(context)}
         what = {"what": "the step, warmed up and recorded as a graph"} | compiled
         rows.append(
-            context.row(
-                run.name, "compile_time_s", engine.capture_time_s, dtype=run.dtype, params=what, data_source=source
-            )
+            context.row(run.name, "compile_time_s", engine.capture_time_s, dtype=run.dtype, params=what, data_source=source)
         )
     sizes = context.sizes
     flops = flops_per_image(CLASSES, sizes["width"])
@@ -224,9 +221,7 @@ def _rows(
 
 def _curve(run: Trained) -> pd.DataFrame:
     curve = loss_curve(run.history).assign(seed=run.seed)
-    ends = {
-        record.step: time_s for record, time_s in zip(run.history.epochs, training_time_s(run.history), strict=True)
-    }
+    ends = {record.step: time_s for record, time_s in zip(run.history.epochs, training_time_s(run.history), strict=True)}
     evaluated = curve["kind"] == "evaluation"
     return curve.assign(time_s=curve["step"].where(evaluated).map(ends))
 

@@ -74,19 +74,28 @@ def _loader_row(context: Context, image_set: ImageSet) -> Row:
     """Augmented, normalised batches made on the device; the labels of some are compared with the set's."""
     size, device = context.sizes["batch_size"], context.device
     batches = ImageBatches(
-        image_set.train_images[:_LOADED], image_set.train_labels[:_LOADED], size, image_set.normalisation(), seed=context.seed,
-        augment=image_set.augmentations, device=device.torch_device,
-    )  # fmt: skip
+        image_set.train_images[:_LOADED],
+        image_set.train_labels[:_LOADED],
+        size,
+        image_set.normalisation(),
+        seed=context.seed,
+        augment=image_set.augmentations,
+        device=device.torch_device,
+    )
     places = batches.examples(0)[: 4 * size]
     labels = torch.cat([batches.next_batch()[1] for _ in range(4)]).cpu().numpy()
     wrong = float(np.mean(labels != image_set.train_labels[places]))
     timing = time_in_a_row(context, batches.next_batch)
     rate = timing.estimate.map(lambda seconds: size / seconds)
     return context.row(
-        "images, on the device", "loader_samples_per_s", rate.value, params={"batch": size, "workers": 0},
-        data_source=image_set.source, **loader_limit(context, _SAMPLE_BYTES, size),
+        "images, on the device",
+        "loader_samples_per_s",
+        rate.value,
+        params={"batch": size, "workers": 0},
+        data_source=image_set.source,
+        **loader_limit(context, _SAMPLE_BYTES, size),
         **timed_columns(rate, timing, Verification("share of labels that are another image's", wrong, 0.0)),
-    )  # fmt: skip
+    )
 
 
 def _shown(image_set: ImageSet) -> pd.DataFrame:

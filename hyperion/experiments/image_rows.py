@@ -43,9 +43,18 @@ def accuracy_row(
     images = int(found["images"])
     share = proportion_estimate(round(found["accuracy"] * images), images)
     return context.row(
-        run.name, "accuracy", share.value, dtype=run.dtype, params=params, n=images, ci_low=share.ci_low,
-        ci_high=share.ci_high, limit=best[0], limit_source=best[1], data_source=source,
-    )  # fmt: skip
+        run.name,
+        "accuracy",
+        share.value,
+        dtype=run.dtype,
+        params=params,
+        n=images,
+        ci_low=share.ci_low,
+        ci_high=share.ci_high,
+        limit=best[0],
+        limit_source=best[1],
+        data_source=source,
+    )
 
 
 def training_time_s(history: History) -> list[float]:
@@ -65,10 +74,15 @@ def time_to_row(context: Context, run: Trained, source: str, **params) -> Row:
     value = reached[0] if reached and math.isfinite(reached[0]) else None
     reason = f"{target:.0%} of the held-out images was reached by no epoch that was timed" if value is None else ""
     return context.row(
-        run.name, "time_to_accuracy_s", value, dtype=run.dtype, value_reason=reason, data_source=source,
+        run.name,
+        "time_to_accuracy_s",
+        value,
+        dtype=run.dtype,
+        value_reason=reason,
+        data_source=source,
         params={"target": target, "split": "held-out train", "without": "compiling, evaluating, saving"} | params,
         limit_source="no limit: how few steps suffice is not known",
-    )  # fmt: skip
+    )
 
 
 def seed_rows(context: Context, runs: list[Trained], best: tuple[float | None, str], source: str) -> list[Row]:

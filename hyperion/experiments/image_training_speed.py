@@ -69,9 +69,7 @@ def run(context: Context, report) -> Result:
     return Result(rows, pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(), image_set.source)
 
 
-EXPERIMENT = Experiment(
-    forecast, run, isolated=True, forecast_reads=("gemm", "bandwidth"), data=datasets.IMAGES
-)
+EXPERIMENT = Experiment(forecast, run, isolated=True, forecast_reads=("gemm", "bandwidth"), data=datasets.IMAGES)
 
 
 @dataclass
@@ -104,9 +102,15 @@ class _Pair:
 
         def fresh_batches() -> ImageBatches:
             return ImageBatches(
-                images, labels, batch, channel_statistics(images), seed=context.seed, augment=image_set.augmentations,
-                device=device.torch_device, dtype=FORMATS[precision.dtype].storage,
-            )  # fmt: skip
+                images,
+                labels,
+                batch,
+                channel_statistics(images),
+                seed=context.seed,
+                augment=image_set.augmentations,
+                device=device.torch_device,
+                dtype=FORMATS[precision.dtype].storage,
+            )
 
         seed_everything(context.seed)
         model = resnet18(CLASSES, sizes["width"])
@@ -123,9 +127,14 @@ class _Pair:
         model = model.to(device.torch_device)
         # The same update in both: no decay, which the published loop has for norms too, and no clipping.
         engine = ImageEngine(
-            model, sgd_nesterov(model, rate, weight_decay=0.0), lambda step: rate, precision, device,
-            clip_norm=math.inf, capture=True,
-        )  # fmt: skip
+            model,
+            sgd_nesterov(model, rate, weight_decay=0.0),
+            lambda step: rate,
+            precision,
+            device,
+            clip_norm=math.inf,
+            capture=True,
+        )
         if sizes["compiled"]:
             model.compile(options=compile_options(device))
         how = engine.uncaptured or "replayed as a graph"
@@ -163,12 +172,11 @@ def _parity(context: Context, pair: _Pair, frames: list[pd.DataFrame], source: s
     exact = np.array(_plain_losses(pair, steps))
     rows = [
         loops.parity(
-            steps, agreement.difference, agreement.check, agreement.tolerance, of=name, **{"from": UNCOMPILED},
-            **agreement.params,
+            steps, agreement.difference, agreement.check, agreement.tolerance, of=name, **{"from": UNCOMPILED}, **agreement.params
         )
         for name, curve in curves.items()
         for agreement in agreements(curve, exact, twins)
-    ]  # fmt: skip
+    ]
     frames += [loops.curves_frame(curves | {UNCOMPILED: exact}), twins.assign(batch=pair.work.items)]
     made = {OURS: sizes["compiled"] or not pair.engine.uncaptured, PLAIN: sizes["plain_compiled"]}
     return rows + loops.first_steps({name: first_s[name] for name, anything in made.items() if anything})
@@ -188,14 +196,19 @@ def _speeds(context: Context, pair: _Pair, frames: list[pd.DataFrame], source: s
     """Both in turn, some steps at a time, loader included: what a training sees."""
     sizes = context.sizes
     timings = time_interleaved(
-        [pair.ours, pair.plain.step], context.device, cold=False, time_limit_s=sizes["time_limit_s"],
+        [pair.ours, pair.plain.step],
+        context.device,
+        cold=False,
+        time_limit_s=sizes["time_limit_s"],
         back_to_back=sizes["steps_in_a_row"],
-    )  # fmt: skip
+    )
     told = dict(zip((OURS, PLAIN), timings, strict=True))
     how = {
-        "compiled": sizes["compiled"], "replayed": not pair.engine.uncaptured, "plain_compiled": sizes["plain_compiled"],
+        "compiled": sizes["compiled"],
+        "replayed": not pair.engine.uncaptured,
+        "plain_compiled": sizes["plain_compiled"],
         "plain_model": pair.published,
-    }  # fmt: skip
+    }
     loops = _loops(context, pair, source)
     rows, samples = loops.speeds(told, how)
     frames.append(samples)

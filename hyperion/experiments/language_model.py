@@ -11,13 +11,7 @@ from hyperion.experiments import datasets
 from hyperion.experiments.captured_parity import captured_parity
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.language_rows import Scored, TrainedLanguage, perplexity_rows, seed_rows, text_floor
-from hyperion.experiments.training_rows import (
-    ADAMW_BYTES_A_PARAMETER,
-    epoch_rows,
-    loss_curve,
-    steady_rows,
-    step_forecasts,
-)
+from hyperion.experiments.training_rows import ADAMW_BYTES_A_PARAMETER, epoch_rows, loss_curve, steady_rows, step_forecasts
 from hyperion.models import TransformerConfig, TransformerLM, flops_per_token, named_config
 from hyperion.results import Row
 from hyperion.training import (
@@ -58,9 +52,14 @@ def forecast(context: Context) -> list[Forecast]:
     tokens = sizes["batch_size"] * sizes["sequence_length"]
     dtype = choose_precision(context.device, sizes["precision"]).dtype
     return step_forecasts(
-        context, sizes["model"], dtype, "token", tokens, flops_per_token(config),
+        context,
+        sizes["model"],
+        dtype,
+        "token",
+        tokens,
+        flops_per_token(config),
         {"optimizer": ADAMW_BYTES_A_PARAMETER * config.parameter_count, "logits": tokens * vocabulary * _LOGIT_BYTES},
-    )  # fmt: skip
+    )
 
 
 def run(context: Context, report) -> Result:
@@ -94,9 +93,7 @@ def run(context: Context, report) -> Result:
     return Result(rows + parity, pd.concat(curves + samples, ignore_index=True), text.corpus.source)
 
 
-EXPERIMENT = Experiment(
-    forecast, run, isolated=True, forecast_reads=("text_pipeline", "gemm", "bandwidth"), data=datasets.TEXT
-)
+EXPERIMENT = Experiment(forecast, run, isolated=True, forecast_reads=("text_pipeline", "gemm", "bandwidth"), data=datasets.TEXT)
 
 
 def trained(context: Context, text: Text, seed: int, report) -> TrainedLanguage:
@@ -114,10 +111,14 @@ def trained(context: Context, text: Text, seed: int, report) -> TrainedLanguage:
     folder = context.workspace / f"seed-{seed}"
     history = train(engine, batches, _plan(sizes), validation=validation, folder=folder, report=report)
     told = {
-        "context": sizes["sequence_length"], "stride": sizes["stride"], "step": engine.steps, "weights": _LAST,
-        "dropout": engine.model.config.dropout, "tokenizer": text.tokenizer.name,
+        "context": sizes["sequence_length"],
+        "stride": sizes["stride"],
+        "step": engine.steps,
+        "weights": _LAST,
+        "dropout": engine.model.config.dropout,
+        "tokenizer": text.tokenizer.name,
         "tokenizer_sha256": text.tokenizer.sha256[:16],
-    }  # fmt: skip
+    }
     return TrainedLanguage(seed, sizes["model"], engine.precision.dtype, history, told, engine, batches)
 
 
@@ -194,9 +195,13 @@ def _beginning(context: Context, text: Text) -> Callable[[bool], tuple[LanguageE
 def _windows(context: Context, text: Text, split: str, stride: int) -> Iterable:
     sizes = context.sizes
     return evaluation_windows(
-        text.prepared.tokens[split], sizes["sequence_length"], stride, text.tokenizer.eos_id,
-        sizes["evaluation_batch_size"], context.device.torch_device,
-    )  # fmt: skip
+        text.prepared.tokens[split],
+        sizes["sequence_length"],
+        stride,
+        text.tokenizer.eos_id,
+        sizes["evaluation_batch_size"],
+        context.device.torch_device,
+    )
 
 
 def _rows(context: Context, text: Text, run: TrainedLanguage) -> tuple[list[Row], list[pd.DataFrame]]:
@@ -208,9 +213,15 @@ def _rows(context: Context, text: Text, run: TrainedLanguage) -> tuple[list[Row]
     for split in run.scored:
         rows += _scored_rows(context, text, run, split)
     steady, samples = steady_rows(
-        context, run.name, engine, run.batches.next_batch(), run.batches.tokens_per_batch,
-        flops_per_token(config, length), _least_flops(config, length), source,
-    )  # fmt: skip
+        context,
+        run.name,
+        engine,
+        run.batches.next_batch(),
+        run.batches.tokens_per_batch,
+        flops_per_token(config, length),
+        _least_flops(config, length),
+        source,
+    )
     if engine.capture_time_s is not None:
         what = {"what": "the step, warmed up and recorded as a graph"}
         columns = {"dtype": run.dtype, "params": what, "data_source": source}

@@ -58,9 +58,14 @@ class Scored:
 
     @classmethod
     def of(
-        cls, corpus: TextCorpus, prepared: PreparedText, split: str,
-        total_nll_nats: float, tokens: int, standard_error_nats: float,
-    ) -> "Scored":  # fmt: skip
+        cls,
+        corpus: TextCorpus,
+        prepared: PreparedText,
+        split: str,
+        total_nll_nats: float,
+        tokens: int,
+        standard_error_nats: float,
+    ) -> "Scored":
         """With the words and bytes of a split of a corpus."""
         words = prepared.steps[split]["read"]["words_with_eos"]
         utf8_bytes = sum(len(line.encode()) for line in corpus.splits[split])

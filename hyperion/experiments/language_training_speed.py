@@ -133,9 +133,13 @@ def _timed(loops: PairedLoops, begun: dict[str, _Loop]) -> tuple[dict[str, Timin
     context, sizes = loops.context, loops.context.sizes
     precision, steps = choose_precision(context.device, sizes["precision"]), [loop.step for loop in begun.values()]
     in_turn = partial(
-        time_interleaved, device=context.device, cold=False, time_limit_s=sizes["time_limit_s"],
-        minimum_samples=math.ceil(sizes["steps"] / sizes["steps_in_a_row"]), back_to_back=sizes["steps_in_a_row"],
-    )  # fmt: skip
+        time_interleaved,
+        device=context.device,
+        cold=False,
+        time_limit_s=sizes["time_limit_s"],
+        minimum_samples=math.ceil(sizes["steps"] / sizes["steps_in_a_row"]),
+        back_to_back=sizes["steps_in_a_row"],
+    )
     try:
         listed = products_of(loops.work, sizes["compiled"])
         *timings, products = in_turn([*steps, one_pass(listed, precision, context.device)])
@@ -225,11 +229,10 @@ def _memory(loops: PairedLoops, begun: dict[str, _Loop]) -> list[Row]:
     """Of each loop by itself. (On a CPU the process holds both, and the interpreter.)"""
     limit, source = loops.work.standing_bytes / GIB, f"weights and {loops.work.moments} moments of each in float32"
     return [
-        loops.context.row(
-            loops.work.name, "peak_memory_gib", loop.peak_gib, limit=limit, limit_source=source, **loops.of(name)
-        )
-        for name, loop in begun.items() if loop.peak_gib is not None
-    ]  # fmt: skip
+        loops.context.row(loops.work.name, "peak_memory_gib", loop.peak_gib, limit=limit, limit_source=source, **loops.of(name))
+        for name, loop in begun.items()
+        if loop.peak_gib is not None
+    ]
 
 
 def _more_bytes(context: Context, work: Workload, dtype: str) -> float:

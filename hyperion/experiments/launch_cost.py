@@ -29,9 +29,12 @@ def run(context: Context, report) -> Result:
             frames.append(sample_frame(timing, name, "", rows[-1].params))
     report(1, 2, "copies")
     points = measure_cache_sweep(
-        "copy", context.device, sizes=[size * 2**10 for size in context.sizes["copy_kib"]], seed=context.seed,
+        "copy",
+        context.device,
+        sizes=[size * 2**10 for size in context.sizes["copy_kib"]],
+        seed=context.seed,
         time_limit_s=context.sizes["time_limit_s"],
-    )  # fmt: skip
+    )
     for point in points:
         rows.append(_copy_row(context, point))
         frames.append(sample_frame(point.timing, COPY, point.dtype, rows[-1].params).assign(how=point.how))
@@ -49,9 +52,13 @@ def _launch_row(context: Context, name: str, cost: LaunchCost, timing: Timing | 
         return context.row(name, "launch_time_s", None, params=params, value_reason=cost.graph_reason)
     seconds = timing.estimate
     return context.row(
-        name, "launch_time_s", seconds.value, params=params, limit_source="no limit: no datasheet value",
+        name,
+        "launch_time_s",
+        seconds.value,
+        params=params,
+        limit_source="no limit: no datasheet value",
         **timed_columns(seconds, timing, cost.verification),
-    )  # fmt: skip
+    )
 
 
 def _copy_row(context: Context, point: CachePoint) -> Row:

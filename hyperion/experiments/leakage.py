@@ -38,11 +38,18 @@ def run(context: Context, report) -> Result:
     )
     below = (math.log(sizes["vocabulary"]) - scored.loss) / scored.standard_error_nats
     row = context.row(
-        VARIANT, "validation_loss", scored.loss, dtype="fp32", n=scored.tokens,
-        ci_low=scored.loss - 1.96 * scored.standard_error_nats, ci_high=scored.loss + 1.96 * scored.standard_error_nats,
+        VARIANT,
+        "validation_loss",
+        scored.loss,
+        dtype="fp32",
+        n=scored.tokens,
+        ci_low=scored.loss - 1.96 * scored.standard_error_nats,
+        ci_high=scored.loss + 1.96 * scored.standard_error_nats,
         limit_source="no limit: ln V bounds the expectation; the check allows a sample 4 standard errors",
-        check="standard errors below ln V (false alarm 3 in 100,000)", check_error=below, check_tolerance=_STANDARD_ERRORS,
-    )  # fmt: skip
+        check="standard errors below ln V (false alarm 3 in 100,000)",
+        check_error=below,
+        check_tolerance=_STANDARD_ERRORS,
+    )
     curve = {"kind": "step", "step": range(1, len(losses) + 1), "loss": torch.stack(losses).tolist()}
     return Result([row], pd.DataFrame(curve))
 

@@ -42,12 +42,26 @@ def adapter_rows(context: Context, found: Material, engine: LanguageEngine, base
     size = sum(file.stat().st_size for file in path.iterdir())
     return [
         equality_row(context, found, LORA, "base weights after training", float(after != base_sha256), "sha256 unchanged", 0),
-        equality_row(context, found, LORA, "logits, adapter loaded", relative(loaded, trained), "logits of the trained model",
-                     LOADED_TOLERANCE),
-        equality_row(context, found, LORA, "logits, adapter merged", relative(merged, trained), "logits of the trained model",
-                     MERGED_TOLERANCE),
+        equality_row(
+            context,
+            found,
+            LORA,
+            "logits, adapter loaded",
+            relative(loaded, trained),
+            "logits of the trained model",
+            LOADED_TOLERANCE,
+        ),
+        equality_row(
+            context,
+            found,
+            LORA,
+            "logits, adapter merged",
+            relative(merged, trained),
+            "logits of the trained model",
+            MERGED_TOLERANCE,
+        ),
         context.row(LORA, "stored_gb", size / 1e9, params={"model": found.model, "what": "adapter checkpoint"}),
-    ]  # fmt: skip
+    ]
 
 
 def loaded_adapter(context: Context, found: Material, path: Path, dtype: torch.dtype) -> LlamaLM:
@@ -66,9 +80,16 @@ def equality_row(
 ) -> Row:
     """A difference that is checked."""
     return context.row(
-        variant, "relative_difference", difference, dtype="fp32", params={"model": found.model, "what": what, **params},
-        check=check, check_error=difference, check_tolerance=tolerance, data_source=found.rows.source,
-    )  # fmt: skip
+        variant,
+        "relative_difference",
+        difference,
+        dtype="fp32",
+        params={"model": found.model, "what": what, **params},
+        check=check,
+        check_error=difference,
+        check_tolerance=tolerance,
+        data_source=found.rows.source,
+    )
 
 
 @torch.no_grad()

@@ -55,17 +55,21 @@ def forecast(context: Context) -> list[Forecast]:
     )
     basis = "random weights give logits of variance 1: ln V + 1/2 nats, whatever the text"
     estimates.append(
-        Forecast(variant=LORA, metric="validation_loss", estimate=math.log(shape.vocab_size) + 0.5, basis=basis,
-                 dtype=dtype, params={"step": 0})
-    )  # fmt: skip
+        Forecast(
+            variant=LORA,
+            metric="validation_loss",
+            estimate=math.log(shape.vocab_size) + 0.5,
+            basis=basis,
+            dtype=dtype,
+            params={"step": 0},
+        )
+    )
     return estimates
 
 
 def run(context: Context, report: Report) -> Result:
     """LoRA in one process, full fine-tuning in another: neither's memory is the other's."""
-    return merged(
-        [run_variant(context, report, f"{_HERE}:{name}", preload=LLAMA) for name in ("fine_tune", "full_memory")]
-    )
+    return merged([run_variant(context, report, f"{_HERE}:{name}", preload=LLAMA) for name in ("fine_tune", "full_memory")])
 
 
 EXPERIMENT = Experiment(forecast, run, forecast_reads=("gemm", "bandwidth"), data=DATA)
@@ -96,9 +100,7 @@ def fine_tune(context: Context, report: Report) -> Result:
     return Result(rows, curves, found.rows.source)
 
 
-def _step_rows(
-    context: Context, found: Material, engine: LanguageEngine, shape: LlamaShape
-) -> tuple[list[Row], pd.DataFrame]:
+def _step_rows(context: Context, found: Material, engine: LanguageEngine, shape: LlamaShape) -> tuple[list[Row], pd.DataFrame]:
     """Memory and speed of LoRA's step on the batch that full fine-tuning is weighed with."""
     batch = _batches(context, found).next_batch()
     shared = {"dtype": engine.precision.dtype, "params": _params(found, shape), "data_source": found.rows.source}
@@ -138,9 +140,8 @@ def fine_tuning_engine(context: Context, model: LlamaLM, precision: Precision, *
 def held_out_batches(context: Context, held_out: Completions) -> InstructionBatches:
     """The held-out rows in order, the same on every rank."""
     return InstructionBatches(
-        held_out, context.sizes["evaluation_batch_size"], shuffle=False, drop_last=False,
-        device=context.device.torch_device,
-    )  # fmt: skip
+        held_out, context.sizes["evaluation_batch_size"], shuffle=False, drop_last=False, device=context.device.torch_device
+    )
 
 
 def work_of(batch: tuple[torch.Tensor, torch.Tensor]) -> Work:
@@ -161,9 +162,7 @@ def _one_row(found: Material) -> pd.DataFrame:
 
 
 def _batches(context: Context, found: Material) -> InstructionBatches:
-    return InstructionBatches(
-        found.train, context.sizes["batch_size"], context.seed, device=context.device.torch_device
-    )
+    return InstructionBatches(found.train, context.sizes["batch_size"], context.seed, device=context.device.torch_device)
 
 
 def _params(found: Material, shape: LlamaShape) -> dict:
@@ -179,17 +178,24 @@ def _loss_rows(context: Context, found: Material, dtype: str, before: dict, afte
         "check": "below the loss before training by 4 standard errors (passes by chance 3 times in 100,000)",
         "check_error": after["loss"] - before["loss"],
         "check_tolerance": -_STANDARD_ERRORS * error,
-    }  # fmt: skip
+    }
     return [
         context.row(
-            LORA, "validation_loss", scored["loss"], dtype=dtype, n=scored["tokens"],
+            LORA,
+            "validation_loss",
+            scored["loss"],
+            dtype=dtype,
+            n=scored["tokens"],
             ci_low=scored["loss"] - 1.96 * scored["standard_error_nats"],
             ci_high=scored["loss"] + 1.96 * scored["standard_error_nats"],
             params={"model": found.model, "split": "held out", "tokens": "completion", "step": step},
-            limit=floor, limit_source=source, data_source=found.rows.source, **check,
+            limit=floor,
+            limit_source=source,
+            data_source=found.rows.source,
+            **check,
         )
         for step, scored, check in ((0, before, {}), (context.sizes["steps"], after, fall))
-    ]  # fmt: skip
+    ]
 
 
 def _count_rows(context: Context, found: Material, model: LlamaLM, shape: LlamaShape) -> list[Row]:
@@ -200,11 +206,16 @@ def _count_rows(context: Context, found: Material, model: LlamaLM, shape: LlamaS
     about = {"model": found.model, "rank": RANK, "targets": list(ATTENTION)}
     rows = [
         context.row(
-            LORA, "count", trained, params=about | {"what": "trainable parameters"},
-            check="sum of r (d_in + d_out)", check_error=abs(trained - expected), check_tolerance=0,
+            LORA,
+            "count",
+            trained,
+            params=about | {"what": "trainable parameters"},
+            check="sum of r (d_in + d_out)",
+            check_error=abs(trained - expected),
+            check_tolerance=0,
         ),
         context.row(LORA, "share", trained / everything, params=about | {"what": "trainable parameters"}),
-    ]  # fmt: skip
+    ]
     counted = {
         "completion tokens": found.train.completion_tokens,
         "prompt tokens": found.train.tokens - found.train.completion_tokens,
@@ -221,8 +232,9 @@ def _memory_forecast(found: Material, shape: LlamaShape, method: str, dtype: str
     parts = step_bytes(shape, method, dtype, work.positions)
     told = f"{method}: " + " + ".join(f"{amount / GIB:.3g} GiB of {name}" for name, amount in parts.items())
     # With the model named it is the forecast of one step; an epoch's peak has the evaluation in it.
-    return Forecast(variant=method, metric=metric, estimate=sum(parts.values()) / GIB, basis=told, dtype=dtype,
-                    params={"model": found.model})  # fmt: skip
+    return Forecast(
+        variant=method, metric=metric, estimate=sum(parts.values()) / GIB, basis=told, dtype=dtype, params={"model": found.model}
+    )
 
 
 def _share_forecast(shape: LlamaShape, dtype: str) -> Forecast:

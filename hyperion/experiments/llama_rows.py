@@ -11,13 +11,7 @@ from hyperion.experiments.llama_setup import RANK
 from hyperion.experiments.training_rows import speed_rows
 from hyperion.measure import PeakMemoryRegion, TensorMemory, Timing, state_of
 from hyperion.measure.memory import GIB
-from hyperion.models import (
-    LlamaShape,
-    ModelFlops,
-    llama_flops_per_token,
-    llama_lora_parameter_count,
-    llama_parameter_count,
-)
+from hyperion.models import LlamaShape, ModelFlops, llama_flops_per_token, llama_lora_parameter_count, llama_parameter_count
 from hyperion.parallel.lora import ATTENTION
 from hyperion.results import Row
 from hyperion.training import LanguageEngine
@@ -90,9 +84,7 @@ def least_flops(shape: LlamaShape, method: str, work: Work) -> float:
     return whole - head * (1 - work.completion_tokens / work.tokens)
 
 
-def memory_rows(
-    context: Context, engine: LanguageEngine, batch, shape: LlamaShape, method: str, shared: dict
-) -> list[Row]:
+def memory_rows(context: Context, engine: LanguageEngine, batch, shape: LlamaShape, method: str, shared: dict) -> list[Row]:
     """Peak of one step on a batch, the optimizer's moments being there: by a count of tensors, and on an accelerator by its
     allocator. On a CPU the resident memory of the process would say more of its past than of the step.
 
@@ -122,16 +114,27 @@ def throughput_rows(
     read = shared | {"params": shared["params"] | {"batch": work.tokens, "tokens": "prompt and completion"}}
     learned = shared | {"params": shared["params"] | {"batch": work.completion_tokens, "tokens": "completion"}}
     rows = speed_rows(
-        context, method, "token", work.tokens, timing, step_flops(shape, method, work.length),
-        least_flops(shape, method, work), read,
-    )  # fmt: skip
+        context,
+        method,
+        "token",
+        work.tokens,
+        timing,
+        step_flops(shape, method, work.length),
+        least_flops(shape, method, work),
+        read,
+    )
     limit = next(row for row in rows if row.metric == "tokens_per_s")
     share = work.completion_tokens / work.tokens
     rate = timing.estimate.map(lambda seconds: work.completion_tokens / seconds)
     rows.append(
         context.row(
-            method, "tokens_per_s", rate.value, limit=None if limit.limit is None else limit.limit * share,
-            limit_source=limit.limit_source, **learned, **timed_columns(rate, timing),
+            method,
+            "tokens_per_s",
+            rate.value,
+            limit=None if limit.limit is None else limit.limit * share,
+            limit_source=limit.limit_source,
+            **learned,
+            **timed_columns(rate, timing),
         )
-    )  # fmt: skip
+    )
     return rows, sample_frame(timing, method, shared["dtype"], read["params"]).assign(kind="steady step")

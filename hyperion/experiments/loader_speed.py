@@ -21,8 +21,11 @@ from hyperion.results import Row
 from hyperion.training import LanguageEngine, Plan, WarmupCosine, adamw, choose_precision, seed_everything, train
 
 _PACKED, _FILE, _AHEAD, _PADDED = (
-    "packed, on the device", "packed, from its file", "packed, from its file, ahead", "padded, on the device",
-)  # fmt: skip
+    "packed, on the device",
+    "packed, from its file",
+    "packed, from its file, ahead",
+    "padded, on the device",
+)
 _ID_BYTES, _MADE_BYTES = 4, 8  # an id on the device, and in a batch
 
 
@@ -51,9 +54,7 @@ def forecast(context: Context) -> list[Forecast]:
     if None in (vocabulary, gemm, stream):
         basis = "no estimate: this run has measured no ceilings (01_hardware_exploration)"
         return [Forecast(variant=_PACKED, metric="share", estimate=None, basis=basis, params=params, dtype=dtype)]
-    config = named_config(
-        context.sizes["model"], vocab_size=int(vocabulary.value), context=context.sizes["sequence_length"]
-    )
+    config = named_config(context.sizes["model"], vocab_size=int(vocabulary.value), context=context.sizes["sequence_length"])
     tokens = context.sizes["batch_size"] * context.sizes["sequence_length"]
     loading = context.sizes["batch_size"] * _window_bytes(context) / (stream.value * 1e9)
     step = flops_per_token(config).forward_backward * tokens / (gemm.value * 1e12)
@@ -121,9 +122,8 @@ def _loaders(context: Context, prepared: PreparedText, tokenizer: Tokenizer, sta
 def time_in_a_row(context: Context, next_batch: Callable) -> Timing:
     """Batches in a row, as a loop asks for them, until the device has made the last one."""
     return time_function(
-        next_batch, context.device, cold=False, back_to_back=context.sizes["calls"],
-        time_limit_s=context.sizes["time_limit_s"],
-    )  # fmt: skip
+        next_batch, context.device, cold=False, back_to_back=context.sizes["calls"], time_limit_s=context.sizes["time_limit_s"]
+    )
 
 
 def _check(context: Context, loader: _Loader, tokens: np.ndarray, packed: LanguageBatches) -> Verification:
@@ -153,9 +153,14 @@ def _rate_row(context: Context, loader: _Loader, timing: Timing, check: Verifica
         limit = loader_limit(context, loader.sample_bytes, params["batch"])
     rate = timing.estimate.map(lambda seconds: params["batch"] / seconds)
     return context.row(
-        loader.variant, "loader_samples_per_s", rate.value, params=params, data_source=source, **limit,
+        loader.variant,
+        "loader_samples_per_s",
+        rate.value,
+        params=params,
+        data_source=source,
+        **limit,
         **timed_columns(rate, timing, check),
-    )  # fmt: skip
+    )
 
 
 def loader_limit(context: Context, sample_bytes: int, batch_size: int) -> dict:
@@ -177,9 +182,7 @@ def _waiting_row(context: Context, loader: _Loader, tokenizer: Tokenizer, source
     sizes, device = context.sizes, context.device
     config = named_config(sizes["model"], vocab_size=tokenizer.vocab_size, context=sizes["sequence_length"])
     model = TransformerLM(config).to(device.torch_device)
-    engine = LanguageEngine(
-        model, adamw(model, 1e-3), WarmupCosine(1e-3, 1, sizes["steps"]), choose_precision(device), device
-    )
+    engine = LanguageEngine(model, adamw(model, 1e-3), WarmupCosine(1e-3, 1, sizes["steps"]), choose_precision(device), device)
     record = train(engine, loader.batches, Plan(steps=sizes["steps"])).epochs[-1]
     params = _params(context, loader.workers) | {"what": "waiting for the loader"}
     return context.row(

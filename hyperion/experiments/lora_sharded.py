@@ -50,13 +50,31 @@ def forecast(context: Context) -> list[Forecast]:
     layers = random_llama_shape(context.sizes["parity_model"], 1).num_hidden_layers
     drift = f"{steps} steps, each of which rounds sums of another order once: {steps} x 2^-24, the unit of float32"
     return [
-        Forecast(variant=VARIANT, metric="count", estimate=layers + 1, basis=f"{layers} decoder layers and the root",
-                 params={"what": "FSDP units", "ranks": ranks}),
-        Forecast(variant=VARIANT, metric="relative_difference", estimate=steps * 2.0**-24, basis=drift, dtype="fp32",
-                 params={"what": "training loss", "ranks": ranks}),
-        Forecast(variant=VARIANT, metric="share", estimate=1 / ranks, basis=f"each of {ranks} ranks holds its part",
-                 dtype="fp32", params={"what": "parameter bytes held", "ranks": ranks}, each_rank=True),
-    ]  # fmt: skip
+        Forecast(
+            variant=VARIANT,
+            metric="count",
+            estimate=layers + 1,
+            basis=f"{layers} decoder layers and the root",
+            params={"what": "FSDP units", "ranks": ranks},
+        ),
+        Forecast(
+            variant=VARIANT,
+            metric="relative_difference",
+            estimate=steps * 2.0**-24,
+            basis=drift,
+            dtype="fp32",
+            params={"what": "training loss", "ranks": ranks},
+        ),
+        Forecast(
+            variant=VARIANT,
+            metric="share",
+            estimate=1 / ranks,
+            basis=f"each of {ranks} ranks holds its part",
+            dtype="fp32",
+            params={"what": "parameter bytes held", "ranks": ranks},
+            each_rank=True,
+        ),
+    ]
 
 
 def run(context: Context, report: Report) -> Result:
@@ -110,9 +128,13 @@ def _engine(context: Context, found: Material, precision: Precision, here: World
 
 def _batches(context: Context, found: Material, here: World) -> InstructionBatches:
     return InstructionBatches(
-        found.train, context.sizes["batch_size"], context.seed, device=context.device.torch_device,
-        rank=here.rank, ranks=here.size,
-    )  # fmt: skip
+        found.train,
+        context.sizes["batch_size"],
+        context.seed,
+        device=context.device.torch_device,
+        rank=here.rank,
+        ranks=here.size,
+    )
 
 
 def _steps(context: Context, report: Report, found: Material, engine: LanguageEngine, who: str) -> list[float]:
@@ -134,17 +156,29 @@ def _layout_rows(context: Context, found: Material, engine: LanguageEngine) -> l
     about = {"model": found.model, "ranks": here.size}
     rows = [
         context.row(
-            VARIANT, "share", share, dtype="fp32", rank=here.rank, params=about | {"what": "parameter bytes held"},
-            check="1 / ranks", check_error=abs(share * here.size - 1), check_tolerance=SHARE_TOLERANCE,
-        ),
-    ]  # fmt: skip
+            VARIANT,
+            "share",
+            share,
+            dtype="fp32",
+            rank=here.rank,
+            params=about | {"what": "parameter bytes held"},
+            check="1 / ranks",
+            check_error=abs(share * here.size - 1),
+            check_tolerance=SHARE_TOLERANCE,
+        )
+    ]
     if here.rank == 0:
         rows.append(
             context.row(
-                VARIANT, "count", len(units), params=about | {"what": "FSDP units"},
-                check="decoder layers and the root", check_error=abs(len(units) - expected), check_tolerance=0,
+                VARIANT,
+                "count",
+                len(units),
+                params=about | {"what": "FSDP units"},
+                check="decoder layers and the root",
+                check_error=abs(len(units) - expected),
+                check_tolerance=0,
             )
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -173,21 +207,37 @@ def _loaded_row(context: Context) -> Row:
     expected = load_file(context.workspace / _PROBE)["logits"]
     difference = relative(probe_logits(model, found, context.device.torch_device).cpu(), expected)
     return equality_row(
-        context, found, VARIANT, "logits, adapter loaded by one process", difference, "logits of the sharded model",
-        LOADED_TOLERANCE, ranks=ranks_of(context),
-    )  # fmt: skip
+        context,
+        found,
+        VARIANT,
+        "logits, adapter loaded by one process",
+        difference,
+        "logits of the sharded model",
+        LOADED_TOLERANCE,
+        ranks=ranks_of(context),
+    )
 
 
 def _parity_row(context: Context, found: Material, alone: list[float], losses: list[float]) -> Row:
     difference = float(np.max(np.abs(np.array(losses) / np.array(alone) - 1)))
     sizes = context.sizes
     return context.row(
-        VARIANT, "relative_difference", difference, dtype="fp32",
-        params={"model": found.model, "what": "training loss", "ranks": world().size, "steps": sizes["steps"],
-                "batch_size": sizes["batch_size"]},
-        check=f"losses of one device, step by step; {SCATTER_FP32}", check_error=difference, check_tolerance=TOLERANCE,
+        VARIANT,
+        "relative_difference",
+        difference,
+        dtype="fp32",
+        params={
+            "model": found.model,
+            "what": "training loss",
+            "ranks": world().size,
+            "steps": sizes["steps"],
+            "batch_size": sizes["batch_size"],
+        },
+        check=f"losses of one device, step by step; {SCATTER_FP32}",
+        check_error=difference,
+        check_tolerance=TOLERANCE,
         data_source=found.rows.source,
-    )  # fmt: skip
+    )
 
 
 def _speed_rows(context: Context, report: Report) -> tuple[list[Row], pd.DataFrame]:
@@ -206,14 +256,19 @@ def _speed_rows(context: Context, report: Report) -> tuple[list[Row], pd.DataFra
     engine.train_step(batch)
     with PeakMemoryRegion(engine.device) as region:
         timing = time_function(
-            lambda: engine.train_step(batch), engine.device, cold=False, time_limit_s=sizes["steady_time_limit_s"],
+            lambda: engine.train_step(batch),
+            engine.device,
+            cold=False,
+            time_limit_s=sizes["steady_time_limit_s"],
             clock=RanksClock(here, lambda: None, lambda what: None),
-        )  # fmt: skip
+        )
     peak = region.peak
     if peak.metric == "peak_memory_gib":
         part = state_bytes(shape, LORA, precision.dtype) / here.size / GIB
-        bound = {"limit": part * (1 - SHARE_TOLERANCE),
-                 "limit_source": f"a rank's part of weights, gradients and moments, less {SHARE_TOLERANCE:.0%}"}  # fmt: skip
+        bound = {
+            "limit": part * (1 - SHARE_TOLERANCE),
+            "limit_source": f"a rank's part of weights, gradients and moments, less {SHARE_TOLERANCE:.0%}",
+        }
     else:
         bound = {"limit_source": "no limit: the whole process, interpreter and libraries included", "value_reason": peak.reason}
     rows = [context.row(VARIANT, peak.metric, peak.gib, rank=here.rank, params=about, **bound, **shared)]
@@ -227,15 +282,29 @@ def _rate_rows(context: Context, timing, work: Work, shape: LlamaShape, about: d
     floor, source = flops_floor(context.device, shared["dtype"], least_flops(shape, LORA, work) * work.tokens / ranks)
     step = timing.estimate
     rows = [
-        context.row(VARIANT, "step_time_s", step.value, limit=floor, limit_source=source, params=about, **shared,
-                    **timed_columns(step, timing))
-    ]  # fmt: skip
+        context.row(
+            VARIANT,
+            "step_time_s",
+            step.value,
+            limit=floor,
+            limit_source=source,
+            params=about,
+            **shared,
+            **timed_columns(step, timing),
+        )
+    ]
     for what, count in (("prompt and completion", work.tokens), ("completion", work.completion_tokens)):
         rate = step.map(lambda seconds, count=count: count / seconds)
         rows.append(
             context.row(
-                VARIANT, "tokens_per_s", rate.value, limit=None if floor is None else count / floor, limit_source=source,
-                params=about | {"tokens": what, "batch": count}, **shared, **timed_columns(rate, timing),
+                VARIANT,
+                "tokens_per_s",
+                rate.value,
+                limit=None if floor is None else count / floor,
+                limit_source=source,
+                params=about | {"tokens": what, "batch": count},
+                **shared,
+                **timed_columns(rate, timing),
             )
-        )  # fmt: skip
+        )
     return rows

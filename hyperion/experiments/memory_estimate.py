@@ -35,13 +35,10 @@ def forecast(context: Context) -> list[Forecast]:
     work = workload(question["kind"], question | {"batch_size": 1})
     basis = f"the estimator: the largest batch whose peak is at most {question['memory_gib']:g} GiB less a margin"
     batch = _largest(context.device, question)
-    lines += _cell_forecasts(context.device, question | {"batch_size": batch}, {"memory_gib": question["memory_gib"]})[
-        :1
-    ]
+    lines += _cell_forecasts(context.device, question | {"batch_size": batch}, {"memory_gib": question["memory_gib"]})[:1]
     asked = Forecast(
-        variant=work.name, metric="count", estimate=batch, basis=basis, dtype=question["dtype"],
-        params=_question_params(question),
-    )  # fmt: skip
+        variant=work.name, metric="count", estimate=batch, basis=basis, dtype=question["dtype"], params=_question_params(question)
+    )
     return [*lines, asked]
 
 
@@ -110,9 +107,7 @@ def _cell_forecasts(device: Device, cell: dict, more: dict | None = None) -> lis
     basis = "the estimator: this very step on tensors that have shapes and no memory"
     params = _params(work, cell) | (more or {})
     return [line(metric="peak_memory_gib", estimate=estimate.peak_bytes / GIB, basis=basis, params=params)] + [
-        line(
-            metric="tensor_memory_gib", estimate=estimate.parts[part] / GIB, basis=basis, params=params | {"part": part}
-        )
+        line(metric="tensor_memory_gib", estimate=estimate.parts[part] / GIB, basis=basis, params=params | {"part": part})
         for part in PARTS
     ]
 
@@ -136,8 +131,4 @@ def _params(work: Workload, cell: dict) -> dict:
 
 
 def _question_params(question: dict) -> dict:
-    return {
-        "what": LARGEST_BATCH,
-        "memory_gib": question["memory_gib"],
-        "checkpointing": question.get("checkpointing", NONE),
-    }
+    return {"what": LARGEST_BATCH, "memory_gib": question["memory_gib"], "checkpointing": question.get("checkpointing", NONE)}

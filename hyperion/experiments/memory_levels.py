@@ -17,9 +17,7 @@ _BEYOND_CACHE = 20
 
 def forecast(context: Context) -> list[Forecast]:
     """The datasheet's bandwidth for working sets that only device memory holds, the largest first; None for caches."""
-    return [
-        _forecast(context, operation, size) for size in sorted(_sizes(context), reverse=True) for operation in SWEEPS
-    ]
+    return [_forecast(context, operation, size) for size in sorted(_sizes(context), reverse=True) for operation in SWEEPS]
 
 
 def run(context: Context, report) -> Result:
@@ -30,9 +28,13 @@ def run(context: Context, report) -> Result:
         report(done, len(SWEEPS), operation)
         try:
             points = measure_cache_sweep(
-                operation, context.device, dtype=context.sizes["dtype"], sizes=_sizes(context), seed=context.seed,
+                operation,
+                context.device,
+                dtype=context.sizes["dtype"],
+                sizes=_sizes(context),
+                seed=context.seed,
                 time_limit_s=context.sizes["time_limit_s"],
-            )  # fmt: skip
+            )
         except torch.OutOfMemoryError as error:
             rows.append(_absent(context, operation, out_of_memory_reason(error)))
             continue
@@ -64,9 +66,14 @@ def point_row(context: Context, variant: str, point: CachePoint, **columns) -> R
     rate = point.bandwidth_gb_s
     params = copy_params(point.working_set_bytes) | {"level": point.level, "timed": how_timed(point, context.device)}
     return context.row(
-        variant, "bandwidth_gb_s", rate.value, dtype=point.dtype, params=params, **columns,
+        variant,
+        "bandwidth_gb_s",
+        rate.value,
+        dtype=point.dtype,
+        params=params,
+        **columns,
         **timed_columns(rate, point.timing, point.verification),
-    )  # fmt: skip
+    )
 
 
 def _sizes(context: Context) -> list[int]:
@@ -84,9 +91,13 @@ def _sizes(context: Context) -> list[int]:
 def _forecast(context: Context, operation: str, size: int) -> Forecast:
     limit, source = _limit(context.device, size)
     return Forecast(
-        variant=operation, metric="bandwidth_gb_s", estimate=limit, basis=source, dtype=context.sizes["dtype"],
+        variant=operation,
+        metric="bandwidth_gb_s",
+        estimate=limit,
+        basis=source,
+        dtype=context.sizes["dtype"],
         params=copy_params(size),
-    )  # fmt: skip
+    )
 
 
 def _limit(device: Device, working_set: int) -> tuple[float | None, str]:
@@ -117,6 +128,4 @@ def _capacity_row(context: Context, capacity) -> Row:
 
 def _absent(context: Context, operation: str, reason: str) -> Row:
     params = copy_params(_sizes(context)[-1])
-    return context.row(
-        operation, "bandwidth_gb_s", None, dtype=context.sizes["dtype"], params=params, value_reason=reason
-    )
+    return context.row(operation, "bandwidth_gb_s", None, dtype=context.sizes["dtype"], params=params, value_reason=reason)

@@ -34,10 +34,9 @@ def forecast(context: Context) -> list[Forecast]:
             params = {"batch": work.items, "phase": "after forward", "part": "activations"}
             lines.append(
                 Forecast(
-                    variant=work.name, metric="allocated_memory_gib", estimate=kept / GIB, basis=basis, dtype=dtype,
-                    params=params,
+                    variant=work.name, metric="allocated_memory_gib", estimate=kept / GIB, basis=basis, dtype=dtype, params=params
                 )
-            )  # fmt: skip
+            )
     return lines
 
 
@@ -58,9 +57,7 @@ def profile_step(context: Context, report, kind: str, dtype: str) -> Result:
         moments = memory_by_phase(work.engine(dtype, context.device, context.seed), batch)
     except torch.OutOfMemoryError as error:
         shared |= {"params": {"batch": work.items, "phase": PHASES[1], "part": "all tensors"}}
-        absent = context.row(
-            work.name, "allocated_memory_gib", None, value_reason=out_of_memory_reason(error), **shared
-        )
+        absent = context.row(work.name, "allocated_memory_gib", None, value_reason=out_of_memory_reason(error), **shared)
         return Result([absent], pd.DataFrame())
     rows = [row for moment in moments for row in _rows(context, work, moment, moments[0], shared)]
     return Result(rows, pd.DataFrame())
@@ -138,15 +135,17 @@ def _rows(context: Context, work: Workload, moment: Moment, first: Moment, share
     params = {"batch": work.items, "phase": moment.phase}
     row = partial(context.row, work.name, **shared)
     error = abs(sum(moment.parts.values()) / moment.tensors - 1)
-    rows = [
-        row("allocated_memory_gib", size / GIB, params=params | {"part": part}) for part, size in moment.parts.items()
-    ]
+    rows = [row("allocated_memory_gib", size / GIB, params=params | {"part": part}) for part, size in moment.parts.items()]
     rows.append(
         row(
-            "allocated_memory_gib", moment.tensors / GIB, params=params | {"part": "all tensors"},
-            check="the parts add up to all tensors", check_error=error, check_tolerance=context.sizes["parts_tolerance"],
+            "allocated_memory_gib",
+            moment.tensors / GIB,
+            params=params | {"part": "all tensors"},
+            check="the parts add up to all tensors",
+            check_error=error,
+            check_tolerance=context.sizes["parts_tolerance"],
         )
-    )  # fmt: skip
+    )
     if moment is not first:
         rows.append(row("tensor_memory_gib", moment.peak / GIB, params=params))
     return rows + _allocator_rows(context, moment, first, params, row)
@@ -160,12 +159,15 @@ def _allocator_rows(context: Context, moment: Moment, first: Moment, params: dic
     grown, counted = told["requested"] - first.allocator["requested"], moment.tensors - first.tensors
     rows = [
         row(
-            "allocated_memory_gib", told["allocated"] / GIB, params=params | {"part": "allocator"},
-            check="the allocator grew as the tensors did", check_error=abs(grown - counted) / told["requested"],
+            "allocated_memory_gib",
+            told["allocated"] / GIB,
+            params=params | {"part": "allocator"},
+            check="the allocator grew as the tensors did",
+            check_error=abs(grown - counted) / told["requested"],
             check_tolerance=context.sizes["allocator_tolerance"],
         ),
         row("reserved_memory_gib", told["reserved"] / GIB, params=params),
-    ]  # fmt: skip
+    ]
     if moment is not first:
         limit_source = "no limit: the tensors' own peak of the same phase stands beside it"
         rows.append(row("peak_memory_gib", told["peak"] / GIB, params=params, limit_source=limit_source))

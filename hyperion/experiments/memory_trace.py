@@ -34,20 +34,22 @@ def forecast(context: Context) -> list[Forecast]:
     work, dtype = _workload(context)
     return [
         Forecast(
-            variant=work.name, metric="tensor_memory_gib", dtype=dtype, basis=_BASIS, params={"checkpointing": how},
+            variant=work.name,
+            metric="tensor_memory_gib",
+            dtype=dtype,
+            basis=_BASIS,
+            params={"checkpointing": how},
             estimate=foretold(work, dtype, policy(how), context.device).history.tensor_peak_bytes / GIB,
         )
         for how in context.sizes["policies"]
-    ]  # fmt: skip
+    ]
 
 
 def run(context: Context, report) -> Result:
     """A step under each policy; files of the first one's lie in the run's folder."""
     context.workspace.mkdir(parents=True, exist_ok=True)
     policies = context.sizes["policies"]
-    variants = [
-        {"checkpointing": how, "folder": "" if place else str(context.workspace)} for place, how in enumerate(policies)
-    ]
+    variants = [{"checkpointing": how, "folder": "" if place else str(context.workspace)} for place, how in enumerate(policies)]
     return merged(run_counted(context, report, "hyperion.experiments.memory_trace:look_inside", variants))
 
 
@@ -68,10 +70,7 @@ def look_inside(context: Context, report, checkpointing: str, folder: str) -> Re
     samples = curve(history).assign(variant=work.name, dtype=dtype, checkpointing=checkpointing)
     if not folder:
         return Result([row], samples)
-    names = [
-        _keep_history(engine, batch, device, history, Path(folder)),
-        _keep_trace(engine, batch, device, Path(folder)),
-    ]
+    names = [_keep_history(engine, batch, device, history, Path(folder)), _keep_trace(engine, batch, device, Path(folder))]
     rows = [row, *_kernel_rows(context, work, dtype, Path(folder) / TRACE)]
     for name in names:
         stored = (Path(folder) / name).stat().st_size / 1e9
@@ -84,8 +83,7 @@ def curve(history: MemoryHistory, points: int = _POINTS) -> pd.DataFrame:
     total, kinds = history.levels(), {kind: history.levels(kind) for kind in history.kinds()}
     stretch = -(-len(total) // points)
     chosen = [
-        max(range(first, min(first + stretch, len(total))), key=total.__getitem__)
-        for first in range(0, len(total), stretch)
+        max(range(first, min(first + stretch, len(total))), key=total.__getitem__) for first in range(0, len(total), stretch)
     ]
     return pd.DataFrame(
         {"event": event, "phase": history.phase_of(event), "kind": kind, "gib": levels[event] / GIB}
@@ -139,8 +137,11 @@ def _kernel_rows(context: Context, work: Workload, dtype: str, trace: Path) -> l
         kinds[name] = event.kind
     return [
         context.row(
-            work.name, "share", time / times.total(), dtype=dtype,
+            work.name,
+            "share",
+            time / times.total(),
+            dtype=dtype,
             params={"of": "time of all kernels", "what": name, "kind": kinds[name]},
         )
         for name, time in times.most_common(_TOP)
-    ]  # fmt: skip
+    ]

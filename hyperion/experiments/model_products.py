@@ -120,24 +120,35 @@ def _kernels(captured: CapturedGemms, timed: dict[Product, TimedProduct]) -> lis
     for (kind, products, m, n, k, dtype), same in alike.items():
         flops = sum(product.flops * captured.counts[product] for product in same)
         params = {
-            "kind": kind, "products": products, "m": m, "n": n, "k": k, "count": sum(captured.counts[p] for p in same),
-            "share": round(flops / captured.flops, 4), "intensity": round(same[0].intensity, 2), "cache": "cold",
-        }  # fmt: skip
+            "kind": kind,
+            "products": products,
+            "m": m,
+            "n": n,
+            "k": k,
+            "count": sum(captured.counts[p] for p in same),
+            "share": round(flops / captured.flops, 4),
+            "intensity": round(same[0].intensity, 2),
+            "cache": "cold",
+        }
         kernels.append(_Kernel(dtype, params, timed[same[0]]))
     return sorted(kernels, key=lambda kernel: -kernel.params["share"])
 
 
-def _taf_row(
-    context: Context, name: str, dtype: str, params: dict, rate: Estimate, timed: list[TimedProduct]
-) -> Row:
+def _taf_row(context: Context, name: str, dtype: str, params: dict, rate: Estimate, timed: list[TimedProduct]) -> Row:
     """The row; the device's state is that of the product timed longest, the check that of the least exact one."""
     limit, source = gemm_limit(context.device, dtype)
     longest = max(timed, key=lambda result: result.timing.estimate.value).timing
     worst = max((result.verification for result in timed), key=lambda check: check.error / (check.tolerance or 1.0))
     return context.row(
-        name, "taf_tflops", rate.value, dtype=dtype, params=params, limit=limit, limit_source=source,
+        name,
+        "taf_tflops",
+        rate.value,
+        dtype=dtype,
+        params=params,
+        limit=limit,
+        limit_source=source,
         **timed_columns(rate, longest, worst),
-    )  # fmt: skip
+    )
 
 
 def _absent(context: Context, name: str, dtype: str, reason: str) -> Row:

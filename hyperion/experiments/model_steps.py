@@ -13,15 +13,7 @@ import torch
 from hyperion.experiments.columns import gemm_limit, timed_columns
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.product_rows import maf_row
-from hyperion.experiments.reference_steps import (
-    GIB,
-    LEAST_MEMORY,
-    TrainingStep,
-    least_memory_gib,
-    step_params,
-    step_rows,
-    timed,
-)
+from hyperion.experiments.reference_steps import GIB, LEAST_MEMORY, TrainingStep, least_memory_gib, step_params, step_rows, timed
 from hyperion.experiments.step_forecasts import forecast_reference_step
 from hyperion.experiments.step_variants import EAGER, Cell, StepVariant, cells_of
 from hyperion.experiments.twins import agreements, train_twins, twin_format
@@ -108,15 +100,16 @@ class _Bench:
         rows, frame = step_rows(context, model, batch, variant.dtype, timing, learned, **variant.params)
         self.frames.append(frame)
         self.rows += [
-            _count_row(context, cell, parameter_count(step.module)), *rows, mfu_of_maf(context, cell, timing),
+            _count_row(context, cell, parameter_count(step.module)),
+            *rows,
+            mfu_of_maf(context, cell, timing),
             _memory_row(context, cell, region.peak, left_gib),
-        ]  # fmt: skip
+        ]
         if variant.compiled:
             self.rows.append(_row(context, cell, "compile_time_s", compiling_s, blocks=len(model.layout().blocks)))
             twins = train_twins(
-                twin_format(variant.dtype), context.seed,
-                lambda: self._losses_after(self._step(cell, _eager(variant))).tolist(),
-            )  # fmt: skip
+                twin_format(variant.dtype), context.seed, lambda: self._losses_after(self._step(cell, _eager(variant))).tolist()
+            )
             self.frames.append(twins.assign(variant=model.name))
             self.rows += parity_rows(context, cell, self._losses_after(step), eager, twins)
             torch._dynamo.reset()  # what was compiled refers to the model
@@ -182,10 +175,11 @@ def mfu_of_maf(context: Context, cell: Cell, timing: StepTiming) -> Row:
     size = " x ".join(str(maf.params[side]) for side in "mnk")  # it may be another one in the next run: no part of the key
     columns = timed_columns(rate, timing.whole) | {
         # Both ends at once: the interval holds the ratio at least as often as the two hold their own values.
-        "ci_low": rate.ci_low / maf.ci_high, "ci_high": rate.ci_high / maf.ci_low,
+        "ci_low": rate.ci_low / maf.ci_high,
+        "ci_high": rate.ci_high / maf.ci_low,
         "limit": None if peak is None else peak / maf.value,
         "limit_source": f"{source}; over the fastest product, {maf.value:.4g} TFLOPS at {size}",
-    }  # fmt: skip
+    }
     return _row(context, cell, "mfu_maf", rate.value / maf.value, columns=columns, maf=maf.experiment)
 
 
@@ -203,11 +197,15 @@ def parity_rows(context: Context, cell: Cell, losses: np.ndarray, eager: np.ndar
     may: as far as eager trainings lie apart that round differently."""
     return [
         _row(
-            context, cell, "relative_difference", agreement.difference,
-            columns={
-                "check": agreement.check, "check_error": agreement.difference, "check_tolerance": agreement.tolerance,
-            },
-            of="training_loss", **{"from": EAGER}, steps=len(losses), **agreement.params,
+            context,
+            cell,
+            "relative_difference",
+            agreement.difference,
+            columns={"check": agreement.check, "check_error": agreement.difference, "check_tolerance": agreement.tolerance},
+            of="training_loss",
+            **{"from": EAGER},
+            steps=len(losses),
+            **agreement.params,
         )
         for agreement in agreements(losses, eager, twins)
-    ]  # fmt: skip
+    ]

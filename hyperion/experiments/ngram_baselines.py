@@ -25,11 +25,7 @@ def forecast(context: Context) -> list[Forecast]:
         total = math.fsum(weights)
         estimate = math.exp(-math.fsum(w / total * math.log(w / total) for w in weights))
         basis = f"entropy of Zipf's law with exponent 1 over {vocabulary} tokens"
-    return [
-        Forecast(
-            variant="unigram", metric="perplexity_token", estimate=estimate, basis=basis, params={"split": "valid"}
-        )
-    ]
+    return [Forecast(variant="unigram", metric="perplexity_token", estimate=estimate, basis=basis, params={"split": "valid"})]
 
 
 def run(context: Context, report) -> Result:
@@ -46,12 +42,8 @@ def run(context: Context, report) -> Result:
         ]
         floor = text_floor(corpus, split)
         for baseline in baselines:
-            counted = Scored.of(
-                corpus, prepared, split, baseline.total_nll_nats, baseline.tokens, baseline.standard_error_nats
-            )
-            rows += perplexity_rows(
-                context, _VARIANTS[baseline.name], "", {"split": split}, counted, floor, corpus.source
-            )
+            counted = Scored.of(corpus, prepared, split, baseline.total_nll_nats, baseline.tokens, baseline.standard_error_nats)
+            rows += perplexity_rows(context, _VARIANTS[baseline.name], "", {"split": split}, counted, floor, corpus.source)
     columns = [{"variant": r.variant, "split": r.params["split"], "metric": r.metric, "value": r.value} for r in rows]
     return Result(rows, pd.DataFrame(columns), corpus.source)
 

@@ -15,16 +15,7 @@ import torch
 from hyperion.experiments.columns import out_of_memory_reason, sample_frame, timed_columns
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.product_rows import absent_product, product_row, roofline_tflops
-from hyperion.measure import (
-    DISTRIBUTIONS,
-    Gemm,
-    Timing,
-    energy_of,
-    format_of,
-    matmul_precision,
-    time_function,
-    time_interleaved,
-)
+from hyperion.measure import DISTRIBUTIONS, Gemm, Timing, energy_of, format_of, matmul_precision, time_function, time_interleaved
 from hyperion.measure.operands import ACTIVATIONS
 from hyperion.measure.timing import MINIMUM_SAMPLES, device_clock
 from hyperion.models import TransformerLM, named_config
@@ -168,9 +159,14 @@ def _ratio_rows(context: Context, name: str, timings: dict[str, dict[str, Timing
         for data in (data for data in series if data != USUAL):
             ratio = estimate(series[data].samples_s, series[USUAL].samples_s)
             yield context.row(
-                data, _RATIO[timed], ratio.value, dtype=name, params=_ratio_params(context, timed),
-                limit_source=_NO_LIMIT[timed], **timed_columns(ratio, series[data]),
-            )  # fmt: skip
+                data,
+                _RATIO[timed],
+                ratio.value,
+                dtype=name,
+                params=_ratio_params(context, timed),
+                limit_source=_NO_LIMIT[timed],
+                **timed_columns(ratio, series[data]),
+            )
 
 
 def _energy_rows(context: Context, products: dict[str, Gemm], timings: dict[str, dict[str, Timing]]) -> Iterable[Row]:
@@ -181,9 +177,14 @@ def _energy_rows(context: Context, products: dict[str, Gemm], timings: dict[str,
         if estimate is not None:
             columns, params = timed_columns(estimate, timing), params | {"power_of": energy.scope}
         yield context.row(
-            data, "energy_j_per_tflop", None if estimate is None else estimate.value, dtype=products[data].format.name,
-            params=params, value_reason=energy.reason, **columns,
-        )  # fmt: skip
+            data,
+            "energy_j_per_tflop",
+            None if estimate is None else estimate.value,
+            dtype=products[data].format.name,
+            params=params,
+            value_reason=energy.reason,
+            **columns,
+        )
 
 
 def _absent(context: Context, dtype: str, reason: str) -> list[Row]:

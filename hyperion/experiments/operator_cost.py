@@ -63,11 +63,14 @@ def _operators(context: Context) -> Result:
     for variant, metric, seconds, steps, told in (
         (PLAIN, "operator_time_s", cost.time_s, cost.layers, {"operators": cost.operators}),
         (
-            CONVOLUTION, "operator_time_s", cost.convolution_time_s, cost.convolving,
+            CONVOLUTION,
+            "operator_time_s",
+            cost.convolution_time_s,
+            cost.convolving,
             {"operators": cost.convolutions, "beside": cost.beside},
         ),
         (ONCE, "step_overhead_s", cost.once_s, (), {"operators": cost.layers[0].plain}),
-    ):  # fmt: skip
+    ):
         params = _clock() | told
         if steps:
             params["parts"] = steps[1].parts - steps[0].parts

@@ -55,10 +55,16 @@ class PairedLoops:
         """
         shared = {"batch": self.params["batch"], "what": "training loss", "of": OURS, "from": PLAIN, "steps": steps}
         return self.context.row(
-            self.work.name, "relative_difference", difference, dtype=self.dtype, params=shared | params,
-            data_source=self.source, check=f"{how}, same weights and batches", check_error=difference,
+            self.work.name,
+            "relative_difference",
+            difference,
+            dtype=self.dtype,
+            params=shared | params,
+            data_source=self.source,
+            check=f"{how}, same weights and batches",
+            check_error=difference,
             check_tolerance=tolerance,
-        )  # fmt: skip
+        )
 
     def curves_frame(self, curves: dict[str, np.ndarray]) -> pd.DataFrame:
         """The losses of both by step, kind "parity"."""
@@ -73,9 +79,7 @@ class PairedLoops:
 
     def first_steps(self, seconds: dict[str, float]) -> list[Row]:
         """Seconds that the first step of each loop took in which something was compiled or recorded."""
-        return [
-            self.context.row(self.work.name, "compile_time_s", took, **self.of(loop)) for loop, took in seconds.items()
-        ]
+        return [self.context.row(self.work.name, "compile_time_s", took, **self.of(loop)) for loop, took in seconds.items()]
 
     def speeds(self, timings: dict[str, Timing], how: dict) -> tuple[list[Row], pd.DataFrame]:
         """Time, throughput and MFU of both, the speed of ours over the plain one's, and the samples of their steps.
@@ -87,21 +91,14 @@ class PairedLoops:
         rows, frames, work = [], [], self.work
         for loop, timing in timings.items():
             shared = self.of(loop)
-            rows += speed_rows(
-                self.context, work.name, work.item, work.items, timing, work.flops, work.least_flops, shared
-            )
+            rows += speed_rows(self.context, work.name, work.item, work.items, timing, work.flops, work.least_flops, shared)
             frames.append(sample_frame(timing, work.name, self.dtype, shared["params"]))
         ratio = ratio_estimate(timings[OURS].samples_s, timings[PLAIN].samples_s)
         shared = self.of(OURS)
         shared["params"] |= {"over": PLAIN} | how
         rows.append(
             self.context.row(
-                work.name,
-                "speedup",
-                ratio.value,
-                limit_source=_NO_LIMIT,
-                **shared,
-                **timed_columns(ratio, timings[OURS]),
+                work.name, "speedup", ratio.value, limit_source=_NO_LIMIT, **shared, **timed_columns(ratio, timings[OURS])
             )
         )
         return rows, pd.concat(frames, ignore_index=True).assign(kind="step, loader included")

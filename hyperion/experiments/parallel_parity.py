@@ -24,10 +24,16 @@ def forecast(context: Context) -> list[Forecast]:
     steps = context.sizes["steps"]
     basis = f"{steps} steps, each of which rounds sums of another order once: {steps} x 2^-24, the unit of float32"
     return [
-        Forecast(variant=strategy, metric="relative_difference", estimate=steps * 2.0**-24, basis=basis, dtype="fp32",
-                 params=_params(context))
+        Forecast(
+            variant=strategy,
+            metric="relative_difference",
+            estimate=steps * 2.0**-24,
+            basis=basis,
+            dtype="fp32",
+            params=_params(context),
+        )
         for strategy in context.sizes["strategies"]
-    ]  # fmt: skip
+    ]
 
 
 def run(context: Context, report: Report) -> Result:
@@ -49,10 +55,17 @@ def steps_on_rank(context: Context, report: Report) -> Result:
 def _steps(context: Context, report: Report, strategy: str) -> Result:
     sizes = context.sizes
     recipe = Recipe(
-        task="language", model=sizes["model"], strategy=strategy, precision="fp32", batch_size=sizes["batch_size"],
-        sequence_length=sizes["sequence_length"], steps=sizes["steps"], learning_rate=sizes["learning_rate"],
-        weight_decay=0.1, evaluation_batches=0,
-    )  # fmt: skip
+        task="language",
+        model=sizes["model"],
+        strategy=strategy,
+        precision="fp32",
+        batch_size=sizes["batch_size"],
+        sequence_length=sizes["sequence_length"],
+        steps=sizes["steps"],
+        learning_rate=sizes["learning_rate"],
+        weight_decay=0.1,
+        evaluation_batches=0,
+    )
     training = set_up(context, recipe)
     losses = []
     for step in range(sizes["steps"]):
@@ -73,36 +86,58 @@ def _bytes_row(context: Context, strategy: str, training) -> Row:
     share = local_parameter_bytes(training.engine.model) / whole
     promised = 1 / strategy_ranks if strategy == "fsdp" else 1.0
     return context.row(
-        strategy, "share", share, dtype="fp32", rank=here.rank,
+        strategy,
+        "share",
+        share,
+        dtype="fp32",
+        rank=here.rank,
         params={"what": "parameter bytes held", "ranks": strategy_ranks, "bytes": whole},
-        check="share that the strategy promises", check_error=abs(share / promised - 1), check_tolerance=0.1,
+        check="share that the strategy promises",
+        check_error=abs(share / promised - 1),
+        check_tolerance=0.1,
         data_source=training.source,
-    )  # fmt: skip
+    )
 
 
 def replicas_row(context: Context, strategy: str, model: nn.Module, source: str) -> Row:
     """How many parameters of a model that each rank keeps whole differ between ranks, in any bit. Called by all ranks."""
     unequal, known = len(differing_parameters(model)), len(list(model.parameters()))
     return context.row(
-        strategy, "count", unequal, dtype="fp32",
+        strategy,
+        "count",
+        unequal,
+        dtype="fp32",
         params={"what": "parameters that differ between ranks", "parameters": known, "ranks": world().size},
-        check="bits of rank 0's parameters, on all ranks", check_error=unequal, check_tolerance=0, data_source=source,
-    )  # fmt: skip
+        check="bits of rank 0's parameters, on all ranks",
+        check_error=unequal,
+        check_tolerance=0,
+        data_source=source,
+    )
 
 
 def _parity_row(context: Context, curves: pd.DataFrame, strategy: str, source: str) -> Row:
     losses = {name: curve.sort_values("step")["loss"].to_numpy() for name, curve in curves.groupby("strategy")}
     difference = float(np.max(np.abs(losses[strategy] / losses["single"] - 1)))
     return context.row(
-        strategy, "relative_difference", difference, dtype="fp32", params=_params(context),
+        strategy,
+        "relative_difference",
+        difference,
+        dtype="fp32",
+        params=_params(context),
         check=f"losses of one device, step by step; {SCATTER_FP32}",
-        check_error=difference, check_tolerance=TOLERANCE, data_source=source,
-    )  # fmt: skip
+        check_error=difference,
+        check_tolerance=TOLERANCE,
+        data_source=source,
+    )
 
 
 def _params(context: Context) -> dict:
     sizes = context.sizes
     return {
-        "what": "training loss", "model": sizes["model"], "ranks": ranks_of(context), "steps": sizes["steps"],
-        "batch_size": sizes["batch_size"], "sequence_length": sizes["sequence_length"],
-    }  # fmt: skip
+        "what": "training loss",
+        "model": sizes["model"],
+        "ranks": ranks_of(context),
+        "steps": sizes["steps"],
+        "batch_size": sizes["batch_size"],
+        "sequence_length": sizes["sequence_length"],
+    }

@@ -59,16 +59,34 @@ def rungs(sizes: dict) -> list[Rung]:
     """The ladder, from the bottom."""
     plain = Rung(FIRST)
     again = replace(plain, name="again", why="the same operations in the same order")
-    parts = replace(plain, name="accumulated", micro_batches=sizes["micro_batches"], tolerance=1e-4, unit=2.0**-24,
-                    why="the same sums in another order, rounded to float32")  # fmt: skip
-    half = replace(parts, name="bf16", dtype="bf16", tolerance=3e-2, unit=2.0**-8,
-                   why="products of operands rounded to 8 bits")  # fmt: skip
-    kept = replace(half, name="checkpointed", checkpointing="every block", tolerance=0.0, unit=0.0,
-                   why="activations computed again by the same operations")  # fmt: skip
-    compiled = replace(kept, name="compiled", compiled=True, tolerance=1e-2, unit=2.0**-8,
-                       why="fused operations leave out the roundings between them")  # fmt: skip
-    resumed = replace(compiled, name="resumed", resumed=True, tolerance=0.0, unit=0.0,
-                      why="all that the next step depends on was saved")  # fmt: skip
+    parts = replace(
+        plain,
+        name="accumulated",
+        micro_batches=sizes["micro_batches"],
+        tolerance=1e-4,
+        unit=2.0**-24,
+        why="the same sums in another order, rounded to float32",
+    )
+    half = replace(parts, name="bf16", dtype="bf16", tolerance=3e-2, unit=2.0**-8, why="products of operands rounded to 8 bits")
+    kept = replace(
+        half,
+        name="checkpointed",
+        checkpointing="every block",
+        tolerance=0.0,
+        unit=0.0,
+        why="activations computed again by the same operations",
+    )
+    compiled = replace(
+        kept,
+        name="compiled",
+        compiled=True,
+        tolerance=1e-2,
+        unit=2.0**-8,
+        why="fused operations leave out the roundings between them",
+    )
+    resumed = replace(
+        compiled, name="resumed", resumed=True, tolerance=0.0, unit=0.0, why="all that the next step depends on was saved"
+    )
     return [plain, again, parts, half, kept, compiled, resumed]
 
 
@@ -82,11 +100,16 @@ def forecast(context: Context) -> list[Forecast]:
         return max(2.0**-24, rung.unit / tokens**0.5) if rung.unit else 0.0
 
     return [
-        Forecast(variant=rung.name, metric="relative_difference", estimate=moved(rung), dtype=rung.dtype,
-                 basis=f"{rung.why}: {f'{rung.unit:.2g} over the root of {tokens} tokens' if rung.unit else 'no difference'}",
-                 params=_params(context, rung))
+        Forecast(
+            variant=rung.name,
+            metric="relative_difference",
+            estimate=moved(rung),
+            dtype=rung.dtype,
+            basis=f"{rung.why}: {f'{rung.unit:.2g} over the root of {tokens} tokens' if rung.unit else 'no difference'}",
+            params=_params(context, rung),
+        )
         for rung in rungs(context.sizes)[1:]
-    ]  # fmt: skip
+    ]
 
 
 def run(context: Context, report: Report) -> Result:
@@ -131,11 +154,7 @@ def _losses(context: Context, rung: Rung, tokens: np.ndarray, number: int, repor
         seed_everything(seed, deterministic=context.device.kind != "cpu")
         torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=True)
         torch._dynamo.reset()  # what was compiled refers to the model of the rung before
-        engine, batches, told = (
-            _engine(context, rung, tokens),
-            _batches(context, tokens),
-            _told(report, rung, number, context),
-        )
+        engine, batches, told = (_engine(context, rung, tokens), _batches(context, tokens), _told(report, rung, number, context))
         # Where a block is compiled too often the compiler would quietly run it as it is.
         with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS, fail_on_recompile_limit_hit=True):
             return train(engine, batches, Plan(steps=until), folder=folder, report=told).losses
@@ -154,9 +173,7 @@ def _told(report: Report, rung: Rung, number: int, context: Context) -> Callable
 
 def _engine(context: Context, rung: Rung, tokens: np.ndarray) -> LanguageEngine:
     sizes, device = context.sizes, context.device
-    config = TransformerConfig(
-        int(tokens.max()) + 1, sizes["sequence_length"], sizes["width"], sizes["heads"], sizes["layers"]
-    )
+    config = TransformerConfig(int(tokens.max()) + 1, sizes["sequence_length"], sizes["width"], sizes["heads"], sizes["layers"])
     model = parallelize(TransformerLM(config), ParallelPlan(checkpointing=rung.checkpointing), world())
     if rung.compiled:
         for name in layout_of(model).blocks:
@@ -170,44 +187,43 @@ def _engine(context: Context, rung: Rung, tokens: np.ndarray) -> LanguageEngine:
 
 def _batches(context: Context, tokens: np.ndarray) -> LanguageBatches:
     sizes = context.sizes
-    return LanguageBatches(
-        tokens, sizes["sequence_length"], sizes["batch_size"], context.seed, context.device.torch_device
-    )
+    return LanguageBatches(tokens, sizes["sequence_length"], sizes["batch_size"], context.seed, context.device.torch_device)
 
 
 def _rows(context: Context, rung: Rung, curves: dict[str, list[float]], reason: str, source: str) -> list[Row]:
     """How far its losses are from those of the rung before, and from the first."""
     if reason:
-        return [context.row(rung.name, "relative_difference", None, dtype=rung.dtype, params=_params(context, rung),
-                            value_reason=reason)]  # fmt: skip
+        return [
+            context.row(
+                rung.name, "relative_difference", None, dtype=rung.dtype, params=_params(context, rung), value_reason=reason
+            )
+        ]
     before = list(curves)[-2]  # the last one that could be climbed
     exact = rung.tolerance == 0
     tolerance = _UNORDERED if exact and context.device.kind != "cpu" else rung.tolerance
     # From the first rung on all tolerances may have added up.
-    allowed = {
-        before: tolerance,
-        FIRST: sum(r.tolerance for r in rungs(context.sizes)) if before != FIRST else tolerance,
-    }
+    allowed = {before: tolerance, FIRST: sum(r.tolerance for r in rungs(context.sizes)) if before != FIRST else tolerance}
     rows = []
     for beside in dict.fromkeys((before, FIRST)):
         difference = float(np.max(np.abs(np.array(curves[rung.name]) / np.array(curves[beside]) - 1)))
         rows.append(
             context.row(
-                rung.name, "relative_difference", difference, dtype=rung.dtype,
+                rung.name,
+                "relative_difference",
+                difference,
+                dtype=rung.dtype,
                 params=_params(context, rung) if beside == before else _params(context, rung) | {"beside": beside},
-                n=context.sizes["steps"], check=f"losses of the rung {beside!r}, step by step; {SCATTER_BF16}",
-                check_error=difference, check_tolerance=allowed[beside], data_source=source,
+                n=context.sizes["steps"],
+                check=f"losses of the rung {beside!r}, step by step; {SCATTER_BF16}",
+                check_error=difference,
+                check_tolerance=allowed[beside],
+                data_source=source,
             )
-        )  # fmt: skip
+        )
     return rows
 
 
 def _params(context: Context, rung: Rung) -> dict:
     sizes = context.sizes
-    params = {
-        "what": "training loss",
-        "beside": "the rung before",
-        "steps": sizes["steps"],
-        "micro_batches": rung.micro_batches,
-    }
+    params = {"what": "training loss", "beside": "the rung before", "steps": sizes["steps"], "micro_batches": rung.micro_batches}
     return params | ({"compiler": sizes["compiler"]} if rung.compiled else {})

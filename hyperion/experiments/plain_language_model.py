@@ -35,8 +35,7 @@ class PlainBlock(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         B, T, D = x_BTD.shape
         q, k, v = (
-            part.view(B, T, self.heads, D // self.heads).transpose(1, 2)
-            for part in self.qkv(self.norm_1(x_BTD)).split(D, dim=2)
+            part.view(B, T, self.heads, D // self.heads).transpose(1, 2) for part in self.qkv(self.norm_1(x_BTD)).split(D, dim=2)
         )
         y_BNTH = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x_BTD = x_BTD + self.projection(y_BNTH.transpose(1, 2).contiguous().view(B, T, D))
@@ -80,9 +79,12 @@ def with_weights_of(source: TransformerLM) -> PlainTransformer:
     for block, theirs in zip(plain.blocks, source.blocks, strict=True):
         attention = theirs.attention
         pairs += [
-            (block.norm_1, theirs.attention_norm), (block.norm_2, theirs.mlp_norm), (block.projection, attention.output),
-            (block.up, theirs.mlp.up), (block.down, theirs.mlp.down),
-        ]  # fmt: skip
+            (block.norm_1, theirs.attention_norm),
+            (block.norm_2, theirs.mlp_norm),
+            (block.projection, attention.output),
+            (block.up, theirs.mlp.up),
+            (block.down, theirs.mlp.down),
+        ]
         for name in ("weight", "bias"):
             parts = [getattr(layer, name) for layer in (attention.query, attention.key, attention.value)]
             getattr(block.qkv, name).copy_(torch.cat(parts))
@@ -100,12 +102,7 @@ class PlainTraining:
     """
 
     def __init__(
-        self,
-        model: PlainTransformer,
-        schedule: Callable[[int], float],
-        precision: Precision,
-        device: Device,
-        compiled: bool,
+        self, model: PlainTransformer, schedule: Callable[[int], float], precision: Precision, device: Device, compiled: bool
     ):
         self.model, self.schedule, self.precision, self.device = model.train(), schedule, precision, device
         self.forward = torch.compile(model) if compiled else model

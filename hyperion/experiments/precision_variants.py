@@ -88,10 +88,14 @@ def train_variant(context: Context, report, kind: str, file: str, source: str, d
         row("training_loss", sum(last) / len(last), steps=steps, limit_source="no limit: it can be learnt by heart"),
         row("tensor_memory_gib", counted / GIB, phase="whole step"),
         row(
-            region.peak.metric, region.peak.gib, value_reason=region.peak.reason, steps=steps,
-            limit=work.standing_bytes / GIB, limit_source=f"weights and {work.moments} moments of each in float32",
+            region.peak.metric,
+            region.peak.gib,
+            value_reason=region.peak.reason,
+            steps=steps,
+            limit=work.standing_bytes / GIB,
+            limit_source=f"weights and {work.moments} moments of each in float32",
         ),
-    ]  # fmt: skip
+    ]
     if dtype == "fp16":
         rows.append(row("count", engine.scaler.skipped_steps, what="skipped steps", steps=steps))
         rows.append(row("loss_scale", engine.scaler.scale, steps=steps))
@@ -125,13 +129,29 @@ def tensor_bytes_of_a_step(engine: TorchEngine, batch: Batch) -> int:
 
 
 def _row(
-    context: Context, work: Workload, dtype: str, source: str, metric: str, value: float | None, *,
-    value_reason: str = "", limit: float | None = None, limit_source: str = "", **params,
-) -> Row:  # fmt: skip
+    context: Context,
+    work: Workload,
+    dtype: str,
+    source: str,
+    metric: str,
+    value: float | None,
+    *,
+    value_reason: str = "",
+    limit: float | None = None,
+    limit_source: str = "",
+    **params,
+) -> Row:
     return context.row(
-        work.name, metric, value, dtype=dtype, params={"batch": work.items} | params, value_reason=value_reason,
-        limit=limit, limit_source=limit_source, data_source=source,
-    )  # fmt: skip
+        work.name,
+        metric,
+        value,
+        dtype=dtype,
+        params={"batch": work.items} | params,
+        value_reason=value_reason,
+        limit=limit,
+        limit_source=limit_source,
+        data_source=source,
+    )
 
 
 def _unsupported(device: Device, dtype: str) -> str:
@@ -203,6 +223,4 @@ def _memory_forecast(context: Context, work: Workload, dtype: str) -> Forecast:
         f"{(peak - standing) / GIB:.3g} GiB of activations and gradients at the fullest moment"
     )
     params = {"batch": work.items, "phase": "whole step"}
-    return Forecast(
-        variant=work.name, metric="tensor_memory_gib", estimate=peak / GIB, basis=basis, dtype=dtype, params=params
-    )
+    return Forecast(variant=work.name, metric="tensor_memory_gib", estimate=peak / GIB, basis=basis, dtype=dtype, params=params)

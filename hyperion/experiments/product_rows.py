@@ -18,18 +18,30 @@ def roofline_tflops(device: Device, dtype: str, m: int, n: int, k: int) -> tuple
 
 
 def product_row(
-    context: Context, variant: str, dtype: str, params: dict, rate: Estimate, timing: Timing, verification: Verification,
+    context: Context,
+    variant: str,
+    dtype: str,
+    params: dict,
+    rate: Estimate,
+    timing: Timing,
+    verification: Verification,
     backend: str,
-) -> Row:  # fmt: skip
+) -> Row:
     """The rate of a product (TFLOPS) below the peak of its format; one whose output is wrong has no rate."""
     wrong = wrong_product(dtype, verification)
     if wrong:
         return absent_product(context, variant, dtype, params, wrong)
     limit, source = gemm_limit(context.device, dtype)
     return context.row(
-        variant, "gemm_tflops", rate.value, dtype=dtype, params=params, limit=limit, limit_source=f"{source}; by {backend}",
+        variant,
+        "gemm_tflops",
+        rate.value,
+        dtype=dtype,
+        params=params,
+        limit=limit,
+        limit_source=f"{source}; by {backend}",
         **timed_columns(rate, timing, verification),
-    )  # fmt: skip
+    )
 
 
 def absent_product(context: Context, variant: str, dtype: str, params: dict, reason: str) -> Row:

@@ -96,8 +96,9 @@ def language_products(config: TransformerConfig, batch: int, compiled: bool) -> 
     layers = [*projections, (D, D, L), (D, 4 * D, L), (4 * D, D, L), (D, classes, 1)]
     found = [
         ProductAlone("products", f"{given} to {made}, {way}", count, partial(_linear, M, given, made, way))
-        for given, made, count in layers for way in ("forward", "of input", "of weight")
-    ]  # fmt: skip
+        for given, made, count in layers
+        for way in ("forward", "of input", "of weight")
+    ]
     shape = batch, config.context, config.heads, config.head_width
     return found + [
         ProductAlone("attention", f"attention, {way}", L, partial(_attention, shape, way)) for way in ("forward", "backward")
@@ -115,8 +116,10 @@ def image_products(width: int, batch: int) -> list[ProductAlone]:
         sizes.append((channels_out, channels_out, 3, 1, side))
     found = [
         ProductAlone("convolutions", _named(*size, way), sizes.count(size), partial(_convolution, batch, *size, way))
-        for size in dict.fromkeys(sizes) for way in ("forward", "of input", "of weight") if way != "of input" or size[0] != 3
-    ]  # fmt: skip
+        for size in dict.fromkeys(sizes)
+        for way in ("forward", "of input", "of weight")
+        if way != "of input" or size[0] != 3
+    ]
     ways = ("forward", "of input", "of weight")
     return found + [
         ProductAlone("classifier", f"classifier, {way}", 1, partial(_linear, batch, 8 * width, CLASSES, way)) for way in ways
@@ -135,9 +138,7 @@ def products_of(work: Workload, compiled: bool) -> list[ProductAlone]:
     return language_products(work.config, work.items // work.config.context, compiled)
 
 
-def time_alone(
-    products: list[ProductAlone], precision: Precision, device: Device, time_limit_s: float
-) -> ProductsAlone:
+def time_alone(products: list[ProductAlone], precision: Precision, device: Device, time_limit_s: float) -> ProductsAlone:
     """Time each product by itself. Caches are left as the call before left them: most operands are larger than any, and in a
     step too the kernel before has just written what a small product reads.
 
@@ -203,13 +204,18 @@ def _attention(shape: tuple[int, int, int, int], way: str, dtype: torch.dtype, d
 
 
 def _convolution(
-    batch: int, channels_in: int, channels_out: int, kernel: int, stride: int, side: int, way: str, dtype: torch.dtype,
+    batch: int,
+    channels_in: int,
+    channels_out: int,
+    kernel: int,
+    stride: int,
+    side: int,
+    way: str,
+    dtype: torch.dtype,
     device: torch.device,
-) -> Call:  # fmt: skip
+) -> Call:
     sizes = (batch, channels_in, side, side), (channels_out, channels_in, kernel, kernel)
-    x_BCYX, weight = (
-        torch.randn(size, dtype=dtype, device=device).to(memory_format=torch.channels_last) for size in sizes
-    )
+    x_BCYX, weight = (torch.randn(size, dtype=dtype, device=device).to(memory_format=torch.channels_last) for size in sizes)
     padding = kernel // 2
     if way == "forward":
         return lambda: F.conv2d(x_BCYX, weight, stride=stride, padding=padding)

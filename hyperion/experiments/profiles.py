@@ -28,11 +28,7 @@ class Profile:
 
     def settings(self, notebook: str) -> dict:
         """All of the profile that a notebook's rows depend on: its experiments' sizes and how synthetic data are made."""
-        return {
-            "sizes": self.sections.get(notebook, {}),
-            "synthetic": self.synthetic,
-            "allow_synthetic": self.allow_synthetic,
-        }
+        return {"sizes": self.sections.get(notebook, {}), "synthetic": self.synthetic, "allow_synthetic": self.allow_synthetic}
 
     def sizes(self, notebook: str, experiment: str) -> dict:
         """What the profile says of an experiment.
@@ -62,9 +58,7 @@ def load_profile(name: str) -> Profile:
         HyperionError: no such profile; the message lists them.
     """
     if name not in profile_names():
-        raise HyperionError(
-            f"unknown profile {name!r}", next_step=f"use PROFILE={' or PROFILE='.join(profile_names())}"
-        )
+        raise HyperionError(f"unknown profile {name!r}", next_step=f"use PROFILE={' or PROFILE='.join(profile_names())}")
     if name == REPLAY:
         return Profile(REPLAY, allow_synthetic=True, synthetic={}, sections={})
     sections = tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))

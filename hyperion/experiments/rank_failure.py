@@ -45,18 +45,38 @@ def run(context: Context, report: Report) -> Result:
     difference = float(np.max(np.abs(found / expected - 1)))
     source = again.source
     rows = [
-        context.row("ddp", "detection_time_s", seconds, dtype="fp32", limit_source="no limit: it should be short",
-                    params=_killing(ranks, told.rank, told.signal),
-                    check="rank and signal named, within a minute",
-                    check_error=seconds if (told.rank, told.signal) == (ranks - 1, "SIGKILL") else 10 * SOON_S,
-                    check_tolerance=SOON_S),
-        context.row("ddp", "count", left, params={"what": "processes left behind", "ranks": ranks},
-                    check="none", check_error=left, check_tolerance=0),
-        context.row("ddp", "relative_difference", difference, dtype="fp32",
-                    params={"what": "losses after the kill", "ranks": ranks, "steps": len(found)},
-                    check=f"losses of the undisturbed run; {SCATTER_FP32}", check_error=difference, check_tolerance=1e-5,
-                    data_source=source),
-    ]  # fmt: skip
+        context.row(
+            "ddp",
+            "detection_time_s",
+            seconds,
+            dtype="fp32",
+            limit_source="no limit: it should be short",
+            params=_killing(ranks, told.rank, told.signal),
+            check="rank and signal named, within a minute",
+            check_error=seconds if (told.rank, told.signal) == (ranks - 1, "SIGKILL") else 10 * SOON_S,
+            check_tolerance=SOON_S,
+        ),
+        context.row(
+            "ddp",
+            "count",
+            left,
+            params={"what": "processes left behind", "ranks": ranks},
+            check="none",
+            check_error=left,
+            check_tolerance=0,
+        ),
+        context.row(
+            "ddp",
+            "relative_difference",
+            difference,
+            dtype="fp32",
+            params={"what": "losses after the kill", "ranks": ranks, "steps": len(found)},
+            check=f"losses of the undisturbed run; {SCATTER_FP32}",
+            check_error=difference,
+            check_tolerance=1e-5,
+            data_source=source,
+        ),
+    ]
     return Result(rows, again.samples, source)
 
 
@@ -140,10 +160,18 @@ def train_on_rank(context: Context, report: Report, folder: str, kill_after: int
     """Train under DDP with checkpoints; with `kill_after`, the last rank dies before its next batch after so many."""
     sizes, here = context.sizes, world()
     recipe = Recipe(
-        task="language", model=sizes["model"], strategy="ddp", precision="fp32", batch_size=sizes["batch_size"],
-        sequence_length=sizes["sequence_length"], steps=sizes["steps"], learning_rate=sizes["learning_rate"],
-        weight_decay=0.1, evaluation_batches=0, checkpoint_every=sizes["checkpoint_every"],
-    )  # fmt: skip
+        task="language",
+        model=sizes["model"],
+        strategy="ddp",
+        precision="fp32",
+        batch_size=sizes["batch_size"],
+        sequence_length=sizes["sequence_length"],
+        steps=sizes["steps"],
+        learning_rate=sizes["learning_rate"],
+        weight_decay=0.1,
+        evaluation_batches=0,
+        checkpoint_every=sizes["checkpoint_every"],
+    )
     if kill_after is not None:
         (context.workspace / f"pid-{here.rank}").write_text(str(os.getpid()))
     training = set_up(context, recipe)

@@ -50,9 +50,7 @@ class Recipe:
 
     def __post_init__(self):
         if self.task not in TASKS:
-            raise HyperionError(
-                f"no task is named {self.task!r}", where="Recipe", next_step=f"use one of {', '.join(TASKS)}"
-            )
+            raise HyperionError(f"no task is named {self.task!r}", where="Recipe", next_step=f"use one of {', '.join(TASKS)}")
 
     @property
     def name(self) -> str:

@@ -62,24 +62,37 @@ def _language(context: Context, recipe: Recipe) -> Training:
     here, device = _sharers(recipe), context.device
     corpus, tokenizer, prepared = rank_zero_first(lambda: datasets.text(context))
     batches = LanguageBatches(
-        prepared.tokens["train"], recipe.sequence_length, recipe.batch_size, context.seed, device.torch_device,
-        rank=here.rank, ranks=here.size,
-    )  # fmt: skip
+        prepared.tokens["train"],
+        recipe.sequence_length,
+        recipe.batch_size,
+        context.seed,
+        device.torch_device,
+        rank=here.rank,
+        ranks=here.size,
+    )
     config = named_config(recipe.model, vocab_size=tokenizer.vocab_size, context=recipe.sequence_length)
     precision = choose_precision(device, recipe.precision)
     with torch.device(device.torch_device):  # weights are drawn where they stay
         model = TransformerLM(config)
     model = parallelize(model, _plan(recipe, precision), here)
     engine = LanguageEngine(
-        model, adamw(model, recipe.learning_rate, recipe.weight_decay), _schedule(recipe, len(batches)), precision, device,
+        model,
+        adamw(model, recipe.learning_rate, recipe.weight_decay),
+        _schedule(recipe, len(batches)),
+        precision,
+        device,
         world=here,
-    )  # fmt: skip
+    )
 
     def validation() -> Iterable:
         windows = evaluation_windows(
-            prepared.tokens["valid"], recipe.sequence_length, recipe.sequence_length, tokenizer.eos_id,
-            recipe.batch_size // here.size, device.torch_device,
-        )  # fmt: skip
+            prepared.tokens["valid"],
+            recipe.sequence_length,
+            recipe.sequence_length,
+            tokenizer.eos_id,
+            recipe.batch_size // here.size,
+            device.torch_device,
+        )
         return _first(windows, recipe.evaluation_batches)
 
     return Training(engine, batches, None if recipe.evaluation_batches == 0 else validation, corpus.source)
@@ -94,9 +107,16 @@ def _images(context: Context, recipe: Recipe) -> Training:
     images, labels = arrays["train_images"][:used], arrays["train_labels"][:used]
     normalisation = channel_statistics(images)
     batches = ImageBatches(
-        images, labels, recipe.batch_size, normalisation, seed=context.seed, device=device.torch_device,
-        augment=image_set.augmentations, rank=here.rank, ranks=here.size,
-    )  # fmt: skip
+        images,
+        labels,
+        recipe.batch_size,
+        normalisation,
+        seed=context.seed,
+        device=device.torch_device,
+        augment=image_set.augmentations,
+        rank=here.rank,
+        ranks=here.size,
+    )
     model, precision = resnet18(CLASSES, recipe.width), choose_precision(device, recipe.precision)
     model = model.to(device.torch_device)
     model = parallelize(model, _plan(recipe, precision), here)
@@ -105,9 +125,14 @@ def _images(context: Context, recipe: Recipe) -> Training:
 
     def scored(split: str, first: int) -> Iterable:
         batches = ImageBatches(
-            arrays[f"{split}_images"][first:], arrays[f"{split}_labels"][first:], recipe.batch_size // here.size,
-            normalisation, device=device.torch_device, shuffle=False, drop_last=False,
-        )  # fmt: skip
+            arrays[f"{split}_images"][first:],
+            arrays[f"{split}_labels"][first:],
+            recipe.batch_size // here.size,
+            normalisation,
+            device=device.torch_device,
+            shuffle=False,
+            drop_last=False,
+        )
         return _first(batches, recipe.evaluation_batches)
 
     if recipe.evaluation_batches == 0:

@@ -41,10 +41,17 @@ def forecast(context: Context) -> list[Forecast]:
     }
     struck = {fault.kind for fault in draw(context.seed, context.sizes["trials"])}
     return [
-        Forecast(variant=kind, metric="steps_lost", estimate=0 if kind == "SIGTERM" else MOST_LOST[kind], basis=basis[kind],
-                 dtype="fp32", params=_params(context, kind))
-        for kind in basis if kind in struck
-    ]  # fmt: skip
+        Forecast(
+            variant=kind,
+            metric="steps_lost",
+            estimate=0 if kind == "SIGTERM" else MOST_LOST[kind],
+            basis=basis[kind],
+            dtype="fp32",
+            params=_params(context, kind),
+        )
+        for kind in basis
+        if kind in struck
+    ]
 
 
 def run(context: Context, report: Report) -> Result:
@@ -116,9 +123,17 @@ def _trial(context: Context, whole: dict, number: int, fault: Fault) -> dict:
     resumed_at = again.get("resumed_at", 0)
     shutil.rmtree(folder)
     return {
-        **asdict(fault), "task": task, "steps_done": done, "ended": struck["ended"], "damaged": damaged, "then": again["ended"],
-        "resumed_at": resumed_at, "lost": max(0, done - resumed_at), **equal, "recovered": all(equal.values()),
-    }  # fmt: skip
+        **asdict(fault),
+        "task": task,
+        "steps_done": done,
+        "ended": struck["ended"],
+        "damaged": damaged,
+        "then": again["ended"],
+        "resumed_at": resumed_at,
+        "lost": max(0, done - resumed_at),
+        **equal,
+        "recovered": all(equal.values()),
+    }
 
 
 def _process(params: dict) -> dict:
@@ -141,23 +156,28 @@ def _rows(context: Context, kind: str, trials: pd.DataFrame) -> list[Row]:
     lost, failed = int(trials["lost"].max()), int((~trials["recovered"]).sum())
     return [
         context.row(
-            kind, "steps_lost", lost, dtype="fp32", params=_params(context, kind), n=len(trials),
-            check="the most that may be lost", check_error=lost, check_tolerance=MOST_LOST[kind],
+            kind,
+            "steps_lost",
+            lost,
+            dtype="fp32",
+            params=_params(context, kind),
+            n=len(trials),
+            check="the most that may be lost",
+            check_error=lost,
+            check_tolerance=MOST_LOST[kind],
         ),
         context.row(
-            kind, "count", len(trials) - failed, dtype="fp32",
+            kind,
+            "count",
+            len(trials) - failed,
+            dtype="fp32",
             params=_params(context, kind) | {"what": "trials recovered", "trials": len(trials)},
             check="losses, evaluations, weights, optimizer, sampler and generators of an undisturbed run, bit for bit",
-            check_error=failed, check_tolerance=0,
+            check_error=failed,
+            check_tolerance=0,
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _params(context: Context, kind: str) -> dict:
-    return {
-        "device": "cpu",
-        "seed": context.seed,
-        "steps": STEPS,
-        "checkpoint_every": EVERY,
-        "may_lose": MOST_LOST[kind],
-    }
+    return {"device": "cpu", "seed": context.seed, "steps": STEPS, "checkpoint_every": EVERY, "may_lose": MOST_LOST[kind]}

@@ -85,9 +85,7 @@ class Phases:
             with _calls(moments) if phase in _CALLS else moments:
                 result = function(*args)
             self.counted.setdefault(phase, [moments.count, moments.numbers])
-            if (
-                wanted and not self.struck
-            ):  # a batch is poisoned when it is there, and a phase may be shorter than foreseen
+            if wanted and not self.struck:  # a batch is poisoned when it is there, and a phase may be shorter than foreseen
                 self._strike(result)
             return result
 

@@ -144,10 +144,15 @@ def step_rows(
         estimate, (floor, source) = phase_timing.estimate, floors[phase]
         rows.append(
             context.row(
-                name, f"{phase}_time_s", estimate.value, limit=floor, limit_source=source, **shared,
+                name,
+                f"{phase}_time_s",
+                estimate.value,
+                limit=floor,
+                limit_source=source,
+                **shared,
                 **timed_columns(estimate, phase_timing),
             )
-        )  # fmt: skip
+        )
         frames.append(sample_frame(phase_timing, name, dtype, params).assign(phase=phase))
     return rows, pd.concat(frames, ignore_index=True)
 

@@ -26,8 +26,14 @@ def record_launches(relaunched: Relaunched, work: Path, folders: tuple[Path, Pat
         The folders of the two sides.
     """
     information, plan = run_information(NOTEBOOK, "", 0), relaunched.plan
-    asked = {"call": uuid.uuid4().hex[:16], "work": work.name, "work_sha256": hashlib.sha256(work.read_bytes()).hexdigest(),
-             "rounds": plan.rounds, "slice_s": plan.slice_s, "calls": plan.calls}  # fmt: skip
+    asked = {
+        "call": uuid.uuid4().hex[:16],
+        "work": work.name,
+        "work_sha256": hashlib.sha256(work.read_bytes()).hexdigest(),
+        "rounds": plan.rounds,
+        "slice_s": plan.slice_s,
+        "calls": plan.calls,
+    }
     for side, folder in zip(SIDES, folders, strict=True):
         of_side = relaunched.of(side)
         version = {"folder": folder.resolve().name} | git_state(folder, within=".")
@@ -51,6 +57,4 @@ def _record(run: Run, launched: Launched, experiment: str, told: dict) -> None:
     environment = run.information()["environment"]
     provenance = {"profile": NOTEBOOK, "seed": 0, "sizes": told, "source": environment["source"]}
     digest = hashlib.sha256(f"{told['work_sha256']} {launched.source}".encode()).hexdigest()[:16]
-    run.record(
-        NOTEBOOK, experiment, rows, launched.samples, input_hash=digest, provenance=provenance, environment=environment
-    )
+    run.record(NOTEBOOK, experiment, rows, launched.samples, input_hash=digest, provenance=provenance, environment=environment)

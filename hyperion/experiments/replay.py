@@ -29,9 +29,7 @@ def reference_run(machine: str, notebook: str) -> Run:
     for run in reference_runs():
         if run.rows(notebook):
             return run
-    raise HyperionError(
-        f"no reference run holds {notebook}", where=reference_folder(), next_step="run it here: PROFILE=smoke"
-    )
+    raise HyperionError(f"no reference run holds {notebook}", where=reference_folder(), next_step="run it here: PROFILE=smoke")
 
 
 def finished_in(reference: Run, notebook: str, experiment: str) -> dict:

@@ -29,10 +29,16 @@ def forecast(context: Context) -> list[Forecast]:
     after = context.sizes["steps_after"]
     basis = f"{after} steps in another order of summation: {after} x 2^-24; the state itself is copied, not computed"
     return [
-        Forecast(variant="fsdp", metric="relative_difference", estimate=after * 2.0**-24, basis=basis, dtype="fp32",
-                 params=_params(context, ranks))
+        Forecast(
+            variant="fsdp",
+            metric="relative_difference",
+            estimate=after * 2.0**-24,
+            basis=basis,
+            dtype="fp32",
+            params=_params(context, ranks),
+        )
         for ranks in _resuming(context)
-    ]  # fmt: skip
+    ]
 
 
 def run(context: Context, report: Report) -> Result:
@@ -77,11 +83,21 @@ def resume(context: Context, report: Report) -> Result:
 
 def _set_up(context: Context):
     sizes = context.sizes
-    return set_up(context, Recipe(
-        task="language", model=sizes["model"], strategy="fsdp", precision="fp32", batch_size=sizes["batch_size"],
-        sequence_length=sizes["sequence_length"], steps=sizes["steps_before"] + sizes["steps_after"],
-        learning_rate=sizes["learning_rate"], weight_decay=0.1, evaluation_batches=0,
-    ))  # fmt: skip
+    return set_up(
+        context,
+        Recipe(
+            task="language",
+            model=sizes["model"],
+            strategy="fsdp",
+            precision="fp32",
+            batch_size=sizes["batch_size"],
+            sequence_length=sizes["sequence_length"],
+            steps=sizes["steps_before"] + sizes["steps_after"],
+            learning_rate=sizes["learning_rate"],
+            weight_decay=0.1,
+            evaluation_batches=0,
+        ),
+    )
 
 
 def _train(context: Context, training: Training, plan: Plan, folder: Path, report: Report) -> Result:
@@ -104,10 +120,16 @@ def _row(context: Context, ranks: int, first: Result, resumed: Result) -> Row:
     expected, found = (result.samples.sort_values("step")["loss"].to_numpy()[before:] for result in (first, resumed))
     difference = float(np.max(np.abs(found / expected - 1)))
     return context.row(
-        "fsdp", "relative_difference", difference, dtype="fp32", params=_params(context, ranks),
-        check=f"next losses of the ranks that saved; {SCATTER_FP32}", check_error=difference, check_tolerance=TOLERANCE,
+        "fsdp",
+        "relative_difference",
+        difference,
+        dtype="fp32",
+        params=_params(context, ranks),
+        check=f"next losses of the ranks that saved; {SCATTER_FP32}",
+        check_error=difference,
+        check_tolerance=TOLERANCE,
         data_source=resumed.source,
-    )  # fmt: skip
+    )
 
 
 def _params(context: Context, ranks: int) -> dict:

@@ -33,9 +33,7 @@ def run(context: Context, report) -> Result:
     bandwidth = stream_ceiling(context.upstream)
     if bandwidth is None or not _measured_dtypes(context):
         raise HyperionError(
-            "a roofline needs both ceilings",
-            where=context.notebook,
-            next_step="run gemm and bandwidth in this run first",
+            "a roofline needs both ceilings", where=context.notebook, next_step="run gemm and bandwidth in this run first"
         )
     rows, points = [], []
     for dtype in _measured_dtypes(context):

@@ -85,8 +85,18 @@ def _cells(context: Context, workload: Workload, own: pd.DataFrame, ranks: int, 
     """The rows of one workload on so many devices; with a reason, rows that are missing and say why."""
     modes = MODES if ranks > 1 else MODES[:1]
     if reason:
-        return [context.row(workload.name, "scaling_efficiency", None, value_reason=reason, dtype=dtype_here(context),
-                            params=_params(workload, mode, ranks, {}), limit_source=_IDEAL) for mode in modes]  # fmt: skip
+        return [
+            context.row(
+                workload.name,
+                "scaling_efficiency",
+                None,
+                value_reason=reason,
+                dtype=dtype_here(context),
+                params=_params(workload, mode, ranks, {}),
+                limit_source=_IDEAL,
+            )
+            for mode in modes
+        ]
     rows = [] if ranks == 1 else [_parity_row(context, workload, own, ranks)]
     for mode in modes:
         rows += _mode_rows(context, workload, own, mode, ranks)
@@ -98,8 +108,17 @@ def _mode_rows(context: Context, workload: Workload, own: pd.DataFrame, mode: st
     if not len(times):
         absent = own[(own["ranks"] == ranks) & (own["mode"] == mode) & (own["kind"] == "missing")]
         why = absent["reason"].iloc[0]
-        return [context.row(workload.name, "scaling_efficiency", None, value_reason=why, dtype=dtype,
-                            params=_params(workload, mode, ranks, {}), limit_source=_IDEAL)]  # fmt: skip
+        return [
+            context.row(
+                workload.name,
+                "scaling_efficiency",
+                None,
+                value_reason=why,
+                dtype=dtype,
+                params=_params(workload, mode, ranks, {}),
+                limit_source=_IDEAL,
+            )
+        ]
     step = median_estimate(times)
     facts = own[(own["ranks"] == ranks) & (own["mode"] == mode) & (own["kind"] == "step")].iloc[0]
     tokens = int(facts["tokens"])
@@ -129,8 +148,14 @@ def _mode_rows(context: Context, workload: Workload, own: pd.DataFrame, mode: st
 def _share_row(context: Context, workload: Workload, own: pd.DataFrame, times: np.ndarray, params: dict) -> Row:
     alone, dtype = step_times(own, "alone", params["ranks"], params["mode"]), dtype_here(context)
     if not len(alone):
-        return context.row(workload.name, "communication_share", None, dtype=dtype, params=params,
-                           value_reason="the twin, which holds the whole state, does not fit")  # fmt: skip
+        return context.row(
+            workload.name,
+            "communication_share",
+            None,
+            dtype=dtype,
+            params=params,
+            value_reason="the twin, which holds the whole state, does not fit",
+        )
     share = independent_ratio_estimate(times, alone).map(lambda ratio: 1 - ratio)
     return _row(context, workload, "communication_share", share, dtype, params)
 
@@ -145,23 +170,36 @@ def step_times(own: pd.DataFrame, kind: str, ranks: int, mode: str | None = None
 def _parity_row(context: Context, workload: Workload, own: pd.DataFrame, ranks: int) -> Row:
     losses = own[own["kind"] == "parity"].drop_duplicates(["ranks", "index"])
     alone, here = (losses[losses["ranks"] == n].sort_values("index")["loss"].to_numpy() for n in (1, ranks))
-    params = {"what": "training loss", "model": workload.model, "strategy": workload.strategy, "ranks": ranks,
-              "steps": len(here)}  # fmt: skip
+    params = {"what": "training loss", "model": workload.model, "strategy": workload.strategy, "ranks": ranks, "steps": len(here)}
     if len(alone) != len(here):
-        return context.row(workload.name, "relative_difference", None, value_reason="one device alone is missing",
-                           dtype="fp32", params=params)  # fmt: skip
+        return context.row(
+            workload.name, "relative_difference", None, value_reason="one device alone is missing", dtype="fp32", params=params
+        )
     difference = float(np.max(np.abs(here / alone - 1)))
     return context.row(
-        workload.name, "relative_difference", difference, dtype="fp32", params=params,
-        check=f"losses of one device, step by step; {SCATTER_FP32}", check_error=difference, check_tolerance=PARITY,
-    )  # fmt: skip
+        workload.name,
+        "relative_difference",
+        difference,
+        dtype="fp32",
+        params=params,
+        check=f"losses of one device, step by step; {SCATTER_FP32}",
+        check_error=difference,
+        check_tolerance=PARITY,
+    )
 
 
 def _row(context: Context, workload: Workload, metric: str, estimate: Estimate, dtype: str, params: dict, **columns) -> Row:
     return context.row(
-        workload.name, metric, estimate.value, dtype=dtype, params=params, n=estimate.n, ci_low=estimate.ci_low,
-        ci_high=estimate.ci_high, **columns,
-    )  # fmt: skip
+        workload.name,
+        metric,
+        estimate.value,
+        dtype=dtype,
+        params=params,
+        n=estimate.n,
+        ci_low=estimate.ci_low,
+        ci_high=estimate.ci_high,
+        **columns,
+    )
 
 
 def _params(workload: Workload, mode: str, ranks: int, more: dict) -> dict:

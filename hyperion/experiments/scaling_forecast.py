@@ -28,8 +28,14 @@ def efficiency_forecast(context: Context, workload: Workload, ranks: int, dtype:
             f"{computing * 1e3:.3g} ms of products at the measured {gemm.value:.4g} TFLOPS; {sent / 1e9:.3g} GB a rank at the "
             f"measured {busbw:.4g} GB/s take {exchanging * 1e3:.3g} ms, of which {exposed * 1e3:.3g} ms cannot be hidden"
         )
-    return Forecast(variant=workload.name, metric="scaling_efficiency", estimate=estimate, basis=basis, dtype=dtype,
-                    params=params | {"tokens": tokens})  # fmt: skip
+    return Forecast(
+        variant=workload.name,
+        metric="scaling_efficiency",
+        estimate=estimate,
+        basis=basis,
+        dtype=dtype,
+        params=params | {"tokens": tokens},
+    )
 
 
 def _best_busbw(context: Context) -> float | None:

@@ -137,8 +137,7 @@ def _mode_times(
         clock.sample([step], None, sizes["warmup_steps"])
         times = clock.sample([step], None, sizes["steps"])[0]
         frame = pd.DataFrame({"index": range(len(times)), "time_s": times})
-        frames.append(frame.assign(workload=workload.name, mode=mode, kind=kind, tokens=tokens,
-                                   least_flops=least_flops * tokens))  # fmt: skip
+        frames.append(frame.assign(workload=workload.name, mode=mode, kind=kind, tokens=tokens, least_flops=least_flops * tokens))
     _release(engine)
     return frames
 
@@ -147,9 +146,7 @@ def _missing(workload: Workload, mode: str, reason: str) -> pd.DataFrame:
     return pd.DataFrame([{"workload": workload.name, "mode": mode, "kind": "missing", "reason": reason}])
 
 
-def _engine(
-    context: Context, workload: Workload, here: World, strategy: str, precision: Precision
-) -> tuple[TorchEngine, float]:
+def _engine(context: Context, workload: Workload, here: World, strategy: str, precision: Precision) -> tuple[TorchEngine, float]:
     """A fresh model with the same weights on every rank, laid out over `here`; and the FLOPs of a token that no
     implementation can avoid: only half of the attention matrix is causal.
     """

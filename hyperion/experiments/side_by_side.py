@@ -42,12 +42,15 @@ def run_side_by_side(
     with ThreadPoolExecutor(at_once) as pool:
         jobs = [
             pool.submit(
-                run_variant, replace(context, workspace=context.workspace / f"variant-{number}"),
-                lambda done, total, note: None, "hyperion.experiments.side_by_side:on_few_threads",
-                {"function": function, "params": params, "threads": threads}, preload,
+                run_variant,
+                replace(context, workspace=context.workspace / f"variant-{number}"),
+                lambda done, total, note: None,
+                "hyperion.experiments.side_by_side:on_few_threads",
+                {"function": function, "params": params, "threads": threads},
+                preload,
             )
             for number, params in enumerate(variants)
-        ]  # fmt: skip
+        ]
         try:
             for done, job in enumerate(as_completed(jobs), 1):
                 job.result()

@@ -38,9 +38,7 @@ class Contender:
     least_flops: float | None = None
 
 
-def compare_steps(
-    context: Context, work: Workload, batch: Batch, contenders: list[Contender], source: str
-) -> Result:
+def compare_steps(context: Context, work: Workload, batch: Batch, contenders: list[Contender], source: str) -> Result:
     """Step time, throughput and MFU of each, and the speed of each but the first over the first.
 
     All engines lie in memory at once, which changes no time; peaks of memory are not taken here. When they do not fit,
@@ -68,10 +66,16 @@ def compare_steps(
         params = _params(work, contender) | {"over": contenders[0].name}
         rows.append(
             context.row(
-                work.name, "speedup", ratio.value, dtype=contender.dtype, params=params, limit_source=_NO_LIMIT,
-                data_source=source, **timed_columns(ratio, timing),
+                work.name,
+                "speedup",
+                ratio.value,
+                dtype=contender.dtype,
+                params=params,
+                limit_source=_NO_LIMIT,
+                data_source=source,
+                **timed_columns(ratio, timing),
             )
-        )  # fmt: skip
+        )
     return Result(rows, pd.concat(frames, ignore_index=True), source)
 
 
@@ -97,6 +101,11 @@ def _params(work: Workload, contender: Contender) -> dict:
 
 def _absent(context: Context, work: Workload, contender: Contender, reason: str, source: str) -> Row:
     return context.row(
-        work.name, "step_time_s", None, dtype=contender.dtype, params=_params(work, contender), value_reason=reason,
+        work.name,
+        "step_time_s",
+        None,
+        dtype=contender.dtype,
+        params=_params(work, contender),
+        value_reason=reason,
         data_source=source,
-    )  # fmt: skip
+    )

@@ -41,8 +41,9 @@ def forecast_reference_step(context: Context, name: str, batch: int, variant: St
     shared = {"variant": name, "dtype": dtype, "params": step_params(batch) | variant.params, "basis": basis}
     rate = None if estimate is None else batch / estimate
     return [
-        Forecast(metric="samples_per_s", estimate=rate, **shared), Forecast(metric="step_time_s", estimate=estimate, **shared)
-    ]  # fmt: skip
+        Forecast(metric="samples_per_s", estimate=rate, **shared),
+        Forecast(metric="step_time_s", estimate=estimate, **shared),
+    ]
 
 
 def step_ceilings(context: Context, dtype: str) -> tuple[StepCeilings | None, str]:
@@ -126,7 +127,9 @@ def _memory(rows: Iterable[Row], stream: Row) -> MemoryStream:
         (OPERATIONS[row.variant].arrays * row.params["elements"] * FORMATS[row.dtype].bytes, row.value)
         for row in rows
         if (row.experiment, row.metric) == ("bandwidth", "bandwidth_gb_s")
-        and row.variant in OPERATIONS and row.value is not None and not row.hot
-    ]  # fmt: skip
+        and row.variant in OPERATIONS
+        and row.value is not None
+        and not row.hot
+    ]
     several = len({size for size, _ in streams}) > 1
     return MemoryStream.fit(streams) if several else MemoryStream(stream.value, 0.0)

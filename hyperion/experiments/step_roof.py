@@ -104,7 +104,10 @@ def step_roof(context: Context, work: Workload, dtype: str) -> StepRoof | None:
     gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
     if gemm is None or stream is None:
         return None
-    products, how = {"products": work.least_flops * work.items / (gemm.value * 1e12)}, f"at the measured {gemm.value:.4g} TFLOPS"
+    products, how = (
+        {"products": work.least_flops * work.items / (gemm.value * 1e12)},
+        f"at the measured {gemm.value:.4g} TFLOPS",
+    )
     traffic = least_traffic(work.config, work.items, dtype)
     return StepRoof(products, how, {"gemm_tflops": gemm.value}, stream.value, traffic)
 

@@ -75,9 +75,14 @@ def _energy_row(context: Context, operation: str, rate: Row, measured: Bandwidth
         return context.row(value=None, value_reason=reason, **identity)
     samples = math.ceil(context.sizes["energy_s"] / measured.timing.estimate.value)
     longer = measure_bandwidth(
-        operation, measured.elements, rate.dtype, context.device, seed=context.seed,
-        time_limit_s=context.sizes["energy_s"], minimum_samples=max(measured.timing.estimate.n, samples),
-    )  # fmt: skip
+        operation,
+        measured.elements,
+        rate.dtype,
+        context.device,
+        seed=context.seed,
+        time_limit_s=context.sizes["energy_s"],
+        minimum_samples=max(measured.timing.estimate.n, samples),
+    )
     energy = energy_of(longer.timing)
     joules = energy.j_per_gb(longer.bytes)
     if joules is None:
@@ -105,10 +110,15 @@ def _cross_check(context: Context) -> tuple[list[Row], list[pd.DataFrame]]:
     ratio = ratio_estimate(copy.samples_s, plain.samples_s)
     rows = [
         context.row(
-            RATIO, "speedup", ratio.value, dtype=dtype, params=params,
-            limit_source="no limit: the device's events and the host's clock on the same copy", **timed_columns(ratio, copy),
+            RATIO,
+            "speedup",
+            ratio.value,
+            dtype=dtype,
+            params=params,
+            limit_source="no limit: the device's events and the host's clock on the same copy",
+            **timed_columns(ratio, copy),
         )
-    ]  # fmt: skip
+    ]
     frames = []
     traffic = stream_bytes("copy", dtype, elements)
     for name, timing, output in (("copy", copy, ours), ("plain copy_", plain, theirs)):

@@ -5,15 +5,7 @@ import torch
 
 from hyperion.experiments.columns import bandwidth_limit, out_of_memory_reason, sample_frame, timed_columns
 from hyperion.experiments.context import Context, Forecast
-from hyperion.measure import (
-    FORMATS,
-    OPERATIONS,
-    REDUCTIONS,
-    BandwidthMeasurement,
-    Timing,
-    Verification,
-    measure_bandwidth,
-)
+from hyperion.measure import FORMATS, OPERATIONS, REDUCTIONS, BandwidthMeasurement, Timing, Verification, measure_bandwidth
 from hyperion.results import Row
 
 
@@ -31,9 +23,8 @@ def stream_forecast(context: Context, operation: str, dtype: str, elements: int)
     """The datasheet's bandwidth where the data cannot stay in a cache, else None with the reason."""
     limit, source = bandwidth_limit(context.device, stream_bytes(operation, dtype, elements))
     return Forecast(
-        variant=operation, metric="bandwidth_gb_s", estimate=limit, basis=source, dtype=dtype,
-        params=stream_params(elements),
-    )  # fmt: skip
+        variant=operation, metric="bandwidth_gb_s", estimate=limit, basis=source, dtype=dtype, params=stream_params(elements)
+    )
 
 
 def measure_stream(
@@ -53,18 +44,18 @@ def measure_stream(
 
 
 def stream_row(
-    context: Context,
-    variant: str,
-    dtype: str,
-    params: dict,
-    traffic_bytes: int,
-    timing: Timing,
-    verification: Verification,
+    context: Context, variant: str, dtype: str, params: dict, traffic_bytes: int, timing: Timing, verification: Verification
 ) -> Row:
     """The rate of a timed stream with the limit of the memory, where its traffic must come from there."""
     rate = timing.estimate.map(lambda seconds: traffic_bytes / seconds / 1e9)
     limit, source = bandwidth_limit(context.device, traffic_bytes)
     return context.row(
-        variant, "bandwidth_gb_s", rate.value, dtype=dtype, params=params, limit=limit, limit_source=source,
+        variant,
+        "bandwidth_gb_s",
+        rate.value,
+        dtype=dtype,
+        params=params,
+        limit=limit,
+        limit_source=source,
         **timed_columns(rate, timing, verification),
-    )  # fmt: skip
+    )

@@ -45,11 +45,7 @@ EXPERIMENT = Experiment(forecast, run, data=datasets.TEXT)
 
 
 def _tokenizer_params(tokenizer: Tokenizer) -> dict:
-    return {
-        "tokenizer": tokenizer.name,
-        "tokenizer_source": tokenizer.source,
-        "tokenizer_sha256": tokenizer.sha256[:16],
-    }
+    return {"tokenizer": tokenizer.name, "tokenizer_source": tokenizer.source, "tokenizer_sha256": tokenizer.sha256[:16]}
 
 
 def _split_rows(context: Context, prepared: PreparedText, split: str) -> list[Row]:
@@ -89,13 +85,7 @@ def _histogram(prepared: PreparedText, tokenizer: Tokenizer) -> pd.DataFrame:
     order = np.argsort(-counts, kind="stable")
     texts = [tokenizer.decode([token]) for token in ids[order]]
     return pd.DataFrame(
-        {
-            "kind": "token",
-            "split": "train",
-            "token_id": ids[order].astype(np.int64),
-            "text": texts,
-            "count": counts[order],
-        }
+        {"kind": "token", "split": "train", "token_id": ids[order].astype(np.int64), "text": texts, "count": counts[order]}
     )
 
 

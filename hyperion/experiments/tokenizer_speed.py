@@ -49,13 +49,16 @@ def run(context: Context, report) -> Result:
         tokens = [_read(call()) for call in tokenize]
         report(1, 2, "tokenize, in turn")
         timings = time_interleaved(
-            tokenize, detect_cpu(), cold=False, back_to_back=1, minimum_samples=context.sizes["samples"],
+            tokenize,
+            detect_cpu(),
+            cold=False,
+            back_to_back=1,
+            minimum_samples=context.sizes["samples"],
             time_limit_s=context.sizes["time_limit_s"],
-        )  # fmt: skip
+        )
     timing_of = dict(zip(each, timings, strict=True))
     rows = [
-        _rate_row(context, key, timing_of[key], found, tokens[0], corpus.source)
-        for key, found in zip(each, tokens, strict=True)
+        _rate_row(context, key, timing_of[key], found, tokens[0], corpus.source) for key, found in zip(each, tokens, strict=True)
     ]
     rows += [_speedup_row(context, n, timing_of, corpus.source) for n in context.sizes["processes"]]
     frames = [sample_frame(timing, variant, "", _params(context, n)) for (variant, n), timing in timing_of.items()]
@@ -78,9 +81,14 @@ def _rate_row(
     differing = 1.0 if len(tokens) != len(expected) else float(np.mean(tokens != expected))
     check = Verification("share of tokens that differ", differing, 0.0)
     return context.row(
-        variant, "tokenizer_tokens_per_s", rate.value, params=_params(context, processes), limit_source=_NO_LIMIT,
-        data_source=source, **timed_columns(rate, timing, check),
-    )  # fmt: skip
+        variant,
+        "tokenizer_tokens_per_s",
+        rate.value,
+        params=_params(context, processes),
+        limit_source=_NO_LIMIT,
+        data_source=source,
+        **timed_columns(rate, timing, check),
+    )
 
 
 def _speedup_row(context: Context, processes: int, timing_of: dict[tuple[str, int], Timing], source: str) -> Row:
@@ -88,9 +96,8 @@ def _speedup_row(context: Context, processes: int, timing_of: dict[tuple[str, in
     ratio = ratio_estimate(ours.samples_s, timing_of[_THEIRS, processes].samples_s)
     params = _params(context, processes) | {"over": _THEIRS}
     return context.row(
-        _OURS, "speedup", ratio.value, params=params, limit_source=_NO_LIMIT, data_source=source,
-        **timed_columns(ratio, ours),
-    )  # fmt: skip
+        _OURS, "speedup", ratio.value, params=params, limit_source=_NO_LIMIT, data_source=source, **timed_columns(ratio, ours)
+    )
 
 
 def _ours(lines: list[str], tokenizer: Tokenizer, processes: int, folder: Path) -> Callable[[], np.ndarray]:
@@ -122,9 +129,13 @@ def _theirs(lines: list[str], tokenizer: Tokenizer, processes: int, folder: Path
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         return table.map(
-            encode, batched=True, remove_columns=["text"], num_proc=processes if processes > 1 else None,
-            load_from_cache_file=False, cache_file_name=str(folder / "tokens.arrow"),
-        )  # fmt: skip
+            encode,
+            batched=True,
+            remove_columns=["text"],
+            num_proc=processes if processes > 1 else None,
+            load_from_cache_file=False,
+            cache_file_name=str(folder / "tokens.arrow"),
+        )
 
     return tokenize
 

@@ -203,13 +203,31 @@ def _params(work: Workload, rung: Rung) -> dict:
 
 
 def _row(
-    context: Context, work: Workload, rung: Rung, source: str, metric: str, value: float | None, *, value_reason: str = "",
-    limit: float | None = None, limit_source: str = "", columns: dict | None = None, **params,
-) -> Row:  # fmt: skip
+    context: Context,
+    work: Workload,
+    rung: Rung,
+    source: str,
+    metric: str,
+    value: float | None,
+    *,
+    value_reason: str = "",
+    limit: float | None = None,
+    limit_source: str = "",
+    columns: dict | None = None,
+    **params,
+) -> Row:
     return context.row(
-        work.name, metric, value, dtype=rung.dtype, params=_params(work, rung) | params, value_reason=value_reason,
-        limit=limit, limit_source=limit_source, data_source=source, **(columns or {}),
-    )  # fmt: skip
+        work.name,
+        metric,
+        value,
+        dtype=rung.dtype,
+        params=_params(work, rung) | params,
+        value_reason=value_reason,
+        limit=limit,
+        limit_source=limit_source,
+        data_source=source,
+        **(columns or {}),
+    )
 
 
 def _of(rung: Rung, line: Forecast) -> Forecast:

@@ -22,9 +22,7 @@ ADAMW_BYTES_A_PARAMETER = 7 * 4
 SGD_BYTES_A_PARAMETER = 5 * 4
 
 
-def epoch_rows(
-    context: Context, variant: str, dtype: str, engine: TorchEngine, history: History, source: str
-) -> list[Row]:
+def epoch_rows(context: Context, variant: str, dtype: str, engine: TorchEngine, history: History, source: str) -> list[Row]:
     """Training loss, learning rate, throughput, peak memory and the share of time spent waiting for the loader, by epoch."""
     rows = []
     for record, peak_gib in zip(history.epochs, _peaks(engine, history), strict=True):
@@ -35,10 +33,7 @@ def epoch_rows(
                 record.items_per_s,
                 _NO_LIMIT + "loading is part of it; the steady step of this model has one",
             ),
-            record.peak_memory_metric: (
-                peak_gib,
-                _NO_LIMIT + "the least memory that a step needs is not derived yet",
-            ),
+            record.peak_memory_metric: (peak_gib, _NO_LIMIT + "the least memory that a step needs is not derived yet"),
         }
         for metric, (value, limit_source) in values.items():
             reason = "" if value is not None else "no step of this epoch was timed, or the system cannot tell"
@@ -56,9 +51,7 @@ def epoch_rows(
             )
         if record.waiting_share is not None:
             waiting = _epoch_params(record) | {"what": "waiting for the loader"}
-            rows.append(
-                context.row(variant, "share", record.waiting_share, dtype=dtype, params=waiting, data_source=source)
-            )
+            rows.append(context.row(variant, "share", record.waiting_share, dtype=dtype, params=waiting, data_source=source))
     return rows
 
 
@@ -92,11 +85,18 @@ def seed_statistics(
     mean = mean_estimate(values)
     return [
         context.row(
-            variant, metric, mean.value, n=mean.n, ci_low=max(0.0, mean.ci_low), ci_high=min(most, mean.ci_high),
-            limit=limit[0], limit_source=limit[1], **shared,
+            variant,
+            metric,
+            mean.value,
+            n=mean.n,
+            ci_low=max(0.0, mean.ci_low),
+            ci_high=min(most, mean.ci_high),
+            limit=limit[0],
+            limit_source=limit[1],
+            **shared,
         ),
         context.row(variant, f"{metric}_sd", statistics.stdev(values), **shared),
-    ]  # fmt: skip
+    ]
 
 
 def loss_curve(history: History) -> pd.DataFrame:
@@ -109,14 +109,7 @@ def loss_curve(history: History) -> pd.DataFrame:
 
 
 def steady_rows(
-    context: Context,
-    variant: str,
-    engine: TorchEngine,
-    batch,
-    items: int,
-    flops: ModelFlops,
-    least_flops: float,
-    source: str,
+    context: Context, variant: str, engine: TorchEngine, batch, items: int, flops: ModelFlops, least_flops: float, source: str
 ) -> tuple[list[Row], pd.DataFrame]:
     """One optimizer step on a batch that lies ready: time, throughput, MFU, and its raw samples. Changes the engine.
 
@@ -161,15 +154,25 @@ def speed_rows(
     rate = step.map(lambda seconds: items / seconds)
     return [
         context.row(
-            variant, "step_time_s", step.value, limit=floor, limit_source=limit_source, **shared,
+            variant,
+            "step_time_s",
+            step.value,
+            limit=floor,
+            limit_source=limit_source,
+            **shared,
             **timed_columns(step, timing, step_check),
         ),
         context.row(
-            variant, f"{item}s_per_s", rate.value, limit=None if floor is None else items / floor,
-            limit_source=limit_source, **shared, **timed_columns(rate, timing, rate_check),
+            variant,
+            f"{item}s_per_s",
+            rate.value,
+            limit=None if floor is None else items / floor,
+            limit_source=limit_source,
+            **shared,
+            **timed_columns(rate, timing, rate_check),
         ),
         _mfu_row(context, variant, device, dtype, step.map(lambda seconds: work / seconds / 1e12), shared, timing),
-    ]  # fmt: skip
+    ]
 
 
 def flops_floor(device: Device, dtype: str, flops: float) -> tuple[float | None, str]:
@@ -189,9 +192,14 @@ def _mfu_row(context: Context, variant: str, device: Device, dtype: str, tflops,
     share = tflops.map(lambda rate: rate / published.published_tflops)
     limit = published.limit_tflops / published.published_tflops if published.limit_tflops else None
     return context.row(
-        variant, "mfu", share.value, limit=limit, limit_source=f"the peak at the maximum clock; {published.limit_source}",
-        **shared, **timed_columns(share, timing),
-    )  # fmt: skip
+        variant,
+        "mfu",
+        share.value,
+        limit=limit,
+        limit_source=f"the peak at the maximum clock; {published.limit_source}",
+        **shared,
+        **timed_columns(share, timing),
+    )
 
 
 def _gemm_dtype(dtype: str) -> str:
@@ -222,6 +230,4 @@ def step_forecasts(
             f"{arithmetic * 1e3:.3g} ms of products at the measured {ceilings.tflops:.4g} TFLOPS, "
             f"then {moving * 1e3:.3g} ms for {' and '.join(traffic)} at {ceilings.bandwidth_gb_s:.4g} GB/s"
         )
-    return [
-        Forecast(variant=variant, metric=f"{item}s_per_s", estimate=estimate, basis=basis, dtype=dtype, params=params)
-    ]
+    return [Forecast(variant=variant, metric=f"{item}s_per_s", estimate=estimate, basis=basis, dtype=dtype, params=params)]

@@ -42,9 +42,7 @@ def run(context: Context, report) -> Result:
     devices = visible_devices(context)
     work = [lambda cell=cell: _host_copy(context, *cell) for cell in _cells(context)]
     if refusal := transfer_refusal(context.device):
-        work = [
-            lambda d=direction: ([_absent(context, d, {}, f"unavailable: {refusal}")], []) for direction in DIRECTIONS
-        ]
+        work = [lambda d=direction: ([_absent(context, d, {}, f"unavailable: {refusal}")], []) for direction in DIRECTIONS]
     if refusal_of_peers := peer_refusal(devices):
         work.append(lambda: ([_absent(context, PEERS, {}, f"unavailable: {refusal_of_peers}")], []))
     else:
@@ -88,21 +86,15 @@ def _host_copy(context: Context, direction: str, pinned: bool, size: int) -> tup
     params = _host_params(pinned, size)
     try:
         copied = measure_transfer(
-            direction, size, context.device, pinned=pinned, time_limit_s=context.sizes["time_limit_s"],
-            seed=context.seed,
-        )  # fmt: skip
+            direction, size, context.device, pinned=pinned, time_limit_s=context.sizes["time_limit_s"], seed=context.seed
+        )
     except torch.OutOfMemoryError as error:
         return [_absent(context, direction, params, out_of_memory_reason(error))], []
     return _measured(context, direction, params, copied, None, f"no limit: {_NO_HOST_LINK}")
 
 
 def _peer_params(context: Context, source: Device, destination: Device) -> dict:
-    return {
-        "source": source.index,
-        "destination": destination.index,
-        "bytes": context.sizes["peer_mib"] * MIB,
-        "cache": "hot",
-    }
+    return {"source": source.index, "destination": destination.index, "bytes": context.sizes["peer_mib"] * MIB, "cache": "hot"}
 
 
 def _peer_limit(source: Device, destination: Device, devices: int) -> tuple[float | None, str]:
@@ -122,9 +114,7 @@ def _peer_forecast(context: Context, source: Device, destination: Device, device
     return Forecast(variant=PEERS, metric="bandwidth_gb_s", estimate=limit, basis=basis, params=params)
 
 
-def _peer_copy(
-    context: Context, source: Device, destination: Device, devices: int
-) -> tuple[list[Row], list[pd.DataFrame]]:
+def _peer_copy(context: Context, source: Device, destination: Device, devices: int) -> tuple[list[Row], list[pd.DataFrame]]:
     params = _peer_params(context, source, destination)
     try:
         copied = measure_between(
@@ -143,9 +133,14 @@ def _measured(
 ) -> tuple[list[Row], list[pd.DataFrame]]:
     rate = copied.bandwidth_gb_s
     row = context.row(
-        variant, "bandwidth_gb_s", rate.value, params=params, limit=limit, limit_source=limit_source,
+        variant,
+        "bandwidth_gb_s",
+        rate.value,
+        params=params,
+        limit=limit,
+        limit_source=limit_source,
         **timed_columns(rate, copied.timing, copied.verification),
-    )  # fmt: skip
+    )
     return [row], [sample_frame(copied.timing, variant, "", params).assign(clock=copied.clock)]
 
 
@@ -183,6 +178,13 @@ def _allocation_row(context: Context) -> Row:
     check = found.verification
     params = {"step_mib": context.sizes["step_mib"]}
     return context.row(
-        ALLOCATION, "largest_allocation_gib", found.gib, params=params, limit=limit, limit_source=source,
-        check=check.name, check_error=check.error, check_tolerance=check.tolerance,
-    )  # fmt: skip
+        ALLOCATION,
+        "largest_allocation_gib",
+        found.gib,
+        params=params,
+        limit=limit,
+        limit_source=source,
+        check=check.name,
+        check_error=check.error,
+        check_tolerance=check.tolerance,
+    )

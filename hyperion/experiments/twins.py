@@ -202,13 +202,16 @@ def agreements(losses: np.ndarray, baseline: np.ndarray, twins: pd.DataFrame, bi
     curves = [curve["loss"].to_numpy() for _, curve in twins.groupby("twin")]
     return [
         Agreement(
-            name, window.start + 1, window.stop,
+            name,
+            window.start + 1,
+            window.stop,
             difference=abs(float(losses[window].mean() / baseline[window].mean()) - 1),
             tolerance=tolerance([float(curve[window].mean()) for curve in curves], float(baseline[window].mean())) + bias,
-            bias=bias, twins=len(curves),
+            bias=bias,
+            twins=len(curves),
         )
         for name, window in windows(len(baseline)).items()
-    ]  # fmt: skip
+    ]
 
 
 def difference_rows(row: Row, baseline: str, found: list[Agreement]) -> list[Row]:
@@ -220,20 +223,22 @@ def difference_rows(row: Row, baseline: str, found: list[Agreement]) -> list[Row
     """
     return [
         replace(
-            row, metric="relative_difference", value=agreement.difference, limit_source="",
+            row,
+            metric="relative_difference",
+            value=agreement.difference,
+            limit_source="",
             params=row.params | {"of": "training_loss", "from": baseline} | agreement.params,
-            check=agreement.check, check_error=agreement.difference, check_tolerance=agreement.tolerance,
+            check=agreement.check,
+            check_error=agreement.difference,
+            check_tolerance=agreement.tolerance,
         )
         for agreement in found
-    ]  # fmt: skip
+    ]
 
 
 def windows(steps: int) -> dict[str, slice]:
     """Return the first eighth of the steps (at least 4), before the runs part, and the last quarter (at least 2)."""
-    return {
-        "early": slice(0, min(steps, max(4, steps // 8))),
-        "late": slice(steps - min(steps, max(2, steps // 4)), steps),
-    }
+    return {"early": slice(0, min(steps, max(4, steps // 8))), "late": slice(steps - min(steps, max(2, steps // 4)), steps)}
 
 
 def tolerance(twins: list[float], baseline: float) -> float:

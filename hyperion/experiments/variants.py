@@ -44,9 +44,8 @@ def run_variant(
 
 
 def run_on_ranks(
-    context: Context, report: Report, function: str, params: dict | None = None, *, ranks: int,
-    preload: tuple[str, ...] = (),
-) -> list[Result]:  # fmt: skip
+    context: Context, report: Report, function: str, params: dict | None = None, *, ranks: int, preload: tuple[str, ...] = ()
+) -> list[Result]:
     """Call `function(context, report, **params) -> Result` on every rank of a process group; the results in rank order.
 
     Args:
@@ -67,9 +66,7 @@ def run_on_ranks(
         preload=preload,
     )
     answers = run_ranks(job, on_progress=report, log_folder=context.workspace / "logs" / function.rpartition(":")[2])
-    return [
-        unpacked(answer, _of_rank(samples_file, rank), context.experiment) for rank, answer in enumerate(answers)
-    ]
+    return [unpacked(answer, _of_rank(samples_file, rank), context.experiment) for rank, answer in enumerate(answers)]
 
 
 def merged(results: list[Result]) -> Result:

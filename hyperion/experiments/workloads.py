@@ -146,10 +146,10 @@ def _language(sizes: dict, vocabulary: int, layers: int) -> Workload:
     shape = {"vocab_size": vocabulary or named.vocab_size, "layers": layers or sizes.get("layers", named.layers)}
     config = named_config(sizes["model"], context=length, **shape)
     differing = "".join(
-        f"_{mark}{value}" for mark, value, usual in (
-            ("v", config.vocab_size, named.vocab_size), ("cut_to_l", config.layers, named.layers),
-        ) if value != usual
-    )  # fmt: skip
+        f"_{mark}{value}"
+        for mark, value, usual in (("v", config.vocab_size, named.vocab_size), ("cut_to_l", config.layers, named.layers))
+        if value != usual
+    )
     items, causal = sizes["batch_size"] * length, flops_per_token(config, length // 2)
     kept = language_activations(config, sizes["batch_size"], length, sixteen_bit=False).kept()
     moved = {
@@ -158,11 +158,20 @@ def _language(sizes: dict, vocabulary: int, layers: int) -> Workload:
         "activations": 3 * (kept - _FLOAT32 * items * config.vocab_size),  # written, read forward, read backward
     }
     return Workload(
-        kind="language", name=sizes["model"] + differing, item="token", items=items, flops=flops_per_token(config, length),
-        least_flops=causal.forward_backward, block_flops=causal.forward - 2 * config.vocab_size * config.width,
-        build=lambda: TransformerLM(config), sizes=sizes, parameters=config.parameter_count, moments=2, step_bytes=moved,
+        kind="language",
+        name=sizes["model"] + differing,
+        item="token",
+        items=items,
+        flops=flops_per_token(config, length),
+        least_flops=causal.forward_backward,
+        block_flops=causal.forward - 2 * config.vocab_size * config.width,
+        build=lambda: TransformerLM(config),
+        sizes=sizes,
+        parameters=config.parameter_count,
+        moments=2,
+        step_bytes=moved,
         config=config,
-    )  # fmt: skip
+    )
 
 
 def _image(sizes: dict) -> Workload:
@@ -171,11 +180,19 @@ def _image(sizes: dict) -> Workload:
     parameters, stem = parameter_count(model), 2 * 9 * 3 * width * IMAGE_SIZE**2
     kept = image_activations(width, batch, sixteen_bit=False).kept()
     return Workload(
-        kind="image", name=model.name, item="image", items=batch, flops=flops, least_flops=flops.forward_backward,
-        block_flops=flops.forward - stem - 2 * 8 * width * CLASSES, build=lambda: resnet18(CLASSES, width), sizes=sizes,
-        parameters=parameters, moments=1,
+        kind="image",
+        name=model.name,
+        item="image",
+        items=batch,
+        flops=flops,
+        least_flops=flops.forward_backward,
+        block_flops=flops.forward - stem - 2 * 8 * width * CLASSES,
+        build=lambda: resnet18(CLASSES, width),
+        sizes=sizes,
+        parameters=parameters,
+        moments=1,
         step_bytes={"optimizer": SGD_BYTES_A_PARAMETER * parameters, "activations": 6 * kept},
-    )  # fmt: skip
+    )
 
 
 def foretold(context: Context, kind: str) -> Workload | None:
@@ -228,9 +245,7 @@ def prepare(context: Context, kind: str) -> Ready:
     sizes = context.sizes[kind]
     if kind == "language":
         corpus, tokenizer, prepared = datasets.text(context)
-        loader = LanguageBatches(
-            prepared.tokens["train"], sizes["sequence_length"], sizes["batch_size"], context.seed
-        )
+        loader = LanguageBatches(prepared.tokens["train"], sizes["sequence_length"], sizes["batch_size"], context.seed)
         vocabulary, source = tokenizer.vocab_size, corpus.source
     else:
         image_set, prepared = datasets.images(context)

@@ -11,9 +11,24 @@ from pathlib import Path
 
 # Instruction sets that change the peak or the native data types; the full flag list would only add noise.
 RELEVANT_FLAGS = (
-    "avx", "avx2", "fma", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8",
-    "amx_fp16", "asimd", "sve", "sve2", "bf16", "i8mm", "hypervisor",
-)  # fmt: skip
+    "avx",
+    "avx2",
+    "fma",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_fp16",
+    "avx512_vnni",
+    "avx_vnni",
+    "amx_bf16",
+    "amx_int8",
+    "amx_fp16",
+    "asimd",
+    "sve",
+    "sve2",
+    "bf16",
+    "i8mm",
+    "hypervisor",
+)
 
 
 @dataclass(frozen=True)

@@ -51,9 +51,10 @@ class Device:
             clock_mhz = getattr(self, name)
             if clock_mhz is not None and not _CLOCKS_MHZ[0] <= clock_mhz <= _CLOCKS_MHZ[1]:
                 raise HardwareError(
-                    f"{name} is {clock_mhz:g}, which is no clock in MHz", where=self.name,
+                    f"{name} is {clock_mhz:g}, which is no clock in MHz",
+                    where=self.name,
                     next_step="the driver may tell kHz, Hz or nothing: convert it, or leave the clock None",
-                )  # fmt: skip
+                )
 
     def supports(self, dtype_name: str) -> tuple[bool, str]:
         """Whether matrix products of this type run here, with the reason; see `precision.supports`."""
@@ -102,10 +103,20 @@ def detect_cpu(facts: Facts | None = None) -> Device:
     """The CPU of this machine as a device, also where there are GPUs."""
     cpu = (facts or collect_facts()).cpu
     return Device(
-        kind="cpu", index=0, name=cpu.name, arch=cpu.machine, memory_bytes=cpu.memory_bytes, compute_units=cpu.cores,
-        last_level_cache_bytes=cpu.last_level_cache_bytes, torch_device="cpu", max_clock_mhz=cpu.max_clock_mhz,
-        nominal_clock_mhz=cpu.nominal_clock_mhz, isa=cpu.flags, vendor=cpu.vendor, family=cpu.family,
-    )  # fmt: skip
+        kind="cpu",
+        index=0,
+        name=cpu.name,
+        arch=cpu.machine,
+        memory_bytes=cpu.memory_bytes,
+        compute_units=cpu.cores,
+        last_level_cache_bytes=cpu.last_level_cache_bytes,
+        torch_device="cpu",
+        max_clock_mhz=cpu.max_clock_mhz,
+        nominal_clock_mhz=cpu.nominal_clock_mhz,
+        isa=cpu.flags,
+        vendor=cpu.vendor,
+        family=cpu.family,
+    )
 
 
 def _detect_gpu(facts: Facts, gpu: GpuFacts, index: int) -> Device:
@@ -114,8 +125,16 @@ def _detect_gpu(facts: Facts, gpu: GpuFacts, index: int) -> Device:
     # torch knows the L2 only; an Infinity Cache behind it (256 MiB on MI300X) must be flushed as well.
     caches = [size for size in (gpu.l2_cache_bytes, data_sheet_cache_bytes(gpu.name, arch)) if size]
     return Device(
-        kind="rocm" if rocm else "cuda", index=index, name=gpu.name, arch=arch, memory_bytes=gpu.total_memory_bytes,
-        compute_units=gpu.multi_processor_count, last_level_cache_bytes=max(caches, default=None),
-        torch_device=f"cuda:{index}", max_clock_mhz=gpu.max_clock_mhz, uuid=gpu.uuid, pci_address=gpu.pci_address,
+        kind="rocm" if rocm else "cuda",
+        index=index,
+        name=gpu.name,
+        arch=arch,
+        memory_bytes=gpu.total_memory_bytes,
+        compute_units=gpu.multi_processor_count,
+        last_level_cache_bytes=max(caches, default=None),
+        torch_device=f"cuda:{index}",
+        max_clock_mhz=gpu.max_clock_mhz,
+        uuid=gpu.uuid,
+        pci_address=gpu.pci_address,
         vendor="AMD" if rocm else "NVIDIA",
-    )  # fmt: skip
+    )

@@ -18,12 +18,31 @@ from hyperion.hardware.collective_settings import collective_settings
 from hyperion.hardware.cpu import CpuFacts, read_cpu
 
 VISIBLE_DEVICE_VARIABLES = (
-    "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "CUDA_DEVICE_ORDER",
-)  # fmt: skip
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "GPU_DEVICE_ORDINAL",
+    "CUDA_DEVICE_ORDER",
+)
 PACKAGES = (
-    "torchvision", "numpy", "transformers", "datasets", "tokenizers", "safetensors", "peft", "accelerate", "pandas",
-    "pyarrow", "scipy", "matplotlib", "papermill", "triton", "pytorch-triton-rocm", "nvidia-ml-py", "deepspeed",
-)  # fmt: skip
+    "torchvision",
+    "numpy",
+    "transformers",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "peft",
+    "accelerate",
+    "pandas",
+    "pyarrow",
+    "scipy",
+    "matplotlib",
+    "papermill",
+    "triton",
+    "pytorch-triton-rocm",
+    "nvidia-ml-py",
+    "deepspeed",
+)
 
 
 @dataclass(frozen=True)

@@ -71,9 +71,7 @@ def git_state(root: Path | None = None, within: str = "hyperion") -> dict[str, s
 def _git(root: Path, *arguments: str) -> str | None:
     """git's output, or None when git is missing, slow or unwilling (no commit yet, a checkout of another owner)."""
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=20, check=True
-        )
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

@@ -151,9 +151,8 @@ def load_floors(path: Path = FLOORS_FILE) -> FloorFile:
 def _published(entry: FloorEntry, file: FloorFile) -> Floor:
     source = file.sources[entry.source]
     return Floor(
-        entry.quantity, entry.dtype, entry.size, entry.value, entry.unit, entry.conditions, source.cited, source.date,
-        entry.ranks,
-    )  # fmt: skip
+        entry.quantity, entry.dtype, entry.size, entry.value, entry.unit, entry.conditions, source.cited, source.date, entry.ranks
+    )
 
 
 def _sanity(entry: SanityEntry, device: "Device", sheet: Specification, devices: int) -> Floor | None:
@@ -170,9 +169,7 @@ def _sanity(entry: SanityEntry, device: "Device", sheet: Specification, devices:
         return None
     unit = _UNITS[METRICS[entry.quantity]]
     source = f"{OURS}: {entry.share:g} x {entry.of} of the data sheet, {whole:g} {unit}"
-    return Floor(
-        entry.quantity, entry.dtype, entry.size, entry.share * whole, unit, entry.conditions, source, ranks=ranks
-    )
+    return Floor(entry.quantity, entry.dtype, entry.size, entry.share * whole, unit, entry.conditions, source, ranks=ranks)
 
 
 def _check_quantity(quantity: str, dtype: str) -> None:

@@ -16,10 +16,18 @@ FP8_FNUZ = ("fp8_e4m3fnuz", "fp8_e5m2fnuz")
 DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", *FP8_OCP, *FP8_FNUZ, "int8")
 
 _ALIASES = {
-    "float64": "fp64", "double": "fp64", "float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16",
-    "bfloat16": "bf16", "float8_e4m3fn": "fp8_e4m3fn", "float8_e5m2": "fp8_e5m2",
-    "float8_e4m3fnuz": "fp8_e4m3fnuz", "float8_e5m2fnuz": "fp8_e5m2fnuz",
-}  # fmt: skip
+    "float64": "fp64",
+    "double": "fp64",
+    "float32": "fp32",
+    "float": "fp32",
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "fp8_e4m3fn",
+    "float8_e5m2": "fp8_e5m2",
+    "float8_e4m3fnuz": "fp8_e4m3fnuz",
+    "float8_e5m2fnuz": "fp8_e5m2fnuz",
+}
 
 # GPUs whose matrix units take fp64 and fp32 operands; elsewhere those products run on the vector units.
 _FP64_MATRIX = {"sm_80", "sm_90", "sm_100", "sm_103", "gfx90a", "gfx940", "gfx941", "gfx942", "gfx950"}
@@ -112,8 +120,11 @@ def _cpu_supports(device: "Device", dtype: str) -> tuple[bool, str]:
     if dtype == "tf32":
         return False, "TF32 is a format of GPU matrix units; a CPU multiplies in fp32"
     if dtype.startswith("fp8"):
-        return False, "this CPU has no fp8 instructions: PyTorch would convert the operands to fp32, which measures fp32"
-    native = {"bf16": ("amx_bf16", "avx512_bf16", "bf16"), "fp16": ("amx_fp16", "avx512_fp16"),
-              "int8": ("amx_int8", "avx512_vnni", "avx_vnni", "i8mm")}[dtype]  # fmt: skip
+        return (False, "this CPU has no fp8 instructions: PyTorch would convert the operands to fp32, which measures fp32")
+    native = {
+        "bf16": ("amx_bf16", "avx512_bf16", "bf16"),
+        "fp16": ("amx_fp16", "avx512_fp16"),
+        "int8": ("amx_int8", "avx512_vnni", "avx_vnni", "i8mm"),
+    }[dtype]
     present = [flag for flag in native if flag in flags]
     return True, f"native ({present[0]})" if present else "emulated: converted to wider types first"

@@ -17,9 +17,13 @@ if TYPE_CHECKING:
 
 # NVML's clock event bits that mean a slow-down; idling and clocks set by an application are none.
 NVML_SLOWDOWNS = {
-    0x04: "sw_power_cap", 0x08: "hw_slowdown", 0x10: "sync_boost", 0x20: "sw_thermal", 0x40: "hw_thermal",
+    0x04: "sw_power_cap",
+    0x08: "hw_slowdown",
+    0x10: "sync_boost",
+    0x20: "sw_thermal",
+    0x40: "hw_thermal",
     0x80: "hw_power_brake",
-}  # fmt: skip
+}
 MI250_PCI_IDS = ("0x7408", "0x740c")
 AMD_NOT_AVAILABLE = 0xFFFF  # gpu_metrics' value for a field that this device does not fill
 

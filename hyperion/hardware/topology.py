@@ -15,10 +15,13 @@ from hyperion.hardware.readers import _nvml_handle
 
 # NVML's levels of the nearest common ancestor, under the names that nvidia-smi gives them.
 _ANCESTORS = {
-    0: ("PSB", "same board"), 10: ("PIX", "one PCIe switch"), 20: ("PXB", "several PCIe switches"),
-    30: ("PHB", "a PCIe host bridge"), 40: ("NODE", "host bridges of one NUMA node"),
+    0: ("PSB", "same board"),
+    10: ("PIX", "one PCIe switch"),
+    20: ("PXB", "several PCIe switches"),
+    30: ("PHB", "a PCIe host bridge"),
+    40: ("NODE", "host bridges of one NUMA node"),
     50: ("SYS", "the link between NUMA nodes"),
-}  # fmt: skip
+}
 _SWITCH = 2  # NVML_NVLINK_DEVICE_TYPE_SWITCH
 _KFD_PCIE, _KFD_XGMI = 2, 11  # HSA_IOLINKTYPE of the kernel's kfd_crat.h
 _KFD_NODES = "sys/class/kfd/kfd/topology/nodes"
@@ -50,9 +53,7 @@ class Topology:
             cells = ["X" if i == j else self.links.get((i, j), "?") for j in range(count)]
             table.append([name, *cells, "unknown" if node is None else str(node)])
         widths = [max(len(row[column]) for row in table) for column in range(count + 2)]
-        matrix = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
-        ]
+        matrix = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
         used = dict.fromkeys(self.links.values())
         legend = [f"{word}: {self.meanings[word]}" for word in used if word in self.meanings]
         return [*matrix, *legend, f"(from {self.source})"]
@@ -115,9 +116,7 @@ def _nvidia(devices: Sequence[Device], root: Path, nvml) -> Topology | None:
         }
     except nvml.NVMLError:
         return None
-    meanings = dict(_ANCESTORS.values()) | {
-        word: f"{word[2:]} NVLinks" for word in links.values() if word.startswith("NV")
-    }  # fmt: skip
+    meanings = dict(_ANCESTORS.values()) | {word: f"{word[2:]} NVLinks" for word in links.values() if word.startswith("NV")}
     return Topology(links, meanings, _numa_nodes(devices, root), "NVML")
 
 

@@ -38,8 +38,7 @@ def ensure_environment(root: Path, machine: Machine, choice: Choice) -> Path:
     install_packages(root, python, choice)
     verify(python, machine, choice)
     write_stamp(
-        folder,
-        {"state": "complete", "fingerprint": wanted, "base": base_facts(root, choice), "entries": site_entries(folder)},
+        folder, {"state": "complete", "fingerprint": wanted, "base": base_facts(root, choice), "entries": site_entries(folder)}
     )
     return python
 

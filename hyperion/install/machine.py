@@ -13,9 +13,21 @@ COMPUTE_CLASSES = ("0x0302", "0x0380", "0x1200")  # data-centre cards: nobody ha
 
 # Architectures in PyTorch's ROCm wheels: PYTORCH_ROCM_ARCH in pytorch/pytorch, .ci/docker/manywheel/build.sh (2026).
 ROCM_WHEEL_ARCHS = {
-    "gfx900", "gfx906", "gfx908", "gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1101", "gfx1102",
-    "gfx1150", "gfx1151", "gfx1200", "gfx1201",
-}  # fmt: skip
+    "gfx900",
+    "gfx906",
+    "gfx908",
+    "gfx90a",
+    "gfx942",
+    "gfx950",
+    "gfx1030",
+    "gfx1100",
+    "gfx1101",
+    "gfx1102",
+    "gfx1150",
+    "gfx1151",
+    "gfx1200",
+    "gfx1201",
+}
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,7 @@ ROCM_INDEX = "https://download.pytorch.org/whl/rocm{major}.{minor}"
 # A wheel brings its own ROCm libraries; they work with amdgpu drivers about a year older or newer than they are (AMD's
 # user and kernel-space support matrix). So: the newest wheel at or below the machine's ROCm, else the oldest of its
 # major version.
-ROCM_WHEELS = {
-    (7, 2): (TORCH, TORCHVISION),
-    (7, 1): (TORCH, TORCHVISION),
-    (6, 4): ("2.9.1", "0.24.1"),
-}
+ROCM_WHEELS = {(7, 2): (TORCH, TORCHVISION), (7, 1): (TORCH, TORCHVISION), (6, 4): ("2.9.1", "0.24.1")}
 MINIMUM_TORCH, MINIMUM_PYTHON = (2, 9), (3, 11)
 
 

@@ -53,9 +53,7 @@ class LargestAllocation:
         return self.granted_bytes / self.memory_bytes
 
 
-def largest_allocation(
-    device: Device, *, step_bytes: int = STEP_BYTES, cap_gib: float | None = None
-) -> LargestAllocation:
+def largest_allocation(device: Device, *, step_bytes: int = STEP_BYTES, cap_gib: float | None = None) -> LargestAllocation:
     """Find the largest single tensor that a device grants, in steps; all of it is freed again.
 
     Nothing is written but at 4,096 places, so that a host stays as it was.
@@ -78,9 +76,15 @@ def largest_allocation(
         beyond = device.memory_bytes // step_bytes + 1
         steps, verification = search.verified(search.run(beyond, beyond if cap is None else int(cap.gib * GIB) // step_bytes))
     return LargestAllocation(
-        steps * step_bytes, step_bytes, free, device.memory_bytes, None if cap is None else int(cap.gib * GIB),
-        search.refusal, search.attempts, verification,
-    )  # fmt: skip
+        steps * step_bytes,
+        step_bytes,
+        free,
+        device.memory_bytes,
+        None if cap is None else int(cap.gib * GIB),
+        search.refusal,
+        search.attempts,
+        verification,
+    )
 
 
 class _Search:

@@ -86,8 +86,15 @@ class TimeAnswer(Answer):
         place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
         interval = {"n": self.estimate.n, "ci_low": self.estimate.ci_low, "ci_high": self.estimate.ci_high}
         reason = "" if columns.get("limit") is not None else "no limit: what the function must do is not known"
-        return self._row(place, "call_time_s", self.estimate.value, {"cache": cache_of(self.timing)},
-                         limit_source=reason, **interval, **state_of_device(self.timing))  # fmt: skip
+        return self._row(
+            place,
+            "call_time_s",
+            self.estimate.value,
+            {"cache": cache_of(self.timing)},
+            limit_source=reason,
+            **interval,
+            **state_of_device(self.timing),
+        )
 
     def plot(self) -> "Figure":
         """The raw samples in the order taken, with their median and its interval."""
@@ -187,18 +194,27 @@ class ComparisonAnswer(Answer):
         found, check = self.difference, {}
         if found is not None and found.error <= found.tolerance and not found.agrees:
             check = {
-                "check": "worst element of the outputs", "check_error": found.element_error,
+                "check": "worst element of the outputs",
+                "check_error": found.element_error,
                 "check_tolerance": found.element_tolerance,
-            }  # fmt: skip
+            }
         elif found is not None:
-            check = {
-                "check": "relative error of the outputs", "check_error": found.error, "check_tolerance": found.tolerance
-            }  # fmt: skip
+            check = {"check": "relative error of the outputs", "check_error": found.error, "check_tolerance": found.tolerance}
         about = {"a": self.labels[0], "b": self.labels[1], "cache": cache_of(self.timings[0])}
         reason = "" if columns.get("limit") is not None else "no limit: how slow B may be is not bounded"
         ratio = self.ratio
-        return self._row(place, "speedup", ratio.value, about, n=ratio.n, ci_low=ratio.ci_low, ci_high=ratio.ci_high,
-                         limit_source=reason, **check, **state_of_device(self.timings[0]))  # fmt: skip
+        return self._row(
+            place,
+            "speedup",
+            ratio.value,
+            about,
+            n=ratio.n,
+            ci_low=ratio.ci_low,
+            ci_high=ratio.ci_high,
+            limit_source=reason,
+            **check,
+            **state_of_device(self.timings[0]),
+        )
 
     def plot(self) -> "Figure":
         """The raw samples of both in the order taken, with their medians and intervals."""
@@ -208,7 +224,7 @@ class ComparisonAnswer(Answer):
 
 
 def cache_of(timing: Timing) -> str:
-    """"cold" where the last-level cache was flushed before each sample, else "hot"."""
+    """ "cold" where the last-level cache was flushed before each sample, else "hot"."""
     return "cold" if timing.cold else "hot"
 
 

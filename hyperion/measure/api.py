@@ -172,17 +172,18 @@ class _Asked:
     @classmethod
     def of(cls, question: str, device, cold, minimum_samples, time_limit_s, back_to_back, quick, alone) -> "_Asked":
         where = f"hyperion.measure.{question}"
-        for name, value, allowed in (("cold", cold, (True, False, None)), ("quick", quick, (True, False)),
-                                     ("alone", alone, (True, False))):  # fmt: skip
+        for name, value, allowed in (
+            ("cold", cold, (True, False, None)),
+            ("quick", quick, (True, False)),
+            ("alone", alone, (True, False)),
+        ):
             if not any(value is one for one in allowed):
                 raise HyperionError(f"{name} is {value!r}", where=where, next_step=f"pass one of {allowed}")
         minimum_samples = (_QUICK_SAMPLES if quick else MINIMUM_SAMPLES) if minimum_samples is None else minimum_samples
         require_sampling(minimum_samples, back_to_back, time_limit_s=time_limit_s)
         cold = not (quick or back_to_back) if cold is None else cold
         if back_to_back and cold:
-            raise HyperionError(
-                "calls in a row find the cache as the call before left it", where=where, next_step="cold=False"
-            )
+            raise HyperionError("calls in a row find the cache as the call before left it", where=where, next_step="cold=False")
         device, here = device_of(device), world()
         if alone or here.size == 1:
             here = World(0, 1, 0, "", device)
@@ -206,9 +207,7 @@ class _Examined:
     notes: tuple[str, ...]
 
 
-def _examine(
-    functions: list[Function], labels: tuple[str, ...], asked: _Asked, tolerance: float | None = None
-) -> _Examined:
+def _examine(functions: list[Function], labels: tuple[str, ...], asked: _Asked, tolerance: float | None = None) -> _Examined:
     """Call the functions before the timing, time them, call them after it; refuse what makes the times another quantity."""
     device, here = asked.device, asked.here
     if here.size > 1:
@@ -223,9 +222,15 @@ def _examine(
         clock, share = RanksClock(here, lambda: None, lambda what: None), max(1, asked.back_to_back)
         timed = [functools.partial(_repeat, function, share) for function in functions]
     timings = time_interleaved(
-        timed, device, cold=asked.cold, minimum_samples=asked.minimum_samples, time_limit_s=limit_s,
-        back_to_back=0 if clock else asked.back_to_back, clock=clock, budget_s=limit_s - 2 * used_s - call_s,
-    )  # fmt: skip
+        timed,
+        device,
+        cold=asked.cold,
+        minimum_samples=asked.minimum_samples,
+        time_limit_s=limit_s,
+        back_to_back=0 if clock else asked.back_to_back,
+        clock=clock,
+        budget_s=limit_s - 2 * used_s - call_s,
+    )
     if share > 1:
         timings = [replace(t, samples_s=t.samples_s / share, warmup_s=tuple(s / share for s in t.warmup_s)) for t in timings]
     return _agreed(here, lambda: _after(functions, labels, device, tolerance, outputs, timings))
@@ -280,9 +285,13 @@ def _before(
 
 
 def _after(
-    functions: list[Function], labels: tuple[str, ...], device: Device, tolerance: float | None,
-    outputs: list[_Outputs], timings: list[Timing],
-) -> _Examined:  # fmt: skip
+    functions: list[Function],
+    labels: tuple[str, ...],
+    device: Device,
+    tolerance: float | None,
+    outputs: list[_Outputs],
+    timings: list[Timing],
+) -> _Examined:
     notes, last, changes, drifts = [], [], [], False
     for function, label, own in zip(functions, labels, outputs, strict=True):
         watch = WorkLeft(device)
@@ -344,8 +353,9 @@ def _limit(asked: _Asked, call_s: float, used_s: float, labels: tuple[str, ...])
             f"{LEAST_SAMPLES} samples do not fit into {asked.time_limit_s:g} s: a call of {' and '.join(labels)} takes "
             f"{call_s:.3g} s, {calls + 2} calls follow the first with warm-up and checks, and comparing outputs takes "
             f"{2 * (used_s - call_s):.2g} s",
-            where="time_limit_s=", next_step=f"pass time_limit_s={1.2 * needed_s:.2g} or more, or None",
-        )  # fmt: skip
+            where="time_limit_s=",
+            next_step=f"pass time_limit_s={1.2 * needed_s:.2g} or more, or None",
+        )
     return asked.time_limit_s
 
 
@@ -370,9 +380,10 @@ def _meet(here: World) -> None:
     except RuntimeError as error:  # torch's DistStoreError is one
         missing = [rank for rank in ranks if not store.check([rank])]
         raise HyperionError(
-            f"rank {', '.join(missing)} did not call this within {_RENDEZVOUS_S:g} s", where=f"rank {here.rank} of {here.size}",
+            f"rank {', '.join(missing)} did not call this within {_RENDEZVOUS_S:g} s",
+            where=f"rank {here.rank} of {here.size}",
             next_step="call it on every rank, or pass alone=True to time on this rank only",
-        ) from error  # fmt: skip
+        ) from error
     _meetings += 1
 
 
@@ -399,15 +410,14 @@ def _agreed(here: World, work: Callable[[], object]):
         raise error
     if failed:
         raise HyperionError(
-            f"rank {failed - 1} refused its function or its output", where=f"rank {here.rank} of {here.size}",
+            f"rank {failed - 1} refused its function or its output",
+            where=f"rank {here.rank} of {here.size}",
             next_step=f"read the error of rank {failed - 1}",
-        )  # fmt: skip
+        )
     return result
 
 
-def memory(
-    function: Function, *, device: Device | str | torch.device | None = None, label: str | None = None
-) -> MemoryAnswer:
+def memory(function: Function, *, device: Device | str | torch.device | None = None, label: str | None = None) -> MemoryAnswer:
     """The most memory a call needs at once: tensors by dispatch on any device, and by the device's allocator on a GPU.
 
     The function is called three times (a GPU: four): once to warm up, so that lazily made state is there, once to learn which
@@ -459,15 +469,16 @@ def device_of(device: Device | str | torch.device | None) -> Device:
         )
     if place.type == "cuda" and not torch.cuda.is_available():
         raise HyperionError(
-            "PyTorch sees no GPU here", where=f"device={str(device)!r}", next_step="hyperion doctor says why; or device=\"cpu\""
+            "PyTorch sees no GPU here", where=f"device={str(device)!r}", next_step='hyperion doctor says why; or device="cpu"'
         )
     if place.type == "cpu" and place.index:
         raise HyperionError(f"there is one CPU device, not {str(place)!r}", where="device=", next_step='use "cpu"')
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         raise HyperionError(
-            f"{str(place)!r} is not one of {torch.cuda.device_count()} GPUs", where="device=",
+            f"{str(place)!r} is not one of {torch.cuda.device_count()} GPUs",
+            where="device=",
             next_step=f'use "cuda:0" to "cuda:{torch.cuda.device_count() - 1}"',
-        )  # fmt: skip
+        )
     index = torch.cuda.current_device() if place.type == "cuda" and place.index is None else place.index or 0
     return _described(place.type, index)
 

@@ -151,10 +151,19 @@ def measure_cache_sweep(
         timing = work.calls.time(time_limit_s)
         points.append(
             CachePoint(
-                operation, dtype, work.working_set_bytes, work.passes * work.working_set_bytes, level, basis,
-                work.calls.graph is not None, work.how, timing, launch, work.verify(),
+                operation,
+                dtype,
+                work.working_set_bytes,
+                work.passes * work.working_set_bytes,
+                level,
+                basis,
+                work.calls.graph is not None,
+                work.how,
+                timing,
+                launch,
+                work.verify(),
             )
-        )  # fmt: skip
+        )
     return points
 
 

@@ -152,9 +152,8 @@ def require_cache_label(label: str | None, cold: bool) -> None:
     taken = "cold" if cold else "hot"
     if label in ("cold", "hot") and label != taken:
         raise HarnessError(
-            f"samples with {taken} caches are labelled {label}", where="sample_frame",
-            next_step="label them as they were taken",
-        )  # fmt: skip
+            f"samples with {taken} caches are labelled {label}", where="sample_frame", next_step="label them as they were taken"
+        )
 
 
 def require_passed(verification: Verification) -> None:

@@ -15,9 +15,7 @@ from hyperion.processes import RollCall, World
 _KERNEL = re.compile(r"^(?:void )?(\w*(?:nccl|rccl|mscc)\w*Kernel\w*)", re.IGNORECASE)
 
 
-def kernels_of_collectives(
-    cells: Sequence[tuple[Collective, str, int]], here: World, roll: RollCall
-) -> list[str] | None:
+def kernels_of_collectives(cells: Sequence[tuple[Collective, str, int]], here: World, roll: RollCall) -> list[str] | None:
     """Make each call once more, on every rank; rank 0, on a GPU, has the kernels' names. To be called after all timing: a
     profiler leaves its traces in what follows.
 

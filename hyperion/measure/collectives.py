@@ -18,9 +18,7 @@ from hyperion.measure.timing import Timing, time_function
 from hyperion.measure.verify import Verification
 from hyperion.processes import RollCall, World, wait_for_peers
 
-DTYPES = {
-    "fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int64": torch.int64,
-}  # fmt: skip
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int64": torch.int64}
 CHECK = "equal to the expected values on every rank"
 _POISON = -1
 _MOST_VALUES = 1 << 11
@@ -77,9 +75,7 @@ def root_of(ranks: int) -> int:
 def _around_the_ring(output: torch.Tensor, given: torch.Tensor) -> None:
     """Every rank sends to the next one and receives from the one before, at the same time."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    messages = [
-        dist.P2POp(dist.isend, given, (rank + 1) % ranks), dist.P2POp(dist.irecv, output, (rank - 1) % ranks)
-    ]  # fmt: skip
+    messages = [dist.P2POp(dist.isend, given, (rank + 1) % ranks), dist.P2POp(dist.irecv, output, (rank - 1) % ranks)]
     for work in dist.batch_isend_irecv(messages):
         wait_for_peers(work)
 
@@ -92,36 +88,48 @@ COLLECTIVES = {
     collective.name: collective
     for collective in (
         Collective(
-            "all_reduce", "the buffer that each rank gives and gets", lambda n: 2 * (n - 1) / n,
+            "all_reduce",
+            "the buffer that each rank gives and gets",
+            lambda n: 2 * (n - 1) / n,
             lambda output, _: dist.all_reduce(output),
             lambda value, rank, ranks, block, index: sum(value(peer, index) for peer in range(ranks)),
-            sums=True, in_place=True,
+            sums=True,
+            in_place=True,
         ),
         Collective(
-            "broadcast", "the root's buffer", lambda n: 1.0,
+            "broadcast",
+            "the root's buffer",
+            lambda n: 1.0,
             lambda output, _: dist.broadcast(output, root_of(dist.get_world_size())),
             lambda value, rank, ranks, block, index: value(root_of(ranks), index),
             in_place=True,
         ),
         Collective(
-            "all_gather", "what each rank gets, the parts of all", lambda n: (n - 1) / n,
+            "all_gather",
+            "what each rank gets, the parts of all",
+            lambda n: (n - 1) / n,
             _all_gather,
             lambda value, rank, ranks, block, index: value(index // block, index % block),
             whole_input=False,
         ),
         Collective(
-            "reduce_scatter", "what each rank gives, of which it gets one part back summed", lambda n: (n - 1) / n,
+            "reduce_scatter",
+            "what each rank gives, of which it gets one part back summed",
+            lambda n: (n - 1) / n,
             _reduce_scatter,
             lambda value, rank, ranks, block, index: sum(value(peer, rank * block + index) for peer in range(ranks)),
-            sums=True, whole_output=False,
+            sums=True,
+            whole_output=False,
         ),
         Collective(
-            "all_to_all", "what each rank gives, one part to each", lambda n: (n - 1) / n,
+            "all_to_all",
+            "what each rank gives, one part to each",
+            lambda n: (n - 1) / n,
             dist.all_to_all_single,
             _all_to_all_expected,
         ),
     )
-}  # fmt: skip
+}
 
 
 # The operations of the chapters, and those that training uses beside them: checkpoints and pipelines.
@@ -129,18 +137,24 @@ ALL_COLLECTIVES = COLLECTIVES | {
     collective.name: collective
     for collective in (
         Collective(
-            "reduce", "the buffer that each rank gives", lambda n: 1.0,
+            "reduce",
+            "the buffer that each rank gives",
+            lambda n: 1.0,
             lambda output, _: dist.reduce(output, root_of(dist.get_world_size())),
             COLLECTIVES["all_reduce"].expected,
-            sums=True, in_place=True, only_on_root=True,
+            sums=True,
+            in_place=True,
+            only_on_root=True,
         ),
         Collective(
-            "send_recv", "what each rank sends to the next one of a ring", lambda n: 1.0,
+            "send_recv",
+            "what each rank sends to the next one of a ring",
+            lambda n: 1.0,
             _around_the_ring,
             lambda value, rank, ranks, block, index: value((rank - 1) % ranks, index),
         ),
     )
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -196,9 +210,7 @@ def measure_collective(
     """
     if here.size < 2:
         raise HyperionError(
-            f"{here.size} ranks: a collective takes two",
-            where="measure_collective",
-            next_step="start at least two ranks",
+            f"{here.size} ranks: a collective takes two", where="measure_collective", next_step="start at least two ranks"
         )
     buffers = Buffers(collective, size_bytes, dtype, here, roll)
     buffers.prepare()
@@ -268,9 +280,7 @@ class Buffers:
         for start in range(0, self.output.numel(), _CHUNK):
             found = self.output[start : start + _CHUNK]
             index = torch.arange(start, start + found.numel(), device=found.device)
-            due = self.collective.expected(self._values, self.here.rank, self.here.size, self.block, index).to(
-                found.dtype
-            )
+            due = self.collective.expected(self._values, self.here.rank, self.here.size, self.block, index).to(found.dtype)
             differs = found != due
             here = int(differs.sum())
             if here and first is None:
@@ -294,9 +304,7 @@ def _values_of(dtype: torch.dtype, terms: int) -> Callable:
     values = min(exact // terms, _MOST_VALUES)
     if values < 2:
         raise HyperionError(
-            f"{dtype} cannot add up {terms} ranks exactly",
-            where="collectives.Buffers",
-            next_step="choose a wider format",
+            f"{dtype} cannot add up {terms} ranks exactly", where="collectives.Buffers", next_step="choose a wider format"
         )
 
     def value(rank, index: torch.Tensor) -> torch.Tensor:

@@ -213,10 +213,7 @@ def _loud_and_quiet() -> Iterator[None]:
     """A failure of the compiler is an error, whatever the environment says; autotuning prints no tables."""
     import torch._inductor.config
 
-    with (
-        torch._dynamo.config.patch(suppress_errors=False),
-        torch._inductor.config.patch(autotune_num_choices_displayed=0),
-    ):
+    with torch._dynamo.config.patch(suppress_errors=False), torch._inductor.config.patch(autotune_num_choices_displayed=0):
         yield
 
 

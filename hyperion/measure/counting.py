@@ -20,11 +20,34 @@ from hyperion.measure.tensor_memory import TensorMemory, storage_key
 _NO_ARITHMETIC = {
     f"aten::{name}"
     for name in (
-        "empty_like", "new_empty", "new_empty_strided", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones",
-        "new_full", "fill_", "zero_", "clone", "copy_", "_foreach_copy_", "_to_copy", "contiguous", "cat", "stack",
-        "index_select", "gather", "embedding", "constant_pad_nd", "detach", "_unsafe_view", "lift_fresh", "_local_scalar_dense",
+        "empty_like",
+        "new_empty",
+        "new_empty_strided",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "fill_",
+        "zero_",
+        "clone",
+        "copy_",
+        "_foreach_copy_",
+        "_to_copy",
+        "contiguous",
+        "cat",
+        "stack",
+        "index_select",
+        "gather",
+        "embedding",
+        "constant_pad_nd",
+        "detach",
+        "_unsafe_view",
+        "lift_fresh",
+        "_local_scalar_dense",
     )
-}  # fmt: skip
+}
 
 
 def count_flops(function: Callable[[], object]) -> tuple[dict[str, int], dict[str, int], tuple[Uncounted, ...]]:
@@ -38,9 +61,7 @@ def count_flops(function: Callable[[], object]) -> tuple[dict[str, int], dict[st
     whole = counts.pop("Global", {})
     by_operator = dict(sorted(((str(op), n) for op, n in whole.items()), key=lambda item: item[1], reverse=True))
     by_module = {module: sum(operators.values()) for module, operators in counts.items()}
-    uncounted = (
-        Uncounted(name, calls, elements, pointwise) for name, (calls, elements, pointwise) in rest.found.items()
-    )
+    uncounted = (Uncounted(name, calls, elements, pointwise) for name, (calls, elements, pointwise) in rest.found.items())
     # First what did not come with PyTorch: a kernel of one's own, for which nothing is known at all.
     order = sorted(uncounted, key=lambda found: (found.name.startswith("aten::"), -found.elements))
     return by_operator, by_module, tuple(order)

@@ -19,9 +19,16 @@ from hyperion.hardware import canonical_dtype
 
 # They give memory out or a name to it, and move nothing.
 _MOVE_NOTHING = {
-    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "_unsafe_view", "lift_fresh",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "detach",
+    "_unsafe_view",
+    "lift_fresh",
     "_reshape_alias",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

@@ -74,9 +74,10 @@ def format_of(dtype: str, device: Device) -> NumberFormat:
         return FORMATS[name]
     if dtype == "fp8":
         raise HyperionError(
-            f"unsupported: {device.supports('fp8')[1]}", where=f"fp8 on {device.name}",
+            f"unsupported: {device.supports('fp8')[1]}",
+            where=f"fp8 on {device.name}",
             next_step="Ask device.supports('fp8') first.",
-        )  # fmt: skip
+        )
     raise HyperionError(
         f"{dtype!r} is no number format that products are measured in.", next_step=f"Use fp8 or one of {', '.join(FORMATS)}."
     )

@@ -14,18 +14,7 @@ from hyperion.measure.intervals import NOBODY, partition
 from hyperion.measure.ranks_clock import RanksClock
 from hyperion.measure.roofline import Ceilings
 from hyperion.measure.timing import MINIMUM_SAMPLES, Timing, require_sampling, time_function
-from hyperion.measure.trace import (
-    COMMUNICATION,
-    COPIES,
-    CPU_ORDER,
-    DATA,
-    GAPS,
-    GEMM,
-    GPU_ORDER,
-    MEMORY,
-    run_step,
-    trace_steps,
-)
+from hyperion.measure.trace import COMMUNICATION, COPIES, CPU_ORDER, DATA, GAPS, GEMM, GPU_ORDER, MEMORY, run_step, trace_steps
 from hyperion.measure.units import estimate_text, seconds_text
 from hyperion.processes import world
 from hyperion.results import Estimate, Row
@@ -122,9 +111,16 @@ class Explanation(Answer):
         place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
         time = self.estimate
         step = self._row(
-            place, "step_time_s", time.value, {"cache": "hot"}, n=time.n, ci_low=time.ci_low,
-            ci_high=time.ci_high, limit_source="no limit: what the step must do is not known", **state_of_device(self.timing),
-        )  # fmt: skip
+            place,
+            "step_time_s",
+            time.value,
+            {"cache": "hot"},
+            n=time.n,
+            ci_low=time.ci_low,
+            ci_high=time.ci_high,
+            limit_source="no limit: what the step must do is not known",
+            **state_of_device(self.timing),
+        )
         about = {"of": "step", "profiled_steps": self.steps}
         return [step] + [self._row(place, "share", part.share, about | {"what": part.name}) for part in self.parts]
 

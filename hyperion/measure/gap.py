@@ -132,7 +132,7 @@ def _known(product: Product, peak: NominalPeak, clock_mhz, bandwidth_gb_s, launc
     if clock_mhz is None or peak.clock_mhz is None:
         yield "clock", None, "the clock was not readable" if clock_mhz is None else "the data sheet names no clock"
     else:
-        yield "clock", clock_mhz / peak.clock_mhz, f"{clock_mhz:.0f} MHz measured, {peak.clock_mhz:.0f} MHz in the data sheet"
+        yield ("clock", clock_mhz / peak.clock_mhz, f"{clock_mhz:.0f} MHz measured, {peak.clock_mhz:.0f} MHz in the data sheet")
     if peak.units is None:
         yield "tiles", None, "the number of compute units is unknown"
     else:

@@ -57,9 +57,10 @@ class Gemm:
         """
         if a_MK.ndim != 2 or b_KN.ndim != 2 or a_MK.shape[1] != b_KN.shape[0]:
             raise HyperionError(
-                f"A {list(a_MK.shape)} and B {list(b_KN.shape)} have no product.", where="Gemm.of",
+                f"A {list(a_MK.shape)} and B {list(b_KN.shape)} have no product.",
+                where="Gemm.of",
                 next_step="Pass A as [M, K] and B as [K, N]; flatten a batch of activations to rows first.",
-            )  # fmt: skip
+            )
         if not (torch.isfinite(a_MK).all() and torch.isfinite(b_KN).all()):
             raise HyperionError("An operand holds NaN or infinity.", where="Gemm.of", next_step="Pass finite values.")
         chosen = format_of(dtype, device)
@@ -150,9 +151,10 @@ class Gemm:
                 raise
             shape, words = f"{self.m}x{self.n}x{self.k} (MxNxK)", str(error).strip().split("\n")[0]
             raise RefusedProduct(
-                f"{self.backend} refused a product of {shape} in {self.format.name}: {words}", where=self.device.name,
+                f"{self.backend} refused a product of {shape} in {self.format.name}: {words}",
+                where=self.device.name,
                 next_step="Choose other sizes (8-bit formats want multiples of 16 on a GPU), or another format.",
-            ) from error  # fmt: skip
+            ) from error
 
     def _verified(self) -> Verification:
         checks.require_product_flops(self.flops, self.a_MK, self.b_KN)
@@ -186,10 +188,7 @@ def blas_backend(device: Device, number_format: NumberFormat) -> str:
         library = {"cuda": "cuBLASLt", "rocm": "hipBLASLt"}[device.kind]
         return library + (tunable if number_format.storage.is_floating_point else "")
     preferred = str(torch.backends.cuda.preferred_blas_library()).rsplit(".", 1)[-1].lower()
-    names = {
-        "cuda": {"cublas": "cuBLAS", "cublaslt": "cuBLASLt"},
-        "rocm": {"cublas": "rocBLAS", "cublaslt": "hipBLASLt"},
-    }
+    names = {"cuda": {"cublas": "cuBLAS", "cublaslt": "cuBLASLt"}, "rocm": {"cublas": "rocBLAS", "cublaslt": "hipBLASLt"}}
     name = names[device.kind].get(preferred, f"{preferred} choice of PyTorch")
     return f"{name} preferred{tunable}"
 

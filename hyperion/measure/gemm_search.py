@@ -88,9 +88,10 @@ class GemmSearch:
         if not right:
             errors = ", ".join(f"{finalist.shape}: {finalist.verification.error:.3g}" for finalist in self.finalists)
             raise HyperionError(
-                f"No leading {self.dtype} product passes its check ({errors}).", where=self.backend,
+                f"No leading {self.dtype} product passes its check ({errors}).",
+                where=self.backend,
                 next_step="Run hyperion doctor: this library multiplies wrongly, or its tolerance does not fit it.",
-            )  # fmt: skip
+            )
         return right[0]
 
     def __str__(self) -> str:
@@ -124,9 +125,16 @@ class SharedOperands:
 
 
 def search_gemm(
-    dtype: str, device: Device, *, time_limit_s: float = 30.0, largest: int = 8192, step: int = 1024, seed: int = 0,
-    data: str = "normal", exhaustive: bool = False,
-) -> GemmSearch:  # fmt: skip
+    dtype: str,
+    device: Device,
+    *,
+    time_limit_s: float = 30.0,
+    largest: int = 8192,
+    step: int = 1024,
+    seed: int = 0,
+    data: str = "normal",
+    exhaustive: bool = False,
+) -> GemmSearch:
     """The fastest product among all M, N and K that are multiples of `step` up to `largest` (by default 512 shapes).
 
     Shapes are ranked by few samples with cold caches, taken in turn so that a drift of the clock meets all of them, coarse to
@@ -162,16 +170,20 @@ def search_gemm(
             operands.product, device, largest, step, max(0.0, started + time_limit_s - time.monotonic()), seed, exhaustive
         )
     return GemmSearch(
-        dtype=least.format.name, backend=least.backend, data=data, finalists=finalists,
-        ranking=ranking, shapes=len(every), elapsed_s=time.monotonic() - started,
+        dtype=least.format.name,
+        backend=least.backend,
+        data=data,
+        finalists=finalists,
+        ranking=ranking,
+        shapes=len(every),
+        elapsed_s=time.monotonic() - started,
         stopped="all shapes seen" if len(ranking) == len(every) else f"limit of {time_limit_s:g} s",
-    )  # fmt: skip
+    )
 
 
 def time_shapes(
-    shapes: list[Shape], dtype: str, device: Device, *, time_limit_s: float = _TIMING_LIMIT_S, seed: int = 0,
-    data: str = "normal",
-) -> list[Finalist]:  # fmt: skip
+    shapes: list[Shape], dtype: str, device: Device, *, time_limit_s: float = _TIMING_LIMIT_S, seed: int = 0, data: str = "normal"
+) -> list[Finalist]:
     """Given shapes, timed in turn with cold caches and verified: the winner of one search beside that of another, say.
 
     Args:
@@ -190,9 +202,15 @@ def time_shapes(
 
 
 def search_shapes(
-    product: Callable[[Shape], Gemm], device: Device, largest: int, step: int, time_limit_s: float, seed: int = 0,
-    exhaustive: bool = False, clock: Clock | None = None,
-) -> tuple[tuple[tuple[Shape, float], ...], tuple[Finalist, ...]]:  # fmt: skip
+    product: Callable[[Shape], Gemm],
+    device: Device,
+    largest: int,
+    step: int,
+    time_limit_s: float,
+    seed: int = 0,
+    exhaustive: bool = False,
+    clock: Clock | None = None,
+) -> tuple[tuple[tuple[Shape, float], ...], tuple[Finalist, ...]]:
     """The search itself, over whatever products are given: the ranking (shape, TFLOPS) and the finalists, fastest first.
 
     Args:
@@ -203,11 +221,15 @@ def search_shapes(
     started, products = clock.now(), _Products(product, clock, cache_flush(device))
     rest_s = (1 - _SHARE_OF_RANKING) * time_limit_s
     ranking = ShapeRanking(
-        largest, step, products.sample, clock.now, seed=seed,
+        largest,
+        step,
+        products.sample,
+        clock.now,
+        seed=seed,
         deadline=math.inf if exhaustive else started + _SHARE_OF_RANKING * time_limit_s,
         # Two finalists at least must fit.
         affordable_s=math.inf if exhaustive else rest_s / (2 * _CALLS_OF_A_FINALIST),
-    )  # fmt: skip
+    )
     ranking.run()
     left_s = time_limit_s if exhaustive else max(rest_s, started + time_limit_s - clock.now())
     chosen, limit_s = _finalists(ranking, left_s, products.overhead_s)
@@ -238,7 +260,7 @@ class _Products:
                 self.made[shape].first_call()
         started = self.clock.now()
         seconds = [series[0] for series in self.clock.sample([self.made[shape] for shape in shapes], self.flush, 1)]
-        self._samples, self._around_s = self._samples + len(shapes), self._around_s + self.clock.now() - started - sum(seconds)
+        self._samples, self._around_s = (self._samples + len(shapes), self._around_s + self.clock.now() - started - sum(seconds))
         return seconds
 
 

@@ -228,9 +228,5 @@ def _sum_of_gradients(operator: Any, arguments: tuple) -> Tensor | None:
     if operator is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or len(arguments) != 2:
         return None
     one, other = arguments
-    alike = isinstance(other, Tensor) and (one.shape, one.stride(), one.dtype) == (
-        other.shape,
-        other.stride(),
-        other.dtype,
-    )
+    alike = isinstance(other, Tensor) and (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
     return one.add_(other) if alike and 0 not in one.stride() else None

@@ -229,9 +229,13 @@ class _TinyStep:
     """
 
     def __init__(
-        self, device: Device, parts: Callable[[], list[nn.Module]], shape: tuple[int, ...], dtype: str = "fp32",
+        self,
+        device: Device,
+        parts: Callable[[], list[nn.Module]],
+        shape: tuple[int, ...],
+        dtype: str = "fp32",
         compiled: bool = False,
-    ):  # fmt: skip
+    ):
         # Drawn on the host: its random numbers alone go on as if nothing had been drawn here.
         with torch.random.fork_rng([]):
             torch.default_generator.manual_seed(0)

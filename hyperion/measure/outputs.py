@@ -237,8 +237,9 @@ def call_from_seed(function: Callable[[], object], device: Device) -> "Returned"
         if asked is not None and not isinstance(leaf, torch.Tensor | type) and asked() is False:
             raise HarnessError(
                 f"the function returned a {type(leaf).__name__} whose work is not done",
-                where="a timed function", next_step="wait for it inside the function",
-            )  # fmt: skip
+                where="a timed function",
+                next_step="wait for it inside the function",
+            )
     return Returned([(keystr(path), leaf) for path, leaf in leaves], structure)
 
 
@@ -371,9 +372,10 @@ def require_written(function: Callable[[], object], device: Device, label: str) 
     again = call_from_seed(function, device).tensors()
     memory = {_storage(tensor) for tensor in again}
     unwritten = [
-        tensor for tensor, version, before in zip(tensors, versions, bits, strict=True)
+        tensor
+        for tensor, version, before in zip(tensors, versions, bits, strict=True)
         if tensor.numel() and _storage(tensor) in memory and _version(tensor) == version and torch.equal(_bits(tensor), before)
-    ]  # fmt: skip
+    ]
     if not unwritten:
         return first, ""
     unseen = _may_write_unseen(function, device, unwritten)
@@ -395,12 +397,13 @@ def _not_written(inputs: dict, label: str, tensor: torch.Tensor) -> HarnessError
             f"{label}: the output aliases an input: it is {name} ({shape}), to which the call wrote nothing",
             where="the output of a timed function",
             next_step="return what the function computes; to time a call without a result (a view, say), or one that writes "
-                      "where PyTorch does not see it, let it return None",
-        )  # fmt: skip
+            "where PyTorch does not see it, let it return None",
+        )
     return HarnessError(
         f"{label}: a call returned the memory of an earlier call ({shape}) and wrote nothing to it: no work was done",
-        where="the output of a timed function", next_step="compute in every call; remove the cache around the function",
-    )  # fmt: skip
+        where="the output of a timed function",
+        next_step="compute in every call; remove the cache around the function",
+    )
 
 
 def _may_write_unseen(function: Callable[[], object], device: Device, tensors: list[torch.Tensor]) -> str:
@@ -602,11 +605,23 @@ def _sleeps(ident: int, native: int | None) -> bool:
 
 
 # Files of Python's own whose functions wait for others, and the lines within them that run what they were given.
-_WAITERS = tuple(f"/{name}" for name in (
-    "threading.py", "queue.py", "selectors.py", "socketserver.py", "subprocess.py", "concurrent/futures/thread.py",
-    "concurrent/futures/process.py", "concurrent/futures/_base.py", "multiprocessing/connection.py",
-    "multiprocessing/queues.py", "multiprocessing/pool.py", "asyncio/base_events.py",
-))  # fmt: skip
+_WAITERS = tuple(
+    f"/{name}"
+    for name in (
+        "threading.py",
+        "queue.py",
+        "selectors.py",
+        "socketserver.py",
+        "subprocess.py",
+        "concurrent/futures/thread.py",
+        "concurrent/futures/process.py",
+        "concurrent/futures/_base.py",
+        "multiprocessing/connection.py",
+        "multiprocessing/queues.py",
+        "multiprocessing/pool.py",
+        "asyncio/base_events.py",
+    )
+)
 _RUNS_WORK = ("self._target(", "self.fn(", "fn(*", "func(*", "self.task")
 
 
@@ -629,6 +644,7 @@ def require_nothing_left(left: list[str], label: str) -> None:
     """
     if left and all(left):
         raise HarnessError(
-            f"{label}: {left[0]}", where="a timed function",
+            f"{label}: {left[0]}",
+            where="a timed function",
             next_step="wait inside the function for all that it starts: join threads, take results, synchronise streams",
-        )  # fmt: skip
+        )

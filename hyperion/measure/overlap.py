@@ -105,9 +105,13 @@ def measure_overlap(
         wait_for_peers(work)
 
     timings = time_interleaved(
-        [compute, buffers.call, at_once], here.device, cold=False, minimum_samples=minimum_samples,
-        time_limit_s=time_limit_s, clock=clock,
-    )  # fmt: skip
+        [compute, buffers.call, at_once],
+        here.device,
+        cold=False,
+        minimum_samples=minimum_samples,
+        time_limit_s=time_limit_s,
+        clock=clock,
+    )
     # `at_once` came last in its round: the output is what it left.
     return Overlap(buffers.bytes, dtype, here.size, *timings, buffers.require_exact("after it ran beside a computation"))
 

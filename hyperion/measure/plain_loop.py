@@ -10,9 +10,12 @@ from hyperion.measure.timing import MINIMUM_SAMPLES, Timing
 
 
 def compare_with_plain_loop(
-    function: Callable[[], object], device: Device, calls: int = 10, rounds: int = MINIMUM_SAMPLES,
+    function: Callable[[], object],
+    device: Device,
+    calls: int = 10,
+    rounds: int = MINIMUM_SAMPLES,
     plain: Callable[[], object] | None = None,
-) -> tuple[Timing, Timing]:  # fmt: skip
+) -> tuple[Timing, Timing]:
     """Time a function on the harness's clock, and by the plain loop: synchronize, host clock, `calls` calls, synchronize.
 
     Both run with warm caches, `calls` calls in turn, round after round; a round gives one sample of each.
@@ -31,6 +34,5 @@ def compare_with_plain_loop(
             theirs.append(plain_clock.sample([plain or function], None, 1)[0][0])
     # The first round warms both up.
     return tuple(
-        Timing(np.array(series[1:]), tuple(series[:1]), True, False, "rounds", sampler.telemetry)
-        for series in (ours, theirs)
+        Timing(np.array(series[1:]), tuple(series[:1]), True, False, "rounds", sampler.telemetry) for series in (ours, theirs)
     )

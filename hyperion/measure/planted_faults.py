@@ -51,9 +51,7 @@ def _no_synchronisation_of_a_block(device: Device, broken: bool, believe: Believ
 def _no_warm_up(device: Device, broken: bool, believe: Believe) -> None:
     """The first calls are four times as slow; sampling either waits for them to pass or does not."""
     clock = Scripted(lambda call: _WORK_S * (1 + 3 * np.exp(-call / 50)))
-    timing = time_function(
-        lambda: None, device, cold=False, minimum_samples=30, time_limit_s=0.1 if broken else 5.0, clock=clock
-    )
+    timing = time_function(lambda: None, device, cold=False, minimum_samples=30, time_limit_s=0.1 if broken else 5.0, clock=clock)
     believe(f"{timing.samples_s.mean() * 1e3:.2f} ms for {_WORK_S * 1e3:.2f} ms once warm")
     require_steady(timing)
 
@@ -153,16 +151,19 @@ def _outside_of_phases(device: Device, broken: bool, believe: Believe) -> None:
 def mi250x(compute_units: int, memory_bytes: float, clock_mhz: float) -> Device:
     """A device that torch calls an MI250X, of this size."""
     gpu = GpuFacts(
-        name="AMD Instinct MI250X/MI250", total_memory_bytes=int(memory_bytes), multi_processor_count=compute_units,
-        major=9, minor=0, gcn_arch_name="gfx90a:sramecc+:xnack-", max_clock_mhz=clock_mhz,
-    )  # fmt: skip
+        name="AMD Instinct MI250X/MI250",
+        total_memory_bytes=int(memory_bytes),
+        multi_processor_count=compute_units,
+        major=9,
+        minor=0,
+        gcn_arch_name="gfx90a:sramecc+:xnack-",
+        max_clock_mhz=clock_mhz,
+    )
     here = collect_facts()
     return detect(Facts(python=here.python, torch=here.torch, cuda=None, hip="7.2", cpu=here.cpu, gpus=(gpu,)))
 
 
-def _wrong_device(
-    wrong: tuple[int, float, float], said: str
-) -> Callable[[Device, bool, Believe], None]:
+def _wrong_device(wrong: tuple[int, float, float], said: str) -> Callable[[Device, bool, Believe], None]:
     """A peak asked of a device that is described in a wrong unit, or of one die as it is."""
 
     def plant(device: Device, broken: bool, believe: Believe) -> None:
@@ -210,17 +211,31 @@ def _row(device: Device, dtype: str, rate: Estimate, verification: Verification)
     """The row that a product's rate becomes."""
     limit = peak(device, gemm_path(dtype, device))
     return Row(
-        notebook="harness", experiment="planted faults", variant="torch.mm", dtype=dtype, metric="gemm_tflops",
-        value=rate.value, n=rate.n, ci_low=rate.ci_low, ci_high=rate.ci_high, limit=limit.limit_tflops,
-        limit_source=limit.limit_source or f"no limit: {limit.reason}", check=verification.name,
-        check_error=verification.error, check_tolerance=verification.tolerance,
-    )  # fmt: skip
+        notebook="harness",
+        experiment="planted faults",
+        variant="torch.mm",
+        dtype=dtype,
+        metric="gemm_tflops",
+        value=rate.value,
+        n=rate.n,
+        ci_low=rate.ci_low,
+        ci_high=rate.ci_high,
+        limit=limit.limit_tflops,
+        limit_source=limit.limit_source or f"no limit: {limit.reason}",
+        check=verification.name,
+        check_error=verification.error,
+        check_tolerance=verification.tolerance,
+    )
 
 
 FAULTS: tuple[Fault, ...] = (
     Fault("no synchronisation", "checks.require_whole_work", "calls in a row take", _no_synchronisation),
-    Fault("no synchronisation after a block of calls", "checks.require_whole_work", "calls in a row take",
-          _no_synchronisation_of_a_block),
+    Fault(
+        "no synchronisation after a block of calls",
+        "checks.require_whole_work",
+        "calls in a row take",
+        _no_synchronisation_of_a_block,
+    ),
     Fault("no warm-up", "Timing.unsteady", "warm-up's windows still differed", _no_warm_up),
     Fault("no cache flush", "checks.require_flushed", "the cache was flushed 0 times", _no_flush(Unflushed)),
     Fault("a cache flush that reads nothing", "checks.require_flushed", "did not read its buffer", _no_flush(Unread)),
@@ -231,17 +246,29 @@ FAULTS: tuple[Fault, ...] = (
     Fault("bf16 under the name of fp32", "verify_product, Row.validate", "failed its check", _product(_Rounded)),
     Fault("clock drift during sampling", "Timing.drift", "the samples drifted", _clock_drift),
     Fault("work outside of every phase", "time_step, Row.validate", "failed its check", _outside_of_phases),
-    Fault("a module's compute units for a die's", "specs.lookup", "220 compute units, expected 110",
-          _wrong_device((220, 128 * GIB, 1700), "383 TFLOPS as the peak of one die: an MFU half as high")),
-    Fault("GB taken for GiB", "specs.lookup", "GiB of memory, expected 64",
-          _wrong_device((110, 64e9, 1700), "59.6 GiB of memory for 64: batches 7 % too small")),
-    Fault("kHz taken for MHz", "Device", "no clock in MHz",
-          _wrong_device((110, 64 * GIB, 1_700_000), "a limit of 191,488 TFLOPS, which no fault exceeds")),
+    Fault(
+        "a module's compute units for a die's",
+        "specs.lookup",
+        "220 compute units, expected 110",
+        _wrong_device((220, 128 * GIB, 1700), "383 TFLOPS as the peak of one die: an MFU half as high"),
+    ),
+    Fault(
+        "GB taken for GiB",
+        "specs.lookup",
+        "GiB of memory, expected 64",
+        _wrong_device((110, 64e9, 1700), "59.6 GiB of memory for 64: batches 7 % too small"),
+    ),
+    Fault(
+        "kHz taken for MHz",
+        "Device",
+        "no clock in MHz",
+        _wrong_device((110, 64 * GIB, 1_700_000), "a limit of 191,488 TFLOPS, which no fault exceeds"),
+    ),
     Fault("a value above the peak", "Row.validate", "beyond its limit", _above_peak),
     Fault("a reading of 0 for an unreadable one", "Row.validate", "power_w is 0", _zero_reading),
     Fault("best of one", "Row.validate", "lacks n or the 95 % confidence interval", _best_of_one),
     Fault("a rank with wrong values", "Buffers.require_exact", "rank 1: 1 of", _wrong_rank),
-)  # fmt: skip
+)
 
 
 def run_self_test(device: Device, faults: Iterable[Fault] = FAULTS) -> list[FaultResult]:

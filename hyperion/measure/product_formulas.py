@@ -66,9 +66,14 @@ def _matrix_product(call: Call) -> Iterator[Product]:
 
 
 _OPERANDS = {
-    "mm": ("self", "mat2"), "addmm": ("mat1", "mat2"), "bmm": ("self", "mat2"), "baddbmm": ("batch1", "batch2"),
-    "_scaled_mm": ("self", "mat2"), "_int_mm": ("self", "mat2"), "_addmm_activation": ("mat1", "mat2"),
-}  # fmt: skip
+    "mm": ("self", "mat2"),
+    "addmm": ("mat1", "mat2"),
+    "bmm": ("self", "mat2"),
+    "baddbmm": ("batch1", "batch2"),
+    "_scaled_mm": ("self", "mat2"),
+    "_int_mm": ("self", "mat2"),
+    "_addmm_activation": ("mat1", "mat2"),
+}
 
 
 def _lies(matrix: TensorShape) -> str:
@@ -145,9 +150,11 @@ def _dtype(call: Call, operand: TensorShape) -> str:
 
 
 _ATTENTION = (
-    "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu",
-)  # fmt: skip
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
 _FORMULAS: dict[str, Callable[[Call], Iterator[Product]]] = {
     **dict.fromkeys(_OPERANDS, _matrix_product),
     **dict.fromkeys(("convolution", "_convolution", "cudnn_convolution", "miopen_convolution"), _convolution),

@@ -86,14 +86,8 @@ def functions_of(work: Path) -> dict[str, Callable[[], object]]:
     if not callable(make):
         raise HyperionError(f"the file has no function {FUNCTION}()", where=work, next_step=f"write one: {_EXAMPLE}")
     functions = make()
-    if (
-        not isinstance(functions, dict)
-        or not functions
-        or not all(isinstance(name, str) and name for name in functions)
-    ):
-        got = (
-            f"a dict with the keys {list(functions)}" if isinstance(functions, dict) else f"{type(functions).__name__}"
-        )
+    if not isinstance(functions, dict) or not functions or not all(isinstance(name, str) and name for name in functions):
+        got = f"a dict with the keys {list(functions)}" if isinstance(functions, dict) else f"{type(functions).__name__}"
         raise HyperionError(
             f"{FUNCTION}() returned {got}, not functions by name", where=work, next_step=f"return some: {_EXAMPLE}"
         )

@@ -201,9 +201,10 @@ class _Team:
         for file, digest in self.told[side, number]["files"].items():
             if first.get(file, digest) != digest:
                 raise HyperionError(
-                    f"a file changed before launch {number} of {side} imported it", where=self.folders[side] / file,
+                    f"a file changed before launch {number} of {side} imported it",
+                    where=self.folders[side] / file,
                     next_step="leave both folders as they are until all are launched, and run again",
-                )  # fmt: skip
+                )
 
     @staticmethod
     def _pair(number: int) -> tuple[str, ...]:
@@ -227,8 +228,9 @@ class _Team:
             if functions_here.keys() != times[0].keys():
                 raise HyperionError(
                     f"launch {who[1]} of {who[0]} times {', '.join(functions_here)}, another one {', '.join(times[0])}",
-                    where=self.work, next_step="return the same names on both sides",
-                )  # fmt: skip
+                    where=self.work,
+                    next_step="return the same names on both sides",
+                )
         return {name: min(one[name]["call_s"] for one in times) for name in times[0]}
 
 
@@ -263,15 +265,33 @@ def _all_launched(team: _Team, plan: Plan, turns: dict[str, dict[Who, list[dict]
         state = median_of([Telemetry(**turn["state"]) for of in turns.values() for turn in of[who]])
         warmed = team.told[who]["functions"]
         answers = {
-            name: TimeAnswer(name, Timing(times[name][place], tuple(warmed[name]["warmup_s"]), warmed[name]["warm"], cold=False,
-                                          stopped="time limit", telemetry=state), device)
+            name: TimeAnswer(
+                name,
+                Timing(
+                    times[name][place],
+                    tuple(warmed[name]["warmup_s"]),
+                    warmed[name]["warm"],
+                    cold=False,
+                    stopped="time limit",
+                    telemetry=state,
+                ),
+                device,
+            )
             for name in plan.calls
-        }  # fmt: skip
+        }
         frames = [
-            pd.DataFrame({"variant": name, "round": number, "index": range(len(turn["samples_s"])),
-                          "calls": plan.calls[name], "time_s": turn["samples_s"]})
-            for name, of in turns.items() for number, turn in enumerate(of[who])
-        ]  # fmt: skip
+            pd.DataFrame(
+                {
+                    "variant": name,
+                    "round": number,
+                    "index": range(len(turn["samples_s"])),
+                    "calls": plan.calls[name],
+                    "time_s": turn["samples_s"],
+                }
+            )
+            for name, of in turns.items()
+            for number, turn in enumerate(of[who])
+        ]
         yield Launched(*who, answers, pd.concat(frames, ignore_index=True), team.told[who]["files"])
 
 
@@ -283,14 +303,13 @@ def _file(work: Path) -> Path:
 
 def _folder(folder: Path) -> Path:
     if not folder.is_dir():
-        raise HyperionError(
-            "no such folder", where=folder, next_step="name the folder that is to stand first on the import path"
-        )
+        raise HyperionError("no such folder", where=folder, next_step="name the folder that is to stand first on the import path")
     if (folder / "hyperion").is_dir() and not (folder / "hyperion/measure/relaunch_worker.py").is_file():
         raise HyperionError(
-            "launches of this side would import a hyperion that cannot be relaunched", where=folder / "hyperion",
+            "launches of this side would import a hyperion that cannot be relaunched",
+            where=folder / "hyperion",
             next_step="name a checkout of hyperion that has this command, or the folder of other code",
-        )  # fmt: skip
+        )
     return folder.resolve()
 
 
@@ -301,6 +320,7 @@ def _require_use(work: Path, folders: dict[str, Path], files: dict[str, dict[str
     for side, folder in folders.items():
         if not files[side]:
             raise HyperionError(
-                f"{work.name} imported nothing from the folder of side {side}: its launches would time other code", where=folder,
+                f"{work.name} imported nothing from the folder of side {side}: its launches would time other code",
+                where=folder,
                 next_step="name the folder that holds the package itself (a checkout's src/, say), and import it in work()",
-            )  # fmt: skip
+            )

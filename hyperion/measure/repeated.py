@@ -58,9 +58,7 @@ class RepeatedCalls:
     def time(self, time_limit_s: float) -> Timing:
         """Seconds of one call, the mean of those in a row: warm caches, every sample `calls` calls."""
         if self.graph is None:
-            return time_function(
-                self.function, self.device, cold=False, back_to_back=self.calls, time_limit_s=time_limit_s
-            )
+            return time_function(self.function, self.device, cold=False, back_to_back=self.calls, time_limit_s=time_limit_s)
         replays = time_function(self.graph.replay, self.device, cold=False, time_limit_s=time_limit_s)
         return dataclasses.replace(
             replays,

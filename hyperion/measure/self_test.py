@@ -72,9 +72,15 @@ def _run(device: Device, fault: Fault) -> FaultResult:
     caught = isinstance(raised, HyperionError) and fault.refusal in raised.what
     _, objection = _measure(device, fault, broken=False)
     return FaultResult(
-        fault.name, believed, fault.check, caught, "nothing objected" if raised is None else _words(raised),
-        objection is None, "" if objection is None else _words(objection), time.monotonic() - started,
-    )  # fmt: skip
+        fault.name,
+        believed,
+        fault.check,
+        caught,
+        "nothing objected" if raised is None else _words(raised),
+        objection is None,
+        "" if objection is None else _words(objection),
+        time.monotonic() - started,
+    )
 
 
 def _measure(device: Device, fault: Fault, *, broken: bool) -> tuple[str, Exception | None]:

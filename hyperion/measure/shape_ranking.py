@@ -48,9 +48,15 @@ class ShapeRanking:
     """
 
     def __init__(
-        self, largest: int, step: int, sample: Callable[[list[Shape]], list[float]], now: Callable[[], float],
-        deadline: float = math.inf, affordable_s: float = math.inf, seed: int = 0,
-    ):  # fmt: skip
+        self,
+        largest: int,
+        step: int,
+        sample: Callable[[list[Shape]], list[float]],
+        now: Callable[[], float],
+        deadline: float = math.inf,
+        affordable_s: float = math.inf,
+        seed: int = 0,
+    ):
         self.step, self.sample, self.now, self.affordable_s = step, sample, now, affordable_s
         self.shapes = grid(largest, step)
         self.number = {shape: place for place, shape in enumerate(self.shapes)}

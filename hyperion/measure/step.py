@@ -38,11 +38,7 @@ class StepTiming:
 
 
 def time_step(
-    step: Callable[[Phase], object],
-    device: Device,
-    *,
-    minimum_samples: int = MINIMUM_SAMPLES,
-    time_limit_s: float = 5.0,
+    step: Callable[[Phase], object], device: Device, *, minimum_samples: int = MINIMUM_SAMPLES, time_limit_s: float = 5.0
 ) -> StepTiming:
     """Time a step and its phases with warm caches; warm-up, clock and number of samples as in `time_interleaved`.
 
@@ -58,9 +54,7 @@ def time_step(
         stamps.steps.append({})
         step(stamps.phase)
 
-    whole = time_function(
-        marked, device, cold=False, minimum_samples=minimum_samples, time_limit_s=time_limit_s, clock=stamps
-    )
+    whole = time_function(marked, device, cold=False, minimum_samples=minimum_samples, time_limit_s=time_limit_s, clock=stamps)
     seconds = stamps.seconds(len(whole.samples_s))
     phases = {name: replace(whole, samples_s=samples, warmup_s=()) for name, samples in seconds.items()}
     errors = np.abs(np.sum(list(seconds.values()), axis=0) / whole.samples_s - 1)

@@ -112,9 +112,7 @@ def measure_taf(captured: CapturedGemms, device: Device, time_limit_s: float = 3
     return replace(taf(captured, found), left_out=reasons)
 
 
-def measure_products(
-    captured: CapturedGemms, device: Device, time_limit_s: float = 30.0
-) -> dict[Product, TimedProduct | str]:
+def measure_products(captured: CapturedGemms, device: Device, time_limit_s: float = 30.0) -> dict[Product, TimedProduct | str]:
     """Time the captured products on a device with flushed caches and verify each, those with most FLOPs first.
 
     Products that lie differently in memory are timed as one, the second operand as a transposed weight; a convolution as the

@@ -50,6 +50,4 @@ def best_tiling(m: int, n: int, units: int, batch: int = 1, tolerance: float = 0
     """
     tilings = [tile(m, n, batch, units, size) for size in TILES]
     least = max(tiling.share for tiling in tilings) - tolerance
-    return max(
-        (tiling for tiling in tilings if tiling.share >= least), key=lambda tiling: (prod(tiling.tile), tiling.share)
-    )
+    return max((tiling for tiling in tilings if tiling.share >= least), key=lambda tiling: (prod(tiling.tile), tiling.share))

@@ -95,9 +95,15 @@ def time_function(
 ) -> Timing:
     """Time one function; see `time_interleaved`."""
     return time_interleaved(
-        [function], device, cold=cold, minimum_samples=minimum_samples, time_limit_s=time_limit_s,
-        back_to_back=back_to_back, budget_s=budget_s, clock=clock,
-    )[0]  # fmt: skip
+        [function],
+        device,
+        cold=cold,
+        minimum_samples=minimum_samples,
+        time_limit_s=time_limit_s,
+        back_to_back=back_to_back,
+        budget_s=budget_s,
+        clock=clock,
+    )[0]
 
 
 def time_interleaved(
@@ -142,10 +148,11 @@ def time_interleaved(
     flush = cache_flush(device) if cold else None
     began, share = clock.now(), budget_s and budget_s / len(functions)
     warmups = [
-        _warm_up(clock, function, time_limit_s / 2) if budget_s is None
+        _warm_up(clock, function, time_limit_s / 2)
+        if budget_s is None
         else _warm_up(clock, function, _WARM_SHARE * share, min(_WARM_WINDOW_S, _WINDOW_SHARE * share), called=True)
         for function in functions
-    ]  # fmt: skip
+    ]
 
     def over(seconds: float = 0.0) -> bool:
         return budget_s is not None and clock.now() + seconds - began > budget_s
@@ -197,15 +204,11 @@ def require_sampling(minimum_samples: int, back_to_back: int = 0, **limits_s: fl
     """
     for name, value, least in (("minimum_samples", minimum_samples, LEAST_SAMPLES), ("back_to_back", back_to_back, 0)):
         if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
-            raise HyperionError(
-                f"{name} is {value!r}", where=f"{name}=", next_step=f"pass a whole number of at least {least}"
-            )
+            raise HyperionError(f"{name} is {value!r}", where=f"{name}=", next_step=f"pass a whole number of at least {least}")
     for name, value in limits_s.items():
         number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
         if value is not None and not (number and math.isfinite(value) and value > 0):
-            raise HyperionError(
-                f"{name} is {value!r}", where=f"{name}=", next_step="pass a finite number of seconds above 0"
-            )
+            raise HyperionError(f"{name} is {value!r}", where=f"{name}=", next_step="pass a finite number of seconds above 0")
 
 
 class CacheFlush:
@@ -242,9 +245,7 @@ def cache_flush(device: Device) -> CacheFlush:
     return CacheFlush(device)
 
 
-def _warm_up(
-    clock, function, limit_s: float, window_s: float = _WARM_WINDOW_S, called: bool = False
-) -> tuple[list[float], bool]:
+def _warm_up(clock, function, limit_s: float, window_s: float = _WARM_WINDOW_S, called: bool = False) -> tuple[list[float], bool]:
     """Run windows of calls until the last three windows' medians agree within 2 %; (medians in s, whether they came to agree).
 
     Args:

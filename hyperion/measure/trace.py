@@ -20,8 +20,13 @@ from hyperion.hardware import Device
 from hyperion.measure.intervals import Event, innermost
 
 DATA, GAPS, COMMUNICATION, COPIES, MEMORY, GEMM = (
-    "data wait", "launch gaps", "exposed communication", "exposed copies", "memory-bound kernels", "GEMM",
-)  # fmt: skip
+    "data wait",
+    "launch gaps",
+    "exposed communication",
+    "exposed copies",
+    "memory-bound kernels",
+    "GEMM",
+)
 # Of what goes on at once, the first takes the moment. On a GPU waiting for data matters only while the device is idle; on
 # a CPU the operators that make a batch are part of making it.
 GPU_ORDER = (GEMM, MEMORY, COMMUNICATION, COPIES, DATA, GAPS)

@@ -83,9 +83,7 @@ def measure_transfer(
         host = host.pin_memory()
     outward = direction == DIRECTIONS[0]
     source = host if outward else host.to(device.torch_device)
-    destination = (
-        torch.empty_like(host, device=device.torch_device) if outward else torch.empty_like(host, pin_memory=pinned)
-    )
+    destination = torch.empty_like(host, device=device.torch_device) if outward else torch.empty_like(host, pin_memory=pinned)
     return measure_copy(source, destination, device, pinned=pinned, time_limit_s=time_limit_s)
 
 
@@ -119,15 +117,22 @@ def measure_copy(
     poison_bits(destination, source)
     blocking = pinned is False
     timing = time_function(
-        lambda: destination.copy_(source, non_blocking=not blocking), device, cold=False, time_limit_s=time_limit_s,
+        lambda: destination.copy_(source, non_blocking=not blocking),
+        device,
+        cold=False,
+        time_limit_s=time_limit_s,
         back_to_back=1 if blocking else 0,
-    )  # fmt: skip
+    )
     on_host = blocking or device.kind == "cpu"
     return CopyMeasurement(
-        str(source.device), str(destination.device), source.numel() * source.element_size(), pinned,
-        "the host's clock, from an idle device to an idle device" if on_host else "the device's clock", timing,
+        str(source.device),
+        str(destination.device),
+        source.numel() * source.element_size(),
+        pinned,
+        "the host's clock, from an idle device to an idle device" if on_host else "the device's clock",
+        timing,
         verify_bits(destination, source),
-    )  # fmt: skip
+    )
 
 
 def _random_bytes(count: int, seed: int) -> torch.Tensor:

@@ -59,9 +59,7 @@ def verify_product(
     return Verification("float64 slice", max(error, worst) if worst > _DEVIATIONS * tolerance else error, tolerance)
 
 
-def verify_elementwise(
-    output: torch.Tensor, operation, inputs: tuple[torch.Tensor, ...], tolerance: float
-) -> Verification:
+def verify_elementwise(output: torch.Tensor, operation, inputs: tuple[torch.Tensor, ...], tolerance: float) -> Verification:
     """Check every element of an element-wise operation against float64.
 
     Args:

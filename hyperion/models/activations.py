@@ -88,11 +88,13 @@ def language_activations(config: TransformerConfig, batch: int, length: int, six
     block = BlockBytes(input=unit, saved=saved, recomputed=saved, transient=5 * unit, gradients=_FLOAT32 * parameters)
     head = 2 * unit + logits + (_SIXTEEN_BIT * V * D if sixteen_bit else 0)
     return ActivationBytes(
-        stem=0, blocks=(block,) * config.layers, head=head,
+        stem=0,
+        blocks=(block,) * config.layers,
+        head=head,
         head_transient=2 * logits,  # the gradients of log-probabilities and of logits
         head_gradients=_FLOAT32 * V * D,
         stem_transient=_FLOAT32 * V * D,  # the embedding's part of the gradient that it shares with the head
-    )  # fmt: skip
+    )
 
 
 def image_activations(width: int, batch: int, sixteen_bit: bool, image_size: int = IMAGE_SIZE) -> ActivationBytes:

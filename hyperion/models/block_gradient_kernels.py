@@ -40,9 +40,17 @@ def norm_tile(width: int) -> Tile:
 
 @triton.jit
 def gelu_strip(
-    of_y, products, gradient, sums, rows,
-    columns: tl.constexpr, STRIP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    of_y,
+    products,
+    gradient,
+    sums,
+    rows,
+    columns: tl.constexpr,
+    STRIP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Of y = GELU(x) in the tanh form: the gradient of x, and its sums over a strip's rows."""
     strip, column = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < columns
@@ -68,17 +76,35 @@ def gelu_gradient(of_y_ME: Tensor, x_ME: Tensor) -> tuple[Tensor, Tensor]:
     grid = triton.cdiv(E, GELU.columns), triton.cdiv(M, STRIP)
     sums_SE = torch.empty(grid[1], E, dtype=torch.float32, device=x_ME.device)
     wrap_triton(gelu_strip)[grid](
-        of_y_ME.contiguous(), x_ME.contiguous(), of_x_ME, sums_SE, M,
-        columns=E, STRIP=STRIP, ROWS=GELU.rows, BLOCK=GELU.columns, STAGES=GELU.stages, num_warps=GELU.warps,
-    )  # fmt: skip
+        of_y_ME.contiguous(),
+        x_ME.contiguous(),
+        of_x_ME,
+        sums_SE,
+        M,
+        columns=E,
+        STRIP=STRIP,
+        ROWS=GELU.rows,
+        BLOCK=GELU.columns,
+        STAGES=GELU.stages,
+        num_warps=GELU.warps,
+    )
     return of_x_ME, sums_SE.sum(0)
 
 
 @triton.jit
 def joined_strip(
-    first_part, second_part, third_part, joined, sums, rows,
-    columns: tl.constexpr, STRIP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    first_part,
+    second_part,
+    third_part,
+    joined,
+    sums,
+    rows,
+    columns: tl.constexpr,
+    STRIP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Three matrices side by side, and the sums of a strip's rows."""
     part, strip = tl.program_id(2), tl.program_id(1)
     source = first_part if part == 0 else (second_part if part == 1 else third_part)
@@ -103,17 +129,40 @@ def joined_gradient(first_MD: Tensor, second_MD: Tensor, third_MD: Tensor) -> tu
     joined_ME = torch.empty(M, 3 * D, dtype=first_MD.dtype, device=first_MD.device)
     sums_SE = torch.empty(grid[1], 3 * D, dtype=torch.float32, device=first_MD.device)
     wrap_triton(joined_strip)[grid](
-        first_MD.contiguous(), second_MD.contiguous(), third_MD.contiguous(), joined_ME, sums_SE, M,
-        columns=D, STRIP=STRIP, ROWS=JOINED.rows, BLOCK=JOINED.columns, STAGES=JOINED.stages, num_warps=JOINED.warps,
-    )  # fmt: skip
+        first_MD.contiguous(),
+        second_MD.contiguous(),
+        third_MD.contiguous(),
+        joined_ME,
+        sums_SE,
+        M,
+        columns=D,
+        STRIP=STRIP,
+        ROWS=JOINED.rows,
+        BLOCK=JOINED.columns,
+        STAGES=JOINED.stages,
+        num_warps=JOINED.warps,
+    )
     return joined_ME, sums_SE.sum(0)
 
 
 @triton.jit
 def norm_strip(
-    values, of_y, of_x, means, inverses, weight, gradient, sums, rows,
-    columns: tl.constexpr, SUMS: tl.constexpr, STRIP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    values,
+    of_y,
+    of_x,
+    means,
+    inverses,
+    weight,
+    gradient,
+    sums,
+    rows,
+    columns: tl.constexpr,
+    SUMS: tl.constexpr,
+    STRIP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Of y = LayerNorm(x), beside x itself: the gradient of x, and a strip's sums of those of weight and bias; where SUMS is
     4, also of x's gradient and of the part that comes past the norm."""
     strip, column = tl.program_id(0), tl.arange(0, BLOCK)[None, :]
@@ -167,18 +216,30 @@ def norm_gradient(
     strips = triton.cdiv(M, STRIP)
     sums_SRD = torch.empty(strips, 4 if biases else 2, D, dtype=torch.float32, device=x_BTD.device)
     wrap_triton(norm_strip)[(strips,)](
-        x_BTD.contiguous(), of_y_BTD.contiguous(), of_x_BTD.contiguous(), mean_BT1, inverse_BT1, weight_D, gradient_BTD,
-        sums_SRD, M, columns=D, SUMS=sums_SRD.shape[1], STRIP=STRIP, ROWS=tile.rows, BLOCK=tile.columns, STAGES=tile.stages,
+        x_BTD.contiguous(),
+        of_y_BTD.contiguous(),
+        of_x_BTD.contiguous(),
+        mean_BT1,
+        inverse_BT1,
+        weight_D,
+        gradient_BTD,
+        sums_SRD,
+        M,
+        columns=D,
+        SUMS=sums_SRD.shape[1],
+        STRIP=STRIP,
+        ROWS=tile.rows,
+        BLOCK=tile.columns,
+        STAGES=tile.stages,
         num_warps=tile.warps,
-    )  # fmt: skip
+    )
     return gradient_BTD, sums_SRD.sum(0)
 
 
 @triton.jit
 def position_sum(
-    values, sums, sequences, rows,
-    columns: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    values, sums, sequences, rows, columns: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
+):
     """The sum over all sequences, for some positions and columns."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -196,7 +257,14 @@ def position_gradient(of_x_BTD: Tensor) -> Tensor:
     B, T, D = of_x_BTD.shape
     sums_TD = torch.empty(T, D, dtype=torch.float32, device=of_x_BTD.device)
     wrap_triton(position_sum)[triton.cdiv(D, POSITIONS.columns), triton.cdiv(T, POSITIONS.rows)](
-        of_x_BTD.contiguous(), sums_TD, B, T,
-        columns=D, ROWS=POSITIONS.rows, BLOCK=POSITIONS.columns, STAGES=POSITIONS.stages, num_warps=POSITIONS.warps,
-    )  # fmt: skip
+        of_x_BTD.contiguous(),
+        sums_TD,
+        B,
+        T,
+        columns=D,
+        ROWS=POSITIONS.rows,
+        BLOCK=POSITIONS.columns,
+        STAGES=POSITIONS.stages,
+        num_warps=POSITIONS.warps,
+    )
     return sums_TD

@@ -36,9 +36,7 @@ class CausalSelfAttention(nn.Module):
                 projected = F.linear(x_BTD, weight_ED, bias_E).chunk(3, -1)
         else:
             projected = (layer(x_BTD) for layer in layers)
-        q_BNTH, k_BNTH, v_BNTH = (
-            part_BTD.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part_BTD in projected
-        )
+        q_BNTH, k_BNTH, v_BNTH = (part_BTD.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part_BTD in projected)
         y_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, is_causal=True)
         y_BTD = y_BNTH.transpose(1, 2).flatten(-2)
         return block_gradients.projection(y_BTD, self.output) if detached_bias else self.output(y_BTD)

@@ -78,9 +78,13 @@ def random_llama_config(name: str, vocab_size: int) -> LlamaConfig:
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        name_or_path=name, initializer_range=shape.hidden_size**-0.5, bos_token_id=None, eos_token_id=None,
-        use_cache=False, **asdict(shape),
-    )  # fmt: skip
+        name_or_path=name,
+        initializer_range=shape.hidden_size**-0.5,
+        bos_token_id=None,
+        eos_token_id=None,
+        use_cache=False,
+        **asdict(shape),
+    )
 
 
 def build_random_llama(
@@ -144,9 +148,7 @@ class LlamaLM(nn.Module):
         logits_BTV = self.lm(input_ids=inputs_BT, use_cache=False).logits
         if targets_BT is None:
             return logits_BTV
-        nll = F.cross_entropy(
-            logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
-        )
+        nll = F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
         return nll.view_as(targets_BT)
 
     def layout(self) -> Layout:
@@ -167,9 +169,14 @@ def layer_shapes(config: LlamaShape | LlamaConfig) -> dict[str, tuple[int, int]]
     head = getattr(config, "head_dim", None) or D // config.num_attention_heads
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
     return {
-        "q_proj": (D, queries), "k_proj": (D, keys), "v_proj": (D, keys), "o_proj": (queries, D),
-        "gate_proj": (D, wide), "up_proj": (D, wide), "down_proj": (wide, D),
-    }  # fmt: skip
+        "q_proj": (D, queries),
+        "k_proj": (D, keys),
+        "v_proj": (D, keys),
+        "o_proj": (queries, D),
+        "gate_proj": (D, wide),
+        "up_proj": (D, wide),
+        "down_proj": (wide, D),
+    }
 
 
 def llama_parameter_count(config: LlamaShape | LlamaConfig) -> int:

@@ -27,11 +27,7 @@ _AGAIN = "copy the folder again from where it came, whole"
 
 
 def load_llama(
-    model_id: str | Path,
-    *,
-    vocab_size: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
+    model_id: str | Path, *, vocab_size: int | None = None, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> LlamaForCausalLM:
     """A Llama by name: random weights by a configuration's name, real ones by a folder or an id on the hub.
 

@@ -93,9 +93,7 @@ class ResNet50(_Classifier):
 
     def _make(self) -> nn.Module:
         resnet = import_torchvision().models.resnet
-        return resnet.ResNet(
-            resnet.Bottleneck, list(_BOTTLENECKS), num_classes=self.classes, width_per_group=self.width
-        )
+        return resnet.ResNet(resnet.Bottleneck, list(_BOTTLENECKS), num_classes=self.classes, width_per_group=self.width)
 
     def layout(self) -> Layout:
         """The stem, the sixteen bottleneck blocks, and the classifier."""
@@ -164,9 +162,14 @@ class VisionTransformer(_Classifier):
     def _make(self) -> nn.Module:
         transformer = import_torchvision().models.vision_transformer
         return transformer.VisionTransformer(
-            image_size=self.image_size, patch_size=PATCH, num_layers=self.layers, num_heads=self.width // HEAD_WIDTH,
-            hidden_dim=self.width, mlp_dim=4 * self.width, num_classes=self.classes,
-        )  # fmt: skip
+            image_size=self.image_size,
+            patch_size=PATCH,
+            num_layers=self.layers,
+            num_heads=self.width // HEAD_WIDTH,
+            hidden_dim=self.width,
+            mlp_dim=4 * self.width,
+            num_classes=self.classes,
+        )
 
     def layout(self) -> Layout:
         """The patch projection, the blocks, and norm and classifier; class token and positions belong to no block."""
@@ -219,9 +222,7 @@ class Encoder(_Reference):
         return f"encoder_d{self.width}_h{self.width // HEAD_WIDTH}_l{self.layers}"
 
     def _make(self) -> nn.Module:
-        layer = nn.TransformerEncoderLayer(
-            self.width, self.width // HEAD_WIDTH, 4 * self.width, dropout=0.0, batch_first=True
-        )
+        layer = nn.TransformerEncoderLayer(self.width, self.width // HEAD_WIDTH, 4 * self.width, dropout=0.0, batch_first=True)
         return nn.TransformerEncoder(layer, self.layers, enable_nested_tensor=False)
 
     def layout(self) -> Layout:
@@ -273,10 +274,14 @@ ReferenceModel = ResNet50 | VisionTransformer | Encoder
 REFERENCE_MODELS: dict[str, ReferenceModel] = {
     model.name: model
     for model in (
-        ResNet50(), VisionTransformer(), Encoder(),
-        ResNet50(width=16, image_size=64), VisionTransformer(width=192, layers=4, image_size=64), Encoder(width=128, layers=2),
+        ResNet50(),
+        VisionTransformer(),
+        Encoder(),
+        ResNet50(width=16, image_size=64),
+        VisionTransformer(width=192, layers=4, image_size=64),
+        Encoder(width=128, layers=2),
     )
-}  # fmt: skip
+}
 
 
 def reference_model(name: str) -> ReferenceModel:

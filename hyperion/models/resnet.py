@@ -34,8 +34,7 @@ class BasicBlock(nn.Module):
         self.shortcut = nn.Identity()
         if stride != 1 or channels_in != channels_out:
             self.shortcut = nn.Sequential(
-                nn.Conv2d(channels_in, channels_out, kernel_size=1, stride=stride, bias=False),
-                nn.BatchNorm2d(channels_out),
+                nn.Conv2d(channels_in, channels_out, kernel_size=1, stride=stride, bias=False), nn.BatchNorm2d(channels_out)
             )
 
     def forward(self, x_BCYX: Tensor) -> Tensor:
@@ -55,9 +54,7 @@ class ResNet18(nn.Module):
         super().__init__()
         if num_classes < 1 or width < 1:
             raise HyperionError(
-                f"num_classes is {num_classes} and width is {width}",
-                where="resnet18",
-                next_step="give 1 or more of each",
+                f"num_classes is {num_classes} and width is {width}", where="resnet18", next_step="give 1 or more of each"
             )
         self.name = "resnet18" if width == 64 else f"resnet18_w{width}"
         self.conv1 = _conv3x3(3, width)
@@ -81,11 +78,7 @@ class ResNet18(nn.Module):
 
     def layout(self) -> Layout:
         """Names of the stem, the eight residual blocks and the head."""
-        return Layout(
-            stem=("conv1", "norm1"),
-            blocks=tuple(f"blocks.{i}" for i in range(len(self.blocks))),
-            head=("classifier",),
-        )
+        return Layout(stem=("conv1", "norm1"), blocks=tuple(f"blocks.{i}" for i in range(len(self.blocks))), head=("classifier",))
 
 
 def block_shapes(width: int) -> Iterator[tuple[int, int, int]]:

@@ -18,9 +18,16 @@ BLOCK, WARPS, STAGES = 2048, 4, 3
 
 @triton.jit
 def nll_and_slope(
-    logits, targets, nll, ignored, columns: tl.constexpr, classes: tl.constexpr, slope: tl.constexpr, BLOCK: tl.constexpr,
+    logits,
+    targets,
+    nll,
+    ignored,
+    columns: tl.constexpr,
+    classes: tl.constexpr,
+    slope: tl.constexpr,
+    BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
+):
     """`slope`: what softmax - one-hot is multiplied by where it takes the logits' place; 0 leaves them."""
     LOG2_E: tl.constexpr = 1.4426950408889634  # powers of 2 are what devices have a unit for
     row = tl.program_id(0).to(tl.int64)
@@ -61,9 +68,17 @@ def head_loss(
     logits_MP = x_MD @ weight_PD.T
     nll_M = torch.empty(len(x_MD), dtype=torch.float32, device=x_MD.device)
     wrap_triton(nll_and_slope)[(len(x_MD),)](
-        logits_MP, targets_M, nll_M, ignored, columns=len(weight_PD), classes=classes,
-        slope=_slope(logits_MP.dtype) if slope else 0.0, BLOCK=BLOCK, STAGES=STAGES, num_warps=WARPS,
-    )  # fmt: skip
+        logits_MP,
+        targets_M,
+        nll_M,
+        ignored,
+        columns=len(weight_PD),
+        classes=classes,
+        slope=_slope(logits_MP.dtype) if slope else 0.0,
+        BLOCK=BLOCK,
+        STAGES=STAGES,
+        num_warps=WARPS,
+    )
     return nll_M, logits_MP
 
 

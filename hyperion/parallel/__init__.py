@@ -25,8 +25,25 @@ from hyperion.parallel.reductions import (
 )
 
 __all__ = [
-    "DesyncError", "ParallelPlan", "add_lora", "assert_ranks_agree", "average_statistics", "clip_gradients",
-    "differing_parameters", "expected_lora_parameters", "fsdp_units", "full_parameter_bytes", "is_replicated",
-    "is_sharded", "layout_of", "local_gradient_norm", "local_parameter_bytes", "parallelize", "ranks_of", "reshard",
-    "start_sum", "trainable_parameter_count", "without_exchange",
-]  # fmt: skip
+    "DesyncError",
+    "ParallelPlan",
+    "add_lora",
+    "assert_ranks_agree",
+    "average_statistics",
+    "clip_gradients",
+    "differing_parameters",
+    "expected_lora_parameters",
+    "fsdp_units",
+    "full_parameter_bytes",
+    "is_replicated",
+    "is_sharded",
+    "layout_of",
+    "local_gradient_norm",
+    "local_parameter_bytes",
+    "parallelize",
+    "ranks_of",
+    "reshard",
+    "start_sum",
+    "trainable_parameter_count",
+    "without_exchange",
+]

@@ -74,9 +74,7 @@ def _checkpoint_block(block: nn.Module, plan: ParallelPlan, compared: dict[tuple
     block.forward = checkpointed_once_compared
 
 
-def _compare(
-    block: nn.Module, policy: str, forward: Callable, checkpointed: Callable, args: tuple, kwargs: dict
-) -> bool:
+def _compare(block: nn.Module, policy: str, forward: Callable, checkpointed: Callable, args: tuple, kwargs: dict) -> bool:
     """Compare gradients and buffers of a block with and without recomputation; nothing is changed by it.
 
     Returns:

@@ -89,8 +89,7 @@ def assert_same_shapes(model: nn.Module) -> None:
     dist.all_gather_object(digests, hashlib.sha256(text.encode()).hexdigest())
     if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
         raise DesyncError(
-            f"the model of rank {', '.join(map(str, others))} has parameters of other names, shapes or types than that "
-            "of rank 0",
+            f"the model of rank {', '.join(map(str, others))} has parameters of other names, shapes or types than that of rank 0",
             where=f"{type(model).__name__} on {dist.get_world_size()} ranks",
             next_step="build the same model on every rank",
         )

@@ -66,9 +66,10 @@ def expected_lora_parameters(model: nn.Module, rank: int, targets: Sequence[str]
         HyperionError: a target's name is that of no layer, or a layer is narrower than the rank.
     """
     layers = {
-        name: module for name, module in model.named_modules()
+        name: module
+        for name, module in model.named_modules()
         if name.rpartition(".")[2] in targets and hasattr(module, "in_features")
-    }  # fmt: skip
+    }
     if missing := [target for target in targets if not any(name.rpartition(".")[2] == target for name in layers)]:
         raise HyperionError(
             f"no linear layer is named {', '.join(missing)}",

@@ -38,16 +38,10 @@ class ParallelPlan:
     reshard_after_forward: bool = True
 
     def __post_init__(self):
-        for name, choices in (
-            ("strategy", STRATEGIES),
-            ("param_dtype", PARAM_DTYPES),
-            ("checkpointing", CHECKPOINTING),
-        ):
+        for name, choices in (("strategy", STRATEGIES), ("param_dtype", PARAM_DTYPES), ("checkpointing", CHECKPOINTING)):
             if (value := getattr(self, name)) not in choices:
                 raise HyperionError(
-                    f"{name} is {value!r}",
-                    where="ParallelPlan",
-                    next_step=f"choose one of {', '.join(map(repr, choices))}",
+                    f"{name} is {value!r}", where="ParallelPlan", next_step=f"choose one of {', '.join(map(repr, choices))}"
                 )
         for name in ("compile_blocks", "reshard_after_forward"):
             if not isinstance(value := getattr(self, name), bool):

@@ -120,14 +120,16 @@ def _floor_cell(device: Device, floor: Floor) -> Cell:
     variant, experiment = ("torch.mm", "gemm") if floor.quantity == "gemm" else (floor.quantity, "bandwidth")
     absent = replace(_absent(experiment, variant, floor.metric, floor.dtype), params={"floor": floor.size})
     return Cell(
-        f"{floor.quantity} in {floor.dtype} as its floor asks for",
-        lambda limit_s: measure_floor(floor, device, limit_s), absent,
-    )  # fmt: skip
+        f"{floor.quantity} in {floor.dtype} as its floor asks for", lambda limit_s: measure_floor(floor, device, limit_s), absent
+    )
 
 
 def _host_cells(device: Device) -> list[Cell]:
-    cells = [Cell("launches", lambda limit_s: launch_rows(device, time_limit_s=limit_s),
-                  _absent("launch", "eager", "launch_time_s", ""))]  # fmt: skip
+    cells = [
+        Cell(
+            "launches", lambda limit_s: launch_rows(device, time_limit_s=limit_s), _absent("launch", "eager", "launch_time_s", "")
+        )
+    ]
     for direction in ("host to device", "device to host"):
         for pinned in (True, False):
             absent = replace(_absent("transfer", direction, "bandwidth_gb_s", ""), params={"pinned": pinned})
@@ -171,9 +173,7 @@ def all_reduces_on_rank(sizes: list[int]) -> dict:
 def passport_of(facts: Facts, device: Device, devices: int, rows: list[Row], report: FloorReport) -> dict:
     """The passport of a machine: its facts, what was measured on it, and what became of the floors."""
     verdicts = tuple(
-        FloorVerdict(
-            **asdict(v.floor), outcome=v.outcome, measured=None if v.row is None else v.row.value, note=v.note
-        )
+        FloorVerdict(**asdict(v.floor), outcome=v.outcome, measured=None if v.row is None else v.row.value, note=v.note)
         for v in report.verdicts
     )
     content = {

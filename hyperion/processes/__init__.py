@@ -10,9 +10,19 @@ from hyperion.processes.verdict import RankError
 
 _NEED_TORCH = ("RollCall", "World", "process_group", "roll_call", "wait_for_peers", "world")
 __all__ = [
-    "Job", "JobError", "RankError", "RollCall", "World", "process_group", "report_progress", "roll_call", "run_job",
-    "run_ranks", "wait_for_peers", "world",
-]  # fmt: skip
+    "Job",
+    "JobError",
+    "RankError",
+    "RollCall",
+    "World",
+    "process_group",
+    "report_progress",
+    "roll_call",
+    "run_job",
+    "run_ranks",
+    "wait_for_peers",
+    "world",
+]
 
 
 def __getattr__(name: str):

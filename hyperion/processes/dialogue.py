@@ -56,9 +56,15 @@ class Partner:
         self._answers = os.fdopen(answers, "rb", buffering=0)
         # A session of its own: Ctrl-C reaches the one that asks, and that one ends this process and all it has started.
         self._process = subprocess.Popen(
-            [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=self._log, stderr=self._log, bufsize=0, pass_fds=[end],
-            env=environment | {_LAUNCHER: str(os.getpid()), _ANSWERS: str(end)}, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=self._log,
+            bufsize=0,
+            pass_fds=[end],
+            env=environment | {_LAUNCHER: str(os.getpid()), _ANSWERS: str(end)},
+            start_new_session=True,
+        )
         os.close(end)
         self.pid = self._process.pid
 
@@ -96,9 +102,7 @@ class Partner:
             raise JobError(f"{self.name}: {error['what']}", where=error["where"], next_step=error["next_step"])
         if "traceback" in told:
             raise JobError(
-                f"{self.name} raised\n{told['traceback'].rstrip()}",
-                where=self._where,
-                next_step="read the traceback above",
+                f"{self.name} raised\n{told['traceback'].rstrip()}", where=self._where, next_step="read the traceback above"
             )
         return told["answer"]
 
@@ -137,9 +141,10 @@ class Partner:
         self._process.send_signal(signal.SIGUSR1)
         time.sleep(_STACK_S)
         return JobError(
-            f"{self.name} gave no answer within {timeout_s:g} s and was ended\n{self._printed()}", where=self._where,
+            f"{self.name} gave no answer within {timeout_s:g} s and was ended\n{self._printed()}",
+            where=self._where,
             next_step="look at the frames above for where it stood still",
-        )  # fmt: skip
+        )
 
     def _died(self) -> JobError:
         try:
@@ -148,9 +153,10 @@ class Partner:
             code = 0  # it closed the line and goes on
         cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return JobError(
-            f"{self.name} {cause}\n{self._printed()}", where=self._where,
+            f"{self.name} {cause}\n{self._printed()}",
+            where=self._where,
             next_step=KILLED_REMEDY if code == -signal.SIGKILL else "read what it printed, above",
-        )  # fmt: skip
+        )
 
 
 def answer_questions(functions: dict[str, Callable[..., dict]]) -> None:

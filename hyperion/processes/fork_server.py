@@ -30,9 +30,19 @@ from pathlib import Path
 
 # torch._dynamo: the first optimizer of a process imports it, which takes as long as half of torch.
 PRELOADED = (
-    "numpy", "pandas", "psutil", "pyarrow.parquet", "scipy.optimize", "scipy.stats", "torch", "torch._dynamo",
-    "torch.distributed.fsdp", "torch.distributed.run", "torch.nn.parallel", "torch.utils.flop_counter",
-)  # fmt: skip
+    "numpy",
+    "pandas",
+    "psutil",
+    "pyarrow.parquet",
+    "scipy.optimize",
+    "scipy.stats",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.run",
+    "torch.nn.parallel",
+    "torch.utils.flop_counter",
+)
 # In a child's environment: more modules to import before it is forked, which then serve all children after it.
 WANTED = "HYPERION_PRELOAD"
 # Set for a child: the process number of the server that forked it, which stands for its launcher.
@@ -42,8 +52,14 @@ _READ_ONCE = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "TORCH", "P
 # PyTorch's number of threads is set in the child; those of NumPy and Arrow stay the server's.
 _THREADS = "OMP_NUM_THREADS"
 _READ_LATER = (
-    _THREADS, "PYTHONPATH", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR", "TORCH_SYMM_", "TORCH_NCCL_", "TORCHELASTIC_",
-)  # fmt: skip
+    _THREADS,
+    "PYTHONPATH",
+    "PYTHONUNBUFFERED",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TORCH_SYMM_",
+    "TORCH_NCCL_",
+    "TORCHELASTIC_",
+)
 _FOR_MAKE = "PYTHON"  # `make PYTHON=…` chooses an interpreter with it; none reads it itself
 _MOST_BYTES = 1 << 20
 _repairs: list = []  # declarations live as long as the module that made them

@@ -131,9 +131,7 @@ def place_of(environment: Mapping[str, str]) -> Place | None:
     local_rank = _number(environment, "LOCAL_RANK", 0)
     local_size = _number(environment, "LOCAL_WORLD_SIZE", local_rank + 1)
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
-        raise _misled(
-            f"rank {rank} of {size} ranks, {local_rank} of {local_size} on this node: these do not fit together"
-        )
+        raise _misled(f"rank {rank} of {size} ranks, {local_rank} of {local_size} on this node: these do not fit together")
     return Place(rank, size, local_rank, local_size)
 
 
@@ -169,16 +167,12 @@ def choose_device(place: Place | None, backend: str | None, facts: Facts) -> tup
         GroupError: no such backend, nccl without a GPU, or more ranks on this node than GPUs.
     """
     if backend not in (None, *BACKENDS):
-        raise GroupError(
-            f"there is no backend {backend!r}", where="process_group", next_step=f"choose {' or '.join(BACKENDS)}"
-        )
+        raise GroupError(f"there is no backend {backend!r}", where="process_group", next_step=f"choose {' or '.join(BACKENDS)}")
     # A GPU that torch sees and cannot open is an error, told by `detect`, and not a reason to compute on the CPU.
     gpus = bool(facts.gpus or facts.gpu_error)
     if backend == "gloo" or not gpus:
         if backend == "nccl":
-            raise GroupError(
-                "nccl needs GPUs, and PyTorch sees none", where="process_group", next_step="leave the backend out"
-            )
+            raise GroupError("nccl needs GPUs, and PyTorch sees none", where="process_group", next_step="leave the backend out")
         return "gloo", detect_cpu(facts)
     index, ranks = (place.local_rank, place.local_size) if place else (0, 1)
     if facts.gpus and ranks > len(facts.gpus):
@@ -202,9 +196,13 @@ def _initialize(place: Place, backend: str, device: torch.device, timeout: timed
         store = dist.HashStore() if alone else _common_store(place, timeout)
         store.set_timeout(timeout)
         dist.init_process_group(
-            backend, store=dist.PrefixStore(f"hyperion/{next(_groups)}", store), rank=place.rank,
-            world_size=place.size, timeout=timeout, device_id=None if device.type == "cpu" else device,
-        )  # fmt: skip
+            backend,
+            store=dist.PrefixStore(f"hyperion/{next(_groups)}", store),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timeout,
+            device_id=None if device.type == "cpu" else device,
+        )
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise GroupError(
             f"rank {place.rank} of {place.size} met no peers within {timeout.total_seconds():g} s: {error}",

@@ -22,9 +22,7 @@ from hyperion.processes.starting import start
 
 # A worker that was asked to end, saved, and is to be started again: EX_TEMPFAIL of <sysexits.h>.
 INTERRUPTED = 75
-KILLED_REMEDY = (
-    "the system kills with SIGKILL when memory runs out: choose smaller sizes, or free memory, and run again"
-)
+KILLED_REMEDY = "the system kills with SIGKILL when memory runs out: choose smaller sizes, or free memory, and run again"
 
 
 class JobError(HyperionError):

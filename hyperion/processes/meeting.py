@@ -45,7 +45,8 @@ class Meetings:
             if time.monotonic() > deadline:
                 there = self._store.add(name, 0)
                 raise HyperionError(
-                    f"{there} of {ranks} ranks came to {name!r} within {_PATIENCE_S:g} s", where="Meetings.meet",
+                    f"{there} of {ranks} ranks came to {name!r} within {_PATIENCE_S:g} s",
+                    where="Meetings.meet",
                     next_step="look at the logs of the other ranks",
-                )  # fmt: skip
+                )
             time.sleep(_POLL_S)

@@ -118,14 +118,22 @@ def arguments(request: dict, folder: str) -> list[str]:
         # Nodes find each other by this name: jobs that follow each other at one address do not meet.
         name = json.dumps([request[key] for key in ("entry", "params", "ranks", "nodes")], sort_keys=True)
         meeting = [
-            f"--nnodes={request['nodes']}", "--rdzv-backend=c10d", f"--rdzv-endpoint={request['rendezvous']}",
+            f"--nnodes={request['nodes']}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={request['rendezvous']}",
             f"--rdzv-id={hashlib.sha256(name.encode()).hexdigest()[:16]}",
-        ]  # fmt: skip
+        ]
     return [
-        *meeting, f"--nproc-per-node={request['ranks'] // request['nodes']}", "--max-restarts=0",
-        "--monitor-interval=0.1", f"--log-dir={folder}/torchrun", "-m", "hyperion.processes.rank_worker",
-        folder, str(os.getpid()),
-    ]  # fmt: skip
+        *meeting,
+        f"--nproc-per-node={request['ranks'] // request['nodes']}",
+        "--max-restarts=0",
+        "--monitor-interval=0.1",
+        f"--log-dir={folder}/torchrun",
+        "-m",
+        "hyperion.processes.rank_worker",
+        folder,
+        str(os.getpid()),
+    ]
 
 
 def require_entry(entry: str) -> None:

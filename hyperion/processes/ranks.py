@@ -98,9 +98,12 @@ def _saved(torchrun: Torchrun) -> bool:
 
 def _stopped(job: Job) -> RankError:
     return RankError(
-        f"{job.entry} was stopped by SIGTERM", signal="SIGTERM", where=f"{job.ranks} ranks", next_step="start it again",
+        f"{job.entry} was stopped by SIGTERM",
+        signal="SIGTERM",
+        where=f"{job.ranks} ranks",
+        next_step="start it again",
         exit_code=_STOPPED,
-    )  # fmt: skip
+    )
 
 
 def _failure(job: Job, torchrun: Torchrun, place: str) -> RankError:
@@ -117,6 +120,8 @@ def _failure(job: Job, torchrun: Torchrun, place: str) -> RankError:
     cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
     tail = last_lines(log_of_torchrun(torchrun.logs).read_text(errors="replace"))
     return RankError(
-        f"torchrun, which kept the {job.ranks} ranks of {job.entry}, {cause}\n{tail}", where=place,
-        next_step="see who ended it; its ranks were ended with it", signal=signal.Signals(-code).name if code < 0 else "",
-    )  # fmt: skip
+        f"torchrun, which kept the {job.ranks} ranks of {job.entry}, {cause}\n{tail}",
+        where=place,
+        next_step="see who ended it; its ranks were ended with it",
+        signal=signal.Signals(-code).name if code < 0 else "",
+    )

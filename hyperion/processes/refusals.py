@@ -36,9 +36,7 @@ def _require_numbers(job: Job) -> None:
     if job.ranks is None or job.ranks < 1:
         raise _refused(job, f"run_ranks was asked for {job.ranks} ranks", "set ranks to 1 or more")
     if job.nodes < 1 or job.ranks % job.nodes:
-        raise _refused(
-            job, f"{job.nodes} nodes cannot share {job.ranks} ranks evenly", "set ranks to a multiple of the nodes"
-        )
+        raise _refused(job, f"{job.nodes} nodes cannot share {job.ranks} ranks evenly", "set ranks to a multiple of the nodes")
     if job.nodes > 1 and not job.rendezvous:
         raise _refused(job, f"{job.nodes} nodes have no place to meet", 'set rendezvous="host:port", a host all reach')
     if job.rendezvous and not job.rendezvous.rpartition(":")[2].isdigit():

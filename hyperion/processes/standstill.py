@@ -84,9 +84,7 @@ def roll_call(timeout_s: float) -> Iterator[RollCall]:
     if here.size == 1:
         yield roll
         return
-    watch = threading.Thread(
-        target=_watch, args=(roll, here, _own_store(_held), timeout_s, over), name="roll call", daemon=True
-    )
+    watch = threading.Thread(target=_watch, args=(roll, here, _own_store(_held), timeout_s, over), name="roll call", daemon=True)
     watch.start()
     try:
         yield roll

@@ -91,9 +91,14 @@ class Forked:
 
 
 def start(
-    python: str, module: str, arguments: list[str], environment: dict[str, str], stdout=subprocess.PIPE,
-    new_session=False, folder: str = "",
-) -> "subprocess.Popen | Forked":  # fmt: skip
+    python: str,
+    module: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    stdout=subprocess.PIPE,
+    new_session=False,
+    folder: str = "",
+) -> "subprocess.Popen | Forked":
     """Start `python -m module arguments`, stdout and stderr in one stream, nothing to read.
 
     Args:
@@ -103,9 +108,16 @@ def start(
     """
     folder = folder or _current_folder()
     return _forked(python, module, arguments, environment, stdout, new_session, folder) or subprocess.Popen(
-        [python, "-m", module, *arguments], stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.STDOUT, text=True,
-        errors="replace", env=environment, start_new_session=new_session, cwd=folder or None,
-    )  # fmt: skip
+        [python, "-m", module, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment,
+        start_new_session=new_session,
+        cwd=folder or None,
+    )
 
 
 @contextlib.contextmanager
@@ -133,7 +145,7 @@ def fork_server_running(environment: dict[str, str] | None = None) -> Iterator[N
             command = [sys.executable, "-u", fork_server.__file__, str(listener.fileno())]
             server = subprocess.Popen(
                 command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], start_new_session=True, env=environment
-            )  # fmt: skip
+            )
         os.environ.update({SOCKET: address, LOADED: loaded})
         try:
             yield
@@ -152,8 +164,14 @@ def _forked(
     address = os.environ.get(SOCKET)
     if not address or not folder:
         return None
-    request = {"python": python, "module": module, "arguments": arguments, "environment": environment,
-               "folder": folder, "new_session": new_session}  # fmt: skip
+    request = {
+        "python": python,
+        "module": module,
+        "arguments": arguments,
+        "environment": environment,
+        "folder": folder,
+        "new_session": new_session,
+    }
     reading, writing = os.pipe() if stdout is subprocess.PIPE else (None, stdout.fileno())
     connection = socket.socket(socket.AF_UNIX)
     with open(os.devnull) as nothing:

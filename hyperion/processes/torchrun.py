@@ -48,9 +48,13 @@ class Torchrun:
         write(self.notes.request, asdict(self.job) | {"launcher": os.getpid(), "logs": str(self.logs)})
         with open(log_of_torchrun(self.logs), "w", encoding="utf-8") as log:
             self.agent = start(
-                self.job.python, "hyperion.processes.rank_agent", [str(self.notes.folder)],
-                child_environment(self.job.preload), stdout=log, new_session=True,
-            )  # fmt: skip
+                self.job.python,
+                "hyperion.processes.rank_agent",
+                [str(self.notes.folder)],
+                child_environment(self.job.preload),
+                stdout=log,
+                new_session=True,
+            )
 
     def follow(self, timeout_s: float) -> bool:
         """Pass on what rank 0 prints until torchrun ends; whether `timeout_s` passed before that."""
@@ -110,12 +114,9 @@ class Torchrun:
         """How each rank of this node ended, as far as anybody knows."""
         codes = (read(self.notes.ends) or {}).get("ends", {})
         return [
-            End(
-                rank, self._record(rank), **codes.get(str(rank), {}), swept=rank in self._swept,
-                first=rank in self._lost_first,
-            )
+            End(rank, self._record(rank), **codes.get(str(rank), {}), swept=rank in self._swept, first=rank in self._lost_first)
             for rank in self._local_ranks()
-        ]  # fmt: skip
+        ]
 
     def refusal(self) -> dict | None:
         """The error with which torchrun's side refused to start ranks."""

@@ -164,8 +164,10 @@ def timeout_error(job: Job, standings: list[Standing], place: str) -> RankError:
     """The job ran past its timeout: where every rank stood."""
     return RankError(
         f"{job.entry} on {job.ranks} ranks ran past its timeout of {job.timeout_s:g} s and was ended\n{_told(standings)}",
-        rank=late_rank(standings), where=place, next_step="look above for the rank that did not get on, or allow more time",
-    )  # fmt: skip
+        rank=late_rank(standings),
+        where=place,
+        next_step="look above for the rank that did not get on, or allow more time",
+    )
 
 
 def waited_in_vain(job: Job, error: RankError, standings: list[Standing]) -> RankError:
@@ -180,9 +182,11 @@ def waited_in_vain(job: Job, error: RankError, standings: list[Standing]) -> Ran
     first = "" if late is None else f"rank {late} of {job.ranks} did not come, and rank {error.rank} waited in vain\n"
     others = [one for one in standings if one.rank != error.rank]
     return RankError(
-        f"{first}{error.what.rstrip()}\n{_told(others)}", rank=error.rank if late is None else late, where=error.where,
+        f"{first}{error.what.rstrip()}\n{_told(others)}",
+        rank=error.rank if late is None else late,
+        where=error.where,
         next_step="look above for the rank that did not get on",
-    )  # fmt: skip
+    )
 
 
 def _told(standings: list[Standing]) -> str:

@@ -181,10 +181,16 @@ class _Call:
             told = {LOG: str(self._log(notebook)), REMEASURE: "1" if entry.remeasure else "0"}
             environment = told | place.environment | {SILENT_HOSTS: str(silent)}
             return execute(
-                notebook, parameters, scratch_of(place, self.scratch), environment, interruption=interruption,
-                on_cell=lambda done: display.cell(notebook.stem, done), on_line=display.say, limits=self.limits,
+                notebook,
+                parameters,
+                scratch_of(place, self.scratch),
+                environment,
+                interruption=interruption,
+                on_cell=lambda done: display.cell(notebook.stem, done),
+                on_line=display.say,
+                limits=self.limits,
                 lacks_rows=lambda: bool(unexpected(self._log(notebook), notebook.stem, UNEXPECTED_ROW)),
-            )  # fmt: skip
+            )
 
         self.lanes.start(notebook, work)
         return False
@@ -295,9 +301,7 @@ class _Call:
         """The run's folder as the notebook sees it: relative inside the checkout, so that no copy names the machine."""
         folder = self.run_store.folder.resolve()
         return (
-            os.path.relpath(folder, notebook.path.parent.resolve())
-            if folder.is_relative_to(self.root.resolve())
-            else str(folder)
+            os.path.relpath(folder, notebook.path.parent.resolve()) if folder.is_relative_to(self.root.resolve()) else str(folder)
         )
 
     def _print(self, text: str) -> None:

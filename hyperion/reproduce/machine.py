@@ -40,9 +40,7 @@ def ask_machine(profile: str, data_source: str, seed: int) -> Machine:
     """
     command = [sys.executable, "-s", "-m", "hyperion.reproduce.machine", profile, data_source, str(seed)]
     environment = library_environment()
-    done = subprocess.run(
-        command, capture_output=True, encoding="utf-8", errors="replace", env=environment, check=False
-    )
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", env=environment, check=False)
     answer = next((line for line in done.stdout.splitlines() if line.startswith(_MARK)), None)
     if answer is None:
         raise HyperionError(

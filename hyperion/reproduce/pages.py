@@ -15,9 +15,7 @@ _KERNEL_FILE = re.compile(r"/[^\s\"'<>]{0,200}?/ipykernel_\d+/\d+\.py")
 # What a worker's compiler or launcher wrote of its own temporary folder.
 _TEMPORARY_FILE = re.compile(r"/[^\s\"'<>]{0,100}?/hyperion-[a-z]+-[^\s\"'<>\\]{0,300}")
 _WIDGET = "application/vnd.jupyter.widget-view+json"
-_MATH = re.compile(
-    r"(?P<code>```.*?```|`[^`\n]*`)|\$\$(?P<block>.+?)\$\$|(?<![\\$])\$(?P<inline>[^$\n]+?)\$(?!\d)", re.DOTALL
-)
+_MATH = re.compile(r"(?P<code>```.*?```|`[^`\n]*`)|\$\$(?P<block>.+?)\$\$|(?<![\\$])\$(?P<inline>[^$\n]+?)\$(?!\d)", re.DOTALL)
 # nbconvert's page in our own look, and without what it would fetch: RequireJS, MathJax and Mermaid.
 _TEMPLATE = (
     """{%- extends 'lab/index.html.j2' -%}

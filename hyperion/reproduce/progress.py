@@ -34,9 +34,11 @@ class Display:
     """
 
     def __init__(
-        self, console: Console, expected_s: dict[str, float],
+        self,
+        console: Console,
+        expected_s: dict[str, float],
         lasting_s: Callable[[dict[str, float]], float] = lambda seconds: sum(seconds.values()),
-    ):  # fmt: skip
+    ):
         self._console, self._expected, self._lasting_s = console, dict(expected_s), lasting_s
         self._current: dict[str, _Current] = {}
         self._finished, self._total = 0, len(expected_s)

@@ -31,9 +31,14 @@ class ForkingProvisioner(LocalProvisioner):
         self.cwd = kwargs.get("cwd") or os.getcwd()
         self.below: list[psutil.Process] = []
         self.process = start(
-            cmd[0], "hyperion.processes.kernel", arguments, with_assertions(kwargs["env"]), stdout=sys.__stderr__,
-            new_session=True, folder=os.fspath(self.cwd),
-        )  # fmt: skip
+            cmd[0],
+            "hyperion.processes.kernel",
+            arguments,
+            with_assertions(kwargs["env"]),
+            stdout=sys.__stderr__,
+            new_session=True,
+            folder=os.fspath(self.cwd),
+        )
         self.pid = self.pgid = self.process.pid
         return self.connection_info
 

@@ -43,10 +43,7 @@ def reference_for(notebook: Notebook, machine: str | None) -> tuple[Reference | 
         finished = [run.finished(notebook.stem, experiment) for experiment in notebook.produces]
         if finished and all(finished):
             return Reference(name, _digest(run, notebook, finished)), ""
-    return (
-        None,
-        f"no rows of it in the reference run{'' if machine else 's'} ({machine or ', '.join(machines) or 'none'})",
-    )
+    return (None, f"no rows of it in the reference run{'' if machine else 's'} ({machine or ', '.join(machines) or 'none'})")
 
 
 def _digest(run: Run, notebook: Notebook, finished: list[dict]) -> str:

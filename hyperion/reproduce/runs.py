@@ -136,7 +136,5 @@ def _continued(folder: Path, setting: dict) -> Ledger:
     differing = [key for key in setting if ledger.setting.get(key) != setting[key]]
     if differing:
         told = ", ".join(f"{key} {ledger.setting.get(key)!r} there, {setting[key]!r} now" for key in differing)
-        raise HyperionError(
-            f"the run has another setting: {told}", where=folder, next_step="name another run, or RUN=new"
-        )
+        raise HyperionError(f"the run has another setting: {told}", where=folder, next_step="name another run, or RUN=new")
     return ledger

@@ -54,8 +54,11 @@ class Limits:
 
 # (cell, notebook) by profile: at least four times what the slowest chapter of the book is expected to take in it.
 _LIMITS_S = {
-    "smoke": (15 * 60, 30 * 60), "full": (20 * 60, 40 * 60), "study": (6 * 3600, 12 * 3600), "replay": (10 * 60, 20 * 60)
-}  # fmt: skip
+    "smoke": (15 * 60, 30 * 60),
+    "full": (20 * 60, 40 * 60),
+    "study": (6 * 3600, 12 * 3600),
+    "replay": (10 * 60, 20 * 60),
+}
 
 
 def limits_of(profile: str, cell_s: float | None, notebook_s: float | None, deadline: float | None) -> Limits:
@@ -149,9 +152,7 @@ def seconds_of(text: str, variable: str) -> float:
     seconds = sum(part * unit for part, unit in zip(parts, (3600, 60, 1), strict=False))
     if not match or seconds <= 0:
         raise HyperionError(
-            f"{text!r} is no duration",
-            where=variable,
-            next_step=f"write {variable}=360, {variable}=6m or {variable}=1h30m",
+            f"{text!r} is no duration", where=variable, next_step=f"write {variable}=360, {variable}=6m or {variable}=1h30m"
         )
     return seconds
 

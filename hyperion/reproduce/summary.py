@@ -9,8 +9,13 @@ from hyperion.reproduce.stopping import told
 from hyperion.results import Row, metric_named
 
 _STYLES = {
-    "done": "green", "up to date": "green", "failed": "red", "unexpected": "red", "blocked": "yellow", "interrupted": "yellow"
-}  # fmt: skip
+    "done": "green",
+    "up to date": "green",
+    "failed": "red",
+    "unexpected": "red",
+    "blocked": "yellow",
+    "interrupted": "yellow",
+}
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,20 @@ from hyperion.results.store import Run
 # Relative difference of the clocks of one value from which on it is stated.
 CLOCK_DIFFERENCE = 0.03
 # The order in which circumstances are stated; all others follow by name.
-_FIRST = ("device", "profile", "data source", "data source of rows", "seed", "throttled rows", "clock_mhz", "torch", "driver",
-          "source.commit", "source.hash", "source.modified")  # fmt: skip
+_FIRST = (
+    "device",
+    "profile",
+    "data source",
+    "data source of rows",
+    "seed",
+    "throttled rows",
+    "clock_mhz",
+    "torch",
+    "driver",
+    "source.commit",
+    "source.hash",
+    "source.modified",
+)
 # Of a launch of `hyperion relaunch`: which one it is, and lists whose digest is stated.
 _IDENTITY = ("call", "side", "launch", "files")
 _DIGEST = re.compile("[0-9a-f]{32,}")  # shown by its first characters
@@ -48,9 +60,7 @@ def circumstances(runs_a: list[Run], runs_b: list[Run]) -> list[Circumstance]:
         if len(texts[0] | texts[1]) > 1 and not _of_one_side(name, sides):
             found.append(Circumstance(name, *(", ".join(sorted(text)) for text in texts)))
     order = {name: place for place, name in enumerate(_FIRST)}
-    return sorted(
-        filter(None, found), key=lambda one: (order.get(one.name, len(order)), not _of_experiment(one.name), one.name)
-    )
+    return sorted(filter(None, found), key=lambda one: (order.get(one.name, len(order)), not _of_experiment(one.name), one.name))
 
 
 def require_distinct(runs_a: list[Run], runs_b: list[Run]) -> None:
@@ -66,9 +76,10 @@ def require_distinct(runs_a: list[Run], runs_b: list[Run]) -> None:
             for why, identity in _identities(run):
                 if identity in seen:
                     raise HyperionError(
-                        f"the same launch is given twice: {why}", where=f"{seen[identity]} and {here}",
+                        f"the same launch is given twice: {why}",
+                        where=f"{seen[identity]} and {here}",
                         next_step="name each launch once; a copy of a run is no second measurement",
-                    )  # fmt: skip
+                    )
                 seen[identity] = here
 
 
@@ -79,9 +90,7 @@ def _identities(run: Run) -> Iterator[tuple[str, object]]:
         place = tuple(launched.get(part) for part in ("call", "side", "launch"))
         yield f"launch {place[2]} of side {place[1]} of one call", place
     # What was measured, without what may be added later (predictions). Times never repeat to the last bit.
-    measured = sorted(
-        repr((row.key, row.value, row.value_reason, row.n, row.ci_low, row.ci_high)) for row in run.rows()
-    )
+    measured = sorted(repr((row.key, row.value, row.value_reason, row.n, row.ci_low, row.ci_high)) for row in run.rows())
     if measured:
         yield "every value is the same to the last bit", hashlib.sha256("\n".join(measured).encode()).hexdigest()
 
@@ -124,10 +133,7 @@ def _statements(run: Run) -> Iterator[tuple[str, object]]:
 def _device(environment: dict) -> str:
     gpus = Counter(gpu.get("name") for gpu in environment.get("gpus") or [])
     cpu = environment.get("cpu") or {}
-    return (
-        ", ".join(f"{count} x {name}" for name, count in gpus.items())
-        or f"{cpu.get('name')} ({cpu.get('cores')} cores)"
-    )
+    return ", ".join(f"{count} x {name}" for name, count in gpus.items()) or f"{cpu.get('name')} ({cpu.get('cores')} cores)"
 
 
 def _flat(content: dict, prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -66,9 +66,7 @@ def relaunches(name: str) -> list[Run]:
     if folder.is_dir() and not (folder / RUN).is_file():
         runs = sorted({path.parent.resolve() for path in folder.glob(f"*/{RUN}")})
         if not runs:
-            raise HyperionError(
-                "no run in this folder", where=folder, next_step="name a run, or a folder of relaunches"
-            )
+            raise HyperionError("no run in this folder", where=folder, next_step="name a run, or a folder of relaunches")
         return [Run.open(run) for run in runs]
     return [Run.open(find_run(name))]
 
@@ -96,11 +94,7 @@ def compare(runs_a: list[Run], runs_b: list[Run]) -> list[Comparison]:
     rows = [_by_identity(run) for run in runs]
     values = _values(rows)
     absent = [_missing(key, rows[: len(runs_a)], rows[len(runs_a) :]) for key in values if len(values[key]) < len(runs)]
-    shared = [
-        key
-        for key, of_runs in values.items()
-        if len(of_runs) == len(runs) and metric_named(key[-1]).direction != "none"
-    ]
+    shared = [key for key, of_runs in values.items() if len(of_runs) == len(runs) and metric_named(key[-1]).direction != "none"]
     if not shared:
         raise HyperionError(
             "the two sides share no comparable value",
@@ -110,12 +104,8 @@ def compare(runs_a: list[Run], runs_b: list[Run]) -> list[Comparison]:
     table = np.array([values[key] for key in shared], dtype=np.float64).T
     positive = (table > 0).all(axis=0)
     confirming = not why_indicative(runs_a, runs_b)
-    compared = _by_ratio(
-        [k for k, p in zip(shared, positive, strict=True) if p], table[:, positive], len(runs_a), confirming
-    )
-    compared += [
-        _by_difference(key, table[:, place], len(runs_a)) for place, key in enumerate(shared) if not positive[place]
-    ]
+    compared = _by_ratio([k for k, p in zip(shared, positive, strict=True) if p], table[:, positive], len(runs_a), confirming)
+    compared += [_by_difference(key, table[:, place], len(runs_a)) for place, key in enumerate(shared) if not positive[place]]
     return sorted(compared, key=lambda c: c.change) + sorted(absent, key=lambda c: (len(c.launches_b), c.name, c.metric))
 
 
@@ -152,9 +142,10 @@ def _require_turns(runs_a: list[Run], runs_b: list[Run]) -> None:
     where = f"{runs_a[0].folder} and {runs_b[0].folder}"
     if len(calls) > 1:
         raise HyperionError(
-            "launches of different calls of `hyperion relaunch` did not take turns with each other", where=where,
+            "launches of different calls of `hyperion relaunch` did not take turns with each other",
+            where=where,
             next_step="have both versions take turns: hyperion relaunch WORK A B",
-        )  # fmt: skip
+        )
     if any(len({launched.get("side") for launched in side}) > 1 for side in sides):
         raise HyperionError(
             "launches of both versions are on one side", where=where, next_step="name the folders A and B of the call"
@@ -191,14 +182,23 @@ def _missing(key: tuple, *sides: list[dict[tuple, Row]]) -> Comparison:
     for side, runs in zip("AB", sides, strict=True):
         rows = [run.get(key) for run in runs]
         found.append(tuple(row.value for row in rows if row is not None and row.value is not None))
-        reasons = sorted(
-            {"no row" if row is None else row.value_reason for row in rows if row is None or row.value is None}
-        )
+        reasons = sorted({"no row" if row is None else row.value_reason for row in rows if row is None or row.value is None})
         if reasons:
             some = f"{len(runs) - len(found[-1])} of {len(runs)} launches of " if found[-1] else ""
             told.append(f"not in {some}{side}: {', '.join(reasons)}")
-    return Comparison(_name(key), key[-1], None, None, None, None, None, "missing", reason="; ".join(told),
-                      launches_a=found[0], launches_b=found[1])  # fmt: skip
+    return Comparison(
+        _name(key),
+        key[-1],
+        None,
+        None,
+        None,
+        None,
+        None,
+        "missing",
+        reason="; ".join(told),
+        launches_a=found[0],
+        launches_b=found[1],
+    )
 
 
 def _by_ratio(keys: list[tuple], table: np.ndarray, launches_a: int, confirming: bool) -> list[Comparison]:
@@ -210,8 +210,18 @@ def _by_ratio(keys: list[tuple], table: np.ndarray, launches_a: int, confirming:
     means = [side.mean(axis=0) for side in (logs[:launches_a], logs[launches_a:])]
     changes, deviations = np.expm1(better * (means[1] - means[0])), log_deviations(logs, launches_a)
     test = randomization_test(logs * better, launches_a, SMALLEST_CHANGE) if confirming else None
-    power = Power(launches_a, len(table) - launches_a, test.largest, divisions=DIVISIONS, smallest=SMALLEST_CHANGE,
-                  significance=SIGNIFICANCE) if test else None  # fmt: skip
+    power = (
+        Power(
+            launches_a,
+            len(table) - launches_a,
+            test.largest,
+            divisions=DIVISIONS,
+            smallest=SMALLEST_CHANGE,
+            significance=SIGNIFICANCE,
+        )
+        if test
+        else None
+    )
     compared = []
     for place, key in enumerate(keys):
         change, p_value = float(changes[place]), float(test.p_values[place]) if test else None
@@ -220,11 +230,18 @@ def _by_ratio(keys: list[tuple], table: np.ndarray, launches_a: int, confirming:
             seen = power.chance(deviations[place], SMALLEST_CHANGE), power.detectable(deviations[place])
         compared.append(
             Comparison(
-                _name(key), key[-1], *(float(np.exp(mean[place])) for mean in means), change,
-                float(np.expm1(deviations[place])) if len(table) > 2 else None, p_value, _verdict(change, p_value), *seen,
-                launches_a=tuple(table[:launches_a, place].tolist()), launches_b=tuple(table[launches_a:, place].tolist()),
+                _name(key),
+                key[-1],
+                *(float(np.exp(mean[place])) for mean in means),
+                change,
+                float(np.expm1(deviations[place])) if len(table) > 2 else None,
+                p_value,
+                _verdict(change, p_value),
+                *seen,
+                launches_a=tuple(table[:launches_a, place].tolist()),
+                launches_b=tuple(table[launches_a:, place].tolist()),
             )
-        )  # fmt: skip
+        )
     return compared
 
 
@@ -235,8 +252,18 @@ def _by_difference(key: tuple, values: np.ndarray, launches_a: int) -> Compariso
     mean_a, mean_b = float(a.mean()), float(b.mean())
     largest = max(abs(mean_a), abs(mean_b))
     change = better * (mean_b - mean_a) / largest if largest else 0.0
-    return Comparison(_name(key), key[-1], mean_a, mean_b, change, None, None, _verdict(change, None),
-                      launches_a=tuple(a.tolist()), launches_b=tuple(b.tolist()))  # fmt: skip
+    return Comparison(
+        _name(key),
+        key[-1],
+        mean_a,
+        mean_b,
+        change,
+        None,
+        None,
+        _verdict(change, None),
+        launches_a=tuple(a.tolist()),
+        launches_b=tuple(b.tolist()),
+    )
 
 
 def _name(key: tuple) -> str:

@@ -18,9 +18,17 @@ _SAME = 1e-9  # relative; the samples are stored to the last bit, so that only t
 _PHASES = ("forward", "backward", "optimizer")
 # Work over the median time; work that neither the row nor its samples name is taken from the row's own value.
 _RATES = (
-    "gemm_tflops", "bandwidth_gb_s", "algbw_gb_s", "busbw_gb_s", "samples_per_s", "images_per_s", "tokens_per_s",
-    "loader_samples_per_s", "tokenizer_tokens_per_s", "mfu",
-)  # fmt: skip
+    "gemm_tflops",
+    "bandwidth_gb_s",
+    "algbw_gb_s",
+    "busbw_gb_s",
+    "samples_per_s",
+    "images_per_s",
+    "tokens_per_s",
+    "loader_samples_per_s",
+    "tokenizer_tokens_per_s",
+    "mfu",
+)
 _TIMES = ("step_time_s", "call_time_s", "inference_time_s", "collective_time_s", "launch_time_s")
 
 

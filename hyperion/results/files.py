@@ -132,8 +132,7 @@ def commit(folder: Path, contents: dict[str, bytes]) -> None:
         _finish(folder)
         _require_writable_names(folder, contents)
         entries = read_manifest(folder).entries | {
-            name: {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
-            for name, content in contents.items()
+            name: {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)} for name, content in contents.items()
         }
         vouching = json.dumps({"schema": 1, "files": entries}, indent=1, sort_keys=True).encode()
         moves: dict[str, str] = {}
@@ -325,9 +324,13 @@ def _unreadable(path: Path, fault: object) -> StoreError:
 
 def _explained(error: OSError, path: Path) -> StoreError:
     return refused_write(
-        error, StoreError, action="cannot write", kept="nothing was changed", where=path,
+        error,
+        StoreError,
+        action="cannot write",
+        kept="nothing was changed",
+        where=path,
         elsewhere="name another folder with HYPERION_RESULTS=/some/folder",
-    )  # fmt: skip
+    )
 
 
 def _sync_folder(folder: Path) -> None:

@@ -68,7 +68,5 @@ def find_run(name: str) -> Path:
             return place.resolve()
     known = sorted(p.parent.name for root in (results_folder(), reference_folder()) for p in root.glob("*/run.json"))
     raise HyperionError(
-        f"no run {name!r}",
-        where=" or ".join(map(str, places)),
-        next_step=f"name one of: {', '.join(known) or 'none so far'}",
+        f"no run {name!r}", where=" or ".join(map(str, places)), next_step=f"name one of: {', '.join(known) or 'none so far'}"
     )

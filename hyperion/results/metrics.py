@@ -44,9 +44,7 @@ _METRICS = (
     Metric("cache_bytes", "B", "none", "capacity of one cache of a level, as the system tells it"),
     Metric("speedup", "ratio", "higher", "interleaved A/B ratio of times, above 1 where A is faster", True, True),
     Metric("rate_ratio", "ratio", "higher", "ratio of rates measured one after the other, a drift included", True, True),
-    Metric(
-        "roofline_ridge_flop_per_byte", "FLOP/byte", "none", "arithmetic intensity where the two measured roofs meet"
-    ),
+    Metric("roofline_ridge_flop_per_byte", "FLOP/byte", "none", "arithmetic intensity where the two measured roofs meet"),
     Metric("call_time_s", "s", "lower", "one call of a reader's own function, median", True, True),
     Metric("flops", "FLOP", "none", "products, convolutions and attention of one call, by dispatch; a multiply-add is 2"),
     Metric("step_time_s", "s", "lower", "one optimizer step, median", True, True),
@@ -89,14 +87,7 @@ _METRICS = (
     Metric("training_loss", "nats", "lower", "mean training loss of the epoch", True),
     Metric("validation_loss", "nats", "lower", "mean loss per predicted unit on the held-out split", True),
     Metric("perplexity_token", "perplexity", "lower", "exp of the mean negative log-likelihood per token", True, True),
-    Metric(
-        "perplexity_word",
-        "perplexity",
-        "lower",
-        "exp of the total negative log-likelihood per word and <eos>",
-        True,
-        True,
-    ),
+    Metric("perplexity_word", "perplexity", "lower", "exp of the total negative log-likelihood per word and <eos>", True, True),
     Metric("bits_per_byte", "bits", "lower", "total negative log-likelihood per byte of UTF-8", True, True),
     Metric("perplexity_token_sd", "perplexity", "lower", "standard deviation of that perplexity from seed to seed"),
     Metric("perplexity_word_sd", "perplexity", "lower", "standard deviation of that perplexity from seed to seed"),

@@ -31,14 +31,7 @@ class Power:
     """
 
     def __init__(
-        self,
-        launches_a: int,
-        launches_b: int,
-        largest: np.ndarray,
-        *,
-        divisions: int,
-        smallest: float,
-        significance: float,
+        self, launches_a: int, launches_b: int, largest: np.ndarray, *, divisions: int, smallest: float, significance: float
     ):
         self._draws = _draws(launches_a, launches_b, divisions)
         # In the observed division and its mirror image a new change would be compared with itself alone: whatever else

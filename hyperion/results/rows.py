@@ -125,9 +125,14 @@ class Row:
         if math.isfinite(self.value) and known_error:
             self._validate_form()
         return replace(
-            self, value=None, value_reason=f"{UNEXPECTED}{self.value:.6g} {self.unit} {failure}", n=None, ci_low=None,
-            ci_high=None, check_error=self.check_error if known_error else None,
-        )  # fmt: skip
+            self,
+            value=None,
+            value_reason=f"{UNEXPECTED}{self.value:.6g} {self.unit} {failure}",
+            n=None,
+            ci_low=None,
+            ci_high=None,
+            check_error=self.check_error if known_error else None,
+        )
 
     def validate(self) -> None:
         """Hold the row against its metric's rules.
@@ -214,10 +219,30 @@ _MOST_COUNTED = 2**63
 _MOST_READING = 20_000
 # The order of the file: who, what, how sure, how near the limit, under which circumstances.
 COLUMNS = (
-    "notebook", "experiment", "variant", "dtype", "params", "rank", "metric", "value", "unit", "value_reason", "n",
-    "ci_low", "ci_high", "predicted", "limit", "limit_source", "check", "check_error", "check_tolerance",
-    "data_source", "clock_mhz", "power_w", "throttle",
-)  # fmt: skip
+    "notebook",
+    "experiment",
+    "variant",
+    "dtype",
+    "params",
+    "rank",
+    "metric",
+    "value",
+    "unit",
+    "value_reason",
+    "n",
+    "ci_low",
+    "ci_high",
+    "predicted",
+    "limit",
+    "limit_source",
+    "check",
+    "check_error",
+    "check_tolerance",
+    "data_source",
+    "clock_mhz",
+    "power_w",
+    "throttle",
+)
 
 
 def rows_to_csv(rows: Iterable[Row]) -> str:
@@ -270,9 +295,7 @@ def _parsed(text: str, where: str, validated: bool) -> tuple[Row, ...]:
 
 def _parse(cells: list[str], where: str, validated: bool) -> Row:
     if len(cells) != len(COLUMNS):
-        raise RowError(
-            f"{len(cells)} cells instead of {len(COLUMNS)}", where=where, next_step="run the experiment again"
-        )
+        raise RowError(f"{len(cells)} cells instead of {len(COLUMNS)}", where=where, next_step="run the experiment again")
     try:
         row, unit = _row_and_unit(tuple(cells), validated)
     except ValueError as error:

@@ -134,9 +134,7 @@ class RandomizationTest:
     largest: np.ndarray
 
 
-def randomization_test(
-    values: np.ndarray, launches_a: int, smallest: float, divisions: int = DIVISIONS
-) -> RandomizationTest:
+def randomization_test(values: np.ndarray, launches_a: int, smallest: float, divisions: int = DIVISIONS) -> RandomizationTest:
     """Test which of many values differ between two sets of launches, whatever their distribution and correlation.
 
     If the code is the same, every division of the launches into an A and a B of these sizes is equally likely. The statistic
@@ -232,7 +230,5 @@ def _resampled(n: int, seed: int) -> np.ndarray:
 def _finite(samples) -> np.ndarray:
     values = np.asarray(samples, dtype=np.float64).ravel()
     if len(values) == 0 or not np.isfinite(values).all():
-        raise ValueError(
-            f"{len(values)} samples, {int(np.isfinite(values).sum())} of them finite: nothing to estimate from"
-        )
+        raise ValueError(f"{len(values)} samples, {int(np.isfinite(values).sum())} of them finite: nothing to estimate from")
     return values

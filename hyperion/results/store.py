@@ -132,9 +132,7 @@ class Run:
         """
         folder = Path(folder)
         if (folder / RUN).exists():
-            raise StoreError(
-                "folder already holds a run", where=folder, next_step="name a new folder, or continue this run"
-            )
+            raise StoreError("folder already holds a run", where=folder, next_step="name a new folder, or continue this run")
         run = cls(folder)
         run.write({RUN: _json({"schema": SCHEMA_VERSION, **information}), ROWS: rows_to_csv([]).encode()})
         return run
@@ -148,9 +146,7 @@ class Run:
         """
         folder = Path(folder)
         if not (folder / RUN).is_file():
-            raise StoreError(
-                "no run here: run.json is missing", where=folder, next_step="name a folder made by `make reproduce`"
-            )
+            raise StoreError("no run here: run.json is missing", where=folder, next_step="name a folder made by `make reproduce`")
         run = cls(folder)
         schema = run.information().get("schema")
         if schema != SCHEMA_VERSION:
@@ -379,9 +375,7 @@ def _checked(notebook: str, experiment: str, rows: Iterable[Row]) -> list[Row]:
         if (row.notebook, row.experiment) != (notebook, experiment):
             raise RowError(f"row belongs to {row.notebook}/{row.experiment}", where=f"{notebook}/{experiment}")
     if len({row.key for row in rows}) != len(rows):
-        raise RowError(
-            "two rows with the same key", where=f"{notebook}/{experiment}", next_step="tell them apart in params"
-        )
+        raise RowError("two rows with the same key", where=f"{notebook}/{experiment}", next_step="tell them apart in params")
     return rows
 
 

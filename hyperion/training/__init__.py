@@ -51,4 +51,4 @@ __all__ = [
     "set_rng_state",
     "sgd_nesterov",
     "train",
-]  # fmt: skip
+]

@@ -173,6 +173,4 @@ def _own(batches: Iterable, ranks: int) -> Iterator[tuple[tuple[Tensor, Tensor],
 
 def _require_some(count: int, what: str) -> None:
     if count == 0:
-        raise HyperionError(
-            f"there are no {what} to evaluate", where="evaluation", next_step="pass a split that is not empty"
-        )
+        raise HyperionError(f"there are no {what} to evaluate", where="evaluation", next_step="pass a split that is not empty")

@@ -124,9 +124,7 @@ class _Run:
                     else "give a LanguageEngine, an ImageEngine or your own TorchEngine",
                 )
         if len(self.batches) < 1:
-            raise HyperionError(
-                "the loader holds no batch", where="train", next_step="use a smaller batch size or more data"
-            )
+            raise HyperionError("the loader holds no batch", where="train", next_step="use a smaller batch size or more data")
         functions = [("validation", self.validation), ("report", self.report), *(("on_epoch", f) for f in self.on_epoch)]
         for name, function in functions:
             if function is not None and not callable(function):
@@ -188,9 +186,7 @@ class _Run:
         self.meter.pause()
         if left:
             raise HyperionError(
-                f"the loader ended {left} batches early",
-                where=f"step {self.step}",
-                next_step="make its len() what it yields",
+                f"the loader ended {left} batches early", where=f"step {self.step}", next_step="make its len() what it yields"
             )
 
     def start_clocks(self) -> None:
@@ -253,8 +249,7 @@ class _Run:
         # A step that fp16 made overflow was skipped, and its loss scale halved: nothing is wrong with the training.
         steps = [step for step, _ in self.unread]
         losses, norms, rank_losses, skipped = (
-            torch.stack([getattr(step, name) for step in steps])
-            for name in ("loss", "gradient_norm", "rank_loss", "skipped")
+            torch.stack([getattr(step, name) for step in steps]) for name in ("loss", "gradient_norm", "rank_loss", "skipped")
         )
         numbers = torch.stack((losses, norms.masked_fill(skipped, 0.0), rank_losses), dim=1).tolist()
         bad = not all(map(is_finite, numbers))

@@ -238,9 +238,7 @@ def _workspace_bytes(operator: Any, arguments: tuple, device: Device) -> int:
     where = device.torch_device
     with unset_fake_temporarily():
         real = [
-            torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=where).zero_()
-            if isinstance(a, Tensor)
-            else a
+            torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=where).zero_() if isinstance(a, Tensor) else a
             for a in arguments
         ]
         operator(*real)  # the first call may search for a kernel

@@ -8,11 +8,7 @@ from hyperion.parallel import is_sharded
 
 
 def adamw(
-    model: nn.Module,
-    learning_rate: float,
-    weight_decay: float = 0.1,
-    betas: tuple[float, float] = (0.9, 0.95),
-    eps: float = 1e-8,
+    model: nn.Module, learning_rate: float, weight_decay: float = 0.1, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8
 ) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter 2019) as one fused kernel a step; betas as in GPT-3 (Brown et al. 2020).
 
@@ -26,9 +22,7 @@ def adamw(
     return torch.optim.AdamW(decay_groups(model, weight_decay), lr=learning_rate, betas=betas, eps=eps, fused=True)
 
 
-def sgd_nesterov(
-    model: nn.Module, learning_rate: float, weight_decay: float = 5e-4, momentum: float = 0.9
-) -> torch.optim.SGD:
+def sgd_nesterov(model: nn.Module, learning_rate: float, weight_decay: float = 5e-4, momentum: float = 0.9) -> torch.optim.SGD:
     """SGD with Nesterov momentum as one fused kernel a step; the weight decay is the L2 form of ResNet training.
 
     Raises:

@@ -25,9 +25,7 @@ class Plan:
 
     def __post_init__(self):
         if (self.epochs is None) == (self.steps is None):
-            raise HyperionError(
-                "give epochs or steps, one of them", where="Plan", next_step="for example Plan(epochs=3)"
-            )
+            raise HyperionError("give epochs or steps, one of them", where="Plan", next_step="for example Plan(epochs=3)")
         for name in ("epochs", "steps", "evaluate_every", "checkpoint_every", "keep"):
             if (value := getattr(self, name)) is not None:
                 require_number(name, value, "Plan", whole=True, at_least=1)

@@ -35,9 +35,7 @@ class Precision:
     def __post_init__(self):
         if self.dtype not in (*TRAINING_DTYPES, FP8):
             raise HyperionError(
-                f"dtype is {self.dtype!r}",
-                where="Precision",
-                next_step=f"choose one of {', '.join((*TRAINING_DTYPES, FP8))}",
+                f"dtype is {self.dtype!r}", where="Precision", next_step=f"choose one of {', '.join((*TRAINING_DTYPES, FP8))}"
             )
 
     def products(self) -> AbstractContextManager:

@@ -50,12 +50,7 @@ def rng_state() -> dict:
     python, (_, numpy_keys, numpy_position, has_gauss, cached_gauss) = random.getstate(), np.random.get_state()
     return {
         "python": [python[0], list(python[1]), python[2]],
-        "numpy": [
-            torch.from_numpy(numpy_keys.astype(np.int64)),
-            int(numpy_position),
-            int(has_gauss),
-            float(cached_gauss),
-        ],
+        "numpy": [torch.from_numpy(numpy_keys.astype(np.int64)), int(numpy_position), int(has_gauss), float(cached_gauss)],
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }

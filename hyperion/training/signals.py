@@ -48,7 +48,5 @@ class StopFlag:
         """
         for batch in batches:
             if self.requested if must_stop is None else must_stop():
-                raise Interrupted(
-                    "SIGTERM came during the evaluation", where="training", next_step="start again to go on"
-                )
+                raise Interrupted("SIGTERM came during the evaluation", where="training", next_step="start again to go on")
             yield batch

@@ -6,16 +6,7 @@ from typing import Any
 
 import torch
 
-from hyperion.checkpoints import (
-    CheckpointError,
-    agreed,
-    on_rank_0,
-    rank_and_size,
-    read_state,
-    saving,
-    verify,
-    write_state,
-)
+from hyperion.checkpoints import CheckpointError, agreed, on_rank_0, rank_and_size, read_state, saving, verify, write_state
 from hyperion.checkpoints.states import EARLIER, STATE, reading
 from hyperion.training.engine import Engine
 from hyperion.training.history import History
@@ -24,21 +15,43 @@ from hyperion.training.seeds import require_rng_state
 _NUMBER = (int, float)
 # What the loop and each rank store, by type; whole numbers and times are not negative.
 _SHARED = {
-    "step": int, "ranks": int, "steps_in_epoch": int, "learning_rate": _NUMBER, "history": dict, "batches": dict,
-    "seed": int, "items_in_epoch": int,
-}  # fmt: skip
+    "step": int,
+    "ranks": int,
+    "steps_in_epoch": int,
+    "learning_rate": _NUMBER,
+    "history": dict,
+    "batches": dict,
+    "seed": int,
+    "items_in_epoch": int,
+}
 _OWN = {"rng": dict, "meter": dict, "losses": list, "earlier_items": int}
 _METER = {
-    "items": int, "timed_items": int, "timed_steps": int, "time_s": _NUMBER, "waited_s": _NUMBER, "metric": str,
+    "items": int,
+    "timed_items": int,
+    "timed_steps": int,
+    "time_s": _NUMBER,
+    "waited_s": _NUMBER,
+    "metric": str,
     "gib": (*_NUMBER, type(None)),
-}  # fmt: skip
+}
 _HISTORY = {"item": str, "losses": torch.Tensor, "epochs": list, "resumed_at": list, "rank_epochs": list}
 _OPTIONAL = (*_NUMBER, type(None))
 _RECORD = {
-    "epoch": int, "step": int, "steps": int, "loss": _NUMBER, "learning_rate": _NUMBER, "items": int, "time_s": _NUMBER,
-    "timed_steps": int, "items_per_s": _OPTIONAL, "peak_memory_metric": str, "peak_memory_gib": _OPTIONAL,
-    "evaluation": (dict, type(None)), "rank": (int, type(None)), "waited_s": _NUMBER,
-}  # fmt: skip
+    "epoch": int,
+    "step": int,
+    "steps": int,
+    "loss": _NUMBER,
+    "learning_rate": _NUMBER,
+    "items": int,
+    "time_s": _NUMBER,
+    "timed_steps": int,
+    "items_per_s": _OPTIONAL,
+    "peak_memory_metric": str,
+    "peak_memory_gib": _OPTIONAL,
+    "evaluation": (dict, type(None)),
+    "rank": (int, type(None)),
+    "waited_s": _NUMBER,
+}
 
 
 def write_run(folder: Path, step: int, keep: int, engine: Engine, shared: dict, own: dict) -> None:
@@ -130,9 +143,7 @@ def _own(folder: Path, shared: dict) -> dict[str, Any]:
 def _require_fields(found: dict, fields: dict[str, type | tuple[type, ...]], what: str, where: Path) -> None:
     if found.keys() != fields.keys():
         wrong = sorted(found.keys() ^ fields.keys())[0]
-        raise CheckpointError(
-            f"{what} has the field {wrong!r} too much or lacks it", where=where, next_step=EARLIER
-        )
+        raise CheckpointError(f"{what} has the field {wrong!r} too much or lacks it", where=where, next_step=EARLIER)
     for name, kinds in fields.items():
         value = found[name]
         negative = isinstance(value, int | float) and value < 0 and name != "loss"

@@ -18,11 +18,7 @@ def cpu_run(tmp_path_factory):
     environment = GPU | {"gpus": [], "cuda": None, "torch": "2.13.0+cpu"}
     folder = tmp_path_factory.mktemp("book") / "20260101-120000-smoke"
     return made_up_run(
-        folder,
-        source="synthetic",
-        peaks={"fp64": None, "fp32": None, "bf16": None},
-        bandwidth=None,
-        environment=environment,
+        folder, source="synthetic", peaks={"fp64": None, "fp32": None, "bf16": None}, bandwidth=None, environment=environment
     )
 
 

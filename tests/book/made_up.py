@@ -103,12 +103,7 @@ def made_up_run(folder, *, source="mirror", peaks=None, bandwidth=4800.0, enviro
             pd.DataFrame({"x": [1]}),
         ),
         (CORE, "leakage", leakage_rows(), step_samples(random, 4.1, 150)),
-        (
-            CORE,
-            "language_model",
-            language_rows(random, source, 2.9 if synthetic else None),
-            step_samples(random, 3.2, 2000),
-        ),
+        (CORE, "language_model", language_rows(random, source, 2.9 if synthetic else None), step_samples(random, 3.2, 2000)),
         (
             CORE,
             "image_classifier",

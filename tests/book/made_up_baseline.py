@@ -40,8 +40,18 @@ def operator_cost_rows(random, limited):
     if limited:
         common = {"dtype": "bf16", "params": block} | check
         return [*rows, _timed(random, "operator_cost", "compiled block", "block_time_s", 2.1e-3, None, **common)]
-    return [*rows, Row(notebook=BASELINE, experiment="operator_cost", variant="compiled block", metric="block_time_s",
-                       value=None, value_reason="left out by this profile", params=clock)]  # fmt: skip
+    return [
+        *rows,
+        Row(
+            notebook=BASELINE,
+            experiment="operator_cost",
+            variant="compiled block",
+            metric="block_time_s",
+            value=None,
+            value_reason="left out by this profile",
+            params=clock,
+        ),
+    ]
 
 
 def model_steps_rows(random, limited):
@@ -51,9 +61,11 @@ def model_steps_rows(random, limited):
         check = {"check": "forward + backward + optimizer = step", "check_error": 0.004, "check_tolerance": 0.05}
         whole = sum(phases)
         for metric, duration, share in zip(
-            ("forward_time_s", "backward_time_s", "optimizer_time_s", "step_time_s"), [*phases, whole], (0.33, 0.65, 0.02, 1),
+            ("forward_time_s", "backward_time_s", "optimizer_time_s", "step_time_s"),
+            [*phases, whole],
+            (0.33, 0.65, 0.02, 1),
             strict=True,
-        ):  # fmt: skip
+        ):
             floor = share * least / 1e3 if limited else None
             more = check | {"predicted": 0.8 * duration / 1e3} if metric == "step_time_s" else {}
             rows.append(_timed(random, "model_steps", model, metric, duration / 1e3, floor, **common, **more))
@@ -65,17 +77,38 @@ def model_steps_rows(random, limited):
         if limited:
             rows.append(_timed(random, "model_steps", model, "mfu", share, None, **common))
     absent = {"batch": 32, "step": "steady"} | LAST
-    return [*rows, Row(notebook=BASELINE, experiment="model_steps", variant="vit_b_16", dtype="bf16", metric="step_time_s",
-                       value=None, value_reason=ABSENT, params=absent)]  # fmt: skip
+    return [
+        *rows,
+        Row(
+            notebook=BASELINE,
+            experiment="model_steps",
+            variant="vit_b_16",
+            dtype="bf16",
+            metric="step_time_s",
+            value=None,
+            value_reason=ABSENT,
+            params=absent,
+        ),
+    ]
 
 
 def batch_scaling_rows(random, limited):
     metric = "peak_memory_gib" if limited else "peak_rss_gib"
     rows = []
     for number, (model, mib) in enumerate(MIB_PER_SAMPLE.items(), 1):
+
         def row(name, value, params, model=model, **columns):
-            return Row(notebook=BASELINE, experiment="batch_scaling", variant=model, dtype="bf16", metric=name, value=value,
-                       params=params, limit_source="no limit: the cap is not the device's", **columns)  # fmt: skip
+            return Row(
+                notebook=BASELINE,
+                experiment="batch_scaling",
+                variant=model,
+                dtype="bf16",
+                metric=name,
+                value=value,
+                params=params,
+                limit_source="no limit: the cap is not the device's",
+                **columns,
+            )
 
         for batch in (1, 4, 16, 64):
             params = {"batch": batch, "step": "steady"}

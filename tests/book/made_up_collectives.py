@@ -17,9 +17,7 @@ def collectives_chapter(random, limited):
     """(notebook, experiment, rows, samples) of four ranks; without links there is no limit."""
     limit, rate = (450.0, 370.0) if limited else (None, 1.2)
     rows = [row for name, factor in FACTORS.items() for row in _sweep(random, name, factor, limit, rate)]
-    rows.append(
-        _row("topology", "count", 12.0, {"what": "pairs of devices with direct access", "pairs": 12, "ranks": 4})
-    )
+    rows.append(_row("topology", "count", 12.0, {"what": "pairs of devices with direct access", "pairs": 12, "ranks": 4}))
     rows += [*_links(limited), *_overlap(random)]
     return INTERCONNECT, "collectives", rows, pd.DataFrame({"time_s": [LATENCY_S]})
 
@@ -38,17 +36,30 @@ def _sweep(random, name, factor, limit, rate):
             ("busbw_gb_s", size * factor / seconds / 1e9, limit),
         ):
             more = source if metric == "busbw_gb_s" else {}
-            rows.append(timed(random, INTERCONNECT, "collectives", name, metric, value, bound, dtype=dtype, params=params,
-                              **checked, **more))  # fmt: skip
+            rows.append(
+                timed(
+                    random, INTERCONNECT, "collectives", name, metric, value, bound, dtype=dtype, params=params, **checked, **more
+                )
+            )
     params = {"smallest": SIZES[0], "largest": SIZES[-1], "ranks": 4}
+    rows.append(timed(random, INTERCONNECT, "collectives", name, "latency_s", LATENCY_S, None, dtype="fp32", params=params))
     rows.append(
-        timed(random, INTERCONNECT, "collectives", name, "latency_s", LATENCY_S, None, dtype="fp32", params=params)
+        timed(random, INTERCONNECT, "collectives", name, "asymptotic_busbw_gb_s", rate, None, dtype="fp32", params=params)
     )
-    rows.append(timed(random, INTERCONNECT, "collectives", name, "asymptotic_busbw_gb_s", rate, None, dtype="fp32",
-                      params=params))  # fmt: skip
     advised = 9 * LATENCY_S * rate * 1e9 / factor
-    rows.append(timed(random, INTERCONNECT, "collectives", name, "recommended_bytes", advised, None, dtype="fp32",
-                      params=params | {"share": 0.9, "note": ""}))  # fmt: skip
+    rows.append(
+        timed(
+            random,
+            INTERCONNECT,
+            "collectives",
+            name,
+            "recommended_bytes",
+            advised,
+            None,
+            dtype="fp32",
+            params=params | {"share": 0.9, "note": ""},
+        )
+    )
     rows.append(_row(name, "fit_deviation", 0.3, params, dtype="fp32"))
     rows.append(_row(name, "half_busbw_bytes", LATENCY_S * rate * 1e9 / factor, params, dtype="fp32"))
     return rows
@@ -70,16 +81,37 @@ def _links(gpus):
 def _overlap(random):
     params = {"bytes": 26_214_400, "ranks": 4, "backend": "nccl"}
     rows = [
-        timed(random, INTERCONNECT, "collectives", "overlap", "call_time_s", seconds, None, dtype="fp32",
-              params=params | {"what": what})
+        timed(
+            random,
+            INTERCONNECT,
+            "collectives",
+            "overlap",
+            "call_time_s",
+            seconds,
+            None,
+            dtype="fp32",
+            params=params | {"what": what},
+        )
         for what, seconds in OVERLAP_S.items()
-    ]  # fmt: skip
+    ]
     checked = {"check": "equal to the expected values on every rank", "check_error": 0.0, "check_tolerance": 0.0}
-    hidden = timed(random, INTERCONNECT, "collectives", "overlap", "overlap_share", 0.75, None, dtype="fp32", params=params,
-                   predicted=1.0, **checked)  # fmt: skip
+    hidden = timed(
+        random,
+        INTERCONNECT,
+        "collectives",
+        "overlap",
+        "overlap_share",
+        0.75,
+        None,
+        dtype="fp32",
+        params=params,
+        predicted=1.0,
+        **checked,
+    )
     return [*rows, hidden]
 
 
 def _row(variant, metric, value, params, **columns):
-    return Row(notebook=INTERCONNECT, experiment="collectives", variant=variant, metric=metric, value=value, params=params,
-               **columns)  # fmt: skip
+    return Row(
+        notebook=INTERCONNECT, experiment="collectives", variant=variant, metric=metric, value=value, params=params, **columns
+    )

@@ -7,11 +7,19 @@ from hyperion.results import Row
 CHAPTER = "07_compilation_optimization"
 # milliseconds of a call, seconds of compiling, GiB in tensors and held, by mode
 MODELS = {
-    "resnet18_imagenet_stem": {"eager": (1.31, None, 0.031, 0.042), "default": (0.62, 14.2, 0.030, 0.041),
-                               "max-autotune": (0.28, 31.0, 0.023, 0.060), "reduce-overhead": (0.29, 15.1, 0.023, 0.060)},
-    "lm_d768_h12_l4": {"eager": (0.95, None, 0.36, 0.41), "default": (0.83, 9.4, 0.33, 0.37),
-                       "max-autotune": (0.47, 41.0, 0.23, 0.44), "reduce-overhead": None},
-}  # fmt: skip
+    "resnet18_imagenet_stem": {
+        "eager": (1.31, None, 0.031, 0.042),
+        "default": (0.62, 14.2, 0.030, 0.041),
+        "max-autotune": (0.28, 31.0, 0.023, 0.060),
+        "reduce-overhead": (0.29, 15.1, 0.023, 0.060),
+    },
+    "lm_d768_h12_l4": {
+        "eager": (0.95, None, 0.36, 0.41),
+        "default": (0.83, 9.4, 0.33, 0.37),
+        "max-autotune": (0.47, 41.0, 0.23, 0.44),
+        "reduce-overhead": None,
+    },
+}
 WEIGHTS_GIB = {"resnet18_imagenet_stem": 0.0208, "lm_d768_h12_l4": 0.125}
 
 
@@ -30,8 +38,16 @@ def _rows(model: str, mode: str, told: tuple | None) -> list[Row]:
     clock = params | {"clock": "wall, 20 calls in a row"}
 
     def row(metric, value, params=params, **columns):
-        return Row(notebook=CHAPTER, experiment="compilation", variant=mode, dtype="bf16", metric=metric, value=value,
-                   params=params, **columns)  # fmt: skip
+        return Row(
+            notebook=CHAPTER,
+            experiment="compilation",
+            variant=mode,
+            dtype="bf16",
+            metric=metric,
+            value=value,
+            params=params,
+            **columns,
+        )
 
     if told is None:
         return [row("inference_time_s", None, clock, value_reason="the compiler failed: made up")]

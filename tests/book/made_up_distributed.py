@@ -24,31 +24,45 @@ def _row(experiment, variant, metric, value, params, notebook=DISTRIBUTED, **col
 def _parity_rows():
     params = {"what": "training loss", "model": "lm_test", "ranks": 4, "steps": 20}
     return [
-        _row("parallel_parity", name, "relative_difference", value, params, dtype="fp32", check="losses of one device",
-             check_error=value, check_tolerance=1e-4)
+        _row(
+            "parallel_parity",
+            name,
+            "relative_difference",
+            value,
+            params,
+            dtype="fp32",
+            check="losses of one device",
+            check_error=value,
+            check_tolerance=1e-4,
+        )
         for name, value in (("ddp", 2e-7), ("fsdp", 1.1e-6))
-    ]  # fmt: skip
+    ]
 
 
 def _parity_curves(random):
     losses = 11 - 0.1 * np.arange(20)
     noise = {"single": 0.0, "ddp": 1e-7, "fsdp": 1e-6}
     return pd.concat(
-        [pd.DataFrame({"strategy": name, "step": range(1, 21), "loss": losses * (1 + scale * random.random(20))})
-         for name, scale in noise.items()]
-    )  # fmt: skip
+        [
+            pd.DataFrame({"strategy": name, "step": range(1, 21), "loss": losses * (1 + scale * random.random(20))})
+            for name, scale in noise.items()
+        ]
+    )
 
 
 def _rank_rows():
     shared = {"dtype": "bf16", "limit_source": "no limit: made up", "data_source": "mirror"}
     return [
-        _row("distributed_training", "lm_test_ddp", metric, value, {"strategy": "ddp", "ranks": 4, "epoch": 1},
-             rank=rank, **shared)
+        _row(
+            "distributed_training", "lm_test_ddp", metric, value, {"strategy": "ddp", "ranks": 4, "epoch": 1}, rank=rank, **shared
+        )
         for rank in range(4)
         for metric, value in (
-            ("training_loss", 6 + 0.01 * rank), ("tokens_per_s", 9e4 + 1e3 * rank), ("peak_memory_gib", 9.5 + 0.1 * rank),
+            ("training_loss", 6 + 0.01 * rank),
+            ("tokens_per_s", 9e4 + 1e3 * rank),
+            ("peak_memory_gib", 9.5 + 0.1 * rank),
         )
-    ]  # fmt: skip
+    ]
 
 
 def _training_curves(random):
@@ -57,11 +71,19 @@ def _training_curves(random):
 
 def _resharding_rows():
     return [
-        _row("resharding", "fsdp", "relative_difference", 4e-7,
-             {"what": "next losses", "saved_by": 4, "resumed_by": ranks, "steps": 6}, dtype="fp32",
-             check="next losses", check_error=4e-7, check_tolerance=1e-4)
+        _row(
+            "resharding",
+            "fsdp",
+            "relative_difference",
+            4e-7,
+            {"what": "next losses", "saved_by": 4, "resumed_by": ranks, "steps": 6},
+            dtype="fp32",
+            check="next losses",
+            check_error=4e-7,
+            check_tolerance=1e-4,
+        )
         for ranks in (2, 1)
-    ]  # fmt: skip
+    ]
 
 
 def _resharding_curves(random):
@@ -71,8 +93,19 @@ def _resharding_curves(random):
 
 def _failure_rows():
     params = {"ranks": 4, "rank": 3, "signal": "SIGKILL"}
-    return [_row("rank_failure", "ddp", "detection_time_s", 2.5, params, limit_source="no limit: made up", check="named",
-                 check_error=2.5, check_tolerance=60)]  # fmt: skip
+    return [
+        _row(
+            "rank_failure",
+            "ddp",
+            "detection_time_s",
+            2.5,
+            params,
+            limit_source="no limit: made up",
+            check="named",
+            check_error=2.5,
+            check_tolerance=60,
+        )
+    ]
 
 
 def _failure_curves(random):
@@ -88,12 +121,38 @@ def _scaling_rows():
                 efficiency = (1 - loss * ranks / 4) * (1 if mode == "weak" else 0.8)
                 params = {"model": "lm_test", "strategy": strategy, "mode": mode, "ranks": ranks, "tokens": 1024}
                 for metric, value in (
-                    ("speedup", ranks * efficiency), ("scaling_efficiency", efficiency), ("communication_share", 1 - efficiency),
-                ):  # fmt: skip
+                    ("speedup", ranks * efficiency),
+                    ("scaling_efficiency", efficiency),
+                    ("communication_share", 1 - efficiency),
+                ):
                     limit = {} if metric == "communication_share" else {"limit_source": "no limit: made up"}
-                    rows.append(_row("scaling", name, metric, value, params, SCALING, n=30, ci_low=0.98 * value,
-                                     ci_high=1.02 * value, dtype="bf16", **limit))  # fmt: skip
+                    rows.append(
+                        _row(
+                            "scaling",
+                            name,
+                            metric,
+                            value,
+                            params,
+                            SCALING,
+                            n=30,
+                            ci_low=0.98 * value,
+                            ci_high=1.02 * value,
+                            dtype="bf16",
+                            **limit,
+                        )
+                    )
             absent = {"model": "lm_test", "strategy": strategy, "mode": mode, "ranks": 8}
-            rows.append(_row("scaling", name, "scaling_efficiency", None, absent, SCALING, dtype="bf16",
-                             value_reason="this machine has 4 devices", limit_source="no limit: made up"))  # fmt: skip
+            rows.append(
+                _row(
+                    "scaling",
+                    name,
+                    "scaling_efficiency",
+                    None,
+                    absent,
+                    SCALING,
+                    dtype="bf16",
+                    value_reason="this machine has 4 devices",
+                    limit_source="no limit: made up",
+                )
+            )
     return rows

@@ -13,9 +13,7 @@ REACHED = {"fp64": 0.93, "fp32": 0.76, "tf32": 0.84, "fp16": 0.71, "bf16": 0.79}
 
 def timed(random, notebook, experiment, variant, metric, rate, limit, **columns):
     """A row whose value scatters around `rate`."""
-    estimate = median_estimate(rate * random.normal(1, 0.01, 40)).map(
-        lambda value: min(value, 0.999 * (limit or math.inf))
-    )
+    estimate = median_estimate(rate * random.normal(1, 0.01, 40)).map(lambda value: min(value, 0.999 * (limit or math.inf)))
     source = "data sheet: units x operations per clock x maximum clock" if limit else "no limit: no data sheet entry"
     return Row(
         notebook=notebook,
@@ -58,31 +56,10 @@ def gemm_rows(random, peaks):
             if dtype == "bf16":
                 params = params | {"plain_loop_calls": 30}
                 rows.append(
-                    timed(
-                        random,
-                        HARDWARE,
-                        "gemm",
-                        "harness over plain loop",
-                        "speedup",
-                        1.01,
-                        None,
-                        dtype=dtype,
-                        params=params,
-                    )
+                    timed(random, HARDWARE, "gemm", "harness over plain loop", "speedup", 1.01, None, dtype=dtype, params=params)
                 )
                 rows.append(
-                    timed(
-                        random,
-                        HARDWARE,
-                        "gemm",
-                        "plain loop",
-                        "gemm_tflops",
-                        rate,
-                        peak,
-                        dtype=dtype,
-                        params=params,
-                        **check,
-                    )
+                    timed(random, HARDWARE, "gemm", "plain loop", "gemm_tflops", rate, peak, dtype=dtype, params=params, **check)
                 )
     rows.append(
         Row(
@@ -145,9 +122,7 @@ def roofline_rows(random, peaks):
 
 def time_samples(rows):
     frames = [
-        pd.DataFrame(
-            {"variant": r.variant, "dtype": r.dtype, "params": "{}", "index": range(3), "time_s": [0.1, 0.11, 0.1]}
-        )
+        pd.DataFrame({"variant": r.variant, "dtype": r.dtype, "params": "{}", "index": range(3), "time_s": [0.1, 0.11, 0.1]})
         for r in rows
     ]
     return pd.concat(frames, ignore_index=True)

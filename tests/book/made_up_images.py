@@ -10,9 +10,7 @@ from tests.book.made_up_learning import CORE, step_samples
 
 _STEPS_S = {"hyperion": 0.110, "plain": 0.126}
 _ROOF = {"products_s": 0.078, "optimizer_s": 0.001, "logits_s": 0.003, "activations_s": 0.0092, "roof_s": 0.0912}
-_OWN_ROOF = {"products_s": 0.092, "roof_s": 0.1052} | {
-    name: _ROOF[name] for name in ("optimizer_s", "logits_s", "activations_s")
-}  # fmt: skip
+_OWN_ROOF = {"products_s": 0.092, "roof_s": 0.1052} | {name: _ROOF[name] for name in ("optimizer_s", "logits_s", "activations_s")}
 _RATES = {(512, "hyperion"): 8.8e4, (512, "plain"): 4.1e4, (128, "hyperion"): 5.0e4, (128, "plain"): 1.1e4}
 
 
@@ -26,39 +24,64 @@ def classifier_samples(random, epochs=10):
     """The loss of every step, and two seeds' held-out accuracy by epoch with the seconds of training."""
     curves = [
         {
-            "kind": "evaluation", "seed": seed, "step": 90 * epoch, "time_s": 0.6 * epoch,
+            "kind": "evaluation",
+            "seed": seed,
+            "step": 90 * epoch,
+            "time_s": 0.6 * epoch,
             "accuracy": 0.94 - 0.6 * math.exp(-epoch / (2 + seed)),
         }
         for seed in range(2)
         for epoch in range(1, epochs + 1)
-    ]  # fmt: skip
+    ]
     return pd.concat([step_samples(random, 0.1, 900).assign(seed=0), pd.DataFrame(curves)], ignore_index=True)
 
 
 def time_to_accuracy_row(source):
     """When the first of those seeds came to 93 %."""
     return Row(
-        notebook=CORE, experiment="image_classifier", variant="resnet18", dtype="bf16", metric="time_to_accuracy_s",
-        value=5.4, params={"target": 0.93, "split": "held-out train"}, limit_source="no limit", data_source=source,
-    )  # fmt: skip
+        notebook=CORE,
+        experiment="image_classifier",
+        variant="resnet18",
+        dtype="bf16",
+        metric="time_to_accuracy_s",
+        value=5.4,
+        params={"target": 0.93, "split": "held-out train"},
+        limit_source="no limit",
+        data_source=source,
+    )
 
 
 def _rows():
     common = {"notebook": CORE, "experiment": "image_training_speed", "variant": "resnet18", "dtype": "bf16"}
     rows = [
         Row(
-            **common, metric="images_per_s", value=rate, n=30, ci_low=0.99 * rate, ci_high=1.01 * rate, limit=3.2e5,
-            limit_source="model FLOPs at the limit", params={"batch": batch, "loop": loop, "loader": "included"},
+            **common,
+            metric="images_per_s",
+            value=rate,
+            n=30,
+            ci_low=0.99 * rate,
+            ci_high=1.01 * rate,
+            limit=3.2e5,
+            limit_source="model FLOPs at the limit",
+            params={"batch": batch, "loop": loop, "loader": "included"},
         )
         for (batch, loop), rate in _RATES.items()
-    ]  # fmt: skip
+    ]
     for batch in (512, 128):
         ratio = _RATES[batch, "hyperion"] / _RATES[batch, "plain"]
         params = {"batch": batch, "loop": "hyperion", "over": "plain", "compiled": True, "replayed": True}
         rows.append(
-            Row(**common, metric="speedup", value=ratio, n=30, ci_low=0.98 * ratio, ci_high=1.02 * ratio, params=params,
-                limit_source="no limit: a ratio")
-        )  # fmt: skip
+            Row(
+                **common,
+                metric="speedup",
+                value=ratio,
+                n=30,
+                ci_low=0.98 * ratio,
+                ci_high=1.02 * ratio,
+                params=params,
+                limit_source="no limit: a ratio",
+            )
+        )
         alone = {"what": "of its products alone", "convolutions_s": batch / 1.4e5, "classifier_s": 1e-5}
         for loop in ("hyperion", "plain"):
             share = (batch / 1.4e5 + 1e-5) * _RATES[batch, loop] / batch
@@ -68,18 +91,15 @@ def _rows():
 
 def language_speed_rows(limited):
     """A step's time in both paths, their ratio, and with ceilings how much of it a roof is."""
-    common = {
-        "notebook": CORE,
-        "experiment": "language_training_speed",
-        "variant": "gpt2_124m",
-        "dtype": "bf16",
-        "n": 50,
-    }
+    common = {"notebook": CORE, "experiment": "language_training_speed", "variant": "gpt2_124m", "dtype": "bf16", "n": 50}
     base = {"batch": 65536, "loader": "included", "compiled": limited}
-    rows, roofs = [], [
-        _ROOF | {"gemm_tflops": 670.0, "bandwidth_gb_s": 4400.0, "what": "of the step's roof"},
-        _OWN_ROOF | {"bandwidth_gb_s": 4400.0, "what": "of the roof of its own products"},
-    ]  # fmt: skip
+    rows, roofs = (
+        [],
+        [
+            _ROOF | {"gemm_tflops": 670.0, "bandwidth_gb_s": 4400.0, "what": "of the step's roof"},
+            _OWN_ROOF | {"bandwidth_gb_s": 4400.0, "what": "of the roof of its own products"},
+        ],
+    )
     for loop, seconds in _STEPS_S.items():
         spread = {"ci_low": 0.99 * seconds, "ci_high": 1.01 * seconds, "limit_source": "no limit: toy"}
         rows.append(Row(**common, metric="step_time_s", value=seconds, params=base | {"loop": loop}, **spread))
@@ -95,9 +115,7 @@ def language_speed_rows(limited):
 def _losses(batches):
     step = np.arange(1, 201)
     frames = [
-        pd.DataFrame(
-            {"kind": "parity", "loop": loop, "batch": batch, "step": step, "loss": 1 + np.exp(-step / 60) + shift}
-        )
+        pd.DataFrame({"kind": "parity", "loop": loop, "batch": batch, "step": step, "loss": 1 + np.exp(-step / 60) + shift})
         for batch in batches
         for loop, shift in (("hyperion", 0.004), ("plain", 0.0))
     ]

@@ -11,8 +11,11 @@ LIMITS = "04_limits_explained"
 
 MODELS = {"resnet50": 0.55, "vit_b_16": 0.8, "encoder_d512_h8_l6": 0.3, "gpt2_124m": 0.75}
 MAF = 0.84  # of the data sheet
-SHAPES = (("matmul", 1, 6304, 3072, 768, 24, 600.0, 0.45), ("convolution", 1, 25088, 256, 1152, 6, 240.0, 0.3),
-          ("attention", 384, 197, 197, 64, 12, 30.0, 0.08))  # fmt: skip
+SHAPES = (
+    ("matmul", 1, 6304, 3072, 768, 24, 600.0, 0.45),
+    ("convolution", 1, 25088, 256, 1152, 6, 240.0, 0.3),
+    ("attention", 384, 197, 197, 64, 12, 30.0, 0.08),
+)
 CHECK = {"check": "slice against float64", "check_error": 2e-4, "check_tolerance": 1e-3}
 
 
@@ -21,9 +24,7 @@ def kernel_chapters(random, peaks):
     trained = {dtype: peak for dtype, peak in peaks.items() if dtype in ("fp32", "bf16")}
     known = peaks if any(peaks.values()) else peaks | {"fp32": 0.5}
     frame = pd.DataFrame({"x": [1]})
-    return [
-        (LIMITS, "model_products", model_products_rows(random, trained), frame), (LIMITS, "gemm_gap", gap_rows(known), frame)
-    ]  # fmt: skip
+    return [(LIMITS, "model_products", model_products_rows(random, trained), frame), (LIMITS, "gemm_gap", gap_rows(known), frame)]
 
 
 def model_products_rows(random, peaks):
@@ -33,12 +34,23 @@ def model_products_rows(random, peaks):
             rate = part * MAF * (peak or 0.4)
             params = {"batch": 32}
             rows.append(_timed(random, model, "taf_tflops", rate, peak, dtype=dtype, params=params, **CHECK))
-            share, params = rows[-1].value / (MAF * (peak or 0.4)), {"what": "TAF / MAF", "batch": 32, "maf": "best_products"}
+            share, params = (rows[-1].value / (MAF * (peak or 0.4)), {"what": "TAF / MAF", "batch": 32, "maf": "best_products"})
             rows.append(_row("model_products", model, share, dtype=dtype, params=params))
             rows.append(_row("model_products", model, 0.96, dtype=dtype, params={"what": "FLOPs timed", "batch": 32}))
             for kind, products, m, n, k, count, intensity, share in SHAPES:
-                params = {"kind": kind, "products": products, "m": m, "n": n, "k": k, "count": count, "share": share,
-                          "intensity": intensity, "cache": "cold", "batch": 32, "precision": dtype}  # fmt: skip
+                params = {
+                    "kind": kind,
+                    "products": products,
+                    "m": m,
+                    "n": n,
+                    "k": k,
+                    "count": count,
+                    "share": share,
+                    "intensity": intensity,
+                    "cache": "cold",
+                    "batch": 32,
+                    "precision": dtype,
+                }
                 speed = min(rate, 4.2 * intensity) * (0.4 + share)
                 rows.append(_timed(random, model, "gemm_tflops", speed, peak, dtype=dtype, params=params, **CHECK))
         params = {"what": "MAF / peak", "maf": "best_products"}

@@ -26,9 +26,7 @@ def text_samples(random):
     words = [" the", ",", ".", " of", " and", "\n", " in", " to", " a", " @", "=", " was", " <unk>", "$", "�", " for"]
     texts = words + [f" word{i}" for i in range(4000)]
     counts = np.sort(random.poisson(130_000 / np.arange(1, len(texts) + 1)) + 1)[::-1]
-    tokens = pd.DataFrame(
-        {"kind": "token", "split": "train", "token_id": range(len(texts)), "text": texts, "count": counts}
-    )
+    tokens = pd.DataFrame({"kind": "token", "split": "train", "token_id": range(len(texts)), "text": texts, "count": counts})
     lines = pd.DataFrame(
         {"kind": "line", "split": "train", "text": [" = Valkyria Chronicles = \n", " Senjō no Valkyria 3 <unk>"]}
     )
@@ -37,37 +35,39 @@ def text_samples(random):
 
 def tokenizer_rows(source):
     common = {"notebook": DATA, "experiment": "tokenizer_speed", "data_source": source, "limit_source": "no limit"}
-    rates = {("each distinct word once", 1): 1.9e6, ("each distinct word once", 2): 2.6e6, ("datasets.map", 1): 5.1e5,
-             ("datasets.map", 2): 7.7e5}  # fmt: skip
+    rates = {
+        ("each distinct word once", 1): 1.9e6,
+        ("each distinct word once", 2): 2.6e6,
+        ("datasets.map", 1): 5.1e5,
+        ("datasets.map", 2): 7.7e5,
+    }
     check = {"check": "share of tokens that differ", "check_error": 0.0, "check_tolerance": 0.0}
     rows = []
     for (variant, processes), rate in rates.items():
         params = {"lines": 36718, "cores": 2, "processes": processes}
         spread = {"n": 5, "ci_low": 0.97 * rate, "ci_high": 1.04 * rate}
-        rows.append(
-            Row(**common, variant=variant, metric="tokenizer_tokens_per_s", value=rate, params=params, **spread, **check)
-        )
+        rows.append(Row(**common, variant=variant, metric="tokenizer_tokens_per_s", value=rate, params=params, **spread, **check))
     for processes, ratio in ((1, 3.7), (2, 3.4)):
         params = {"lines": 36718, "cores": 2, "processes": processes, "over": "datasets.map"}
         spread = {"n": 5, "ci_low": 0.96 * ratio, "ci_high": 1.05 * ratio}
-        rows.append(
-            Row(**common, variant="each distinct word once", metric="speedup", value=ratio, params=params, **spread)
-        )
+        rows.append(Row(**common, variant="each distinct word once", metric="speedup", value=ratio, params=params, **spread))
     return rows
 
 
 def loader_rows(source):
     common = {"notebook": DATA, "experiment": "loader_speed", "data_source": source}
-    loaders = {("packed, on the device", 0): 7e4, ("packed, from its file", 0): 1.2e5,
-               ("packed, from its file, ahead", 2): 4.4e4, ("padded, on the device", 0): 3.8e4}  # fmt: skip
+    loaders = {
+        ("packed, on the device", 0): 7e4,
+        ("packed, from its file", 0): 1.2e5,
+        ("packed, from its file, ahead", 2): 4.4e4,
+        ("padded, on the device", 0): 3.8e4,
+    }
     check = {"check": "share of batches that differ", "check_error": 0.0, "check_tolerance": 0.0, "limit_source": "no limit"}
     rows = []
     for (variant, workers), rate in loaders.items():
         params = {"batch": 64, "length": 1024, "workers": workers}
         spread = {"n": 30, "ci_low": 0.98 * rate, "ci_high": 1.03 * rate}
-        rows.append(
-            Row(**common, variant=variant, metric="loader_samples_per_s", value=rate, params=params, **spread, **check)
-        )
+        rows.append(Row(**common, variant=variant, metric="loader_samples_per_s", value=rate, params=params, **spread, **check))
     for variant, workers, share in (("packed, on the device", 0, 0.0012), ("packed, from its file, ahead", 2, 0.0005)):
         params = {"batch": 64, "length": 1024, "workers": workers, "what": "waiting for the loader"}
         rows.append(Row(**common, variant=variant, metric="share", value=share, params=params))
@@ -113,13 +113,7 @@ def image_samples(random):
             waves = [np.sin(6 * (x * (label % 4 + 1) + y * (c + index + 1) / 2)) for c in range(3)]
             pixels = np.clip(127 + 90 * np.stack(waves) + random.normal(0, 12, (3, 32, 32)), 0, 255).astype(np.uint8)
             lines.append(
-                {
-                    "kind": "image",
-                    "index": label * 9 + index,
-                    "label": label,
-                    "class": name,
-                    "pixels": pixels.ravel().tolist(),
-                }
+                {"kind": "image", "index": label * 9 + index, "label": label, "class": name, "pixels": pixels.ravel().tolist()}
             )
     return pd.DataFrame(lines)
 
@@ -132,9 +126,7 @@ def epoch_row(experiment, variant, metric, value, epoch, source, **columns):
         dtype="bf16",
         metric=metric,
         value=value,
-        params={"epoch": epoch, "split": "held-out train"}
-        if metric in ("accuracy", "validation_loss")
-        else {"epoch": epoch},
+        params={"epoch": epoch, "split": "held-out train"} if metric in ("accuracy", "validation_loss") else {"epoch": epoch},
         data_source=source,
         **{"limit_source": "no limit: the entropy of natural text is not known"} | columns,
     )

@@ -17,8 +17,18 @@ def lora_rows(full: float | None = 21.6) -> list[Row]:
 
     def loss(step, value):
         params = {"model": "random_llama_1b", "split": "held out", "tokens": "completion", "step": step}
-        return row("LoRA", "validation_loss", value, params=params, n=1470, ci_low=value - 0.1, ci_high=value + 0.1,
-                   limit_source="no limit: made up", predicted=11.3 if step == 0 else None, data_source="mirror")  # fmt: skip
+        return row(
+            "LoRA",
+            "validation_loss",
+            value,
+            params=params,
+            n=1470,
+            ci_low=value - 0.1,
+            ci_high=value + 0.1,
+            limit_source="no limit: made up",
+            predicted=11.3 if step == 0 else None,
+            data_source="mirror",
+        )
 
     def memory(variant, value, floor):
         if value is None:
@@ -28,10 +38,22 @@ def lora_rows(full: float | None = 21.6) -> list[Row]:
     parity = {"model": "random_llama_d512_l8", "what": "training loss", "ranks": 4, "steps": 20, "batch_size": 32}
     epoch = row("LoRA", "peak_memory_gib", 4.4, params={"epoch": 1, "step": 60}, limit_source="no limit: made up")
     return [
-        loss(0, 11.31), loss(60, 8.2), epoch, memory("LoRA", 4.1, 2.3), memory("full fine-tuning", full, 17.5),
-        row("LoRA under FSDP2", "relative_difference", 3e-7, experiment="lora_sharded", params=parity, check="one device",
-            check_error=3e-7, check_tolerance=1e-4),
-    ]  # fmt: skip
+        loss(0, 11.31),
+        loss(60, 8.2),
+        epoch,
+        memory("LoRA", 4.1, 2.3),
+        memory("full fine-tuning", full, 17.5),
+        row(
+            "LoRA under FSDP2",
+            "relative_difference",
+            3e-7,
+            experiment="lora_sharded",
+            params=parity,
+            check="one device",
+            check_error=3e-7,
+            check_tolerance=1e-4,
+        ),
+    ]
 
 
 def lora_samples(random: np.random.Generator) -> dict[str, pd.DataFrame]:

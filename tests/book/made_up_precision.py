@@ -31,18 +31,14 @@ def variant_rows() -> list[Row]:
             rows.append(row("peak_memory_gib", dtype, **peak))
             if dtype != "fp32":
                 check = {"check": "loss beside fp32", "check_error": 0.004, "check_tolerance": 0.03}
-                rows.append(
-                    row("relative_difference", dtype, value=0.004, params={"from": "fp32", "steps": 16}, **check)
-                )
+                rows.append(row("relative_difference", dtype, value=0.004, params={"from": "fp32", "steps": 16}, **check))
         steady = {"params": {"step": "steady"}, "limit_source": "no limit: made up"}
         for dtype, milliseconds in MILLISECONDS.items():
             rows.append(row("step_time_s", dtype, **timed(milliseconds / 1e3), **steady))
             if dtype != "fp32":
                 over = steady | {"params": {"step": "steady", "over": "fp32"}}
                 rows.append(row("speedup", dtype, **timed(140.0 / milliseconds), **over))
-        rows.append(
-            row("step_time_s", "fp16", value=None, value_reason="unsupported: made up", params={"step": "steady"})
-        )
+        rows.append(row("step_time_s", "fp16", value=None, value_reason="unsupported: made up", params={"step": "steady"}))
         rows.append(row("count", "fp16", value=2.0, params={"what": "skipped steps", "steps": 16}))
     return rows
 
@@ -50,8 +46,10 @@ def variant_rows() -> list[Row]:
 def variant_samples() -> pd.DataFrame:
     lines = [
         {"kind": "step", "variant": model, "dtype": dtype, "step": step, "loss": 5 / step * (1 + (dtype != "fp32") * 1e-3)}
-        for model in MODELS for dtype in GIB for step in range(1, 17)
-    ]  # fmt: skip
+        for model in MODELS
+        for dtype in GIB
+        for step in range(1, 17)
+    ]
     return pd.DataFrame(lines)
 
 
@@ -61,10 +59,13 @@ def phase_rows() -> list[Row]:
         for dtype, activations in (("fp32", 6.0), ("bf16", 3.5)):
             for phase in PHASES:
                 parts = {
-                    "parameters": 0.5, "optimizer state": 1.0, "buffers": 0.0, "batch": 0.1,
+                    "parameters": 0.5,
+                    "optimizer state": 1.0,
+                    "buffers": 0.0,
+                    "batch": 0.1,
                     "activations": activations if phase == "after forward" else 0.0,
                     "gradients": 0.5 if phase in PHASES[2:] else 0.0,
-                }  # fmt: skip
+                }
                 shared = {"notebook": PRECISION, "experiment": "memory_phases", "variant": model, "dtype": dtype}
                 params = {"batch": batch, "phase": phase}
                 allocated = shared | {"metric": "allocated_memory_gib"}
@@ -109,8 +110,11 @@ def checkpointing_rows() -> list[Row]:
     shared = {"notebook": MEMORY, "experiment": "activation_checkpointing", "dtype": "bf16"}
     for model, batch in MODELS.items():
         for how, gib, milliseconds in (
-            ("none", 10.0, 30.0), ("every block", 4.0, 40.0), ("selective", 7.0, 32.0), ("budget", 6.0, 36.0),
-        ):  # fmt: skip
+            ("none", 10.0, 30.0),
+            ("every block", 4.0, 40.0),
+            ("selective", 7.0, 32.0),
+            ("budget", 6.0, 36.0),
+        ):
             params = {"batch": batch, "checkpointing": how} | ({"checkpointed_blocks": 5} if how == "budget" else {})
             fullest = {"value": gib, "predicted": 1.01 * gib, "params": params | {"phase": "forward and backward"}}
             rows.append(Row(**shared, variant=model, metric="tensor_memory_gib", **fullest))
@@ -135,13 +139,11 @@ def estimate_rows() -> list[Row]:
     rows = [
         Row(**shared, **peak, variant=model, value=gib, predicted=foretold, params={"batch": 512, "checkpointing": "none"})
         for model, gib, foretold in (("gpt2_124m", 9.2, 9.1), ("resnet18", 1.3, 1.5))
-    ]  # fmt: skip
+    ]
     capped = {"batch": 28672, "checkpointing": "none", "memory_gib": 24.0}
     rows.append(Row(**shared, **peak, variant="gpt2_124m", value=22.0, predicted=22.1, params=capped))
     larger = capped | {"batch": 35840}
-    rows.append(
-        Row(**shared, **peak, variant="gpt2_124m", value=None, value_reason="out of memory: made up", params=larger)
-    )
+    rows.append(Row(**shared, **peak, variant="gpt2_124m", value=None, value_reason="out of memory: made up", params=larger))
     asked = {"what": "largest batch that fits", "memory_gib": 24.0, "checkpointing": "none"}
     return [*rows, Row(**shared, variant="gpt2_124m", metric="count", value=28, predicted=28, params=asked)]
 
@@ -160,7 +162,7 @@ def trace_rows() -> tuple[list[Row], pd.DataFrame]:
         for how in ("none", "every block")
         for event, phase in enumerate(("forward", "backward", "update"))
         for kind, gib in (("parameters", 1.0), ("activations", (0.5, 2.0 if how == "none" else 1.0, 0.0)[event]))
-    ]  # fmt: skip
+    ]
     return rows, pd.DataFrame(lines)
 
 

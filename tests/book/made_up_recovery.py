@@ -29,26 +29,48 @@ def _trials():
 def _rows():
     return [
         Row(
-            notebook=CORE, experiment="recovery", variant=kind, metric="steps_lost", value=most // 2, dtype="fp32",
+            notebook=CORE,
+            experiment="recovery",
+            variant=kind,
+            metric="steps_lost",
+            value=most // 2,
+            dtype="fp32",
             params={"device": "cpu", "seed": 0, "steps": 14, "checkpoint_every": 3, "may_lose": most},
-            check="the most that may be lost", check_error=most // 2,
+            check="the most that may be lost",
+            check_error=most // 2,
             check_tolerance=most,
         )
         for kind, most in _MAY_LOSE.items()
-    ]  # fmt: skip
+    ]
 
 
-_LADDER = {"again": (0, 0), "accumulated": (1.4e-7, 1e-4), "bf16": (9e-5, 3e-2), "checkpointed": (0, 0),
-           "compiled": (1.7e-4, 1e-2), "resumed": (0, 0)}  # fmt: skip
+_LADDER = {
+    "again": (0, 0),
+    "accumulated": (1.4e-7, 1e-4),
+    "bf16": (9e-5, 3e-2),
+    "checkpointed": (0, 0),
+    "compiled": (1.7e-4, 1e-2),
+    "resumed": (0, 0),
+}
 
 
 def _ladder_rows():
     return [
-        Row(notebook=CORE, experiment="parity_ladder", variant=name, metric="relative_difference", value=value,
-            dtype="bf16", params={"what": "training loss", "beside": "the rung before", "steps": 30, "micro_batches": 4},
-            n=30, check="losses of the rung before", check_error=value, check_tolerance=tolerance)
+        Row(
+            notebook=CORE,
+            experiment="parity_ladder",
+            variant=name,
+            metric="relative_difference",
+            value=value,
+            dtype="bf16",
+            params={"what": "training loss", "beside": "the rung before", "steps": 30, "micro_batches": 4},
+            n=30,
+            check="losses of the rung before",
+            check_error=value,
+            check_tolerance=tolerance,
+        )
         for name, (value, tolerance) in _LADDER.items()
-    ]  # fmt: skip
+    ]
 
 
 def _ladder_curves():
@@ -56,6 +78,8 @@ def _ladder_curves():
     for name, (value, _) in list(_LADDER.items())[1:]:
         apart[name] = max(value, list(apart.values())[-1])
     return pd.concat(
-        [pd.DataFrame({"rung": name, "step": steps, "loss": 8 - 0.05 * steps + scale * np.sin(steps)})
-         for name, scale in apart.items()]
-    )  # fmt: skip
+        [
+            pd.DataFrame({"rung": name, "step": steps, "loss": 8 - 0.05 * steps + scale * np.sin(steps)})
+            for name, scale in apart.items()
+        ]
+    )

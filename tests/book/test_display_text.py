@@ -31,14 +31,9 @@ def test_compared_steps_names_the_window_or_all_steps(material):
 
 def test_fill_writes_values_with_units(material):
     row = pick(material.rows, "bandwidth_gb_s", variant="copy", elements=500_000_000)
-    text = fill(
-        "{copy.variant}: {copy.value} of {copy.limit}, {copy.share}; off by {copy.error}; {n}", copy=row, n=1 / 3
-    )
+    text = fill("{copy.variant}: {copy.value} of {copy.limit}, {copy.share}; off by {copy.error}; {n}", copy=row, n=1 / 3)
     share = f"{100 * row.value / 4800:.1f} %"
-    assert (
-        text
-        == f"copy: {row.value:,.0f} GB/s of 4,800 GB/s, {share}; off by {100 * (4800 / row.value - 1):+.1f} %; 0.3333"
-    )
+    assert text == f"copy: {row.value:,.0f} GB/s of 4,800 GB/s, {share}; off by {100 * (4800 / row.value - 1):+.1f} %; 0.3333"
     accuracy = pick(material.rows, "accuracy", split="test")
     assert fill("{a.value} on {a.split}", a=accuracy) == "91.7 % on test"
 
@@ -58,9 +53,16 @@ def test_a_fraction_too_small_for_percent_keeps_its_digits():
 def test_a_ratio_of_speeds_says_faster_only_when_its_whole_interval_does():
     def ratio(low, value, high):
         return Row(
-            notebook="n", experiment="e", variant="v", metric="speedup", value=value, n=30, ci_low=low, ci_high=high,
+            notebook="n",
+            experiment="e",
+            variant="v",
+            metric="speedup",
+            value=value,
+            n=30,
+            ci_low=low,
+            ci_high=high,
             limit_source="no limit: made up",
-        )  # fmt: skip
+        )
 
     assert verdict(ratio(1.01, 1.1, 1.2)) == "faster than"
     assert verdict(ratio(0.7, 0.8, 0.99)) == "slower than"

@@ -14,8 +14,16 @@ class Rows:
 
 
 def row(experiment, variant, metric, value, dtype="bf16", **params):
-    return Row(notebook="nb", experiment=experiment, variant=variant, metric=metric, value=value, dtype=dtype, params=params,
-               limit_source="no limit: made up")  # fmt: skip
+    return Row(
+        notebook="nb",
+        experiment=experiment,
+        variant=variant,
+        metric=metric,
+        value=value,
+        dtype=dtype,
+        params=params,
+        limit_source="no limit: made up",
+    )
 
 
 def told(*rows):
@@ -31,8 +39,9 @@ def test_a_reference_models_best_step_is_looked_for_in_both_experiments():
         row("batch_scaling", "vit_b_16", "samples_per_s", 31.0, batch=1),
     ]
     assert told(*rates, row("model_steps", "vit_b_16", "samples_per_s", 330.0, batch=32, mode="compiled")) == {
-        "resnet50, training, bf16, batch 1,024": 2306.0, "vit_b_16, training, fp32, batch 32": 335.0,
-    }  # fmt: skip
+        "resnet50, training, bf16, batch 1,024": 2306.0,
+        "vit_b_16, training, fp32, batch 32": 335.0,
+    }
     fastest = row("model_steps", "vit_b_16", "samples_per_s", 2900.0, batch=32, mode="compiled")
     assert told(*rates, fastest)["vit_b_16, training, bf16, compiled, batch 32"] == 2900.0
 
@@ -44,32 +53,39 @@ def test_a_baseline_of_several_seeds_is_quoted_in_the_mean():
     mean = row("image_classifier", "resnet18", "accuracy", 0.946, split="test, mean of seeds", seeds=5)
     words = row("language_model", "lm", "perplexity_word", 92.0, split="valid")
     assert told(one, each, mean, words) == {
-        "resnet18, accuracy, test split, mean of 5 seeds": 0.946, "lm, perplexity per word, valid split": 92.0,
-    }  # fmt: skip
+        "resnet18, accuracy, test split, mean of 5 seeds": 0.946,
+        "lm, perplexity per word, valid split": 92.0,
+    }
 
 
 def test_the_fastest_compiled_mode_has_the_shortest_time_not_the_largest_ratio():
     shared = {"model": "lm", "batch": 8}
     rows = [row("compilation", "eager", "inference_time_s", 1.2e-3, **shared)]
     for mode, seconds, ratio in (("max-autotune", 4.8e-4, 4.1), ("reduce-overhead", 4.5e-4, 2.8), ("default", 8e-4, 1.4)):
-        rows += [row("compilation", mode, "inference_time_s", seconds, **shared),
-                 row("compilation", mode, "speedup", ratio, **shared)]  # fmt: skip
+        rows += [
+            row("compilation", mode, "inference_time_s", seconds, **shared),
+            row("compilation", mode, "speedup", ratio, **shared),
+        ]
     assert told(*rows) == {"lm, inference, bf16, batch 8: reduce-overhead over eager": 2.8}
 
 
 def test_the_format_of_a_training_is_the_one_that_speeds_it_up_most():
-    rates = [row("precision_variants", "resnet18", "speedup", value, dtype, batch=512, over="fp32")
-             for dtype, value in (("tf32", 5.0), ("bf16", 7.6), ("fp16", 9.3))]  # fmt: skip
+    rates = [
+        row("precision_variants", "resnet18", "speedup", value, dtype, batch=512, over="fp32")
+        for dtype, value in (("tf32", 5.0), ("bf16", 7.6), ("fp16", 9.3))
+    ]
     assert told(*rates) == {"resnet18, training: fp16 over fp32": 9.3}
 
 
 def test_warm_caches_and_small_arrays_give_no_headline():
     shared = {"m": 4096, "n": 4096, "k": 4096}
-    rows = [row("gemm", "torch.mm", "gemm_tflops", 741.0, cache="cold", **shared),
-            row("gemm", "torch.mm", "gemm_tflops", 750.0, cache="hot", **shared),
-            row("bandwidth", "copy", "bandwidth_gb_s", 9000.0, "fp32", cache="cold", elements=10**6),
-            row("bandwidth", "copy", "bandwidth_gb_s", 4271.0, "fp32", cache="cold", elements=5 * 10**8),
-            row("bandwidth", "copy", "bandwidth_gb_s", 4300.0, "fp32", cache="hot", elements=5 * 10**8)]  # fmt: skip
+    rows = [
+        row("gemm", "torch.mm", "gemm_tflops", 741.0, cache="cold", **shared),
+        row("gemm", "torch.mm", "gemm_tflops", 750.0, cache="hot", **shared),
+        row("bandwidth", "copy", "bandwidth_gb_s", 9000.0, "fp32", cache="cold", elements=10**6),
+        row("bandwidth", "copy", "bandwidth_gb_s", 4271.0, "fp32", cache="cold", elements=5 * 10**8),
+        row("bandwidth", "copy", "bandwidth_gb_s", 4300.0, "fp32", cache="hot", elements=5 * 10**8),
+    ]
     assert told(*rows) == {"matrix product, bf16, cold caches": 741.0, "memory copy, fp32, largest arrays": 4271.0}
 
 

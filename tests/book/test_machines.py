@@ -5,9 +5,7 @@ from tests.book.made_up import made_up_run
 
 
 def test_the_first_gpu_else_the_cpu_names_the_machine():
-    assert (
-        device_name({"environment": {"gpus": [{"name": "A"}, {"name": "B"}], "cpu": {"name": "C", "cores": 1}}}) == "A"
-    )
+    assert device_name({"environment": {"gpus": [{"name": "A"}, {"name": "B"}], "cpu": {"name": "C", "cores": 1}}}) == "A"
     assert device_name({"environment": {"gpus": [], "cpu": {"name": "C", "cores": 4}}}) == "C (4 cores)"
     assert device_name({}) == "a machine that run.json does not describe"
 

@@ -15,15 +15,7 @@ def run_of(tmp_path, *experiments):
     run = Run.create(tmp_path, {"profile": "smoke", "seed": 0, "environment": LAPTOP})
     for name, digest, provenance, measured_in in experiments:
         row = Row(notebook="nb", experiment=name, variant="v", metric="count", value=1.0)
-        run.record(
-            "nb",
-            name,
-            [row],
-            pd.DataFrame({"x": [1]}),
-            input_hash=digest,
-            provenance=provenance,
-            environment=measured_in,
-        )
+        run.record("nb", name, [row], pd.DataFrame({"x": [1]}), input_hash=digest, provenance=provenance, environment=measured_in)
     return environment(Material(run)).set_index("")
 
 

@@ -13,9 +13,13 @@ from tests.book.made_up_distributed import DISTRIBUTED
 def killed(folder, material, sizes) -> Material:
     run = Run.create(folder, {"environment": GPU})
     run.record(
-        DISTRIBUTED, "rank_failure", material.of("rank_failure"), material.samples("rank_failure"), input_hash="h",
+        DISTRIBUTED,
+        "rank_failure",
+        material.of("rank_failure"),
+        material.samples("rank_failure"),
+        input_hash="h",
         provenance={"sizes": sizes} if sizes else None,
-    )  # fmt: skip
+    )
     return Material(run)
 
 

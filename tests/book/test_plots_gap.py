@@ -102,6 +102,7 @@ def test_products_that_were_timed_as_one_are_one_mark():
     rate = Estimate(5.0, 4.9, 5.1, 30)
     found = kernels_of(taf(CapturedGemms({a: 1, b: 2, c: 1}, {}), {a: rate, b: rate, c: rate}))
     assert [(kernel.name, kernel.tflops) for kernel in found] == [
-        ("matmul 64 x 64 x 64 bf16", 5.0), ("attention 8 of 16 x 16 x 4 bf16", 5.0)
-    ]  # fmt: skip
+        ("matmul 64 x 64 x 64 bf16", 5.0),
+        ("attention 8 of 16 x 16 x 4 bf16", 5.0),
+    ]
     assert sum(kernel.share for kernel in found) == pytest.approx(1.0) and found[0].share > 0.9

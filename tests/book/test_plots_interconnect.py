@@ -58,9 +58,7 @@ def test_a_wide_interval_lies_within_the_panel(tmp_path, cpu_material):
     run.record(rows[0].notebook, "collectives", rows, pd.DataFrame({"time_s": [0.1]}), input_hash="h")
     with styled():
         axes = collectives(Material(run)).axes[0]
-    assert axes.get_ylim()[1] >= max(
-        row.ci_high for row in rows if row.metric == "busbw_gb_s" and row.value is not None
-    )
+    assert axes.get_ylim()[1] >= max(row.ci_high for row in rows if row.metric == "busbw_gb_s" and row.value is not None)
 
 
 def test_the_recommended_size_and_ddps_own_are_drawn_beside_the_curves(material):
@@ -78,8 +76,6 @@ def test_both_at_once_is_drawn_between_hidden_and_in_turns(material):
     with styled():
         axes = overlap(material).axes[0]
     assert [bar.get_width() for bar in axes.patches] == pytest.approx([1e3 * s for s in OVERLAP_S.values()], rel=0.05)
-    bounds = [
-        line.get_xdata()[0] for line in axes.lines if len(set(line.get_xdata())) == 1 and line.get_linestyle() == "--"
-    ]
+    bounds = [line.get_xdata()[0] for line in axes.lines if len(set(line.get_xdata())) == 1 and line.get_linestyle() == "--"]
     assert bounds == pytest.approx([3.0, 5.0], rel=0.05)
     assert "25 MiB" in axes.get_title("left") and "% of the shorter one hidden" in axes.get_title("left")

@@ -20,9 +20,11 @@ def made_up(folder, peaks, bandwidth, environment):
     run = Run.create(folder / "run", {"environment": environment})
     frame = pd.DataFrame({"x": [1]})
     for notebook, experiment, rows in (
-        (HARDWARE, "gemm", gemm_rows(random, peaks)), (HARDWARE, "bandwidth", bandwidth_rows(random, bandwidth)),
-        (LIMITS, "model_products", model_products_rows(random, peaks)), (LIMITS, "gemm_gap", gap_rows(peaks)),
-    ):  # fmt: skip
+        (HARDWARE, "gemm", gemm_rows(random, peaks)),
+        (HARDWARE, "bandwidth", bandwidth_rows(random, bandwidth)),
+        (LIMITS, "model_products", model_products_rows(random, peaks)),
+        (LIMITS, "gemm_gap", gap_rows(peaks)),
+    ):
         run.record(notebook, experiment, rows, frame, input_hash="h")
     return Material(run)
 

@@ -52,14 +52,7 @@ def test_levels_show_every_point_and_say_where_launches_are_measured(material):
 def test_a_gap_in_the_levels_is_named(tmp_path, material):
     gone = [row for row in material.of("memory_levels") if row.variant != "copy"]
     copy = next(row for row in material.of("memory_levels") if row.variant == "copy")
-    absent = {
-        "value": None,
-        "value_reason": "out of memory: no room",
-        "limit": None,
-        "n": None,
-        "ci_low": None,
-        "ci_high": None,
-    }
+    absent = {"value": None, "value_reason": "out of memory: no room", "limit": None, "n": None, "ci_low": None, "ci_high": None}
     row = type(copy)(**{**{name: getattr(copy, name) for name in copy.__dataclass_fields__}, **absent})
     figure = drawn(memory_levels, recorded(tmp_path / "run", "memory_levels", [*gone, row]))
     assert "not measured (out of memory: no room)" in texts(figure)
@@ -67,9 +60,7 @@ def test_a_gap_in_the_levels_is_named(tmp_path, material):
 
 def test_bars_are_the_rates_and_no_others(material):
     figure = drawn(stream_formats, material)
-    rates = [
-        r.value for r in material.of("stream_formats", metric="bandwidth_gb_s") if "plain_loop_calls" not in r.params
-    ]
+    rates = [r.value for r in material.of("stream_formats", metric="bandwidth_gb_s") if "plain_loop_calls" not in r.params]
     assert sorted(bar.get_height() for bar in figure.axes[0].patches) == pytest.approx(sorted(rates))
 
 
@@ -98,9 +89,7 @@ def test_the_matrix_of_peers_has_a_number_for_every_pair_and_none_on_its_diagona
 
 def test_copies_have_a_curve_for_each_direction_and_memory(material):
     labels = drawn(transfers, material).axes[0].get_legend_handles_labels()[1]
-    assert sorted(labels) == sorted(
-        f"{d}, {m}" for d in ("host to device", "device to host") for m in ("pinned", "pageable")
-    )
+    assert sorted(labels) == sorted(f"{d}, {m}" for d in ("host to device", "device to host") for m in ("pinned", "pageable"))
 
 
 def test_one_gpu_has_no_matrix(tmp_path, material):
@@ -132,9 +121,7 @@ def test_a_copys_time_is_its_bytes_over_its_rate(material):
 
 def test_the_crossing_is_drawn_with_the_line_that_it_crosses(material, cpu_material):
     assert "Smallest copy worth its launch: 13 MiB" in texts(drawn(launch_cost, material))
-    assert "2 × eager" in texts(drawn(launch_cost, cpu_material)) and "2 × eager" not in texts(
-        drawn(launch_cost, material)
-    )
+    assert "2 × eager" in texts(drawn(launch_cost, cpu_material)) and "2 × eager" not in texts(drawn(launch_cost, material))
 
 
 @pytest.mark.parametrize("name", ["memory_levels", "stream_formats", "transfers", "launch_cost"])

@@ -37,9 +37,7 @@ def test_the_parts_of_a_phase_are_stacked_up_to_all_tensors(material):
         for row in phase_rows()
         if row.params.get("part") == "all tensors" and (row.variant, row.dtype) == ("gpt2_124m", "fp32")
     }
-    tops = [
-        max(bar.get_y() + bar.get_height() for bar in column) for column in zip(*figure.axes[0].containers, strict=True)
-    ]
+    tops = [max(bar.get_y() + bar.get_height() for bar in column) for column in zip(*figure.axes[0].containers, strict=True)]
     assert tops == pytest.approx([totals[phase] for phase in PHASES])
     peaks = [line.get_ydata()[0] for line in figure.axes[0].lines]
     assert peaks == pytest.approx([totals[phase] + 2.0 for phase in PHASES[1:]])
@@ -82,9 +80,7 @@ def test_memory_over_a_step_is_stacked_for_each_policy_on_one_scale(material):
 def test_phases_make_one_table_with_a_column_for_each_part():
     table = phase_table(phase_rows())
     assert len(table) == 2 * 2 * len(PHASES)
-    line = table[
-        (table["model"] == "resnet18") & (table["dtype"] == "bf16") & (table["phase"] == "after forward")
-    ].iloc[0]
+    line = table[(table["model"] == "resnet18") & (table["dtype"] == "bf16") & (table["phase"] == "after forward")].iloc[0]
     assert float(line["activations [GiB]"]) == 3.5 and float(line["all tensors [GiB]"]) == pytest.approx(5.1)
     assert next(caption for caption, _ in tables_of(phase_rows())) == "By phase and part"
     assert len(phase_table(checkpointing_rows())) == 0

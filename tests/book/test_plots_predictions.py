@@ -13,8 +13,17 @@ def drawn(material):
 
 
 def rank_row(rank, value, predicted, **columns):
-    return Row(notebook="n", experiment="e", variant="ddp", metric="tokens_per_s", value=value, rank=rank,
-               predicted=predicted, params={"epoch": 1}, **columns)  # fmt: skip
+    return Row(
+        notebook="n",
+        experiment="e",
+        variant="ddp",
+        metric="tokens_per_s",
+        value=value,
+        rank=rank,
+        predicted=predicted,
+        params={"epoch": 1},
+        **columns,
+    )
 
 
 def test_ratios_and_the_readers_guess(material):
@@ -22,9 +31,7 @@ def test_ratios_and_the_readers_guess(material):
     row = next(r for r in material.of("gemm") if (r.dtype, r.params["m"], r.variant) == ("bf16", 16384, "torch.mm"))
     assert lines["reader's guess"].get_ydata()[0] == pytest.approx(500 / row.value)
     foretold = [r for r in material.of("gemm") if r.predicted and r.value]
-    assert sorted(lines["gemm_tflops [TFLOPS] ↑"].get_ydata()) == pytest.approx(
-        sorted(r.predicted / r.value for r in foretold)
-    )
+    assert sorted(lines["gemm_tflops [TFLOPS] ↑"].get_ydata()) == pytest.approx(sorted(r.predicted / r.value for r in foretold))
 
 
 def test_where_less_is_better_the_ratio_is_turned_round(material):

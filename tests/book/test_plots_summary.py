@@ -21,8 +21,11 @@ def panels(material):
 def test_it_shows_rates_with_limits_the_roofline_and_the_losses(material):
     figure, titles = panels(material)
     assert [title.split(",")[0] for title in titles] == [
-        "Matrix products", "Memory bandwidth", "Roofline as measured", "Language model",
-    ]  # fmt: skip
+        "Matrix products",
+        "Memory bandwidth",
+        "Roofline as measured",
+        "Language model",
+    ]
     shown = texts(figure)
     assert "fp16, bf16 limit" in shown and "limit 4,800 GB/s" in shown and "unigram" in shown and "ridge" in shown
     assert "of the test images (data mirror)" in shown
@@ -46,8 +49,12 @@ def test_a_run_of_one_subject_has_none_and_of_two_has_one_line(run, tmp_path):
         notebook = "01_hardware_exploration"
         kept = run.finished(notebook, experiment)
         hardware.record(
-            notebook, experiment, run.rows(notebook, experiment), run.samples(notebook, experiment),
-            input_hash=kept["input_hash"], source=kept["source"],
-        )  # fmt: skip
+            notebook,
+            experiment,
+            run.rows(notebook, experiment),
+            run.samples(notebook, experiment),
+            input_hash=kept["input_hash"],
+            source=kept["source"],
+        )
         assert (draw("summary", Material(hardware)) is not None) == drawn
     assert len(panels(Material(hardware))[1]) == 3

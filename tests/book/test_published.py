@@ -2,21 +2,13 @@
 
 import pytest
 
-from hyperion.book.published import (
-    published_bandwidth,
-    published_baseline,
-    published_gemm,
-    published_source,
-    published_tables,
-)
+from hyperion.book.published import published_bandwidth, published_baseline, published_gemm, published_source, published_tables
 from hyperion.errors import HyperionError
 
 
 def test_the_tables_are_as_published():
     gemm = published_gemm().set_index(["dtype", "n"])["tflops"]
-    assert (
-        len(gemm) == 12 and gemm["fp16", 8192] == 128.22 and gemm["fp32", 1024] == 12.46 and gemm["bf16", 2048] == 64.51
-    )
+    assert len(gemm) == 12 and gemm["fp16", 8192] == 128.22 and gemm["fp32", 1024] == 12.46 and gemm["bf16", 2048] == 64.51
     streams = published_bandwidth()
     assert streams["gb_s"].tolist() == [796, 992, 1249, 1266, 1261, 1269]
     assert streams["percent_of_peak"].max().round() == 77

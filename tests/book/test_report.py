@@ -44,9 +44,18 @@ def test_the_page_stands_alone(page, material):
 
 
 def test_it_shows_headlines_missing_values_environment_and_published_tables(page):
-    for expected in ("NVIDIA Test GPU", "% of its limit", "unsupported: torch.mm takes no fp8", "2.11.0+cu128", "570.86",
-                     "Not measured by this run.", "not a Vision Transformer", "without warm-up", "data mirror",
-                     "Beside other machines"):  # fmt: skip
+    for expected in (
+        "NVIDIA Test GPU",
+        "% of its limit",
+        "unsupported: torch.mm takes no fp8",
+        "2.11.0+cu128",
+        "570.86",
+        "Not measured by this run.",
+        "not a Vision Transformer",
+        "without warm-up",
+        "data mirror",
+        "Beside other machines",
+    ):
         assert expected in page, expected
 
 

@@ -53,8 +53,10 @@ def test_epochs_become_lines_and_metrics_columns(material):
 
 
 def test_ranks_of_an_epoch_are_whole_numbers():
-    rows = [Row(notebook="n", experiment="e", variant="ddp", metric="training_loss", value=1.0, rank=rank,
-                params={"epoch": 1}) for rank in (None, 0, 1)]  # fmt: skip
+    rows = [
+        Row(notebook="n", experiment="e", variant="ddp", metric="training_loss", value=1.0, rank=rank, params={"epoch": 1})
+        for rank in (None, 0, 1)
+    ]
     assert list(epoch_table(rows)["rank"]) == ["", "0", "1"]
 
 

@@ -10,9 +10,7 @@ def test_a_line_a_size_and_a_column_a_collective(material):
     table = rates_by_size(rows)
     assert list(table.columns) == ["dtype", "S", *FACTORS]
     assert len(table) == len(SIZES) + 1 and list(table["S"])[:2] == ["64 B", "512 B"]
-    found = next(
-        r for r in rows if r.metric == "busbw_gb_s" and (r.variant, r.params["bytes"]) == ("broadcast", SIZES[-1])
-    )
+    found = next(r for r in rows if r.metric == "busbw_gb_s" and (r.variant, r.params["bytes"]) == ("broadcast", SIZES[-1]))
     assert table[table["S"] == "1 GiB"]["broadcast"].item() == number(found.value, 3)
 
 

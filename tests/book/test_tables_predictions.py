@@ -38,9 +38,7 @@ def test_what_is_asked_stays_even_where_nothing_is_known():
 
 def test_each_basis_is_said_once():
     said = prediction_basis(written([("fp32", 1024, 0.1), ("bf16", 1024, 0.2), ("fp16", 1024, None)]))
-    assert said == [
-        "Estimate for fp32, bf16: roofline of the data sheet.", "No estimate for fp16: no such instructions known."
-    ]  # fmt: skip
+    assert said == ["Estimate for fp32, bf16: roofline of the data sheet.", "No estimate for fp16: no such instructions known."]
 
 
 def test_the_notebook_shows_both(monkeypatch):

@@ -98,14 +98,22 @@ def test_an_adapter_of_another_shape_or_base_is_refused(saved, tmp_path):
     [
         (lambda f: (f / "adapter_model.safetensors").write_bytes(b"x" * 100), "instead of|cut off"),
         (lambda f: [(f / "manifest.json").unlink(), (f / "adapter_model.safetensors").write_bytes(b"x" * 100)], "holds no"),
-        (lambda f: [(f / "manifest.json").unlink(), (f / "adapter_model.safetensors").unlink(),
-                    (f / "adapter_model.bin").write_bytes(pickle.dumps({}))], "adapter_model.bin is a pickle"),
+        (
+            lambda f: [
+                (f / "manifest.json").unlink(),
+                (f / "adapter_model.safetensors").unlink(),
+                (f / "adapter_model.bin").write_bytes(pickle.dumps({})),
+            ],
+            "adapter_model.bin is a pickle",
+        ),
         (lambda f: [(f / "manifest.json").unlink(), (f / "adapter_config.json").write_text("[]")], "no JSON object"),
-        (lambda f: [(f / "manifest.json").unlink(), (f / "adapter_config.json").write_text(
-            json.dumps({"peft_type": "LOHA"}))], "has peft_type LOHA"),
+        (
+            lambda f: [(f / "manifest.json").unlink(), (f / "adapter_config.json").write_text(json.dumps({"peft_type": "LOHA"}))],
+            "has peft_type LOHA",
+        ),
     ],
     ids=["edited", "garbage without manifest", "pickle", "no config", "another method"],
-)  # fmt: skip
+)
 def test_damage_and_pickles_are_refused(saved, spoil, message):
     spoil(saved)
     with pytest.raises(CheckpointError, match=message):

@@ -19,16 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from hyperion.checkpoints import (
-    CheckpointError,
-    load_latest,
-    newest_good,
-    read_sharded,
-    save,
-    saving,
-    verify,
-    write_sharded,
-)
+from hyperion.checkpoints import CheckpointError, load_latest, newest_good, read_sharded, save, saving, verify, write_sharded
 from hyperion.checkpoints.folders import step_of
 from hyperion.training.snapshots import read_run, write_run
 from tests.hostile import watched
@@ -400,7 +391,7 @@ MUTATIONS = {
     "shards of other dimensions": offsets(lambda info: info[weight(info)].update(saved_offsets=[0])),
     "shards at places of text": offsets(lambda info: info[weight(info)].update(saved_offsets="00")),
     "no table of shards": offsets(lambda info: info.clear()),
-}  # fmt: skip
+}
 
 # What only a reader who knows the state can refuse: the sharded form is read into tensors that are there.
 MISFITS = {
@@ -510,10 +501,13 @@ def test_any_header_of_tensors_is_refused_or_fits(originals, tmp_path_factory, f
 @pytest.mark.parametrize(
     ("name", "step"),
     [
-        ("step-00000001", 1), ("step-00000000", 0), ("step-99999999", 10**8 - 1), ("step-100000000", 10**8),
+        ("step-00000001", 1),
+        ("step-00000000", 0),
+        ("step-99999999", 10**8 - 1),
+        ("step-100000000", 10**8),
         ("step-12345678901234567890", 12345678901234567890),
     ],
-)  # fmt: skip
+)
 def test_a_name_of_eight_digits_or_more_is_a_step(name, step):
     assert step_of(name) == step
 
@@ -675,7 +669,7 @@ RUN_MUTATIONS = {
     "no scaler": lambda folder: edit(folder / "engine" / "state.json", lambda d: d.pop("scaler") and None),
     "another rank's state missing": lambda folder: shutil.rmtree(folder / "rank-00000"),
     "loop missing": lambda folder: shutil.rmtree(folder / "loop"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RUN_MUTATIONS)
@@ -706,8 +700,12 @@ def write_run_of(folder: Path, engine) -> None:
     from hyperion.training.meter import EpochMeter
 
     shared = {
-        "steps_in_epoch": 0, "learning_rate": 0.0, "history": History("token").state_dict(), "batches": {}, "seed": 0,
+        "steps_in_epoch": 0,
+        "learning_rate": 0.0,
+        "history": History("token").state_dict(),
+        "batches": {},
+        "seed": 0,
         "items_in_epoch": 0,
-    }  # fmt: skip
+    }
     own = {"rng": rng_state(), "meter": EpochMeter(engine.device).state_dict(), "losses": [], "earlier_items": 0}
     write_run(folder, 0, 2, engine, shared, own)

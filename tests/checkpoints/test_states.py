@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 from hyperion.checkpoints import CheckpointError, read_state, write_state
 
 json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**60), 2**60)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=12,
 )
@@ -57,13 +53,7 @@ def test_tensors_that_share_storage_are_stored_apart(tmp_path):
 
 @pytest.mark.parametrize(
     "value, reason",
-    [
-        (math.nan, "float nan"),
-        (object(), "object"),
-        ({1: 2}, "key 1"),
-        ({"$tensor": "x"}, "key"),
-        (lambda: 0, "function"),
-    ],
+    [(math.nan, "float nan"), (object(), "object"), ({1: 2}, "key 1"), ({"$tensor": "x"}, "key"), (lambda: 0, "function")],
 )
 def test_what_cannot_be_stored_is_named(tmp_path, value, reason):
     with pytest.raises(CheckpointError, match=reason) as caught:

@@ -32,9 +32,10 @@ def pickled(folder, content):
 
 
 @pytest.mark.parametrize(
-    "make", [safetensors_file, lambda f: pickled(f, TENSORS), lambda f: pickled(f, {"epoch": 4, "state_dict": TENSORS})],
+    "make",
+    [safetensors_file, lambda f: pickled(f, TENSORS), lambda f: pickled(f, {"epoch": 4, "state_dict": TENSORS})],
     ids=["safetensors", "state dict", "state dict within a checkpoint"],
-)  # fmt: skip
+)
 def test_a_file_gives_its_tensors_and_its_hash(tmp_path, make):
     path = make(tmp_path)
     weights = read_weights(path)

@@ -54,9 +54,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_nothing_runs(tmp_path, prot
     assert not (tmp_path / "trace").exists()
 
 
-@pytest.mark.parametrize(
-    "thing", [np.array([{}], dtype=object), np.random.default_rng(0), {b"data": eval, b"labels": []}]
-)
+@pytest.mark.parametrize("thing", [np.array([{}], dtype=object), np.random.default_rng(0), {b"data": eval, b"labels": []}])
 def test_other_globals_are_refused(thing):
     with pytest.raises(DataError):
         read_python_batch(pickle.dumps(thing, protocol=2), "here")

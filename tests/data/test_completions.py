@@ -59,7 +59,7 @@ def test_a_tokenizer_with_a_beginning_of_text_puts_it_first():
     from dataclasses import replace
 
     rows = ROWS.train[:3]
-    plain, begun = tokenize_completions(rows, TOKENIZER, 60), tokenize_completions(rows, replace(TOKENIZER, bos_id=7), 60)
+    plain, begun = (tokenize_completions(rows, TOKENIZER, 60), tokenize_completions(rows, replace(TOKENIZER, bos_id=7), 60))
     assert (begun.inputs[:, 0] == 7).all() and (begun.sizes == plain.sizes + 1).all()
     assert np.array_equal(begun.targets[:, 1:], plain.targets[:, :-1])
 

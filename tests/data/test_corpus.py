@@ -29,9 +29,7 @@ def test_another_encoding_is_named_with_line_and_offset(tmp_path, encoding):
     assert f"{path}, line 2" in str(caught.value) and "UTF-8" in caught.value.next_step
 
 
-@pytest.mark.parametrize(
-    ("content", "fault"), [(b"a\nb\r\n", "carriage return"), (b"cut off", "newline"), (b"", "newline")]
-)
+@pytest.mark.parametrize(("content", "fault"), [(b"a\nb\r\n", "carriage return"), (b"cut off", "newline"), (b"", "newline")])
 def test_cut_or_converted_files_are_refused(tmp_path, content, fault):
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(DataError, match=fault):

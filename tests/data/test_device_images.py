@@ -12,13 +12,7 @@ IDENTITY = ((0.0,) * 3, (1 / 255,) * 3)  # leaves the levels 0 .. 255 as they ar
 
 
 def _images(**changes) -> ImageBatches:
-    options = {
-        "images": IMAGES,
-        "labels": LABELS,
-        "batch_size": 8,
-        "normalisation": IDENTITY,
-        "augment": ("crop", "flip"),
-    }
+    options = {"images": IMAGES, "labels": LABELS, "batch_size": 8, "normalisation": IDENTITY, "augment": ("crop", "flip")}
     return ImageBatches(**options | changes)
 
 

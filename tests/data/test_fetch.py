@@ -2,13 +2,7 @@ import shutil
 
 import pytest
 
-from hyperion.data import (
-    fetch_all,
-    load_cifar10,
-    load_instructions,
-    load_tokenizer,
-    load_wikitext2,
-)
+from hyperion.data import fetch_all, load_cifar10, load_instructions, load_tokenizer, load_wikitext2
 from hyperion.data.staging import cache_root
 
 

@@ -325,21 +325,38 @@ VALUES = {
     "ids that are no numbers": ("text", "train.npy", saved(lambda array: np.full(len(array), np.nan))),
     "a negative label": ("images", "train_labels.npy", put_first(-1)),
     "a huge label": ("images", "train_labels.npy", put_first(1 << 40)),
-    "labels permuted among the classes": ("images", "train_labels.npy", saved(lambda array: (array // 2))),
+    "labels permuted among the classes": ("images", "train_labels.npy", saved(lambda array: array // 2)),
     "an image that is not finite": (
-        "images", "test_images.npy", saved(lambda array: np.where(np.arange(10)[:, None, None, None] == 3, np.inf, array))),
+        "images",
+        "test_images.npy",
+        saved(lambda array: np.where(np.arange(10)[:, None, None, None] == 3, np.inf, array)),
+    ),
     "splits swapped": ("text", "valid.npy", lambda path: shutil.copyfile(path.with_name("test.npy"), path)),
     "lines of train in test": (
-        "text", "test.npy", lambda path: np.save(path, np.load(path.with_name("train.npy"))[: len(np.load(path))])),
-    "test images among the train images": ("images", "test_images.npy", lambda path: np.save(
-        path, np.load(path.with_name("train_images.npy"))[:10])),
-}  # fmt: skip
+        "text",
+        "test.npy",
+        lambda path: np.save(path, np.load(path.with_name("train.npy"))[: len(np.load(path))]),
+    ),
+    "test images among the train images": (
+        "images",
+        "test_images.npy",
+        lambda path: np.save(path, np.load(path.with_name("train_images.npy"))[:10]),
+    ),
+}
 EDITS = [
-    *((f"{file}: {name}", kind, file, change) for kind, file in (
-        ("text", "train.npy"), ("text", "valid_samples.npy"), ("images", "test_images.npy"), ("images", "train_labels.npy"),
-    ) for name, change in FORMS.items() if (name, file) != ("big endian", "test_images.npy")),  # a byte has no end
+    *(
+        (f"{file}: {name}", kind, file, change)
+        for kind, file in (
+            ("text", "train.npy"),
+            ("text", "valid_samples.npy"),
+            ("images", "test_images.npy"),
+            ("images", "train_labels.npy"),
+        )
+        for name, change in FORMS.items()
+        if (name, file) != ("big endian", "test_images.npy")
+    ),  # a byte has no end
     *((name, *edit) for name, edit in VALUES.items()),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name, kind, file, change", EDITS, ids=[edit[0] for edit in EDITS])
@@ -364,11 +381,7 @@ def load_from(mirror: Path, load):
         return outcome(lambda: load("mirror"))
 
 
-MIRRORED = {
-    "wikitext-2": load_wikitext2,
-    "gpt2": load_tokenizer,
-    "instructions.json": load_instructions,
-}
+MIRRORED = {"wikitext-2": load_wikitext2, "gpt2": load_tokenizer, "instructions.json": load_instructions}
 
 
 @determined(60)
@@ -546,9 +559,10 @@ PICKLES = {
     "no end": b"\x80\x02}",
     "no mark": b"\x80\x02]K\x01e.",
     "a label of 200 bytes": python_batch(numbered_pictures(1, 0), np.arange(1), "b").replace(
-        b"K\x00a", b"\x8a\xc8" + b"\x7f" * 200 + b"a"),
+        b"K\x00a", b"\x8a\xc8" + b"\x7f" * 200 + b"a"
+    ),
     "a list": pickle.dumps([1, 2], protocol=2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", PICKLES)

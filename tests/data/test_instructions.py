@@ -63,7 +63,7 @@ def test_rows_that_are_not_the_published_ones_are_said_to_be_others(put, rows):
         (lambda rows: json.dumps([*rows[:3], rows[3] | {"input": None}, *rows[4:]]), "record 3 lacks"),
     ],
     ids=["cut off", "no list", "one short", "key missing", "empty answer", "no text"],
-)  # fmt: skip
+)
 def test_wrong_rows_are_named(put, rows, spoil, message):
     put(spoil(rows))
     with pytest.raises(DataError, match=message):
@@ -103,8 +103,9 @@ def test_without_any_source_synthetic_rows_under_their_own_name_or_an_error(refu
 
 def test_synthetic_answers_follow_from_their_prompts():
     rows = {row.instruction: row for row in load_instructions("synthetic").train}
-    assert rows["Write the words in reverse order."].output.split() == (
-        rows["Write the words in reverse order."].input.split()[::-1]
+    assert (
+        rows["Write the words in reverse order."].output.split()
+        == (rows["Write the words in reverse order."].input.split()[::-1])
     )
     counted = rows["How many words are there?"]
     assert counted.output == f"There are {len(counted.input.split())} words."

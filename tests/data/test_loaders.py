@@ -23,13 +23,7 @@ def _language(seed: int = 0, **changes) -> LanguageBatches:
 
 
 def _images(**changes) -> ImageBatches:
-    options = {
-        "images": IMAGES,
-        "labels": LABELS,
-        "batch_size": 8,
-        "normalisation": IDENTITY,
-        "augment": ("crop", "flip"),
-    }
+    options = {"images": IMAGES, "labels": LABELS, "batch_size": 8, "normalisation": IDENTITY, "augment": ("crop", "flip")}
     return ImageBatches(**options | changes)
 
 

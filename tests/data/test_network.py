@@ -48,8 +48,11 @@ def test_a_silent_network_costs_seconds_in_every_process(silent):
         started = time.monotonic()
         done = subprocess.run(
             [sys.executable, "-c", LOAD_EVERYTHING, f"{address}/cifar-10-python.tar.gz"],
-            env=environment, capture_output=True, text=True, check=True,
-        )  # fmt: skip
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert "SOURCES synthetic trained synthetic" in done.stdout and "not download: no network" in done.stdout
         assert len(accepted) == attempt
         assert time.monotonic() - started < 60  # it hangs for minutes, or for ever, where nobody watches the clock

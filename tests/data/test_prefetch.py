@@ -83,10 +83,7 @@ def test_padding_carries_no_loss_and_is_counted_apart(tokens):
         assert inputs == (line + [0] * 8)[:8]
         assert targets == (line[1:] + [IGNORE_INDEX] * 9)[:8], "no target beyond the line"
     assert loader.padding.tokens == np.minimum(SIZES, 8).sum() and loader.padding.samples == 90
-    assert (
-        loader.padding.padding == 90 * 8 - loader.padding.tokens
-        and loader.padding.truncated == (SIZES - 8).clip(0).sum()
-    )
+    assert loader.padding.padding == 90 * 8 - loader.padding.tokens and loader.padding.truncated == (SIZES - 8).clip(0).sum()
 
 
 def test_an_engine_counts_the_tokens_that_carry_a_loss(tokens):
@@ -97,11 +94,7 @@ def test_an_engine_counts_the_tokens_that_carry_a_loss(tokens):
     inputs, targets = padded(tokens).next_batch()
     filled = torch.full_like(inputs, 5), torch.full_like(targets, IGNORE_INDEX)
     twice = torch.cat([inputs, filled[0]]), torch.cat([targets, filled[1]])
-    assert (
-        int(engine.count_items((inputs, targets)))
-        == int((targets != IGNORE_INDEX).sum())
-        == int(engine.count_items(twice))
-    )
+    assert int(engine.count_items((inputs, targets))) == int((targets != IGNORE_INDEX).sum()) == int(engine.count_items(twice))
     torch.testing.assert_close(engine.summed_loss((inputs, targets)), engine.summed_loss(twice))
 
 

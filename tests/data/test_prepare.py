@@ -86,9 +86,7 @@ def test_lines_of_train_in_valid_are_refused(text, lines):
     splits = corpus.splits | {"valid": [*corpus.splits["train"][:lines], *corpus.splits["valid"][lines:]]}
     leaked = replace(corpus, splits=splits)
     if not lines:
-        assert prepare_text(leaked, tokenizer).manifest.facts["overlap"]["valid"] == {
-            "records": 40, "repeated": 0, "first": None,
-        }  # fmt: skip
+        assert prepare_text(leaked, tokenizer).manifest.facts["overlap"]["valid"] == {"records": 40, "repeated": 0, "first": None}
         return
     with pytest.raises(DataError, match=r"1 of 40 long lines of the valid split \(2.50%\) stand in another split too"):
         prepare_text(leaked, tokenizer)
@@ -124,8 +122,9 @@ def test_the_real_pipeline_gives_the_known_counts(mirror, monkeypatch):
         "test": (4358, 2891, len(prepared.tokens["test"])),
     }
     assert prepared.manifest.facts["overlap"] == {
-        "valid": {"records": 1746, "repeated": 0, "first": None}, "test": {"records": 1995, "repeated": 0, "first": None},
-    }  # fmt: skip
+        "valid": {"records": 1746, "repeated": 0, "first": None},
+        "test": {"records": 1995, "repeated": 0, "first": None},
+    }
     padded = prepared.steps["train"]["pad"]
     assert padded["samples"] == 23767 and padded["tokens"] + padded["padding"] == 23767 * 128
     assert 0.40 < padded["padding_share"] < 0.46

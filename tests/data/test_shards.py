@@ -63,9 +63,17 @@ def test_ids_that_no_type_of_a_loader_holds_are_refused():
 
 @pytest.mark.parametrize(
     "values, dtype",
-    [([1, 70_000], np.uint16), ([1, -1], np.uint16), ([0, -1], np.uint64), ([1, 1 << 31], np.int32), ([1, 0.5], np.int64),
-     ([1, np.nan], np.int64), ([1, np.inf], np.int32), ([1, 1 << 40], np.int16)],
-)  # fmt: skip
+    [
+        ([1, 70_000], np.uint16),
+        ([1, -1], np.uint16),
+        ([0, -1], np.uint64),
+        ([1, 1 << 31], np.int32),
+        ([1, 0.5], np.int64),
+        ([1, np.nan], np.int64),
+        ([1, np.inf], np.int32),
+        ([1, 1 << 40], np.int16),
+    ],
+)
 def test_a_value_that_a_narrower_type_does_not_hold_is_named(values, dtype):
     with pytest.raises(DataError, match=f"value 1 is .*, which {np.dtype(dtype)} does not hold .1 such"):
         narrowed(np.array(values), dtype, "here")

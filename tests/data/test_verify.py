@@ -85,32 +85,63 @@ def other_vocabulary(folder: Path) -> None:
 
 HEADER = 128
 FAULTS = {
-    "bit of an image": ("images", lambda f: flip_bit(f / "train_images.npy", HEADER + 3072 * 17 + 5),
-                        "train_images.npy", "damaged: record 17"),
-    "bit of a token": ("text", lambda f: flip_bit(f / "train.npy", HEADER + 2 * 3000), "train.npy",
-                       "damaged: records 2048 to 3071"),
+    "bit of an image": (
+        "images",
+        lambda f: flip_bit(f / "train_images.npy", HEADER + 3072 * 17 + 5),
+        "train_images.npy",
+        "damaged: record 17",
+    ),
+    "bit of a token": (
+        "text",
+        lambda f: flip_bit(f / "train.npy", HEADER + 2 * 3000),
+        "train.npy",
+        "damaged: records 2048 to 3071",
+    ),
     "truncation": ("text", lambda f: cut(f / "train.npy", 8), "train.npy", "records 9596 to 9599 are cut off"),
     "missing shard": ("text", lambda f: (f / "valid.npy").unlink(), "valid.npy", "is missing"),
-    "wrong vocabulary, out of range": ("text", lambda f: edit(f / "test.npy", lambda t: t + 600), "test.npy",
-                                       "token 0 has the id"),
+    "wrong vocabulary, out of range": (
+        "text",
+        lambda f: edit(f / "test.npy", lambda t: t + 600),
+        "test.npy",
+        "token 0 has the id",
+    ),
     "wrong vocabulary, in range": ("text", other_vocabulary, "valid.npy", "tokens of another vocabulary"),
     "tokenizer of another text": ("text", lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json", "edited"),
     "NaN image": ("images", lambda f: edit(f / "test_images.npy", with_nan), "test_images.npy", "image 7 holds NaN"),
-    "wrong label range": ("images", lambda f: edit(f / "train_labels.npy", with_label_10), "train_labels.npy",
-                          "record 11 has the label 10, outside 0 .. 9"),
-    "swapped splits": ("images", lambda f: swap(f / "train_images.npy", f / "test_images.npy"), "train_images.npy",
-                       "the splits' files were swapped"),
+    "wrong label range": (
+        "images",
+        lambda f: edit(f / "train_labels.npy", with_label_10),
+        "train_labels.npy",
+        "record 11 has the label 10, outside 0 .. 9",
+    ),
+    "swapped splits": (
+        "images",
+        lambda f: swap(f / "train_images.npy", f / "test_images.npy"),
+        "train_images.npy",
+        "the splits' files were swapped",
+    ),
     "swapped splits of one size, manifest renewed": (
-        "text", lambda f: (swap(f / "valid.npy", f / "test.npy"), renewed(f)), "valid.npy", "another split's file"),
+        "text",
+        lambda f: (swap(f / "valid.npy", f / "test.npy"), renewed(f)),
+        "valid.npy",
+        "another split's file",
+    ),
     "swapped images, manifest renewed": (
-        "images", lambda f: (swap(f / "train_images.npy", f / "test_images.npy"), renewed(f)), "test_images.npy",
-        "another split's file"),
-    "lines that reach beyond the text": ("text", lambda f: edit(f / "train_samples.npy", lambda s: s + 17),
-                                         "train_samples.npy", "lies outside the 9600 tokens of its split"),
+        "images",
+        lambda f: (swap(f / "train_images.npy", f / "test_images.npy"), renewed(f)),
+        "test_images.npy",
+        "another split's file",
+    ),
+    "lines that reach beyond the text": (
+        "text",
+        lambda f: edit(f / "train_samples.npy", lambda s: s + 17),
+        "train_samples.npy",
+        "lies outside the 9600 tokens of its split",
+    ),
     "a file too many": ("images", lambda f: (f / "extra.npy").write_bytes(b""), "extra.npy", "does not know this file"),
     "cut manifest": ("text", lambda f: cut(f / "manifest.json", 40), "manifest.json", "unreadable manifest"),
     "no manifest": ("images", lambda f: (f / "manifest.json").unlink(), "manifest.json", "it is missing"),
-}  # fmt: skip
+}
 
 
 def command(monkeypatch, *arguments: str) -> int:
@@ -187,10 +218,7 @@ def test_no_folder_of_somebody_else_is_touched(tmp_path, monkeypatch, capsys):
     for name, file in (("arrays", "a.npy"), ("website", "manifest.json"), ("photographs", "checksums/sha256.txt")):
         (tmp_path / "home" / name / file).parent.mkdir(parents=True)
         (tmp_path / "home" / name / file).write_text("{}")
-    assert (
-        command(monkeypatch, str(tmp_path / "home")) == 2
-        and command(monkeypatch, str(tmp_path / "home" / "website")) == 2
-    )
+    assert command(monkeypatch, str(tmp_path / "home")) == 2 and command(monkeypatch, str(tmp_path / "home" / "website")) == 2
     assert sorted(path.name for path in (tmp_path / "home").iterdir()) == ["arrays", "photographs", "website"]
 
 

@@ -41,11 +41,7 @@ def test_the_mirror_is_counted(mirror, monkeypatch, capsys):
     monkeypatch.setenv("HYPERION_DATA_MIRROR", str(mirror))
     corpus = load_wikitext2(allow_synthetic=False)
     assert (corpus.name, corpus.source, corpus.language) == ("wikitext-2", "mirror", None)
-    assert {split: len(lines) for split, lines in corpus.splits.items()} == {
-        "train": 36718,
-        "valid": 3760,
-        "test": 4358,
-    }
+    assert {split: len(lines) for split, lines in corpus.splits.items()} == {"train": 36718, "valid": 3760, "test": 4358}
     assert "counts verified" in corpus.detail and str(mirror) not in corpus.detail
     official = "official" if corpus.checksums.official else "NOT OFFICIAL"
     assert f"wikitext-2: source = MIRROR, {official}" in capsys.readouterr().out

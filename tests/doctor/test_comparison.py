@@ -13,11 +13,22 @@ from hyperion.results import Comparison
 def trial(slowdown: float, **verdicts: str) -> Trial:
     """One whose slowdown was planted into the sum."""
     compared = tuple(
-        Comparison(f'comparison_work {name} {{"cache": "hot"}}', "call_time_s", 1.0, 1.1, -0.09, 0.01, 0.001,
-                   verdicts.get(name, "same"), 0.4, 0.05,
-                   launches_a=(1.0, 1.01), launches_b=(1.1, 1.11))
+        Comparison(
+            f'comparison_work {name} {{"cache": "hot"}}',
+            "call_time_s",
+            1.0,
+            1.1,
+            -0.09,
+            0.01,
+            0.001,
+            verdicts.get(name, "same"),
+            0.4,
+            0.05,
+            launches_a=(1.0, 1.01),
+            launches_b=(1.1, 1.11),
+        )
         for name in FUNCTIONS
-    )  # fmt: skip
+    )
     return Trial(slowdown, "sum", compared, "power: some")
 
 

@@ -38,9 +38,10 @@ def test_other_gpus_have_no_modules(tmp_path):
 
 def test_processes_measure_alone_and_at_once_and_reduce_together():
     small = [
-        Floor("gemm", "fp32", 64, 1e-9, "TFLOPS", "small", "ours"), Floor("gemm", "fp64", 64, 1e-9, "TFLOPS", "small", "ours"),
+        Floor("gemm", "fp32", 64, 1e-9, "TFLOPS", "small", "ours"),
+        Floor("gemm", "fp64", 64, 1e-9, "TFLOPS", "small", "ours"),
         Floor("all_reduce", "fp32", 1 << 16, 1e-6, "GB/s", "small", "ours", ranks=2),
-    ]  # fmt: skip
+    ]
     params = {"floors": [asdict(floor) for floor in small], "modes": {ONE: [0], ALL: [0, 1]}, "time_limit_s": 0.05, "heat_s": 0.0}
     job = Job("hyperion.doctor.floor_modes:measure_on_rank", params, timeout_s=100, ranks=2)
     rows = [Row(**entry) for answer in run_ranks(job, on_line=lambda line: None) for entry in answer["rows"]]

@@ -28,9 +28,18 @@ def row(quantity: str, value: float | None, **changes) -> Row:
         "all_reduce": ("collectives", "busbw_gb_s", "all_reduce", "fp32", {"bytes": 2**33, "ranks": 8}),
     }.get(quantity, ("bandwidth", "bandwidth_gb_s", quantity, "fp64", {"elements": 2**28, "cache": "cold"}))
     fields = {
-        "notebook": "n", "experiment": experiment, "variant": variant, "metric": metric, "value": value, "dtype": dtype,
-        "params": params, "check": "float64 slice", "check_error": 0.0, "check_tolerance": 1e-6, "limit_source": "sheet",
-    }  # fmt: skip
+        "notebook": "n",
+        "experiment": experiment,
+        "variant": variant,
+        "metric": metric,
+        "value": value,
+        "dtype": dtype,
+        "params": params,
+        "check": "float64 slice",
+        "check_error": 0.0,
+        "check_tolerance": 1e-6,
+        "limit_source": "sheet",
+    }
     if value is not None:
         fields |= {"n": 40, "ci_low": value * 0.99, "ci_high": value * 1.01}
     return Row(**fields | changes)
@@ -96,8 +105,10 @@ def test_another_size_or_format_than_the_floors_is_told():
 
 
 def test_what_was_not_measured_says_why_and_is_not_healthy():
-    verdicts = judge(FLOORS, [row("copy", None, value_reason="out of memory: 6 GiB"), row("all_reduce", 100.0, params={
-        "bytes": 2**33, "ranks": 4})])  # fmt: skip
+    verdicts = judge(
+        FLOORS,
+        [row("copy", None, value_reason="out of memory: 6 GiB"), row("all_reduce", 100.0, params={"bytes": 2**33, "ranks": 4})],
+    )
     assert {v.outcome for v in verdicts} == {NOT_MEASURED}
     notes = {v.floor.quantity: v.note for v in verdicts}
     assert notes["copy"] == "out of memory: 6 GiB" and "on 8 devices, there are some of 4" in notes["all_reduce"]
@@ -128,8 +139,10 @@ def test_the_largest_arrays_count_and_the_slowest_device():
 
 
 def test_modes_are_judged_apart():
-    rows = [row("copy", value, rank=0, params={"elements": 2**28, "cache": "cold", "mode": mode})
-            for mode, value in ((ONE, 1300.0), (MODULE, 1100.0))]  # fmt: skip
+    rows = [
+        row("copy", value, rank=0, params={"elements": 2**28, "cache": "cold", "mode": mode})
+        for mode, value in ((ONE, 1300.0), (MODULE, 1100.0))
+    ]
     assert [judge(FLOORS[:1], rows, mode)[0].outcome for mode in (ONE, MODULE)] == [MET, NOT_MET]
 
 
@@ -156,8 +169,11 @@ def test_this_cpu_has_no_floor_and_that_is_said():
 
 def test_rows_of_this_cpu_keep_the_rules():
     cpu = detect_cpu()
-    rows = [*gemm_rows(cpu, "fp32", 64, cold=True, time_limit_s=0.05), *gemm_rows(cpu, "tf32", 64, cold=True, time_limit_s=0.05),
-            *stream_rows(cpu, "triad", "fp64", 1 << 18, time_limit_s=0.05)]  # fmt: skip
+    rows = [
+        *gemm_rows(cpu, "fp32", 64, cold=True, time_limit_s=0.05),
+        *gemm_rows(cpu, "tf32", 64, cold=True, time_limit_s=0.05),
+        *stream_rows(cpu, "triad", "fp64", 1 << 18, time_limit_s=0.05),
+    ]
     for measured in rows:
         measured.validate()
     by_metric = {(r.metric, r.dtype): r for r in rows}

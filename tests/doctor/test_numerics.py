@@ -31,13 +31,9 @@ def test_float32_and_bf16_on_this_cpu_pass():
     assert report.passed and "all 6 quantities are within" in report.conclusion
     absent = [finding for finding in report.findings if finding.reason]
     assert [finding.dtype for finding in absent] == ["tf32", "tf32"]
-    assert all(
-        finding.error > 0 for finding in report.findings if not finding.reason
-    )  # compared with itself it would be 0
+    assert all(finding.error > 0 for finding in report.findings if not finding.reason)  # compared with itself it would be 0
     assert len(numerics_table(report).rows) == 8
-    assert all(
-        0 < finding.error <= finding.tolerance for finding in compare(LANGUAGE, "bf16", detect_cpu(), read_pack())
-    )
+    assert all(0 < finding.error <= finding.tolerance for finding in compare(LANGUAGE, "bf16", detect_cpu(), read_pack()))
 
 
 def test_the_pack_is_what_float64_gives_here_and_small():

@@ -10,11 +10,14 @@ from tests.experiments.toy import by_params, perform, toy_context
 POLICIES = [EVERY_BLOCK, SELECTIVE, BUDGET]
 RATE = {"learning_rate": 1e-3, "warmup_steps": 1}
 SIZES = {
-    "precision": "auto", "budget_share": 0.5,
-    "policies": {"language": POLICIES, "image": POLICIES}, "depths": [1, 3], "time_limit_s": 0.05,
+    "precision": "auto",
+    "budget_share": 0.5,
+    "policies": {"language": POLICIES, "image": POLICIES},
+    "depths": [1, 3],
+    "time_limit_s": 0.05,
     "language": {"model": "lm_d64_h4_l2", "vocabulary": 64, "sequence_length": 16, "batch_size": 4} | RATE,
     "image": {"width": 4, "batch_size": 8} | RATE,
-}  # fmt: skip
+}
 MODELS = {"lm_d64_h4_l2_v64", "resnet18_w4"}
 
 
@@ -42,8 +45,9 @@ def test_gradients_and_running_statistics_are_equal_under_every_policy(result):
 def test_memory_falls_as_foretold_and_time_is_compared_in_turn(result, context):
     foretold = {
         (line.variant, line.params["checkpointing"]): line.estimate
-        for line in EXPERIMENT.forecast(context) if line.metric == "tensor_memory_gib"
-    }  # fmt: skip
+        for line in EXPERIMENT.forecast(context)
+        if line.metric == "tensor_memory_gib"
+    }
     held = {how: by_params(result.rows, "tensor_memory_gib", checkpointing=how) for how in CHECKPOINTING}
     for model in MODELS:
         none, every, selective, budget = (held[how][model].value for how in (NONE, EVERY_BLOCK, SELECTIVE, BUDGET))

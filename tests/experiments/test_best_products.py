@@ -13,9 +13,16 @@ from tests.hardware.machines import facts
 
 SHAPES = [{"name": "a small layer", "m": 64, "n": 192, "k": 64}, {"name": "its way back", "m": 64, "n": 64, "k": 192}]
 SIZES = {
-    "dtypes": ["fp32", "tf32", "bf16"], "largest": 128, "step": 64, "search_limit_s": 0.3, "time_limit_s": 0.02,
-    "exhaustive": False, "shapes": SHAPES, "plain_loop": ["bf16"], "plain_loop_calls": 2,
-}  # fmt: skip
+    "dtypes": ["fp32", "tf32", "bf16"],
+    "largest": 128,
+    "step": 64,
+    "search_limit_s": 0.3,
+    "time_limit_s": 0.02,
+    "exhaustive": False,
+    "shapes": SHAPES,
+    "plain_loop": ["bf16"],
+    "plain_loop_calls": 2,
+}
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

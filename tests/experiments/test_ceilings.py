@@ -21,10 +21,13 @@ def run(tmp_path_factory):
     run = Run.create(tmp_path_factory.mktemp("ceilings") / "run", {"environment": {"gpus": [{"name": "GPU"}]}})
     product, stream = {"m": 4096, "n": 4096, "k": 4096}, {"elements": 5 * 10**8}
     for experiment, variant, metric, dtype, params in (
-        ("gemm", "torch.mm", "gemm_tflops", "bf16", product), ("bandwidth", "copy", "bandwidth_gb_s", "fp32", stream),
-    ):  # fmt: skip
-        rows = [timed(experiment, variant, metric, dtype, value[experiment], params | {"cache": cache})
-                for cache, value in (("cold", COLD), ("hot", HOT))]  # fmt: skip
+        ("gemm", "torch.mm", "gemm_tflops", "bf16", product),
+        ("bandwidth", "copy", "bandwidth_gb_s", "fp32", stream),
+    ):
+        rows = [
+            timed(experiment, variant, metric, dtype, value[experiment], params | {"cache": cache})
+            for cache, value in (("cold", COLD), ("hot", HOT))
+        ]
         if experiment == "gemm":
             rows.append(timed(experiment, variant, metric, "fp16", 600.0, params | {"cache": "hot"}))
         else:
@@ -34,9 +37,22 @@ def run(tmp_path_factory):
 
 
 def timed(experiment, variant, metric, dtype, value, params):
-    return Row(notebook=HARDWARE, experiment=experiment, variant=variant, metric=metric, dtype=dtype, value=value, n=30,
-               ci_low=value, ci_high=value, limit_source="no limit: made up", params=params, check="c", check_error=0.0,
-               check_tolerance=1.0)  # fmt: skip
+    return Row(
+        notebook=HARDWARE,
+        experiment=experiment,
+        variant=variant,
+        metric=metric,
+        dtype=dtype,
+        value=value,
+        n=30,
+        ci_low=value,
+        ci_high=value,
+        limit_source="no limit: made up",
+        params=params,
+        check="c",
+        check_error=0.0,
+        check_tolerance=1.0,
+    )
 
 
 @pytest.fixture

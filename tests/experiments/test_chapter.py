@@ -96,15 +96,28 @@ def test_a_claim_about_times_is_unexpected_on_a_gpu_and_a_warning_on_a_cpu(chapt
 @pytest.mark.parametrize(
     ("low", "high", "said"),
     [
-        (0.99, 1.01, ""), (0.98, 1.02, ""),
-        (0.97, 1.01, "WARNING: undecided"), (0.99, 1.03, "WARNING: undecided"), (0.9, 1.1, "WARNING: undecided"),
-        (1.021, 1.03, "UNEXPECTED"), (0.9, 0.979, "UNEXPECTED"),
+        (0.99, 1.01, ""),
+        (0.98, 1.02, ""),
+        (0.97, 1.01, "WARNING: undecided"),
+        (0.99, 1.03, "WARNING: undecided"),
+        (0.9, 1.1, "WARNING: undecided"),
+        (1.021, 1.03, "UNEXPECTED"),
+        (0.9, 0.979, "UNEXPECTED"),
     ],
-)  # fmt: skip
+)
 def test_two_clocks_agree_with_the_whole_interval(chapter, capsys, low, high, said):
     chapter.environment = chapter.environment | {"gpus": [{"name": "a GPU"}]}
-    row = Row(notebook=NOTEBOOK, experiment="gemm", variant="v", metric="speedup", value=(low + high) / 2, n=30,
-              ci_low=low, ci_high=high, limit_source="no limit")  # fmt: skip
+    row = Row(
+        notebook=NOTEBOOK,
+        experiment="gemm",
+        variant="v",
+        metric="speedup",
+        value=(low + high) / 2,
+        n=30,
+        ci_low=low,
+        ci_high=high,
+        limit_source="no limit",
+    )
     capsys.readouterr()
     chapter.expect_within(row, 0.98, 1.02, "our clock over a plain loop's")
     out = capsys.readouterr().out
@@ -160,9 +173,12 @@ def test_a_row_that_is_malformed_is_an_error_and_nothing_is_stored(tmp_path, mon
 
 
 def test_a_row_that_fails_in_a_worker_comes_back_with_the_others(tmp_path):
-    rows = [Context(notebook="n", experiment="e", sizes={}, workspace=tmp_path).row(
-        "v", "count", 1.0, params={"number": number}, check="c", check_error=error, check_tolerance=0.1)
-        for number, error in enumerate((0.0, 0.5, math.nan))]  # fmt: skip
+    rows = [
+        Context(notebook="n", experiment="e", sizes={}, workspace=tmp_path).row(
+            "v", "count", 1.0, params={"number": number}, check="c", check_error=error, check_tolerance=0.1
+        )
+        for number, error in enumerate((0.0, 0.5, math.nan))
+    ]
     pd.DataFrame({"x": [1]}).to_parquet(tmp_path / "samples.parquet")
     answer = {"rows": rows_to_csv(rows), "source": ""}
     result = unpacked(answer, tmp_path / "samples.parquet", "e")
@@ -238,9 +254,7 @@ def test_replay_takes_rows_from_the_reference_and_measures_nothing(run_folder, t
     assert result.replayed_from == "machine" or result.replayed_from == run_folder.name
     assert result.rows == Run.open(run_folder).rows(NOTEBOOK, "leakage")
     assert Run.open(tmp_path / "replayed").rows() == result.rows
-    told = [
-        Run.open(folder).finished(NOTEBOOK, "leakage")["provenance"] for folder in (run_folder, chapter.results.folder)
-    ]
+    told = [Run.open(folder).finished(NOTEBOOK, "leakage")["provenance"] for folder in (run_folder, chapter.results.folder)]
     assert told[0] == told[1] and chapter.sizes("leakage") == told[0]["sizes"]
     assert chapter.results.environments() == {told[0]["environment"]: chapter.environment}
     with pytest.raises(HyperionError, match="holds no experiment gemm"):
@@ -290,8 +304,10 @@ def test_what_the_notebooks_check_failed_on_is_measured_anew_once(run_folder, tm
 def test_a_forecast_of_all_ranks_is_not_held_against_one_of_them(tmp_path, monkeypatch):
     def forecast(context):
         shared = {"variant": "v", "metric": "count", "basis": "b"}
-        return [Forecast(estimate=8.0, params={"what": "together"}, **shared),
-                Forecast(estimate=4.0, params={"what": "held"}, each_rank=True, **shared)]  # fmt: skip
+        return [
+            Forecast(estimate=8.0, params={"what": "together"}, **shared),
+            Forecast(estimate=4.0, params={"what": "held"}, each_rank=True, **shared),
+        ]
 
     def run(context, report):
         cells = [("together", None), ("together", 0), ("together", 1), ("held", 0), ("held", 1), ("held", None)]
@@ -303,18 +319,36 @@ def test_a_forecast_of_all_ranks_is_not_held_against_one_of_them(tmp_path, monke
     chapter.run("leakage")
     stored = {(row.params["what"], row.rank): row.predicted for row in Run.open(tmp_path / "run").rows()}
     assert stored == {
-        ("together", None): 8.0, ("together", 0): None, ("together", 1): None,
-        ("held", 0): 4.0, ("held", 1): 4.0, ("held", None): None,
-    }  # fmt: skip
+        ("together", None): 8.0,
+        ("together", 0): None,
+        ("together", 1): None,
+        ("held", 0): 4.0,
+        ("held", 1): 4.0,
+        ("held", None): None,
+    }
 
 
 def record_ceilings(run, tflops):
     for experiment, metric, value, params in (
-        ("gemm", "gemm_tflops", tflops, {}), ("bandwidth", "bandwidth_gb_s", 100.0, {"elements": 10}),
-    ):  # fmt: skip
-        row = Row(notebook=HARDWARE, experiment=experiment, variant="copy", dtype="fp32", metric=metric, value=value,
-                  n=30, ci_low=value, ci_high=value, limit_source="no limit: made up", params=params,
-                  check="c", check_error=0.0, check_tolerance=1.0)  # fmt: skip
+        ("gemm", "gemm_tflops", tflops, {}),
+        ("bandwidth", "bandwidth_gb_s", 100.0, {"elements": 10}),
+    ):
+        row = Row(
+            notebook=HARDWARE,
+            experiment=experiment,
+            variant="copy",
+            dtype="fp32",
+            metric=metric,
+            value=value,
+            n=30,
+            ci_low=value,
+            ci_high=value,
+            limit_source="no limit: made up",
+            params=params,
+            check="c",
+            check_error=0.0,
+            check_tolerance=1.0,
+        )
         run.record(HARDWARE, experiment, [row], pd.DataFrame({"x": [1]}), input_hash="h")
 
 

@@ -27,9 +27,7 @@ def torchrun(words: list[str], folder: Path, **environment) -> tuple[subprocess.
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *words]
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     started = time.monotonic()
-    done = subprocess.run(
-        command, cwd=folder, env=os.environ | hidden | environment, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run(command, cwd=folder, env=os.environ | hidden | environment, capture_output=True, text=True, timeout=120)
     return done, time.monotonic() - started
 
 
@@ -83,10 +81,13 @@ def made_up(name: str, latency_s: float, gb_per_s: float, sizes: list[int]) -> l
 
 def test_the_size_that_is_large_enough_is_told_for_every_sweep_of_three_sizes():
     sizes = [8, 1 << 12, 1 << 20, 1 << 28]
-    first, second = bucket_lines([
-        *made_up("all_reduce", 20e-6, 300, sizes), *made_up("all_gather", 20e-6, 300, sizes),
-        *made_up("reduce", 20e-6, 300, sizes[:2]),
-    ])  # fmt: skip
+    first, second = bucket_lines(
+        [
+            *made_up("all_reduce", 20e-6, 300, sizes),
+            *made_up("all_gather", 20e-6, 300, sizes),
+            *made_up("reduce", 20e-6, 300, sizes[:2]),
+        ]
+    )
     # 9 x 20 us x 300 GB/s cross a link: 54 MB, of which an all-reduce of four ranks moves 1.5 x S, an all-gather 0.75 x S.
     assert first.startswith("bf16 all_reduce: 90% of its bandwidth from 34.3 MiB on") and "bucket_cap_mb=35" in first
     assert second.startswith("bf16 all_gather: 90% of its bandwidth from 68.7 MiB on") and "36 M parameters" in second

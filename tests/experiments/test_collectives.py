@@ -13,27 +13,26 @@ from hyperion.measure.collectives import WrongValueError
 from hyperion.results import Row
 
 SIZES = {
-    "dtype": "fp32", "bytes": [8, 1000, 1 << 20], "other_dtypes": ["bf16", "int64"], "other_bytes": [8, 16],
-    "all_reduce_bytes": [1 << 22], "time_limit_s": 0.01, "overlap_bytes": [1 << 20],
-    "overlap_time_limit_s": 0.1, "hang_timeout_s": 60.0,
-}  # fmt: skip
+    "dtype": "fp32",
+    "bytes": [8, 1000, 1 << 20],
+    "other_dtypes": ["bf16", "int64"],
+    "other_bytes": [8, 16],
+    "all_reduce_bytes": [1 << 22],
+    "time_limit_s": 0.01,
+    "overlap_bytes": [1 << 20],
+    "overlap_time_limit_s": 0.1,
+    "hang_timeout_s": 60.0,
+}
 
 
 def context(tmp_path, upstream=(), **sizes) -> Context:
-    return Context(
-        notebook="toy", experiment="collectives", sizes=SIZES | sizes, workspace=tmp_path, upstream=list(upstream)
-    )
+    return Context(notebook="toy", experiment="collectives", sizes=SIZES | sizes, workspace=tmp_path, upstream=list(upstream))
 
 
 def test_cells_are_each_collective_in_each_size_that_ranks_can_share(tmp_path):
     found = [(c.name, dtype, size) for c, dtype, size in cells(context(tmp_path), 4)]
     assert len(found) == len(set(found))
-    assert [size for name, dtype, size in found if (name, dtype) == ("all_reduce", "fp32")] == [
-        16,
-        1008,
-        1 << 20,
-        1 << 22,
-    ]
+    assert [size for name, dtype, size in found if (name, dtype) == ("all_reduce", "fp32")] == [16, 1008, 1 << 20, 1 << 22]
     # Eight and sixteen bytes are one int64 for each of four ranks; in bf16 they differ.
     assert [size for name, dtype, size in found if (name, dtype) == ("all_to_all", "int64")] == [32]
     assert [size for name, dtype, size in found if (name, dtype) == ("all_to_all", "bf16")] == [8, 16]
@@ -73,9 +72,7 @@ def test_one_device_forecasts_nothing(tmp_path):
 
 def test_a_single_rank_with_wrong_values_is_seen(tmp_path, monkeypatch):
     broken = replace(ALL_COLLECTIVES["all_gather"], call=lambda output, given: None)
-    monkeypatch.setattr(
-        collectives, "ALL_COLLECTIVES", {"all_gather": broken, "all_reduce": ALL_COLLECTIVES["all_reduce"]}
-    )
+    monkeypatch.setattr(collectives, "ALL_COLLECTIVES", {"all_gather": broken, "all_reduce": ALL_COLLECTIVES["all_reduce"]})
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, "")
     with pytest.raises(WrongValueError, match="rank 0: .* of all_gather, fp32, .* on the only rank"):
@@ -86,8 +83,9 @@ def test_a_cpu_forecasts_from_the_measured_memory_and_not_without(tmp_path):
     rates = [f for f in EXPERIMENT.forecast(context(tmp_path)) if f.metric == "busbw_gb_s"]
     assert [f.variant for f in rates] == [*ALL_COLLECTIVES, "all_reduce"]
     assert all(f.estimate is None and "01_hardware_exploration" in f.basis for f in rates)
-    stream = Row(notebook="n", experiment="bandwidth", variant="copy", metric="bandwidth_gb_s", value=16.0,
-                 params={"elements": 10**8})  # fmt: skip
+    stream = Row(
+        notebook="n", experiment="bandwidth", variant="copy", metric="bandwidth_gb_s", value=16.0, params={"elements": 10**8}
+    )
     forecasts = EXPERIMENT.forecast(context(tmp_path, [stream]))
     # Two ranks share 16 GB/s, and a byte over loopback is read and written twice: 2 GB/s.
     largest = next(f for f in forecasts if (f.variant, f.metric) == ("broadcast", "busbw_gb_s"))

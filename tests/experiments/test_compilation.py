@@ -13,8 +13,14 @@ from hyperion.measure import relative_error
 from hyperion.measure.compilation import MODES, Compilation
 from hyperion.results import Row, RowError
 
-LANGUAGE = {"model": "lm_d128_h4_l2", "dtype": "fp32", "batch": 2, "sequence_length": 8, "vocabulary": 64,
-            "modes": ["eager", "default"]}  # fmt: skip
+LANGUAGE = {
+    "model": "lm_d128_h4_l2",
+    "dtype": "fp32",
+    "batch": 2,
+    "sequence_length": 8,
+    "vocabulary": 64,
+    "modes": ["eager", "default"],
+}
 IMAGES = {"model": "resnet18_w4", "dtype": "bf16", "batch": 2, "modes": ["eager", "default"]}
 SIZES = {"samples": 50, "back_to_back": 2, "time_limit_s": 0.01, "models": [LANGUAGE, IMAGES]}
 

@@ -47,9 +47,7 @@ def place(tmp_path_factory):
 
 def call(place, words: list[str]) -> subprocess.CompletedProcess:
     folder, environment = place
-    return subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
+    return subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +56,13 @@ def stopped(place):
     folder, environment = place
     words = ["--model", "language_fsdp", "--steps", str(STEPS), "--batch_size", "4", "--data_source", "synthetic"]
     command = subprocess.Popen(
-        [sys.executable, str(SCRIPT), *words, "--base_dir", "."], cwd=folder, env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        [sys.executable, str(SCRIPT), *words, "--base_dir", "."],
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     said = []
     for line in command.stdout:
         said.append(line)
@@ -109,7 +111,7 @@ def test_of_two_ranks_one_tells_why_nothing_begins(place):
     assert done.returncode != 0
     assert done.stderr.count("run_distributed: 2 ranks do not divide a batch of 5") == 1
     assert re.search(r"Root Cause.*?rank +: 0 .*?exitcode +: 2 ", done.stderr, re.DOTALL)
-    assert "File \"" not in done.stderr.partition("torch/distributed/elastic")[0]  # no traceback of ours
+    assert 'File "' not in done.stderr.partition("torch/distributed/elastic")[0]  # no traceback of ours
 
 
 def test_a_refusal_is_told_in_its_own_words(capsys, monkeypatch):
@@ -126,9 +128,13 @@ def test_one_training_that_fails_does_not_end_the_others(tmp_path, monkeypatch, 
     sizes = {"lines": {"train": 400, "valid": 20, "test": 20}, "images": {"train": 40, "test": 20}}
     run = Run.create(tmp_path / "run", {})
     context = Context(
-        notebook=TRAINING[0], experiment=TRAINING[1], data_source="synthetic", synthetic=sizes,
-        sizes={"trainings": [asdict(TOO_FEW), asdict(LANGUAGE), asdict(IMAGES)]}, workspace=run.folder / "checkpoints",
-    )  # fmt: skip
+        notebook=TRAINING[0],
+        experiment=TRAINING[1],
+        data_source="synthetic",
+        synthetic=sizes,
+        sizes={"trainings": [asdict(TOO_FEW), asdict(LANGUAGE), asdict(IMAGES)]},
+        workspace=run.folder / "checkpoints",
+    )
     with process_group(backend="gloo"):
         failures = train_all(context)
         images = set_up(context, IMAGES)

@@ -38,9 +38,7 @@ def test_each_fault_of_targets_is_named():
     assert solved(judge_targets(right))
     assert faults(judge_targets(with_prompt)) == {"the prompt is learned"}
     assert "the end of text is not learned" in faults(judge_targets(without_end))
-    assert {"the prompt is learned", "padding is learned", "targets are not one token ahead"} <= faults(
-        judge_targets(everything)
-    )
+    assert {"the prompt is learned", "padding is learned", "targets are not one token ahead"} <= faults(judge_targets(everything))
 
 
 def test_a_check_of_ids_must_look_at_both_ends():

@@ -38,9 +38,14 @@ def own_data_and_one_thread(folder):
 def perform(name: str, sizes: dict, folder, upstream=()):
     """Run an experiment here and store its rows, which validates every one of them."""
     context = Context(
-        notebook="toy", experiment=name, sizes=sizes, data_source="synthetic", synthetic=SYNTHETIC,
-        workspace=folder / "work" / name, upstream=list(upstream),
-    )  # fmt: skip
+        notebook="toy",
+        experiment=name,
+        sizes=sizes,
+        data_source="synthetic",
+        synthetic=SYNTHETIC,
+        workspace=folder / "work" / name,
+        upstream=list(upstream),
+    )
     result = experiment_named(name).run(context, lambda done, total, note: None)
     place = folder / f"run-{name}"
     run = Run.open(place) if (place / "run.json").exists() else Run.create(place, {})
@@ -51,8 +56,13 @@ def perform(name: str, sizes: dict, folder, upstream=()):
 
 @pytest.fixture(scope="module")
 def ceilings(folder):
-    gemm_sizes = {"dtypes": ["fp32", "tf32", "bf16"], "sizes": [64, 96], "time_limit_s": 0.02,
-                  "cross_check_dtype": "fp32", "cross_check_calls": 2}  # fmt: skip
+    gemm_sizes = {
+        "dtypes": ["fp32", "tf32", "bf16"],
+        "sizes": [64, 96],
+        "time_limit_s": 0.02,
+        "cross_check_dtype": "fp32",
+        "cross_check_calls": 2,
+    }
     gemm, _ = perform("gemm", gemm_sizes, folder)
     bandwidth, _ = perform("bandwidth", {"dtype": "fp32", "millions": [0.01, 0.02], "time_limit_s": 0.02}, folder)
     return gemm, bandwidth
@@ -60,9 +70,7 @@ def ceilings(folder):
 
 def test_gemm_leaves_a_row_for_each_cell_and_a_reason_where_there_is_none(ceilings):
     rows = [row for row in ceilings[0].rows if row.variant == "torch.mm"]
-    assert {(row.dtype, row.params["m"]) for row in rows} == {
-        (d, m) for d in ("fp32", "tf32", "bf16") for m in (64, 96)
-    }
+    assert {(row.dtype, row.params["m"]) for row in rows} == {(d, m) for d in ("fp32", "tf32", "bf16") for m in (64, 96)}
     assert all("unsupported" in row.value_reason for row in rows if row.dtype == "tf32")
     measured = [row for row in rows if row.value is not None]
     assert {row.params["cache"] for row in measured} == {"cold", "hot"}
@@ -120,9 +128,7 @@ def test_image_pipeline_counts_and_shows_every_class(folder):
     result, _ = perform("image_pipeline", {"batch_size": 32, "calls": 1, "time_limit_s": 0.01}, folder)
     (rate,) = [row for row in result.rows if row.metric == "loader_samples_per_s"]
     assert rate.check_error == 0 and rate.n >= 30 and rate.value > 0
-    per_class = [
-        r.value for r in result.rows if r.params.get("what") == "images of a class" and r.params["split"] == "train"
-    ]
+    per_class = [r.value for r in result.rows if r.params.get("what") == "images of a class" and r.params["split"] == "train"]
     assert len(per_class) == 10 and sum(per_class) == 600
     assert len(result.samples) == 40 and len(result.samples["pixels"][0]) == 3 * 32 * 32
 
@@ -141,16 +147,18 @@ def test_pipelines_say_what_is_official_and_what_splits_share(text, folder):
 @pytest.mark.mirror
 def test_rows_of_the_real_text_say_which_files_are_official(mirror, folder, monkeypatch):
     monkeypatch.setenv("HYPERION_DATA_MIRROR", str(mirror))
-    context = Context(notebook="toy", experiment="text_pipeline", sizes={}, data_source="mirror", synthetic=SYNTHETIC,
-                      workspace=folder)  # fmt: skip
+    context = Context(
+        notebook="toy", experiment="text_pipeline", sizes={}, data_source="mirror", synthetic=SYNTHETIC, workspace=folder
+    )
     corpus, _, prepared = datasets.text(context)
     official, *overlaps = datasets.proof_rows(context, corpus, prepared)
     for row in (official, *overlaps):
         row.validate()
     assert official.params["files"] == 3 and official.params["official"] == (official.value == 1)
     assert [(row.params["split"], row.value, row.params["records"]) for row in overlaps] == [
-        ("valid", 0.0, 1746), ("test", 0.0, 1995),
-    ]  # fmt: skip
+        ("valid", 0.0, 1746),
+        ("test", 0.0, 1995),
+    ]
 
 
 def test_tokenizers_write_the_same_tokens_and_are_compared_in_turn(folder):
@@ -166,8 +174,15 @@ def test_tokenizers_write_the_same_tokens_and_are_compared_in_turn(folder):
 
 
 def test_loaders_deliver_the_same_batches_and_a_step_tells_its_wait(text, folder):
-    sizes = {"sequence_length": 16, "batch_size": 8, "workers": [1, 2], "model": "lm_d128_h4_l2", "steps": 5, "calls": 2,
-             "time_limit_s": 0.01}  # fmt: skip
+    sizes = {
+        "sequence_length": 16,
+        "batch_size": 8,
+        "workers": [1, 2],
+        "model": "lm_d128_h4_l2",
+        "steps": 5,
+        "calls": 2,
+        "time_limit_s": 0.01,
+    }
     result, context = perform("loader_speed", sizes, folder, text.rows)
     rates = [row for row in result.rows if row.metric == "loader_samples_per_s"]
     assert len(rates) == 5 and all(row.check_error == 0 for row in rates)
@@ -187,17 +202,27 @@ def test_counting_models_cannot_pass_the_floor_and_the_bigram_sees_nothing_in_it
         assert row.value > row.limit
     # The words and the newline are one token each, so both perplexities have the same denominator.
     by_key = {(row.variant, row.params["split"], row.metric): row.value for row in result.rows}
-    assert by_key["unigram", "valid", "perplexity_token"] == pytest.approx(
-        by_key["unigram", "valid", "perplexity_word"]
-    )
+    assert by_key["unigram", "valid", "perplexity_token"] == pytest.approx(by_key["unigram", "valid", "perplexity_word"])
 
 
 def test_language_model_scores_once_a_seed_above_the_floor_and_resumes_to_the_same(text, folder):
     sizes = {
-        "model": "lm_d128_h4_l2", "sequence_length": 32, "batch_size": 4, "steps": 6, "learning_rate": 3e-3,
-        "warmup_steps": 2, "weight_decay": 0.1, "precision": "auto", "evaluate_every": 1, "checkpoint_every": 2,
-        "evaluation_batch_size": 8, "stride": 16, "steady_time_limit_s": 0.05, "dropout": 0.2, "seeds": 2,
-    }  # fmt: skip
+        "model": "lm_d128_h4_l2",
+        "sequence_length": 32,
+        "batch_size": 4,
+        "steps": 6,
+        "learning_rate": 3e-3,
+        "warmup_steps": 2,
+        "weight_decay": 0.1,
+        "precision": "auto",
+        "evaluate_every": 1,
+        "checkpoint_every": 2,
+        "evaluation_batch_size": 8,
+        "stride": 16,
+        "steady_time_limit_s": 0.05,
+        "dropout": 0.2,
+        "seeds": 2,
+    }
     result, context = perform("language_model", sizes, folder, text.rows)
     excess = [row for row in result.rows if row.metric == "excess_loss_nats"]
     assert len(excess) == 2 and all(row.value > 0 for row in excess)
@@ -210,9 +235,7 @@ def test_language_model_scores_once_a_seed_above_the_floor_and_resumes_to_the_sa
     line = 15 * (1 + 4) + 2  # a space and four letters a word, a space, the newline
     assert byte.params["units"] == 60 * line and scored.params["dropout"] == 0.2
     for split in ("valid", "test"):
-        each = [
-            r for r in result.rows if r.metric == "perplexity_word" and r.params.get("split") == f"{split}, every seed"
-        ]
+        each = [r for r in result.rows if r.metric == "perplexity_word" and r.params.get("split") == f"{split}, every seed"]
         assert [r.params["seed"] for r in each] == [0, 1] and each[0].value != each[1].value
         of_all = f"{split}, mean of seeds"
         mean, deviation = (pick(result.rows, f"perplexity_word{sd}", split=of_all) for sd in ("", "_sd"))
@@ -269,10 +292,24 @@ def test_a_compiled_classifier_is_evaluated_uncompiled_and_computes_the_same():
 
 def test_image_classifier_tests_once_a_seed_and_knows_the_best_possible(folder):
     sizes = {
-        "width": 4, "batch_size": 50, "epochs": 2, "held_out_images": 100, "learning_rate": 0.1, "warmup_share": 0.2,
-        "weight_decay": 5e-4, "label_smoothing": 0.1, "border": "reflect", "hole": 8, "precision": "auto", "target": 0.05,
-        "compiled": False, "evaluate_every": 1, "checkpoint_every": 5, "steady_time_limit_s": 0.05, "seeds": 2,
-    }  # fmt: skip
+        "width": 4,
+        "batch_size": 50,
+        "epochs": 2,
+        "held_out_images": 100,
+        "learning_rate": 0.1,
+        "warmup_share": 0.2,
+        "weight_decay": 5e-4,
+        "label_smoothing": 0.1,
+        "border": "reflect",
+        "hole": 8,
+        "precision": "auto",
+        "target": 0.05,
+        "compiled": False,
+        "evaluate_every": 1,
+        "checkpoint_every": 5,
+        "steady_time_limit_s": 0.05,
+        "seeds": 2,
+    }
     result, _ = perform("image_classifier", sizes, folder)
     accuracies = [row for row in result.rows if row.metric == "accuracy"]
     splits = ["held-out train", "held-out train", "test", "test, every seed", "test, every seed", "test, mean of seeds"]
@@ -296,9 +333,7 @@ def test_image_classifier_tests_once_a_seed_and_knows_the_best_possible(folder):
 
 def test_the_leakage_check_refuses_a_model_that_sees_the_future(folder, monkeypatch):
     attention = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(
-        torch.nn.functional, "scaled_dot_product_attention", lambda q, k, v, is_causal: attention(q, k, v)
-    )
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda q, k, v, is_causal: attention(q, k, v))
     sizes = load_profile("smoke").sizes("02_core_framework", "leakage")
     with pytest.raises(RowError, match="failed its check 'standard errors below ln V"):
         perform("leakage", sizes, folder)

@@ -18,18 +18,38 @@ TIMED = {"notebook": "hw", "n": 30, "limit_source": "no limit: toy", "check": "t
 
 
 def product(experiment, variant, tflops, dtype="bf16", clock=1500.0, **params):
-    return Row(experiment=experiment, variant=variant, metric="gemm_tflops", dtype=dtype, value=tflops, ci_low=tflops,
-               ci_high=tflops, clock_mhz=clock, params=SHAPE | params, **TIMED)  # fmt: skip
+    return Row(
+        experiment=experiment,
+        variant=variant,
+        metric="gemm_tflops",
+        dtype=dtype,
+        value=tflops,
+        ci_low=tflops,
+        ci_high=tflops,
+        clock_mhz=clock,
+        params=SHAPE | params,
+        **TIMED,
+    )
 
 
 def stream(gb_s):
-    return Row(experiment="bandwidth", variant="copy", metric="bandwidth_gb_s", dtype="fp32", value=gb_s, ci_low=gb_s,
-               ci_high=gb_s, params={"elements": 10**8, "cache": "cold"}, **TIMED)  # fmt: skip
+    return Row(
+        experiment="bandwidth",
+        variant="copy",
+        metric="bandwidth_gb_s",
+        dtype="fp32",
+        value=gb_s,
+        ci_low=gb_s,
+        ci_high=gb_s,
+        params={"elements": 10**8, "cache": "cold"},
+        **TIMED,
+    )
 
 
 def launch(seconds):
-    return Row(experiment="launch_cost", variant="eager", metric="launch_time_s", value=seconds, ci_low=seconds,
-               ci_high=seconds, **TIMED)  # fmt: skip
+    return Row(
+        experiment="launch_cost", variant="eager", metric="launch_time_s", value=seconds, ci_low=seconds, ci_high=seconds, **TIMED
+    )
 
 
 def on(machine, monkeypatch):
@@ -39,8 +59,13 @@ def on(machine, monkeypatch):
 
 def test_factors_multiply_to_measured_over_peak_in_every_format_and_product(tmp_path, monkeypatch):
     on("H200", monkeypatch)
-    rows = [product("gemm", "torch.mm", 700.0), product("best_products", "fastest found", 780.0),
-            product("gemm", "torch.mm", 50.0, "fp32"), stream(4300.0), launch(5e-6)]  # fmt: skip
+    rows = [
+        product("gemm", "torch.mm", 700.0),
+        product("best_products", "fastest found", 780.0),
+        product("gemm", "torch.mm", 50.0, "fp32"),
+        stream(4300.0),
+        launch(5e-6),
+    ]
     found = perform(toy_context("gemm_gap", {}, tmp_path, rows), tmp_path).rows
     for dtype, of, tflops in (("bf16", "gemm", 700.0), ("bf16", "best_products", 780.0), ("fp32", "gemm", 50.0)):
         mine = [row for row in found if row.dtype == dtype and row.params["of"] == of]
@@ -71,8 +96,16 @@ def test_on_a_cpu_the_launch_is_in_the_time(tmp_path):
 
 def test_without_peak_or_product_a_row_says_why(tmp_path, monkeypatch):
     on("RX 9070 XT", monkeypatch)
-    absent = Row(notebook="hw", experiment="gemm", variant="torch.mm", metric="gemm_tflops", dtype="fp8", value=None,
-                 value_reason="unsupported: toy", params=SHAPE)  # fmt: skip
+    absent = Row(
+        notebook="hw",
+        experiment="gemm",
+        variant="torch.mm",
+        metric="gemm_tflops",
+        dtype="fp8",
+        value=None,
+        value_reason="unsupported: toy",
+        params=SHAPE,
+    )
     unknown = product("gemm", "torch.mm", 700.0, "int8")
     found = perform(toy_context("gemm_gap", {}, tmp_path, [absent, unknown, stream(500.0)]), tmp_path).rows
     assert found[0].value is None and found[0].value_reason == "unsupported: toy" and found[0].variant == WHOLE

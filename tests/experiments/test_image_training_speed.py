@@ -12,9 +12,17 @@ from hyperion.training import Precision
 from tests.experiments.toy import perform, toy_context
 
 SIZES = {
-    "width": 4, "batches": [8], "train_images": 64, "learning_rate": 0.05, "precision": "fp32", "compiled": False,
-    "plain_compiled": False, "parity_steps": 4, "steps_in_a_row": 1, "time_limit_s": 0.05,
-}  # fmt: skip
+    "width": 4,
+    "batches": [8],
+    "train_images": 64,
+    "learning_rate": 0.05,
+    "precision": "fp32",
+    "compiled": False,
+    "plain_compiled": False,
+    "parity_steps": 4,
+    "steps_in_a_row": 1,
+    "time_limit_s": 0.05,
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,9 +87,16 @@ def test_the_plain_loop_shows_every_image_once_an_epoch_shifted_and_mirrored():
     images[:, :, 16, 10] = torch.arange(1, 41, dtype=torch.uint8)[:, None]  # one bright pixel tells image and place
     model, _ = plain_model(4)
     loop = PlainLoop(
-        model, images.numpy(), torch.arange(40).numpy() % 10, ("crop", "flip"), 10, 0.1, Precision("fp32", "test"),
-        detect_cpu(), compiled=False,
-    )  # fmt: skip
+        model,
+        images.numpy(),
+        torch.arange(40).numpy() % 10,
+        ("crop", "flip"),
+        10,
+        0.1,
+        Precision("fp32", "test"),
+        detect_cpu(),
+        compiled=False,
+    )
     shown, places = [], set()
     for _ in range(4):
         batch, labels = loop.next_batch()

@@ -48,9 +48,10 @@ def test_the_unigram_rows_are_the_likelihood_over_tokens_words_and_bytes(prepare
     _, tokenizer, streams = prepared
     monkeypatch.setattr(datasets, "text", lambda context: prepared)
     rows = {
-        r.metric: r for r in experiment_named("ngram_baselines").run(context, lambda *_: None).rows
+        r.metric: r
+        for r in experiment_named("ngram_baselines").run(context, lambda *_: None).rows
         if r.variant == "unigram" and r.params["split"] == split
-    }  # fmt: skip
+    }
     train, scored = streams.tokens["train"].tolist(), streams.tokens[split].tolist()
     assert tokenizer.decode(scored) == "".join(TEXT[split])
     seen = Counter(train)

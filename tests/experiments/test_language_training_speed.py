@@ -17,24 +17,41 @@ from tests.experiments.toy import perform, toy_context
 
 NAME = "language_training_speed"
 SIZES = {
-    "model": "lm_d64_h4_l2", "sequence_length": 16, "batch_size": 4, "learning_rate": 1e-3, "warmup_steps": 2,
-    "precision": "fp32", "compiled": False, "steps": 16, "steps_in_a_row": 2, "tolerance": 0.01, "time_limit_s": 0.05,
-}  # fmt: skip
+    "model": "lm_d64_h4_l2",
+    "sequence_length": 16,
+    "batch_size": 4,
+    "learning_rate": 1e-3,
+    "warmup_steps": 2,
+    "precision": "fp32",
+    "compiled": False,
+    "steps": 16,
+    "steps_in_a_row": 2,
+    "tolerance": 0.01,
+    "time_limit_s": 0.05,
+}
 SMALL = TransformerConfig(vocab_size=70, context=8, width=16, heads=2, layers=2)
 
 
 def ceiling(experiment, metric, dtype, value, **params):
     return Row(
-        notebook="hw", experiment=experiment, variant="toy", metric=metric, dtype=dtype, value=value, n=30, ci_low=value,
-        ci_high=value, params={"cache": "cold"} | params, limit_source="no limit: toy", check="toy", check_error=0.0,
+        notebook="hw",
+        experiment=experiment,
+        variant="toy",
+        metric=metric,
+        dtype=dtype,
+        value=value,
+        n=30,
+        ci_low=value,
+        ci_high=value,
+        params={"cache": "cold"} | params,
+        limit_source="no limit: toy",
+        check="toy",
+        check_error=0.0,
         check_tolerance=1.0,
-    )  # fmt: skip
+    )
 
 
-CEILINGS = [
-    ceiling("gemm", "gemm_tflops", "fp32", 10.0),
-    ceiling("bandwidth", "bandwidth_gb_s", "fp32", 100.0, elements=10),
-]
+CEILINGS = [ceiling("gemm", "gemm_tflops", "fp32", 10.0), ceiling("bandwidth", "bandwidth_gb_s", "fp32", 100.0, elements=10)]
 COUNTED = Row(
     notebook="hw", experiment="text_pipeline", variant="toy", metric="count", value=300.0, params={"what": "vocabulary"}
 )

@@ -31,12 +31,9 @@ def scripted(context, monkeypatch):
 
     cost = measure_launch(context.device, time_limit_s=0.01)
     points = measure_cache_sweep("copy", context.device, sizes=[4096, 409600], time_limit_s=0.01)
-    cost = replace(
-        cost, eager=taking(cost.eager, 2e-6), graph=taking(cost.eager, 1e-6), graph_kernels=1000, asynchronous=True
-    )
+    cost = replace(cost, eager=taking(cost.eager, 2e-6), graph=taking(cost.eager, 1e-6), graph_kernels=1000, asynchronous=True)
     points = [
-        replace(point, captured=True, timing=taking(point.timing, t))
-        for point, t in zip(points, (1e-6, 1e-4), strict=True)
+        replace(point, captured=True, timing=taking(point.timing, t)) for point, t in zip(points, (1e-6, 1e-4), strict=True)
     ]
     monkeypatch.setattr(launch_cost, "measure_launch", lambda *args, **options: cost)
     monkeypatch.setattr(launch_cost, "measure_cache_sweep", lambda *args, **options: points)

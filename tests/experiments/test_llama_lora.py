@@ -24,9 +24,17 @@ from hyperion.training import Precision
 
 FP32 = Precision("fp32", "test")
 SIZES = {
-    "model": "random_llama_d64_l2", "real_weights": False, "sequence_length": 48, "batch_size": 4, "held_out_rows": 40,
-    "evaluation_batch_size": 20, "steps": 30, "learning_rate": 1e-2, "precision": "fp32", "steady_time_limit_s": 0.1,
-}  # fmt: skip
+    "model": "random_llama_d64_l2",
+    "real_weights": False,
+    "sequence_length": 48,
+    "batch_size": 4,
+    "held_out_rows": 40,
+    "evaluation_batch_size": 20,
+    "steps": 30,
+    "learning_rate": 1e-2,
+    "precision": "fp32",
+    "steady_time_limit_s": 0.1,
+}
 
 
 @pytest.fixture
@@ -62,8 +70,12 @@ def test_training_lowers_the_held_out_loss_and_every_row_holds(context):
         for tokens in ("prompt and completion", "completion")
     )
     assert learned.value / read.value == pytest.approx(learned.params["batch"] / read.params["batch"])
-    memory = [row for part in (result, full_memory(context, lambda *told: None)) for row in part.rows
-              if row.metric == "tensor_memory_gib"]  # fmt: skip
+    memory = [
+        row
+        for part in (result, full_memory(context, lambda *told: None))
+        for row in part.rows
+        if row.metric == "tensor_memory_gib"
+    ]
     assert [row.variant for row in memory] == [LORA, FULL] and memory[0].value < memory[1].value
     assert all(row.limit < row.value for row in memory)
     # An epoch's memory has the evaluation in it: the forecast is of the step, whose rows name the model.

@@ -17,10 +17,19 @@ from hyperion.training import Precision
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these two ranks compute on the CPU")
 
 SIZES = {
-    "model": "random_llama_d64_l2", "parity_model": "random_llama_d64_l2", "real_weights": False, "sequence_length": 48,
-    "batch_size": 4, "held_out_rows": 8, "steps": 20, "learning_rate": 1e-2, "precision": "fp32",
-    "steady_time_limit_s": 0.1, "ranks": 2, "timeout_s": 300,
-}  # fmt: skip
+    "model": "random_llama_d64_l2",
+    "parity_model": "random_llama_d64_l2",
+    "real_weights": False,
+    "sequence_length": 48,
+    "batch_size": 4,
+    "held_out_rows": 8,
+    "steps": 20,
+    "learning_rate": 1e-2,
+    "precision": "fp32",
+    "steady_time_limit_s": 0.1,
+    "ranks": 2,
+    "timeout_s": 300,
+}
 
 
 def context_in(folder) -> Context:
@@ -38,9 +47,7 @@ def done(tmp_path_factory):
 
 
 def value(result, metric, what, rank=None):
-    return next(
-        row.value for row in result.rows if (row.metric, row.params.get("what"), row.rank) == (metric, what, rank)
-    )
+    return next(row.value for row in result.rows if (row.metric, row.params.get("what"), row.rank) == (metric, what, rank))
 
 
 def test_two_ranks_train_as_one_device_does_layer_by_layer(done):
@@ -63,8 +70,11 @@ def test_one_process_loads_the_adapters_of_the_ranks_and_no_other_base_may(done)
     assert value(result, "relative_difference", "logits, adapter loaded by one process") < 1e-5
     path = checkpoint_path(context.workspace / "adapters", 20)
     assert sorted(file.name for file in path.iterdir()) == [
-        "adapter_config.json", "adapter_model.safetensors", "base.json", "manifest.json",
-    ]  # fmt: skip
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "base.json",
+        "manifest.json",
+    ]
     found = material(context)
     model = with_lora(base_model(context, found, torch.float32), 0)
     load_adapter(model, path, frozen_sha256(model))

@@ -9,14 +9,7 @@ from hyperion.experiments import memory_estimate, memory_trace
 from hyperion.measure.memory_timeline import Birth, MemoryHistory
 from tests.experiments.toy import perform, toy_context
 
-CELL = {
-    "kind": "language",
-    "model": "lm_d64_h4_l2",
-    "vocabulary": 64,
-    "sequence_length": 32,
-    "batch_size": 4,
-    "dtype": "fp32",
-}
+CELL = {"kind": "language", "model": "lm_d64_h4_l2", "vocabulary": 64, "sequence_length": 32, "batch_size": 4, "dtype": "fp32"}
 QUESTION = {key: value for key, value in CELL.items() if key != "batch_size"} | {"memory_gib": 0.008, "margin": 0.05}
 
 
@@ -28,8 +21,7 @@ def test_every_peak_and_part_is_foretold_and_the_batch_fits(tmp_path):
     context = toy_context("memory_estimate", {"cells": cells, "question": QUESTION}, tmp_path)
     rows = perform(context, tmp_path).rows
     foretold = {
-        (line.metric, *sorted(line.params.items())): line.estimate
-        for line in memory_estimate.EXPERIMENT.forecast(context)
+        (line.metric, *sorted(line.params.items())): line.estimate for line in memory_estimate.EXPERIMENT.forecast(context)
     }
     assert len(rows) == len(foretold) == 2 * 5 + 2
     for row in rows:
@@ -60,8 +52,6 @@ def test_a_step_from_inside_leaves_its_files_and_its_curve(tmp_path):
 
 
 def test_a_curve_of_few_points_keeps_the_fullest_moment():
-    lives = tuple(
-        Birth(size=size, kind="temporary", born=event, died=event + 1) for event, size in enumerate([1, 2, 9, 1, 1, 1])
-    )
+    lives = tuple(Birth(size=size, kind="temporary", born=event, died=event + 1) for event, size in enumerate([1, 2, 9, 1, 1, 1]))
     curve = memory_trace.curve(MemoryHistory(lives, 7, (3, 6, 7)), points=2)
     assert list(curve["event"]) == [2, 4] and curve["gib"].max() == 9 / 2**30

@@ -77,9 +77,7 @@ def test_a_cache_of_unknown_size_leaves_no_limit(context, monkeypatch):
     device = replace(detect(facts("H200")), last_level_cache_bytes=None)
     monkeypatch.setattr(Context, "device", property(lambda self: device))
     forecasts = experiment_named("memory_levels").forecast(replace(context, sizes=GPU_SIZES))
-    assert {(forecast.estimate, forecast.basis) for forecast in forecasts} == {
-        (None, memory_levels._limit(device, 2**30)[1])
-    }
+    assert {(forecast.estimate, forecast.basis) for forecast in forecasts} == {(None, memory_levels._limit(device, 2**30)[1])}
     assert "unknown size" in forecasts[0].basis
 
 

@@ -10,10 +10,12 @@ from tests.experiments.toy import perform, toy_context
 
 RATE = {"learning_rate": 1e-3, "warmup_steps": 1}
 SIZES = {
-    "dtypes": ["fp32", "bf16"], "parts_tolerance": 0.01, "allocator_tolerance": 0.02,
+    "dtypes": ["fp32", "bf16"],
+    "parts_tolerance": 0.01,
+    "allocator_tolerance": 0.02,
     "language": {"model": "lm_d64_h4_l2", "sequence_length": 32, "batch_size": 4} | RATE,
     "image": {"width": 8, "batch_size": 16} | RATE,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -20,19 +20,43 @@ SHAPE = {"m": 256, "n": 256, "k": 256, "cache": "cold"}
 
 def upstream(experiment, variant, tflops, dtype="fp32", **params):
     return Row(
-        notebook="hw", experiment=experiment, variant=variant, metric="gemm_tflops", dtype=dtype, value=tflops, n=30,
-        ci_low=0.9 * tflops, ci_high=1.1 * tflops, params=SHAPE | params, limit_source="no limit: toy", check="toy",
-        check_error=0.0, check_tolerance=1.0,
-    )  # fmt: skip
+        notebook="hw",
+        experiment=experiment,
+        variant=variant,
+        metric="gemm_tflops",
+        dtype=dtype,
+        value=tflops,
+        n=30,
+        ci_low=0.9 * tflops,
+        ci_high=1.1 * tflops,
+        params=SHAPE | params,
+        limit_source="no limit: toy",
+        check="toy",
+        check_error=0.0,
+        check_tolerance=1.0,
+    )
 
 
 def streams():
     return [
-        Row(notebook="hw", experiment="bandwidth", variant="copy", metric="bandwidth_gb_s", dtype="fp32", value=10.0, n=30,
-            ci_low=9.0, ci_high=11.0, params={"elements": elements, "cache": "cold"}, limit_source="no limit: toy",
-            check="toy", check_error=0.0, check_tolerance=1.0)
+        Row(
+            notebook="hw",
+            experiment="bandwidth",
+            variant="copy",
+            metric="bandwidth_gb_s",
+            dtype="fp32",
+            value=10.0,
+            n=30,
+            ci_low=9.0,
+            ci_high=11.0,
+            params={"elements": elements, "cache": "cold"},
+            limit_source="no limit: toy",
+            check="toy",
+            check_error=0.0,
+            check_tolerance=1.0,
+        )
         for elements in (10**6, 10**7)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,21 @@ from tests.experiments.toy import by_params, perform, toy_context
 
 
 def host(variant, seconds, metric="operator_time_s", **params):
-    return Row(notebook="toy", experiment="operator_cost", variant=variant, metric=metric, value=seconds, n=30,
-               ci_low=seconds, ci_high=seconds, params=params, limit_source="no limit: toy", check="toy", check_error=0.0,
-               check_tolerance=1.0)  # fmt: skip
+    return Row(
+        notebook="toy",
+        experiment="operator_cost",
+        variant=variant,
+        metric=metric,
+        value=seconds,
+        n=30,
+        ci_low=seconds,
+        ci_high=seconds,
+        params=params,
+        limit_source="no limit: toy",
+        check="toy",
+        check_error=0.0,
+        check_tolerance=1.0,
+    )
 
 
 @pytest.fixture
@@ -44,8 +56,9 @@ def test_the_measured_cost_comes_before_launches_and_an_absent_one_does_not_coun
     assert step_ceilings(context, "fp32")[0].convolution_time_s is None
     context.upstream.append(host(CONVOLUTION, 70e-6))
     assert step_ceilings(context, "fp32")[0].convolution_time_s == 70e-6
-    context.upstream.append(Row(notebook="toy", experiment="operator_cost", variant=BLOCK, metric="block_time_s", value=None,
-                                value_reason="left out"))  # fmt: skip
+    context.upstream.append(
+        Row(notebook="toy", experiment="operator_cost", variant=BLOCK, metric="block_time_s", value=None, value_reason="left out")
+    )
     assert compiled_host(context, 2)[0].blocks == 0
 
 

@@ -16,9 +16,15 @@ from tests.experiments.toy import perform, toy_context
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these two ranks compute on the CPU")
 
 SIZES = {
-    "strategies": ["ddp", "fsdp"], "model": "lm_d64_h4_l2", "sequence_length": 16, "batch_size": 4, "steps": 3,
-    "learning_rate": 1e-3, "cpu_ranks": 2, "timeout_s": 300,
-}  # fmt: skip
+    "strategies": ["ddp", "fsdp"],
+    "model": "lm_d64_h4_l2",
+    "sequence_length": 16,
+    "batch_size": 4,
+    "steps": 3,
+    "learning_rate": 1e-3,
+    "cpu_ranks": 2,
+    "timeout_s": 300,
+}
 DIFFER = "parameters that differ between ranks"
 
 
@@ -48,7 +54,7 @@ def test_a_replica_that_drifted_by_one_bit_is_counted_and_its_row_refused():
     answers = run_ranks(Job("tests.experiments.test_parallel_parity:drifting", ranks=2, timeout_s=300), on_line=lambda line: None)
     for (clean, nothing), (drifted, refusal) in answers:
         assert (clean, nothing, drifted) == (0, "", 1)
-        assert "failed its check \"bits of rank 0's parameters, on all ranks\"" in refusal
+        assert 'failed its check "bits of rank 0\'s parameters, on all ranks"' in refusal
 
 
 def test_the_losses_are_one_devices_and_the_replicas_equal(tmp_path):

@@ -8,9 +8,17 @@ from hyperion.training import LanguageEngine
 from tests.experiments.toy import perform, toy_context
 
 SIZES = {
-    "tokens": 4000, "sequence_length": 8, "batch_size": 6, "micro_batches": 4, "width": 16, "heads": 2, "layers": 1,
-    "steps": 4, "learning_rate": 3e-3, "compiler": "eager",
-}  # fmt: skip
+    "tokens": 4000,
+    "sequence_length": 8,
+    "batch_size": 6,
+    "micro_batches": 4,
+    "width": 16,
+    "heads": 2,
+    "layers": 1,
+    "steps": 4,
+    "learning_rate": 3e-3,
+    "compiler": "eager",
+}
 
 
 def climbed(folder):

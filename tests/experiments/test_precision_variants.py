@@ -9,10 +9,13 @@ from tests.experiments.toy import by_params, perform, toy_context
 
 RATE = {"learning_rate": 1e-3, "warmup_steps": 2}
 SIZES = {
-    "dtypes": ["fp32", "tf32", "bf16"], "batches": 2, "steps": 4, "time_limit_s": 0.05,
+    "dtypes": ["fp32", "tf32", "bf16"],
+    "batches": 2,
+    "steps": 4,
+    "time_limit_s": 0.05,
     "language": {"model": "lm_d64_h4_l2", "sequence_length": 32, "batch_size": 2} | RATE,
     "image": {"width": 8, "batch_size": 8} | RATE,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

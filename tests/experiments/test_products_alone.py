@@ -91,8 +91,9 @@ def test_a_share_is_as_uncertain_as_the_step_and_each_product():
         (steady_products, steady_step): ProductsAlone(
             listed, [timing(exact if steady_products else noisy), timing([4.0] * 400)]
         ).share(timing(np.array(exact if steady_step else noisy) * 10))
-        for steady_products in (True, False) for steady_step in (True, False)
-    }  # fmt: skip
+        for steady_products in (True, False)
+        for steady_step in (True, False)
+    }
     assert (shares[True, True].ci_low, shares[True, True].ci_high) == (pytest.approx(0.6), pytest.approx(0.6))
     width = {how: share.ci_high - share.ci_low for how, share in shares.items()}
     assert 0 < width[False, True] < width[True, False] < width[False, False]
@@ -109,6 +110,9 @@ def test_a_product_that_drifts_widens_the_share_as_its_own_interval():
 
 def test_operands_lie_in_memory_as_in_the_step():
     convolution = image_products(4, 2)[0]
-    strides = [cell.cell_contents.stride() for cell in convolution.make(torch.float32, torch.device("cpu")).__closure__
-               if isinstance(cell.cell_contents, torch.Tensor) and cell.cell_contents.dim() == 4]  # fmt: skip
+    strides = [
+        cell.cell_contents.stride()
+        for cell in convolution.make(torch.float32, torch.device("cpu")).__closure__
+        if isinstance(cell.cell_contents, torch.Tensor) and cell.cell_contents.dim() == 4
+    ]
     assert strides and all(stride[1] == 1 for stride in strides), "channels last"

@@ -10,9 +10,16 @@ from hyperion.experiments.rank_failure import EXPERIMENT, _ranks_left
 from tests.experiments.toy import perform, toy_context
 
 SIZES = {
-    "model": "lm_d64_h4_l2", "sequence_length": 16, "batch_size": 4, "steps": 6, "checkpoint_every": 2, "kill_after": 3,
-    "learning_rate": 1e-3, "cpu_ranks": 2, "timeout_s": 300,
-}  # fmt: skip
+    "model": "lm_d64_h4_l2",
+    "sequence_length": 16,
+    "batch_size": 4,
+    "steps": 6,
+    "checkpoint_every": 2,
+    "kill_after": 3,
+    "learning_rate": 1e-3,
+    "cpu_ranks": 2,
+    "timeout_s": 300,
+}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these two ranks compute on the CPU; on GPUs the chapter shows it")

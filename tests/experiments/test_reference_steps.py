@@ -11,14 +11,7 @@ from hyperion.errors import HyperionError
 from hyperion.experiments import Context
 from hyperion.experiments import model_steps as experiment
 from hyperion.experiments.model_steps import parity_rows
-from hyperion.experiments.reference_steps import (
-    TrainingStep,
-    forecast_step,
-    least_memory_gib,
-    step_rows,
-    timed,
-    update_of,
-)
+from hyperion.experiments.reference_steps import TrainingStep, forecast_step, least_memory_gib, step_rows, timed, update_of
 from hyperion.experiments.step_variants import StepVariant, cells_of
 from hyperion.hardware import detect, detect_cpu
 from hyperion.models import reference_model
@@ -32,8 +25,13 @@ NAME = "encoder_d128_h2_l2"
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-SIZES = {"models": [NAME], "variants": [{"dtype": "fp32"}, {"dtype": "tf32"}], "batch_size": 2, "time_limit_s": 0.05,
-         "parity_steps": 5}  # fmt: skip
+SIZES = {
+    "models": [NAME],
+    "variants": [{"dtype": "fp32"}, {"dtype": "tf32"}],
+    "batch_size": 2,
+    "time_limit_s": 0.05,
+    "parity_steps": 5,
+}
 
 
 @pytest.fixture
@@ -52,8 +50,17 @@ def test_every_phase_throughput_memory_and_the_count_are_rows(context):
         row.validate()
         assert row.params.items() >= {"batch": 2, "layout": "contiguous", "mode": "eager"}.items()
     rows = {row.metric: row for row in result.rows}
-    assert set(rows) == {"count", "step_time_s", "samples_per_s", "mfu", "mfu_maf", "forward_time_s", "backward_time_s",
-                         "optimizer_time_s", "peak_rss_gib"}  # fmt: skip
+    assert set(rows) == {
+        "count",
+        "step_time_s",
+        "samples_per_s",
+        "mfu",
+        "mfu_maf",
+        "forward_time_s",
+        "backward_time_s",
+        "optimizer_time_s",
+        "peak_rss_gib",
+    }
     assert (rows["count"].value, rows["count"].check, rows["count"].check_error) == (396_544, "expected count", 0)
     step, rate = rows["step_time_s"], rows["samples_per_s"]
     assert step.check == "forward + backward + optimizer = step" and step.n >= 30
@@ -83,8 +90,10 @@ def told(models, variants, device):
 def test_a_variant_that_a_device_or_a_model_has_not_says_why(context):
     everything = [{"dtype": "tf32"}, {"dtype": "fp32", "channels_last": True}, {"dtype": "bf16", "compiled": True, "models": []}]
     assert told([NAME], everything, detect_cpu()) == [
-        ("tf32", "unsupported"), ("fp32 channels_last", "no variant"), ("bf16 compiled", "left out by this profile, for time"),
-    ]  # fmt: skip
+        ("tf32", "unsupported"),
+        ("fp32 channels_last", "no variant"),
+        ("bf16 compiled", "left out by this profile, for time"),
+    ]
     rows = [experiment._absent(context, cell) for cell in cells_of(context.sizes, detect_cpu()) if cell.absent]
     assert [(row.dtype, row.value) for row in rows] == [("tf32", None)] and "TF32" in rows[0].value_reason
 
@@ -114,9 +123,7 @@ def test_a_compiled_step_with_other_losses_is_refused(context):
     [cell] = cells_of(SIZES | {"variants": [{"dtype": "fp32", "compiled": True}]}, detect_cpu())
     eager = np.linspace(7.0, 1.0, 200)
     steps = range(1, 201)
-    twins = pd.concat(
-        pd.DataFrame({"twin": twin, "step": steps, "loss": eager * (1 + 1e-3 * (-1) ** twin)}) for twin in range(8)
-    )
+    twins = pd.concat(pd.DataFrame({"twin": twin, "step": steps, "loss": eager * (1 + 1e-3 * (-1) ** twin)}) for twin in range(8))
     early, late = parity_rows(context, cell, 1.005 * eager, eager, twins)
     early.validate()
     late.validate()
@@ -188,11 +195,26 @@ def test_the_least_memory_is_weights_gradients_moments_and_batch():
 
 def test_forecasts_come_from_the_measured_ceilings_and_fit_the_rows(context):
     assert forecast_step(context, NAME, 2, "fp32")[0].estimate is None
-    shared = {"notebook": "hw", "dtype": "fp32", "n": 30, "limit_source": "no limit: toy", "check": "toy",
-              "check_error": 0.0, "check_tolerance": 1.0}  # fmt: skip
+    shared = {
+        "notebook": "hw",
+        "dtype": "fp32",
+        "n": 30,
+        "limit_source": "no limit: toy",
+        "check": "toy",
+        "check_error": 0.0,
+        "check_tolerance": 1.0,
+    }
     gemm = Row(experiment="gemm", variant="torch.mm", metric="gemm_tflops", value=0.1, ci_low=0.1, ci_high=0.1, **shared)
-    stream = Row(experiment="bandwidth", variant="copy", metric="bandwidth_gb_s", value=10.0, ci_low=10.0, ci_high=10.0,
-                 params={"elements": 1000}, **shared)  # fmt: skip
+    stream = Row(
+        experiment="bandwidth",
+        variant="copy",
+        metric="bandwidth_gb_s",
+        value=10.0,
+        ci_low=10.0,
+        ci_high=10.0,
+        params={"elements": 1000},
+        **shared,
+    )
     context.upstream.extend([gemm, stream])
     forecast = forecast_step(context, NAME, 2, "fp32")[0]
     model = reference_model(NAME)

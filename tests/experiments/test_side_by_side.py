@@ -27,9 +27,8 @@ def test_a_failing_variant_raises_with_its_own_words(tmp_path, monkeypatch):
     told = []
     with pytest.raises(JobError, match="a variant that fails"):
         run_side_by_side(
-            toy_context("toy", {}, tmp_path), lambda *report: told.append(report), HERE,
-            [{"name": "sound"}, {"name": "broken"}],
-        )  # fmt: skip
+            toy_context("toy", {}, tmp_path), lambda *report: told.append(report), HERE, [{"name": "sound"}, {"name": "broken"}]
+        )
     assert len(told) <= 1
 
 

@@ -21,9 +21,20 @@ EAGER = {"layout": "contiguous", "mode": "eager"}
 
 
 def launch(seconds):
-    return Row(notebook="hw", experiment="launch_cost", variant="eager", metric="launch_time_s", value=seconds, n=30,
-               ci_low=seconds, ci_high=seconds, limit_source="no limit: toy", check="toy", check_error=0.0,
-               check_tolerance=1.0)  # fmt: skip
+    return Row(
+        notebook="hw",
+        experiment="launch_cost",
+        variant="eager",
+        metric="launch_time_s",
+        value=seconds,
+        n=30,
+        ci_low=seconds,
+        ci_high=seconds,
+        limit_source="no limit: toy",
+        check="toy",
+        check_error=0.0,
+        check_tolerance=1.0,
+    )
 
 
 def on(machine, monkeypatch):

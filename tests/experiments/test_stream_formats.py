@@ -13,9 +13,14 @@ from tests.hardware.machines import facts
 
 OPERATIONS = ["copy", "scale", "add", "triad", "dot"]
 SIZES = {
-    "dtypes": ["fp64", "fp32", "fp16", "bf16"], "array_mib": 1, "time_limit_s": 0.01, "energy_dtype": "fp32",
-    "energy_s": 0.02, "cross_check_dtype": "fp32", "cross_check_calls": 2,
-}  # fmt: skip
+    "dtypes": ["fp64", "fp32", "fp16", "bf16"],
+    "array_mib": 1,
+    "time_limit_s": 0.01,
+    "energy_dtype": "fp32",
+    "energy_s": 0.02,
+    "cross_check_dtype": "fp32",
+    "cross_check_calls": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +47,7 @@ def test_every_operation_in_every_format_over_the_same_bytes(rows):
 
 def test_the_copy_stands_beside_a_plain_loop_with_its_interval(rows):
     (ratio,) = [row for row in rows if row.metric == "speedup"]
-    rates = {
-        row.variant: row.value for row in rows if row.metric == "bandwidth_gb_s" and "plain_loop_calls" in row.params
-    }
+    rates = {row.variant: row.value for row in rows if row.metric == "bandwidth_gb_s" and "plain_loop_calls" in row.params}
     assert ratio.value == pytest.approx(rates["copy"] / rates["plain copy_"])
     assert ratio.ci_low <= ratio.value <= ratio.ci_high and ratio.n >= 30 and ratio.hot
 

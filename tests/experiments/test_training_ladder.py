@@ -18,15 +18,19 @@ from tests.experiments.toy import by_params, perform, toy_context
 
 RATE = {"learning_rate": 1e-3, "warmup_steps": 2}
 SIZES = {
-    "batches": 2, "parity_steps": 8, "time_limit_s": 0.05,
+    "batches": 2,
+    "parity_steps": 8,
+    "time_limit_s": 0.05,
     "language": {
-        "model": "lm_d64_h4_l2", "sequence_length": 32, "batch_size": 16, "parity": {"layers": 1, "batch_size": 4},
+        "model": "lm_d64_h4_l2",
+        "sequence_length": 32,
+        "batch_size": 16,
+        "parity": {"layers": 1, "batch_size": 4},
         "rungs": [BASELINE, "tf32", "bf16", "fused optimizer", "chunked loss", "activation checkpointing", "fp8"],
-    } | RATE,
-    "image": {
-        "width": 8, "batch_size": 4, "parity": {"batch_size": 2}, "rungs": [BASELINE, "channels_last"],
-    } | RATE,
-}  # fmt: skip
+    }
+    | RATE,
+    "image": {"width": 8, "batch_size": 4, "parity": {"batch_size": 2}, "rungs": [BASELINE, "channels_last"]} | RATE,
+}
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +103,10 @@ def test_every_rung_has_time_memory_and_a_loss_beside_that_of_the_first(result, 
 
 def test_what_is_bought_for_memory_saves_some(result):
     (language,) = {row.variant for row in result.rows} - {"resnet18_w8"}
-    held = {rung: by_params(result.rows, "tensor_memory_gib", rung=rung)[language].value
-            for rung in (BASELINE, "fused optimizer", "chunked loss", "activation checkpointing")}  # fmt: skip
+    held = {
+        rung: by_params(result.rows, "tensor_memory_gib", rung=rung)[language].value
+        for rung in (BASELINE, "fused optimizer", "chunked loss", "activation checkpointing")
+    }
     assert held["chunked loss"] < held["fused optimizer"] and held["activation checkpointing"] < held["chunked loss"]
 
 

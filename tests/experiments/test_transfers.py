@@ -120,9 +120,7 @@ def test_a_copy_through_the_host_is_not_held_against_the_link(context, gpus, tmp
     gpus("H200", 2, direct=False)
     rows = [row for row in perform(context, tmp_path).rows if row.variant == "peer to peer"]
     assert len(rows) == 2
-    assert all(
-        row.limit is None and "through the host" in row.limit_source and not row.params["direct"] for row in rows
-    )
+    assert all(row.limit is None and "through the host" in row.limit_source and not row.params["direct"] for row in rows)
 
 
 def test_what_one_peer_gets_is_no_limit_for_the_others(context, gpus):

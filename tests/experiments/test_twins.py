@@ -10,16 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from hyperion.experiments import twins
-from hyperion.experiments.twins import (
-    BIAS,
-    FALSE_ALARM,
-    TWINS,
-    OtherRounding,
-    agreements,
-    tolerance,
-    train_twins,
-    windows,
-)
+from hyperion.experiments.twins import BIAS, FALSE_ALARM, TWINS, OtherRounding, agreements, tolerance, train_twins, windows
 
 UNITS = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp8": 2.0**-4}
 
@@ -102,9 +93,7 @@ def test_a_wider_scatter_allows_more_and_identical_twins_the_spacing_of_float32(
     assert narrow == pytest.approx(11.2 * s * math.sqrt(9 / 8), rel=0.02)
 
 
-def train(
-    steps: int = 80, rate: float = 0.05, dtype: torch.dtype = torch.float32, momentum: float = 0.9, drop: float = 0.0
-):
+def train(steps: int = 80, rate: float = 0.05, dtype: torch.dtype = torch.float32, momentum: float = 0.9, drop: float = 0.0):
     """A small regression net that meets the same four batches again and again."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(

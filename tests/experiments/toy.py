@@ -8,9 +8,14 @@ SYNTHETIC = {"lines": {"train": 4000, "valid": 60, "test": 60}, "images": {"trai
 
 def toy_context(name: str, sizes: dict, folder, upstream=()) -> Context:
     return Context(
-        notebook="toy", experiment=name, sizes=sizes, data_source="synthetic", synthetic=SYNTHETIC,
-        workspace=folder / "work" / name, upstream=list(upstream),
-    )  # fmt: skip
+        notebook="toy",
+        experiment=name,
+        sizes=sizes,
+        data_source="synthetic",
+        synthetic=SYNTHETIC,
+        workspace=folder / "work" / name,
+        upstream=list(upstream),
+    )
 
 
 def perform(context: Context, folder) -> Result:

@@ -6,11 +6,19 @@ from hyperion.hardware.facts import Facts, GpuFacts
 GIB = 2**30
 
 SERVER_CPU = CpuFacts(
-    name="AMD EPYC 9374F 32-Core Processor", vendor="AuthenticAMD", family=25, model=17, machine="x86_64", cores=32,
-    threads=64, memory_bytes=512 * GIB, last_level_cache_bytes=256 * 2**20,
-    flags=("avx", "avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni"), nominal_clock_mhz=3850.0,
+    name="AMD EPYC 9374F 32-Core Processor",
+    vendor="AuthenticAMD",
+    family=25,
+    model=17,
+    machine="x86_64",
+    cores=32,
+    threads=64,
+    memory_bytes=512 * GIB,
+    last_level_cache_bytes=256 * 2**20,
+    flags=("avx", "avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni"),
+    nominal_clock_mhz=3850.0,
     max_clock_mhz=4300.0,
-)  # fmt: skip
+)
 
 # name, arch or (major, minor), compute units as torch counts them, GiB, L2 MiB, clock the driver reports
 GPUS = {
@@ -37,11 +45,17 @@ def gpu(machine: str, **changes) -> GpuFacts:
     name, arch, units, gib, l2_mib, clock = GPUS[machine]
     amd = isinstance(arch, str)
     fields = {
-        "name": name, "total_memory_bytes": int(gib * GIB), "multi_processor_count": units,
-        "major": 9 if amd else arch[0], "minor": 0 if amd else arch[1], "gcn_arch_name": arch if amd else name,
-        "l2_cache_bytes": l2_mib * 2**20, "uuid": "64654e92-a282-8d45-eb16-fb2f7ea2b584",
-        "pci_address": "0000:c1:00.0", "max_clock_mhz": float(clock),
-    }  # fmt: skip
+        "name": name,
+        "total_memory_bytes": int(gib * GIB),
+        "multi_processor_count": units,
+        "major": 9 if amd else arch[0],
+        "minor": 0 if amd else arch[1],
+        "gcn_arch_name": arch if amd else name,
+        "l2_cache_bytes": l2_mib * 2**20,
+        "uuid": "64654e92-a282-8d45-eb16-fb2f7ea2b584",
+        "pci_address": "0000:c1:00.0",
+        "max_clock_mhz": float(clock),
+    }
     return GpuFacts(**{**fields, **changes})
 
 
@@ -51,7 +65,11 @@ def facts(machine: str | None = None, gpus: tuple[GpuFacts, ...] = (), **changes
         gpus = (gpu(machine),)
     amd = bool(gpus) and gpus[0].name.startswith("AMD")
     fields = {
-        "python": "3.12.3", "torch": "2.13.0", "cuda": "13.0" if gpus and not amd else None,
-        "hip": "7.2.0" if amd else None, "cpu": SERVER_CPU, "gpus": gpus,
-    }  # fmt: skip
+        "python": "3.12.3",
+        "torch": "2.13.0",
+        "cuda": "13.0" if gpus and not amd else None,
+        "hip": "7.2.0" if amd else None,
+        "cpu": SERVER_CPU,
+        "gpus": gpus,
+    }
     return Facts(**{**fields, **changes})

@@ -19,11 +19,21 @@ def test_injected_facts_fit_json():
 
 def test_torch_properties_become_facts():
     properties = SimpleNamespace(
-        name="NVIDIA H200", total_memory=150109880320, multi_processor_count=132, major=9, minor=0,
-        L2_cache_size=62914560, gcnArchName="NVIDIA H200", uuid="64654e92-a282-8d45-eb16-fb2f7ea2b584",
-        pci_bus_id=0x1B, pci_device_id=6, pci_domain_id=0, clock_rate=1980000, memory_clock_rate=3201000,
+        name="NVIDIA H200",
+        total_memory=150109880320,
+        multi_processor_count=132,
+        major=9,
+        minor=0,
+        L2_cache_size=62914560,
+        gcnArchName="NVIDIA H200",
+        uuid="64654e92-a282-8d45-eb16-fb2f7ea2b584",
+        pci_bus_id=0x1B,
+        pci_device_id=6,
+        pci_domain_id=0,
+        clock_rate=1980000,
+        memory_clock_rate=3201000,
         memory_bus_width=6016,
-    )  # fmt: skip
+    )
     read = _read_gpu(properties)
     assert read.pci_address == "0000:1b:06.0"
     assert (read.max_clock_mhz, read.memory_clock_mhz, read.memory_bus_bits) == (1980.0, 3201.0, 6016)

@@ -28,9 +28,7 @@ def of(machine: str, devices: int = 8) -> dict:
 def test_a_gcd_has_amds_published_floors(machine):
     floors = of(machine)
     published = {key[0]: floor.value for key, floor in floors.items() if not floor.ours}
-    assert published == {
-        "copy": 1200, "scale": 1200, "add": 1100, "triad": 1100, "dot": 1200, "gemm": 30, "all_reduce": 125,
-    }  # fmt: skip
+    assert published == {"copy": 1200, "scale": 1200, "add": 1100, "triad": 1100, "dot": 1200, "gemm": 30, "all_reduce": 125}
     for floor in floors.values():
         assert floor.ours or (floor.source.startswith("AMD, ") and "mi250.md" in floor.source and floor.date == "2026-06-24")
     gemm, reduction = floors["gemm", "fp32"], floors["all_reduce", "fp32"]

@@ -7,10 +7,22 @@ from hyperion.hardware import DTYPES, PATHS, canonical_dtype, detect, detect_cpu
 from tests.hardware.machines import GPUS, facts
 
 FP8_FORMAT = {
-    "MI250X": None, "MI250": None, "MI210": None, "MI300X": "fp8_e4m3fnuz", "MI325X": "fp8_e4m3fnuz",
-    "MI355X": "fp8_e4m3fn", "RX 7900 XTX": None, "RX 7800 XT": None, "RX 9070 XT": "fp8_e4m3fn", "A100-40": None,
-    "A100-80": None, "H100 SXM": "fp8_e4m3fn", "H100 PCIe": "fp8_e4m3fn", "H200": "fp8_e4m3fn", "B200": "fp8_e4m3fn",
-}  # fmt: skip
+    "MI250X": None,
+    "MI250": None,
+    "MI210": None,
+    "MI300X": "fp8_e4m3fnuz",
+    "MI325X": "fp8_e4m3fnuz",
+    "MI355X": "fp8_e4m3fn",
+    "RX 7900 XTX": None,
+    "RX 7800 XT": None,
+    "RX 9070 XT": "fp8_e4m3fn",
+    "A100-40": None,
+    "A100-80": None,
+    "H100 SXM": "fp8_e4m3fn",
+    "H100 PCIe": "fp8_e4m3fn",
+    "H200": "fp8_e4m3fn",
+    "B200": "fp8_e4m3fn",
+}
 TF32 = {"MI300X", "MI325X", "A100-40", "A100-80", "H100 SXM", "H100 PCIe", "H200", "B200"}
 
 
@@ -60,8 +72,9 @@ def test_older_nvidia_gpus_fall_back_with_a_reason():
 
     volta = dataclasses.replace(detect(facts("A100-40")), arch="sm_70")
     assert volta.supports("fp16")[0] and volta.supports("bf16") == (
-        True, "without tensor cores on sm_70 (they take bf16 from sm_80 on)",
-    )  # fmt: skip
+        True,
+        "without tensor cores on sm_70 (they take bf16 from sm_80 on)",
+    )
     assert not volta.supports("tf32")[0] and not volta.supports("fp8")[0] and not volta.supports("int8")[0]
 
 

@@ -17,7 +17,7 @@ from hyperion.hardware.readers import (
     nvml_reader,
     nvml_throttle,
     read_amd_sysfs,
-)  # fmt: skip
+)
 from tests.hardware.machines import facts, gpu
 
 ADDRESSES = ("0000:c1:00.0", "0000:c6:00.0", "0000:c9:00.0", "0000:ce:00.0")
@@ -33,10 +33,16 @@ def amd_node(root, power_uw: dict[str, int]) -> None:
     """A sysfs tree of MI250X dies, each with its average power in microwatts."""
     for address in ADDRESSES:
         sensors = {
-            "freq1_label": "sclk", "freq1_input": "1700000000", "freq2_label": "mclk", "freq2_input": "1600000000",
-            "temp1_label": "edge", "temp1_input": "41000", "temp2_label": "junction", "temp2_input": "47000",
+            "freq1_label": "sclk",
+            "freq1_input": "1700000000",
+            "freq2_label": "mclk",
+            "freq2_input": "1600000000",
+            "temp1_label": "edge",
+            "temp1_input": "41000",
+            "temp2_label": "junction",
+            "temp2_input": "47000",
             "power1_average": str(power_uw[address]),
-        }  # fmt: skip
+        }
         folder = root / "sys/bus/pci/devices" / address
         (folder / "hwmon/hwmon3").mkdir(parents=True)
         (folder / "device").write_text("0x7408\n")
@@ -84,12 +90,21 @@ def test_without_an_address_nothing_is_guessed_from_the_index():
 
 def test_amdsmi_marks_of_absence_are_nulls():
     metrics = {
-        "current_gfxclk": 0xFFFF, "average_gfxclk_frequency": 1650, "current_uclk": "N/A", "current_socket_power": 0,
-        "average_socket_power": 0xFFFF, "temperature_hotspot": 51, "throttle_status": 0,
-    }  # fmt: skip
+        "current_gfxclk": 0xFFFF,
+        "average_gfxclk_frequency": 1650,
+        "current_uclk": "N/A",
+        "current_socket_power": 0,
+        "average_socket_power": 0xFFFF,
+        "temperature_hotspot": 51,
+        "throttle_status": 0,
+    }
     assert interpret_amdsmi(metrics) == {
-        "clock_mhz": 1650.0, "memory_clock_mhz": None, "power_w": None, "temperature_c": 51.0, "throttle": "none",
-    }  # fmt: skip
+        "clock_mhz": 1650.0,
+        "memory_clock_mhz": None,
+        "power_w": None,
+        "temperature_c": 51.0,
+        "throttle": "none",
+    }
     assert interpret_amdsmi({"throttle_status": 0x12})["throttle"] == "status_0x12"
     assert interpret_amdsmi({"throttle_status": "N/A"})["throttle"] is None
 

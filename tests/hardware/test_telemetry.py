@@ -11,14 +11,18 @@ from tests.hardware.machines import facts
 READINGS = st.lists(
     st.builds(
         from_raw,
-        st.fixed_dictionaries({
-            "clock_mhz": st.none() | st.floats(0, 4000), "power_w": st.none() | st.floats(0, 1500),
-            "throttle": st.none() | st.sampled_from(["none", "sw_power_cap", "sw_power_cap+hw_slowdown"]),
-        }),
+        st.fixed_dictionaries(
+            {
+                "clock_mhz": st.none() | st.floats(0, 4000),
+                "power_w": st.none() | st.floats(0, 1500),
+                "throttle": st.none() | st.sampled_from(["none", "sw_power_cap", "sw_power_cap+hw_slowdown"]),
+            }
+        ),
         st.just("not reported"),
     ),
-    min_size=1, max_size=20,
-)  # fmt: skip
+    min_size=1,
+    max_size=20,
+)
 
 
 def test_a_zero_is_unreadable_with_its_reason():

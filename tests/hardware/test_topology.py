@@ -132,7 +132,7 @@ def test_what_a_system_does_not_tell_is_said(tmp_path, folder):
     (tmp_path / folder).mkdir(parents=True, exist_ok=True)
     told = cpu_lines(tmp_path)
     assert told[0] == "sockets: the system does not tell"
-    nothing, no_files = "NUMA nodes: the system does not tell", "NUMA node 0: CPUs none, memory unknown, distances unknown"
+    nothing, no_files = ("NUMA nodes: the system does not tell", "NUMA node 0: CPUs none, memory unknown, distances unknown")
     assert told[1] == (no_files if folder else nothing)
 
 

@@ -41,14 +41,7 @@ def test_an_mi250x_node_is_rocm_with_its_version(tmp_path):
 
 @pytest.mark.parametrize(
     ("version", "arch"),
-    [
-        (90010, "gfx90a"),
-        (90402, "gfx942"),
-        (90500, "gfx950"),
-        (110000, "gfx1100"),
-        (110001, "gfx1101"),
-        (120001, "gfx1201"),
-    ],
+    [(90010, "gfx90a"), (90402, "gfx942"), (90500, "gfx950"), (110000, "gfx1100"), (110001, "gfx1101"), (120001, "gfx1201")],
 )
 def test_architectures_are_spelled_as_in_the_wheels(tmp_path, version, arch):
     amd_node(tmp_path, 1, version)

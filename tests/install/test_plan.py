@@ -146,19 +146,7 @@ def test_a_build_that_does_not_fit_is_refused_with_the_cause(build, machine, ove
 
 
 def test_the_indexes_of_pytorch_stand_in_one_file():
-    command = [
-        "git",
-        "ls-files",
-        "-co",
-        "--exclude-standard",
-        "*.py",
-        "*.txt",
-        "*.toml",
-        "*.sh",
-        "*.yml",
-        "Makefile",
-        ".ci",
-    ]
+    command = ["git", "ls-files", "-co", "--exclude-standard", "*.py", "*.txt", "*.toml", "*.sh", "*.yml", "Makefile", ".ci"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     address = "download." + "pytorch.org"
     assert [name for name in names if address in (ROOT / name).read_text()] == ["hyperion/install/plan.py"]

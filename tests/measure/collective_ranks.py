@@ -23,10 +23,16 @@ from hyperion.results import rows_to_csv
 SIZES = (1, 10_007)
 TOO_LARGE = 1 << 60
 EXPERIMENT = {
-    "dtype": "fp32", "bytes": [1, 8, 4096, 65_536], "other_dtypes": ["bf16"], "other_bytes": [64],
-    "all_reduce_bytes": [TOO_LARGE], "time_limit_s": 0.01, "overlap_bytes": [65_536], "overlap_time_limit_s": 0.02,
+    "dtype": "fp32",
+    "bytes": [1, 8, 4096, 65_536],
+    "other_dtypes": ["bf16"],
+    "other_bytes": [64],
+    "all_reduce_bytes": [TOO_LARGE],
+    "time_limit_s": 0.01,
+    "overlap_bytes": [65_536],
+    "overlap_time_limit_s": 0.02,
     "hang_timeout_s": 60.0,
-}  # fmt: skip
+}
 ELEMENTS = 10_000
 OVERLAPPED = 1 << 22
 
@@ -100,13 +106,15 @@ def _overlaps() -> dict:
     beside = {"a sleep": sleep, "products": None}
     told = {}
     for name, compute in beside.items():
-        measured = measure_overlap(
-            OVERLAPPED, "fp32", world(), roll, compute=compute, minimum_samples=10, time_limit_s=0.05
-        )
+        measured = measure_overlap(OVERLAPPED, "fp32", world(), roll, compute=compute, minimum_samples=10, time_limit_s=0.05)
         told[name] = {
-            "share": measured.share.value, "low": measured.share.ci_low, "high": measured.share.ci_high, "words": str(measured),
-            "error": measured.verification.error, "samples": [t.samples_s.tolist() for t in (measured.compute, measured.both)],
-        }  # fmt: skip
+            "share": measured.share.value,
+            "low": measured.share.ci_low,
+            "high": measured.share.ci_high,
+            "words": str(measured),
+            "error": measured.verification.error,
+            "samples": [t.samples_s.tolist() for t in (measured.compute, measured.both)],
+        }
     return told | {"begun": [False in begun, True in begun]}
 
 
@@ -119,9 +127,11 @@ def checks(folder: str) -> dict:
             for size in SIZES:
                 m = measure_collective(collective, size, dtype, world(), RollCall(), time_limit_s=0.01)
                 told["sound"][f"{name} {dtype} {size}"] = {
-                    "error": m.verification.error, "bytes": m.bytes, "samples": m.timing.samples_s.tolist(),
+                    "error": m.verification.error,
+                    "bytes": m.bytes,
+                    "samples": m.timing.samples_s.tolist(),
                     "busbw": m.busbw_gb_s(1.0),
-                }  # fmt: skip
+                }
     for name, (collective, dtype, call, _) in FAULTS.items():
         size = ELEMENTS * DTYPES[dtype].itemsize
         buffers = Buffers(replace(ALL_COLLECTIVES[collective], call=call), size, dtype, world(), RollCall())

@@ -79,9 +79,18 @@ def test_without_a_cap_a_host_is_asked_for_half_of_what_is_available(told):
 
 def test_it_is_a_row_with_the_cap_as_its_limit_and_above_it_is_none(told):
     found = told["coarse"]
-    row = Row(notebook="n", experiment="allocation", variant="single", metric="largest_allocation_gib",
-              value=found["granted_bytes"] / 2**30, limit=found["cap_bytes"] / 2**30, limit_source="cap on this process",
-              check=found["verification"]["name"], check_error=0.0, check_tolerance=0.0)  # fmt: skip
+    row = Row(
+        notebook="n",
+        experiment="allocation",
+        variant="single",
+        metric="largest_allocation_gib",
+        value=found["granted_bytes"] / 2**30,
+        limit=found["cap_bytes"] / 2**30,
+        limit_source="cap on this process",
+        check=found["verification"]["name"],
+        check_error=0.0,
+        check_tolerance=0.0,
+    )
     row.validate()
     assert 0.5 < row.fraction_of_limit <= 1
     with pytest.raises(HyperionError):

@@ -161,12 +161,14 @@ def test_of_a_nest_the_worst_tensor_counts():
 @pytest.mark.parametrize(
     "other, reason",
     [
-        (lambda: torch.ones(3), r"the shapes \(2,\) and \(3,\) differ"), (lambda: None, "the other is not"),
-        (lambda: 1.0, r"the shapes \(2,\) and \(\) differ"), (lambda: (torch.ones(2),), "nested differently"),
+        (lambda: torch.ones(3), r"the shapes \(2,\) and \(3,\) differ"),
+        (lambda: None, "the other is not"),
+        (lambda: 1.0, r"the shapes \(2,\) and \(\) differ"),
+        (lambda: (torch.ones(2),), "nested differently"),
         (lambda: torch.ones(2, dtype=torch.int64), "different kinds of numbers"),
         (lambda: torch.ones(2) > 0, "different kinds of numbers"),
     ],
-)  # fmt: skip
+)
 def test_outputs_that_cannot_be_compared_are_refused_before_the_timing(other, reason):
     calls = []
 
@@ -195,8 +197,9 @@ def test_both_start_from_the_same_random_state_and_leave_the_reader_s_alone():
     torch.manual_seed(7)
     expected = torch.rand(1)
     torch.manual_seed(7)
-    answer = measure.compare(lambda: nn.functional.dropout(torch.ones(99)), lambda: nn.functional.dropout(torch.ones(99)),
-                             **QUICK)  # fmt: skip
+    answer = measure.compare(
+        lambda: nn.functional.dropout(torch.ones(99)), lambda: nn.functional.dropout(torch.ones(99)), **QUICK
+    )
     assert answer.output_error == 0
     torch.manual_seed(7)
     call_from_seed(lambda: torch.rand(5), detect_cpu())

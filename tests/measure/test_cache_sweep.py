@@ -34,10 +34,17 @@ TWO_CORES = (CacheCapacity("L1", 32 * KIB, 2), CacheCapacity("L2", MIB, 2), Cach
 @pytest.mark.parametrize(
     ("size", "sharers", "level"),
     [
-        (4 * KIB, 1, "L1"), (32 * KIB, 1, "L1"), (32 * KIB + 1, 1, "L2"), (64 * KIB, 2, "L1"), (3 * MIB // 2, 1, "L3"),
-        (3 * MIB // 2, 2, "L2"), (3 * MIB // 2, 64, "L2"), (32 * MIB, 64, "L3"), (33 * MIB, 64, "memory"),
+        (4 * KIB, 1, "L1"),
+        (32 * KIB, 1, "L1"),
+        (32 * KIB + 1, 1, "L2"),
+        (64 * KIB, 2, "L1"),
+        (3 * MIB // 2, 1, "L3"),
+        (3 * MIB // 2, 2, "L2"),
+        (3 * MIB // 2, 64, "L2"),
+        (32 * MIB, 64, "L3"),
+        (33 * MIB, 64, "memory"),
     ],
-)  # fmt: skip
+)
 def test_a_working_set_is_in_the_innermost_level_with_room(size, sharers, level):
     assert cache_level(size, sharers, TWO_CORES)[0] == level
 

@@ -109,10 +109,7 @@ def test_a_linear_layer_is_its_product_in_inference_mode_too(inference):
 def test_batched_products_and_how_their_operands_lie():
     a, b = torch.randn(5, 7, 3, dtype=torch.bfloat16), torch.randn(5, 2, 3, dtype=torch.bfloat16)
     captured = capture_gemms(lambda: [torch.bmm(a, b.mT), torch.bmm(b, a.mT), torch.bmm(b, a.mT)])
-    assert captured.counts == {
-        product(7, 2, 3, "bf16", batch=5, lies="NT"): 1,
-        product(2, 7, 3, "bf16", batch=5, lies="NT"): 2,
-    }
+    assert captured.counts == {product(7, 2, 3, "bf16", batch=5, lies="NT"): 1, product(2, 7, 3, "bf16", batch=5, lies="NT"): 2}
     (found,) = capture_gemms(lambda: torch.baddbmm(torch.zeros(5, 3, 2), a.float().mT, torch.randn(5, 7, 2))).counts
     assert (found.batch, found.m, found.n, found.k, found.transposes) == (5, 3, 2, 7, "TN")
 
@@ -123,9 +120,9 @@ def test_a_convolution_is_the_product_over_its_patches(groups):
     kernel = torch.randn(12, 8 // groups, 3, 3, requires_grad=True)
     sides = {(found.batch, found.m, found.n, found.k) for found in convolution_products(image, kernel, groups)}
     pixels, patch = 2 * 5 * 5, 8 // groups * 9
-    assert sides == {(groups, *side) for side in (
-        (pixels, 12 // groups, patch), (pixels, patch, 12 // groups), (12 // groups, patch, pixels),
-    )}  # fmt: skip
+    assert sides == {
+        (groups, *side) for side in ((pixels, 12 // groups, patch), (pixels, patch, 12 // groups), (12 // groups, patch, pixels))
+    }
     flops = [found.flops for found in convolution_products(image, kernel, groups)]
     assert flops == [2 * pixels * 12 * patch] * 3
 
@@ -203,8 +200,10 @@ def test_traffic_is_what_is_read_and_written_and_a_view_moves_nothing():
     x = torch.zeros(4, 8)
     calls = dispatched(lambda: x.t().add_(1).expand(3, 8, 4))
     assert [(call.name, call.moves, call.bytes) for call in calls] == [
-        ("t", False, 0), ("add_", True, 2 * 4 * 32), ("expand", False, 0)
-    ]  # fmt: skip
+        ("t", False, 0),
+        ("add_", True, 2 * 4 * 32),
+        ("expand", False, 0),
+    ]
 
 
 def test_taf_is_the_harmonic_mean_weighted_by_flops():

@@ -101,11 +101,14 @@ def test_every_cold_sample_needs_its_flush():
 @pytest.mark.parametrize(
     ("label", "cold", "told"),
     [
-        ("cold", True, ""), ("hot", False, ""), (None, True, ""), (None, False, ""),
+        ("cold", True, ""),
+        ("hot", False, ""),
+        (None, True, ""),
+        (None, False, ""),
         ("cold", False, "samples with hot caches are labelled cold"),
         ("hot", True, "samples with cold caches are labelled hot"),
     ],
-)  # fmt: skip
+)
 def test_a_label_says_how_samples_were_taken_or_is_refused(label, cold, told):
     refusal = ""
     try:
@@ -138,9 +141,14 @@ def test_a_device_whose_clock_is_not_in_mhz_is_refused(clock_mhz):
 
 @pytest.mark.parametrize(
     ("column", "reading", "remedy"),
-    [("power_w", 0.0, "null"), ("clock_mhz", 0.0, "null"), ("clock_mhz", -1.0, "null"),
-     ("clock_mhz", 1_980_000.0, "MHz"), ("power_w", 560_000.0, "watts")],
-)  # fmt: skip
+    [
+        ("power_w", 0.0, "null"),
+        ("clock_mhz", 0.0, "null"),
+        ("clock_mhz", -1.0, "null"),
+        ("clock_mhz", 1_980_000.0, "MHz"),
+        ("power_w", 560_000.0, "watts"),
+    ],
+)
 def test_a_row_refuses_readings_that_are_none(column, reading, remedy):
     row = Row(notebook="n", experiment="e", variant="v", metric="share", value=0.5)
     replace(row, **{column: 700.0}).validate()

@@ -36,8 +36,11 @@ ORDER = ("a", "b", "c")
 moments = st.integers(-50, 150)
 events = st.builds(
     lambda start, length, stream, kind: Event("x", start, start + length, stream, kind),
-    moments, st.integers(0, 60), st.integers(0, 2), st.sampled_from(ORDER),
-)  # fmt: skip
+    moments,
+    st.integers(0, 60),
+    st.integers(0, 2),
+    st.sampled_from(ORDER),
+)
 timelines = st.lists(events, max_size=25)
 
 
@@ -107,8 +110,14 @@ def test_an_operator_keeps_its_own_time_without_that_of_the_ones_it_calls():
 
 
 def kernel(name, start, end, category="kernel", device=0, stream=7):
-    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start,
-            "args": {"device": device, "stream": stream}}  # fmt: skip
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "ts": start,
+        "dur": end - start,
+        "args": {"device": device, "stream": stream},
+    }
 
 
 def test_kernels_of_a_gpu_timeline_find_their_parts():
@@ -127,8 +136,14 @@ def test_kernels_of_a_gpu_timeline_find_their_parts():
     host = [Event("data", 0, 15_000, "host", DATA), Event("step", 15_000, 90_000, "host", GAPS)]
     parts = partition(gpu_events(raw, 0) + host, 0, 100_000, GPU_ORDER)
     assert {kind: ns / 1000 for kind, ns in parts.items()} == {
-        DATA: 10, COPIES: 10, GEMM: 20, COMMUNICATION: 15, MEMORY: 7, GAPS: 28, NOBODY: 10,
-    }  # fmt: skip
+        DATA: 10,
+        COPIES: 10,
+        GEMM: 20,
+        COMMUNICATION: 15,
+        MEMORY: 7,
+        GAPS: 28,
+        NOBODY: 10,
+    }
 
 
 def test_a_device_that_is_alone_is_the_one_whatever_the_tracer_calls_it():
@@ -161,14 +176,22 @@ def test_a_device_that_is_alone_is_the_one_whatever_the_tracer_calls_it():
         ("ncclDevKernel_Generic_4(ncclDevKernelArgs)", COMMUNICATION),
         ("multimem_all_reduce_kernel", COMMUNICATION),
     ],
-)  # fmt: skip
+)
 def test_kinds_of_kernels_by_their_names(name, kind):
     assert kernel_kind(name) == kind
 
 
 def test_kinds_of_operators_by_their_names():
-    products = ("mm", "addmm", "bmm", "mkldnn_convolution", "convolution_backward", "linear", "_int_mm",
-                "_scaled_dot_product_flash_attention_for_cpu")  # fmt: skip
+    products = (
+        "mm",
+        "addmm",
+        "bmm",
+        "mkldnn_convolution",
+        "convolution_backward",
+        "linear",
+        "_int_mm",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    )
     assert {operator_kind(f"aten::{name}") for name in products} == {GEMM}
     assert {operator_kind(f"aten::{name}") for name in ("add_", "copy_", "native_layer_norm", "mul", "sum")} == {MEMORY}
     assert operator_kind("autograd::engine::evaluate_function: AddmmBackward0") == operator_kind("MmBackward0") == GAPS

@@ -69,18 +69,30 @@ _rates = st.floats(1e-3, 1e5)
 
 
 @given(
-    st.integers(1, 20_000), st.integers(1, 20_000), st.integers(1, 20_000), st.integers(1, 100), _rates, _rates,
-    st.none() | st.floats(1, 5000), st.none() | st.floats(1, 5000), st.none() | st.integers(1, 400), st.none() | _rates,
+    st.integers(1, 20_000),
+    st.integers(1, 20_000),
+    st.integers(1, 20_000),
+    st.integers(1, 100),
+    _rates,
+    _rates,
+    st.none() | st.floats(1, 5000),
+    st.none() | st.floats(1, 5000),
+    st.none() | st.integers(1, 400),
+    st.none() | _rates,
     st.none() | st.floats(0, 1),
-)  # fmt: skip
+)
 def test_the_factors_multiply_to_the_measured_share_of_the_peak(
     m, n, k, batch, measured, peak, clock, sheet_clock, units, bandwidth, launch
 ):
     product = Product("matmul", batch, m, n, k, "bf16", "NT", 2 * batch * (m * k + k * n + m * n))
     gap = explain_gap(
-        product, measured, NominalPeak(peak, sheet_clock, units, "any"),
-        clock_mhz=clock, bandwidth_gb_s=bandwidth, launch_time_s=launch,
-    )  # fmt: skip
+        product,
+        measured,
+        NominalPeak(peak, sheet_clock, units, "any"),
+        clock_mhz=clock,
+        bandwidth_gb_s=bandwidth,
+        launch_time_s=launch,
+    )
     known = [step.factor for step in gap.factors if step.factor is not None]
     assert prod(known) == pytest.approx(measured / peak, rel=1e-12)
     assert all(step.factor > 0 for step in gap.factors if step.factor is not None)
@@ -92,9 +104,11 @@ def test_what_is_unknown_is_skipped_with_the_reason_and_falls_to_the_residual():
     gap = explain_gap(square(4096), 700.0, peak, clock_mhz=1500.0)
     reasons = {step.name: step.reason for step in gap.factors if step.factor is None}
     assert reasons == {
-        "clock": "the data sheet names no clock", "tiles": "the number of compute units is unknown",
-        "memory": "no bandwidth was measured", "launch": "no launch time given",
-    }  # fmt: skip
+        "clock": "the data sheet names no clock",
+        "tiles": "the number of compute units is unknown",
+        "memory": "no bandwidth was measured",
+        "launch": "no launch time given",
+    }
     assert gap.unexplained == pytest.approx(0.7) and [step.tflops for step in gap.factors] == [1000.0] * 4 + [700.0]
     unread = explain_gap(square(4096), 700.0, PEAK)
     assert unread.factors[0].reason == "the clock was not readable" and "skipped clock" in str(unread)
@@ -116,16 +130,31 @@ def test_an_input_that_is_no_number_of_its_kind_is_refused(wrong):
 
 def test_peaks_of_known_devices_come_with_their_clock_and_units():
     h200 = Device(
-        kind="cuda", index=0, name="NVIDIA H200", arch="sm_90", memory_bytes=int(139.8 * 2**30), compute_units=132,
-        last_level_cache_bytes=50 * 2**20, torch_device="cuda:0", max_clock_mhz=1980.0, vendor="NVIDIA",
-    )  # fmt: skip
+        kind="cuda",
+        index=0,
+        name="NVIDIA H200",
+        arch="sm_90",
+        memory_bytes=int(139.8 * 2**30),
+        compute_units=132,
+        last_level_cache_bytes=50 * 2**20,
+        torch_device="cuda:0",
+        max_clock_mhz=1980.0,
+        vendor="NVIDIA",
+    )
     bf16, reason = nominal_peak(h200, "bf16")
     assert (bf16.tflops, bf16.units, reason) == (989.4, 132, "") and bf16.clock_mhz < 1980
     assert nominal_peak(h200, "fp64")[0].clock_mhz == 1980.0
     gcd = Device(
-        kind="rocm", index=0, name="AMD Instinct MI250X", arch="gfx90a", memory_bytes=64 * 2**30, compute_units=110,
-        last_level_cache_bytes=8 * 2**20, torch_device="cuda:0", vendor="AMD",
-    )  # fmt: skip
+        kind="rocm",
+        index=0,
+        name="AMD Instinct MI250X",
+        arch="gfx90a",
+        memory_bytes=64 * 2**30,
+        compute_units=110,
+        last_level_cache_bytes=8 * 2**20,
+        torch_device="cuda:0",
+        vendor="AMD",
+    )
     assert nominal_peak(gcd, "fp16")[0] == NominalPeak(191.5, 1700, 110, nominal_peak(gcd, "fp16")[0].source)
     assert nominal_peak(gcd, "tf32") == (None, "CDNA 2 has no TF32 or XF32 instructions")
     assert nominal_peak(gcd, "fp8")[0] is None
@@ -133,8 +162,14 @@ def test_peaks_of_known_devices_come_with_their_clock_and_units():
 
 def test_an_unknown_device_has_no_peak_to_explain():
     stranger = Device(
-        kind="cuda", index=0, name="A card of tomorrow", arch="sm_200", memory_bytes=1, compute_units=1,
-        last_level_cache_bytes=None, torch_device="cuda:0",
-    )  # fmt: skip
+        kind="cuda",
+        index=0,
+        name="A card of tomorrow",
+        arch="sm_200",
+        memory_bytes=1,
+        compute_units=1,
+        last_level_cache_bytes=None,
+        torch_device="cuda:0",
+    )
     peak, reason = nominal_peak(stranger, "bf16")
     assert peak is None and reason

@@ -36,8 +36,14 @@ def test_a_cpu_has_a_dispatcher_and_no_graphs(cost):
 
 def test_the_cost_is_a_row(cost):
     eager = cost.eager.estimate
-    columns = {"n": eager.n, "ci_low": eager.ci_low, "ci_high": eager.ci_high, "check": cost.verification.name,
-               "check_error": cost.verification.error, "check_tolerance": cost.verification.tolerance}  # fmt: skip
+    columns = {
+        "n": eager.n,
+        "ci_low": eager.ci_low,
+        "ci_high": eager.ci_high,
+        "check": cost.verification.name,
+        "check_error": cost.verification.error,
+        "check_tolerance": cost.verification.tolerance,
+    }
     row = Row(notebook="n", experiment="launch", variant="eager", metric="launch_time_s", value=eager.value, **columns)
     row.validate()
     with pytest.raises(RowError, match="lacks its check"):

@@ -195,10 +195,14 @@ def late_cache(after):
     return function
 
 
-@pytest.mark.parametrize("make", [cached, lambda: functools.cache(lambda: noise(64) * 2), lambda: late_cache(5)],
-                         ids=["a cache", "functools.cache", "a cache that begins late"])  # fmt: skip
-@pytest.mark.parametrize("ask", [measure.time, lambda f, **options: measure.compare(f, lambda: noise(64) * 2, **options)],
-                         ids=["time", "compare"])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [cached, lambda: functools.cache(lambda: noise(64) * 2), lambda: late_cache(5)],
+    ids=["a cache", "functools.cache", "a cache that begins late"],
+)
+@pytest.mark.parametrize(
+    "ask", [measure.time, lambda f, **options: measure.compare(f, lambda: noise(64) * 2, **options)], ids=["time", "compare"]
+)
 def test_a_call_that_writes_nothing_is_refused(ask, make):
     with pytest.raises(HarnessError, match="wrote nothing to it|is made.0. .*wrote nothing"):
         ask(make(), **SHORT)
@@ -221,10 +225,15 @@ def test_outputs_that_are_inputs_are_refused_by_name_and_left_as_they_were():
     layer, count = torch.nn.Linear(4, 4), torch.arange(3)
     before = x.clone()
     for function, name in (
-        (lambda: x, "x"), (lambda: x.T, "x"), (lambda: x[1:, :2], "x"), (lambda: held["weights"][0], r"held\['weights'\]\[0\]"),
-        (lambda: layer.weight, "layer.weight"), (lambda: count, "count"), (functools.partial(lambda given: given, x), r"\[0\]"),
+        (lambda: x, "x"),
+        (lambda: x.T, "x"),
+        (lambda: x[1:, :2], "x"),
+        (lambda: held["weights"][0], r"held\['weights'\]\[0\]"),
+        (lambda: layer.weight, "layer.weight"),
+        (lambda: count, "count"),
+        (functools.partial(lambda given: given, x), r"\[0\]"),
         (lambda: x.expand(3, 8, 8), "x"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(HarnessError, match=f"the output aliases an input: it is {name} "):
             measure.time(function, **SHORT)
     assert torch.equal(x, before) and count.tolist() == [0, 1, 2] and torch.isfinite(layer.weight).all()
@@ -290,9 +299,10 @@ def test_inputs_beside_what_is_computed_are_returned_unharmed_with_a_note():
         measure.time(lambda: (hidden(), table(ids)), **SHORT)
 
 
-@pytest.mark.parametrize("optimizer, rate, dtype", [
-    (torch.optim.AdamW, 3e-4, torch.bfloat16), (torch.optim.SGD, 1e-6, torch.float32), (torch.optim.SGD, 1e-1, torch.float32),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "optimizer, rate, dtype",
+    [(torch.optim.AdamW, 3e-4, torch.bfloat16), (torch.optim.SGD, 1e-6, torch.float32), (torch.optim.SGD, 1e-1, torch.float32)],
+)
 def test_a_step_whose_loss_changes_slowly_is_timed_with_a_note(optimizer, rate, dtype):
     def training():
         torch.manual_seed(0)
@@ -301,7 +311,7 @@ def test_a_step_whose_loss_changes_slowly_is_timed_with_a_note(optimizer, rate, 
 
         def step():
             steps.zero_grad()
-            loss = (layer(x).square().mean() * 100)
+            loss = layer(x).square().mean() * 100
             loss.backward()
             steps.step()
             return loss.detach()
@@ -320,13 +330,20 @@ def test_notes_on_the_output_stand_apart_from_the_verdict():
     assert "different values" not in answer.verdict and "\nnote: " in str(answer)
 
 
-@pytest.mark.parametrize("make", [
-    lambda: torch.arange(5).to(torch.uint16), lambda: torch.arange(5).to(torch.uint32), lambda: torch.arange(5).to(torch.uint64),
-    lambda: torch.quantize_per_tensor(torch.arange(5.0), 0.1, 0, torch.quint8),
-    lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    lambda: torch.arange(5.0).to(torch.float8_e4m3fn), lambda: torch.ones(3, dtype=torch.complex32),
-    lambda: torch.eye(3).to_sparse(),
-], ids=["uint16", "uint32", "uint64", "quantized", "nested", "float8", "complex32", "sparse"])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.arange(5).to(torch.uint16),
+        lambda: torch.arange(5).to(torch.uint32),
+        lambda: torch.arange(5).to(torch.uint64),
+        lambda: torch.quantize_per_tensor(torch.arange(5.0), 0.1, 0, torch.quint8),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        lambda: torch.arange(5.0).to(torch.float8_e4m3fn),
+        lambda: torch.ones(3, dtype=torch.complex32),
+        lambda: torch.eye(3).to_sparse(),
+    ],
+    ids=["uint16", "uint32", "uint64", "quantized", "nested", "float8", "complex32", "sparse"],
+)
 def test_outputs_of_rare_kinds_are_compared(make):
     kept = make()
     assert measure.compare(make, make, labels=("A", "B"), **SHORT).outputs_agree
@@ -478,12 +495,27 @@ def test_work_on_other_streams_shows_as_a_device_that_is_busy_after_the_current_
 @pytest.mark.parametrize(
     "name, value",
     [
-        ("minimum_samples", 2), ("minimum_samples", 0), ("minimum_samples", -5), ("minimum_samples", 3.5),
-        ("minimum_samples", True), ("back_to_back", -1), ("back_to_back", 1.5), ("time_limit_s", 0), ("time_limit_s", -1.0),
-        ("time_limit_s", float("nan")), ("time_limit_s", float("inf")), ("time_limit_s", "5"), ("device", "cpu:3"),
-        ("device", "cuda:99"), ("device", "kuda"), ("device", ""), ("cold", "no"), ("quick", 1), ("alone", "yes"),
+        ("minimum_samples", 2),
+        ("minimum_samples", 0),
+        ("minimum_samples", -5),
+        ("minimum_samples", 3.5),
+        ("minimum_samples", True),
+        ("back_to_back", -1),
+        ("back_to_back", 1.5),
+        ("time_limit_s", 0),
+        ("time_limit_s", -1.0),
+        ("time_limit_s", float("nan")),
+        ("time_limit_s", float("inf")),
+        ("time_limit_s", "5"),
+        ("device", "cpu:3"),
+        ("device", "cuda:99"),
+        ("device", "kuda"),
+        ("device", ""),
+        ("cold", "no"),
+        ("quick", 1),
+        ("alone", "yes"),
     ],
-)  # fmt: skip
+)
 def test_arguments_outside_of_their_range_are_refused_with_it(name, value):
     for ask in (measure.time, lambda f, **options: measure.compare(f, lambda: None, **options)):
         with pytest.raises(HyperionError) as refused:

@@ -34,9 +34,23 @@ def test_the_fault_is_caught_and_its_clean_twin_passes(results, name):
 def test_the_ways_to_be_wrong_that_the_book_promises_are_all_there(results):
     assert len(FAULTS) >= 10 and set(FAULTS) <= set(ALL_FAULTS) and len(BY_NAME) == len(ALL_FAULTS)
     for words in (
-        "no synchronisation", "no warm-up", "flush", "constant data", "FLOP", "module", "GiB", "MHz", "drift", "rank",
-        "above the peak", "substituted", "reading of 0", "never written", "skips work", "labelled cold",
-    ):  # fmt: skip
+        "no synchronisation",
+        "no warm-up",
+        "flush",
+        "constant data",
+        "FLOP",
+        "module",
+        "GiB",
+        "MHz",
+        "drift",
+        "rank",
+        "above the peak",
+        "substituted",
+        "reading of 0",
+        "never written",
+        "skips work",
+        "labelled cold",
+    ):
         assert any(words in name for name in results), words
     assert sum(result.seconds for result in results.values()) < 60
 

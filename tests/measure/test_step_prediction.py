@@ -196,9 +196,13 @@ H200_ADD = {1: 1537, 10: 4032, 20: 4313, 50: 4357, 100: 4375, 200: 4394, 500: 44
 # Eager inference of two models there, of 69 operators in 1.093 ms and of 54 in 1.202 ms: 19 us each in the mean.
 H200_OPERATOR_S = (1.093e-3 / 69 + 1.202e-3 / 54) / 2
 H200_STEPS_S = {
-    ("resnet50", "fp32"): 41.93e-3, ("resnet50", "bf16"): 13.42e-3, ("vit_b_16", "fp32"): 95.30e-3,
-    ("vit_b_16", "bf16"): 17.83e-3, ("encoder_d512_h8_l6", "fp32"): 6.80e-3, ("encoder_d512_h8_l6", "bf16"): 7.64e-3,
-}  # fmt: skip
+    ("resnet50", "fp32"): 41.93e-3,
+    ("resnet50", "bf16"): 13.42e-3,
+    ("vit_b_16", "fp32"): 95.30e-3,
+    ("vit_b_16", "bf16"): 17.83e-3,
+    ("encoder_d512_h8_l6", "fp32"): 6.80e-3,
+    ("encoder_d512_h8_l6", "bf16"): 7.64e-3,
+}
 
 
 def test_steps_of_an_h200_are_foretold_from_its_ceilings_within_a_fifth_in_the_median():
@@ -209,8 +213,7 @@ def test_steps_of_an_h200_are_foretold_from_its_ceilings_within_a_fifth_in_the_m
     }
     ceilings = StepCeilings(rates, MemoryStream.fit(streams), H200_OPERATOR_S, overlapped=True)
     errors = [
-        predict_step(captured(name, 32, dtype), ceilings).total_s / time_s - 1
-        for (name, dtype), time_s in H200_STEPS_S.items()
+        predict_step(captured(name, 32, dtype), ceilings).total_s / time_s - 1 for (name, dtype), time_s in H200_STEPS_S.items()
     ]
     assert median(abs(error) for error in errors) <= 0.20 and max(abs(error) for error in errors) <= 0.45
 

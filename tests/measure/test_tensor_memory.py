@@ -87,6 +87,8 @@ def test_the_state_of_a_training_by_what_it_is(optimizer, moments):
     parameters = 4 * (16 * 32 + 32 + 2 * 32)
     steps = 4 * 4 if optimizer == "AdamW" else 0  # one counter a parameter
     assert parts == {
-        "parameters": parameters, "buffers": 4 * 2 * 32 + 8, "gradients": parameters,
+        "parameters": parameters,
+        "buffers": 4 * 2 * 32 + 8,
+        "gradients": parameters,
         "optimizer state": moments * parameters + steps,
-    }  # fmt: skip
+    }

@@ -49,9 +49,7 @@ def test_a_language_model_keeps_what_its_shapes_say(config, sixteen_bit, checkpo
 def test_an_image_model_keeps_what_its_shapes_say(sixteen_bit, checkpointed):
     images, labels = torch.randn(16, 3, 32, 32), torch.randint(10, (16,))
     model = resnet18(width=8).to(memory_format=torch.channels_last)
-    kept, peak = counted(
-        model, lambda m: F.cross_entropy(m(images).float(), labels), [images, labels], sixteen_bit, checkpointed
-    )
+    kept, peak = counted(model, lambda m: F.cross_entropy(m(images).float(), labels), [images, labels], sixteen_bit, checkpointed)
     told = image_activations(8, 16, sixteen_bit)
     assert told.kept(checkpointed) == pytest.approx(kept, rel=0.02)
     assert told.peak(checkpointed) == pytest.approx(peak, rel=0.12)

@@ -87,10 +87,12 @@ def test_the_kernels_compile_for_devices_that_are_not_here(name, columns, backen
 
     _, arguments = KERNELS[name]
     tile = {
-        "gelu_strip": kernels.GELU, "joined_strip": kernels.JOINED, "norm_strip": kernels.norm_tile(columns),
+        "gelu_strip": kernels.GELU,
+        "joined_strip": kernels.JOINED,
+        "norm_strip": kernels.norm_tile(columns),
         "position_sum": kernels.POSITIONS,
-    }[name]  # fmt: skip
-    signature, kernel = {one: kind for kind, names in arguments.items() for one in names.split()}, getattr(kernels, name)
+    }[name]
+    signature, kernel = ({one: kind for kind, names in arguments.items() for one in names.split()}, getattr(kernels, name))
     constants = {"columns": columns, "ROWS": tile.rows, "BLOCK": tile.columns, "STAGES": tile.stages}
     constants |= {"STRIP": kernels.STRIP, "SUMS": 4}
     constants = {one: constants[one] for one in kernel.arg_names if one in constants}

@@ -115,9 +115,7 @@ def test_a_tokenizer_of_another_model_is_refused(model):
         require_vocabulary(V, model)
 
 
-@pytest.mark.parametrize(
-    "name, size, message", [("random_llama_9b", 10, "no random Llama"), (NAME, None, "vocab_size is 0")]
-)
+@pytest.mark.parametrize("name, size, message", [("random_llama_9b", 10, "no random Llama"), (NAME, None, "vocab_size is 0")])
 def test_unknown_names_and_empty_vocabularies_are_refused(name, size, message):
     with pytest.raises(HyperionError, match=message):
         load_llama(name, vocab_size=size)

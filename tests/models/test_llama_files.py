@@ -95,10 +95,24 @@ def remove_a_shard(folder):
         (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read"),
         (lambda f: (f / "config.json").write_text("[]"), "no JSON object"),
     ],
-    ids=["missing shard", "cut shard", "tensor not in its shard", "tensor not in the index", "no map", "pickles",
-         "nothing", "name outside", "name that is a number", "deep JSON",
-         "another model", "another vocabulary", "quantised", "no JSON", "no object"],
-)  # fmt: skip
+    ids=[
+        "missing shard",
+        "cut shard",
+        "tensor not in its shard",
+        "tensor not in the index",
+        "no map",
+        "pickles",
+        "nothing",
+        "name outside",
+        "name that is a number",
+        "deep JSON",
+        "another model",
+        "another vocabulary",
+        "quantised",
+        "no JSON",
+        "no object",
+    ],
+)
 def test_each_fault_of_a_folder_is_named(folder, spoil, message):
     spoil(folder)
     with pytest.raises(HyperionError, match=message) as caught:

@@ -98,8 +98,7 @@ def test_the_head_is_the_token_embedding():
 
 
 @pytest.mark.parametrize(
-    "name, count",
-    [("lm_d128_h4_l2", 6_846_080), ("gpt2_124m", 124_439_808), ("lm_d2048_h16_l18", 1_011_476_480)],
+    "name, count", [("lm_d128_h4_l2", 6_846_080), ("gpt2_124m", 124_439_808), ("lm_d2048_h16_l18", 1_011_476_480)]
 )
 def test_parameter_counts(name, count):
     with torch.device("meta"):
@@ -175,9 +174,7 @@ def test_agrees_with_transformers_gpt2():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     theirs = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=23, n_positions=16, n_embd=16, n_head=4, n_layer=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-        )
+        GPT2Config(vocab_size=23, n_positions=16, n_embd=16, n_head=4, n_layer=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
     ).eval()
     ours = TransformerLM(SMALL)
     source, state = theirs.transformer.state_dict(), {}

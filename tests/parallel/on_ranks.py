@@ -75,10 +75,15 @@ def language(plan) -> dict:
     curve += _curve(engine, [batches.next_batch()])
     assert_ranks_agree(engine.model)
     return {
-        "curve": curve, "evaluation": evaluation, "loss in a plain model": again.loss, "seen": engine.tokens_seen,
-        "units": fsdp_units(engine.model), "state": batches.state_dict(), "held": held,
+        "curve": curve,
+        "evaluation": evaluation,
+        "loss in a plain model": again.loss,
+        "seen": engine.tokens_seen,
+        "units": fsdp_units(engine.model),
+        "state": batches.state_dict(),
+        "held": held,
         "whole": full_parameter_bytes(engine.model),
-    }  # fmt: skip
+    }
 
 
 def uneven(plan) -> list[list[float]]:
@@ -95,10 +100,13 @@ def images(plan) -> dict:
     plain.load_state_dict(state)
     again = evaluate_images(plain, small.image_validation(), engine.precision, engine.device)
     return {
-        "curve": curve, "evaluation": evaluation, "loss in a plain model": again.loss,
-        "steps counted": int(state["norm1.num_batches_tracked"]), "units": fsdp_units(engine.model),
+        "curve": curve,
+        "evaluation": evaluation,
+        "loss in a plain model": again.loss,
+        "steps counted": int(state["norm1.num_batches_tracked"]),
+        "units": fsdp_units(engine.model),
         "running": torch.cat([value for name, value in state.items() if "running" in name]).tolist(),
-    }  # fmt: skip
+    }
 
 
 def fp16(plan) -> dict:
@@ -139,9 +147,12 @@ def lora(plan, dtype: torch.dtype = torch.float32) -> dict:
         losses.append(float(mean))
     after = _frozen(model)
     return {
-        "losses": losses, "trainable": trainable_parameter_count(model), "units": fsdp_units(model),
-        "names": sorted(_full(model)), "base stands still": all(torch.equal(before[name], after[name]) for name in before),
-    }  # fmt: skip
+        "losses": losses,
+        "trainable": trainable_parameter_count(model),
+        "units": fsdp_units(model),
+        "names": sorted(_full(model)),
+        "base stands still": all(torch.equal(before[name], after[name]) for name in before),
+    }
 
 
 def _frozen(model) -> dict[str, torch.Tensor]:
@@ -165,9 +176,7 @@ def own_group() -> dict[str, list[float]]:
         model = TransformerLM(small.CONFIG)
         if PLANS[name] is not None:
             model = parallelize(model, PLANS[name], here)
-        engine = LanguageEngine(
-            model, adamw(model, 1e-2), lambda step: 1e-2, Precision("fp32", "test"), here.device, world=here
-        )
+        engine = LanguageEngine(model, adamw(model, 1e-2), lambda step: 1e-2, Precision("fp32", "test"), here.device, world=here)
         batches = small.language_batches(None)
         losses[name] = [float(engine.train_step(batches.next_batch()).loss) for _ in range(5)]
     return losses

@@ -29,10 +29,16 @@ def tiny_llama(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=32, pad_token_id=0,
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+            pad_token_id=0,
         )
-    )  # fmt: skip
+    )
 
 
 def here_or_alone(plan: ParallelPlan | None) -> World:
@@ -110,9 +116,8 @@ def image_batches(plan: ParallelPlan | None) -> ImageBatches:
     """Twelve images a batch, over all ranks."""
     here = here_or_alone(plan)
     return ImageBatches(
-        IMAGES, np.arange(60) % 10, 12, ([0.5] * 3, [0.25] * 3), seed=1, augment=("crop", "flip"),
-        rank=here.rank, ranks=here.size,
-    )  # fmt: skip
+        IMAGES, np.arange(60) % 10, 12, ([0.5] * 3, [0.25] * 3), seed=1, augment=("crop", "flip"), rank=here.rank, ranks=here.size
+    )
 
 
 def image_validation() -> ImageBatches:

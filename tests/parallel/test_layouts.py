@@ -19,10 +19,7 @@ def resnet50():
 MODELS = {
     "llama": (small.tiny_llama, 2),
     "llama with adapters": (lambda: add_lora(small.tiny_llama(), rank=2), 2),
-    "transformer with adapters": (
-        lambda: add_lora(TransformerLM(small.CONFIG), rank=2, targets=("query", "value")),
-        3,
-    ),
+    "transformer with adapters": (lambda: add_lora(TransformerLM(small.CONFIG), rank=2, targets=("query", "value")), 3),
     "resnet50": (resnet50, 16),
 }
 
@@ -42,9 +39,7 @@ def test_a_tied_head_is_told():
     model = small.tiny_llama()
     assert layout_of(model).tied == ()
     model.config.tie_word_embeddings = True
-    assert layout_of(add_lora(model, rank=2)).tied == (
-        ("base_model.model.lm_head", "base_model.model.model.embed_tokens"),
-    )
+    assert layout_of(add_lora(model, rank=2)).tied == (("base_model.model.lm_head", "base_model.model.model.embed_tokens"),)
 
 
 def test_our_own_models_tell_themselves():

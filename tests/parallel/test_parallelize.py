@@ -69,9 +69,7 @@ def test_running_statistics_are_the_same_with_and_without_checkpointing_and_on_a
     assert answers[1]["images"]["ddp"]["running"] == ddp
 
 
-@pytest.mark.parametrize(
-    ("task", "plan"), [*(("language", p) for p in SHARED), *(("images", p) for p in SHARED_IMAGES)]
-)
+@pytest.mark.parametrize(("task", "plan"), [*(("language", p) for p in SHARED), *(("images", p) for p in SHARED_IMAGES)])
 def test_evaluation_over_ranks_is_that_of_one_device(answers, task, plan):
     found = answers[0][task][plan]
     assert found["evaluation"]["loss"] == pytest.approx(found["loss in a plain model"], rel=1e-6)
@@ -173,11 +171,7 @@ POLICIES.append({"checkpointing": BUDGET, "checkpointed_blocks": 2})
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy["checkpointing"])
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda: TransformerLM(small.CONFIG),
-        lambda: TransformerLM(replace(small.CONFIG, dropout=0.3)),
-        lambda: resnet18(width=4),
-    ],
+    [lambda: TransformerLM(small.CONFIG), lambda: TransformerLM(replace(small.CONFIG, dropout=0.3)), lambda: resnet18(width=4)],
     ids=["lm", "lm with dropout", "resnet"],
 )
 def test_checkpointed_blocks_give_the_same_gradients_statistics_and_names(make, policy):

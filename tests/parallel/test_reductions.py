@@ -4,15 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hyperion.parallel import (
-    clip_gradients,
-    is_replicated,
-    is_sharded,
-    local_gradient_norm,
-    ranks_of,
-    reshard,
-    start_sum,
-)
+from hyperion.parallel import clip_gradients, is_replicated, is_sharded, local_gradient_norm, ranks_of, reshard, start_sum
 
 
 def test_alone_a_sum_is_the_value_itself():

@@ -107,9 +107,7 @@ def test_it_ends_with_the_one_that_asks(number, tmp_path):
         """
     )
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
-    asking = subprocess.Popen(
-        [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE
-    )
+    asking = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE)
     assert wait_for(lambda: pid_file.exists() and pid_file.read_text())
     asked = psutil.Process(int(pid_file.read_text()))
     asking.send_signal(number)

@@ -188,11 +188,14 @@ def test_two_ranks_meet_part_and_give_up_on_each_other(free_port):
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.processes.group_checks"], stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True, env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            [sys.executable, "-W", "ignore", "-m", "tests.processes.group_checks"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     try:
         for rank, line in ((0, "patient no longer\n"), (1, "raising\n")):
             assert ranks[rank].stdout.readline() == line, ranks[rank].communicate(timeout=60)

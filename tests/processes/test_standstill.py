@@ -10,8 +10,9 @@ WAITS = ('  File "/site/torch/distributed/distributed_c10d.py", line 1, in all_r
 ELSEWHERE = ('  File "/home/reader/step.py", line 7, in load\n', "    time.sleep(600)\n")
 STANDS = st.lists(
     st.builds(Standing, st.integers(0, 3), st.sampled_from(["a, fp32", "b"]), st.sampled_from([WAITS, ELSEWHERE, ()])),
-    min_size=2, max_size=8,
-)  # fmt: skip
+    min_size=2,
+    max_size=8,
+)
 
 
 @given(STANDS)

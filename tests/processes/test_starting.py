@@ -229,8 +229,14 @@ with fork_server_running():
 )
 def test_a_request_that_cannot_be_met_leaves_the_server_serving(module, harm, asked):
     environment = module("print('here')")
-    request = {"python": sys.executable, "module": "told_module", "arguments": [], "environment": environment,
-               "folder": os.getcwd(), "new_session": False} | harm  # fmt: skip
+    request = {
+        "python": sys.executable,
+        "module": "told_module",
+        "arguments": [],
+        "environment": environment,
+        "folder": os.getcwd(),
+        "new_session": False,
+    } | harm
     request["environment"] = environment | harm.get("environment", {})
     with socket.socket(socket.AF_UNIX) as caller, open(os.devnull, "r+") as nothing:
         caller.connect(os.environ[SOCKET])

@@ -23,9 +23,14 @@ from hyperion.processes.verdict import (
 
 JOB = Job("a.b:c", ranks=4)
 RAISED = {
-    "time": 100.5, "raised": "ValueError: no", "traceback": "Traceback\nValueError: no\n", "error": None, "exit_code": 1,
-    "lost_peer": False, "timed_out": False,
-}  # fmt: skip
+    "time": 100.5,
+    "raised": "ValueError: no",
+    "traceback": "Traceback\nValueError: no\n",
+    "error": None,
+    "exit_code": 1,
+    "lost_peer": False,
+    "timed_out": False,
+}
 LOST = RAISED | {"raised": "RuntimeError: Connection closed by peer", "lost_peer": True}
 TOLD = {"what": "the file is damaged", "where": "a.bin", "next_step": "copy it again"}
 SAVED = RAISED | {"raised": "Interrupted", "error": TOLD, "exit_code": 75}
@@ -90,7 +95,7 @@ def test_a_rank_that_refused_is_told_in_its_own_words_and_code():
     ],
 )
 def test_a_rank_without_a_word_is_told_by_its_end_and_its_log(end, cause, name):
-    error = rank_error(JOB, end, "begun\n@progress [1, 2, \"\"]\nframe #0: x\nlast words\n", "here")
+    error = rank_error(JOB, end, 'begun\n@progress [1, 2, ""]\nframe #0: x\nlast words\n', "here")
     assert error.what == f"rank 1 of 4 {cause} in a.b:c\nbegun\nlast words"
     assert error.signal == name
 

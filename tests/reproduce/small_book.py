@@ -41,21 +41,13 @@ def write_notebook(folder: Path, stem: str, cells: list[str], **metadata) -> Pat
     """A notebook with a parameters cell, `cells`, and metadata.hyperion."""
     parameters = 'profile = "auto"\ndata_source = "auto"\noutput = None\nseed = 0'
     code = [_cell(parameters, tags=["parameters"]), *map(_cell, cells)]
-    prose = {
-        "cell_type": "markdown",
-        "id": "title",
-        "metadata": {},
-        "source": f"# {stem}\nThe rate is $\\frac{{a}}{{b}}$.",
-    }
+    prose = {"cell_type": "markdown", "id": "title", "metadata": {}, "source": f"# {stem}\nThe rate is $\\frac{{a}}{{b}}$."}
     hyperion = {"needs": [], "optional": [], "produces": ["counting"], "time_budget_s": {"smoke": 5}} | metadata
     for number, cell in enumerate(code):
         cell["id"] = f"cell-{number}"
     document = {
         "cells": [prose, *code],
-        "metadata": {
-            "hyperion": hyperion,
-            "kernelspec": {"name": "python3", "language": "python", "display_name": "Python 3"},
-        },
+        "metadata": {"hyperion": hyperion, "kernelspec": {"name": "python3", "language": "python", "display_name": "Python 3"}},
         "nbformat": 4,
         "nbformat_minor": 5,
     }

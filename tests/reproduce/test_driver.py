@@ -158,7 +158,7 @@ def test_a_row_that_fails_its_check_keeps_the_others_and_is_measured_anew_by_the
     phase = root / "phase1_hardware"
     here = "chapters.run_isolated = measure\ncounting = chapter.run('counting')"  # no process of its own: it is made up here
     first = counting("01_first", "0.0 if again else 0.5", isolated)
-    cells = [ASKED, first if not isolated else first.replace("counting = chapter.run(\"counting\")", here)]
+    cells = [ASKED, first if not isolated else first.replace('counting = chapter.run("counting")', here)]
     missing = "from hyperion.book import pick\nbad = pick(counting.rows, 'count', variant='bad')"
     last = "good = pick(counting.rows, 'count', variant='good')\nprint(f'BANNER: {good.value}')"
     write_notebook(phase, "01_first", [*cells, missing, "print(bad.value)", last])
@@ -280,9 +280,7 @@ def test_a_go_that_measures_nothing_leaves_the_expected_time_alone(root):
     assert call()[0] == 0
     whole = json.loads(the_run(root).read("reproduce.json"))["notebooks"]["01_first"]["whole_s"]
     assert whole > 1
-    confirm = (
-        "from hyperion.results import Run\nRun.open(output).confirm('01_first', 'counting', Run.open(output).rows())"
-    )
+    confirm = "from hyperion.results import Run\nRun.open(output).confirm('01_first', 'counting', Run.open(output).rows())"
     write_notebook(root / "phase1_hardware", "01_first", [confirm])
     assert call()[0] == 0
     entry = json.loads(the_run(root).read("reproduce.json"))["notebooks"]["01_first"]

@@ -29,9 +29,7 @@ def test_text_parameters_upstream_and_needs_change_the_hash(tmp_path):
 def test_time_and_outputs_do_not(tmp_path):
     same = digest(tmp_path)
     notebook = tmp_path / "01_x.ipynb"
-    notebook.write_text(
-        notebook.read_text().replace('"outputs": []', '"outputs": [{"output_type": "stream", "text": "x"}]')
-    )
+    notebook.write_text(notebook.read_text().replace('"outputs": []', '"outputs": [{"output_type": "stream", "text": "x"}]'))
     assert same == notebook_hash(read_notebook(notebook), {}, {})
     assert same == digest(tmp_path, time_budget_s={"smoke": 99})
 

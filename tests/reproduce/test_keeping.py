@@ -33,6 +33,4 @@ def test_an_error_in_its_own_words_keeps_its_lines(tmp_path):
     notebook = read_notebook(write_notebook(tmp_path / "phase1_x", "01_x", ["1"]))
     lines = []
     show_fault(lines.append, notebook, Fault("DataError: why\n  where: a.bin\n  next:  copy it", 3), tmp_path)
-    assert lines[:3] == [
-        "FAILED phase1_x/01_x.ipynb, cell In [3]: DataError: why", "      where: a.bin", "      next:  copy it",
-    ]  # fmt: skip
+    assert lines[:3] == ["FAILED phase1_x/01_x.ipynb, cell In [3]: DataError: why", "      where: a.bin", "      next:  copy it"]

@@ -19,9 +19,7 @@ def test_a_taken_port_is_passed_over():
 def test_the_server_listens_on_loopback_only_and_the_token_is_not_in_its_arguments(tmp_path):
     pytest.importorskip("jupyterlab")
     command = lab.lab_command(tmp_path, 9001)
-    assert (
-        command[0] == sys.executable and "--ip=127.0.0.1" in command and f"--ServerApp.root_dir={tmp_path}" in command
-    )
+    assert command[0] == sys.executable and "--ip=127.0.0.1" in command and f"--ServerApp.root_dir={tmp_path}" in command
     assert not any("token" in argument for argument in command)
 
 

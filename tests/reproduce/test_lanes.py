@@ -58,8 +58,9 @@ def a_notebook(stem: str, devices: str, seconds: float = 1.0) -> Notebook:
 
 def test_each_place_has_a_device_and_its_part_of_the_cores(tmp_path):
     assert places_of(MASKS, {4, 0, 1, 2, 3}, tmp_path) == [
-        Place(0, MASKS[0] | {CORES: "0,1"}), Place(1, MASKS[1] | {CORES: "2,3"})
-    ]  # fmt: skip
+        Place(0, MASKS[0] | {CORES: "0,1"}),
+        Place(1, MASKS[1] | {CORES: "2,3"}),
+    ]
     assert places_of(MASKS, {3}) == places_of(MASKS[:1], {0, 1}) == places_of([], {0, 1}) == [Place(0)]
 
 

@@ -13,9 +13,7 @@ def test_entries_survive_and_answer_what_is_done(tmp_path):
     ledger.keep("04_w", Entry("unexpected", "abc", 1.5, 2, "1 unexpected", remeasure=True, unexpected=("loss 7, above 4",)))
     ledger.keep_exported("rows and code")
     again = Ledger.of(Run.open(tmp_path))
-    assert (
-        again.entries == ledger.entries and again.setting == {"profile": "smoke"} and again.exported == "rows and code"
-    )
+    assert again.entries == ledger.entries and again.setting == {"profile": "smoke"} and again.exported == "rows and code"
     assert again.is_done("01_x", "abc") and not again.is_done("01_x", "other")
     assert unexpected_in(again.run) == {"04_w": ["loss 7, above 4"]} and not again.is_done("04_w", "abc")
     assert not again.is_done("02_y", "abc") and not again.is_done("03_z", "abc")

@@ -11,12 +11,7 @@ def stems(notebooks):
 
 
 def test_the_book_is_in_order_of_phase_number_and_file_name(tmp_path):
-    for folder, stem in (
-        ("phase10_later", "01_c"),
-        ("phase2_middle", "02_b"),
-        ("phase2_middle", "01_a"),
-        ("phase1_x", "01_z"),
-    ):
+    for folder, stem in (("phase10_later", "01_c"), ("phase2_middle", "02_b"), ("phase2_middle", "01_a"), ("phase1_x", "01_z")):
         write_notebook(tmp_path / folder, stem, ["1"])
     write_notebook(tmp_path / "phase1_x", "draft", ["1"])
     assert stems(read_book(tmp_path)) == ["01_z", "01_a", "02_b", "01_c"]

@@ -14,9 +14,7 @@ def run(tmp_path):
     run = Run.create(tmp_path / "run", {"profile": "smoke", "environment": {}})
     row = Row(notebook="01_x", experiment="counting", variant="v", metric="count", value=2.0)
     run.record("01_x", "counting", [row], pd.DataFrame({"x": [1.0]}), input_hash="h")
-    run.write(
-        {"notebooks/01_x.html": b"<p>small</p>", "notebooks/01_x.ipynb": b"{}", "notebooks/02_y.html": b"x" * 500}
-    )
+    run.write({"notebooks/01_x.html": b"<p>small</p>", "notebooks/01_x.ipynb": b"{}", "notebooks/02_y.html": b"x" * 500})
     return run
 
 
@@ -47,10 +45,12 @@ def test_a_picture_that_lies_beside_a_page_is_linked_and_another_stays_in_it(run
     kept, only_here = b"picture" * 40, b"another"
     script = '<script>"data:image/png;base64,x" + y</script>'
     page = '<img src="data:image/png;base64,{}"><img src="data:image/png;base64,{}">' + script
-    run.write({
-        "benchmarks/gemm/a.png": kept,
-        "notebooks/01_x.html": page.format(*(base64.b64encode(png).decode() for png in (kept, only_here))).encode(),
-    })  # fmt: skip
+    run.write(
+        {
+            "benchmarks/gemm/a.png": kept,
+            "notebooks/01_x.html": page.format(*(base64.b64encode(png).decode() for png in (kept, only_here))).encode(),
+        }
+    )
     folder, _ = publish(run, "h100", tmp_path / "reference")
     told = (folder / "notebooks/01_x.html").read_text()
     link = "../benchmarks/gemm/a.png"

@@ -31,9 +31,7 @@ def test_the_first_machine_that_holds_every_experiment_is_taken(checkout):
 @pytest.mark.parametrize("changed", ["value", "sample", "nothing"])
 def test_a_reference_published_again_is_another_one_if_anything_replayed_differs(checkout, tmp_path, changed):
     before, _ = reference_for(checkout, "c_whole")
-    row = Row(
-        notebook="01_x", experiment="weighing", variant="v", metric="count", value=3.0 if changed == "value" else 2.0
-    )
+    row = Row(notebook="01_x", experiment="weighing", variant="v", metric="count", value=3.0 if changed == "value" else 2.0)
     samples = pd.DataFrame({"x": [9.0 if changed == "sample" else 1.0]})
     Run.open(tmp_path / "results/reference/c_whole").record("01_x", "weighing", [row], samples, input_hash="h")
     assert (reference_for(checkout, "c_whole")[0] == before) == (changed == "nothing")

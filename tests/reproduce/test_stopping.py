@@ -9,22 +9,11 @@ import pytest
 from hyperion.errors import HyperionError
 from hyperion.experiments.profiles import profile_names
 from hyperion.reproduce.notebooks import read_book
-from hyperion.reproduce.stopping import (
-    Alarm,
-    BudgetSpent,
-    LimitExceeded,
-    Limits,
-    Stopped,
-    limits_of,
-    seconds_of,
-    stoppable,
-    told,
-)
+from hyperion.reproduce.stopping import Alarm, BudgetSpent, LimitExceeded, Limits, Stopped, limits_of, seconds_of, stoppable, told
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("90", 90), ("90s", 90), ("6m", 360), ("1h30m", 5400), ("1.5h", 5400), (" 2M ", 120), ("1m5s", 65)],
+    ("text", "seconds"), [("90", 90), ("90s", 90), ("6m", 360), ("1h30m", 5400), ("1.5h", 5400), (" 2M ", 120), ("1m5s", 65)]
 )
 def test_durations(text, seconds):
     assert seconds_of(text, "TIME_BUDGET") == seconds

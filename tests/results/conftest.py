@@ -8,12 +8,26 @@ import pytest
 from hyperion.results import Row, Run
 
 GEMM = Row(
-    notebook="01_hardware_exploration", experiment="gemm", variant="cold", dtype="bfloat16",
+    notebook="01_hardware_exploration",
+    experiment="gemm",
+    variant="cold",
+    dtype="bfloat16",
     params={"m": 64, "n": 64, "k": 64},
-    metric="gemm_tflops", value=100.0, n=30, ci_low=99.0, ci_high=101.0, predicted=110.0, limit=191.5,
-    limit_source="MI250X GCD datasheet", check="slice against float64", check_error=1e-3, check_tolerance=1e-2,
-    clock_mhz=1700.0, power_w=250.0, throttle="none",
-)  # fmt: skip
+    metric="gemm_tflops",
+    value=100.0,
+    n=30,
+    ci_low=99.0,
+    ci_high=101.0,
+    predicted=110.0,
+    limit=191.5,
+    limit_source="MI250X GCD datasheet",
+    check="slice against float64",
+    check_error=1e-3,
+    check_tolerance=1e-2,
+    clock_mhz=1700.0,
+    power_w=250.0,
+    throttle="none",
+)
 
 
 @pytest.fixture

@@ -66,8 +66,10 @@ def test_noise_and_two_percent_are_not_flagged(launched, slowdown):
     assert set(verdicts(compare(launched("a", 5), launched("b", 5, slowdown=slowdown))).values()) == {"same"}
 
 
-@pytest.mark.parametrize(("count", "call", "why"), [(1, None, "did not take turns"), (12, None, "did not take turns"),
-                                                    (4, "monday", "fewer than 5 launches")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("count", "call", "why"),
+    [(1, None, "did not take turns"), (12, None, "did not take turns"), (4, "monday", "fewer than 5 launches")],
+)
 def test_ordinary_runs_and_few_launches_are_indicative(launched, count, call, why):
     sides = launched("a", count, call=call), launched("b", count, slowdown=0.10, call=call)
     comparisons = compare(*sides)
@@ -99,9 +101,20 @@ def test_runs_that_share_nothing_and_folders_without_runs_are_refused(launched, 
 
 def test_a_search_is_compared_whatever_shape_won_and_given_shapes_only_with_themselves(tmp_path):
     def run_with(name, m, seen, value):
-        common = {"notebook": "nb", "experiment": "best_products", "metric": "gemm_tflops", "dtype": "bf16", "value": value,
-                  "n": 30, "ci_low": value - 1, "ci_high": value + 1, "limit_source": "none known", "check": "c",
-                  "check_error": 0.0, "check_tolerance": 1.0}  # fmt: skip
+        common = {
+            "notebook": "nb",
+            "experiment": "best_products",
+            "metric": "gemm_tflops",
+            "dtype": "bf16",
+            "value": value,
+            "n": 30,
+            "ci_low": value - 1,
+            "ci_high": value + 1,
+            "limit_source": "none known",
+            "check": "c",
+            "check_error": 0.0,
+            "check_tolerance": 1.0,
+        }
         shape = {"m": m, "n": 8192, "k": 8192, "cache": "cold"}
         found = Row(variant="fastest found", params=shape | {"seen": seen, "shapes": 512, "stopped": f"{seen} seen"}, **common)
         return recorded(tmp_path / name, [found, Row(variant="finalist", params=shape, **common)])
@@ -110,8 +123,9 @@ def test_a_search_is_compared_whatever_shape_won_and_given_shapes_only_with_them
     (same,) = [c for c in compared if c.verdict != "missing"]
     assert "fastest found" in same.name
     assert [(c.name.split()[1], c.reason) for c in compared if c.verdict == "missing"] == [
-        ("finalist", "not in B: no row"), ("finalist", "not in A: no row"),
-    ]  # fmt: skip
+        ("finalist", "not in B: no row"),
+        ("finalist", "not in A: no row"),
+    ]
 
 
 def test_values_that_one_side_lacks_are_missing_with_their_reason(tmp_path):
@@ -128,17 +142,22 @@ def test_values_that_one_side_lacks_are_missing_with_their_reason(tmp_path):
     ]
     found = {c.name: c for c in compare(a, b)}
     assert {name: c.reason for name, c in found.items() if c.verdict == "missing"} == {
-        "e crashed": "not in B: no row", "e refused": "not in B: out of memory", "e counted": "not in B: no row",
-        "e sometimes": "not in 1 of 2 launches of B: no row", "e new": "not in A: no row",
-    }  # fmt: skip
+        "e crashed": "not in B: no row",
+        "e refused": "not in B: out of memory",
+        "e counted": "not in B: no row",
+        "e sometimes": "not in 1 of 2 launches of B: no row",
+        "e new": "not in A: no row",
+    }
     assert found["e kept"].verdict == "same" and "e nowhere" not in found
     assert found["e crashed"].value_b is None and found["e crashed"].launches_a == (0.1, 0.1)
 
 
 def test_values_that_are_not_positive_are_compared_by_their_difference(tmp_path):
     def run_with(name, breaks, share):
-        rows = [timed("t", 0.1 + breaks / 1000, metric="graph_breaks", value=breaks, ci_low=None, ci_high=None),
-                timed("o", 0.1, metric="communication_share", value=share, ci_low=share, ci_high=share)]  # fmt: skip
+        rows = [
+            timed("t", 0.1 + breaks / 1000, metric="graph_breaks", value=breaks, ci_low=None, ci_high=None),
+            timed("o", 0.1, metric="communication_share", value=share, ci_low=share, ci_high=share),
+        ]
         return recorded(tmp_path / name, rows)
 
     found = {c.metric: c for c in compare([run_with("a", 0.0, -0.02)], [run_with("b", 5.0, -0.02)])}
@@ -182,22 +201,38 @@ def test_a_folder_with_a_link_to_one_of_its_runs_holds_that_run_once(launched, t
 
 def test_every_circumstance_that_differs_is_stated(tmp_path):
     gpu = {"name": "NVIDIA H200", "uuid": "0" * 12}
-    environment = {"torch": "2.11", "driver": "580", "gpus": [gpu, gpu], "cpu": {"name": "x", "cores": 4}, "cuda": "13.0",
-                   "source": {"commit": "a" * 40, "hash": "b" * 64}, "packages": {"numpy": "2.4"}}  # fmt: skip
-    changed = environment | {"torch": "2.12", "driver": "590", "gpus": [gpu | {"name": "NVIDIA H100"}],
-                             "packages": {"numpy": "2.5"}, "source": {"commit": "c" * 40, "hash": "d" * 64}}  # fmt: skip
+    environment = {
+        "torch": "2.11",
+        "driver": "580",
+        "gpus": [gpu, gpu],
+        "cpu": {"name": "x", "cores": 4},
+        "cuda": "13.0",
+        "source": {"commit": "a" * 40, "hash": "b" * 64},
+        "packages": {"numpy": "2.4"},
+    }
+    changed = environment | {
+        "torch": "2.12",
+        "driver": "590",
+        "gpus": [gpu | {"name": "NVIDIA H100"}],
+        "packages": {"numpy": "2.5"},
+        "source": {"commit": "c" * 40, "hash": "d" * 64},
+    }
     state = {"clock_mhz": 1980.0, "throttle": "none", "data_source": "mirror"}
     a = recorded(
-        tmp_path / "a", [timed("v", 0.1, **state)],
+        tmp_path / "a",
+        [timed("v", 0.1, **state)],
         {"environment": environment, "profile": "full", "seed": 0, "data_source": "auto"},
-        provenance={"sizes": {"batch": 8, "steps": 5}}, data={"wikitext-2": {"sha256": "1" * 16}},
-    )  # fmt: skip
+        provenance={"sizes": {"batch": 8, "steps": 5}},
+        data={"wikitext-2": {"sha256": "1" * 16}},
+    )
     slow = state | {"clock_mhz": 1500.0, "throttle": "sw_power_cap", "data_source": "synthetic"}
     b = recorded(
-        tmp_path / "b", [timed("v", 0.2, **slow), timed("w", 0.1, experiment="f")],
+        tmp_path / "b",
+        [timed("v", 0.2, **slow), timed("w", 0.1, experiment="f")],
         {"environment": changed, "profile": "smoke", "seed": 1, "data_source": "auto"},
-        provenance={"sizes": {"batch": 4, "steps": 5}}, data={"wikitext-2": {"sha256": "2" * 16}},
-    )  # fmt: skip
+        provenance={"sizes": {"batch": 4, "steps": 5}},
+        data={"wikitext-2": {"sha256": "2" * 16}},
+    )
     found = circumstances([a], [b])
     assert {one.name: (one.a, one.b) for one in found} == {
         "device": ("2 x NVIDIA H200", "1 x NVIDIA H100"),

@@ -139,9 +139,7 @@ def test_the_stated_power_rises_with_the_number_of_launches():
         for _ in range(12):
             values = logarithms(random, "normal", 2 * a_side, shared=False)
             test = randomization_test(fenced(values, a_side), a_side, SMALLEST_CHANGE, 1000)
-            of.append(
-                Power(a_side, a_side, test.largest, divisions=1000, smallest=SMALLEST_CHANGE, significance=SIGNIFICANCE)
-            )
+            of.append(Power(a_side, a_side, test.largest, divisions=1000, smallest=SMALLEST_CHANGE, significance=SIGNIFICANCE))
         stated.append([np.mean([p.chance(0.02, change) for p in of]) for change in (0.03, 0.05, 0.08)])
     assert (np.diff(stated, axis=0) >= -0.02).all() and stated[-1][1] > 0.95
 
@@ -221,8 +219,9 @@ def trials(slowdown: float, count: int = TRIALS, first_seed: int = 0) -> list:
 def caught(compared) -> bool:
     """Whether both metrics of the slowed variant are confirmed as worse."""
     return {c.metric for c in compared if c.name == f"e {SLOWED}" and c.verdict == "regression"} == {
-        "step_time_s", "samples_per_s",
-    }  # fmt: skip
+        "step_time_s",
+        "samples_per_s",
+    }
 
 
 def test_the_noise_is_what_it_says():

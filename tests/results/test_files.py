@@ -194,14 +194,23 @@ def test_readers_write_nothing(tmp_path, monkeypatch, count):
     before = state()
     assert (tmp_path / PENDING).exists()
     assert {name: read_verified(tmp_path, name) for name in vouched_names(tmp_path)} == {
-        "a": b"new", "sub/b": b"new", "c": b"new"
-    }  # fmt: skip
+        "a": b"new",
+        "sub/b": b"new",
+        "c": b"new",
+    }
     assert verify_folder(tmp_path) == ["a", "c", "sub/b"]
     assert state() == before
 
 
 HOSTILE_NAMES = [
-    "/{}/outside/file", "../outside/file", "sub/../../outside/file", "link/file", "", ".", "a\0b", "MANIFEST.pending",
+    "/{}/outside/file",
+    "../outside/file",
+    "sub/../../outside/file",
+    "link/file",
+    "",
+    ".",
+    "a\0b",
+    "MANIFEST.pending",
 ]
 
 
@@ -260,11 +269,9 @@ def test_what_is_no_regular_file_is_refused_at_once(between, name, kind):
     path = between / name
     path.unlink(missing_ok=True)
     target = between.parent / "outside" / ("file" if kind == "link" else "none")
-    {
-        "pipe": lambda: os.mkfifo(path),
-        "folder": path.mkdir,
-        "device": lambda: path.symlink_to("/dev/zero"),
-    }.get(kind, lambda: path.symlink_to(target))()
+    {"pipe": lambda: os.mkfifo(path), "folder": path.mkdir, "device": lambda: path.symlink_to("/dev/zero")}.get(
+        kind, lambda: path.symlink_to(target)
+    )()
     before = contents(between.parent)
     read, names, verify, write = everything_of(between)
     for action in (read, verify) if name == "a" else (read, names, verify, write):

@@ -31,12 +31,23 @@ SAMPLES = f"samples/{NOTEBOOK}.{OWN}.parquet"
 FILES = ("run.json", "rows.csv", "experiments.json", "predictions.json", "environments.json", LEDGER, SAMPLES, MANIFEST)
 DOCUMENTS = ("run.json", "experiments.json", "predictions.json", "environments.json", LEDGER)
 HOSTILE_NAMES = (
-    "/{root}/outside/file", "../outside/file", "samples/../../outside/file", "", ".", "..", "a//b", "a\x00b", ".lock",
-)  # fmt: skip
+    "/{root}/outside/file",
+    "../outside/file",
+    "samples/../../outside/file",
+    "",
+    ".",
+    "..",
+    "a//b",
+    "a\x00b",
+    ".lock",
+)
 ENVIRONMENT = {
-    "torch": "2.13", "cpu": {"name": "Test CPU", "cores": 2}, "gpus": [], "packages": {"numpy": "2.5"},
+    "torch": "2.13",
+    "cpu": {"name": "Test CPU", "cores": 2},
+    "gpus": [],
+    "packages": {"numpy": "2.5"},
     "source": {"hash": "f" * 64, "commit": "0" * 40, "modified": False},
-}  # fmt: skip
+}
 
 
 def rows_and_samples(experiment: str) -> tuple[list[Row], pd.DataFrame]:
@@ -53,11 +64,19 @@ def rows_and_samples(experiment: str) -> tuple[list[Row], pd.DataFrame]:
         for name, found, limit in (("step_time_s", time, 1e-4), (metric, rate, 1e6)):
             rows.append(
                 Row(
-                    **circumstances, **checked, metric=name, value=found.value, n=found.n, ci_low=found.ci_low,
-                    ci_high=found.ci_high, limit=limit, limit_source="data sheet",
-                    clock_mhz=1000.0, power_w=100.0,
+                    **circumstances,
+                    **checked,
+                    metric=name,
+                    value=found.value,
+                    n=found.n,
+                    ci_low=found.ci_low,
+                    ci_high=found.ci_high,
+                    limit=limit,
+                    limit_source="data sheet",
+                    clock_mhz=1000.0,
+                    power_w=100.0,
                 )
-            )  # fmt: skip
+            )
         frames.append(
             pd.DataFrame({"variant": variant, "dtype": "fp32", "params": json.dumps(params), "index": range(30), "time_s": times})
         )
@@ -203,9 +222,21 @@ def test_junk_anywhere_in_a_document_is_refused_in_words_or_kept(place, original
 
 
 CELLS = (
-    "", "nan", "inf", "-1", "1e999", "0", "9" * 400, "x", "\x1b[2J", "<script>alert(1)</script>", "../up", "a|b](http://x)",
-    "{}", "[]",
-)  # fmt: skip
+    "",
+    "nan",
+    "inf",
+    "-1",
+    "1e999",
+    "0",
+    "9" * 400,
+    "x",
+    "\x1b[2J",
+    "<script>alert(1)</script>",
+    "../up",
+    "a|b](http://x)",
+    "{}",
+    "[]",
+)
 
 
 @determined(30)
@@ -370,7 +401,12 @@ def test_figures_of_rows_that_lack_their_parameters_are_refused_in_words(place, 
 def test_every_string_of_a_run_is_escaped_on_every_page(place):
     folder = place()
     script = "<script>alert(1)</script>"
-    changes = {"variant": script, "data_source": f'{script}" onload="x', "dtype": "a|b", "limit_source": "no limit: ![](http://x)"}
+    changes = {
+        "variant": script,
+        "data_source": f'{script}" onload="x',
+        "dtype": "a|b",
+        "limit_source": "no limit: ![](http://x)",
+    }
     edit_cells(folder, {column: lambda cell, text=text: text for column, text in changes.items()} | {"limit": lambda cell: ""})
     edit_document(folder, "run.json", lambda d: d.update(profile=f"`{script}"))
     edit_document(folder, "run.json", lambda d: d["environment"]["cpu"].update(name=script))

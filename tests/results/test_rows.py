@@ -31,14 +31,29 @@ def rows(draw):
     known = draw(st.booleans())
     error, tolerance = sorted(draw(st.tuples(NUMBER, NUMBER)))
     return Row(
-        notebook=draw(STEM), experiment=draw(STEM), variant=draw(NAME), dtype=draw(TEXT),
-        params=draw(st.dictionaries(TEXT, JSON, max_size=3)), rank=draw(st.none() | st.integers(0, 4096)),
-        metric="count", value=value if known else None, value_reason="" if known else draw(NAME),
-        n=draw(st.none() | st.integers(1, 10**9)), ci_low=low, ci_high=high, predicted=draw(st.none() | NUMBER),
-        limit=draw(st.none() | NUMBER), limit_source=draw(TEXT), check=draw(TEXT), check_error=error,
-        check_tolerance=tolerance, data_source=draw(TEXT), clock_mhz=draw(st.none() | READING),
-        power_w=draw(st.none() | READING), throttle=draw(st.none() | NAME),
-    )  # fmt: skip
+        notebook=draw(STEM),
+        experiment=draw(STEM),
+        variant=draw(NAME),
+        dtype=draw(TEXT),
+        params=draw(st.dictionaries(TEXT, JSON, max_size=3)),
+        rank=draw(st.none() | st.integers(0, 4096)),
+        metric="count",
+        value=value if known else None,
+        value_reason="" if known else draw(NAME),
+        n=draw(st.none() | st.integers(1, 10**9)),
+        ci_low=low,
+        ci_high=high,
+        predicted=draw(st.none() | NUMBER),
+        limit=draw(st.none() | NUMBER),
+        limit_source=draw(TEXT),
+        check=draw(TEXT),
+        check_error=error,
+        check_tolerance=tolerance,
+        data_source=draw(TEXT),
+        clock_mhz=draw(st.none() | READING),
+        power_w=draw(st.none() | READING),
+        throttle=draw(st.none() | NAME),
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -165,6 +180,8 @@ def test_a_csv_that_we_never_write_is_refused(row, change, fault):
     assert rows_from_csv(text) == [row()]
     with pytest.raises(RowError, match=fault):
         rows_from_csv(change(text))
+
+
 @pytest.mark.parametrize(
     ("changes", "reason", "error"),
     [

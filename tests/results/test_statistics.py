@@ -37,9 +37,7 @@ def test_the_ratio_interval_covers_the_ratio_and_cancels_shared_drift():
         widths_unpaired.append(ratio_estimate(a, random.permutation(b), seed=seed))
     assert coverage(1.1, estimates) >= 0.9
     assert np.median([e.value for e in estimates]) == pytest.approx(1.1, rel=0.01)
-    assert np.median([e.ci_high - e.ci_low for e in estimates]) < 0.6 * np.median(
-        [e.ci_high - e.ci_low for e in widths_unpaired]
-    )
+    assert np.median([e.ci_high - e.ci_low for e in estimates]) < 0.6 * np.median([e.ci_high - e.ci_low for e in widths_unpaired])
 
 
 def test_a_ratio_of_unpaired_series_is_refused():
@@ -159,10 +157,11 @@ def test_a_fit_through_medians_covers_the_true_line():
     fits = [
         estimates_of_medians(
             [random.normal(3 + 2 * at, 0.1, 30 + place) for place, at in enumerate(x)],
-            lambda medians: np.polyfit(x, medians, 1), seed=trial,
+            lambda medians: np.polyfit(x, medians, 1),
+            seed=trial,
         )
         for trial in range(60)
-    ]  # fmt: skip
+    ]
     slopes, intercepts = zip(*fits, strict=True)
     assert coverage(2.0, slopes) >= 0.85 and coverage(3.0, intercepts) >= 0.85
     assert {fit.n for fit in slopes} == {30}

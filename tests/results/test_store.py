@@ -31,9 +31,7 @@ for i in range(rounds):
 
 def writer(run, name, rounds):
     # stderr goes to the test's own: a writer that fails says why.
-    return subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(run.folder), name, str(rounds)], stdout=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen([sys.executable, "-c", WRITER, str(run.folder), name, str(rounds)], stdout=subprocess.PIPE, text=True)
 
 
 def test_record_and_read_back(new_run, row, samples):
@@ -62,9 +60,7 @@ def test_record_and_read_back(new_run, row, samples):
 def test_one_bad_row_stores_nothing(new_run, row, samples, changes, fault):
     run = new_run()
     with pytest.raises(RowError, match=fault):
-        run.record(
-            row().notebook, "gemm", [row(dtype="float64")] + [row(**c) for c in changes], samples, input_hash="h"
-        )
+        run.record(row().notebook, "gemm", [row(dtype="float64")] + [row(**c) for c in changes], samples, input_hash="h")
     assert run.rows() == [] and run.finished(row().notebook, "gemm") is None
 
 
@@ -83,9 +79,7 @@ def test_another_schema_is_refused(new_run):
         Run.open(run.folder)
 
 
-@pytest.mark.parametrize(
-    "name", ["rows.csv", "run.json", "experiments.json", "predictions.json", "samples/nb.e.parquet"]
-)
+@pytest.mark.parametrize("name", ["rows.csv", "run.json", "experiments.json", "predictions.json", "samples/nb.e.parquet"])
 @pytest.mark.parametrize("damage", ["truncated", "edited", "missing"])
 def test_a_damaged_file_is_refused_by_name(new_run, samples, name, damage):
     run = new_run()
@@ -190,9 +184,7 @@ def test_killed_at_random_moments_the_run_stays_whole(new_run):
         committed = max([committed, *map(int, process.stdout.read().split())])
         process.wait()
         assert "rows.csv" in run.verify()
-        by_experiment = {
-            row.experiment: [r for r in run.rows() if r.experiment == row.experiment] for row in run.rows()
-        }
+        by_experiment = {row.experiment: [r for r in run.rows() if r.experiment == row.experiment] for row in run.rows()}
         assert all(len(rows) == 20 and len({r.value for r in rows}) == 1 for rows in by_experiment.values()), round_
         # What the writer said was stored is stored; at most the one in flight is there as well.
         assert run.finished("nb", f"e{committed % 7}")["input_hash"] in (str(committed), str(committed + 7))

@@ -27,9 +27,13 @@ class Whole:
 
 PARTS = st.builds(Part, st.text(), st.none() | st.integers())
 WHOLES = st.builds(
-    Whole, st.lists(PARTS).map(tuple), st.floats(allow_nan=False, allow_infinity=False),
-    st.dictionaries(st.text(), st.text() | st.booleans()), st.dictionaries(st.text(), st.integers()), st.booleans(),
-)  # fmt: skip
+    Whole,
+    st.lists(PARTS).map(tuple),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.dictionaries(st.text(), st.text() | st.booleans()),
+    st.dictionaries(st.text(), st.integers()),
+    st.booleans(),
+)
 
 
 @given(WHOLES)
@@ -60,9 +64,14 @@ def test_what_does_not_fit_is_refused_by_name(change, said):
     assert said in error.value.what
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-                    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["parts", "rate", "flags", "x"]),
-                                                                                inner, max_size=3)))  # fmt: skip
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["parts", "rate", "flags", "x"]), inner, max_size=3)
+        ),
+    )
+)
 def test_junk_is_refused_and_nothing_else(junk):
     try:
         from_json(Whole, junk, "whole")

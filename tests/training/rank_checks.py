@@ -48,7 +48,7 @@ from hyperion.training import (
     seed_everything,
     sgd_nesterov,
     train,
-)  # fmt: skip
+)
 from tests.training.small import STEPS, TOKENS, DropoutLM, Slow, small_validation
 
 SAVED_AT, NEXT = 9, 5
@@ -72,9 +72,7 @@ def batches_of(kind: type[LanguageBatches] = LanguageBatches) -> LanguageBatches
 
 
 def dropout_run(folder: Path | None, seed: int = 0, batches=None):
-    return train(
-        engine_of("fsdp", seed, DropoutLM), batches or batches_of(), PLAN, validation=small_validation, folder=folder
-    )
+    return train(engine_of("fsdp", seed, DropoutLM), batches or batches_of(), PLAN, validation=small_validation, folder=folder)
 
 
 class Crash(Exception):

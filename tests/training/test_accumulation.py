@@ -49,8 +49,9 @@ def trained(micro_batches: int, kind: type[TorchEngine] = LanguageEngine):
     """Weights and metrics of three steps."""
     model = Bigram()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=False)
-    engine = kind(model, optimizer, lambda step: 1e-2, Precision("fp32", "no autocast"), detect_cpu(), 0.1,
-                  micro_batches=micro_batches)  # fmt: skip
+    engine = kind(
+        model, optimizer, lambda step: 1e-2, Precision("fp32", "no autocast"), detect_cpu(), 0.1, micro_batches=micro_batches
+    )
     told = []
     for step in range(3):
         engine.batch = batch_of(step)
@@ -75,9 +76,7 @@ def test_a_mean_of_means_is_another_step():
 def test_there_is_one_update_a_batch_whatever_the_parts():
     model = Bigram()
     optimizer = adamw(model, 1e-2)
-    engine = LanguageEngine(
-        model, optimizer, lambda step: 1e-2, Precision("fp32", "test"), detect_cpu(), micro_batches=7
-    )
+    engine = LanguageEngine(model, optimizer, lambda step: 1e-2, Precision("fp32", "test"), detect_cpu(), micro_batches=7)
     engine.train_step(batch_of(0))
     assert {int(state["step"]) for state in optimizer.state.values()} == {1} == {engine.steps}
 

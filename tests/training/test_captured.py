@@ -96,9 +96,7 @@ def test_replays_agree_with_steps_one_by_one():
     for capture in (False, True):
         engine = _gpu_engine(capture)
         metrics = [engine.train_step(batch) for batch in _gpu_batches()]
-        told[capture] = torch.stack(
-            [torch.stack((m.loss, m.gradient_norm)) for m in metrics]
-        ).cpu()  # none written over
+        told[capture] = torch.stack([torch.stack((m.loss, m.gradient_norm)) for m in metrics]).cpu()  # none written over
         assert engine.tokens_seen == 60 and [m.learning_rate for m in metrics][1] == pytest.approx(0.1)
     assert engine.uncaptured == "" and engine.capture_time_s > 0
     torch.testing.assert_close(told[True], told[False], rtol=1e-3, atol=1e-4)

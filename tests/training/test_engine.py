@@ -19,9 +19,7 @@ def image_engine(seed=0):
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     model = resnet18(width=4)
-    return ImageEngine(
-        model, sgd_nesterov(model, 0.1), WarmupCosine(0.1, 2, 10), Precision("fp32", "test"), detect_cpu()
-    )
+    return ImageEngine(model, sgd_nesterov(model, 0.1), WarmupCosine(0.1, 2, 10), Precision("fp32", "test"), detect_cpu())
 
 
 def image_batches():

@@ -61,9 +61,7 @@ def test_all_three_products_are_those_of_the_quantised_operands():
     torch.testing.assert_close(layer.bias.grad, g.sum(0).float(), rtol=2**-7, atol=0.1)
     # And they are products of fp8: nearer to the quantised reference than to the operands' own product by far.
     with torch.no_grad():
-        stray = (
-            (wanted - torch.nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())).abs().max()
-        )
+        stray = (wanted - torch.nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())).abs().max()
     assert stray > 4 * (y.double() - wanted).abs().mean()
 
 
@@ -75,9 +73,7 @@ def test_only_linear_layers_of_blocks_are_replaced_and_parameters_keep_names_and
     model = language_model()
     before = dict(model.named_parameters())
     model = to_float8(model, OCP)
-    assert {name: id(parameter) for name, parameter in model.named_parameters()} == {
-        n: id(p) for n, p in before.items()
-    }
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == {n: id(p) for n, p in before.items()}
     kinds = {type(module) for block in model.blocks for module in block.modules() if isinstance(module, nn.Linear)}
     assert kinds == {Float8Linear} and type(model.token_embedding) is nn.Embedding
 

@@ -9,16 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hyperion.checkpoints import (
-    CheckpointError,
-    checkpoint_path,
-    load,
-    load_latest,
-    newest_good,
-    save,
-    saving,
-    write_state,
-)
+from hyperion.checkpoints import CheckpointError, checkpoint_path, load, load_latest, newest_good, save, saving, write_state
 from hyperion.checkpoints.weights import read_weights
 from hyperion.data.device_images import ImageBatches
 from hyperion.data.packing import IGNORE_INDEX
@@ -171,7 +162,7 @@ BAD_SETTINGS = {
     "float images in the plain loop": (lambda f: plain_loop(BYTES / 255), "images are float64"),
     "HWC images in the plain loop": (lambda f: plain_loop(BYTES.transpose(0, 2, 3, 1)), "32, 32, 3"),
     "labels of the plain loop": (lambda f: plain_loop(BYTES, np.ones(12)), "labels are float64"),
-}  # fmt: skip
+}
 
 
 def file_in(folder):
@@ -317,13 +308,15 @@ NEEDED_AT_THE_END = {
     "a list of batches": (lambda: [(TOKENS, TOKENS)], {}, "list, has no state_dict"),
     "a generator": (lambda: iter([(TOKENS, TOKENS)]), {}, "has no __len__"),
     "a loader whose state is no JSON": (
-        lambda: Resumable(state_dict=lambda: {"sampler": object()}), {}, "object .* cannot be stored",
+        lambda: Resumable(state_dict=lambda: {"sampler": object()}),
+        {},
+        "object .* cannot be stored",
     ),
     "a loader without a batch": (Empty, {}, "the loader holds no batch"),
     "a loader for validation": (Resumable, {"validation": small_batches()}, "validation is a LanguageBatches"),
     "a number as callback": (Resumable, {"on_epoch": [3]}, "on_epoch is a int"),
     "a report that is no function": (Resumable, {"report": "print"}, "report is a str"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", NEEDED_AT_THE_END)

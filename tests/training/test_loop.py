@@ -28,8 +28,11 @@ def test_the_history_holds_every_step_and_epoch(whole):
     history, engine = whole
     assert len(history.losses) == STEPS == engine.steps
     assert [(record.epoch, record.step, record.steps) for record in history.epochs] == [
-        (1, 7, 7), (2, 14, 7), (3, 21, 7), (4, 24, 3),
-    ]  # fmt: skip
+        (1, 7, 7),
+        (2, 14, 7),
+        (3, 21, 7),
+        (4, 24, 3),
+    ]
     first, last = history.epochs[0], history.epochs[-1]
     assert first.items == 7 * 80 and engine.tokens_seen == STEPS * 80
     assert first.timed_steps == 4 and history.epochs[1].timed_steps == 7  # three steps warm up, once a process
@@ -82,9 +85,7 @@ class Crashing:
 def test_a_crashed_run_resumes_bit_for_bit(whole, tmp_path, crash_after, resumed_at):
     plan = Plan(steps=STEPS, checkpoint_every=3)
     with pytest.raises(Stop):
-        train(
-            small_engine(), Crashing(small_batches(), crash_after), plan, validation=small_validation, folder=tmp_path
-        )
+        train(small_engine(), Crashing(small_batches(), crash_after), plan, validation=small_validation, folder=tmp_path)
     seed_everything(99)
     random.random()
     engine = small_engine(seed=99)
@@ -149,10 +150,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
 
 def run_child(folder):
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.training.small", str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-m", "tests.training.small", str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -211,9 +209,7 @@ def test_sigterm_during_the_evaluation_saves_and_evaluates_after_the_resume(whol
 
 def test_sigterm_after_the_last_step_is_not_lost(tmp_path):
     with pytest.raises(Interrupted, match="after step 3 of 3"):
-        train(
-            small_engine(), small_batches(), Plan(steps=3), folder=tmp_path, on_epoch=[lambda record: terminate_self()]
-        )
+        train(small_engine(), small_batches(), Plan(steps=3), folder=tmp_path, on_epoch=[lambda record: terminate_self()])
     assert len(train(small_engine(), small_batches(), Plan(steps=3), folder=tmp_path).losses) == 3
 
 

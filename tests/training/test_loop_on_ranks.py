@@ -26,11 +26,13 @@ def start(folder):
     return [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.training.rank_checks", str(folder)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
             env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
 
 
 def end_while_it_trains(ranks):

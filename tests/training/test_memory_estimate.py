@@ -42,9 +42,7 @@ def make(work, dtype, device):
 
 def measured(engine, batch) -> int:
     engine.train_step(batch)
-    standing = bytes_of(
-        [*(t for tensors in state_of(engine.model, engine.optimizer).values() for t in tensors), *batch]
-    )
+    standing = bytes_of([*(t for tensors in state_of(engine.model, engine.optimizer).values() for t in tensors), *batch])
     return allocated_peak(CPU, lambda: engine.train_step(batch), standing)
 
 
@@ -84,9 +82,7 @@ def test_the_estimate_follows_a_loop_that_keeps_what_it_need_not():
         return engine, batch
 
     plain = estimate_memory(functools.partial(make, language(), "fp32"), CPU).peak_bytes
-    assert (
-        estimate_memory(hoarding, CPU).peak_bytes - plain == 4 * 10**6
-    )  # of this step; that of the first was there before
+    assert estimate_memory(hoarding, CPU).peak_bytes - plain == 4 * 10**6  # of this step; that of the first was there before
 
 
 def test_what_an_h200_measured_is_foretold_without_one():

@@ -59,9 +59,7 @@ def test_an_evaluation_that_is_no_number_stops_the_run_before_it_is_saved(tmp_pa
     engine = small_engine()
     engine.evaluate = lambda batches: {"loss": math.nan}
     with pytest.raises(NonFiniteError, match="evaluation after step 7: loss nan"):
-        train(
-            engine, small_batches(), Plan(steps=STEPS, checkpoint_every=3), validation=small_validation, folder=tmp_path
-        )
+        train(engine, small_batches(), Plan(steps=STEPS, checkpoint_every=3), validation=small_validation, folder=tmp_path)
     resumed = train(small_engine(seed=1), small_batches(), Plan(steps=9), validation=small_validation, folder=tmp_path)
     assert resumed.resumed_at == [6] and math.isfinite(resumed.epochs[0].evaluation["loss"])
 
