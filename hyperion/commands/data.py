@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from hyperion.data import verify
+from hyperion.data.prepare import verify
 from hyperion.terminal import say
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from hyperion.chapter.relaunched_runs import record_launches
 from hyperion.commands.compare import print_comparison
 from hyperion.commands.console import console
-from hyperion.experiments.relaunched_runs import record_launches
 from hyperion.measure import Relaunched, relaunch
 from hyperion.results import new_run_folder
 

@@ -5,7 +5,8 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from hyperion.dependencies import imported_modules, reached_files
+from hyperion.chapter.registry import module_of
+from hyperion.dependencies import files_hash, imported_modules, reached_files
 from hyperion.reproduce.notebooks import Notebook
 from hyperion.results import Run, rows_to_csv
 
@@ -17,13 +18,10 @@ def notebook_hash(notebook: Notebook, parameters: Mapping, upstream: Mapping[str
         parameters: what it is called with, the profile's sizes for it included (JSON-able, no paths).
         upstream: digest of the rows of every chapter it builds on, None where there are none.
     """
-    library = hashlib.sha256()
-    for path in reached_files(library_modules(notebook)):
-        library.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     depends = {
         "cells": notebook.cells,
         "needs": [notebook.needs, notebook.optional, notebook.produces],
-        "library": library.hexdigest(),
+        "library": files_hash(reached_files(library_modules(notebook))),
         "parameters": parameters,
         "upstream": upstream,
     }
@@ -32,7 +30,7 @@ def notebook_hash(notebook: Notebook, parameters: Mapping, upstream: Mapping[str
 
 def library_modules(notebook: Notebook) -> set[str]:
     """Modules of the library that the notebook starts from: those its cells import, and its experiments by name."""
-    modules = {f"hyperion.experiments.{experiment}" for experiment in notebook.produces}
+    modules = {module_of(experiment) for experiment in notebook.produces}
     for source in notebook.code:
         plain = "\n".join(line for line in source.splitlines() if not line.lstrip().startswith(("%", "!")))
         try:
@@ -45,7 +43,7 @@ def library_modules(notebook: Notebook) -> set[str]:
 
 def data_changed(run: Run, notebook: Notebook, data_source: str) -> bool:
     """Whether the files that a notebook's experiments were made from have other contents now, or lie elsewhere."""
-    from hyperion.data.identity import data_identity  # numpy and tokenizers, which a call may not need
+    from hyperion.data.prepare.identity import data_identity  # numpy and tokenizers, which a call may not need
 
     taken = [(run.finished(notebook.stem, experiment) or {}).get("data") for experiment in notebook.produces]
     return any(data and data_identity(data, data_source) != data for data in taken)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import hyperion
+from hyperion.chapter.subjects import subjects
 from hyperion.dependencies import reached_source_hash
 from hyperion.errors import HyperionError
 from hyperion.reproduce.execution import Fault
@@ -57,7 +58,8 @@ def export_subjects(ledger: Ledger) -> str:
     """
     rows = hashlib.sha256(rows_to_csv(ledger.run.rows()).encode()).hexdigest()[:16]
     unexpected = hashlib.sha256(repr(unexpected_in(ledger.run)).encode()).hexdigest()[:16]
-    digest = f"{rows} {unexpected} {reached_source_hash('hyperion.book')}"
+    figures = [f"{subject.package}.figures" for subject in subjects()]
+    digest = f"{rows} {unexpected} {reached_source_hash('hyperion.book', *figures)}"
     if ledger.exported == digest:
         return ""
     try:

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hyperion.chapter.subjects import subjects
 from hyperion.errors import HyperionError
 
 _REMEDY = (
@@ -56,13 +57,14 @@ class Notebook:
 
 
 def read_book(root: Path) -> list[Notebook]:
-    """The notebooks of a checkout in the book's order: phase by phase, each by file name.
+    """Return the notebooks in the book's order: the checkout's phase by phase, each by file name, then those of added subjects.
 
     Raises:
         BookError: no notebook, one that is no JSON or lacks its metadata, two of the same name, or a need that is
             unknown or stands later in the book.
     """
     paths = sorted(root.glob("phase*/[0-9][0-9]_*.ipynb"), key=lambda path: (_phase_number(path), path.name))
+    paths += [path for subject in subjects() for path in subject.notebooks]
     if not paths:
         raise BookError(
             "no notebooks here",

@@ -29,7 +29,7 @@ def reference_for(notebook: Notebook, machine: str | None) -> tuple[Reference | 
     Raises:
         HyperionError: no reference run of that name; the message lists them.
     """
-    from hyperion.experiments.replay import reference_runs  # its room imports PyTorch: seconds, for replays alone
+    from hyperion.chapter.replay import reference_runs  # its room imports PyTorch: seconds, for replays alone
 
     machines = [run.folder.name for run in reference_runs()]
     if machine is not None and machine not in machines:

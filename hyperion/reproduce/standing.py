@@ -63,7 +63,7 @@ class Standing:
         """Of what its result depends on."""
         parameters = {
             "setting": self._ledger.setting,
-            "sizes": self._machine.sections.get(notebook.stem),
+            "sizes": _of_notebook(self._machine.settings, notebook),
             "reference": reference and [reference.machine, reference.digest],
         }
         upstream = {stem: rows_digest(self._ledger.run, stem) for stem in (*notebook.needs, *notebook.optional)}
@@ -109,3 +109,8 @@ def demand_mirror(request: Request) -> None:
     if not expanded(named).is_dir():
         remedy = "correct HYPERION_DATA_MIRROR, or unset it to use the cache, a download or synthetic data"
         raise HyperionError("HYPERION_DATA_MIRROR names no folder", where=named, next_step=remedy)
+
+
+def _of_notebook(settings: dict, notebook: Notebook) -> dict:
+    """The settings of a profile that a notebook's rows depend on: of sizes, those of its own experiments."""
+    return settings | {"sizes": {name: settings["sizes"].get(name) for name in notebook.produces}}
