@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hyperion.experiments.context import Context
-from hyperion.experiments.isolated import run_isolated
+from hyperion.chapter.context import Context
+from hyperion.chapter.isolated import run_isolated
 from hyperion.processes import JobError
 from hyperion.processes.starting import SOCKET
 from hyperion.results import Run

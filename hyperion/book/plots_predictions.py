@@ -2,8 +2,8 @@
 
 from matplotlib.figure import Figure
 
-from hyperion.book.material import Material
-from hyperion.book.style import GRID, INK, add_notes, log_ticks, look, new_figure
+from hyperion.figures.material import Material
+from hyperion.figures.style import GRID, INK, add_notes, log_ticks, look, new_figure
 from hyperion.results import Prediction, Row, metric_named
 
 _ARROWS = {"higher": " ↑", "lower": " ↓", "none": ""}

@@ -1,4 +1,4 @@
-"""The commands: each module holds one command, or one group of commands, with its options. `hyperion.cli` assembles them.
+"""The commands, with their options: those that `hyperion.cli` assembles, and the programs of phase2_development.
 
-`hyperion.cli` imports all of these modules, so they import PyTorch and other slow packages inside functions only.
+Modules that `hyperion.cli` imports must start fast, so they import PyTorch and other slow packages inside functions only.
 """

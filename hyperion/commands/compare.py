@@ -151,7 +151,7 @@ def print_relaunch(work: Path, folder_a: Path, folder_b: Path, launches: int, se
 
 def print_launches(relaunched: "Relaunched", work: Path, folders: tuple[Path, Path], place: Path) -> int:
     """Store launches in the folder `place`, print their comparison and return its exit code."""
-    from hyperion.experiments.relaunched_runs import record_launches
+    from hyperion.chapter.relaunched_runs import record_launches
 
     sides, sources = record_launches(relaunched, work, folders, place), [relaunched.of(side)[0].source for side in "AB"]
     code, output = print_comparison(*map(str, sides), everything=False), console()

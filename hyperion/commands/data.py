@@ -35,7 +35,7 @@ def verify(
     Damaged files are named with record and reason, and moved to quarantine/. Exit code 0 when all data are unchanged, 1 when
     something is damaged.
     """
-    from hyperion.data import verify as verify_data
+    from hyperion.data.prepare.verify import verify as verify_data
 
     verdicts = verify_data(folder)
     for verdict in verdicts:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hyperion.data.packing import IGNORE_INDEX
+from hyperion.data.batches.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError, require_number
 from hyperion.models import block_gradients
 from hyperion.models.block_layers import CausalSelfAttention, FeedForward, LayerNorm, autocasts_to_bf16, dropped

@@ -4,14 +4,14 @@ import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from hyperion.chapter.rows import bandwidth_limit, gemm_limit
 from hyperion.doctor import judge
 from hyperion.errors import HyperionError
-from hyperion.experiments.columns import bandwidth_limit, gemm_limit
 from hyperion.hardware import Device, Floor, detect, facts_of, floors_for, lookup
 from hyperion.hardware.floors import METRICS
 from hyperion.measure import FORMATS
-from hyperion.measure.bandwidth import OPERATIONS, REDUCTIONS
-from hyperion.measure.timing import MINIMUM_SAMPLES
+from hyperion.measure.clock.timing import MINIMUM_SAMPLES
+from hyperion.measure.memory.bandwidth import OPERATIONS, REDUCTIONS
 from hyperion.passport.form import SCHEMA, FloorSection, FloorVerdict, hashes_of, private_text
 from hyperion.results import Row, RowError, metric_named
 from hyperion.results.rows import COLUMNS

@@ -37,7 +37,7 @@ class Freshness:
         """Return the hash of everything that the notebook's result depends on."""
         parameters = {
             "setting": self._ledger.setting,
-            "sizes": self._machine.sections.get(notebook.stem),
+            "sizes": self._settings_of(notebook),
             "reference": reference and [reference.machine, reference.digest],
         }
         upstream = {stem: rows_digest(self._ledger.run, stem) for stem in (*notebook.needs, *notebook.optional)}
@@ -67,6 +67,11 @@ class Freshness:
         earlier = earlier_seconds(results_folder(), self._ledger.setting, notebook.stem)
         return notebook.budget_s(self._machine.profile) if earlier is None else earlier
 
+    def _settings_of(self, notebook: Notebook) -> dict:
+        """Return the profile's settings that the notebook's rows depend on: the sizes of its own experiments only."""
+        settings = self._machine.settings
+        return settings | {"sizes": {name: settings["sizes"].get(name) for name in notebook.produces}}
+
     def _without_rows(self, notebook: Notebook) -> list[str]:
         return [name for name in notebook.produces if not self._ledger.run.rows(notebook.stem, name)]
 
@@ -89,7 +94,7 @@ def reference_for(notebook: Notebook, machine: str | None) -> tuple[Reference | 
     Raises:
         HyperionError: there is no reference run of that name.
     """
-    from hyperion.experiments.replay import reference_runs  # its package imports PyTorch, which only replays need here
+    from hyperion.chapter.replay import reference_runs  # its package imports PyTorch, which only replays need here
 
     machines = [run.folder.name for run in reference_runs()]
     if machine is not None and machine not in machines:

@@ -5,7 +5,8 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from hyperion.dependencies import imported_modules, reached_files
+from hyperion.chapter.registry import module_of
+from hyperion.dependencies import files_hash, imported_modules, reached_files
 from hyperion.reproduce.notebooks import Notebook
 from hyperion.results import Run, rows_to_csv
 
@@ -17,13 +18,10 @@ def notebook_hash(notebook: Notebook, parameters: Mapping, upstream: Mapping[str
         parameters: its parameters and its sizes in the profile (JSON-able, no paths).
         upstream: digest of the rows of every chapter it needs, None where there are none.
     """
-    library = hashlib.sha256()
-    for path in reached_files(library_modules(notebook)):
-        library.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     depends = {
         "cells": notebook.cells,
         "needs": [notebook.needs, notebook.optional, notebook.produces],
-        "library": library.hexdigest(),
+        "library": files_hash(reached_files(library_modules(notebook))),
         "parameters": parameters,
         "upstream": upstream,
     }
@@ -32,7 +30,7 @@ def notebook_hash(notebook: Notebook, parameters: Mapping, upstream: Mapping[str
 
 def library_modules(notebook: Notebook) -> set[str]:
     """Return the library modules that the notebook uses directly: those its cells import, and its experiments."""
-    modules = {f"hyperion.experiments.{experiment}" for experiment in notebook.produces}
+    modules = {module_of(experiment) for experiment in notebook.produces}
     for source in notebook.code:
         plain = "\n".join(line for line in source.splitlines() if not line.lstrip().startswith(("%", "!")))
         try:
@@ -45,7 +43,7 @@ def library_modules(notebook: Notebook) -> set[str]:
 
 def data_changed(run: Run, notebook: Notebook, data_source: str) -> bool:
     """Return True if the data of a notebook's experiments have other contents, or another location, than when they ran."""
-    from hyperion.data.identity import data_identity  # imports numpy and tokenizers, which not every call needs
+    from hyperion.data.prepare.identity import data_identity  # imports numpy and tokenizers, which not every call needs
 
     identities = [(run.finished(notebook.stem, experiment) or {}).get("data") for experiment in notebook.produces]
     return any(data and data_identity(data, data_source) != data for data in identities)

@@ -19,14 +19,14 @@ class MachineProfile:
 
     Args:
         profile: the requested profile; for `auto`, the default profile of the machine.
-        sections: {notebook: its part of the profile: sizes of its experiments, options of synthetic data}.
+        settings: what rows depend on in that profile: {"sizes": {experiment: sizes}, "synthetic", "allow_synthetic"}.
         setting: device and versions; a run with another setting is not continued.
         information: contents of a new run's run.json.
         masks: for each accelerator that notebooks may use at the same time, the variables that make it the only visible one.
     """
 
     profile: str
-    sections: dict
+    settings: dict
     setting: dict
     information: dict
     masks: tuple[dict[str, str], ...] = ()
@@ -58,9 +58,9 @@ def examine_machine(profile: str, data_source: str, seed: int) -> MachineProfile
 def _answer(profile: str, data_source: str, seed: int) -> dict:
     import torch
 
-    from hyperion.data.sources import require_known_source
-    from hyperion.experiments.chapter import run_information
-    from hyperion.experiments.profiles import default_profile, load_profile
+    from hyperion.chapter.chapter import run_information
+    from hyperion.chapter.profiles import default_profile, load_profile
+    from hyperion.data.store.sources import require_known_source
     from hyperion.hardware import detect
     from hyperion.hardware.visibility import one_at_a_time
 
@@ -68,11 +68,10 @@ def _answer(profile: str, data_source: str, seed: int) -> dict:
     device = detect()
     name = default_profile(device.kind) if profile == "auto" else profile
     chosen = load_profile(name)
-    sections = {notebook: chosen.settings(notebook) for notebook in chosen.sections}
     setting = {"device": device.name, "arch": device.arch, "torch": torch.__version__, "hyperion": hyperion.__version__}
     return {
         "profile": name,
-        "sections": sections,
+        "settings": chosen.settings(tuple(chosen.experiments)),
         "setting": setting,
         "information": run_information(name, data_source, seed),
         "masks": one_at_a_time(device, torch.cuda.device_count(), os.environ),

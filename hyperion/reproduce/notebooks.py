@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hyperion.chapter.subjects import subjects
 from hyperion.errors import HyperionError
 
 _REMEDY = (
@@ -56,13 +57,14 @@ class Notebook:
 
 
 def read_book(root: Path) -> list[Notebook]:
-    """Return the notebooks of a checkout in the book's order: by phase, then by file name.
+    """Return the notebooks in the book's order: those of the checkout by phase and file name, then those of added subjects.
 
     Raises:
         BookError: there is no notebook, one is no JSON or lacks its metadata, two have the same name, or one needs a chapter
             that is unknown or comes later in the book.
     """
     paths = sorted(root.glob("phase*/[0-9][0-9]_*.ipynb"), key=lambda path: (_phase_number(path), path.name))
+    paths += [path for subject in subjects() for path in subject.notebooks]
     if not paths:
         raise BookError(
             "no notebooks here",

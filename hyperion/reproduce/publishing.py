@@ -9,6 +9,7 @@ import traceback
 from fnmatch import fnmatch
 from pathlib import Path
 
+from hyperion.chapter.subjects import subjects
 from hyperion.dependencies import reached_source_hash
 from hyperion.errors import HyperionError
 from hyperion.paths import reference_folder
@@ -34,7 +35,8 @@ def export_subjects(ledger: Ledger) -> str:
     """
     rows = hashlib.sha256(rows_to_csv(ledger.run.rows()).encode()).hexdigest()[:16]
     unexpected = hashlib.sha256(repr(unexpected_in(ledger.run)).encode()).hexdigest()[:16]
-    digest = f"{rows} {unexpected} {reached_source_hash('hyperion.book')}"
+    figures = [f"{subject.package}.figures" for subject in subjects()]
+    digest = f"{rows} {unexpected} {reached_source_hash('hyperion.book', *figures)}"
     if ledger.exported == digest:
         return ""
     try:

@@ -292,13 +292,13 @@ def test_other_data_and_other_synthetic_sizes_make_a_notebook_stale(root, monkey
     folder = root / "data/raw/gpt2"
     folder.mkdir(parents=True)
     (folder / "vocab.json").write_text("{}")
-    taken = "from hyperion.data.identity import data_identity\ndata = data_identity(['gpt2'], data_source)\n"
+    taken = "from hyperion.data.prepare.identity import data_identity\ndata = data_identity(['gpt2'], data_source)\n"
     cell = taken + recording("01_first").replace('input_hash="h"', 'input_hash="h", data=data')
     write_notebook(root / "phase1_hardware", "01_first", [cell])
     assert call()[0] == 0 and "up to date" in call()[1]
     (folder / "vocab.json").write_text("[]")
     assert "01_first: done" in call()[1] and "up to date" in call()[1]
-    machine = dataclasses.replace(MACHINE, sections={"01_first": {"synthetic": {"lines": 5}}})
+    machine = dataclasses.replace(MACHINE, settings={"sizes": {}, "synthetic": {"lines": 5}})
     assert "01_first: done" in call(machine)[1]
 
 
@@ -335,7 +335,7 @@ def test_bad_requests_are_errors_before_anything_is_made(root, monkeypatch):
 
 def test_replay_skips_what_no_reference_holds_and_says_so(root):
     make_book(root)
-    machine = MachineProfile("replay", {}, MACHINE.setting, {"profile": "replay"})
+    machine = MachineProfile("replay", {"sizes": {}}, MACHINE.setting, {"profile": "replay"})
     code, text = call(machine, profile="replay")
     assert code == 0 and text.count("skipped") >= 4 and "no rows of it in the reference runs (none)" in text
     with pytest.raises(HyperionError, match="no reference run of 'h900'"):
@@ -348,7 +348,7 @@ def test_replay_runs_what_a_reference_holds(root):
     reference = Run.create(root / "results/reference/h100", {})
     for name in ("rows.csv", "experiments.json"):
         reference.write({name: the_run_with_rows(root).read(name)})
-    machine = MachineProfile("replay", {}, MACHINE.setting, {"profile": "replay"})
+    machine = MachineProfile("replay", {"sizes": {}}, MACHINE.setting, {"profile": "replay"})
     assert call(machine, profile="replay")[0] == 0
 
 

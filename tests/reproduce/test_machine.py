@@ -6,9 +6,9 @@ from hyperion.reproduce.machine import examine_machine
 
 def test_the_machine_answers_with_profile_setting_and_run_information():
     machine = examine_machine("auto", "synthetic", 3)
-    assert machine.profile in ("smoke", "full") and machine.sections
+    assert machine.profile in ("smoke", "full") and machine.settings["sizes"]
     assert set(machine.setting) == {"device", "arch", "torch", "hyperion"} and all(machine.setting.values())
-    settings = machine.sections["01_dataset_preparation"]
+    settings = machine.settings
     assert set(settings) == {"sizes", "synthetic", "allow_synthetic"} and settings["synthetic"]["lines"]
     assert machine.information["seed"] == 3 and machine.information["environment"]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from hyperion.chapter.profiles import profile_names
 from hyperion.errors import HyperionError
-from hyperion.experiments.profiles import profile_names
 from hyperion.reproduce.notebooks import read_book
 from hyperion.reproduce.stopping import (
     Alarm,

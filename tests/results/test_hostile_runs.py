@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperion.book.export import tables
-from hyperion.book.material import Material
 from hyperion.book.reference import reference_readme
 from hyperion.book.report import report_page
 from hyperion.errors import HyperionError
+from hyperion.figures.material import Material
 from hyperion.reproduce.ledger import LEDGER, Entry, Ledger
 from hyperion.results import Prediction, Row, Run, median_estimate, verify_run
 from hyperion.results.files import MANIFEST, PENDING
