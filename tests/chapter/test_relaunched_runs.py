@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from hyperion.commands.relaunch import print_launches, print_relaunch
+from hyperion.commands.compare import print_launches, print_relaunch
 from hyperion.hardware import detect_cpu
 from hyperion.hardware.telemetry import Telemetry
 from hyperion.measure import Launched, Relaunched, TimeAnswer, Timing

@@ -15,8 +15,8 @@ from rich.console import Console
 from hyperion.errors import HyperionError
 from hyperion.processes.lifeline import has_ended
 from hyperion.reproduce import Request, reproduce
-from hyperion.reproduce.machine import Machine
-from hyperion.reproduce.pages import demand_no_machine_paths
+from hyperion.reproduce.machine import MachineProfile
+from hyperion.reproduce.pages import require_no_machine_paths
 from hyperion.results import Run
 from tests.reproduce.small_book import MACHINE, counting, make_book, recording, start_driver, write_notebook
 
@@ -49,7 +49,7 @@ def start(root):
         process.communicate()
 
 
-def call(machine: Machine = MACHINE, **request) -> tuple[int, str]:
+def call(machine: MachineProfile = MACHINE, **request) -> tuple[int, str]:
     """One call in this process: its exit code and what it printed."""
     text = io.StringIO()
     return reproduce(Request(**request), machine=machine, console=Console(file=text, width=160)), text.getvalue()
@@ -75,7 +75,7 @@ def test_a_failure_stops_what_depends_on_it_and_a_second_call_does_only_the_rest
     assert not (root / "results/latest").exists()
     assert {f"notebooks/02_second.{kind}" for kind in ("ipynb", "html")} <= set(run.verify())
     for name in run.verify():
-        demand_no_machine_paths(name, run.read(name))
+        require_no_machine_paths(name, run.read(name))
         assert str(root).encode() not in run.read(name)
 
     write_notebook(root / "phase1_hardware", "02_second", [recording("02_second")], needs=["01_first"])
@@ -297,7 +297,7 @@ def test_other_data_and_other_synthetic_sizes_make_a_notebook_stale(root, monkey
     assert call()[0] == 0 and "up to date" in call()[1]
     (folder / "vocab.json").write_text("[]")
     assert "01_first: done" in call()[1] and "up to date" in call()[1]
-    machine = dataclasses.replace(MACHINE, sections={"01_first": {"synthetic": {"lines": 5}}})
+    machine = dataclasses.replace(MACHINE, settings={"sizes": {}, "synthetic": {"lines": 5}})
     assert "01_first: done" in call(machine)[1]
 
 
@@ -334,7 +334,7 @@ def test_bad_requests_are_errors_before_anything_is_made(root, monkeypatch):
 
 def test_replay_skips_what_no_reference_holds_and_says_so(root):
     make_book(root)
-    machine = Machine("replay", {}, MACHINE.setting, {"profile": "replay"})
+    machine = MachineProfile("replay", {"sizes": {}}, MACHINE.setting, {"profile": "replay"})
     code, text = call(machine, profile="replay")
     assert code == 0 and text.count("skipped") >= 4 and "no rows of it in the reference runs (none)" in text
     with pytest.raises(HyperionError, match="no reference run of 'h900'"):
@@ -347,7 +347,7 @@ def test_replay_runs_what_a_reference_holds(root):
     reference = Run.create(root / "results/reference/h100", {})
     for name in ("rows.csv", "experiments.json"):
         reference.write({name: the_run_with_rows(root).read(name)})
-    machine = Machine("replay", {}, MACHINE.setting, {"profile": "replay"})
+    machine = MachineProfile("replay", {"sizes": {}}, MACHINE.setting, {"profile": "replay"})
     assert call(machine, profile="replay")[0] == 0
 
 
@@ -382,7 +382,7 @@ def test_any_end_leaves_a_run_that_the_next_call_finishes_with_the_same_rows(roo
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
         assert process.returncode == code, err
-        assert number == signal.SIGKILL or ("interrupted" in out and "goes on from here" in out)
+        assert number == signal.SIGKILL or ("interrupted" in out and "continues from here" in out)
         assert "Traceback" not in err
         assert [row.experiment for row in the_run(root).rows()] == ["kept"]
         the_run(root).verify()

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
+from hyperion.commands import lab
 from hyperion.errors import HyperionError
-from hyperion.reproduce import lab
 
 
 def test_a_taken_port_is_passed_over():

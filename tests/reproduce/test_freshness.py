@@ -2,8 +2,8 @@ import pandas as pd
 import pytest
 
 from hyperion.errors import HyperionError
+from hyperion.reproduce.freshness import reference_for
 from hyperion.reproduce.notebooks import read_notebook
-from hyperion.reproduce.references import reference_for
 from hyperion.results import Row, Run
 from tests.reproduce.small_book import write_notebook
 
