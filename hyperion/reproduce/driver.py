@@ -5,7 +5,6 @@ import signal
 import sys
 import time
 import warnings
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ from typing import Any
 from rich.console import Console
 
 from hyperion.paths import SILENT_HOSTS, project_root, results_folder
-from hyperion.processes.starting import fork_server_running
 from hyperion.reproduce.display import Display, TableLine, show_failure, show_table
 from hyperion.reproduce.execution import NotebookFailure, Outcome, execute
 from hyperion.reproduce.freshness import Freshness
-from hyperion.reproduce.kernels import OPTIMIZE, library_environment, scratch_folder
+from hyperion.reproduce.kernels import OPTIMIZE, scratch_folder
 from hyperion.reproduce.lanes import Interruption, Lanes, Place, scratch_of
 from hyperion.reproduce.ledger import Entry, Ledger
 from hyperion.reproduce.machine import MachineProfile, examine_machine
@@ -118,8 +116,7 @@ class _Call:
         if len(self.lanes.places) > 1:
             self._print(f"notebooks that use one device run at the same time, on {len(self.lanes.places)} devices")
         code = FINISHED
-        workers = fork_server_running(library_environment()) if expected else nullcontext()
-        with workers, Display(self.console, expected, total_s) as display, warnings.catch_warnings():
+        with Display(self.console, expected, total_s) as display, warnings.catch_warnings():
             # Warnings in this process are nbformat's and papermill's about themselves; those of cells are cell output.
             warnings.simplefilter("ignore")
             try:

@@ -109,7 +109,7 @@ def test_two_notebooks_of_one_device_run_at_once_and_a_third_waits_for_what_it_n
     write_notebook(phase, "03_all", cells, needs=["01_first"])
     code, text = call()
     assert code == 0, text
-    assert "side by side, on 2 devices" in text and "predicted 10 s" in text  # 5 s each, two of them at once
+    assert "at the same time, on 2 devices" in text and "predicted 10 s" in text  # 5 s each, two of them at once
     devices = {stem: (root / stem).read_text().split() for stem in ("01_first", "02_second", "03_all")}
     assert {devices["01_first"][0], devices["02_second"][0]} == {"GPU-a", "GPU-b"} and devices["03_all"][0] == "all"
     cores = [set(devices[stem][1:]) for stem in ("01_first", "02_second")]
