@@ -87,7 +87,17 @@ def asked_for(line: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("target", "extras"),
-    [("setup", []), ("reproduce", []), ("fetch", []), ("report", []), ("lab", ["lab"]), ("test", ["test"]), ("lint", ["lint"]), ("test-fast", ["test"]), ("test-book", ["test"])],
+    [
+        ("setup", []),
+        ("reproduce", []),
+        ("fetch", []),
+        ("report", []),
+        ("lab", ["lab"]),
+        ("test", ["test"]),
+        ("lint", ["lint"]),
+        ("test-fast", ["test"]),
+        ("test-book", ["test"]),
+    ],
 )
 def test_each_target_asks_for_what_it_needs_and_nothing_else(makefile, target, extras):
     done = makefile[1](target)
