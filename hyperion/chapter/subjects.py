@@ -38,7 +38,7 @@ class Subject:
 
     Args:
         name: name of its folder.
-        package: its dotted name, "hyperion.experiments.scaling".
+        package: its dotted name, "hyperion.experiments.scaling.scaling".
         folder: where its files are.
     """
 

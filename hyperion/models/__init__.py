@@ -15,7 +15,6 @@ from hyperion.models.llama import (
 from hyperion.models.llama_files import llama_folder, load_llama, local_llama, verify_llama_folder
 from hyperion.models.reference import REFERENCE_MODELS, ReferenceModel, reference_model
 from hyperion.models.resnet import ResNet18, flops_per_image, resnet18
-from hyperion.models.token_loss import padded_classes
 from hyperion.models.transformer import TransformerConfig, TransformerLM, flops_per_token, named_config
 
 __all__ = [
@@ -40,7 +39,6 @@ __all__ = [
     "load_llama",
     "local_llama",
     "named_config",
-    "padded_classes",
     "parameter_count",
     "random_llama_config",
     "random_llama_shape",

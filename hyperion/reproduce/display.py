@@ -14,7 +14,7 @@ from rich.text import Text
 from hyperion.reproduce.execution import NotebookFailure
 from hyperion.reproduce.notebooks import Notebook
 from hyperion.reproduce.stopping import format_duration
-from hyperion.results import Row, metric_named
+from hyperion.results import Row
 
 _LOG_INTERVAL_S = 30.0
 _LINES_OF_TRACEBACK = 40
@@ -193,5 +193,5 @@ def best_fraction(rows: list[Row]) -> str:
 
 
 def _is_rate(row: Row) -> bool:
-    metric = metric_named(row.metric)
+    metric = row.definition
     return metric.direction == "higher" and (metric.unit.endswith("/s") or metric.unit == "TFLOPS")

@@ -13,7 +13,7 @@ from hyperion.reproduce.machine import MachineProfile
 from hyperion.reproduce.notebooks import Notebook
 from hyperion.reproduce.runs import REPLAY, Request, earlier_seconds
 from hyperion.results import Run
-from hyperion.results.store import PREDICTIONS, ROWS, RUN, samples_name
+from hyperion.results.store import METRICS, PREDICTIONS, ROWS, RUN, samples_name
 
 
 class Freshness:
@@ -114,6 +114,6 @@ def reference_for(notebook: Notebook, machine: str | None) -> tuple[Reference | 
 def _reference_digest(run: Run, notebook: Notebook, finished: list[dict | None]) -> str:
     # `finished` holds the hashes of the experiments' inputs. A reference that was published again can have the same inputs
     # but other rows and samples, so the hashes of its files are included.
-    names = {RUN, ROWS, PREDICTIONS, *(samples_name(notebook.stem, experiment) for experiment in notebook.produces)}
+    names = {RUN, ROWS, METRICS, PREDICTIONS, *(samples_name(notebook.stem, experiment) for experiment in notebook.produces)}
     files = {name: digest for name, digest in run.hashes().items() if name in names}
     return hashlib.sha256(json.dumps([finished, files], sort_keys=True).encode()).hexdigest()[:16]

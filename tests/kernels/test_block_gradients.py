@@ -11,16 +11,17 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 from torch.profiler import ProfilerActivity, profile
 
-from hyperion.models import TransformerConfig, TransformerLM, block_gradients
-from hyperion.models.block_layers import LayerNorm
-from hyperion.models.token_loss import HAS_TRITON
+from hyperion.kernels import block_gradients
+from hyperion.kernels.token_loss import HAS_TRITON
+from hyperion.models import TransformerConfig, TransformerLM
+from hyperion.models.transformer import LayerNorm
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed: it comes with PyTorch for GPUs")
 
 # Strips with a remainder, more than one block of columns, columns that fill no block.
 INTERPRETED = """
 import torch, torch.nn.functional as F
-from hyperion.models.block_gradient_kernels import gelu_strip, joined_strip, norm_strip, position_sum
+from hyperion.kernels.block_gradients_triton import gelu_strip, joined_strip, norm_strip, position_sum
 torch.manual_seed(0)
 M, D, STRIP, STRIPS = 11, 96, 4, 3
 def close(found, expected):
@@ -67,9 +68,9 @@ def test_the_kernels_agree_with_float64():
 
 # Columns, and arguments by type.
 KERNELS = {
-    "gelu_strip": (3072, {"*bf16": "of_y products gradient", "*fp32": "sums", "i32": "rows"}),
+    "gelu_strip": (3072, {"*bf16": "grad_y x_values gradient", "*fp32": "sums", "i32": "rows"}),
     "joined_strip": (768, {"*bf16": "first_part second_part third_part joined", "*fp32": "sums", "i32": "rows"}),
-    "norm_strip": (768, {"*bf16": "values of_y of_x weight gradient", "*fp32": "means inverses sums", "i32": "rows"}),
+    "norm_strip": (768, {"*bf16": "values grad_y grad_residual weight gradient", "*fp32": "means inverses sums", "i32": "rows"}),
     "position_sum": (768, {"*bf16": "values", "*fp32": "sums", "i32": "sequences rows"}),
 }
 
@@ -83,7 +84,7 @@ def test_the_kernels_compile_for_devices_that_are_not_here(name, columns, backen
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from hyperion.models import block_gradient_kernels as kernels
+    from hyperion.kernels import block_gradients_triton as kernels
 
     _, arguments = KERNELS[name]
     tile = {
@@ -135,7 +136,7 @@ def of_positions(of_x_BTD):
 def stand_ins(monkeypatch):
     """Compiled as on a GPU, down to the kernels, in whose place PyTorch's operators stand: those have tests of their own.
     Gives how many biases each norm has been given to sum."""
-    kernels = types.ModuleType("hyperion.models.block_gradient_kernels")
+    kernels = types.ModuleType("hyperion.kernels.block_gradients_triton")
     kernels.gelu_gradient, kernels.joined_gradient = of_gelu, of_joined
     kernels.norm_gradient, kernels.position_gradient = of_norm, of_positions
     monkeypatch.setitem(sys.modules, kernels.__name__, kernels)

@@ -1,18 +1,21 @@
-"""The kernel of `token_loss` and the operator around it, which torch.compile and autograd know.
+"""Triton kernel of `token_loss`, wrapped as a custom operator for torch.compile and autograd.
 
-A program has one token's row of logits. It finds the largest and the sum of exponentials in one pass (the sum is scaled
-anew whenever the largest grows; Milakov and Gimelshein, Online normalizer calculation for softmax, 2018), and in a second
-one writes softmax - one-hot over it. The rows of all programs at work are more than a cache holds, so the second pass goes
-backwards: what was read last is what it still finds there.
+Each program handles the row of logits of one token. The first pass computes the maximum and the sum of exponentials online:
+the sum is rescaled whenever the maximum grows. The second pass overwrites the row with softmax - one-hot. The second pass
+runs backwards, because the rows of all running programs together exceed the cache: only what was read last is still cached.
+
+Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
 """
 
+from typing import Any
+
 import torch
-import triton
-import triton.language as tl
+import triton  # pyright: ignore[reportMissingImports] - only PyTorch's GPU builds contain it
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-# The fastest of some forty ways on an H200, with bfloat16 rows of 50304: numbers and threads at once, loads under way.
+# Elements per iteration, warps and pipeline stages: the fastest of about forty on an H200, with bfloat16 rows of 50304.
 BLOCK, WARPS, STAGES = 2048, 4, 3
 
 
@@ -28,8 +31,8 @@ def nll_and_slope(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """`slope`: what softmax - one-hot is multiplied by where it takes the logits' place; 0 leaves them."""
-    LOG2_E: tl.constexpr = 1.4426950408889634  # powers of 2 are what devices have a unit for
+    """Write the negative log-likelihood; if `slope` > 0, overwrite the logits with slope · (softmax - one-hot)."""
+    LOG2_E: tl.constexpr = 1.4426950408889634  # GPUs have a hardware unit for powers of 2, not for exp
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * columns
     target = tl.load(targets + row)
@@ -39,7 +42,7 @@ def nll_and_slope(
     total = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(0, classes, BLOCK, num_stages=STAGES):
         place = first + tl.arange(0, BLOCK)
-        # Masked by the aligned number of columns: by another one, values would be loaded one by one.
+        # Mask with the aligned number of columns: an unaligned bound would prevent vector loads.
         x = tl.load(start + place, mask=place < columns, other=float("-inf"), eviction_policy="evict_last")
         x = tl.where(place < classes, x.to(tl.float32) * LOG2_E, float("-inf"))
         larger = tl.maximum(largest, tl.max(x, 0))
@@ -62,8 +65,9 @@ def nll_and_slope(
 def head_loss(
     x_MD: Tensor, weight_PD: Tensor, targets_M: Tensor, classes: int, ignored: int, slope: bool
 ) -> tuple[Tensor, Tensor]:
-    """(nll_M in float32, S_MP = softmax - one-hot times `_slope`) over the first `classes` columns; without `slope` S is the
-    logits.
+    """Return nll_M in float32 and S_MP over the first `classes` columns.
+
+    S is (softmax - one-hot) times `_slope` if `slope`, else the logits.
     """
     logits_MP = x_MD @ weight_PD.T
     nll_M = torch.empty(len(x_MD), dtype=torch.float32, device=x_MD.device)
@@ -83,19 +87,19 @@ def head_loss(
 
 
 def _slope(dtype: torch.dtype) -> float:
-    """One class of fifty thousand has a softmax below the normal numbers of float16, which some matrix units take for 0."""
+    """Return the scale of S: with 50,000 classes softmax is subnormal in float16, which some matrix units flush to zero."""
     return 1024.0 if dtype == torch.float16 else 1.0
 
 
-def _keep(ctx, inputs, output) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.save_for_backward(inputs[0], inputs[1], output[1])
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx, gradient_M: Tensor, _) -> tuple:
+def _backward(ctx: Any, gradient_M: Tensor, _: Tensor) -> tuple:
     x_MD, weight_PD, slope_MP = ctx.saved_tensors
     g_M1 = (gradient_M / _slope(x_MD.dtype))[:, None].to(x_MD.dtype)
     return g_M1 * (slope_MP @ weight_PD), slope_MP.T @ (g_M1 * x_MD), None, None, None, None
 
 
-head_loss.register_autograd(_backward, setup_context=_keep)
+head_loss.register_autograd(_backward, setup_context=_save_for_backward)

@@ -1,8 +1,8 @@
-"""The kernels of `block_gradients`, the same for AMD and NVIDIA, and operators around them that torch.compile knows.
+"""Triton kernels of `block_gradients`, for AMD and NVIDIA alike, wrapped as custom operators for torch.compile.
 
-Each program has a strip of rows: it writes the gradient that goes on, and keeps sums over its rows, which it writes once,
-in float32. (Where few warps hold whole rows, a thread has the same columns of several and adds them without the others.) The
-strips' sums are added afterwards, always in the same order.
+Each program handles a strip of rows. It writes the gradient of each row, accumulates column sums over the strip in float32,
+and writes the sums once. The sums of all strips are then added in a fixed order, so the result is deterministic. With few
+warps a thread holds the same columns of several rows and adds them without exchanging data with other threads.
 
 Shape suffixes: M rows (tokens), D and E columns, S strips; B sequences of T positions.
 """
@@ -10,8 +10,8 @@ Shape suffixes: M rows (tokens), D and E columns, S strips; B sequences of T pos
 from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
+import triton  # pyright: ignore[reportMissingImports] - only PyTorch's GPU builds contain it
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
@@ -20,7 +20,7 @@ STRIP = 64  # rows
 
 @dataclass(frozen=True)
 class Tile:
-    """How a program goes through its strip: rows and columns at once, warps, and turns whose loads are under way."""
+    """Tile of one program: rows and columns per iteration, warps, and pipeline stages of the loads."""
 
     rows: int
     columns: int
@@ -28,20 +28,20 @@ class Tile:
     stages: int
 
 
-# The fastest of some twenty each on an H200, with 65536 rows of GPT-2's width.
+# The fastest of about twenty tiles for each kernel on an H200, with 65536 rows of GPT-2's width.
 GELU, JOINED, POSITIONS = Tile(8, 512, 2, 3), Tile(8, 128, 2, 3), Tile(4, 128, 4, 1)
 
 
 def norm_tile(width: int) -> Tile:
-    """Of a LayerNorm, which needs whole rows: as many at once as registers hold, and one where a row alone is long."""
+    """Return the tile of a LayerNorm, which needs whole rows: as many rows as fit into registers, one if rows are long."""
     columns = triton.next_power_of_2(width)
     return Tile(max(1, min(4, 4096 // columns)), columns, max(1, min(8, columns // 512)), 2 if columns <= 2048 else 1)
 
 
 @triton.jit
 def gelu_strip(
-    of_y,
-    products,
+    grad_y,
+    x_values,
     gradient,
     sums,
     rows,
@@ -51,34 +51,34 @@ def gelu_strip(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Of y = GELU(x) in the tanh form: the gradient of x, and its sums over a strip's rows."""
+    """Backward of y = GELU(x), tanh form: write the gradient of x and its column sums over the strip."""
     strip, column = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = column < columns
     total = tl.zeros([BLOCK], tl.float32)
     for first in tl.range(0, STRIP, ROWS, num_stages=STAGES):
         row = strip.to(tl.int64) * STRIP + first + tl.arange(0, ROWS)[:, None]
-        there, at = inside & (row < rows), row * columns + column
-        x = tl.load(products + at, mask=there, other=0.0).to(tl.float32)
-        g = tl.load(of_y + at, mask=there, other=0.0).to(tl.float32)
+        mask, offsets = inside & (row < rows), row * columns + column
+        x = tl.load(x_values + offsets, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(grad_y + offsets, mask=mask, other=0.0).to(tl.float32)
         # x·sigmoid(z) with z = 2 √(2/π) (x + 0.044715 x³), and z' = 2 √(2/π) (1 + 3·0.044715 x²)
-        share = 1 / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-        of_x = g * (share + x * share * (1 - share) * 1.5957691216057308 * (1 + 0.134145 * x * x))
-        tl.store(gradient + at, of_x.to(gradient.dtype.element_ty), mask=there)
-        total += tl.sum(of_x, 0)
+        sigmoid = 1 / (1 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+        grad_x = g * (sigmoid + x * sigmoid * (1 - sigmoid) * 1.5957691216057308 * (1 + 0.134145 * x * x))
+        tl.store(gradient + offsets, grad_x.to(gradient.dtype.element_ty), mask=mask)
+        total += tl.sum(grad_x, 0)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(sums + strip * columns + column, total, mask=column < columns)
 
 
 @triton_op("hyperion::gelu_gradient", mutates_args={})
-def gelu_gradient(of_y_ME: Tensor, x_ME: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of x_ME for y = GELU(x), and the sum of all its rows in float32."""
-    (M, E), of_x_ME = x_ME.shape, torch.empty_like(x_ME, memory_format=torch.contiguous_format)
+def gelu_gradient(grad_y_ME: Tensor, x_ME: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradient of x_ME for y = GELU(x), and its column sums [E] in float32."""
+    (M, E), grad_x_ME = x_ME.shape, torch.empty_like(x_ME, memory_format=torch.contiguous_format)
     grid = triton.cdiv(E, GELU.columns), triton.cdiv(M, STRIP)
     sums_SE = torch.empty(grid[1], E, dtype=torch.float32, device=x_ME.device)
     wrap_triton(gelu_strip)[grid](
-        of_y_ME.contiguous(),
+        grad_y_ME.contiguous(),
         x_ME.contiguous(),
-        of_x_ME,
+        grad_x_ME,
         sums_SE,
         M,
         columns=E,
@@ -88,7 +88,7 @@ def gelu_gradient(of_y_ME: Tensor, x_ME: Tensor) -> tuple[Tensor, Tensor]:
         STAGES=GELU.stages,
         num_warps=GELU.warps,
     )
-    return of_x_ME, sums_SE.sum(0)
+    return grad_x_ME, sums_SE.sum(0)
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def joined_strip(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Three matrices side by side, and the sums of a strip's rows."""
+    """Copy three matrices side by side into one, and write the column sums over the strip."""
     part, strip = tl.program_id(2), tl.program_id(1)
     source = first_part if part == 0 else (second_part if part == 1 else third_part)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -113,9 +113,9 @@ def joined_strip(
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in tl.range(0, STRIP, ROWS, num_stages=STAGES):
         row = strip.to(tl.int64) * STRIP + first + tl.arange(0, ROWS)[:, None]
-        there = inside & (row < rows)
-        x = tl.load(source + row * columns + column, mask=there, other=0.0)
-        tl.store(joined + (3 * row + part) * columns + column, x, mask=there)
+        mask = inside & (row < rows)
+        x = tl.load(source + row * columns + column, mask=mask, other=0.0)
+        tl.store(joined + (3 * row + part) * columns + column, x, mask=mask)
         total += x.to(tl.float32)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(sums + (3 * strip + part) * columns + column, tl.sum(total, 0), mask=column < columns)
@@ -123,7 +123,7 @@ def joined_strip(
 
 @triton_op("hyperion::joined_gradient", mutates_args={})
 def joined_gradient(first_MD: Tensor, second_MD: Tensor, third_MD: Tensor) -> tuple[Tensor, Tensor]:
-    """The three side by side, [M, 3 D], and the sum of all rows, [3 D] in float32."""
+    """Return the three matrices side by side, [M, 3 D], and their column sums, [3 D] in float32."""
     M, D = first_MD.shape
     grid = triton.cdiv(D, JOINED.columns), triton.cdiv(M, STRIP), 3
     joined_ME = torch.empty(M, 3 * D, dtype=first_MD.dtype, device=first_MD.device)
@@ -148,8 +148,8 @@ def joined_gradient(first_MD: Tensor, second_MD: Tensor, third_MD: Tensor) -> tu
 @triton.jit
 def norm_strip(
     values,
-    of_y,
-    of_x,
+    grad_y,
+    grad_residual,
     means,
     inverses,
     weight,
@@ -163,36 +163,38 @@ def norm_strip(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Of y = LayerNorm(x), beside x itself: the gradient of x, and a strip's sums of those of weight and bias; where SUMS is
-    4, also of x's gradient and of the part that comes past the norm."""
+    """Backward of (x, LayerNorm(x)): write the gradient of x and the strip's part of the weight and bias gradients.
+
+    With SUMS = 4 also write the column sums of the gradient of x and of the gradient from the residual stream.
+    """
     strip, column = tl.program_id(0), tl.arange(0, BLOCK)[None, :]
     inside = column < columns
     w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    of_weight, of_bias = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    grad_weight, grad_bias = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     before, after = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for first in tl.range(0, STRIP, ROWS, num_stages=STAGES):
         row = strip.to(tl.int64) * STRIP + first + tl.arange(0, ROWS)[:, None]
-        there, at = inside & (row < rows), row * columns + column
+        mask, offsets = inside & (row < rows), row * columns + column
         mean = tl.load(means + row, mask=row < rows, other=0.0)
         inverse = tl.load(inverses + row, mask=row < rows, other=0.0)
-        x = tl.load(values + at, mask=there, other=0.0).to(tl.float32)
-        g = tl.load(of_y + at, mask=there, other=0.0).to(tl.float32)
-        beside = tl.load(of_x + at, mask=there, other=0.0).to(tl.float32)
-        normed = tl.where(there, (x - mean) * inverse, 0.0)
-        weighed = g * w
-        shared = tl.sum(weighed, 1)[:, None] / columns
-        along = tl.sum(weighed * normed, 1)[:, None] / columns
-        whole = inverse * (weighed - shared - normed * along) + beside
-        tl.store(gradient + at, whole.to(gradient.dtype.element_ty), mask=there)
-        of_weight += tl.sum(g * normed, 0)
-        of_bias += tl.sum(g, 0)
+        x = tl.load(values + offsets, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(grad_y + offsets, mask=mask, other=0.0).to(tl.float32)
+        residual = tl.load(grad_residual + offsets, mask=mask, other=0.0).to(tl.float32)
+        normalized = tl.where(mask, (x - mean) * inverse, 0.0)
+        weighted = g * w
+        mean_weighted = tl.sum(weighted, 1)[:, None] / columns
+        mean_product = tl.sum(weighted * normalized, 1)[:, None] / columns
+        grad_x = inverse * (weighted - mean_weighted - normalized * mean_product) + residual
+        tl.store(gradient + offsets, grad_x.to(gradient.dtype.element_ty), mask=mask)
+        grad_weight += tl.sum(g * normalized, 0)
+        grad_bias += tl.sum(g, 0)
         if SUMS == 4:
-            before += tl.sum(tl.where(there, whole, 0.0), 0)
-            after += tl.sum(beside, 0)
+            before += tl.sum(tl.where(mask, grad_x, 0.0), 0)
+            after += tl.sum(residual, 0)
     column = tl.arange(0, BLOCK)
     place, inside = sums + SUMS * strip * columns + column, column < columns
-    tl.store(place, of_weight, mask=inside)
-    tl.store(place + columns, of_bias, mask=inside)
+    tl.store(place, grad_weight, mask=inside)
+    tl.store(place + columns, grad_bias, mask=inside)
     if SUMS == 4:
         tl.store(place + 2 * columns, before, mask=inside)
         tl.store(place + 3 * columns, after, mask=inside)
@@ -200,29 +202,35 @@ def norm_strip(
 
 @triton_op("hyperion::norm_gradient", mutates_args={})
 def norm_gradient(
-    x_BTD: Tensor, of_y_BTD: Tensor, of_x_BTD: Tensor, mean_BT1: Tensor, inverse_BT1: Tensor, weight_D: Tensor, biases: bool
+    x_BTD: Tensor,
+    grad_y_BTD: Tensor,
+    grad_residual_BTD: Tensor,
+    mean_BT1: Tensor,
+    inverse_BT1: Tensor,
+    weight_D: Tensor,
+    biases: bool,
 ) -> tuple[Tensor, Tensor]:
-    """For y = LayerNorm(x), x itself used too: the gradient of x, and [2, D] float32: those of weight and bias.
+    """Return the gradient of x for the pair (x, y = LayerNorm(x)), and sums [2, D] in float32: weight and bias gradients.
 
     Args:
-        x_BTD: as it was saved: of a view of it the compiler would make x twice, once for the view.
-        of_y_BTD: gradient of y.
-        of_x_BTD: gradient of x from where it was used itself.
-        mean_BT1, inverse_BT1: of each row its mean and one over its standard deviation, in float32.
-        biases: two more rows of sums, [4, D]: of the gradient of x, and of of_x_BTD.
+        x_BTD: the saved tensor itself, not a view: the compiler would compute x a second time for a view.
+        grad_y_BTD: gradient of y.
+        grad_residual_BTD: gradient of x from the residual stream, which bypasses the norm.
+        mean_BT1, inverse_BT1: mean and reciprocal standard deviation of each row, in float32.
+        biases: return sums [4, D], with the column sums of the gradient of x and of grad_residual_BTD as rows 2 and 3.
     """
-    D, gradient_BTD = x_BTD.shape[-1], torch.empty_like(x_BTD, memory_format=torch.contiguous_format)
+    D, grad_x_BTD = x_BTD.shape[-1], torch.empty_like(x_BTD, memory_format=torch.contiguous_format)
     M, tile = x_BTD.numel() // D, norm_tile(D)
     strips = triton.cdiv(M, STRIP)
     sums_SRD = torch.empty(strips, 4 if biases else 2, D, dtype=torch.float32, device=x_BTD.device)
     wrap_triton(norm_strip)[(strips,)](
         x_BTD.contiguous(),
-        of_y_BTD.contiguous(),
-        of_x_BTD.contiguous(),
+        grad_y_BTD.contiguous(),
+        grad_residual_BTD.contiguous(),
         mean_BT1,
         inverse_BT1,
         weight_D,
-        gradient_BTD,
+        grad_x_BTD,
         sums_SRD,
         M,
         columns=D,
@@ -233,31 +241,31 @@ def norm_gradient(
         STAGES=tile.stages,
         num_warps=tile.warps,
     )
-    return gradient_BTD, sums_SRD.sum(0)
+    return grad_x_BTD, sums_SRD.sum(0)
 
 
 @triton.jit
 def position_sum(
     values, sums, sequences, rows, columns: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
 ):
-    """The sum over all sequences, for some positions and columns."""
+    """Write the sum over all sequences, for a tile of positions and columns."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    there, total = (row < rows) & (column < columns), tl.zeros([ROWS, BLOCK], tl.float32)
+    mask, total = (row < rows) & (column < columns), tl.zeros([ROWS, BLOCK], tl.float32)
     here = values + row * columns + column
     for _ in tl.range(0, sequences, num_stages=STAGES):
-        total += tl.load(here, mask=there, other=0.0).to(tl.float32)
-        here += rows * columns  # a step of the pointer: an offset in 32 bits does not reach through a large batch
-    tl.store(sums + row * columns + column, total, mask=there)
+        total += tl.load(here, mask=mask, other=0.0).to(tl.float32)
+        here += rows * columns  # advance the pointer: a 32-bit offset from the start overflows in a large batch
+    tl.store(sums + row * columns + column, total, mask=mask)
 
 
 @triton_op("hyperion::position_gradient", mutates_args={})
-def position_gradient(of_x_BTD: Tensor) -> Tensor:
-    """The sum over the sequences, [T, D] in float32."""
-    B, T, D = of_x_BTD.shape
-    sums_TD = torch.empty(T, D, dtype=torch.float32, device=of_x_BTD.device)
+def position_gradient(grad_x_BTD: Tensor) -> Tensor:
+    """Return the sum over the sequences, [T, D] in float32."""
+    B, T, D = grad_x_BTD.shape
+    sums_TD = torch.empty(T, D, dtype=torch.float32, device=grad_x_BTD.device)
     wrap_triton(position_sum)[triton.cdiv(D, POSITIONS.columns), triton.cdiv(T, POSITIONS.rows)](
-        of_x_BTD.contiguous(),
+        grad_x_BTD.contiguous(),
         sums_TD,
         B,
         T,

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from hyperion.data.batches.packing import IGNORE_INDEX
-from hyperion.models.token_loss import HAS_TRITON, padded_classes, token_loss
+from hyperion.kernels.token_loss import HAS_TRITON, padded_classes, token_loss
 
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed: it comes with PyTorch for GPUs")
 
 # Rows of several blocks with a remainder, one row whose largest logit comes last, ignored and impossible targets.
 INTERPRETED = """
 import torch
-from hyperion.models.token_loss_kernels import nll_and_slope
+from hyperion.kernels.token_loss_triton import nll_and_slope
 torch.manual_seed(0)
 M, V, P, BLOCK = 6, 300, 320, 64
 logits = torch.randn(M, P) * 20; logits[3, V - 1] = 90; logits[:, V:] = 1e4
@@ -61,7 +61,7 @@ def test_the_kernel_compiles_for_devices_that_are_not_here(backend, architecture
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from hyperion.models import token_loss_kernels as kernels
+    from hyperion.kernels import token_loss_triton as kernels
 
     constants = {"columns": 50304, "classes": 50257, "slope": 1.0, "BLOCK": kernels.BLOCK, "STAGES": kernels.STAGES}
     pointers = {"logits": "*bf16", "targets": "*i64", "nll": "*fp32", "ignored": "i32"}
