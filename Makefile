@@ -29,7 +29,7 @@ reproduce: ## run every notebook, keep rows and reports in results/, go on where
 test: ## run the tests, except those of test-book
 	@$(pytest) -m "not book"
 
-test-fast: ## run the tests that take less than ten seconds and start no processes
+test-fast: ## run the tests that take at most five seconds and start no processes
 	@$(pytest) -m "not slow and not process and not book"
 
 test-book: ## run the README's `make reproduce` commands, which execute the whole book in the smoke profile

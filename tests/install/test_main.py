@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ENTER = ROOT / "hyperion/install/enter.sh"
 
 
+@pytest.mark.process
 def test_the_environments_exit_code_and_arguments_pass_through(tmp_path):
     code = "import os, sys; print(sys.argv[1:], os.environ['PYTHONNOUSERSITE']); sys.exit(7)"
     (tmp_path / "answer.py").write_text(code)
@@ -33,6 +34,7 @@ def test_the_environments_exit_code_and_arguments_pass_through(tmp_path):
     assert (done.returncode, done.stdout) == (7, "['--flag', 'two words'] 1\n"), done.stderr
 
 
+@pytest.mark.process
 def test_an_older_python3_is_passed_over_or_the_way_out_is_named(tmp_path):
     fake = tmp_path / "python3"
     fake.write_text("#!/bin/sh\nexit 1\n")  # what `sys.version_info < (3, 11)` answers there
@@ -52,6 +54,7 @@ def test_an_older_python3_is_passed_over_or_the_way_out_is_named(tmp_path):
     assert done.stdout == "-m hyperion.install setup\n"
 
 
+@pytest.mark.process
 def test_a_named_python_that_is_too_old_is_refused():
     paths = os.environ | {"PYTHON": "/bin/false"}
     done = subprocess.run(["sh", str(ENTER), "setup"], env=paths, capture_output=True, text=True)
@@ -85,6 +88,7 @@ def asked_for(line: str) -> list[str]:
     return [extra for option, extra in itertools.pairwise(words) if option == "--extra"]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("target", "extras"),
     [
@@ -109,6 +113,7 @@ def test_a_compute_node_needs_no_server_no_linter_and_no_test_runner():
     assert not names & {"jupyterlab", "ipywidgets", "ruff", "nbstripout", "pytest", "pytest-xdist", "hypothesis"}
 
 
+@pytest.mark.process
 def test_make_clean_leaves_an_environment_that_it_did_not_make(makefile):
     root, make = makefile
     (root / ".venv").mkdir()
@@ -121,6 +126,7 @@ def test_make_clean_leaves_an_environment_that_it_did_not_make(makefile):
     assert make("clean").returncode == 0 and not (root / ".venv").exists()
 
 
+@pytest.mark.process
 def test_make_clean_removes_nothing_in_another_project(makefile):
     root, make = makefile
     (root / "pyproject.toml").write_text('[project]\nname = "theirs"\n')
