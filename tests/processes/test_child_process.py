@@ -12,6 +12,8 @@ import pytest
 from hyperion.processes.lifeline import child_environment, has_ended
 from hyperion.processes.starting import start
 
+pytestmark = pytest.mark.process
+
 DESCRIBE = """
 import json, os, sys
 print(json.dumps({

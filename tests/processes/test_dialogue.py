@@ -16,6 +16,8 @@ from hyperion.processes.dialogue import Partner
 from hyperion.processes.lifeline import child_environment, has_ended
 from tests.processes.waiting import wait_for
 
+pytestmark = pytest.mark.process
+
 ANSWERING = textwrap.dedent(
     """
     import os, signal, subprocess, sys, time

@@ -68,6 +68,7 @@ print("through")
 """
 
 
+@pytest.mark.process
 def test_a_model_that_outlives_its_group_does_not_stop_the_process():
     done = subprocess.run([sys.executable, "-c", OUTLIVING], capture_output=True, text=True, timeout=240)
     assert done.stdout == "through\n", done.stderr
@@ -184,6 +185,7 @@ def test_a_rank_whose_peers_do_not_come_says_so(free_port, monkeypatch):
     assert not dist.is_initialized()
 
 
+@pytest.mark.process
 def test_two_ranks_meet_part_and_give_up_on_each_other(free_port):
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     ranks = [

@@ -17,6 +17,7 @@ from tests.processes.waiting import wait_for
 GUARDED = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
 
 
+@pytest.mark.process
 def test_returns_the_answer_and_streams_lines_and_progress():
     lines, progress = [], []
     answer = run_job(Job(job_entries.double, {"value": 21}), lines.append, lambda *report: progress.append(report))
@@ -25,6 +26,7 @@ def test_returns_the_answer_and_streams_lines_and_progress():
     assert progress == [(1, 2, "half way")]
 
 
+@pytest.mark.process
 def test_guarding_variables_reach_the_worker_and_torchruns_do_not(monkeypatch):
     for name in (*GUARDED, "RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "0")
@@ -49,18 +51,21 @@ def test_a_function_of_a_notebook_is_refused(monkeypatch):
         Job(job_entries.double)
 
 
+@pytest.mark.process
 def test_a_raising_worker_hands_over_its_traceback():
     with pytest.raises(JobError, match="the sum is wrong on purpose") as error:
         run_job(Job(job_entries.fail), on_line=lambda line: None)
     assert "Traceback" in error.value.what and "exit code 1" in error.value.what
 
 
+@pytest.mark.process
 def test_what_a_worker_refuses_is_told_in_its_own_words():
     with pytest.raises(JobError) as error:
         run_job(Job(job_entries.refuse))
     assert str(error.value) == "the file is damaged\n  where: a.bin\n  next:  copy it again"
 
 
+@pytest.mark.process
 def test_a_worker_that_was_stopped_and_saved_is_told_by_its_exit_code():
     with pytest.raises(JobError, match="the state was saved") as error:
         run_job(Job(job_entries.stop))
@@ -72,12 +77,14 @@ def test_a_job_of_ranks_is_refused():
         run_job(Job(job_entries.double, {"value": 1}, ranks=2))
 
 
+@pytest.mark.process
 def test_a_killed_worker_is_named_with_its_signal():
     with pytest.raises(JobError, match="SIGKILL") as error:
         run_job(Job(job_entries.die))
     assert "memory" in error.value.next_step
 
 
+@pytest.mark.process
 def test_timeout_ends_the_worker(tmp_path):
     pid_file = tmp_path / "pid"
     with pytest.raises(JobError, match="timeout of 6 s"):
@@ -85,6 +92,7 @@ def test_timeout_ends_the_worker(tmp_path):
     assert has_ended(int(pid_file.read_text()))
 
 
+@pytest.mark.process
 def test_a_worker_dies_with_its_launcher(tmp_path):
     pid_file = tmp_path / "pid"
     script = f"""

@@ -81,6 +81,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("error", "told"),
     [

@@ -78,16 +78,19 @@ def hanging(finished):
         yield pool.submit(run_ranks, hangs, on_line=lambda line: None)
 
 
+@pytest.mark.process
 def test_answers_come_in_rank_order(finished):
     assert [(answer["rank"], answer["total"]) for answer in finished.answers] == [(0, 7.0), (1, 7.0)]
 
 
+@pytest.mark.process
 def test_rank_0_is_heard_and_each_rank_has_its_log(finished):
     assert "rank 0 of 2" in finished.lines and "rank 1 of 2" not in finished.lines
     assert finished.progress == [(0, 2, "from 0")]
     assert "rank 1 of 2" in (finished.logs / "rank-1.log").read_text()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_environment_reaches_every_rank_without_the_launchers_own_place(finished, rank):
     found = dict(finished.answers[rank]["environment"])
@@ -96,6 +99,7 @@ def test_the_environment_reaches_every_rank_without_the_launchers_own_place(fini
     assert found == {"WORLD_SIZE": "2", "PET_NNODES": None}
 
 
+@pytest.mark.process
 def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.setenv(MARK, str(tmp_path))
     begun = time.monotonic()
@@ -107,6 +111,7 @@ def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path, monkeypatch):
     assert len(list(tmp_path.glob("pid-*"))) == 2 and not marked(tmp_path)
 
 
+@pytest.mark.process
 def test_the_traceback_is_that_of_the_rank_that_raised_and_not_of_its_peer():
     with pytest.raises(RankError, match="^rank 1 of 2 raised ValueError: the sum is wrong on purpose") as error:
         run_ranks(job(rank_entries.fails, how="raised"), on_line=lambda line: None)
@@ -148,6 +153,7 @@ def launched(tmp_path_factory, hanging):
         launcher.process.kill()
 
 
+@pytest.mark.process
 def test_ranks_end_with_their_launcher_and_save_first(launched):
     launcher = launched["launcher killed"]
     launcher.torchrun()
@@ -156,6 +162,7 @@ def test_ranks_end_with_their_launcher_and_save_first(launched):
     assert (launcher.folder / "saved").exists()
 
 
+@pytest.mark.process
 def test_ranks_end_with_torchrun(launched):
     launcher = launched["torchrun killed"]
     os.kill(launcher.torchrun(), signal.SIGKILL)
@@ -163,6 +170,7 @@ def test_ranks_end_with_torchrun(launched):
     assert "torchrun, which kept the 1 ranks" in told and "SIGKILL" in told
 
 
+@pytest.mark.process
 def test_sigterm_reaches_the_ranks_which_save_and_say_so(launched):
     launcher = launched["launcher terminated"]
     launcher.torchrun()
@@ -171,6 +179,7 @@ def test_sigterm_reaches_the_ranks_which_save_and_say_so(launched):
     assert launcher.process.returncode == 75 and (launcher.folder / "saved").exists()
 
 
+@pytest.mark.process
 def test_a_hang_ends_with_the_timeout_and_shows_where_each_rank_stood(hanging):
     with pytest.raises(RankError, match="ran past its timeout") as error:
         hanging.result()
@@ -216,6 +225,7 @@ def marked(folder) -> list[int]:
     return [pid for pid in found if pid != os.getpid()]
 
 
+@pytest.mark.process
 def test_a_function_of_a_module_that_the_ranks_do_not_find_is_refused(monkeypatch):
     monkeypatch.setattr(rank_entries.total, "__module__", "no_such_module")
     with pytest.raises(JobError, match="no module 'no_such_module'"):

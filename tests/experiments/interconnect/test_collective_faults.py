@@ -9,6 +9,8 @@ import pytest
 from hyperion.processes import Job, RankError, run_ranks
 from tests.measure import collective_ranks
 
+pytestmark = pytest.mark.process
+
 
 def ended(entry: Callable, name: str) -> RankError:
     """How a job of two ranks ends."""
