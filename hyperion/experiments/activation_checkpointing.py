@@ -18,7 +18,8 @@ from hyperion.experiments.step_comparison import Contender, compare_steps, empti
 from hyperion.experiments.variants import merged
 from hyperion.experiments.workloads import KINDS, Batch, Workload
 from hyperion.measure import PeakMemoryRegion, SavedForBackward, TensorMemory, state_of
-from hyperion.parallel import ParallelPlan, layout_of
+from hyperion.models import layout_of
+from hyperion.parallel import ParallelPlan
 from hyperion.parallel.plan import BUDGET, EVERY_BLOCK, NONE, SELECTIVE
 from hyperion.results import Row
 from hyperion.training import TorchEngine, choose_precision

@@ -22,13 +22,12 @@ from hyperion.experiments.twins import SCATTER_FP32
 from hyperion.experiments.variants import LLAMA, Report, merged, run_on_ranks
 from hyperion.measure import PeakMemoryRegion, RanksClock, time_function
 from hyperion.measure.memory import GIB
-from hyperion.models import LlamaShape, random_llama_shape
+from hyperion.models import LlamaShape, layout_of, random_llama_shape
 from hyperion.parallel import (
     ParallelPlan,
     assert_ranks_agree,
     fsdp_units,
     full_parameter_bytes,
-    layout_of,
     local_parameter_bytes,
     parallelize,
 )

@@ -21,8 +21,8 @@ from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.twins import SCATTER_BF16
 from hyperion.experiments.variants import Report
 from hyperion.measure.compilation import missing_compiler
-from hyperion.models import TransformerConfig, TransformerLM
-from hyperion.parallel import ParallelPlan, layout_of, parallelize
+from hyperion.models import TransformerConfig, TransformerLM, layout_of
+from hyperion.parallel import ParallelPlan, parallelize
 from hyperion.processes import world
 from hyperion.results import Row
 from hyperion.training import LanguageEngine, Plan, Precision, WarmupCosine, adamw, seed_everything, train

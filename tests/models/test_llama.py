@@ -8,6 +8,7 @@ from hyperion.data.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError
 from hyperion.models import (
     LlamaLM,
+    layout_of,
     llama_flops_per_token,
     llama_lora_parameter_count,
     llama_parameter_count,
@@ -16,7 +17,7 @@ from hyperion.models import (
     random_llama_config,
     require_vocabulary,
 )
-from hyperion.parallel import add_lora, expected_lora_parameters, layout_of
+from hyperion.parallel import add_lora, expected_lora_parameters
 from hyperion.parallel.lora import ATTENTION
 
 NAME, V = "random_llama_d64_l2", 300
