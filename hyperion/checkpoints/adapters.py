@@ -72,7 +72,7 @@ def load_adapter(model: nn.Module, path: Path, base_sha256: str | None = None) -
     tensors, parameters = _tensors(path / WEIGHTS), _adapters(model)
     expected = {_stored_name(name): parameter for name, parameter in parameters.items()}
     for name in sorted(expected.keys() | tensors.keys()):
-        mine, theirs = (list(held[name].shape) if name in held else "absent" for held in (expected, tensors))
+        mine, theirs = (list(side[name].shape) if name in side else "absent" for side in (expected, tensors))
         if mine != theirs:
             raise CheckpointError(
                 f"the adapter's {name} is {theirs}, but the model's is {mine}: it was trained on a model of another shape",
@@ -97,10 +97,10 @@ def frozen_sha256(model: nn.Module) -> str:
 
     It is the same before and after add_lora. For sharded weights it is the hash of this rank's shards.
     """
-    held = {_base_name(name): p for name, p in model.named_parameters() if _MARK not in name}
-    names = sorted(held)
+    frozen = {_base_name(name): p for name, p in model.named_parameters() if _MARK not in name}
+    names = sorted(frozen)
     with ThreadPoolExecutor(HASHING_THREADS) as threads:
-        digests = threads.map(lambda name: _digest(held[name]), names)
+        digests = threads.map(lambda name: _digest(frozen[name]), names)
         return hashlib.sha256("".join(f"{n} {d}\n" for n, d in zip(names, digests, strict=True)).encode()).hexdigest()
 
 

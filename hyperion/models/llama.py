@@ -127,7 +127,7 @@ def require_vocabulary(tokenizer_size: int, model: LlamaForCausalLM, where: obje
         )
     if rows - tokenizer_size > UNUSED_ROWS:
         raise HyperionError(
-            f"the tokenizer has {tokenizer_size} ids, but the model's embedding has {rows} rows: another tokenizer",
+            f"the tokenizer has {tokenizer_size} ids, but the embedding has {rows} rows: it was trained with another tokenizer",
             where=where,
             next_step=remedy,
         )

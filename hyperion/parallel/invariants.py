@@ -98,8 +98,8 @@ def assert_same_shapes(model: nn.Module) -> None:
 @torch.no_grad()
 def local_parameter_bytes(model: nn.Module) -> int:
     """Return the bytes of parameters on this rank: its shards, and all parameters that are not sharded."""
-    held = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return sum(value.numel() * value.element_size() for value in held)
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return sum(value.numel() * value.element_size() for value in local)
 
 
 def full_parameter_bytes(model: nn.Module) -> int:

@@ -106,13 +106,13 @@ def test_the_same_seed_gives_the_same_weights():
 def test_a_tokenizer_of_another_model_is_refused(model):
     require_vocabulary(V, model)
     require_vocabulary(V - 10, model)  # rows beyond the tokenizer: padded to a round number
-    with pytest.raises(HyperionError, match=f"largest id is 50256, the model's embedding has {V} rows") as caught:
+    with pytest.raises(HyperionError, match=f"largest id is 50256, but the model's embedding has {V} rows") as caught:
         require_vocabulary(50257, model)
     assert "tokenizer that lies beside" in caught.value.next_step
-    with pytest.raises(HyperionError, match="it was trained with another one"):
+    with pytest.raises(HyperionError, match="it was trained with another tokenizer"):
         require_vocabulary(32_000, load_llama(NAME, vocab_size=50257, device="meta"))
     model.config.vocab_size = V + 1
-    with pytest.raises(HyperionError, match=f"has {V} rows, the configuration states {V + 1}"):
+    with pytest.raises(HyperionError, match=f"has {V} rows, but the configuration says {V + 1}"):
         require_vocabulary(V, model)
 
 
