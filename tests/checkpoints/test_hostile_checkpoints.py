@@ -67,7 +67,7 @@ FORMS = {"single": (write_single, read_single), "sharded": (write_shards, read_s
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
-    """Two checkpoints of each form, and beside them a file that nobody may touch."""
+    """Two checkpoints of each form, and a file next to them that must not change."""
     made = {}
     for form, (write, _) in FORMS.items():
         made[form] = tmp_path_factory.mktemp(form) / "run"

@@ -57,7 +57,7 @@ def test_flops_are_those_that_torch_counts(model, rank):
     with FlopCounterMode(display=False) as both:
         loss().backward()
     expected = llama_flops_per_token(model.config, 16, rank, ATTENTION if rank else ())
-    # Some versions of transformers form the rotary angles by a product too: 2 H T / 2 FLOPs a batch, which nobody counts.
+    # Some versions of transformers compute the rotary angles by a product too: 2 H T / 2 FLOPs per batch, not in the formula.
     assert forward.get_total_flops() == pytest.approx(48 * expected.forward, rel=1e-4)
     assert both.get_total_flops() == pytest.approx(48 * expected.forward_backward, rel=1e-4)
 
@@ -108,7 +108,7 @@ def test_a_tokenizer_of_another_model_is_refused(model):
     require_vocabulary(V - 10, model)  # rows beyond the tokenizer: padded to a round number
     with pytest.raises(HyperionError, match=f"largest id is 50256, but the model's embedding has {V} rows") as caught:
         require_vocabulary(50257, model)
-    assert "tokenizer that lies beside" in caught.value.next_step
+    assert "tokenizer from the folder of the model" in caught.value.next_step
     with pytest.raises(HyperionError, match="it was trained with another tokenizer"):
         require_vocabulary(32_000, load_llama(NAME, vocab_size=50257, device="meta"))
     model.config.vocab_size = V + 1

@@ -81,7 +81,7 @@ def remove_a_shard(folder):
     [
         (remove_a_shard, r"the shard model-0000\d-of-0000\d.safetensors is missing"),
         (cut, "is truncated or not in safetensors format"),
-        (drop_a_tensor, "lacks .*, which model.safetensors.index.json places there"),
+        (drop_a_tensor, "lacks the tensor .* that model.safetensors.index.json lists"),
         (lambda f: edit(f / INDEX, weight_map={}), "no file contains the tensor model.embed_tokens.weight"),
         (lambda f: edit(f / INDEX, weight_map=[]), "has no weight_map"),
         (only_pickles, r"pickles \(pytorch_model.bin\)"),
@@ -90,7 +90,7 @@ def remove_a_shard(folder):
         (lambda f: edit(f / INDEX, weight_map={"lm_head.weight": 3}), "names no file"),
         (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json cannot be read: .*nested too deeply"),
         (lambda f: edit(f / "config.json", model_type="mistral"), "type 'mistral', not 'llama'"),
-        (lambda f: edit(f / "config.json", vocab_size=299), r"shape \[300, 64\], config.json asks for \[299, 64\]"),
+        (lambda f: edit(f / "config.json", vocab_size=299), r"shape \[300, 64\], but config.json requires \[299, 64\]"),
         (lambda f: edit(f / "config.json", quantization_config={}), "quantised"),
         (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read"),
         (lambda f: (f / "config.json").write_text("[]"), "is not a JSON object"),

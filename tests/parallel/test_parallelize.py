@@ -1,4 +1,4 @@
-"""A model laid over two ranks trains as it does on one device."""
+"""A model distributed over two ranks trains as on one device."""
 
 import copy
 import functools

@@ -56,7 +56,7 @@ PLAN = Plan(steps=STEPS, checkpoint_every=3)
 
 
 def engine_of(strategy: str, seed: int = 0, kind: type[TransformerLM] = TransformerLM, **changes) -> LanguageEngine:
-    """The small run's engine, laid over the ranks."""
+    """The engine of the small run, distributed over the ranks."""
     seed_everything(seed)
     here = world()
     model = kind(TransformerConfig(vocab_size=19, context=8, width=16, heads=2, layers=2))

@@ -1,4 +1,4 @@
-"""Bytes from shapes against bytes that autograd kept, and against the peak that was counted."""
+"""Bytes from shapes against bytes saved by autograd, and against the counted peak."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def counted(model, loss_of, batch, sixteen_bit, checkpointed) -> tuple[int, int]:
-    """(bytes kept after the forward pass, most bytes of forward and backward), beside what was there before."""
+    """(bytes saved by the forward pass, peak of forward and backward), without what existed before."""
     for block in model.blocks if checkpointed else ():
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     known = [*model.parameters(), *model.buffers(), *batch]

@@ -242,17 +242,17 @@ def test_a_loss_that_is_not_one_number_a_token_is_refused_in_training_and_evalua
 
 
 IMAGE_BATCHES = {
-    "HWC": ((IMAGES.permute(0, 2, 3, 1), LABELS), r"\[6, 16, 16, 3\], and the model takes \[B, 3, Y, X\]"),
+    "HWC": ((IMAGES.permute(0, 2, 3, 1), LABELS), r"\[6, 16, 16, 3\], but the model takes \[B, 3, Y, X\]"),
     "one image": ((IMAGES[0], LABELS[:3]), r"float32 \[3, 16, 16\]"),
-    "bytes": (((IMAGES * 10).byte(), LABELS), "images uint8 .*whole numbers"),
+    "bytes": (((IMAGES * 10).byte(), LABELS), "images uint8 .*not floating-point"),
     "bytes as floats": ((torch.arange(6 * 3 * 256.0).view(6, 3, 16, 16) % 256, LABELS), "from 0 to 255"),
     "one-hot labels": ((IMAGES, F.one_hot(LABELS, 3).float()), r"labels float32 \[6, 3\]"),
     "float labels": ((IMAGES, LABELS.float()), "labels float32"),
     "int32 labels": ((IMAGES, LABELS.int()), "labels int32"),
-    "one label less": ((IMAGES, LABELS[1:]), r"labels int64 \[5\] of images"),
+    "one label less": ((IMAGES, LABELS[1:]), r"labels int64 \[5\] for images"),
     "a column of labels": ((IMAGES, LABELS[:, None]), r"labels int64 \[6, 1\]"),
-    "a class too many": ((IMAGES, LABELS + 1), r"returned float32 \[6, 3\], and labels go up to 3"),
-    "the label -100": ((IMAGES, LABELS.masked_fill(LABELS == 0, -100)), "a label of -100"),
+    "a class too many": ((IMAGES, LABELS + 1), r"returned float32 \[6, 3\], but labels go up to 3"),
+    "the label -100": ((IMAGES, LABELS.masked_fill(LABELS == 0, -100)), "a label is -100"),
     "labels first": ((LABELS, IMAGES), r"images int64 \[6\]"),
 }
 
@@ -275,7 +275,7 @@ def test_labels_in_another_form_are_refused_in_evaluation(labels):
 
 
 class Untouched:
-    """An engine's loader that must not be asked for a batch: what is wrong is to be found before."""
+    """A loader that must not be asked for a batch: the error must come earlier."""
 
     def __init__(self, **methods):
         self.batches = small_batches()

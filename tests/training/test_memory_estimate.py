@@ -125,7 +125,7 @@ def test_the_fewest_checkpointed_blocks_that_fit(memory):
 
     fewest = fewest_checkpointed(peak, 12, memory + 2)
     assert fewest == min(number for number in range(13) if peak(number) <= memory + 2)
-    with pytest.raises(HyperionError, match="with every one of 12 blocks"):
+    with pytest.raises(HyperionError, match="with all 12 blocks checkpointed"):
         fewest_checkpointed(peak, 12, 51)
 
 

@@ -15,7 +15,7 @@ PLAN = Plan(steps=9, checkpoint_every=3)
 
 
 def weight_after_step(engine, step, value=math.nan):
-    """Let the optimizer leave this in one weight at that step, after loss and gradient were found sound."""
+    """Let the optimizer write this value into one weight at that step, after loss and gradient were checked."""
     update = engine.scaler.step
 
     def planted(*args):
