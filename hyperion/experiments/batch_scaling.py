@@ -46,9 +46,8 @@ def forecast(context: Context) -> list[Forecast]:
 
 def run(context: Context, report) -> Result:
     """Sweep every model, in processes of their own."""
-    function = "hyperion.experiments.batch_scaling:sweep"
     groups = processes_of(context, list(context.sizes["batches"]))
-    return merged([run_variant(context, report, function, {"names": names}) for names in groups])
+    return merged([run_variant(context, report, sweep, {"names": names}) for names in groups])
 
 
 EXPERIMENT = Experiment(forecast, run, forecast_reads=("gemm", "bandwidth", "launch_cost", "operator_cost"))

@@ -106,7 +106,7 @@ def command(
 
 def launch(check: Check, ranks: int) -> None:
     """Start the ranks on this host and wait for their verdict."""
-    run_ranks(Job("hyperion.experiments.collective_check:on_rank", {"check": asdict(check)}, ranks=ranks))
+    run_ranks(Job(on_rank, {"check": asdict(check)}, ranks=ranks))
 
 
 def on_rank(check: dict) -> dict:

@@ -68,7 +68,7 @@ def run(context: Context, report: Report) -> Result:
     if ranks < 2:
         with process_group(context.sizes["hang_timeout_s"]):
             return check_alone(context, report)
-    return run_on_ranks(context, report, "hyperion.experiments.collectives:measure_on_rank", ranks=ranks)[0]
+    return run_on_ranks(context, report, measure_on_rank, ranks=ranks)[0]
 
 
 EXPERIMENT = Experiment(forecast, run, forecast_reads=("bandwidth",))

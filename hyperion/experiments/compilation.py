@@ -14,7 +14,7 @@ from hyperion.experiments.columns import gemm_limit, out_of_memory_reason, sampl
 from hyperion.experiments.compilation_forecast import forecast
 from hyperion.experiments.compilation_subjects import Subject, given_weights, make_subject, reference_output, subject_params
 from hyperion.experiments.context import Context, Experiment, Result
-from hyperion.experiments.variants import COMPILER, Report, merged, run_variant
+from hyperion.experiments.variants import Report, merged, run_variant
 from hyperion.measure import FORMATS, PeakMemoryRegion, Timing, Verification, relative_error, time_interleaved
 from hyperion.measure.census import count_operations
 from hyperion.measure.compilation import (
@@ -46,8 +46,7 @@ def run(context: Context, report: Report) -> Result:
                 results.append(_absent(context, spec, mode, _LEFT_OUT))
                 continue
             params = {"spec": spec, "mode": mode, "probe": probe, "eager_s": eager_times.get(spec["model"])}
-            entry = "hyperion.experiments.compilation:measure_mode"
-            results.append(run_variant(context, _quiet, entry, params, COMPILER if mode != EAGER else ()))
+            results.append(run_variant(context, _quiet, measure_mode, params))
             if mode == EAGER:
                 eager_times[spec["model"]] = next(r.value for r in results[-1].rows if r.metric == "inference_time_s")
     report(len(cells), len(cells), "done")

@@ -171,12 +171,7 @@ def _launched(request: Request, machine: Machine, export: Callable[[Run], object
         heard.append(line)
         print(line, flush=True)
 
-    job = Job(
-        "hyperion.experiments.distributed_command:on_rank",
-        {"context": packed(_context(request, run.folder))},
-        timeout_s=_LONGEST_S,
-        ranks=machine.ranks,
-    )
+    job = Job(on_rank, {"context": packed(_context(request, run.folder))}, timeout_s=_LONGEST_S, ranks=machine.ranks)
     try:
         failures = run_ranks(job, on_line=hear, log_folder=run.folder / "logs")[0]["failures"]
     except RankError as error:

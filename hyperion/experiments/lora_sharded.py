@@ -19,7 +19,7 @@ from hyperion.experiments.ranks import ranks_of
 from hyperion.experiments.recipes import rank_zero_first
 from hyperion.experiments.training_rows import flops_floor
 from hyperion.experiments.twins import SCATTER_FP32
-from hyperion.experiments.variants import LLAMA, Report, merged, run_on_ranks
+from hyperion.experiments.variants import Report, merged, run_on_ranks
 from hyperion.measure import PeakMemoryRegion, RanksClock, time_function
 from hyperion.measure.memory import GIB
 from hyperion.models import LlamaShape, random_llama_shape
@@ -40,7 +40,6 @@ VARIANT = "LoRA under FSDP2"
 TOLERANCE = 1e-4  # relative, between the losses of one device and of many, step by step
 SHARE_TOLERANCE = 0.1
 _PROBE = "logits.safetensors"
-_HERE = "hyperion.experiments.lora_sharded"
 _EXACT = Precision("fp32", "parity is judged in float32")
 
 
@@ -79,7 +78,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 def run(context: Context, report: Report) -> Result:
     """All ranks in one launch; then this process, which is in no group, loads what they saved."""
-    results = run_on_ranks(context, report, f"{_HERE}:on_rank", ranks=ranks_of(context), preload=LLAMA)
+    results = run_on_ranks(context, report, on_rank, ranks=ranks_of(context))
     shared = merged(results)
     return Result([*shared.rows, _loaded_row(context)], results[0].samples, shared.source)
 

@@ -51,7 +51,7 @@ def run(context: Context, report) -> Result:
     if context.device.kind != "cpu":
         larger = math.ceil(_TOO_LARGE * batch)
         jobs.append({"cell": question | {"batch_size": larger}, "memory_gib": question["memory_gib"]})
-    results = run_counted(context, report, "hyperion.experiments.memory_estimate:measure_cell", jobs)
+    results = run_counted(context, report, measure_cell, jobs)
     work = workload(question["kind"], question | {"batch_size": batch})
     answer = context.row(work.name, "count", batch, dtype=question["dtype"], params=_question_params(question))
     return merged([*results, Result([answer], pd.DataFrame())])

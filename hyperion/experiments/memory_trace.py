@@ -50,7 +50,7 @@ def run(context: Context, report) -> Result:
     context.workspace.mkdir(parents=True, exist_ok=True)
     policies = context.sizes["policies"]
     variants = [{"checkpointing": how, "folder": "" if place else str(context.workspace)} for place, how in enumerate(policies)]
-    return merged(run_counted(context, report, "hyperion.experiments.memory_trace:look_inside", variants))
+    return merged(run_counted(context, report, look_inside, variants))
 
 
 EXPERIMENT = Experiment(forecast, run)

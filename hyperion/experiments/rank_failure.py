@@ -23,7 +23,6 @@ from hyperion.training import train
 
 SOON_S = 60.0
 RUNS = ("resumed", "undisturbed")
-_HERE = "hyperion.experiments.rank_failure"
 _MARK = "HYPERION_RANK_FAILURE"
 
 
@@ -40,7 +39,7 @@ def run(context: Context, report: Report) -> Result:
     ranks = ranks_of(context)
     told, seconds, left = _killed(context, report, ranks)
     print(f"after {seconds:.1f} s: {told.what.splitlines()[0]}")
-    again = run_on_ranks(context, report, f"{_HERE}:resume_and_repeat", ranks=ranks)[0]
+    again = run_on_ranks(context, report, resume_and_repeat, ranks=ranks)[0]
     found, expected = (again.samples.loc[again.samples["run"] == run, "loss"].to_numpy() for run in RUNS)
     difference = float(np.max(np.abs(found / expected - 1)))
     source = again.source
@@ -92,7 +91,7 @@ def _killed(context: Context, report: Report, ranks: int) -> tuple[RankError, fl
     os.environ[_MARK] = mark = os.urandom(8).hex()
     params = {"folder": "killed", "kill_after": context.sizes["kill_after"]}
     try:
-        run_on_ranks(context, report, f"{_HERE}:train_on_rank", params, ranks=ranks)
+        run_on_ranks(context, report, train_on_rank, params, ranks=ranks)
     except RankError as error:
         raised = time.time()
         died = (context.workspace / "died").stat().st_mtime

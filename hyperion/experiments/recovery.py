@@ -16,7 +16,7 @@ import pandas as pd
 
 from hyperion.experiments.context import Context, Experiment, Forecast, Result
 from hyperion.experiments.recovery_faults import KINDS, PHASES, Fault, cut_off
-from hyperion.experiments.recovery_run import EVERY, STEPS, checkpoints_before, is_evaluated, is_saved
+from hyperion.experiments.recovery_run import EVERY, STEPS, checkpoints_before, in_own_process, is_evaluated, is_saved
 from hyperion.experiments.variants import Report
 from hyperion.hardware.cpu import usable_cpus
 from hyperion.processes import Job, JobError, run_job
@@ -24,7 +24,6 @@ from hyperion.processes.starting import SOCKET, fork_server_running
 from hyperion.results import Row
 
 MOST_LOST = {"SIGTERM": 1, "SIGKILL": EVERY, "power cut": 2 * EVERY, "NaN": EVERY, "full disk": EVERY}
-_ENTRY = "hyperion.experiments.recovery_run:in_own_process"
 _TASKS = ("language", "images")
 _MOST_WORKERS = 16
 _TIMEOUT_S = 120.0
@@ -140,7 +139,7 @@ def _process(params: dict) -> dict:
     """Run one process; a signal or an error that it did not tell of is how it ended."""
     Path(params["folder"]).mkdir(parents=True, exist_ok=True)
     try:
-        return run_job(Job(_ENTRY, params, timeout_s=_TIMEOUT_S), on_line=lambda line: None)
+        return run_job(Job(in_own_process, params, timeout_s=_TIMEOUT_S), on_line=lambda line: None)
     except JobError as error:
         return {"ended": f"exit code {error.exit_code}: {error.what.splitlines()[0]}"}
 

@@ -4,7 +4,6 @@ import os
 import signal
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
 
@@ -45,13 +44,13 @@ class Torchrun:
 
     def start(self) -> None:
         """Start torchrun; its ranks follow within seconds."""
-        write(self.notes.request, asdict(self.job) | {"launcher": os.getpid(), "logs": str(self.logs)})
+        write(self.notes.request, self.job.request() | {"launcher": os.getpid(), "logs": str(self.logs)})
         with open(log_of_torchrun(self.logs), "w", encoding="utf-8") as log:
             self.agent = start(
                 self.job.python,
                 "hyperion.processes.rank_agent",
                 [str(self.notes.folder)],
-                child_environment(self.job.preload),
+                child_environment(),
                 stdout=log,
                 new_session=True,
             )

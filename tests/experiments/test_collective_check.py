@@ -17,6 +17,7 @@ from hyperion.hardware.telemetry import unreadable
 from hyperion.measure import CollectiveMeasurement, Timing, Verification
 from hyperion.measure.collectives import ALL_COLLECTIVES
 from hyperion.processes import Job, RankError, run_ranks
+from tests.measure import collective_ranks
 
 ROOT = Path(hyperion.__file__).resolve().parent.parent
 SCRIPT = ROOT / "phase2_development" / "test_nccl.py"
@@ -51,7 +52,7 @@ def test_a_rank_that_hangs_is_named_with_the_place_where_it_stands(monkeypatch):
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
     started = time.monotonic()
     with pytest.raises(RankError) as ended:
-        job = Job("tests.measure.collective_ranks:hangs", {"name": "send_recv"}, timeout_s=100, ranks=2)
+        job = Job(collective_ranks.hangs, {"name": "send_recv"}, timeout_s=100, ranks=2)
         run_ranks(job, on_line=lambda line: None)
     assert time.monotonic() - started < 60
     assert ended.value.rank == 1

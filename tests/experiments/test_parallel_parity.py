@@ -50,8 +50,9 @@ def drifting() -> list[tuple[float, str]]:
     return found
 
 
-def test_a_replica_that_drifted_by_one_bit_is_counted_and_its_row_refused():
-    answers = run_ranks(Job("tests.experiments.test_parallel_parity:drifting", ranks=2, timeout_s=300), on_line=lambda line: None)
+def test_a_replica_that_drifted_by_one_bit_is_counted_and_its_row_refused(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    answers = run_ranks(Job(drifting, ranks=2, timeout_s=300), on_line=lambda line: None)
     for (clean, nothing), (drifted, refusal) in answers:
         assert (clean, nothing, drifted) == (0, "", 1)
         assert 'failed its check "bits of rank 0\'s parameters, on all ranks"' in refusal

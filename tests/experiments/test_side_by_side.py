@@ -1,6 +1,7 @@
 """Variants side by side: each in a process of its own, and one that fails is told."""
 
 import os
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -10,8 +11,6 @@ from hyperion.experiments.context import Result
 from hyperion.experiments.side_by_side import run_counted, run_side_by_side
 from hyperion.processes import JobError
 from tests.experiments.toy import toy_context
-
-HERE = "tests.experiments.test_side_by_side:variant"
 
 
 def variant(context, report, name: str) -> Result:
@@ -23,17 +22,20 @@ def variant(context, report, name: str) -> Result:
 
 
 def test_a_failing_variant_raises_with_its_own_words(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     told = []
     with pytest.raises(JobError, match="a variant that fails"):
         run_side_by_side(
-            toy_context("toy", {}, tmp_path), lambda *report: told.append(report), HERE, [{"name": "sound"}, {"name": "broken"}]
+            toy_context("toy", {}, tmp_path),
+            lambda *report: told.append(report),
+            variant,
+            [{"name": "sound"}, {"name": "broken"}],
         )
     assert len(told) <= 1
 
 
 def test_on_a_cpu_what_is_counted_runs_here_in_order(tmp_path):
     variants = [{"name": "first"}, {"name": "second"}]
-    results = run_counted(toy_context("toy", {}, tmp_path), lambda *report: None, HERE, variants)
+    results = run_counted(toy_context("toy", {}, tmp_path), lambda *report: None, variant, variants)
     assert [result.rows[0].variant for result in results] == ["first", "second"]
     assert {result.rows[0].params["process"] for result in results} == {os.getpid()}

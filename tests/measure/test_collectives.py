@@ -12,6 +12,7 @@ from hyperion.measure import COLLECTIVES, Collective, collective_bytes, measure_
 from hyperion.measure.collectives import ALL_COLLECTIVES, DTYPES, Buffers, memory_needed, root_of
 from hyperion.processes import Job, RankError, RollCall, World, run_ranks
 from hyperion.results import Row, Run, rows_from_csv
+from tests.measure import collective_ranks
 from tests.measure.collective_ranks import ELEMENTS, EXPERIMENT, FAULTS, SIZES, TOO_LARGE
 
 
@@ -23,7 +24,7 @@ def launched(tmp_path_factory):
         environment.setenv("CUDA_VISIBLE_DEVICES", "")
         environment.setenv("HIP_VISIBLE_DEVICES", "")
         with pytest.raises(RankError) as ended:
-            job = Job("tests.measure.collective_ranks:checks", {"folder": str(folder)}, timeout_s=120, ranks=2)
+            job = Job(collective_ranks.checks, {"folder": str(folder)}, timeout_s=120, ranks=2)
             run_ranks(job, on_line=lambda line: None)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], ended.value
 

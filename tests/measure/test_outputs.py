@@ -29,6 +29,7 @@ from hyperion.measure.outputs import (
 )
 from hyperion.processes import Job, run_ranks
 from hyperion.results import RowError
+from tests.measure import timing_ranks
 
 CPU = detect_cpu()
 SHORT = {"device": "cpu", "cold": False, "minimum_samples": 5, "time_limit_s": 1.5}
@@ -627,7 +628,7 @@ def test_quick_takes_a_fifth_of_a_second_of_sampling_and_says_what_it_gives_up()
 
 
 def test_ranks_take_the_same_number_of_samples_and_fail_together():
-    told = run_ranks(Job("tests.measure.timing_ranks:everything", {}, timeout_s=HANG_S * 2, ranks=2), on_line=lambda line: None)
+    told = run_ranks(Job(timing_ranks.everything, {}, timeout_s=HANG_S * 2, ranks=2), on_line=lambda line: None)
     first, second = told
     assert first["collective"]["samples"] == second["collective"]["samples"], "the slowest rank's times, on both"
     assert first["collective"]["calls"] == second["collective"]["calls"]
