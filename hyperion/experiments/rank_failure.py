@@ -111,10 +111,7 @@ def _ranks_left(context: Context) -> int:
 
 
 def _marked(mark: str) -> int:
-    """Processes other than this one that were started with the mark in their environment.
-
-    A forked one, as ranks may be, does not show the environment that it was given; what it started does.
-    """
+    """Return the number of processes, other than this one, that were started with the mark in their environment."""
     found = 0
     for process in psutil.process_iter():
         try:

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import psutil
 
-from hyperion.processes.fork_server import FORKED_BY
-
 # Time that a process which was asked to end gets to save what it has.
 GRACE_S = 30.0
 # What torchrun's agent sets for its ranks. A job that a rank starts is not that rank: it must not find them. All else is
@@ -54,13 +52,10 @@ def child_environment() -> dict[str, str]:
 
 
 def die_with(launcher: int) -> None:
-    """Ask Linux for a SIGTERM when the parent ends, however it ends; if it already has, stop here.
-
-    The parent is the launcher, or the fork server that stands for it and sends that SIGTERM itself.
-    """
+    """Ask Linux for a SIGTERM when the parent ends, however it ends; if it already has, stop here."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() not in (launcher, int(os.environ.get(FORKED_BY, launcher))):
+    if os.getppid() != launcher:
         sys.exit("the launcher ended before the worker began")
 
 

@@ -13,7 +13,7 @@ from hyperion.processes.job import INTERRUPTED, Job
 from hyperion.processes.lifeline import GRACE_S, child_environment, kill_session, lives
 from hyperion.processes.notes import Notes, log_of, log_of_torchrun, read, write
 from hyperion.processes.output import Listener
-from hyperion.processes.starting import Forked, start
+from hyperion.processes.starting import start
 from hyperion.processes.verdict import End, Standing, standing
 
 _POLL_S = 0.1
@@ -40,7 +40,7 @@ class Torchrun:
         self._lost_since = float("inf")
         self._asked = False
         self._heard, self._rest = 0, b""
-        self.agent: Popen | Forked | None = None
+        self.agent: Popen | None = None
 
     def start(self) -> None:
         """Start torchrun; its ranks follow within seconds."""

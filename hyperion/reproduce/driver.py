@@ -6,18 +6,16 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
 
 from hyperion.paths import SILENT_HOSTS, project_root, results_folder
-from hyperion.processes.starting import fork_server_running
 from hyperion.reproduce import summary
 from hyperion.reproduce.execution import Fault, Outcome, execute
 from hyperion.reproduce.keeping import export_subjects, kept_files, show_fault
-from hyperion.reproduce.kernels import OPTIMIZE, library_environment, scratch_folder
+from hyperion.reproduce.kernels import OPTIMIZE, scratch_folder
 from hyperion.reproduce.lanes import Interruption, Lanes, Place, scratch_of
 from hyperion.reproduce.ledger import Entry, Ledger
 from hyperion.reproduce.machine import Machine, ask_machine
@@ -117,8 +115,7 @@ class _Call:
         if len(self.lanes.places) > 1:
             self._print(f"notebooks that use one device run side by side, on {len(self.lanes.places)} devices")
         code = FINISHED
-        workers = fork_server_running(library_environment()) if expected else nullcontext()
-        with workers, Display(self.console, expected, lasting_s) as display, warnings.catch_warnings():
+        with Display(self.console, expected, lasting_s) as display, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # nbformat and papermill on themselves; the kernels' own are output
             try:
                 self._all(list(chosen), display)

@@ -18,7 +18,6 @@ from hyperion.errors import HyperionError
 from hyperion.processes import Job, JobError, RankError, run_ranks
 from hyperion.processes.lifeline import has_ended
 from hyperion.processes.refusals import require_launchable
-from hyperion.processes.starting import SOCKET
 from tests.processes import rank_entries
 from tests.processes.rank_entries import MARK
 from tests.processes.waiting import wait_for
@@ -97,10 +96,7 @@ def test_the_environment_reaches_every_rank_without_the_launchers_own_place(fini
     assert found == {"WORLD_SIZE": "2", "PET_NNODES": None}
 
 
-@pytest.mark.parametrize("way", ["forked", "started"])
-def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path, monkeypatch, way):
-    if way == "started":
-        monkeypatch.delenv(SOCKET)
+def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.setenv(MARK, str(tmp_path))
     begun = time.monotonic()
     with pytest.raises(RankError, match="^rank 1 of 2 was killed by SIGKILL") as error:
@@ -136,7 +132,6 @@ class Launched:
     def told(self) -> str:
         """What the launcher told at its end; by then, or soon after, nothing of its job is left."""
         _, told = self.process.communicate(timeout=60)
-        # torchrun is forked, and a forked process does not show the environment that it was given.
         assert wait_for(lambda: has_ended(self.torchrun()) and not marked(self.folder))
         return told
 
@@ -145,18 +140,16 @@ class Launched:
 def launched(tmp_path_factory, hanging):
     """Launchers by what shall happen to them, begun together: most of their time they wait for imports."""
     launchers = {}
-    fates = (("launcher killed", True), ("torchrun killed", False), ("launcher terminated", True))
-    for fate, saves in (*fates, ("launcher killed, nothing forked", True)):
+    for fate, saves in (("launcher killed", True), ("torchrun killed", False), ("launcher terminated", True)):
         folder = tmp_path_factory.mktemp("launched")
-        launchers[fate] = Launched(folder, launch(folder, saves, forked="nothing forked" not in fate))
+        launchers[fate] = Launched(folder, launch(folder, saves))
     yield launchers
     for launcher in launchers.values():
         launcher.process.kill()
 
 
-@pytest.mark.parametrize("fate", ["launcher killed", "launcher killed, nothing forked"])
-def test_ranks_end_with_their_launcher_and_save_first(launched, fate):
-    launcher = launched[fate]
+def test_ranks_end_with_their_launcher_and_save_first(launched):
+    launcher = launched["launcher killed"]
     launcher.torchrun()
     launcher.process.kill()
     launcher.told()
@@ -187,7 +180,7 @@ def test_a_hang_ends_with_the_timeout_and_shows_where_each_rank_stood(hanging):
     assert error.value.rank == 1
 
 
-def launch(folder, saves, forked):
+def launch(folder, saves):
     """A process that runs one waiting rank and ends with the error's exit code, marked in its environment.
 
     It has threads, as a notebook's kernel has: when it is killed Linux signals its child for one after the other.
@@ -207,16 +200,13 @@ except HyperionError as error:
     sys.exit(error.exit_code)
 """
     params = json.dumps({"folder": str(folder), "saves": saves})
-    environment = os.environ | {MARK: str(folder)} | ({} if forked else {SOCKET: ""})
+    environment = os.environ | {MARK: str(folder)}
     return subprocess.Popen([sys.executable, "-c", code, params], env=environment, stderr=subprocess.PIPE, text=True)
 
 
 def marked(folder) -> list[int]:
-    """Living processes, other than this one, that have the folder in their environment, or left their number in it: a
-    forked one does not show the environment that it was given.
-    """
-    left = (int(note.read_text()) for note in Path(folder).glob("pid-*"))
-    found = [pid for pid in left if not has_ended(pid)]
+    """Living processes, other than this one, that have the folder in their environment."""
+    found = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARK) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
