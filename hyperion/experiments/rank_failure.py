@@ -18,7 +18,7 @@ from hyperion.experiments.recipes import set_up
 from hyperion.experiments.twins import SCATTER_FP32
 from hyperion.experiments.variants import Report, run_on_ranks
 from hyperion.processes import RankError, world
-from hyperion.processes.lifeline import has_ended
+from hyperion.processes.child_process import has_ended
 from hyperion.training import train
 
 SOON_S = 60.0

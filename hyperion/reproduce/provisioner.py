@@ -9,8 +9,7 @@ import psutil
 from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvisioner
 
-from hyperion.processes.lifeline import GRACE_S, processes_below
-from hyperion.processes.starting import start
+from hyperion.processes.child_process import GRACE_S, descendants, start
 from hyperion.reproduce.kernels import with_assertions
 
 NAME = "hyperion-provisioner"
@@ -44,7 +43,7 @@ class SessionProvisioner(LocalProvisioner):
     async def send_signal(self, signum: int) -> None:
         """Signal the kernel's process group. A kernel is interrupted first, so this sees all that it has started."""
         if self.process is not None:
-            self.below = list({*self.below, *processes_below(self.pid)})
+            self.below = list({*self.below, *descendants(self.pid)})
         await super().send_signal(signum)
 
     async def cleanup(self, restart: bool = False) -> None:

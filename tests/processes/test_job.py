@@ -10,7 +10,7 @@ import pytest
 
 from hyperion.errors import HyperionError
 from hyperion.processes import Job, JobError, run_job
-from hyperion.processes.lifeline import has_ended
+from hyperion.processes.child_process import has_ended
 from tests.processes import job_entries
 from tests.processes.waiting import wait_for
 
@@ -68,7 +68,7 @@ def test_a_worker_that_was_stopped_and_saved_is_told_by_its_exit_code():
 
 
 def test_a_job_of_ranks_is_refused():
-    with pytest.raises(JobError, match="is to run on ranks"):
+    with pytest.raises(JobError, match="asks for 2 ranks"):
         run_job(Job(job_entries.double, {"value": 1}, ranks=2))
 
 

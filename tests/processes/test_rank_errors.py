@@ -1,4 +1,4 @@
-"""Who is blamed when ranks fail together, from what they and torchrun wrote down."""
+"""The root-cause rank of ranks that fail together, from what they and torchrun wrote."""
 
 import faulthandler
 import signal
@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperion.processes import Job
-from hyperion.processes.verdict import (
-    End,
-    Standing,
+from hyperion.processes.rank_errors import (
+    RankExit,
+    RankStack,
+    collective_timed_out,
+    collective_timeout_error,
     first_failure,
-    late_rank,
+    job_timeout_error,
+    missing_rank,
     rank_error,
-    standing,
-    timeout_error,
-    waited,
-    waited_in_vain,
+    read_stack,
 )
 from tests.processes import rank_entries
 
@@ -38,49 +38,49 @@ SAVED = RAISED | {"raised": "Interrupted", "error": TOLD, "exit_code": 75}
 
 
 def raised(rank, record=RAISED, time=100.5):
-    return End(rank, record | {"time": time}, code=record["exit_code"], time=int(time))
+    return RankExit(rank, record | {"time": time}, code=record["exit_code"], time=int(time))
 
 
 def killed(rank, number=signal.SIGKILL, time=101, **others):
-    return End(rank, code=-number, time=time, **others)
+    return RankExit(rank, code=-number, time=time, **others)
 
 
 @pytest.mark.parametrize(
-    ("ends", "blamed"),
+    ("ends", "cause"),
     [
-        ([End(0, {"answer": 1}), End(1, {"answer": 2})], None),
+        ([RankExit(0, {"answer": 1}), RankExit(1, {"answer": 2})], None),
         ([raised(0, time=100.6), raised(1, time=100.5)], 1),
         # Its connection broke before the launcher or torchrun noticed whose death broke it.
         ([raised(0, LOST, time=100.1), killed(1)], 1),
-        ([raised(0, LOST, time=100.1), End(1, code=-signal.SIGKILL)], 1),  # which torchrun did not come to notice
+        ([raised(0, LOST, time=100.1), RankExit(1, code=-signal.SIGKILL)], 1),  # which torchrun did not come to notice
         ([raised(0, LOST, time=100.1), raised(1, time=100.4)], 1),
         ([raised(0, LOST, time=100.2), raised(1, LOST, time=100.1)], 1),
         # torchrun ends the peers with SIGTERM, the launcher those that do not listen with SIGKILL.
         ([killed(0, signal.SIGTERM), raised(1)], 1),
-        ([killed(0, time=105, swept=True), raised(1)], 1),
-        ([killed(0, signal.SIGTERM), killed(1, signal.SIGTERM, first=True)], 1),
-        ([killed(0), killed(1, first=True)], 1),
+        ([killed(0, time=105, killed_by_launcher=True), raised(1)], 1),
+        ([killed(0, signal.SIGTERM), killed(1, signal.SIGTERM, failed_first=True)], 1),
+        ([killed(0), killed(1, failed_first=True)], 1),
         # A peer's watchdog aborts it because of the failure, not the other way round.
         ([killed(0, signal.SIGABRT, time=100), raised(1, time=100.5)], 1),
         ([killed(0, signal.SIGTERM), killed(1, signal.SIGABRT)], 1),
         ([raised(0, SAVED, time=100.1), raised(1, time=100.4)], 1),
         ([raised(0, LOST, time=100.1), raised(1, SAVED, time=100.4)], 1),
-        ([End(0, {"answer": 1}), End(1, code=3, time=100)], 1),
-        ([End(0, {"answer": 1}), End(1, code=0, time=100)], 1),
+        ([RankExit(0, {"answer": 1}), RankExit(1, code=3, time=100)], 1),
+        ([RankExit(0, {"answer": 1}), RankExit(1, code=0, time=100)], 1),
     ],
 )
-def test_the_cause_is_blamed_and_not_its_consequence(ends, blamed):
+def test_the_root_cause_is_found_and_not_its_consequence(ends, cause):
     for order in (ends, ends[::-1]):
         end = first_failure(order)
-        assert (None if end is None else end.rank) == blamed
+        assert (None if end is None else end.rank) == cause
 
 
-def test_a_rank_that_raised_is_told_by_its_traceback():
+def test_the_error_of_a_rank_that_raised_has_its_traceback():
     error = rank_error(JOB, raised(2), "", "here")
     assert str(error).startswith("rank 2 of 4 raised ValueError: no\nTraceback") and (error.rank, error.signal) == (2, "")
 
 
-def test_a_rank_that_refused_is_told_in_its_own_words_and_code():
+def test_a_ranks_own_error_keeps_its_text_and_exit_code():
     error = rank_error(JOB, raised(2, SAVED), "", "here")
     assert str(error) == "the file is damaged\n  where: a.bin (rank 2 of 4)\n  next:  copy it again"
     assert error.exit_code == 75
@@ -91,11 +91,11 @@ def test_a_rank_that_refused_is_told_in_its_own_words_and_code():
     [
         (killed(1), "was killed by SIGKILL", "SIGKILL"),
         (killed(1, signal.SIGSEGV), "was killed by SIGSEGV", "SIGSEGV"),
-        (End(1, code=3), "failed with exit code 3", ""),
-        (End(1, code=0), "ended without an answer", ""),
+        (RankExit(1, code=3), "failed with exit code 3", ""),
+        (RankExit(1, code=0), "ended without an answer", ""),
     ],
 )
-def test_a_rank_without_a_word_is_told_by_its_end_and_its_log(end, cause, name):
+def test_a_rank_that_wrote_no_error_is_explained_by_its_exit_and_its_log(end, cause, name):
     error = rank_error(JOB, end, 'begun\n@progress [1, 2, ""]\nframe #0: x\nlast words\n', "here")
     assert error.what == f"rank 1 of 4 {cause} in {JOB.entry}\nbegun\nlast words"
     assert error.signal == name
@@ -105,49 +105,51 @@ def hangs_here(file):
     faulthandler.dump_traceback(file)
 
 
-def test_a_stack_is_read_from_the_inside(tmp_path):
+def test_a_stack_starts_with_the_innermost_frame(tmp_path):
     with open(tmp_path / "stack", "w") as file:
         hangs_here(file)
-    found = standing(1, (tmp_path / "stack").read_text(), answered=False)
-    assert found.frames[0].startswith("hangs_here (test_verdict.py:") and "test_a_stack" in found.frames[1]
-    assert not found.waiting and str(found).startswith("rank 1 was in hangs_here (test_verdict.py:")
+    found = read_stack(1, (tmp_path / "stack").read_text(), finished=False)
+    assert found.frames[0].startswith("hangs_here (test_rank_errors.py:") and "test_a_stack" in found.frames[1]
+    assert not found.waiting and str(found).startswith("rank 1 was in hangs_here (test_rank_errors.py:")
 
 
 def test_a_rank_in_a_collective_is_seen_to_wait():
     stack = 'Current thread 0x1 (most recent call first):\n  File "/x/torch/distributed/c10d.py", line 3 in all_reduce\n'
-    found = standing(0, stack, answered=False)
-    assert found.waiting and str(found) == "rank 0 waited for other ranks in all_reduce (c10d.py:3)"
+    found = read_stack(0, stack, finished=False)
+    assert found.waiting and str(found) == "rank 0 was waiting for other ranks in all_reduce (c10d.py:3)"
 
 
 @given(st.text())
 def test_any_stack_is_read(text):
-    assert standing(0, text, answered=False).rank == 0
+    assert read_stack(0, text, finished=False).rank == 0
 
 
-def stood(*waiting):
-    return [Standing(rank, ("f (a.py:1)",), one, answered=False) for rank, one in enumerate(waiting)]
+def stacks(*waiting):
+    return [RankStack(rank, ("f (a.py:1)",), one, finished=False) for rank, one in enumerate(waiting)]
 
 
 @pytest.mark.parametrize(
     ("waiting", "late"),
     [((True, False), 1), ((True, False, True), 1), ((True, True), None), ((False, False), None), ((False,), None)],
 )
-def test_one_rank_that_does_not_wait_is_late(waiting, late):
-    assert late_rank(stood(*waiting)) == late
-    assert timeout_error(JOB, stood(*waiting), "here").rank == late
+def test_one_rank_that_does_not_wait_is_missing(waiting, late):
+    assert missing_rank(stacks(*waiting)) == late
+    assert job_timeout_error(JOB, stacks(*waiting), "here").rank == late
 
 
-def test_who_did_not_come_is_named_rather_than_who_waited():
+def test_the_missing_rank_is_named_and_not_the_one_that_timed_out():
     waiter = rank_error(JOB, raised(0, LOST | {"timed_out": True}), "", "here")
-    error = waited_in_vain(JOB, waiter, stood(False, False))
+    error = collective_timeout_error(JOB, waiter, stacks(False, False))
     assert error.rank == 1
-    assert error.what.startswith("rank 1 of 4 did not come, and rank 0 waited in vain\nrank 0 of 4 raised RuntimeError")
+    assert error.what.startswith(
+        "rank 1 of 4 did not join the collective in which rank 0 timed out\nrank 0 of 4 raised RuntimeError"
+    )
     assert error.what.endswith("rank 1 was in f (a.py:1)")
 
 
-def test_an_abort_by_the_watchdog_is_told_from_other_aborts():
+def test_an_abort_by_the_watchdog_differs_from_other_aborts():
     aborted = killed(0, signal.SIGABRT)
-    assert waited(aborted, "[rank0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4)")
-    assert not waited(aborted, "double free or corruption")
-    assert not waited(replace(aborted, code=-signal.SIGKILL), "collective operation timeout")
-    assert waited(raised(0, LOST | {"timed_out": True}), "") and not waited(raised(0, LOST), "")
+    assert collective_timed_out(aborted, "[rank0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4)")
+    assert not collective_timed_out(aborted, "double free or corruption")
+    assert not collective_timed_out(replace(aborted, code=-signal.SIGKILL), "collective operation timeout")
+    assert collective_timed_out(raised(0, LOST | {"timed_out": True}), "") and not collective_timed_out(raised(0, LOST), "")
