@@ -60,14 +60,14 @@ def start(
     module: str,
     arguments: list[str],
     environment: dict[str, str],
-    stdout: int | IO = subprocess.PIPE,
+    stdout: int | IO | None = subprocess.PIPE,
     new_session: bool = False,
     folder: str | None = None,
 ) -> subprocess.Popen[str]:
     """Start `python -m module arguments` with stdout and stderr in one stream and an empty stdin.
 
     Args:
-        stdout: a file, or subprocess.PIPE for text that `.stdout` of the result reads.
+        stdout: a file, subprocess.PIPE for text that `.stdout` of the result reads, or None for that of this process.
         new_session: make the process the leader of a new session and process group.
         folder: working directory; by default that of this process.
     """

@@ -1,4 +1,4 @@
-"""Process groups: who a process is, on which device, and that no group outlives its use or its peers."""
+"""Process groups: rank and device of a process, and that no group outlives its use or its peers."""
 
 import os
 import socket
@@ -35,12 +35,12 @@ def plain_process(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_alone_there_is_no_group():
+def test_a_single_process_has_no_group():
     here = world()
     assert (here.rank, here.size, here.local_rank, here.backend) == (0, 1, 0, "")
 
 
-def test_a_plain_process_gets_a_group_of_its_own_as_often_as_it_likes():
+def test_a_plain_process_enters_its_own_group_repeatedly():
     for _ in range(2):
         with process_group() as here:
             assert world() == here and (here.rank, here.size) == (0, 1)
@@ -49,7 +49,7 @@ def test_a_plain_process_gets_a_group_of_its_own_as_often_as_it_likes():
     assert not dist.is_initialized()
 
 
-# Each model is let go of a moment after its last all-reduce, when gloo's thread is just about to let go of that.
+# Each model is freed just after its last all-reduce, while gloo's thread frees that.
 OUTLIVING = """
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -85,7 +85,7 @@ def test_a_second_group_inside_the_first_is_refused():
         pass
 
 
-def test_torchruns_variables_say_who_a_process_is():
+def test_torchruns_variables_give_the_rank():
     assert rank_info(TORCHRUN) == RankInfo(rank=5, size=8, local_rank=1, local_size=4)
     assert rank_info({"MASTER_ADDR": "a", "MASTER_PORT": "1"}) is None
     assert rank_info({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}) == RankInfo(0, 1, 0, 1)
@@ -120,7 +120,7 @@ def test_variables_that_are_no_numbers_are_named_with_a_next_step(changes, reaso
 
 
 @pytest.mark.parametrize("changes", [{"RANK": "abc"}, {"WORLD_SIZE": "0"}, {"MASTER_PORT": "x"}, {"LOCAL_RANK": ""}])
-def test_a_process_with_such_variables_says_so_and_makes_no_group(changes, monkeypatch):
+def test_a_process_with_such_variables_raises_and_makes_no_group(changes, monkeypatch):
     for name, value in (TORCHRUN | changes).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(GroupError, match="|".join([*changes, "rank 5 of 0"])), process_group():
@@ -128,7 +128,7 @@ def test_a_process_with_such_variables_says_so_and_makes_no_group(changes, monke
 
 
 @pytest.mark.parametrize("changes", [{"MASTER_PORT": "x"}, {"MASTER_PORT": ""}, {"MASTER_ADDR": ""}])
-def test_a_barrier_without_an_address_says_so(changes, monkeypatch):
+def test_a_barrier_without_an_address_raises(changes, monkeypatch):
     for name, value in (TORCHRUN | changes).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(GroupError, match=next(iter(changes))):
@@ -174,7 +174,7 @@ def test_a_gpu_that_cannot_be_opened_is_no_cpu():
         choose_device(None, None, facts(gpu_error="no device"))
 
 
-def test_a_rank_whose_peers_do_not_come_says_so(free_port, monkeypatch):
+def test_a_rank_whose_peers_do_not_join_raises(free_port, monkeypatch):
     variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -183,7 +183,7 @@ def test_a_rank_whose_peers_do_not_come_says_so(free_port, monkeypatch):
     assert not dist.is_initialized()
 
 
-def test_two_ranks_meet_part_and_give_up_on_each_other(free_port):
+def test_two_ranks_join_leave_and_time_out(free_port):
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
@@ -196,10 +196,10 @@ def test_two_ranks_meet_part_and_give_up_on_each_other(free_port):
         for rank in range(2)
     ]
     try:
-        for rank, line in ((0, "patient no longer\n"), (1, "raising\n")):
+        for rank, line in ((0, "timed out\n"), (1, "raising\n")):
             assert ranks[rank].stdout.readline() == line, ranks[rank].communicate(timeout=60)
-        _, told = ranks[1].communicate(timeout=60)
-        assert "ArithmeticError: on purpose" in told and ranks[1].returncode != 0
+        _, errors = ranks[1].communicate(timeout=60)
+        assert "ArithmeticError: on purpose" in errors and ranks[1].returncode != 0
         assert ranks[0].poll() is None  # rank 1 ended while its peer was there
     finally:
         for rank in ranks:

@@ -8,14 +8,14 @@ from hyperion.processes.hang_detection import RankProgress, hang_report, ranks_b
 
 WAITS = ('  File "/site/torch/distributed/distributed_c10d.py", line 1, in all_reduce\n',)
 ELSEWHERE = ('  File "/home/reader/step.py", line 7, in load\n', "    time.sleep(600)\n")
-STANDS = st.lists(
+RANKS = st.lists(
     st.builds(RankProgress, st.integers(0, 3), st.sampled_from(["a, fp32", "b"]), st.sampled_from([WAITS, ELSEWHERE, ()])),
     min_size=2,
     max_size=8,
 )
 
 
-@given(STANDS)
+@given(RANKS)
 def test_not_all_ranks_are_behind_and_those_furthest_behind_are_named(ranks):
     behind = ranks_behind(ranks)
     others = [one for rank, one in enumerate(ranks) if rank not in behind]
@@ -25,7 +25,7 @@ def test_not_all_ranks_are_behind_and_those_furthest_behind_are_named(ranks):
         assert behind == [rank for rank, one in enumerate(ranks) if one.steps == min(o.steps for o in ranks)]
 
 
-@given(STANDS)
+@given(RANKS)
 def test_the_report_names_exactly_the_ranks_behind(ranks):
     report = hang_report(ranks, 20.0)
     for rank in range(len(ranks)):
@@ -33,7 +33,7 @@ def test_the_report_names_exactly_the_ranks_behind(ranks):
     assert ("suspect their connection, no single rank" in report) == (ranks_behind(ranks) == [])
 
 
-def test_the_number_of_collectives_decides_before_all_else():
+def test_the_number_of_collectives_decides_first():
     ranks = [
         RankProgress(8, "all_gather", ELSEWHERE),
         RankProgress(7, "all_reduce, fp32", WAITS),

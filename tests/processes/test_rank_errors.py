@@ -33,8 +33,8 @@ RAISED = {
     "timed_out": False,
 }
 LOST = RAISED | {"raised": "RuntimeError: Connection closed by peer", "lost_peer": True}
-TOLD = {"what": "the file is damaged", "where": "a.bin", "next_step": "copy it again"}
-SAVED = RAISED | {"raised": "Interrupted", "error": TOLD, "exit_code": 75}
+MESSAGE = {"what": "the file is damaged", "where": "a.bin", "next_step": "copy it again"}
+SAVED = RAISED | {"raised": "Interrupted", "error": MESSAGE, "exit_code": 75}
 
 
 def raised(rank, record=RAISED, time=100.5):
@@ -50,12 +50,12 @@ def killed(rank, number=signal.SIGKILL, time=101, **others):
     [
         ([RankExit(0, {"answer": 1}), RankExit(1, {"answer": 2})], None),
         ([raised(0, time=100.6), raised(1, time=100.5)], 1),
-        # Its connection broke before the launcher or torchrun noticed whose death broke it.
+        # Its connection broke before the launcher or torchrun noticed the death of its peer.
         ([raised(0, LOST, time=100.1), killed(1)], 1),
-        ([raised(0, LOST, time=100.1), RankExit(1, code=-signal.SIGKILL)], 1),  # which torchrun did not come to notice
+        ([raised(0, LOST, time=100.1), RankExit(1, code=-signal.SIGKILL)], 1),  # torchrun did not notice in time
         ([raised(0, LOST, time=100.1), raised(1, time=100.4)], 1),
         ([raised(0, LOST, time=100.2), raised(1, LOST, time=100.1)], 1),
-        # torchrun ends the peers with SIGTERM, the launcher those that do not listen with SIGKILL.
+        # torchrun ends the peers with SIGTERM, the launcher those that ignore it with SIGKILL.
         ([killed(0, signal.SIGTERM), raised(1)], 1),
         ([killed(0, time=105, killed_by_launcher=True), raised(1)], 1),
         ([killed(0, signal.SIGTERM), killed(1, signal.SIGTERM, failed_first=True)], 1),

@@ -23,7 +23,7 @@ from tests.processes.rank_entries import MARK
 from tests.processes.waiting import wait_for
 
 GUARDED = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
-# What a launcher finds that runs under torchrun itself, as rank 3 of 4.
+# Variables of a launcher that is itself rank 3 of 4 under torchrun.
 TORCHRUN = {
     "RANK": "3",
     "WORLD_SIZE": "4",
@@ -44,7 +44,7 @@ def job(function, timeout_s=120.0, ranks=2, **params):
 
 @dataclass
 class Finished:
-    """A job that went well, and what its launcher heard."""
+    """A job that succeeded, and the output that its launcher passed on."""
 
     answers: list[dict]
     lines: list[str]
@@ -55,7 +55,7 @@ class Finished:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """One launch for all that needs no failure, by a launcher that is a rank of torchrun itself."""
+    """One job for all tests without a failure. Its launcher is itself a rank under torchrun."""
     lines, progress, logs = [], [], tmp_path_factory.mktemp("logs")
     names = [*GUARDED, "OMP_NUM_THREADS", "WORLD_SIZE", "PET_NNODES"]
     with pytest.MonkeyPatch.context() as patch:
@@ -82,14 +82,14 @@ def test_answers_come_in_rank_order(finished):
     assert [(answer["rank"], answer["total"]) for answer in finished.answers] == [(0, 7.0), (1, 7.0)]
 
 
-def test_rank_0_is_heard_and_each_rank_has_its_log(finished):
+def test_rank_0s_output_is_passed_on_and_each_rank_has_its_log(finished):
     assert "rank 0 of 2" in finished.lines and "rank 1 of 2" not in finished.lines
     assert finished.progress == [(0, 2, "from 0")]
     assert "rank 1 of 2" in (finished.logs / "rank-1.log").read_text()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_environment_reaches_every_rank_without_the_launchers_own_place(finished, rank):
+def test_the_environment_reaches_every_rank_without_torchruns_variables_of_the_launcher(finished, rank):
     found = dict(finished.answers[rank]["environment"])
     assert [found.pop(name) for name in GUARDED] == ["0"] * 3
     assert int(found.pop("OMP_NUM_THREADS")) >= 1
@@ -111,14 +111,14 @@ def test_the_traceback_is_that_of_the_rank_that_raised_and_not_of_its_peer():
     with pytest.raises(RankError, match="^rank 1 of 2 raised ValueError: the sum is wrong on purpose") as error:
         run_ranks(job(rank_entries.fails, how="raised"), on_line=lambda line: None)
     assert (error.value.rank, error.value.signal) == (1, "")
-    told = error.value.what
-    assert "Traceback" in told and "rank_entries.py" in told
-    assert "all_reduce" not in told and "ChildFailedError" not in told and "rank_worker.py" not in told
+    message = error.value.what
+    assert "Traceback" in message and "rank_entries.py" in message
+    assert "all_reduce" not in message and "ChildFailedError" not in message and "rank_worker.py" not in message
 
 
 @dataclass
 class Launched:
-    """A launcher of one waiting rank, in a process of its own."""
+    """A launcher process of one waiting rank."""
 
     folder: Path
     process: subprocess.Popen
@@ -129,16 +129,16 @@ class Launched:
         assert wait_for(ready.exists)
         return int(ready.read_text())
 
-    def told(self) -> str:
-        """What the launcher told at its end; by then, or soon after, nothing of its job is left."""
-        _, told = self.process.communicate(timeout=180)
+    def wait(self) -> str:
+        """Return the launcher's stderr after its end. Soon after, no process of its job is left."""
+        _, message = self.process.communicate(timeout=180)
         assert wait_for(lambda: has_ended(self.torchrun()) and not marked(self.folder))
-        return told
+        return message
 
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory, hanging):
-    """Launchers by what shall happen to them, begun together: most of their time they wait for imports."""
+    """Launchers by what will happen to them, started together: most of their time they wait for imports."""
     launchers = {}
     for fate, saves in (("launcher killed", True), ("torchrun killed", False), ("launcher terminated", True)):
         folder = tmp_path_factory.mktemp("launched")
@@ -152,26 +152,26 @@ def test_ranks_end_with_their_launcher_and_save_first(launched):
     launcher = launched["launcher killed"]
     launcher.torchrun()
     launcher.process.kill()
-    launcher.told()
+    launcher.wait()
     assert (launcher.folder / "saved").exists()
 
 
 def test_ranks_end_with_torchrun(launched):
     launcher = launched["torchrun killed"]
     os.kill(launcher.torchrun(), signal.SIGKILL)
-    told = launcher.told()
-    assert "torchrun, the parent of the 1 ranks" in told and "SIGKILL" in told
+    message = launcher.wait()
+    assert "torchrun, the parent of the 1 ranks" in message and "SIGKILL" in message
 
 
 def test_sigterm_reaches_the_ranks_which_save_and_say_so(launched):
     launcher = launched["launcher terminated"]
     launcher.torchrun()
     launcher.process.terminate()
-    assert "the state was saved" in launcher.told()
+    assert "the state was saved" in launcher.wait()
     assert launcher.process.returncode == 75 and (launcher.folder / "saved").exists()
 
 
-def test_a_hang_ends_with_the_timeout_and_shows_where_each_rank_stood(hanging):
+def test_a_hang_ends_with_the_timeout_and_shows_each_ranks_stack(hanging):
     with pytest.raises(RankError, match="exceeded its timeout") as error:
         hanging.result()
     rank_0, rank_1 = error.value.what.split("rank 0 ")[1].split("rank 1 ")

@@ -22,7 +22,7 @@ ANSWERING = textwrap.dedent(
     from hyperion.errors import HyperionError
     from hyperion.processes.request_worker import serve_requests
 
-    print("before the first question")
+    print("before the first request")
 
     def double(value):
         print("to the log, not into the answer")
@@ -67,7 +67,7 @@ def test_it_answers_or_raises_its_own_error_and_ends_with_its_children():
         with pytest.raises(JobError, match="launch 2 of B raised") as error:
             worker.call("fail", 60)
         assert "Traceback" in error.value.what and "wrong on purpose" in error.value.what
-        assert "request_worker.py:" not in error.value.what  # the way through the library helps no reader
+        assert "request_worker.py:" not in error.value.what  # the library's own frames are omitted
         child = worker.call("start_a_child", 60)["pid"]
         started = time.monotonic()
         with pytest.raises(JobError, match=r"gave no answer within 0\.5 s") as error:
@@ -76,7 +76,7 @@ def test_it_answers_or_raises_its_own_error_and_ends_with_its_children():
     assert has_ended(worker.pid) and wait_for(lambda: has_ended(child))
 
 
-def test_one_that_dies_is_named_with_its_signal_and_what_it_printed():
+def test_the_error_of_a_worker_that_dies_has_its_signal_and_output():
     with worker_of_launch() as worker:
         with pytest.raises(JobError, match="launch 2 of B was killed by SIGKILL") as error:
             worker.call("die", 60)
@@ -85,7 +85,7 @@ def test_one_that_dies_is_named_with_its_signal_and_what_it_printed():
             worker.call("double", 60, value=1)
 
 
-def test_one_that_dies_is_named_though_a_process_that_it_forked_lives_on():
+def test_a_worker_that_dies_is_noticed_while_its_child_lives():
     with worker_of_launch() as worker:
         worker.call("double", 60, value=1)
         with pytest.raises(JobError, match="was killed by SIGKILL"):
