@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hyperion.hardware import Device
+from hyperion.measure.api.display import estimate_text, seconds_text
 from hyperion.measure.api.outputs import Difference
 from hyperion.measure.clock.timing import LEAST_SAMPLES, RELATIVE_INTERVAL, Timing
-from hyperion.measure.clock.units import estimate_text, seconds_text
 from hyperion.results import Estimate, Row, ratio_estimate
 from hyperion.results.statistics import CONFIDENCE
 
@@ -98,7 +98,7 @@ class TimeAnswer(Answer):
 
     def plot(self) -> "Figure":
         """The raw samples in the order taken, with their median and its interval."""
-        from hyperion.measure.api.pictures import draw_samples
+        from hyperion.measure.api.display import draw_samples
 
         return draw_samples({self.label: self.timing}, self.device.name, self.verdict)
 
@@ -218,7 +218,7 @@ class ComparisonAnswer(Answer):
 
     def plot(self) -> "Figure":
         """The raw samples of both in the order taken, with their medians and intervals."""
-        from hyperion.measure.api.pictures import draw_samples
+        from hyperion.measure.api.display import draw_samples
 
         return draw_samples(dict(zip(self.labels, self.timings, strict=True)), self.device.name, self.verdict)
 

@@ -9,12 +9,11 @@ import torch
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
 from hyperion.measure.api.answers import Answer, state_of_device
+from hyperion.measure.api.display import estimate_text, seconds_text
 from hyperion.measure.api.functions import checked_callable, device_of, flops, noting
 from hyperion.measure.clock.ranks_clock import RanksClock
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES, Timing, require_sampling, time_function
-from hyperion.measure.clock.units import estimate_text, seconds_text
-from hyperion.measure.products.roofline import Ceilings
-from hyperion.measure.steps.intervals import NOBODY, partition
+from hyperion.measure.products.product_formulas import Ceilings
 from hyperion.measure.steps.trace import (
     COMMUNICATION,
     COPIES,
@@ -24,6 +23,8 @@ from hyperion.measure.steps.trace import (
     GEMM,
     GPU_ORDER,
     MEMORY,
+    NOBODY,
+    partition,
     run_step,
     trace_steps,
 )
@@ -137,7 +138,7 @@ class Explanation(Answer):
 
     def plot(self) -> "Figure":
         """The parts as a waterfall, one below the other."""
-        from hyperion.measure.api.pictures import draw_waterfall
+        from hyperion.measure.api.display import draw_waterfall
 
         parts = [(part.name, part.seconds, part.share) for part in self.parts]
         notes = "\n".join([self.profiler_cost, *self.notes])

@@ -26,8 +26,7 @@ import torch.distributed as dist
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device, detect, detect_cpu
 from hyperion.measure.api.answers import ComparisonAnswer, TimeAnswer
-from hyperion.measure.api.answers_counted import FlopsAnswer, MemoryAnswer
-from hyperion.measure.api.counting import count_flops, watch_memory
+from hyperion.measure.api.counting import FlopsAnswer, MemoryAnswer, count_flops, watch_memory
 from hyperion.measure.api.outputs import (
     Difference,
     OutputMismatchError,
@@ -44,8 +43,9 @@ from hyperion.measure.api.outputs import (
 from hyperion.measure.clock.checks import HarnessError
 from hyperion.measure.clock.ranks_clock import RanksClock
 from hyperion.measure.clock.timing import LEAST_SAMPLES, MINIMUM_SAMPLES, Timing, require_sampling, time_interleaved
-from hyperion.measure.memory.memory import GIB, PeakMemoryRegion
+from hyperion.measure.memory_use.peak import PeakMemoryRegion
 from hyperion.processes import World, world
+from hyperion.units import GIB
 
 Function = Callable[[], object]
 # What `quick` asks for, and everything else: samples, and seconds where no limit is given.

@@ -13,7 +13,6 @@ from torch import nn
 
 from hyperion import measure
 from hyperion.errors import HyperionError
-from hyperion.measure.steps.intervals import NOBODY, Event, innermost, partition
 from hyperion.measure.steps.trace import (
     COMMUNICATION,
     COPIES,
@@ -22,9 +21,13 @@ from hyperion.measure.steps.trace import (
     GEMM,
     GPU_ORDER,
     MEMORY,
+    NOBODY,
+    Event,
     gpu_events,
+    innermost,
     kernel_kind,
     operator_kind,
+    partition,
 )
 from hyperion.processes import Job, run_ranks
 from hyperion.results import rows_from_csv, rows_to_csv

@@ -9,9 +9,9 @@ import pytest
 
 from hyperion.errors import HyperionError
 from hyperion.measure import relaunch
-from hyperion.measure.relaunch import relaunching
-from hyperion.measure.relaunch.relaunch_worker import files_from, functions_of
-from hyperion.measure.relaunch.relaunching import levelled, plan_turns
+from hyperion.measure.api import relaunching
+from hyperion.measure.api.relaunch_worker import files_from, functions_of
+from hyperion.measure.api.relaunching import levelled, plan_turns
 from hyperion.processes import JobError
 
 

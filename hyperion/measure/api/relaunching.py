@@ -36,7 +36,7 @@ LAUNCHES, SECONDS = 5, 0.6
 _SAMPLE_S, _SLICE_S = 5e-4, 5e-3
 _ASKING_S = 2e-3  # what a turn costs around it: the question, waking up, a look at the clocks
 _TIMEOUT_S = 600.0  # for importing, for getting ready, and for a turn
-_WORKER = ("-P", "-m", "hyperion.measure.relaunch.relaunch_worker")
+_WORKER = ("-P", "-m", "hyperion.measure.api.relaunch_worker")
 
 Report = Callable[[int, int, str], object]
 Who = tuple[str, int]  # side and number of a launch
@@ -304,7 +304,7 @@ def _file(work: Path) -> Path:
 def _folder(folder: Path) -> Path:
     if not folder.is_dir():
         raise HyperionError("no such folder", where=folder, next_step="name the folder that is to stand first on the import path")
-    if (folder / "hyperion").is_dir() and not (folder / "hyperion/measure/relaunch/relaunch_worker.py").is_file():
+    if (folder / "hyperion").is_dir() and not (folder / "hyperion/measure/api/relaunch_worker.py").is_file():
         raise HyperionError(
             "launches of this side would import a hyperion that cannot be relaunched",
             where=folder / "hyperion",

@@ -1,6 +1,6 @@
 """One launch of `relaunch`: prepare what is timed, then wait for each turn.
 
-Run as `python -P -m hyperion.measure.relaunch.relaunch_worker`.
+Run as `python -P -m hyperion.measure.api.relaunch_worker`.
 `-P` keeps the working folder off the import path: what stands first there is the side's own folder.
 """
 
