@@ -53,7 +53,7 @@ def run(context: Context, report) -> Result:
         for kind in KINDS
         for plan in plans[kind]
     ]
-    results = run_counted(context, report, "hyperion.experiments.memory.activation_checkpointing:measure_memory", cells)
+    results = run_counted(context, report, measure_memory, cells)
     for done, kind in enumerate(KINDS):
         report(2 * done, 2 * len(KINDS), f"gradients of the {kind} model")
         with emptied_afterwards():
