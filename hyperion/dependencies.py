@@ -1,74 +1,151 @@
-"""Which of the library's files does a module reach through its imports, and what is their hash?
+"""Which files does a module reach through its imports, and what is their hash?
 
-Static: the imports are read from the syntax tree, nothing is executed. A change in a file that a chapter never imports
-leaves its results fresh.
+Static: imports are read from the syntax tree, nothing is executed. A change in a file that an experiment never imports leaves
+its results fresh. A name imported from a package's public face (an `__init__.py` of imports alone) leads to the module that
+defines the name, not to everything that the face offers.
 """
 
 import ast
 import functools
 import hashlib
 from collections.abc import Iterable
+from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import NamedTuple
 
 import hyperion
 
 _PACKAGE = Path(hyperion.__file__).resolve().parent
+# Sizes enter a hash by value, experiment by experiment.
+_SIZES = ("sizes.toml", "profiles.toml")
+
+
+class Import(NamedTuple):
+    """`import module` (name is "") or `from module import name`; `alias` is what the importing module calls it."""
+
+    module: str
+    name: str
+    alias: str
 
 
 def reached_files(modules: Iterable[str]) -> list[Path]:
-    """Files of the library that `modules` (dotted names in hyperion) import, directly or through each other.
+    """Return the files that `modules` import, directly or through each other, themselves included.
 
-    The TOML files beside a reached module count as part of it.
+    Followed are the packages of `modules` and hyperion. TOML files next to a reached module count as part of it, but for
+    those that hold sizes.
+
+    Args:
+        modules: dotted names; names that belong to no file are skipped.
     """
     waiting, seen = list(modules), set()
+    packages = frozenset({"hyperion", *(name.partition(".")[0] for name in waiting)})
     while waiting:
-        path = _module_file(waiting.pop())
+        name = waiting.pop()
+        path = _module_file(name)
         if path is None or path in seen:
             continue
         seen.add(path)
-        waiting.extend(imported_modules(path.read_text(encoding="utf-8"), _package_of(path)))
-    data = {toml for path in seen for toml in path.parent.glob("*.toml")}
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        waiting.extend(imported_modules(path.read_text(encoding="utf-8"), package, packages))
+    data = {toml for path in seen for toml in path.parent.glob("*.toml") if toml.name not in _SIZES}
     return sorted(seen | data)
 
 
 @functools.cache
 def reached_source_hash(*modules: str) -> str:
-    """Hash over names and contents of the files that `modules` reach; 16 hexadecimal digits.
+    """Return a hash over names and contents of the files that `modules` reach; 16 hexadecimal digits.
 
     Cached: a process runs the code it has loaded, whatever happens to the files meanwhile.
     """
+    return files_hash(reached_files(modules))[:16]
+
+
+def files_hash(files: Iterable[Path]) -> str:
+    """Return the SHA-256 over the files' contents and their names from the topmost package on."""
     digest = hashlib.sha256()
-    for path in reached_files(modules):
-        digest.update(str(path.relative_to(_PACKAGE)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
+    for path in files:
+        digest.update(_place(path).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def imported_modules(source: str, package: str = "", packages: frozenset[str] = frozenset({"hyperion"})) -> set[str]:
+    """Return the dotted names of the modules that a Python source imports, inside functions too.
+
+    Args:
+        source: the text.
+        package: the package it belongs to, for relative imports.
+        packages: the topmost packages of interest.
+    """
+    wanted = [found for found in _imports(source, package) if found.module.partition(".")[0] in packages]
+    return {module for found in wanted for module in _defining_modules(found.module, found.name)}
 
 
 @functools.cache
-def imported_modules(source: str, package: str = "") -> frozenset[str]:
-    """Dotted names in hyperion that a Python source imports, inside functions too.
-
-    Cached by the text: each chapter reaches most of the library's files, and parsing them is slow.
-    """
-    found = set()
+def _imports(source: str, package: str) -> tuple[Import, ...]:
+    """The imports of a source. Cached by the text: chapters share most files, and parsing is slow."""
+    found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
+            found += [Import(alias.name, "", alias.asname or alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
-                base = ".".join([*package.split(".")[: len(package.split(".")) - node.level + 1], *filter(None, [base])])
-            found.add(base)
-            found.update(f"{base}.{alias.name}" for alias in node.names)
-    return frozenset(name for name in found if name.split(".")[0] == "hyperion")
+                parts = package.split(".")
+                base = ".".join([*parts[: len(parts) - node.level + 1], *filter(None, [base])])
+            found += [Import(base, alias.name, alias.asname or alias.name) for alias in node.names]
+    return tuple(found)
+
+
+def _defining_modules(module: str, name: str) -> list[str]:
+    """The module that `from module import name` executes code of: a submodule, what a face leads to, or the module itself."""
+    if name and _module_file(f"{module}.{name}"):
+        return [f"{module}.{name}"]
+    path = _module_file(module)
+    if name and path is not None and path.name == "__init__.py":
+        source = path.read_text(encoding="utf-8")
+        origin = next((found for found in _imports(source, module) if found.name and found.alias == name), None)
+        if origin is not None and origin.module != module and _is_face(source):
+            return _defining_modules(origin.module, origin.name)
+    return [module]
+
+
+@functools.cache
+def _is_face(source: str) -> bool:
+    """Whether a source holds a docstring, imports and `__all__` alone."""
+
+    def passive(node: ast.stmt) -> bool:
+        if isinstance(node, ast.Assign):
+            return [getattr(target, "id", "") for target in node.targets] == ["__all__"]
+        return (
+            isinstance(node, ast.Import | ast.ImportFrom) or isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        )
+
+    return all(passive(node) for node in ast.parse(source).body)
 
 
 def _module_file(name: str) -> Path | None:
-    base = _PACKAGE.joinpath(*name.split(".")[1:])
-    for candidate in (base.with_suffix(".py"), base / "__init__.py"):
-        if candidate.is_file():
-            return candidate
-    return None
+    """The file of a module; its package is located, not executed."""
+    first, *rest = name.split(".")
+    base = _package_folder(first)
+    if base is None:
+        return None
+    base = base.joinpath(*rest)
+    return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
 
 
-def _package_of(path: Path) -> str:
-    return ".".join(["hyperion", *path.parent.relative_to(_PACKAGE).parts])
+def _package_folder(name: str) -> Path | None:
+    if name == "hyperion":
+        return _PACKAGE
+    spec = PathFinder.find_spec(name) if name.isidentifier() else None
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(places[0]).resolve() if places else None
+
+
+def _place(path: Path) -> str:
+    """The file's path below the folder of its topmost package."""
+    if path.is_relative_to(_PACKAGE):
+        return str(path.relative_to(_PACKAGE))
+    top = path.parent
+    while (top.parent / "__init__.py").is_file():
+        top = top.parent
+    return str(path.relative_to(top.parent))

@@ -16,15 +16,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the library beside this folder, from any directory
 
-from hyperion.book.compilation_table import compilation_csv, compilation_json, compilation_table
-from hyperion.book.material import Material
 from hyperion.book.plots import draw, plots_of
+from hyperion.chapter import Context, default_profile, experiment_named, load_profile, run_information
 from hyperion.checkpoints.weights import read_weights
 from hyperion.errors import HyperionError, require_seed
-from hyperion.experiments import Context, default_profile, experiment_named, load_profile, run_information
-from hyperion.experiments.compilation_subjects import IMAGENET_STEM, fitted, misfits
+from hyperion.experiments.compilation.compilation_subjects import IMAGENET_STEM, fitted, misfits
+from hyperion.experiments.compilation.compilation_table import compilation_csv, compilation_json, compilation_table
+from hyperion.figures.material import Material
 from hyperion.hardware import detect
-from hyperion.measure.compilation import EAGER, MODES
+from hyperion.measure.steps.compilation import EAGER, MODES
 from hyperion.results import Run, new_run_folder
 from hyperion.results.files import make_folder, write_atomically
 

@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hyperion.book import export_run  # found by the line above, installed or not
-from hyperion.experiments.distributed_command import main
+from hyperion.commands.distributed_command import main
 
 if __name__ == "__main__":
     sys.exit(main(__doc__, export_run))

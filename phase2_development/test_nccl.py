@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hyperion.experiments.collective_check import app  # found by the line above, installed or not
+from hyperion.commands.collective_check import app  # found by the line above, installed or not
 
 if __name__ == "__main__":
     app()

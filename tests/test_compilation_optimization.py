@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import hyperion
 from hyperion.errors import HyperionError
-from hyperion.experiments.compilation_subjects import make_subject
+from hyperion.experiments.compilation.compilation_subjects import make_subject
 from hyperion.results import Run
 
 SCRIPT = Path(hyperion.__file__).resolve().parents[1] / "phase2_development" / "compilation_optimization.py"

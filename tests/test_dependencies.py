@@ -14,18 +14,18 @@ def names(files):
 
 
 def test_an_experiment_reaches_what_it_imports_and_not_what_it_does_not():
-    reached = names(reached_files(["hyperion.experiments.gemm"]))
-    assert {"experiments/gemm.py", "measure/timing.py", "hardware/specs.toml", "results/rows.py"} <= reached
-    assert not any(name.startswith(("book/", "reproduce/", "training/", "install/")) for name in reached)
+    reached = names(reached_files(["hyperion.experiments.hardware.gemm"]))
+    assert {"experiments/hardware/gemm.py", "measure/clock/timing.py", "hardware/specs.toml", "results/rows.py"} <= reached
+    assert not any(name.startswith(("book/", "figures/", "reproduce/", "training/", "install/", "data/")) for name in reached)
 
 
 def test_imports_are_found_in_every_form():
     source = textwrap.dedent(
         """
-        import hyperion.measure.gemm as g
+        import hyperion.measure.products.gemm as g
         from hyperion import paths
-        from hyperion.data import wikitext2
-        from . import timing
+        from hyperion.data.text import wikitext2
+        from .clock import timing
         from ..results.rows import Row
         def f():
             import hyperion.models
@@ -33,12 +33,16 @@ def test_imports_are_found_in_every_form():
         """
     )
     found = imported_modules(source, "hyperion.measure")
-    wanted = {"hyperion.measure.gemm", "hyperion.paths", "hyperion.data.wikitext2", "hyperion.measure.timing"}
+    wanted = {"hyperion.measure.products.gemm", "hyperion.paths", "hyperion.data.text.wikitext2", "hyperion.measure.clock.timing"}
     assert wanted | {"hyperion.results.rows", "hyperion.models"} <= found
     assert not any(name.startswith("torch") for name in found)
 
 
-@given(st.lists(st.sampled_from(["hyperion.results.rows", "hyperion.measure.gemm", "hyperion.errors"]), min_size=1, unique=True))
+@given(
+    st.lists(
+        st.sampled_from(["hyperion.results.rows", "hyperion.measure.products.gemm", "hyperion.errors"]), min_size=1, unique=True
+    )
+)
 def test_the_hash_depends_on_the_modules_and_on_nothing_else(modules):
     assert reached_source_hash(*modules) == reached_source_hash(*modules)
     assert len(reached_source_hash(*modules)) == 16

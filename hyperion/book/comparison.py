@@ -4,10 +4,10 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from hyperion.book.formats import number, percent
 from hyperion.book.headlines import Headline, headlines
-from hyperion.book.material import Material, made_from_rows
-from hyperion.book.published import published_bandwidth, published_baseline, published_gemm
+from hyperion.figures.formats import number, percent
+from hyperion.figures.material import Material, made_from_rows
+from hyperion.figures.published import published_bandwidth, published_baseline, published_gemm
 from hyperion.paths import reference_folder
 from hyperion.results import Run
 

@@ -5,13 +5,13 @@ from typing import Protocol
 
 import pandas as pd
 
-from hyperion.book.display_text import fill
-from hyperion.book.material import Material
 from hyperion.book.plots import draw, plots_of
-from hyperion.book.published import published_tables
-from hyperion.book.tables import escaped, html, markdown_text, tables_of
-from hyperion.book.tables_predictions import prediction_basis, prediction_table
 from hyperion.errors import HyperionError
+from hyperion.figures.display_text import fill
+from hyperion.figures.material import Material
+from hyperion.figures.published import published_tables
+from hyperion.figures.tables import escaped, html, markdown_text, tables_of
+from hyperion.figures.tables_predictions import prediction_basis, prediction_table
 from hyperion.results import Row, Run
 from hyperion.untrusted import printable
 
@@ -46,7 +46,7 @@ def show(result: HasRows, run: Run, published: bool = False, figures: Iterable[s
     material, experiment = Material(run), result.rows[0].experiment
     chosen = None if figures is None else set(figures)
     for plot in (plot for plot in plots_of(experiment) if chosen is None or plot.name in chosen):
-        options = {"published": published} if plot.name in ("gemm", "bandwidth") else {}
+        options = {"published": published} if plot.published else {}
         picture = draw(plot.name, material, **options)
         if picture is not None:
             _display({"image/png": picture, "text/plain": f"[{plot.name}: {plot.caption}]"})

@@ -2,9 +2,10 @@
 
 import json
 
-from hyperion.book.material import Material, subject_of
 from hyperion.book.outline import picture, picture_path
-from hyperion.book.plots import ALL, PLOTS
+from hyperion.book.plots import all_plots, results_folder
+from hyperion.figures.material import Material
+from hyperion.figures.plot import ALL
 from hyperion.results import Row, Run, rows_to_csv
 from hyperion.results.rows import COLUMNS
 
@@ -31,7 +32,7 @@ def tables(material: Material) -> dict[str, bytes]:
     contents = {}
     for experiment in dict.fromkeys(name for _, name in material.experiments):
         rows = material.of(experiment)
-        stem = f"benchmarks/{subject_of(experiment)}/{experiment}"
+        stem = f"benchmarks/{results_folder(experiment)}/{experiment}"
         contents[f"{stem}.csv"] = rows_to_csv(rows).encode()
         contents[f"{stem}.json"] = rows_to_json(rows).encode()
     return contents
@@ -40,7 +41,7 @@ def tables(material: Material) -> dict[str, bytes]:
 def pictures(material: Material) -> dict[str, bytes]:
     """PNG of every figure that the run has rows for, by path."""
     present = {name for _, name in material.experiments} | {ALL}
-    drawn = {plot: picture(plot, material) for plot in PLOTS if plot.experiment in present}
+    drawn = {plot: picture(plot, material) for plot in all_plots() if plot.experiment in present}
     return {picture_path(plot.experiment, plot.name): content for plot, content in drawn.items() if content}
 
 

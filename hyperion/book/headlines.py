@@ -3,9 +3,9 @@
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
-from hyperion.book.display_text import quoted_value
-from hyperion.book.material import Material, made_from_rows, measured
-from hyperion.book.tables import is_floor
+from hyperion.figures.display_text import quoted_value
+from hyperion.figures.material import Material, made_from_rows, measured
+from hyperion.figures.tables import is_floor
 from hyperion.results import Row
 
 _REFERENCE_STEPS = ("model_steps", "batch_scaling")

@@ -4,56 +4,14 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
-from hyperion.book.machines import device_name, replayed_from
-from hyperion.book.material import Material, made_from_rows, subject_of
-from hyperion.book.plots import ALL, Plot, draw, plots_of
-from hyperion.book.tables import tables_of
+from hyperion.book.plots import draw, plots_of, results_folder, title_of
+from hyperion.figures.machines import device_name, replayed_from
+from hyperion.figures.material import Material, made_from_rows
+from hyperion.figures.plot import ALL, Plot
+from hyperion.figures.tables import tables_of
 from hyperion.results import StoreError
 
 SUMMARY = "benchmarks/summary.png"
-TITLES = {
-    "gemm": "Matrix products",
-    "bandwidth": "Memory bandwidth",
-    "roofline": "Roofline",
-    "best_products": "The fastest product of each format",
-    "operand_data": "The numbers that are multiplied",
-    "memory_levels": "Caches and memory",
-    "stream_formats": "Streams by number format",
-    "transfers": "Copies between memories",
-    "launch_cost": "Launching a kernel",
-    "model_products": "Products of our models",
-    "gemm_gap": "From peak to measured",
-    "operator_cost": "What the host pays",
-    "model_steps": "Training steps",
-    "batch_scaling": "Batch by batch",
-    "collectives": "Collectives",
-    "text_pipeline": "Text",
-    "tokenizer_speed": "Text to tokens",
-    "loader_speed": "Loaders",
-    "image_pipeline": "Images",
-    "leakage": "No look ahead",
-    "ngram_baselines": "Counting models",
-    "language_model": "Language model",
-    "image_classifier": "Image classifier",
-    "image_training_speed": "Training images fast",
-    "language_training_speed": "Training a language model fast",
-    "recovery": "Faults and recovery",
-    "parity_ladder": "The parity ladder",
-    "parallel_parity": "One device and many: the same losses",
-    "distributed_training": "Training on all ranks",
-    "resharding": "Checkpoints across numbers of ranks",
-    "rank_failure": "A rank dies",
-    "scaling": "Scaling",
-    "precision_variants": "Mixed precision",
-    "training_ladder": "A faster step, rung by rung",
-    "memory_phases": "Memory by phase",
-    "activation_checkpointing": "Activation checkpointing",
-    "memory_estimate": "Memory foretold",
-    "memory_trace": "A step from inside",
-    "compilation": "Compilation",
-    "llama_lora": "Fine-tuning a Llama",
-    "lora_sharded": "LoRA on ranks",
-}
 
 
 @dataclass(frozen=True)
@@ -195,7 +153,7 @@ def picture_path(experiment: str, name: str) -> str:
     """Where a figure lies in its run: with its subject, the one that sums up the run above all of them."""
     if experiment == ALL:
         return SUMMARY if name == "summary" else f"benchmarks/{name}/{name}.png"
-    return f"benchmarks/{subject_of(experiment)}/{name}.png"
+    return f"benchmarks/{results_folder(experiment)}/{name}.png"
 
 
 def picture(plot: Plot, material: Material) -> bytes | None:
@@ -208,7 +166,7 @@ def picture(plot: Plot, material: Material) -> bytes | None:
 def _section(material: Material, experiment: str) -> Section:
     machines = {replayed_from(material.run, *pair) for pair in material.experiments if pair[1] == experiment} - {""}
     replayed = f" (replayed from {', '.join(sorted(machines))})" if machines else ""
-    title = TITLES.get(experiment, experiment.replace("_", " ").capitalize()) + replayed
+    title = title_of(experiment) + replayed
     return Section(experiment, title, _pictures(material, experiment), tables_of(material.of(experiment)))
 
 

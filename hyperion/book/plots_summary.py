@@ -5,12 +5,12 @@ import math
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hyperion.book.formats import items, number, percent
-from hyperion.book.intensity import gemm_intensity, stream_intensity
-from hyperion.book.material import Material, measured
-from hyperion.book.plots_hardware import gemm_rows
-from hyperion.book.plots_training import counted_losses, epoch_rows
-from hyperion.book.style import INK, MUTED, add_notes, limit_line, log_ticks, look, new_figure, spread_labels
+from hyperion.experiments.baselines.figures import counted_losses, epoch_rows
+from hyperion.experiments.hardware.figures import gemm_rows
+from hyperion.experiments.hardware.intensity import gemm_intensity, stream_intensity
+from hyperion.figures.formats import items, number, percent
+from hyperion.figures.material import Material, measured
+from hyperion.figures.style import INK, MUTED, add_notes, limit_line, log_ticks, look, new_figure, spread_labels
 from hyperion.results import Row
 
 # Shown at half its size on most pages, where this is still 10 pixels high.

@@ -2,12 +2,12 @@
 
 import pandas as pd
 
-from hyperion.book.formats import percent
 from hyperion.book.headlines import headlines
-from hyperion.book.machines import device_name
-from hyperion.book.material import Material
 from hyperion.book.outline import Picture, Section, banner, environment, missing, sections, summary
-from hyperion.book.tables import markdown, markdown_code, markdown_text
+from hyperion.figures.formats import percent
+from hyperion.figures.machines import device_name
+from hyperion.figures.material import Material
+from hyperion.figures.tables import markdown, markdown_code, markdown_text
 from hyperion.results import Run
 
 README = "README.md"

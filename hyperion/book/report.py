@@ -4,14 +4,14 @@ import base64
 from pathlib import Path
 
 from hyperion.book.comparison import comparison_table, reference_machines
-from hyperion.book.formats import percent
 from hyperion.book.headlines import Headline, headlines
-from hyperion.book.machines import device_name
-from hyperion.book.material import Material
 from hyperion.book.outline import Picture, Section, banner, environment, missing, sections
-from hyperion.book.published import published_source, published_tables
 from hyperion.book.report_css import STYLE
-from hyperion.book.tables import escaped, html
+from hyperion.figures.formats import percent
+from hyperion.figures.machines import device_name
+from hyperion.figures.material import Material
+from hyperion.figures.published import published_source, published_tables
+from hyperion.figures.tables import escaped, html
 from hyperion.results import Run
 from hyperion.results.execution import unexpected_in
 

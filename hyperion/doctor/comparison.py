@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from hyperion.chapter.chapter import run_information
+from hyperion.chapter.relaunched_runs import record_launches
 from hyperion.doctor import comparison_work
-from hyperion.experiments.chapter import run_information
-from hyperion.experiments.relaunched_runs import record_launches
 from hyperion.measure import relaunch
 from hyperion.results import Comparison, Row, Run, compare, new_run_folder, proportion_estimate, relaunches, sensitivity
 from hyperion.results.compare import SIGNIFICANCE

@@ -54,7 +54,7 @@ def measure_floors(
         "time_limit_s": time_limit_s,
         "heat_s": 2.0,
     }
-    job = Job("hyperion.doctor.floor_modes:measure_on_rank", params, timeout_s=900.0, ranks=len(devices))
+    job = Job(measure_on_rank, params, timeout_s=900.0, ranks=len(devices))
     answers = run_ranks(job, on_line=on_line)
     return [Row(**row) for answer in answers for row in answer["rows"]]
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from hyperion.experiments.harness_faults import ALL_FAULTS
+from hyperion.doctor.harness_faults import ALL_FAULTS
 from hyperion.hardware import detect
-from hyperion.measure.planted_faults import run_self_test
-from hyperion.measure.self_test import FaultResult
+from hyperion.measure.faults.planted_faults import run_self_test
+from hyperion.measure.faults.self_test import FaultResult
 
 
 def self_test() -> list[FaultResult]:

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from hyperion.experiments.collective_limits import busbw_limit
-from hyperion.experiments.columns import bandwidth_limit, gemm_limit, out_of_memory_reason, timed_columns
+from hyperion.chapter.rows import bandwidth_limit, gemm_limit, out_of_memory_reason, timed_columns
+from hyperion.experiments.interconnect.collective_limits import busbw_limit
 from hyperion.hardware import Device
 from hyperion.measure import (
     COLLECTIVES,
@@ -19,9 +19,9 @@ from hyperion.measure import (
     measure_launch,
     measure_transfer,
 )
-from hyperion.measure.collectives import memory_needed
-from hyperion.measure.gemm import RefusedProduct
-from hyperion.measure.transfer import transfer_refusal
+from hyperion.measure.collectives.collectives import memory_needed
+from hyperion.measure.memory.transfer import transfer_refusal
+from hyperion.measure.products.gemm import RefusedProduct
 from hyperion.processes import RollCall, World
 from hyperion.results import Estimate, Row
 

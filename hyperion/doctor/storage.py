@@ -6,9 +6,9 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from hyperion.data.faults import DataError, DataUnavailable
-from hyperion.data.sources import FETCH_HINT, mirror_root
-from hyperion.data.staging import cache_root
+from hyperion.data.store.faults import DataError, DataUnavailable
+from hyperion.data.store.sources import FETCH_HINT, mirror_root
+from hyperion.data.store.staging import cache_root
 from hyperion.doctor.result import CheckResult
 from hyperion.paths import home_folder, results_folder
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyperion.data.packing import IGNORE_INDEX
+from hyperion.data.batches.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError
 from hyperion.models.layout import Layout, ModelFlops
 

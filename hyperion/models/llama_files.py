@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hyperion.data.faults import DataUnavailable
-from hyperion.data.network import download, hub_endpoint
-from hyperion.data.sources import mirror_root
-from hyperion.data.staging import cache_root, staged
+from hyperion.data.store.faults import DataUnavailable
+from hyperion.data.store.network import download, hub_endpoint
+from hyperion.data.store.sources import mirror_root
+from hyperion.data.store.staging import cache_root, staged
 from hyperion.errors import HyperionError
 from hyperion.models.llama import RANDOM_LLAMAS, build_random_llama
 from hyperion.paths import expanded

@@ -4,16 +4,16 @@ import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from hyperion.chapter.rows import bandwidth_limit, gemm_limit
 from hyperion.doctor import judge
 from hyperion.errors import HyperionError
-from hyperion.experiments.columns import bandwidth_limit, gemm_limit
 from hyperion.hardware import Device, Floor, detect, facts_of, floors_for, lookup
 from hyperion.hardware.floors import METRICS
 from hyperion.measure import FORMATS
-from hyperion.measure.bandwidth import OPERATIONS, REDUCTIONS
-from hyperion.measure.timing import MINIMUM_SAMPLES
+from hyperion.measure.clock.timing import MINIMUM_SAMPLES
+from hyperion.measure.memory.bandwidth import OPERATIONS, REDUCTIONS
 from hyperion.passport.form import SCHEMA, FloorSection, FloorVerdict, hashes_of, private_text
-from hyperion.results import Row, RowError, metric_named
+from hyperion.results import Row, RowError
 from hyperion.results.rows import COLUMNS
 from hyperion.results.typed import from_json
 from hyperion.untrusted import read_json
@@ -130,7 +130,7 @@ def _row(entry: dict, place: str, device: Device) -> Row:
     if row.value is None:
         return row
     _require(row.value > 0, f"{place}.value", f"is {row.value:g}")
-    if metric_named(row.metric).needs_interval:
+    if row.definition.needs_interval:
         _require(row.n >= MINIMUM_SAMPLES, f"{place}.n", f"is {row.n}, at least {MINIMUM_SAMPLES} samples are due")
     known = _known_limit(row, place, device)
     if known is not None:

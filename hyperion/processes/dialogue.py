@@ -34,9 +34,6 @@ _LIBRARY = str(Path(hyperion.__file__).parent) + os.sep
 
 class Partner:
     """The asking side: a process of its own that runs `answer_questions`, always a new interpreter.
-
-    Not forked from a server: addresses, hash seeds and whatever else is drawn when a process starts would be shared.
-
     Args:
         name: what to call it in errors.
         arguments: of the interpreter.

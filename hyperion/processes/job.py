@@ -4,6 +4,7 @@ The launcher streams the worker's output, enforces a timeout, and raises what th
 launcher died dies too.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from hyperion.errors import HyperionError
@@ -39,7 +40,8 @@ class Job:
     """What a worker process is to do.
 
     Args:
-        entry: "package.module:function"; called with `params`, it returns a JSON-able dict.
+        function: called in the worker as `function(**params)`; returns a JSON-able dict. It is defined at the top level of a
+            module, from which the worker imports it.
         params: JSON-able keyword arguments.
         timeout_s: seconds after which the worker is ended: SIGTERM first, SIGKILL 30 s later.
         python: interpreter of the worker.
@@ -47,22 +49,59 @@ class Job:
             (`run_job`).
         nodes: hosts that share the ranks evenly; each of them calls `run_ranks` with the same job.
         rendezvous: "host:port" where the hosts meet; "" on a single host.
-        preload: slow libraries that the entry will import: where workers are forked, they are imported once for all of them.
+
+    Raises:
+        HyperionError: the worker cannot import the function.
     """
 
-    entry: str
+    function: Callable[..., dict]
     params: dict = field(default_factory=dict)
     timeout_s: float = 3600.0
     python: str = sys.executable
     ranks: int | None = None
     nodes: int = 1
     rendezvous: str = ""
-    preload: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        entry_of(self.function)
+
+    @property
+    def entry(self) -> str:
+        """The function as "package.module:name"."""
+        return entry_of(self.function)
+
+    def request(self) -> dict:
+        """Return the job as JSON-able values, for the process that runs it."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "function"}
+        return values | {"entry": self.entry}
 
     @property
     def ranks_per_node(self) -> int:
         """Ranks that each host starts."""
         return self.ranks // self.nodes
+
+
+def entry_of(function: Callable) -> str:
+    """Return "package.module:name", by which another process imports the function.
+
+    Raises:
+        HyperionError: it is not at the top level of a module that can be imported: a lambda, a nested function, a method, or
+            a function of a notebook or a script.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    if not module or module == "__main__" or not name.isidentifier():
+        raise HyperionError(
+            f"a worker process cannot import {name or function} from {module or 'no module'}",
+            where="function of a job",
+            next_step="define the function with `def` at the top level of a module, and import it from there",
+        )
+    return f"{module}:{name}"
+
+
+def load_entry(entry: str) -> Callable:
+    """Import the function that `entry_of` named."""
+    module, name = entry.split(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def run_job(
@@ -88,9 +127,9 @@ def run_job(
         )
     with tempfile.TemporaryDirectory(prefix="hyperion-job-") as folder:
         request, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
-        request.write_text(json.dumps(asdict(job) | {"launcher": os.getpid()}), "utf-8")
+        request.write_text(json.dumps(job.request() | {"launcher": os.getpid()}), "utf-8")
         listener = Listener(on_line, on_progress)
-        worker = start(job.python, "hyperion.processes.worker", [str(request), str(answer)], child_environment(job.preload))
+        worker = start(job.python, "hyperion.processes.worker", [str(request), str(answer)], child_environment())
         try:
             timed_out = _stream(worker, job.timeout_s, listener)
         finally:

@@ -12,7 +12,7 @@ def main() -> None:
     """Tie this process to the launcher of that number, and be an IPython kernel with the other arguments."""
     die_with(int(sys.argv.pop(1)))
     keep_to_share()
-    # ipykernel looks at its parent too, where Linux does not: here that may be the fork server.
+    # With it ipykernel watches its parent, for systems where `die_with` cannot.
     os.environ["JPY_PARENT_PID"] = str(os.getppid())
     runpy.run_module("ipykernel_launcher", run_name="__main__", alter_sys=True)
 

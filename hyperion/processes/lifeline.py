@@ -7,12 +7,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
-
-from hyperion.processes.fork_server import FORKED_BY, WANTED
 
 # Time that a process which was asked to end gets to save what it has.
 GRACE_S = 30.0
@@ -42,12 +39,8 @@ _PR_SET_PDEATHSIG = 1
 _LOOK_S = 1.0
 
 
-def child_environment(preload: Sequence[str] = ()) -> dict[str, str]:
-    """The environment of a child: this one without torchrun's variables, and with this same hyperion importable.
-
-    Args:
-        preload: modules for the fork server to import before it forks the child.
-    """
+def child_environment() -> dict[str, str]:
+    """The environment of a child: this one without torchrun's variables, and with this same hyperion importable."""
     package_parent = str(Path(__file__).resolve().parents[2])
     inherited = {
         name: value
@@ -55,17 +48,14 @@ def child_environment(preload: Sequence[str] = ()) -> dict[str, str]:
         if name not in TORCHRUN_VARIABLES and not name.startswith(_TORCHRUN_OPTIONS)
     }
     path = os.pathsep.join([package_parent, *filter(None, [inherited.get("PYTHONPATH")])])
-    return inherited | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", WANTED: ",".join(preload)}
+    return inherited | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 def die_with(launcher: int) -> None:
-    """Ask Linux for a SIGTERM when the parent ends, however it ends; if it already has, stop here.
-
-    The parent is the launcher, or the fork server that stands for it and sends that SIGTERM itself.
-    """
+    """Ask Linux for a SIGTERM when the parent ends, however it ends; if it already has, stop here."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() not in (launcher, int(os.environ.get(FORKED_BY, launcher))):
+    if os.getppid() != launcher:
         sys.exit("the launcher ended before the worker began")
 
 

@@ -1,8 +1,8 @@
 """torchrun for one node, tied to its launcher: `python -m hyperion.processes.rank_agent FOLDER`.
 
-It is torch.distributed.run with four things added: it ends with its launcher and leaves nothing behind, it refuses an
-entry that does not exist before N interpreters are started, its ranks are forked where a fork server is at hand, and it
-writes down how each rank ended.
+It is torch.distributed.run with three things added: it ends with its launcher and leaves nothing behind, it refuses an
+entry that does not exist before N interpreters are started, and it writes
+down how each rank ended.
 """
 
 import ast
@@ -25,7 +25,7 @@ from hyperion.hardware.cpu import read_cpu
 from hyperion.processes.lifeline import GRACE_S, die_with, has_ended, kill_session, lives
 from hyperion.processes.notes import Notes, read, write
 from hyperion.processes.share import keep_to_share
-from hyperion.processes.starting import Forked, start
+from hyperion.processes.starting import start
 
 _POLL_S = 0.1
 
@@ -78,9 +78,9 @@ class _Ranks:
 
     def __init__(self):
         self.started: list[psutil.Process] = []
-        self._handles: dict[int, Popen | Forked] = {}
+        self._handles: dict[int, Popen] = {}
 
-    def start(self, command: tuple[str, ...], environment: dict[str, str]) -> Popen | Forked:
+    def start(self, command: tuple[str, ...], environment: dict[str, str]) -> Popen:
         """A rank by torchrun's command, `python -u -m module arguments`."""
         module, *arguments = command[command.index("-m") + 1 :]
         process = start(command[0], module, arguments, environment, stdout=sys.stdout, new_session=True)

@@ -2,7 +2,6 @@
 
 import contextlib
 import faulthandler
-import importlib
 import os
 import signal
 import sys
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from hyperion.errors import HyperionError
-from hyperion.processes.job import INTERRUPTED
+from hyperion.processes.job import INTERRUPTED, load_entry
 from hyperion.processes.lifeline import die_with, do_not_outlive
 from hyperion.processes.notes import Notes, log_of, read, write
 
@@ -58,12 +57,11 @@ def _say_where_it_stands(stack: Path) -> None:
 
 def _work(request: dict, notes: Notes, rank: int) -> tuple[dict | None, HyperionError | None]:
     """What the entry answered, or that it was asked to stop and saved: then the ranks part in order all the same."""
-    module, function = request["entry"].split(":")
     from hyperion.processes.group import process_group
 
     with process_group() as world, _telling(notes, rank):
         try:
-            answer = getattr(importlib.import_module(module), function)(**request["params"])
+            answer = load_entry(request["entry"])(**request["params"])
         except HyperionError as error:
             if error.exit_code != INTERRUPTED:
                 raise

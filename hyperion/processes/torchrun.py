@@ -4,7 +4,6 @@ import os
 import signal
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
 
@@ -14,7 +13,7 @@ from hyperion.processes.job import INTERRUPTED, Job
 from hyperion.processes.lifeline import GRACE_S, child_environment, kill_session, lives
 from hyperion.processes.notes import Notes, log_of, log_of_torchrun, read, write
 from hyperion.processes.output import Listener
-from hyperion.processes.starting import Forked, start
+from hyperion.processes.starting import start
 from hyperion.processes.verdict import End, Standing, standing
 
 _POLL_S = 0.1
@@ -41,17 +40,17 @@ class Torchrun:
         self._lost_since = float("inf")
         self._asked = False
         self._heard, self._rest = 0, b""
-        self.agent: Popen | Forked | None = None
+        self.agent: Popen | None = None
 
     def start(self) -> None:
         """Start torchrun; its ranks follow within seconds."""
-        write(self.notes.request, asdict(self.job) | {"launcher": os.getpid(), "logs": str(self.logs)})
+        write(self.notes.request, self.job.request() | {"launcher": os.getpid(), "logs": str(self.logs)})
         with open(log_of_torchrun(self.logs), "w", encoding="utf-8") as log:
             self.agent = start(
                 self.job.python,
                 "hyperion.processes.rank_agent",
                 [str(self.notes.folder)],
-                child_environment(self.job.preload),
+                child_environment(),
                 stdout=log,
                 new_session=True,
             )

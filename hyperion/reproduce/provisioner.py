@@ -1,5 +1,4 @@
-"""How jupyter_client starts and ends a kernel of ours: forked from the fork server where one is at hand, ended with all that
-it started."""
+"""Start a notebook's kernel in a session of its own, and end it with all processes that it started."""
 
 import contextlib
 import os
@@ -17,8 +16,8 @@ from hyperion.reproduce.kernels import with_assertions
 NAME = "hyperion-provisioner"
 
 
-class ForkingProvisioner(LocalProvisioner):
-    """A local kernel that need not import PyTorch again, ends with this process, and leaves no process of its own behind.
+class SessionProvisioner(LocalProvisioner):
+    """A local kernel that ends with this process and leaves no process of its own behind.
 
     Its command is `python … -m module arguments`, where the module is ipykernel's.
     """
@@ -72,5 +71,5 @@ def _session(process: psutil.Process) -> int:
 
 def register() -> None:
     """Let jupyter_client find it by its name, without an installed package's entry points."""
-    found = EntryPoint(NAME, f"{__name__}:{ForkingProvisioner.__name__}", KernelProvisionerFactory.GROUP_NAME)
+    found = EntryPoint(NAME, f"{__name__}:{SessionProvisioner.__name__}", KernelProvisionerFactory.GROUP_NAME)
     KernelProvisionerFactory.instance().provisioners[NAME] = found

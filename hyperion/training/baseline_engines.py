@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyperion.data.packing import IGNORE_INDEX
+from hyperion.data.batches.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError, require_number
 from hyperion.hardware import Device
 from hyperion.parallel import is_sharded

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyperion.data.packing import IGNORE_INDEX
+from hyperion.data.batches.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
 from hyperion.parallel import average_statistics, ranks_of, reshard, start_sum

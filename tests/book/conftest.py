@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyperion.book.material import Material
+from hyperion.figures.material import Material
 from tests.book.made_up import GPU, made_up_run
 
 

@@ -4,7 +4,7 @@ import shutil
 
 from hyperion.book.comparison import comparison_table, reference_machines
 from hyperion.book.headlines import headlines
-from hyperion.book.material import Material
+from hyperion.figures.material import Material
 from hyperion.results import Run
 from tests.book.made_up import made_up_run
 

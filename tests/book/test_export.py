@@ -4,14 +4,14 @@ import json
 import shutil
 
 from hyperion.book.export import export_run
-from hyperion.book.material import subject_of
+from hyperion.book.plots import results_folder
 from hyperion.results import Row, Run, rows_from_csv
 
 
 def test_csv_and_json_hold_the_same_rows_and_pictures_lie_beside(run, material, tmp_path):
     copy = Run.open(shutil.copytree(run.folder, tmp_path / "copy"))
     names = export_run(copy)
-    subjects = {subject_of(row.experiment) for row in copy.rows()}
+    subjects = {results_folder(row.experiment) for row in copy.rows()}
     assert {name.split("/")[1] for name in names} == subjects | {"predictions", "summary.png"}
     assert {"benchmarks/hardware/gemm.png", "benchmarks/baseline/perplexity.png"} <= set(names)
     exported = []

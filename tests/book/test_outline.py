@@ -2,8 +2,8 @@
 
 import pandas as pd
 
-from hyperion.book.material import Material
 from hyperion.book.outline import environment
+from hyperion.figures.material import Material
 from hyperion.results import Row, Run
 from tests.book.made_up import GPU
 

@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from hyperion.book.material import Material
 from hyperion.book.outline import picture
-from hyperion.book.plots import PLOTS, draw
+from hyperion.book.plots import all_plots, draw
 from hyperion.book.report import report_page
 from hyperion.errors import HyperionError
+from hyperion.figures.material import Material
 from hyperion.results import Run
 
+PLOTS = all_plots()
 NAMES = [plot.name for plot in PLOTS]
 
 
@@ -70,7 +71,7 @@ def test_a_fault_of_a_figure_is_an_error_where_no_value_was_refused(material, mo
     def fail(material):
         raise TypeError("planted")
 
-    monkeypatch.setattr("hyperion.book.plots.PLOTS", [replace(PLOTS[0], draw=fail)])
+    monkeypatch.setattr("hyperion.book.plots.all_plots", lambda: [replace(PLOTS[0], draw=fail)])
     with pytest.raises(HyperionError, match="TypeError: planted"):
         draw(PLOTS[0].name, material)
     assert draw(PLOTS[0].name, with_refused_values(material, every=False)) is None

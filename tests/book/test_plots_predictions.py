@@ -3,7 +3,7 @@
 import pytest
 
 from hyperion.book.plots_predictions import predictions, scored
-from hyperion.book.style import styled
+from hyperion.figures.style import styled
 from hyperion.results import Row, metric_named
 
 

@@ -4,12 +4,12 @@ import io
 
 from PIL import Image
 
-from hyperion.book.material import Material
 from hyperion.book.plots import draw
 from hyperion.book.plots_summary import summary
-from hyperion.book.style import styled
+from hyperion.figures.material import Material
+from hyperion.figures.style import styled
 from hyperion.results import Run
-from tests.book.test_plots_hardware import texts
+from tests.experiments.hardware.test_figures import texts
 
 
 def panels(material):

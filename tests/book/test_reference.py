@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from hyperion.book.material import Material
 from hyperion.book.outline import sections
 from hyperion.book.reference import reference_readme
+from hyperion.figures.material import Material
 from hyperion.results import Run
 
 

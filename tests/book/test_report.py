@@ -6,9 +6,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from hyperion.book.material import Material
 from hyperion.book.outline import banner, sections
 from hyperion.book.report import report_page, write_report
+from hyperion.figures.material import Material
 from hyperion.results import Run, StoreError
 from tests.book.made_up import made_up_run
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cifar10_files import LABELS_SHA256, numbered_pictures, write_layout
+
+from tests.data.cifar10_files import LABELS_SHA256, numbered_pictures, write_layout
 
 
 @pytest.fixture(autouse=True)
@@ -63,4 +64,4 @@ def flat_layouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def labels_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Labels 0 to 9 in turn are taken for CIFAR-10's: the real ones are in no file of this repository."""
-    monkeypatch.setattr("hyperion.data.cifar10.LABELS_SHA256", LABELS_SHA256)
+    monkeypatch.setattr("hyperion.data.images.cifar10.LABELS_SHA256", LABELS_SHA256)

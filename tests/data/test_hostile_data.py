@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cifar10_files import binary_batch, numbered_pictures, python_batch, write_layout
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,17 +32,18 @@ from hyperion.data import (
     prepare_images,
     prepare_text,
     read_tokenizer,
-    verify,
 )
-from hyperion.data.cifar10_formats import LAYOUTS, read_python_batch
-from hyperion.data.corpus import count_non_empty, count_words_with_eos
-from hyperion.data.manifest import FILE_NAME, write_manifest
-from hyperion.data.staging import MARK
-from hyperion.data.synthetic_images import synthetic_images
-from hyperion.data.tokenizer import train_tokenizer
-from hyperion.data.verify import examine
-from hyperion.data.wikitext2 import synthetic_corpus
+from hyperion.data.images.cifar10_formats import LAYOUTS, read_python_batch
+from hyperion.data.images.synthetic_images import synthetic_images
+from hyperion.data.prepare import verify
+from hyperion.data.prepare.verify import examine
+from hyperion.data.store.manifest import FILE_NAME, write_manifest
+from hyperion.data.store.staging import MARK
+from hyperion.data.text.corpus import count_non_empty, count_words_with_eos
+from hyperion.data.text.tokenizer import train_tokenizer
+from hyperion.data.text.wikitext2 import synthetic_corpus
 from hyperion.errors import HyperionError
+from tests.data.cifar10_files import binary_batch, numbered_pictures, python_batch, write_layout
 from tests.hostile import determined, watched
 
 SPLITS = ("train", "valid", "test")
@@ -89,11 +89,11 @@ def sound(tmp_path_factory):
         batches = {name: (numbered_pictures(10, place), np.arange(10)) for place, name in enumerate(BATCHES)}
         for layout in LAYOUTS:
             write_layout(root / layout, layout, batches)
-        patch.setattr("hyperion.data.wikitext2.COUNTS", counts)
-        patch.setattr("hyperion.data.cifar10.COUNTS", {"train": 50, "test": 10})
+        patch.setattr("hyperion.data.text.wikitext2.COUNTS", counts)
+        patch.setattr("hyperion.data.images.cifar10.COUNTS", {"train": 50, "test": 10})
         labels = np.tile(np.arange(10), 6).astype(np.uint8)
-        patch.setattr("hyperion.data.cifar10.LABELS_SHA256", hashlib.sha256(labels.tobytes()).hexdigest())
-        patch.setattr("hyperion.data.cifar10.MEAN_TOLERANCE_OTHER", 0.01)
+        patch.setattr("hyperion.data.images.cifar10.LABELS_SHA256", hashlib.sha256(labels.tobytes()).hexdigest())
+        patch.setattr("hyperion.data.images.cifar10.MEAN_TOLERANCE_OTHER", 0.01)
         yield {"text": text, "images": images, "mirror": mirror, "model": root / "model", "root": root}
 
 

@@ -8,13 +8,13 @@ import pytest
 
 from hyperion.errors import HyperionError
 from hyperion.install import environment, interpreter
-from hyperion.install.machine import Machine
+from hyperion.install.machine import DetectedAccelerator
 from hyperion.install.plan import Build, Choice, choose
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU, CPU_CHOICE = Build("2.13.0+cpu"), Choice("cpu")
-NO_GPU = Machine("cpu", "no AMD or NVIDIA GPU with a driver")
-AMD = Machine("rocm", "8 AMD GPU(s), gfx90a", rocm_version=(7, 1))
+NO_GPU = DetectedAccelerator("cpu", "no AMD or NVIDIA GPU with a driver")
+AMD = DetectedAccelerator("rocm", "8 AMD GPU(s), gfx90a", rocm_version=(7, 1))
 
 
 @pytest.fixture

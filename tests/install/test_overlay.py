@@ -10,13 +10,13 @@ import pytest
 
 from hyperion.errors import HyperionError
 from hyperion.install import environment, interpreter, overlay, plan
-from hyperion.install.machine import Machine
+from hyperion.install.machine import DetectedAccelerator
 from hyperion.install.plan import Choice, choose
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_CHOICE = Choice("cpu")
-NO_GPU = Machine("cpu", "no AMD or NVIDIA GPU with a driver")
-AMD = Machine("rocm", "8 AMD GPU(s), gfx90a", rocm_version=(7, 1))
+NO_GPU = DetectedAccelerator("cpu", "no AMD or NVIDIA GPU with a driver")
+AMD = DetectedAccelerator("rocm", "8 AMD GPU(s), gfx90a", rocm_version=(7, 1))
 
 
 def write(root: Path, path: str, text: str = "") -> None:

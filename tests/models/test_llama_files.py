@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hyperion.data.staging import MARK
+from hyperion.data.store.staging import MARK
 from hyperion.errors import HyperionError
 from hyperion.models import load_llama, local_llama
 from hyperion.models.llama_files import INDEX, verify_llama_folder

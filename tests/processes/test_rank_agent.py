@@ -12,7 +12,6 @@ from hyperion.errors import HyperionError
 from hyperion.processes.lifeline import child_environment
 from hyperion.processes.notes import Notes, read
 from hyperion.processes.rank_agent import _Ranks, _run, arguments, require_entry
-from hyperion.processes.starting import SOCKET
 
 REQUEST = {"entry": "a:b", "params": {"x": 1}, "ranks": 4, "nodes": 1, "rendezvous": ""}
 
@@ -83,18 +82,15 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize(
-    ("way", "error", "told"),
+    ("error", "told"),
     [
-        ("forked", ProcessLookupError("on purpose"), {"ends": {"1": {"code": -signal.SIGKILL}}}),
-        ("started", ProcessLookupError("on purpose"), {"ends": {"1": {"code": -signal.SIGKILL}}}),
+        (ProcessLookupError("on purpose"), {"ends": {"1": {"code": -signal.SIGKILL}}}),
         # Asked to end, torchrun kills a rank that does not listen: that rank is not to blame for the end.
-        ("forked", SignalException("on purpose", signal.SIGTERM), None),
+        (SignalException("on purpose", signal.SIGTERM), None),
     ],
 )
-def test_how_ranks_ended_is_told_though_torchrun_itself_breaks(tmp_path, monkeypatch, capfd, way, error, told):
+def test_how_ranks_ended_is_told_though_torchrun_itself_breaks(tmp_path, monkeypatch, capfd, error, told):
     """Rank 0 still runs, 1 was killed, and 2 ended because it was asked to."""
-    if way == "started":
-        monkeypatch.delenv(SOCKET)
     (tmp_path / "some_rank.py").write_text(RANK)
     environment = child_environment() | {"PYTHONPATH": str(tmp_path)}
 

@@ -18,7 +18,7 @@ from hyperion.errors import HyperionError
 from hyperion.processes import Job, JobError, RankError, run_ranks
 from hyperion.processes.lifeline import has_ended
 from hyperion.processes.refusals import require_launchable
-from hyperion.processes.starting import SOCKET
+from tests.processes import rank_entries
 from tests.processes.rank_entries import MARK
 from tests.processes.waiting import wait_for
 
@@ -39,7 +39,7 @@ TORCHRUN = {
 
 
 def job(function, timeout_s=120.0, ranks=2, **params):
-    return Job(f"tests.processes.rank_entries:{function}", params, timeout_s=timeout_s, ranks=ranks)
+    return Job(function, params, timeout_s=timeout_s, ranks=ranks)
 
 
 @dataclass
@@ -64,7 +64,7 @@ def finished(tmp_path_factory):
         patch.delenv("OMP_NUM_THREADS", raising=False)
         begun = time.monotonic()
         answers = run_ranks(
-            job("total", values=[3.0, 4.0], names=names), lines.append, lambda *report: progress.append(report), logs
+            job(rank_entries.total, values=[3.0, 4.0], names=names), lines.append, lambda *report: progress.append(report), logs
         )
     return Finished(answers, lines, progress, logs, time.monotonic() - begun)
 
@@ -73,7 +73,7 @@ def finished(tmp_path_factory):
 def hanging(finished):
     """A job whose rank 1 never comes, begun beside the tests that ask for it. Its start may take as long as it likes to,
     measured on this machine as busy as it is, before its timeout strikes."""
-    hangs = job("fails", how="hangs", timeout_s=3 * finished.took_s)
+    hangs = job(rank_entries.fails, how="hangs", timeout_s=3 * finished.took_s)
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(run_ranks, hangs, on_line=lambda line: None)
 
@@ -96,14 +96,11 @@ def test_the_environment_reaches_every_rank_without_the_launchers_own_place(fini
     assert found == {"WORLD_SIZE": "2", "PET_NNODES": None}
 
 
-@pytest.mark.parametrize("way", ["forked", "started"])
-def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path, monkeypatch, way):
-    if way == "started":
-        monkeypatch.delenv(SOCKET)
+def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.setenv(MARK, str(tmp_path))
     begun = time.monotonic()
     with pytest.raises(RankError, match="^rank 1 of 2 was killed by SIGKILL") as error:
-        run_ranks(job("fails", how="killed"))
+        run_ranks(job(rank_entries.fails, how="killed"))
     assert (error.value.rank, error.value.signal) == (1, "SIGKILL")
     assert "rank 1 stands alone" in error.value.what and "memory" in error.value.next_step
     assert time.monotonic() - begun < 60
@@ -112,7 +109,7 @@ def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path, monkeypatch, way):
 
 def test_the_traceback_is_that_of_the_rank_that_raised_and_not_of_its_peer():
     with pytest.raises(RankError, match="^rank 1 of 2 raised ValueError: the sum is wrong on purpose") as error:
-        run_ranks(job("fails", how="raised"), on_line=lambda line: None)
+        run_ranks(job(rank_entries.fails, how="raised"), on_line=lambda line: None)
     assert (error.value.rank, error.value.signal) == (1, "")
     told = error.value.what
     assert "Traceback" in told and "rank_entries.py" in told
@@ -135,7 +132,6 @@ class Launched:
     def told(self) -> str:
         """What the launcher told at its end; by then, or soon after, nothing of its job is left."""
         _, told = self.process.communicate(timeout=60)
-        # torchrun is forked, and a forked process does not show the environment that it was given.
         assert wait_for(lambda: has_ended(self.torchrun()) and not marked(self.folder))
         return told
 
@@ -144,18 +140,16 @@ class Launched:
 def launched(tmp_path_factory, hanging):
     """Launchers by what shall happen to them, begun together: most of their time they wait for imports."""
     launchers = {}
-    fates = (("launcher killed", True), ("torchrun killed", False), ("launcher terminated", True))
-    for fate, saves in (*fates, ("launcher killed, nothing forked", True)):
+    for fate, saves in (("launcher killed", True), ("torchrun killed", False), ("launcher terminated", True)):
         folder = tmp_path_factory.mktemp("launched")
-        launchers[fate] = Launched(folder, launch(folder, saves, forked="nothing forked" not in fate))
+        launchers[fate] = Launched(folder, launch(folder, saves))
     yield launchers
     for launcher in launchers.values():
         launcher.process.kill()
 
 
-@pytest.mark.parametrize("fate", ["launcher killed", "launcher killed, nothing forked"])
-def test_ranks_end_with_their_launcher_and_save_first(launched, fate):
-    launcher = launched[fate]
+def test_ranks_end_with_their_launcher_and_save_first(launched):
+    launcher = launched["launcher killed"]
     launcher.torchrun()
     launcher.process.kill()
     launcher.told()
@@ -186,7 +180,7 @@ def test_a_hang_ends_with_the_timeout_and_shows_where_each_rank_stood(hanging):
     assert error.value.rank == 1
 
 
-def launch(folder, saves, forked):
+def launch(folder, saves):
     """A process that runs one waiting rank and ends with the error's exit code, marked in its environment.
 
     It has threads, as a notebook's kernel has: when it is killed Linux signals its child for one after the other.
@@ -197,23 +191,22 @@ for _ in range(50):
     threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 from hyperion.errors import HyperionError
 from hyperion.processes import Job, run_ranks
+from tests.processes import rank_entries
+from tests.processes.rank_entries import waits
 try:
-    run_ranks(Job("tests.processes.rank_entries:waits", json.loads(sys.argv[1]), ranks=1), on_line=lambda line: None)
+    run_ranks(Job(waits, json.loads(sys.argv[1]), ranks=1), on_line=lambda line: None)
 except HyperionError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)
 """
     params = json.dumps({"folder": str(folder), "saves": saves})
-    environment = os.environ | {MARK: str(folder)} | ({} if forked else {SOCKET: ""})
+    environment = os.environ | {MARK: str(folder)}
     return subprocess.Popen([sys.executable, "-c", code, params], env=environment, stderr=subprocess.PIPE, text=True)
 
 
 def marked(folder) -> list[int]:
-    """Living processes, other than this one, that have the folder in their environment, or left their number in it: a
-    forked one does not show the environment that it was given.
-    """
-    left = (int(note.read_text()) for note in Path(folder).glob("pid-*"))
-    found = [pid for pid in left if not has_ended(pid)]
+    """Living processes, other than this one, that have the folder in their environment."""
+    found = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARK) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
@@ -223,16 +216,17 @@ def marked(folder) -> list[int]:
     return [pid for pid in found if pid != os.getpid()]
 
 
-def test_an_entry_that_does_not_exist_is_refused():
-    with pytest.raises(JobError, match="'tests.processes.rank_entries' has no 'nothing'"):
-        run_ranks(job("nothing"))
+def test_a_function_of_a_module_that_the_ranks_do_not_find_is_refused(monkeypatch):
+    monkeypatch.setattr(rank_entries.total, "__module__", "no_such_module")
+    with pytest.raises(JobError, match="no module 'no_such_module'"):
+        run_ranks(job(rank_entries.total))
 
 
 def test_more_ranks_than_devices_are_refused():
     with pytest.raises(HyperionError, match="5 ranks on a node where PyTorch sees 4 GPUs"):
-        require_launchable(job("total", ranks=5), devices=4)
-    require_launchable(job("total", ranks=4), devices=4)
-    require_launchable(Job("a:b", ranks=8, nodes=2, rendezvous="localhost:0"), devices=4)
+        require_launchable(job(rank_entries.total, ranks=5), devices=4)
+    require_launchable(job(rank_entries.total, ranks=4), devices=4)
+    require_launchable(Job(rank_entries.total, ranks=8, nodes=2, rendezvous="localhost:0"), devices=4)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -240,7 +234,7 @@ def test_a_busy_port_is_refused(nodes):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(JobError, match=f"port {port} is taken by another process"):
-            run_ranks(Job("a:b", ranks=2, nodes=nodes, rendezvous=f"127.0.0.1:{port}"))
+            run_ranks(Job(rank_entries.total, ranks=2, nodes=nodes, rendezvous=f"127.0.0.1:{port}"))
 
 
 @pytest.mark.parametrize(
@@ -257,4 +251,4 @@ def test_a_busy_port_is_refused(nodes):
 )
 def test_numbers_that_cannot_work_are_refused(numbers, message):
     with pytest.raises(JobError, match=message):
-        run_ranks(Job("a:b", **numbers))
+        run_ranks(Job(rank_entries.total, **numbers))

@@ -1,4 +1,4 @@
-"""Who is named when nothing goes on. (That a hung rank ends a job: tests/experiments/test_collective_check.py.)"""
+"""Who is named when nothing goes on. (That a hung rank ends a job: tests/commands/test_collective_check.py.)"""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -20,8 +20,9 @@ from hyperion.processes.verdict import (
     waited,
     waited_in_vain,
 )
+from tests.processes import rank_entries
 
-JOB = Job("a.b:c", ranks=4)
+JOB = Job(rank_entries.total, ranks=4)
 RAISED = {
     "time": 100.5,
     "raised": "ValueError: no",
@@ -96,7 +97,7 @@ def test_a_rank_that_refused_is_told_in_its_own_words_and_code():
 )
 def test_a_rank_without_a_word_is_told_by_its_end_and_its_log(end, cause, name):
     error = rank_error(JOB, end, 'begun\n@progress [1, 2, ""]\nframe #0: x\nlast words\n', "here")
-    assert error.what == f"rank 1 of 4 {cause} in a.b:c\nbegun\nlast words"
+    assert error.what == f"rank 1 of 4 {cause} in {JOB.entry}\nbegun\nlast words"
     assert error.signal == name
 
 

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from hyperion.reproduce.machine import Machine
+from hyperion.reproduce.machine import MachineProfile
 
 # One cell that records a row the way an experiment does; {value} may be any expression.
 RECORD = """
@@ -20,8 +20,9 @@ run.record("{stem}", "{experiment}", [row], pd.DataFrame({{"x": [1.0]}}), input_
 # A cell that opens a chapter whose experiment counts: two values, of which {error} decides whether the second passes its check.
 CHAPTER = """
 import pandas as pd
-from hyperion.experiments import Result, chapter as chapters, open_chapter
-from hyperion.experiments.context import Experiment
+from hyperion.chapter import Result, open_chapter
+from hyperion.chapter import chapter as chapters
+from hyperion.chapter.context import Experiment
 def measure(context, report):
     rows = [context.row(name, "count", 7.0, check="as counted", check_error=error, check_tolerance=0.1)
             for name, error in (("good", 0.0), ("bad", {error}))]
@@ -32,7 +33,7 @@ chapter = open_chapter("{stem}", profile=profile, data_source=data_source, outpu
 chapter.sizes = lambda experiment: {{}}
 counting = chapter.run("counting")
 """
-MACHINE = Machine("smoke", {}, {"device": "a CPU", "arch": "x86_64", "torch": "2"}, {"profile": "smoke"})
+MACHINE = MachineProfile("smoke", {"sizes": {}}, {"device": "a CPU", "arch": "x86_64", "torch": "2"}, {"profile": "smoke"})
 # One that shows its notebooks two devices, one each; what is tested is who gets what, which takes no device.
 TWO_DEVICES = replace(MACHINE, masks=({"CUDA_VISIBLE_DEVICES": "GPU-a"}, {"CUDA_VISIBLE_DEVICES": "GPU-b"}))
 

@@ -4,9 +4,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from hyperion.data.manifest import write_manifest
-from hyperion.data.staging import staged
-from hyperion.data.verify import Finding, quarantine
+from hyperion.data.prepare.verify import Finding, quarantine
+from hyperion.data.store.manifest import write_manifest
+from hyperion.data.store.staging import staged
 from hyperion.errors import HyperionError
 from hyperion.reproduce import housekeeping
 from hyperion.reproduce.housekeeping import removable, remove

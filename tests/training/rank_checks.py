@@ -29,8 +29,8 @@ from hyperion.checkpoints import (
     saving,
     write_sharded,
 )
-from hyperion.data.device_images import ImageBatches
-from hyperion.data.loaders import LanguageBatches
+from hyperion.data.batches.loaders import LanguageBatches
+from hyperion.data.images.device_images import ImageBatches
 from hyperion.errors import HyperionError
 from hyperion.models import TransformerConfig, TransformerLM, resnet18
 from hyperion.parallel import ParallelPlan, parallelize

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hyperion.data.device_images import ImageBatches
+from hyperion.data.images.device_images import ImageBatches
 from hyperion.hardware import detect, detect_cpu
 from hyperion.models import resnet18
 from hyperion.training import ImageEngine, Precision, WarmupCosine, sgd_nesterov

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hyperion.data.device_images import ImageBatches
-from hyperion.data.loaders import evaluation_windows
+from hyperion.data.batches.loaders import evaluation_windows
+from hyperion.data.images.device_images import ImageBatches
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
 from hyperion.models import TransformerConfig, TransformerLM, resnet18

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hyperion.checkpoints import CheckpointError, read_state
-from hyperion.data.prefetch import Prefetched
+from hyperion.data.batches.prefetch import Prefetched
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect
 from hyperion.training import EXIT_CODE, Interrupted, NonFiniteError, Plan, seed_everything, train

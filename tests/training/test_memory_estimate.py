@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from hyperion.errors import HyperionError
-from hyperion.experiments import workloads
 from hyperion.hardware import detect_cpu
-from hyperion.measure.allocated_peak import allocated_peak
-from hyperion.measure.memory_timeline import ACTIVATIONS, GRADIENTS
-from hyperion.measure.tensor_memory import bytes_of, state_of
+from hyperion.measure.memory.allocated_peak import allocated_peak
+from hyperion.measure.memory.memory_timeline import ACTIVATIONS, GRADIENTS
+from hyperion.measure.memory.tensor_memory import bytes_of, state_of
 from hyperion.models import transformer
 from hyperion.parallel import ParallelPlan, parallelize
 from hyperion.processes import world
 from hyperion.training.memory_estimate import BLOCK_BYTES, estimate_memory, fewest_checkpointed, largest_batch
+from hyperion.workloads import workloads
 
 CPU = detect_cpu()
 H200 = replace(CPU, kind="cuda", arch="sm_90", name="NVIDIA H200")

@@ -1,0 +1,393 @@
+"""A chapter: the notebook's side of an experiment. Predict, run, keep; or find what an earlier go already kept."""
+
+import functools
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+from tqdm.auto import tqdm
+
+from hyperion.chapter.context import Context, Result
+from hyperion.chapter.isolated import run_isolated
+from hyperion.chapter.profiles import REPLAY, default_profile, load_profile
+from hyperion.chapter.registry import experiment_named, module_of
+from hyperion.chapter.replay import finished_in, measured_under, reference_run
+from hyperion.data.prepare.identity import data_identity
+from hyperion.dependencies import reached_source_hash
+from hyperion.errors import HyperionError, require_seed
+from hyperion.hardware import detect, fingerprint
+from hyperion.results import Prediction, Row, Run, must_remeasure, new_run_folder, rows_to_csv
+from hyperion.results.execution import UNEXPECTED_CLAIM, UNEXPECTED_ROW, note_unexpected
+from hyperion.results.rows import UNEXPECTED
+
+
+class Chapter:
+    """One notebook's experiments in one run folder. Made by `open_chapter`."""
+
+    def __init__(self, notebook: str, profile: str, data_source: str, run: Run, seed: int, reference: Run | None):
+        self.notebook, self.profile, self.data_source = notebook, load_profile(profile), data_source
+        self.results, self.seed, self.reference = run, seed, reference
+        self._measured_here: set[str] = set()
+
+    @functools.cached_property
+    def environment(self) -> dict:
+        """What the rows are measured in: this machine now, or what the reference run says of its machine."""
+        return fingerprint() if self.reference is None else self.reference.information()["environment"]
+
+    @property
+    def on_accelerator(self) -> bool:
+        """Whether the rows come from a GPU: this machine's, or the reference machine's in replay."""
+        return bool(self.environment["gpus"])
+
+    def expect(self, holds: object, otherwise: str) -> None:
+        """Check a claim. One that does not hold is printed as UNEXPECTED and reported to the driver; the chapter goes on.
+
+        Unlike `assert` it does not depend on PYTHONOPTIMIZE.
+
+        Args:
+            holds: one truth value: a bool, or an array or tensor of one element that is a bool.
+            otherwise: what is wrong if it does not hold, with the numbers.
+
+        Raises:
+            HyperionError: `holds` is no truth value: None, a number, a list, an array of several elements.
+        """
+        if not _truth(holds, otherwise):
+            self._unexpected(otherwise, UNEXPECTED_CLAIM)
+
+    def expect_timing(self, holds: object, otherwise: str) -> None:
+        """Check a claim that rests on measured times alone: as `expect` on a GPU, a warning on a CPU.
+
+        A GPU is a job's own. A CPU's cores serve whatever else runs there, and a second of another process's work can turn
+        such a claim around; a chapter that is right must not end for that, nor may it pass in silence.
+        """
+        if self.on_accelerator:
+            self.expect(holds, otherwise)
+        elif not _truth(holds, otherwise):
+            print(f"WARNING: {otherwise}. On a CPU other work can be to blame: run this notebook alone before you believe it.")
+
+    def expect_within(self, row: Row, low: float, high: float, what: str) -> None:
+        """Check that a measured value lies within bounds, with its whole 95 % confidence interval.
+
+        An interval that lies outside is UNEXPECTED. One that reaches over a bound is too wide to decide: a warning.
+
+        Args:
+            row: with its interval.
+            low, high: bounds, in the unit of the row.
+            what: the quantity, which begins the sentence: "our clock over the plain loop's".
+        """
+        told = f"{what}: {row.value:.4g} ({row.ci_low:.4g} to {row.ci_high:.4g})"
+        if low <= row.ci_low and row.ci_high <= high:
+            return
+        if row.ci_high < low or row.ci_low > high:
+            self.expect_timing(False, f"{told} lies outside {low:g} to {high:g}")
+        else:
+            print(f"WARNING: undecided: {told} is not within {low:g} to {high:g} for certain. More samples would decide.")
+
+    def sizes(self, experiment: str) -> dict:
+        """What the profile says of an experiment; in replay, what it was measured with."""
+        if self.reference is not None:
+            provenance, _ = measured_under(self.reference, self.notebook, experiment)
+            return provenance["sizes"]
+        return self.profile.sizes(experiment)
+
+    def predict(self, experiment: str, guess: float | None = None) -> pd.DataFrame:
+        """Write down the reader's guess (of the first line) and the library's estimates; what is written stays.
+
+        The estimates are made anew when the rows they rest on have changed. In replay they are the reference machine's;
+        the guess beside them is this reader's.
+
+        Args:
+            guess: the reader's guess, in the unit of the first forecast's metric.
+
+        Returns:
+            The predictions as a table.
+        """
+        if self.reference is None:
+            digest, predictions = self._input_hash(experiment), self._forecasts(experiment)
+        else:
+            digest, predictions = self._replayed_forecasts(experiment)
+        self.results.predict(replace(p, guess=None if place else guess) for place, p in enumerate(predictions))
+        predictions = self._predictions(experiment, digest)
+        if guess is not None and predictions and predictions[0].guess != guess:
+            kept = "no guess" if predictions[0].guess is None else f"the guess {predictions[0].guess:g}"
+            print(
+                f"{kept} was written down before, and stays; {guess:g} came too late. "
+                "For a fresh try restart the kernel and run from the top: that makes a new run."
+            )
+        columns = ["variant", "dtype", "params", "metric", "guess", "estimate", "basis"]
+        return pd.DataFrame([{column: getattr(p, column) for column in columns} for p in predictions], columns=columns)
+
+    def run(self, experiment: str) -> Result:
+        """Run an experiment and keep its rows, or return what this run folder already keeps of the very same experiment.
+
+        In replay nothing is measured: rows and samples come from the reference machine, each as it was measured there.
+        """
+        self.predict(experiment)
+        if self.reference is not None:
+            return self._replay(experiment)
+        digest, data = self._input_hash(experiment), self._data(experiment)
+        if self._holds(experiment, digest) and not self._asked_anew(experiment):
+            return self._keep(experiment, digest)
+        provenance, environment = self._provenance(experiment), self.environment
+        result = self._measure(experiment, digest, data)
+        rows = [row.without_failed_value() for row in result.rows]
+        result = replace(result, rows=_with_predictions(rows, self._predictions(experiment, digest)))
+        # What this very run downloaded was not there before; it is what the rows were made from all the same.
+        taken = self._data(experiment)
+        self.results.record(
+            self.notebook,
+            experiment,
+            result.rows,
+            result.samples,
+            input_hash=digest,
+            source=result.source,
+            data={name: found or taken[name] for name, found in data.items()},
+            provenance=provenance,
+            environment=environment,
+        )
+        self._measured_here.add(experiment)
+        self._report_unexpected(result.rows)
+        return result
+
+    def _holds(self, experiment: str, digest: str) -> bool:
+        """Whether the run holds this very experiment, made from the data that lie there now."""
+        kept = self.results.finished(self.notebook, experiment)
+        return kept is not None and (kept["input_hash"], kept.get("data")) == (digest, self._data(experiment))
+
+    def _asked_anew(self, experiment: str) -> bool:
+        """Whether this experiment is measured again although the run holds it: what it holds, or a claim on it, is unexpected.
+
+        A claim alone costs no training in a process of its own: the same seed would give the same again.
+        """
+        if experiment in self._measured_here:
+            return False
+        lacking = any(row.is_unexpected for row in self.results.rows(self.notebook, experiment))
+        if not lacking and (not must_remeasure() or experiment_named(experiment).isolated):
+            return False
+        why = "a value of it" if lacking else "a claim of this notebook on what was measured before"
+        print(f"{experiment}: measured again, because {why} was unexpected")
+        if lacking and self._workspace(experiment).exists():  # its checkpoints would only give the same back
+            shutil.rmtree(self._workspace(experiment))
+        return True
+
+    def _unexpected(self, sentence: str, what: str) -> None:
+        sentence = " ".join(sentence.split())  # the driver passes on single lines
+        print(f"UNEXPECTED: {sentence}")
+        note_unexpected(self.notebook, sentence, what)
+
+    def _report_unexpected(self, rows: list[Row]) -> None:
+        for row in (row for row in rows if row.is_unexpected):
+            told = [row.experiment, row.variant, row.dtype, *(f"{name} {value}" for name, value in row.params.items())]
+            told += [] if row.rank is None else [f"rank {row.rank}"]
+            reason = row.value_reason.removeprefix(UNEXPECTED)
+            self._unexpected(f"{', '.join(filter(None, told))}: {row.metric} {reason}", UNEXPECTED_ROW)
+
+    def _keep(self, experiment: str, digest: str) -> Result:
+        print(f"{experiment}: kept from an earlier call of this run, nothing measured again")
+        stored = self.results.rows(self.notebook, experiment)
+        rows = _with_predictions(stored, self._predictions(experiment, digest))
+        self.results.confirm(self.notebook, experiment, rows)
+        source = self.results.finished(self.notebook, experiment)["source"]
+        return Result(rows, self.results.samples(self.notebook, experiment), source)
+
+    def _measure(self, experiment: str, digest: str, data: dict) -> Result:
+        chosen = experiment_named(experiment)
+        # Checkpoints of another configuration or of other data must not be resumed, so the folder bears their hash.
+        folder = self._workspace(experiment) / _digest([digest, data])
+        context = self._context(experiment, chosen.reads, folder)
+        with tqdm(desc=experiment, leave=False) as bar:
+
+            def report(done: int, total: int, note: str = "") -> None:
+                bar.total, bar.n = total, done
+                bar.set_postfix_str(note)
+
+            result = run_isolated(context, report) if chosen.isolated else chosen.run(context, report)
+            # A bar that closes short of its end turns red and stays, as if the experiment had failed.
+            bar.n = bar.total = bar.total or 1
+            return result
+
+    def _workspace(self, experiment: str) -> Path:
+        return self.results.folder / "checkpoints" / f"{self.notebook}.{experiment}"
+
+    def _context(self, experiment: str, reads: Iterable[str], workspace: Path | None = None) -> Context:
+        return Context(
+            notebook=self.notebook,
+            experiment=experiment,
+            sizes=self.sizes(experiment),
+            seed=self.seed,
+            data_source=self.data_source,
+            allow_synthetic=self.profile.allow_synthetic,
+            synthetic=self.profile.synthetic,
+            workspace=workspace or self.results.folder,
+            upstream=[row for row in self.results.rows() if row.experiment in reads],
+        )
+
+    def _input_hash(self, experiment: str) -> str:
+        """Hash of what the experiment depends on, times and its own values left out; files of data are told by `_data`."""
+        chosen = experiment_named(experiment)
+        context = self._context(experiment, chosen.reads)
+        asked = {"source": self.data_source, "synthetic": context.synthetic, "allowed": context.allow_synthetic}
+        return _digest(
+            {
+                "experiment": experiment,
+                "sizes": context.sizes,
+                "seed": context.seed,
+                "data": asked if chosen.data else None,
+                "upstream": _values_of(context.upstream),
+                "device": context.device.name,
+                "torch": torch_version(),
+                "library": reached_source_hash(module_of(experiment)),
+            }
+        )
+
+    def _data(self, experiment: str) -> dict:
+        return data_identity(experiment_named(experiment).data, self.data_source)
+
+    def _provenance(self, experiment: str) -> dict:
+        """What tells, of one experiment, how it was asked for and with which code it was measured."""
+        return {
+            "profile": self.profile.name,
+            "data_source": self.data_source,
+            "seed": self.seed,
+            "sizes": self.sizes(experiment),
+            "device": self._context(experiment, ()).device.name,
+            "torch": torch_version(),
+            "source": self.environment["source"],
+        }
+
+    def _predictions(self, experiment: str, digest: str) -> list[Prediction]:
+        return [p for p in self.results.predictions(self.notebook, experiment) if p.input_hash == digest]
+
+    def _forecasts(self, experiment: str) -> list[Prediction]:
+        """The library's estimates, from the ceilings that the run holds now."""
+        chosen, digest = experiment_named(experiment), self._input_hash(experiment)
+        context = self._context(experiment, (*chosen.reads, *chosen.forecast_reads))
+        # An estimate after the fact uses nothing of what was measured, but the reader must know.
+        late = "; made after the measurement" if self._holds(experiment, digest) else ""
+        return [
+            Prediction(
+                notebook=self.notebook,
+                experiment=experiment,
+                variant=forecast.variant,
+                dtype=forecast.dtype,
+                params=forecast.params,
+                metric=forecast.metric,
+                guess=None,
+                estimate=forecast.estimate,
+                basis=forecast.basis + late,
+                input_hash=digest,
+                upstream_hash=_values_of(context.upstream),
+                each_rank=forecast.each_rank,
+            )
+            for forecast in chosen.forecast(context)
+        ]
+
+    def _replayed_forecasts(self, experiment: str) -> tuple[str, list[Prediction]]:
+        """The estimates that the reference run made before it measured what it holds, under this run's digest."""
+        measured = finished_in(self.reference, self.notebook, experiment)["input_hash"]
+        digest = f"replay:{self.reference.folder.name}:{measured}"
+        written = self.reference.predictions(self.notebook, experiment)
+        return digest, [replace(p, guess=None, input_hash=digest) for p in written if p.input_hash == measured]
+
+    def _replay(self, experiment: str) -> Result:
+        machine, reference = self.reference.folder.name, self.reference
+        kept = finished_in(reference, self.notebook, experiment)
+        provenance, environment = measured_under(reference, self.notebook, experiment)
+        rows, samples = reference.rows(self.notebook, experiment), reference.samples(self.notebook, experiment)
+        self.results.record(
+            self.notebook,
+            experiment,
+            rows,
+            samples,
+            input_hash=f"replay:{machine}:{kept['input_hash']}",
+            source=kept["source"],
+            provenance=provenance,
+            environment=environment,
+        )
+        self._report_unexpected(rows)
+        return Result(rows, samples, kept["source"], replayed_from=machine)
+
+
+def _truth(holds: object, otherwise: str) -> bool:
+    kind = type(holds)
+    # An array has `size`, a tensor `numel`.
+    if hasattr(holds, "item") and (holds.numel() if hasattr(holds, "numel") else getattr(holds, "size", None)) == 1:
+        holds = holds.item()
+    if not isinstance(holds, bool):
+        raise HyperionError(
+            f"the check of {otherwise!r} got {kind.__name__} {str(holds)[:80]!r}, which is no truth value",
+            next_step="give it one bool: compare with a number, or reduce an array with .all() or .any()",
+        )
+    return holds
+
+
+def _with_predictions(rows: list[Row], predictions: list[Prediction]) -> list[Row]:
+    """The rows with the estimates that were written down for them."""
+
+    def estimate(row: Row) -> float | None:
+        # A forecast names the parameters it depends on; a row may state more of them. What all ranks have together is not
+        # what one of them has.
+        for p in predictions:
+            same = (p.variant, p.dtype, p.metric) == (row.variant, row.dtype, row.metric)
+            if same and p.each_rank == (row.rank is not None) and p.params.items() <= row.params.items():
+                return p.estimate
+        return None
+
+    return [replace(row, predicted=estimate(row)) for row in rows]
+
+
+def _values_of(rows: list[Row]) -> str:
+    """Digest of rows as measured, "" of none; what was predicted of them is no part of it."""
+    return _digest(rows_to_csv([replace(row, predicted=None) for row in rows])) if rows else ""
+
+
+def torch_version() -> str:
+    """Return PyTorch's version. Imported here, because pages of results are made without torch."""
+    import torch
+
+    return torch.__version__
+
+
+def _digest(content) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def open_chapter(
+    notebook: str, *, profile: str = "auto", data_source: str = "auto", output: str | None = None, seed: int = 0
+) -> Chapter:
+    """Open a notebook's chapter in a run folder.
+
+    Args:
+        notebook: the notebook's file name without its ending.
+        profile: smoke, full, study, replay (or replay:<machine>), or auto: smoke on a CPU, full on an accelerator.
+        data_source: auto, mirror, cache, download or synthetic.
+        output: folder of the run, made if it holds none; None makes a new one under results/.
+        seed: seeds everything the chapter's experiments draw.
+
+    Raises:
+        HyperionError: unknown profile, a seed out of range, no reference to replay, or a folder that cannot be written.
+    """
+    require_seed(seed)
+    device = detect()
+    name, _, machine = (default_profile(device.kind) if profile == "auto" else profile).partition(":")
+    load_profile(name)
+    folder = Path(output) if output else new_run_folder(notebook)
+    if (folder / "run.json").is_file():
+        run = Run.open(folder)
+    else:
+        run = Run.create(folder, run_information(name, data_source, seed))
+    reference = reference_run(machine, notebook) if name == REPLAY else None
+    if reference is not None:
+        print(f"BANNER: replay. Every number below was measured on {reference.folder.name}, none on this machine.")
+    else:
+        print(f"{device.name}: profile {name}, rows go to {folder.name}")
+    return Chapter(notebook, name, data_source, run, seed, reference)
+
+
+def run_information(profile: str, data_source: str, seed: int) -> dict:
+    """What run.json says of a run: how it was asked for, and the environment it ran in."""
+    return {"profile": profile, "data_source": data_source, "seed": seed, "environment": fingerprint()}

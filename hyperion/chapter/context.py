@@ -1,0 +1,113 @@
+"""What an experiment gets and what it gives back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from hyperion.hardware import Device
+from hyperion.results import Row
+
+if TYPE_CHECKING:
+    from hyperion.chapter.options import Options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """Everything an experiment may depend on, JSON-able so that it can travel to a worker process.
+
+    Args:
+        notebook, experiment: where its rows belong.
+        sizes: what the profile says of it.
+        seed: seeds inputs, initialisation and shuffling.
+        data_source: the source asked for; `auto` takes the first that there is.
+        allow_synthetic: whether `auto` may fall back to synthetic data.
+        synthetic: sizes of the synthetic sets: {"lines": {split: n}, "images": {split: n}}.
+        workspace: folder for checkpoints, so that a killed experiment goes on.
+        upstream: rows of this run that the experiment says it reads, for ceilings measured earlier.
+    """
+
+    notebook: str
+    experiment: str
+    sizes: dict
+    seed: int = 0
+    data_source: str = "auto"
+    allow_synthetic: bool = True
+    synthetic: dict = field(default_factory=dict)
+    workspace: Path
+    upstream: list[Row] = field(default_factory=list, repr=False)
+
+    @property
+    def device(self) -> Device:
+        """This process's device: on a rank that rank's, else the first one."""
+        from hyperion.processes.group import world  # imports torch, which pages made from contexts' rows do not need
+
+        return world().device
+
+    def row(self, variant: str, metric: str, value: float | None, **columns) -> Row:
+        """A row of this experiment."""
+        return Row(notebook=self.notebook, experiment=self.experiment, variant=variant, metric=metric, value=value, **columns)
+
+    def best_upstream(self, metric: str, dtype: str) -> Row | None:
+        """The largest value of a metric measured earlier in this run, warm caches left out; None when none was."""
+        rows = [row for row in self.upstream if (row.metric, row.dtype, row.hot) == (metric, dtype, False)]
+        return max((row for row in rows if row.value is not None), key=lambda row: row.value, default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """An estimate of one row's value from ceilings and shapes, or None with the reason in `basis`.
+
+    Args:
+        each_rank: it foretells what every rank has in a row of its own, not what all have together.
+    """
+
+    variant: str
+    metric: str
+    estimate: float | None
+    basis: str
+    dtype: str = ""
+    params: dict = field(default_factory=dict)
+    each_rank: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an experiment measured.
+
+    Args:
+        rows: tidy rows, validated when stored.
+        samples: raw samples and curves behind them.
+        source: the data source it took, "" where no data set is involved.
+        replayed_from: the reference machine it was rebuilt from, "" when it was measured here.
+    """
+
+    rows: list[Row]
+    samples: pd.DataFrame
+    source: str = ""
+    replayed_from: str = ""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One experiment: how it is foretold and how it is run.
+
+    Args:
+        forecast: estimates, the one the reader is asked to guess first.
+        run: does it. Takes a report callable (done, total, note) for progress.
+        isolated: give it a process of its own, so that its peak memory is its own.
+        reads: experiments of the same run whose rows it computes with; other rows there make it run again.
+        forecast_reads: those whose rows only its forecast uses; other rows there make a new forecast, nothing else.
+        options: type of its options, which profiles state.
+        data: data sets it loads, by the names of `hyperion.data.prepare.identity`.
+    """
+
+    forecast: Callable[[Context], list[Forecast]]
+    run: Callable[[Context, Callable[[int, int, str], object]], Result]
+    options: "type[Options] | None" = None
+    isolated: bool = False
+    reads: tuple[str, ...] = ()
+    forecast_reads: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()

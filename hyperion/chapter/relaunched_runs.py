@@ -1,0 +1,60 @@
+"""Launches of a reader's code as runs: one folder of relaunches a side, as `hyperion compare` takes them."""
+
+import hashlib
+import uuid
+from pathlib import Path
+
+from hyperion.chapter.chapter import run_information
+from hyperion.hardware.fingerprint import git_state
+from hyperion.measure import SIDES, Launched, Relaunched
+from hyperion.results import Run
+
+NOTEBOOK = "relaunch"
+# In every row: its value and interval are without what the rounds did to all launches of both sides, the raw samples are not.
+_LEVELLED = {"turns": "levelled by round"}
+
+
+def record_launches(relaunched: Relaunched, work: Path, folders: tuple[Path, Path], place: Path) -> tuple[Path, Path]:
+    """Write every launch as a run: place/A/1 … and place/B/1 ….
+
+    Args:
+        work: the file whose functions were timed; its name stands for the experiment.
+        folders: the two sides' folders.
+        place: an existing folder for both sides.
+
+    Returns:
+        The folders of the two sides.
+    """
+    information, plan = run_information(NOTEBOOK, "", 0), relaunched.plan
+    asked = {
+        "call": uuid.uuid4().hex[:16],
+        "work": work.name,
+        "work_sha256": hashlib.sha256(work.read_bytes()).hexdigest(),
+        "rounds": plan.rounds,
+        "slice_s": plan.slice_s,
+        "calls": plan.calls,
+    }
+    for side, folder in zip(SIDES, folders, strict=True):
+        of_side = relaunched.of(side)
+        version = {"folder": folder.resolve().name} | git_state(folder, within=".")
+        for launched in of_side:
+            told = (
+                asked
+                | version
+                | {"side": side, "launch": launched.number, "launches": len(of_side)}
+                | {"source": launched.source, "files": launched.files}
+            )
+            run = Run.create(place / side / str(launched.number), information | {"relaunch": told})
+            _record(run, launched, work.stem, told)
+    return place / SIDES[0], place / SIDES[1]
+
+
+def _record(run: Run, launched: Launched, experiment: str, told: dict) -> None:
+    rows = [
+        answer.row(notebook=NOTEBOOK, experiment=experiment, variant=name, params=_LEVELLED)
+        for name, answer in launched.answers.items()
+    ]
+    environment = run.information()["environment"]
+    provenance = {"profile": NOTEBOOK, "seed": 0, "sizes": told, "source": environment["source"]}
+    digest = hashlib.sha256(f"{told['work_sha256']} {launched.source}".encode()).hexdigest()[:16]
+    run.record(NOTEBOOK, experiment, rows, launched.samples, input_hash=digest, provenance=provenance, environment=environment)

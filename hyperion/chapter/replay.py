@@ -1,0 +1,58 @@
+"""Reference runs as a chapter replays them: which one, and what it says its experiments were measured under."""
+
+from hyperion.chapter.profiles import load_profile
+from hyperion.errors import HyperionError
+from hyperion.paths import reference_folder
+from hyperion.results import Run, find_run
+
+
+def reference_runs() -> list[Run]:
+    """The committed reference runs, those a reader wants first: real data before synthetic, most GPUs before fewer or none."""
+    runs = [Run.open(path.parent) for path in sorted(reference_folder().glob("*/run.json"))]
+
+    def place(run: Run) -> tuple:
+        asked = run.information()
+        gpus = asked.get("environment", {}).get("gpus") or []
+        return asked.get("data_source") == "synthetic", -len(gpus), run.folder.name
+
+    return sorted(runs, key=place)
+
+
+def reference_run(machine: str, notebook: str) -> Run:
+    """The named reference run, or the first that holds the notebook.
+
+    Raises:
+        HyperionError: there is none.
+    """
+    if machine:
+        return Run.open(find_run(str(reference_folder() / machine)))
+    for run in reference_runs():
+        if run.rows(notebook):
+            return run
+    raise HyperionError(f"no reference run holds {notebook}", where=reference_folder(), next_step="run it here: PROFILE=smoke")
+
+
+def finished_in(reference: Run, notebook: str, experiment: str) -> dict:
+    """What the reference run says of a finished experiment.
+
+    Raises:
+        HyperionError: it holds none of that name.
+    """
+    kept = reference.finished(notebook, experiment)
+    if kept is None:
+        raise HyperionError(
+            f"the reference run of {reference.folder.name} holds no experiment {experiment}",
+            where=reference.folder,
+            next_step="run it on a machine with PROFILE=smoke or full, or choose another reference",
+        )
+    return kept
+
+
+def measured_under(reference: Run, notebook: str, experiment: str) -> tuple[dict, dict]:
+    """Provenance and environment of an experiment of the reference run; where it wrote none, what its run.json says."""
+    asked = reference.information()
+    provenance = finished_in(reference, notebook, experiment).get("provenance")
+    if not provenance:
+        sizes = load_profile(asked["profile"]).sizes(experiment)
+        provenance = {"profile": asked["profile"], "seed": asked["seed"], "sizes": sizes}
+    return provenance, reference.environments().get(provenance.get("environment"), asked["environment"])

@@ -1,0 +1,157 @@
+"""Subjects: folders of experiments with their figures, sizes, metrics and notebooks.
+
+A subject is a Python package. What it contains decides what it registers:
+
+    <experiment>.py   a module with an `EXPERIMENT`; the module's name is the experiment's name
+    figures.py        TITLES {experiment: title} and PLOTS, a tuple of `hyperion.figures.plot.Plot`; imports no torch
+    sizes.toml        the sizes of its experiments in each profile
+    metrics.py        METRICS, a tuple of `hyperion.results.Metric` that the library lacks
+    NN_<name>.ipynb   notebooks, executed after the library's own
+
+The library's subjects are the folders of `hyperion/experiments/`. An installed package adds one with an entry point in the
+group `hyperion.subjects` whose value is the package's name. `HYPERION_SUBJECTS` adds folders, separated by `os.pathsep`.
+"""
+
+import functools
+import importlib
+import os
+import pkgutil
+import re
+import sys
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+
+import hyperion
+from hyperion.errors import HyperionError
+
+ENTRY_POINTS = "hyperion.subjects"
+VARIABLE = "HYPERION_SUBJECTS"
+_BUILT_IN = "hyperion.experiments"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One subject.
+
+    Args:
+        name: name of its folder.
+        package: its dotted name, "hyperion.experiments.scaling.scaling".
+        folder: where its files are.
+    """
+
+    name: str
+    package: str
+    folder: Path
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of its modules; those with an `EXPERIMENT` are experiments."""
+        return sorted(module.name for module in pkgutil.iter_modules([str(self.folder)]))
+
+    @property
+    def figures(self) -> ModuleType | None:
+        """Its `figures` module, None if it has none."""
+        return self.module("figures") if "figures" in self.modules else None
+
+    @property
+    def results_folder(self) -> str:
+        """Folder of its tables and figures under a run's `benchmarks/`: `RESULTS_FOLDER` of its figures, else its name."""
+        return getattr(self.figures, "RESULTS_FOLDER", self.name)
+
+    @property
+    def notebooks(self) -> list[Path]:
+        """Its notebooks in the order of their names."""
+        return sorted(self.folder.glob("[0-9][0-9]_*.ipynb"))
+
+    def module(self, name: str) -> ModuleType:
+        """Import one of its modules."""
+        return importlib.import_module(f"{self.package}.{name}")
+
+
+@functools.cache
+def subjects() -> tuple[Subject, ...]:
+    """Return every subject: the library's own by name, then those of installed packages, then those of HYPERION_SUBJECTS.
+
+    The metrics of each are registered.
+
+    Raises:
+        HyperionError: a package or a folder that does not exist or is no package, or two subjects of one name.
+    """
+    own = Path(hyperion.__file__).parent / "experiments"
+    found = [Subject(path.name, f"{_BUILT_IN}.{path.name}", path) for path in sorted(own.iterdir()) if _is_package(path)]
+    found += [_installed(point.value) for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name)]
+    found += [_at_path(Path(text)) for text in os.environ.get(VARIABLE, "").split(os.pathsep) if text]
+    by_name: dict[str, Subject] = {}
+    for subject in found:
+        other = by_name.setdefault(subject.name, subject)
+        if other.folder != subject.folder:
+            raise HyperionError(
+                f"two subjects are called {subject.name!r}",
+                where=f"{other.folder} and {subject.folder}",
+                next_step="rename the folder of one of them",
+            )
+        for metric in subject.module("metrics").METRICS if "metrics" in subject.modules else ():
+            from hyperion.results.metrics import register_metric
+
+            register_metric(metric)
+    return tuple(by_name.values())
+
+
+def subject_of(experiment: str) -> Subject | None:
+    """Return the subject whose package has a module of this name, None if there is none.
+
+    Raises:
+        HyperionError: two subjects have one.
+    """
+    owners = [subject for subject in subjects() if experiment in subject.modules and experiment not in _NOT_EXPERIMENTS]
+    if len(owners) > 1:
+        raise HyperionError(
+            f"two subjects have a module {experiment!r}",
+            where=" and ".join(str(owner.folder) for owner in owners),
+            next_step="rename the module of one of them",
+        )
+    return owners[0] if owners else None
+
+
+_NOT_EXPERIMENTS = ("figures", "exercises", "metrics")
+
+
+def _is_package(folder: Path) -> bool:
+    return (folder / "__init__.py").is_file()
+
+
+def _installed(package: str) -> Subject:
+    """The subject of an entry point. The package is located, not executed."""
+    places = sys.path
+    for depth, part in enumerate(package.split(".")):
+        spec = PathFinder.find_spec(".".join(package.split(".")[: depth + 1]), places) if part else None
+        if spec is None or spec.submodule_search_locations is None:
+            raise HyperionError(
+                f"the entry point {package!r} in {ENTRY_POINTS!r} names no package that can be found",
+                next_step="correct the entry point of the distribution that declares it, or uninstall that distribution",
+            )
+        places = list(spec.submodule_search_locations)
+    return Subject(package.rpartition(".")[2], package, Path(places[0]))
+
+
+def _at_path(folder: Path) -> Subject:
+    """The subject in a folder. Its parent joins the import path, after everything that is there."""
+    folder = folder.expanduser().resolve()
+    if not _is_package(folder) or not re.fullmatch(r"[A-Za-z_]\w*", folder.name):
+        raise HyperionError(
+            f"{VARIABLE} names {str(folder)!r}, which is no Python package",
+            next_step="name the folder that holds the subject's __init__.py; its name must be an identifier",
+        )
+    if str(folder.parent) not in sys.path:
+        sys.path.append(str(folder.parent))
+    spec = PathFinder.find_spec(folder.name, sys.path)
+    if spec is None or Path(spec.origin or "").parent != folder:
+        raise HyperionError(
+            f"the subject {folder.name!r} has the name of a module that Python finds first",
+            where=folder,
+            next_step="rename the subject's folder",
+        )
+    return Subject(folder.name, folder.name, folder)

@@ -1,0 +1,259 @@
+"""The command behind test_nccl.py: every collective checked by value on every rank, its bus bandwidth by size, and an exit
+code that is not 0 when a rank got a wrong value, died, or did not come. Beside it: the topology, the bucket size that the
+times recommend, and an all_reduce beside a computation."""
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+import typer
+
+from hyperion.chapter.ranks import least_free_bytes
+from hyperion.errors import HyperionError
+from hyperion.experiments.interconnect.collective_limits import switch_can_add, switch_is_off
+from hyperion.experiments.interconnect.collective_rows import devices_of
+from hyperion.hardware import detect
+from hyperion.hardware.topology import topology_lines
+from hyperion.measure import Collective, CollectiveMeasurement, collective_bytes, fit_latency_bandwidth, measure_collective
+from hyperion.measure.collectives.bucket_size import recommended_bucket
+from hyperion.measure.collectives.collective_kernels import algorithm_of, kernels_of_collectives
+from hyperion.measure.collectives.collectives import ALL_COLLECTIVES, DTYPES, memory_needed
+from hyperion.measure.collectives.overlap import measure_overlap
+from hyperion.processes import Job, RankError, RollCall, World, process_group, roll_call, run_ranks, world
+
+CPU_RANKS = 2
+_CPU_SIZES, _GPU_SIZES, _GPU_LARGEST = "8,4K,256K,4M", "8,4K,256K,16M,128M,1G", "8G"
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_FAILED = 1
+# Ranks wait longer for each other than the roll call does, which knows who is missing.
+_AFTER_ROLL_CALL_S = 60.0
+# A peer's death reaches a rank as an error of its connection. It leaves after this while: torchrun must see the death first.
+_DEATH_SEEN_S = 3.0
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@dataclass(frozen=True)
+class Check:
+    """What to check.
+
+    Args:
+        sizes: bytes, as nccl-tests counts them for each collective; what a rank has not the memory for is left out, and said.
+        dtypes: of `DTYPES`.
+        timeout_s: seconds without any progress after which the ranks that did not come are named.
+        time_limit_s: of each cell's timing; at least 30 calls are timed in any case.
+        largest: bytes of one more all_reduce, in the first format; 0 for none.
+        overlap: bytes of the all_reduce that is timed beside a computation; 0 for none.
+    """
+
+    sizes: list[int]
+    dtypes: list[str]
+    timeout_s: float = 60.0
+    time_limit_s: float = 0.1
+    largest: int = 0
+    overlap: int = 0
+
+
+@app.command()
+def command(
+    sizes: Annotated[str, typer.Option(help="Bytes: 8, 4K, 16M, 1G …, with commas between.", show_default=_GPU_SIZES)] = "",
+    dtypes: Annotated[str, typer.Option(help=f"Of {', '.join(DTYPES)}, with commas between.")] = "fp32,bf16",
+    largest: Annotated[
+        str, typer.Option(help="Bytes of one more all_reduce, 0 for none.", show_default=f"{_GPU_LARGEST} on GPUs, 0 on a CPU")
+    ] = "",
+    overlap: Annotated[str, typer.Option(help="Bytes of the all_reduce timed beside a computation, 0 for none.")] = "4M",
+    timeout: Annotated[float, typer.Option(help="Seconds without progress until a rank counts as hung.")] = 60.0,
+    backend: Annotated[
+        str, typer.Option(help="With torchrun: nccl, or gloo on the CPU.", show_default="nccl on GPUs, gloo on a CPU")
+    ] = "",
+    ranks: Annotated[
+        int, typer.Option(min=0, help="Without torchrun: how many to start.", show_default="one a GPU, 2 on a CPU")
+    ] = 0,
+) -> None:
+    """Check all_reduce, broadcast, all_gather, reduce_scatter, all_to_all, reduce and send_recv by value on every rank, and
+    time them. Beside that: how the devices are connected, the algorithm as far as a kernel's name tells it, the message size
+    that is large enough, and whether an all_reduce runs beside a computation.
+
+    Run it with torchrun --standalone --nproc_per_node=4, or plainly with python: then it starts the ranks itself. It ends with
+    0 when all is right, with 1 when a rank got a wrong value, died or did not come, and names the rank.
+    """
+    on_cpu = backend == "gloo" or detect().kind == "cpu"
+    check = Check(
+        _sizes(sizes or (_CPU_SIZES if on_cpu else _GPU_SIZES)),
+        _dtypes(dtypes),
+        timeout,
+        largest=_size_or_none(largest or ("0" if on_cpu else _GPU_LARGEST)),
+        overlap=_size_or_none(overlap),
+    )
+    try:
+        if "RANK" in os.environ:
+            check_under_torchrun(check, backend=backend or None)
+        elif backend:
+            raise typer.BadParameter("--backend is for torchrun: torchrun --standalone --nproc_per_node=2 … --backend gloo")
+        else:
+            launch(check, ranks or _ranks_here())
+    except HyperionError as error:
+        print(f"test_nccl: {error}", file=sys.stderr)
+        raise typer.Exit(_FAILED if isinstance(error, RankError) else error.exit_code) from error
+
+
+def launch(check: Check, ranks: int) -> None:
+    """Start the ranks on this host and wait for their verdict."""
+    run_ranks(Job(on_rank, {"check": asdict(check)}, ranks=ranks))
+
+
+def on_rank(check: dict) -> dict:
+    """A launched rank's entry."""
+    return {"checked": check_collectives(Check(**check))}
+
+
+def check_under_torchrun(
+    check: Check, collectives: Mapping[str, Collective] = ALL_COLLECTIVES, backend: str | None = None
+) -> int:
+    """Join the group that torchrun's variables describe, and check there; returns how many cells were right."""
+    with process_group(check.timeout_s + _AFTER_ROLL_CALL_S, backend):
+        try:
+            return check_collectives(check, collectives)
+        except RuntimeError:
+            time.sleep(_DEATH_SEEN_S)
+            raise
+
+
+def check_collectives(check: Check, collectives: Mapping[str, Collective] = ALL_COLLECTIVES) -> int:
+    """Check and time every collective in every format and size on this rank's group; rank 0 prints a table a format.
+
+    Raises:
+        WrongValueError: on the rank that got a wrong value. Its peers wait for it then, until the launcher ends them.
+    """
+    here, measured, left_out, beside = world(), [], [], None
+    with roll_call(check.timeout_s) as roll:
+        roll.step("agreeing on the memory there is")
+        free = least_free_bytes(here)
+        for collective, dtype, size in _cells(check, collectives, here.size):
+            if (needed := memory_needed(size)) > free:
+                what = f"{collective.name}, {dtype}, {size:,} bytes"
+                left_out.append(f"left out: {what}, needs {_gib(needed)} on every rank, and {_gib(free)} are free")
+                continue
+            measured.append(measure_collective(collective, size, dtype, here, roll, time_limit_s=check.time_limit_s))
+        if check.overlap and memory_needed(check.overlap) <= free:
+            beside = measure_overlap(check.overlap, check.dtypes[0], here, roll, time_limit_s=3 * check.time_limit_s)
+        kernels = _kernels(measured, here, roll)
+        # Nothing is called right before every rank found it right.
+        roll.step("the verdict")
+        dist.barrier()
+    if here.rank == 0:
+        _tell(here, measured)
+        for line in (*kernels, *([beside] if beside else []), *left_out, _verdict(here, measured, left_out)):
+            print(line)
+    return len(measured)
+
+
+def _cells(check: Check, collectives: Mapping[str, Collective], ranks: int) -> list[tuple[Collective, str, int]]:
+    """(collective, dtype, bytes), each once; the largest all-reduce at the end."""
+    cells = [
+        (collective, dtype, collective_bytes(wanted, dtype, ranks))
+        for dtype in check.dtypes
+        for wanted in check.sizes
+        for collective in collectives.values()
+    ]
+    if check.largest and "all_reduce" in collectives:
+        dtype = check.dtypes[0]
+        cells.append((collectives["all_reduce"], dtype, collective_bytes(check.largest, dtype, ranks)))
+    return list(dict.fromkeys(cells))
+
+
+def _kernels(measured: list[CollectiveMeasurement], here: World, roll: RollCall) -> list[str]:
+    """Which kernel the library launches for the largest size of each collective, and the algorithm as far as its name tells."""
+    if here.device.kind == "cpu":
+        return [f"algorithm: {here.backend} does not tell"]
+    largest = {m.collective: m for m in sorted(measured, key=lambda m: m.bytes)}
+    names = kernels_of_collectives([(c, m.dtype, m.bytes) for c, m in largest.items()], here, roll)
+    if names is None:
+        return ["algorithm: the profiler saw no kernel for each call"]
+    may_add = switch_can_add(here.device) and not switch_is_off()
+    return [
+        f"{collective.name}, {m.bytes:,} bytes: {name}, {algorithm_of(name, switch_may_add=may_add)}"
+        for (collective, m), name in zip(largest.items(), names, strict=True)
+    ]
+
+
+def bucket_lines(measured: Iterable[CollectiveMeasurement]) -> list[str]:
+    """Which size of each collective is large enough, in words; of those that were measured in three sizes or more."""
+    sweeps: dict[tuple[str, str], list[CollectiveMeasurement]] = {}
+    for one in measured:
+        sweeps.setdefault((one.collective.name, one.dtype), []).append(one)
+    lines = []
+    for (name, dtype), sweep in sweeps.items():
+        if len(sweep) < 3:
+            continue
+        factor = sweep[0].collective.bus_factor(sweep[0].ranks)
+        fit = fit_latency_bandwidth([factor * m.bytes / 1e9 for m in sweep], [m.timing.samples_s for m in sweep])
+        bucket = recommended_bucket(fit, name, factor, [m.bytes for m in sweep])
+        lines.append(f"{dtype} {bucket.words(DTYPES[dtype].itemsize)}")
+    return lines
+
+
+def busbw_table(measured: Iterable[CollectiveMeasurement]) -> pd.DataFrame:
+    """Bus bandwidth in GB/s, a line a size and a column a collective."""
+    cells = [(m.bytes, m.collective.name, m.busbw_gb_s(m.timing.estimate.value)) for m in measured]
+    table = pd.DataFrame(cells, columns=["bytes", "collective", "busbw"])
+    return table.pivot(index="bytes", columns="collective", values="busbw")[list(dict.fromkeys(table["collective"]))]
+
+
+def _tell(here: World, measured: list[CollectiveMeasurement]) -> None:
+    print(f"{here.size} ranks, {here.backend}, {here.device.name}, torch {torch.__version__}")
+    for line in topology_lines(devices_of(here)):
+        print(line)
+    for dtype in dict.fromkeys(m.dtype for m in measured):
+        table = busbw_table(m for m in measured if m.dtype == dtype)
+        table.columns.name = f"{dtype}, busbw GB/s"
+        print(table.to_string(float_format=lambda rate: f"{rate:.4g}", na_rep=""))
+    for collective in {m.collective.name: m.collective for m in measured}.values():
+        print(f"{collective.name}: bytes = {collective.size}; busbw = {collective.bus_factor(here.size):g} x bytes / time")
+    for line in bucket_lines(measured):
+        print(line)
+
+
+def _verdict(here: World, measured: list[CollectiveMeasurement], left_out: list[str]) -> str:
+    told = f"ok: {len(measured)} collectives, every value right on each of {here.size} ranks, before and after the timed calls"
+    return told + (f"; {len(left_out)} left out, too large" if left_out else "")
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def _ranks_here() -> int:
+    ranks = CPU_RANKS if detect().kind == "cpu" else torch.cuda.device_count()
+    if ranks < 2:
+        raise HyperionError(
+            "this machine has one device, and a collective takes two ranks",
+            where="test_nccl",
+            next_step="run it where there are several devices, or on the CPU: torchrun --nproc_per_node=2 … --backend gloo",
+        )
+    return ranks
+
+
+def _sizes(text: str) -> list[int]:
+    found = [re.fullmatch(r"(\d+)([KMG]?)(iB|B)?", part.strip()) for part in text.split(",")]
+    if not all(found) or any(int(match[1]) == 0 for match in found):
+        raise typer.BadParameter(f"{text!r}: sizes are bytes such as 8, 4K, 16M or 1G, with commas between")
+    return [int(match[1]) * _UNITS[match[2]] for match in found]
+
+
+def _size_or_none(text: str) -> int:
+    return 0 if text.strip() == "0" else _sizes(text)[0]
+
+
+def _dtypes(text: str) -> list[str]:
+    names = [part.strip() for part in text.split(",")]
+    if unknown := [name for name in names if name not in DTYPES]:
+        raise typer.BadParameter(f"unknown dtype {', '.join(unknown)}: use {', '.join(DTYPES)}")
+    return names

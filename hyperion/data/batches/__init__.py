@@ -1,0 +1,1 @@
+"""Batches: packing, loaders, prefetch."""

@@ -1,0 +1,1 @@
+"""Image sets: CIFAR-10, synthetic images, device-resident images."""

@@ -1,0 +1,337 @@
+"""CIFAR-10's official layouts, Python and binary, folder or archive, read without running anything in them.
+
+Layout: https://www.cs.toronto.edu/~kriz/cifar.html. A binary record is one label byte and 3072 pixel bytes (red, green
+and blue planes, row by row). A Python batch is a pickle of a dictionary; it is read by an interpreter of pickles that calls
+nothing, knows the three globals such a file needs and refuses all others.
+"""
+
+import gzip
+import io
+import pickletools
+import tarfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from hyperion.data.images.imageset import IMAGE_SHAPE
+from hyperion.data.store.faults import DataError
+from hyperion.untrusted import open_regular, printable, read_bounded
+
+RECORD_BYTES = 1 + 3 * 32 * 32
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+TRAIN_BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
+TEST_BATCH = "test_batch"
+PYTHON_FOLDER, PYTHON_ARCHIVE = "cifar-10-batches-py", "cifar-10-python.tar.gz"
+BINARY_FOLDER, BINARY_ARCHIVE = "cifar-10-batches-bin", "cifar-10-binary.tar.gz"
+LAYOUTS = (PYTHON_FOLDER, PYTHON_ARCHIVE, BINARY_FOLDER, BINARY_ARCHIVE)
+BATCH_BYTES = 1 << 26  # of one batch; the official ones have 31 MB
+UNPACKED_BYTES = 1 << 28  # of an archive's content; the official ones have 186 MB
+CODES = 200_000  # of a pickle; an official one has some 40,000: two for each label and name
+REMEDY = "copy the file again from where it came, or remove it and run `make fetch`"
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Images uint8 [N, 3, 32, 32] and labels int64 [N] of both splits, as they lie in the files."""
+
+    train_images: np.ndarray
+    train_labels: np.ndarray
+    test_images: np.ndarray
+    test_labels: np.ndarray
+
+
+def find_layout(root: Path) -> Path | None:
+    """The first official folder or archive of CIFAR-10 in `root`, or None."""
+    return next((root / name for name in LAYOUTS if (root / name).exists()), None)
+
+
+def layout_files(path: Path) -> list[Path]:
+    """The files of a layout that hold data: the archive, or the six batches of the folder."""
+    return [path / name for name in _batch_names(path)] if path.is_dir() else [path]
+
+
+def _batch_names(path: Path) -> list[str]:
+    suffix = ".bin" if path.name in (BINARY_FOLDER, BINARY_ARCHIVE) else ""
+    return [f"{batch}{suffix}" for batch in (*TRAIN_BATCHES, TEST_BATCH)]
+
+
+def read_layout(path: Path) -> Batches:
+    """Read any of the four official layouts.
+
+    Raises:
+        DataError: a batch is missing, truncated, of another shape, or a pickle that asks for more than arrays.
+    """
+    binary = path.name in (BINARY_FOLDER, BINARY_ARCHIVE)
+    read = read_binary_batch if binary else read_python_batch
+    wanted = _batch_names(path)
+    contents = _from_folder(path, wanted) if path.is_dir() else _from_archive(path, wanted)
+    batches = {name: read(content, path / name) for name, content in contents}
+    missing = [name for name in wanted if name not in batches]
+    if missing:
+        raise DataError(f"{path.name} lacks {', '.join(missing)}", where=path, next_step=REMEDY)
+    images, labels = zip(*(batches[name] for name in wanted), strict=True)
+    return Batches(np.concatenate(images[:-1]), np.concatenate(labels[:-1]), images[-1].copy(), labels[-1])
+
+
+def read_binary_batch(content: bytes, where: object) -> tuple[np.ndarray, np.ndarray]:
+    """Images uint8 [N, 3, 32, 32] and labels int64 [N] of one binary batch.
+
+    Raises:
+        DataError: the size is not a whole number of 3073-byte records.
+    """
+    records, rest = divmod(len(content), RECORD_BYTES)
+    if rest or not records:
+        raise DataError(
+            f"{len(content)} bytes are {records} records of {RECORD_BYTES} bytes and {rest} bytes more: "
+            "truncated, or not CIFAR-10's binary layout",
+            where=where,
+            next_step=REMEDY,
+        )
+    table = np.frombuffer(content, np.uint8).reshape(records, RECORD_BYTES)
+    return table[:, 1:].reshape(records, *IMAGE_SHAPE), table[:, 0].astype(np.int64)
+
+
+def read_python_batch(content: bytes, where: object) -> tuple[np.ndarray, np.ndarray]:
+    """Images uint8 [N, 3, 32, 32] and labels int64 [N] of one pickled batch; nothing in the file can run.
+
+    Raises:
+        DataError: not a pickle, a pickle that asks for a global which arrays do not need, or another content.
+    """
+    batch = _unpickled(content, where)
+    batch = {_text(key): value for key, value in batch.items()} if type(batch) is dict else {}
+    if not {"data", "labels"} <= batch.keys():
+        raise DataError("pickle is no dictionary with 'data' and 'labels'", where=where, next_step=REMEDY)
+    images, labels = batch["data"], batch["labels"]
+    if not isinstance(images, _Pickled) or images.name not in _ARRAYS:
+        raise DataError(f"'data' is {type(images).__name__}, expected uint8 [N, 3072]", where=where, next_step=REMEDY)
+    pixels = _array(images, where)
+    if not (type(labels) is list and all(type(label) is int for label in labels) and len(labels) == len(pixels)):
+        raise DataError(f"'labels' is no list of {len(pixels)} integers", where=where, next_step=REMEDY)
+    wrong = next((number for number, label in enumerate(labels) if not 0 <= label < 1 << 31), None)
+    if wrong is not None:
+        fault = f"record {wrong} has the label {str(labels[wrong])[:20]}, which is no class"
+        raise DataError(fault, where=where, next_step=REMEDY)
+    return pixels.reshape(-1, *IMAGE_SHAPE), np.array(labels, dtype=np.int64)
+
+
+@dataclass
+class _Pickled:
+    """What a pickle says of an object of another module: the call that makes it, and its state. Nothing is called."""
+
+    name: str
+    arguments: tuple = ()
+    state: object = None
+
+
+_ARRAYS = ("numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconstruct")  # NumPy 1 and 2
+_GLOBALS = (*_ARRAYS, "numpy ndarray", "numpy dtype")
+_MARK = object()
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+
+
+def _unpickled(content: bytes, where: object) -> object:
+    """The object of a pickle of dictionaries, lists, tuples, texts, numbers and NumPy arrays.
+
+    Python's unpickler would call what a file names, make arrays of any size that it declares, and a number of a few bytes
+    makes it allocate a table of any size. This one knows the codes that such a file needs; memory is a small multiple of
+    the file.
+
+    Raises:
+        DataError: another code or global, or a broken file.
+    """
+    stack: list = []
+    memory: dict[int, object] = {}
+
+    def above_mark() -> list:
+        at = len(stack) - 1 - next(place for place, item in enumerate(reversed(stack)) if item is _MARK)
+        items = stack[at + 1 :]
+        del stack[at:]
+        return items
+
+    try:
+        for number, (code, argument, _) in enumerate(pickletools.genops(content)):
+            if number > CODES:
+                raise ValueError(f"more than {CODES} codes")
+            match code.name:
+                case "PROTO" | "FRAME":
+                    pass
+                case "STOP":
+                    return stack.pop()
+                case "MARK":
+                    stack.append(_MARK)
+                case "NONE" | "NEWTRUE" | "NEWFALSE":
+                    stack.append(_CONSTANTS[code.name])
+                case "BININT" | "BININT1" | "BININT2" | "INT" | "LONG" | "LONG1":
+                    stack.append(argument)
+                case "STRING" | "BINSTRING" | "SHORT_BINSTRING":
+                    stack.append(argument.encode("latin-1"))  # bytes of Python 2
+                case "BINBYTES" | "SHORT_BINBYTES" | "BINBYTES8":
+                    stack.append(argument)
+                case "UNICODE" | "BINUNICODE" | "SHORT_BINUNICODE":
+                    stack.append(argument)
+                case "EMPTY_DICT":
+                    stack.append({})
+                case "EMPTY_LIST":
+                    stack.append([])
+                case "EMPTY_TUPLE":
+                    stack.append(())
+                case "DICT":
+                    items = above_mark()
+                    stack.append(_filled({}, items))
+                case "LIST":
+                    stack.append(above_mark())
+                case "TUPLE":
+                    stack.append(tuple(above_mark()))
+                case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                    size = int(code.name[-1])
+                    stack[-size:] = [tuple(stack[-size:])]
+                case "PUT" | "BINPUT" | "LONG_BINPUT":
+                    memory[argument] = stack[-1]
+                case "MEMOIZE":
+                    memory[len(memory)] = stack[-1]
+                case "GET" | "BINGET" | "LONG_BINGET":
+                    stack.append(memory[argument])
+                case "APPEND":
+                    item = stack.pop()
+                    _list(stack[-1]).append(item)
+                case "APPENDS":
+                    items = above_mark()
+                    _list(stack[-1]).extend(items)
+                case "SETITEM":
+                    items = [stack.pop(-2), stack.pop()]
+                    _filled(stack[-1], items)
+                case "SETITEMS":
+                    items = above_mark()
+                    _filled(stack[-1], items)
+                case "GLOBAL" | "STACK_GLOBAL":
+                    if code.name == "STACK_GLOBAL":
+                        argument = f"{stack.pop(-2)} {stack.pop()}"
+                    if argument not in _GLOBALS:
+                        raise DataError(
+                            f"pickle asks for {printable(argument[:80]).replace(' ', '.')}, which no CIFAR-10 batch needs; "
+                            "nothing was run",
+                            where=where,
+                            next_step="do not trust this file: delete it and copy the official archive",
+                        )
+                    stack.append(_Pickled(argument))
+                case "REDUCE":
+                    arguments, made = stack.pop(), stack.pop()
+                    if type(arguments) is not tuple:  # a copy of a long list for each of many codes would fill the memory
+                        raise TypeError(f"arguments are {type(arguments).__name__}")
+                    stack.append(_Pickled(made.name, arguments))
+                case "BUILD":
+                    state = stack.pop()
+                    stack[-1].state = state
+                case other:
+                    raise ValueError(f"the code {other}, which no CIFAR-10 batch needs")
+    except DataError:
+        raise
+    except Exception as error:  # a broken pickle can raise nearly anything
+        fault = f"no readable pickle: {type(error).__name__}: {printable(str(error)[:200])}"
+        raise DataError(fault, where=where, next_step=REMEDY) from error
+    raise DataError("no readable pickle: it does not end", where=where, next_step=REMEDY)
+
+
+def _list(item: object) -> list:
+    if type(item) is not list:
+        raise TypeError(f"items for {type(item).__name__}")
+    return item
+
+
+def _filled(table: object, items: list) -> dict:
+    """The dictionary with keys and values that follow each other; only a text is a key, and none stands twice."""
+    if type(table) is not dict:
+        raise TypeError(f"keys for {type(table).__name__}")
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        if not isinstance(key, bytes | str) or key in table:
+            raise ValueError("a key that is no text, or stands twice")
+        table[key] = value
+    return table
+
+
+def _text(key: bytes | str) -> str:
+    return key.decode("latin-1") if isinstance(key, bytes) else key
+
+
+def _array(pickled: _Pickled, where: object) -> np.ndarray:
+    """The array [N, 3072] of a pickled array of bytes.
+
+    Its state is (version, shape, dtype, Fortran order, content), where the dtype was made from a code such as "u1".
+    """
+    try:
+        _, shape, dtype, fortran, content = pickled.state
+        code = dtype.arguments[0]
+        code = _text(code)
+        if isinstance(content, str):
+            content = content.encode("latin-1")
+        if dtype.name != "numpy dtype" or code not in ("u1", "|u1") or fortran not in (0, False):
+            raise ValueError(f"type {code!r:.20}, Fortran order {fortran!r:.20}")
+        records, width = shape
+        if type(records) is not int or type(width) is not int or not isinstance(content, bytes):
+            raise ValueError("no numbers and bytes")
+        if width != RECORD_BYTES - 1 or records < 1 or records * width != len(content):
+            fault = f"'data' is uint8 [{records}, {width}] in {len(content)} bytes, expected uint8 [N, 3072]"
+            raise DataError(fault, where=where, next_step=REMEDY)
+    except (ValueError, TypeError, AttributeError, IndexError) as error:
+        fault = f"'data' is no array of bytes: {printable(str(error)[:200])}"
+        raise DataError(fault, where=where, next_step=REMEDY) from error
+    return np.frombuffer(content, np.uint8).reshape(records, width)
+
+
+def _from_folder(folder: Path, wanted: list[str]) -> Iterator[tuple[str, bytes]]:
+    for name in wanted:
+        try:
+            yield name, read_bounded(folder / name, DataError, REMEDY, BATCH_BYTES)
+        except OSError as error:
+            raise DataError(f"cannot read {name}: {error.strerror}", where=folder / name, next_step=REMEDY) from error
+
+
+def _from_archive(archive: Path, wanted: list[str]) -> Iterator[tuple[str, bytes]]:
+    """The wanted batches of an archive, read as a stream: every byte is unpacked once and nothing touches the disk."""
+    folder = PYTHON_FOLDER if archive.name == PYTHON_ARCHIVE else BINARY_FOLDER
+    names, found = {f"{folder}/{name}": name for name in wanted}, set()
+    try:
+        with (
+            open_regular(archive, DataError, REMEDY) as file,
+            gzip.GzipFile(fileobj=file) as unpacked,
+            tarfile.open(fileobj=_Bounded(unpacked, UNPACKED_BYTES), mode="r|") as tar,
+        ):
+            for member in tar:
+                name = names.get(member.name)
+                if name is None or not member.isfile():
+                    continue
+                if name in found or member.size > BATCH_BYTES:
+                    fault = f"{name} stands twice in the archive" if name in found else f"{name} has {member.size} bytes"
+                    raise DataError(fault, where=archive, next_step=REMEDY)
+                found.add(name)
+                yield name, tar.extractfile(member).read()
+    except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError, zlib.error) as error:
+        raise DataError(
+            f"{archive.name} ({archive.stat().st_size} bytes) cannot be unpacked: {error}", where=archive, next_step=REMEDY
+        ) from error
+
+
+class _Bounded(io.RawIOBase):
+    """Reads a stream up to a number of bytes: a few MB of an archive can unpack to any number."""
+
+    def __init__(self, stream: BinaryIO, limit_bytes: int):
+        self._stream, self._left = stream, limit_bytes
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        """Read at most `size` bytes.
+
+        Raises:
+            OSError: the stream has more bytes than its limit.
+        """
+        content = self._stream.read(min(size, self._left + 1) if size >= 0 else self._left + 1)
+        self._left -= len(content)
+        if self._left < 0:
+            raise OSError("it unpacks to more bytes than CIFAR-10 has")
+        return content

@@ -1,0 +1,1 @@
+"""Instruction rows and their completions."""

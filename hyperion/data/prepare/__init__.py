@@ -1,0 +1,1 @@
+"""Fetch, identify, verify and prepare data sets."""

@@ -1,0 +1,249 @@
+"""The two pipelines, step by step: each step returns the counts that prove it, and the product is stored by hash."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from hyperion.data.batches.packing import Padding, packed_windows
+from hyperion.data.images.imageset import ImageSet, channel_statistics, check_split
+from hyperion.data.prepare.content import ARRAYS_OF, FORMAT, SAMPLES, TOKENIZER_FILE, content_faults
+from hyperion.data.prepare.overlap import image_overlap, require_little_overlap, token_overlap
+from hyperion.data.store.array_files import ArrayWriter, open_array
+from hyperion.data.store.faults import DataError
+from hyperion.data.store.manifest import DataManifest, write_manifest
+from hyperion.data.store.shards import open_shards, token_dtype, write_shards
+from hyperion.data.store.staging import processed_root, staged
+from hyperion.data.text.corpus import SPLITS, TextCorpus
+from hyperion.data.text.encoding import Encoding, workers_for
+from hyperion.data.text.tokenizer import Tokenizer
+
+OPENING_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class PreparedText:
+    """A tokenized corpus on disk.
+
+    Attributes:
+        folder: where it lies.
+        tokens: split to token ids, uint16 or uint32 [tokens], memory mapped.
+        samples: split to int64 [samples, 2], memory mapped: where each line that is not blank begins in the stream, and how
+            many tokens it has.
+        steps: split to step to counts: see `prepare_text`.
+        manifest: hashes, source and settings.
+        reused: whether an earlier call had made it.
+    """
+
+    folder: Path
+    tokens: dict[str, np.ndarray] = field(repr=False)
+    samples: dict[str, np.ndarray] = field(repr=False)
+    steps: dict[str, dict[str, dict]]
+    manifest: DataManifest
+    reused: bool
+
+
+@dataclass(frozen=True)
+class PreparedImages:
+    """An image set on disk.
+
+    Attributes:
+        folder: where it lies.
+        arrays: 'train_images', 'train_labels', 'test_images', 'test_labels', memory mapped.
+        steps: split to step to counts: see `prepare_images`.
+        manifest: hashes, source and settings.
+        reused: whether an earlier call had made it.
+    """
+
+    folder: Path
+    arrays: dict[str, np.ndarray] = field(repr=False)
+    steps: dict[str, dict[str, dict]]
+    manifest: DataManifest
+    reused: bool
+
+
+def prepare_text(
+    corpus: TextCorpus, tokenizer: Tokenizer, sequence_length: int = 128, workers: int | None = None
+) -> PreparedText:
+    """Tokenize a corpus, prove that nothing is lost, and store the token streams in data/processed/.
+
+    Steps of a split: 'read' (lines, words_with_eos), 'filter' (non_empty), 'tokenize' (tokens, tokens_per_word,
+    round_trip: decoding gives the text back), 'pack' (windows, left_over), 'pad' (samples, tokens, padding,
+    padding_share, truncated: one non-empty line a row). Padding and packing are counted at `sequence_length`; stored are the
+    streams, where their lines lie, and the tokenizer. The text is read once, a few chunks at a time: with a corpus of files
+    (`corpus_of_files`) it may be longer than memory.
+
+    Args:
+        workers: processes that tokenize, by default as many as the text is worth. The files do not depend on it.
+
+    Raises:
+        DataError: decoding does not give the text back, long lines of one split stand in another, a stored product is
+            damaged (named), or the disk is full.
+    """
+    folder = _folder(
+        f"{corpus.name}-{tokenizer.name}",
+        {"corpus": corpus.sha256, "tokenizer": tokenizer.sha256, "sequence_length": sequence_length},
+    )
+    reused = folder.is_dir()
+    if not reused:
+        workers = workers or workers_for(sum(map(corpus.characters, SPLITS)))
+        write_text(folder, corpus, tokenizer, sequence_length, workers)
+    arrays, manifest = open_prepared(folder)
+    tokens = {split: arrays[split] for split in SPLITS}
+    samples = {split: arrays[f"{split}{SAMPLES}"] for split in SPLITS}
+    return PreparedText(folder, tokens, samples, manifest.facts["steps"], manifest, reused)
+
+
+def prepare_images(images: ImageSet) -> PreparedImages:
+    """Check an image set record by record and store it in data/processed/.
+
+    Steps of a split: 'read' (images), 'verify' (corrupt: always 0, a corrupt record is an error), 'classes' (images by
+    class), 'channels' (mean and standard deviation in units of full scale), 'augment' (what keeps the labels).
+
+    Raises:
+        DataError: a bad record or a damaged stored product (named), test images among the train images, or the disk is
+            full.
+    """
+    folder = _folder(images.name, {"images": images.sha256})
+    reused = folder.is_dir()
+    if not reused:
+        write_images(folder, images)
+    arrays, manifest = open_prepared(folder)
+    return PreparedImages(folder, arrays, manifest.facts["steps"], manifest, reused)
+
+
+def write_text(folder: Path, corpus: TextCorpus, tokenizer: Tokenizer, sequence_length: int, workers: int) -> None:
+    """Make the new folder of a tokenized corpus; see prepare_text."""
+    with staged(folder) as work, tokenizer.encoding(workers) as encoding:
+        steps = {split: write_split(work, split, corpus.splits[split], tokenizer, encoding, sequence_length) for split in SPLITS}
+        (work / TOKENIZER_FILE).write_text(tokenizer.definition(), encoding="utf-8")
+        facts = {
+            "kind": "text",
+            "format": FORMAT,
+            "corpus_sha256": corpus.sha256,
+            "tokenizer": {"name": tokenizer.name, "source": tokenizer.source, "sha256": tokenizer.sha256},
+            "vocab_size": tokenizer.vocab_size,
+            "sequence_length": sequence_length,
+            "steps": steps,
+            "overlap": _text_overlap(work, corpus.name),
+            "official": None if corpus.checksums is None else corpus.checksums.official,
+        }
+        write_manifest(work, name=corpus.name, source=corpus.source, detail=corpus.detail, facts=facts)
+
+
+def _text_overlap(work: Path, name: str) -> dict[str, dict]:
+    """What the splits have in common, refused where it is much; see `overlap`."""
+    tokens = {split: open_array(work / f"{split}.npy") for split in SPLITS}
+    samples = {split: open_array(work / f"{split}{SAMPLES}.npy") for split in SPLITS}
+    found = token_overlap(tokens, samples)
+    require_little_overlap(found, "long lines", name)
+    return {split: overlap.as_dict() for split, overlap in found.items()}
+
+
+def write_images(folder: Path, images: ImageSet) -> None:
+    """Make the new folder of an image set; see prepare_images."""
+    overlap = image_overlap(images.train_images, images.test_images)
+    require_little_overlap(overlap, "images", images.name)
+    facts = {
+        "kind": "images",
+        "format": FORMAT,
+        "images_sha256": images.sha256,
+        "classes": list(images.classes),
+        "bayes_accuracy": images.bayes_accuracy,
+        "steps": {
+            "train": _image_steps("train", images.train_images, images.train_labels, images),
+            "test": _image_steps("test", images.test_images, images.test_labels, images),
+        },
+        "overlap": {split: found.as_dict() for split, found in overlap.items()},
+        "official": None if images.checksums is None else images.checksums.official,
+    }
+    arrays = {
+        "train_images": images.train_images,
+        "train_labels": images.train_labels,
+        "test_images": images.test_images,
+        "test_labels": images.test_labels,
+    }
+    write_shards(folder, arrays, name=images.name, source=images.source, detail=images.detail, facts=facts)
+
+
+def open_prepared(folder: Path) -> tuple[dict[str, np.ndarray], DataManifest]:
+    """Arrays and manifest of a stored product, after hashes, token ids, labels and pixels have been checked.
+
+    Raises:
+        DataError: names the file and the first bad record.
+    """
+    arrays, manifest = open_shards(folder)
+    kind = manifest.facts.get("kind")
+    if not isinstance(kind, str) or kind not in ARRAYS_OF:
+        raise DataError(f"unknown kind of product {kind!r}", where=folder, next_step="remove it and prepare the data again")
+    for name in ARRAYS_OF[kind]:
+        if name not in arrays:
+            raise DataError(f"{name}.npy is missing", where=folder, next_step="remove it and prepare the data again")
+    for fault in content_faults(folder, arrays, manifest):
+        raise fault
+    return arrays, manifest
+
+
+def _folder(name: str, parts: dict) -> Path:
+    key = hashlib.sha256(json.dumps({"format": FORMAT, **parts}, sort_keys=True).encode()).hexdigest()
+    return processed_root() / f"{name}-{key[:12]}"
+
+
+def write_split(work: Path, split: str, lines: Iterable[str], tokenizer: Tokenizer, encoding: Encoding, length: int) -> dict:
+    """The split's token stream and the places of its samples, written as they are made; the counts of each step."""
+    read = words = 0
+    padded, opening = Padding(), []
+    with (
+        ArrayWriter(work, split, token_dtype(tokenizer.vocab_size)) as tokens,
+        ArrayWriter(work, f"{split}{SAMPLES}", np.int64, (2,)) as samples,
+    ):
+        for encoded in encoding.encode(lines):
+            if encoded.lost:
+                raise DataError(
+                    f"decoding the {split} split does not give its text back: {encoded.lost[:60]!r}",
+                    where=tokenizer.name,
+                    next_step="use a byte-level tokenizer without normalisation",
+                )
+            starts = tokens.rows + np.cumsum(encoded.sizes) - encoded.sizes
+            kept = ~encoded.blank
+            samples.append(np.stack([starts, encoded.sizes], axis=1)[kept])
+            tokens.append(encoded.ids)
+            padded += Padding.of(encoded.sizes[kept], length)
+            opening = opening or encoded.ids[: _opening_tokens(encoded.sizes)].tolist()
+            read, words = read + len(encoded.sizes), words + encoded.words_with_eos
+        windows, left_over = packed_windows(tokens.rows, length)
+        samples.close()
+        tokens.close()
+    return {
+        "read": {"lines": read, "words_with_eos": words},
+        "filter": {"non_empty": samples.rows},
+        "tokenize": {
+            "tokens": tokens.rows,
+            "tokens_per_word": tokens.rows / words,
+            "round_trip": True,
+            "opening": {"tokens": len(opening), "text": tokenizer.decode(opening)},
+        },
+        "pack": {"windows": windows, "left_over": left_over},
+        "pad": {**asdict(padded), "padding_share": padded.share},
+    }
+
+
+def _opening_tokens(sizes: np.ndarray) -> int:
+    """Tokens of the first whole lines that have at least OPENING_TOKENS together."""
+    ends = np.cumsum(sizes)
+    return int(ends[min(np.searchsorted(ends, OPENING_TOKENS), len(ends) - 1)])
+
+
+def _image_steps(split: str, images: np.ndarray, labels: np.ndarray, source: ImageSet) -> dict[str, dict]:
+    check_split(images, labels, len(source.classes), f"{source.name}, {split} split")
+    mean, deviation = channel_statistics(images)
+    return {
+        "read": {"images": len(images)},
+        "verify": {"corrupt": 0},
+        "classes": dict(zip(source.classes, source.class_counts()[split], strict=True)),
+        "channels": {"mean": list(mean), "standard_deviation": list(deviation)},
+        "augment": {"keeps_label": list(source.augmentations)},
+    }

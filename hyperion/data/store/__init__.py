@@ -1,0 +1,1 @@
+"""Files of data sets: sources, staging, manifests, shards."""

@@ -1,0 +1,1 @@
+"""Text: corpora, tokenizers, encoding, n-gram models."""

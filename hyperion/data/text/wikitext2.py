@@ -1,0 +1,186 @@
+"""WikiText-2 (the word-level variant with <unk>) from a mirror, the cache or the Hugging Face hub, counted before use.
+
+Source: Merity et al., Pointer Sentinel Mixture Models, arXiv:1609.07843; hub data set Salesforce/wikitext,
+wikitext-2-v1.
+"""
+
+from pathlib import Path
+
+from hyperion.data.prepare.overlap import line_overlap, require_little_overlap
+from hyperion.data.store.faults import DataError, DataUnavailable
+from hyperion.data.store.manifest import read_manifest, write_manifest
+from hyperion.data.store.network import download, hub_endpoint, require_network
+from hyperion.data.store.sources import Checksums, compare_checksums, mirror_root, take
+from hyperion.data.store.staging import cache_root, staged
+from hyperion.data.text.corpus import SPLITS, TextCorpus, count_non_empty, count_words_with_eos, read_lines, require_counts
+from hyperion.data.text.synthetic_text import LINES_LIKE_WIKITEXT2, EchoLanguage
+from hyperion.untrusted import read_bounded
+
+FOLDER = "wikitext-2"
+UNITS = ("lines", "non-empty lines", "words with one <eos> a line")
+COUNTS = {"train": (36718, 23767, 2088628), "valid": (3760, 2461, 217646), "test": (4358, 2891, 245569)}
+# Of the files in wikitext-2-v1.zip, as MXNet's and GluonNLP's loaders of this data set state them.
+SHA1 = {
+    "train": "863f29c46ef9d167fff4940ec821195882fe29d1",
+    "valid": "0418625c8b4da6e4b5c7a0b9e78d4ae8f7ee5422",
+    "test": "c7b8ce0aa086fb34dab808c5c49224211eb2b172",
+}
+HUB_FILES = {
+    "train": "train-00000-of-00001.parquet",
+    "valid": "validation-00000-of-00001.parquet",
+    "test": "test-00000-of-00001.parquet",
+}
+HUB_FOLDER = "datasets/Salesforce/wikitext/resolve/main/wikitext-2-v1"
+TABLE_BYTES = 1 << 26  # of a split's text; the train split has 10.8 MB
+EMPTY_LINE = " \n"  # how the original files write an empty line; the hub's table holds "" there
+
+
+def load_wikitext2(
+    source: str = "auto", *, allow_synthetic: bool = True, synthetic_lines: dict[str, int] = LINES_LIKE_WIKITEXT2, seed: int = 0
+) -> TextCorpus:
+    """WikiText-2, or the synthetic corpus that takes its place where that is allowed or asked for.
+
+    Args:
+        source: 'auto', 'mirror', 'cache', 'download' or 'synthetic'.
+        allow_synthetic: whether 'auto' may end at the synthetic corpus.
+        synthetic_lines, seed: size of each split and seed of the synthetic corpus; a real one ignores both.
+
+    Raises:
+        DataError: a file is missing, not UTF-8, or its counts are wrong (named with line and offset); lines of one split
+            stand in another; no source has it.
+    """
+    suppliers = {
+        "mirror": lambda: _read(mirror_root() / FOLDER, "mirror", "the mirror"),
+        "cache": cached_wikitext2,
+        "download": _downloaded,
+        "synthetic": lambda: synthetic_corpus(synthetic_lines, seed),
+    }
+    return take("wikitext-2", source, suppliers, allow_synthetic)
+
+
+def synthetic_corpus(lines: dict[str, int] = LINES_LIKE_WIKITEXT2, seed: int = 0) -> TextCorpus:
+    """Made-up text of known entropy (see synthetic_text), under a name of its own."""
+    language = EchoLanguage()
+    splits = {split: language.sample(lines[split], seed=(seed, index)) for index, split in enumerate(SPLITS)}
+    detail = (
+        f"made-up text, seed {seed}, {sum(lines.values())} lines, "
+        f"entropy rate {language.entropy_rate_nats_per_word():.4f} nats per word"
+    )
+    return TextCorpus("synthetic-echo", "synthetic", detail, splits, language)
+
+
+def stage_wikitext2() -> str:
+    """Put WikiText-2 into the cache, from the mirror where one is named, else from the hub.
+
+    Returns:
+        'present' when the cache already had it, else where it came from.
+
+    Raises:
+        DataError: neither can be had, or what came is wrong; the cache is as it was.
+    """
+    target = cache_root() / FOLDER
+    if target.is_dir():
+        cached_wikitext2()
+        return "present"
+    try:
+        folder = mirror_root() / FOLDER
+        _read(folder, "mirror", "the mirror")
+    except DataUnavailable:
+        _stage_from_hub(target)
+        return "downloaded"
+    with staged(target) as work:
+        for split in SPLITS:
+            content = read_bounded(folder / _file(split), DataError, "copy WikiText-2 into the mirror again", TABLE_BYTES)
+            (work / _file(split)).write_bytes(content)
+        write_manifest(work, name=FOLDER, source="mirror", detail="copied from the mirror")
+    return "copied from the mirror"
+
+
+def cached_wikitext2() -> TextCorpus:
+    """WikiText-2 of the cache.
+
+    Raises:
+        DataError: it is not there, or wrong.
+    """
+    return _read(cache_root() / FOLDER, "cache", "the cache")
+
+
+def checksums(folder: Path) -> Checksums:
+    """Compare the three files in `folder` with the published hashes."""
+    note = "counts and overlap of the splits are checked"
+    return compare_checksums({folder / _file(split): expected for split, expected in SHA1.items()}, "sha1", note)
+
+
+def _file(split: str) -> str:
+    return f"wiki.{split}.tokens"
+
+
+def _read(folder: Path, source: str, label: str) -> TextCorpus:
+    if not folder.is_dir():
+        raise DataUnavailable(
+            f"{label} has no {FOLDER}/", where=folder, next_step="put wiki.{train,valid,test}.tokens there or `make fetch`"
+        )
+    manifest = read_manifest(folder)
+    if manifest is not None:
+        manifest.verify(folder)
+    splits = {}
+    for split in SPLITS:
+        path = folder / _file(split)
+        if path.is_file() and path.stat().st_size > TABLE_BYTES:
+            fault = f"{path.name} has {path.stat().st_size} bytes, expected at most {TABLE_BYTES}"
+            raise DataError(fault, where=path, next_step="this is another data set: copy WikiText-2 again")
+        splits[split] = lines = read_lines(path)
+        found = (len(lines), count_non_empty(lines), count_words_with_eos(lines))
+        require_counts(path.name, found, COUNTS[split], UNITS, path)
+    require_little_overlap(line_overlap(splits), "long lines", folder)
+    corpus, found = TextCorpus(FOLDER, source, "", splits), checksums(folder)
+    origin = f", {manifest.detail}" if manifest is not None else ""
+    detail = f"word-level files{origin}, {found}, counts verified, sha256 {corpus.sha256[:12]}"
+    return TextCorpus(FOLDER, source, detail, splits, checksums=found)
+
+
+def _downloaded() -> TextCorpus:
+    target = cache_root() / FOLDER
+    if target.is_dir():
+        return cached_wikitext2()  # no second download, and the record says so
+    _stage_from_hub(target)
+    return _read(target, "download", "the cache")
+
+
+def _stage_from_hub(target: Path) -> None:
+    require_network(hub_endpoint())
+    with staged(target) as work:
+        for split in SPLITS:
+            parquet = work / HUB_FILES[split]
+            download(f"{hub_endpoint()}/{HUB_FOLDER}/{parquet.name}", parquet)
+            lines = _lines_of_table(parquet, COUNTS[split][0])
+            found = (len(lines), count_non_empty(lines), count_words_with_eos(lines))
+            require_counts(parquet.name, found, COUNTS[split], UNITS, f"{hub_endpoint()}/{HUB_FOLDER}")
+            (work / _file(split)).write_text("".join(lines), encoding="utf-8", newline="\n")
+            parquet.unlink()
+        write_manifest(work, name=FOLDER, source="download", detail="downloaded from the hub's Salesforce/wikitext")
+
+
+def _lines_of_table(path: Path, expected: int) -> list[str]:
+    """The lines of a table of `expected` rows, read a few at a time; what the file declares is checked before."""
+    import pyarrow
+    import pyarrow.compute
+    import pyarrow.parquet
+
+    rows: list[str] = []
+    read = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as table:
+            declared = sum(table.metadata.row_group(n).total_byte_size for n in range(table.metadata.num_row_groups))
+            require_counts(path.name, [table.metadata.num_rows], [expected], UNITS[:1], path)
+            for part in table.iter_batches(1024, columns=["text"]) if declared <= TABLE_BYTES else ():
+                read += pyarrow.compute.sum(pyarrow.compute.binary_length(part.column(0))).as_py() or 0
+                if read > TABLE_BYTES:
+                    break
+                rows += part.column(0).to_pylist()
+    except (pyarrow.ArrowException, OSError, KeyError, IndexError) as error:
+        raise DataError(f"{path.name} is no readable Parquet table: {error}", where=path, next_step="try again") from error
+    if max(declared, read) > TABLE_BYTES or not all(isinstance(row, str) for row in rows):
+        fault = f"{path.name} declares {declared} bytes, or holds more than {TABLE_BYTES} bytes of text, or other values"
+        raise DataError(fault, where=path, next_step="try again")
+    return [row if row.endswith("\n") else row + "\n" if row else EMPTY_LINE for row in rows]

@@ -1,0 +1,1 @@
+"""Trained baselines: language model, image classifier, their speed, and recovery from faults."""

@@ -1,0 +1,178 @@
+"""Figures of compilation: what a call takes in each mode, what memory it takes, and after how many calls compiling pays."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from hyperion.figures.formats import items, number
+from hyperion.figures.material import Material, measured
+from hyperion.figures.plot import Plot
+from hyperion.figures.style import COLOURS, INK, MUTED, add_notes, errors_of, log_ticks, new_figure
+from hyperion.results import Row
+
+EXPERIMENT = "compilation"
+_MEMORY = {"peak_memory_gib": "in tensors", "peak_rss_gib": "resident", "reserved_memory_gib": "held by the allocator"}
+_MODES = ("eager", "default", "max-autotune", "reduce-overhead")
+
+
+def compilation(material: Material) -> Figure | None:
+    """A line of panels for each model: milliseconds of a call by mode with the speed-up over eager, and memory by mode."""
+    subjects = _subjects(material)
+    if not subjects:
+        return None
+    figure, panels = new_figure(
+        "Inference, eager and compiled", material.machine(EXPERIMENT), 2, lines=len(subjects), height=0.9 + 2.5 * len(subjects)
+    )
+    for place, (title, rows) in enumerate(subjects.items()):
+        _draw_times(panels[2 * place], title, rows)
+        _draw_memory(panels[2 * place + 1], rows)
+    clock = next((row.params["clock"] for rows in subjects.values() for row in rows if "clock" in row.params), "")
+    notes = [
+        f"Time of a call: {clock}, median with 95 % interval. Upright line, and in brackets the speed-up: eager calls made in "
+        "turn with the compiled ones, in the same process."
+    ]
+    add_notes(figure, notes + _absences(subjects))
+    return figure
+
+
+def break_even(material: Material) -> Figure | None:
+    """Time spent after so many calls, compilation included, beside eager's: where a mode's line falls below 1, it has paid."""
+    subjects = {title: costs for title, rows in _subjects(material).items() if (costs := _costs(rows))}
+    if not subjects:
+        return None
+    figure, panels = new_figure("When compilation pays", material.machine(EXPERIMENT), len(subjects), height=4.0)
+    for axes, (title, costs) in zip(panels, subjects.items(), strict=True):
+        _draw_totals(axes, title, costs)
+    panels[0].set_ylabel("time spent, compilation included,\nover eager's")
+    note = "Compiled with cold caches; eager calls were made in turn with each mode's. A ring marks where a mode has paid."
+    add_notes(figure, [note])
+    return figure
+
+
+def _absences(subjects: dict[str, list[Row]]) -> list[str]:
+    """A sentence for each reason why something was not timed, with what it holds for."""
+    reasons: dict[str, list[str]] = {}
+    for rows in subjects.values():
+        for row in _of(rows, "inference_time_s"):
+            if row.value is None:
+                reasons.setdefault(row.value_reason, []).append(f"{row.params['model']} {row.variant}")
+    return [f"{', '.join(names)}: not measured ({reason})." for reason, names in reasons.items()]
+
+
+def _subjects(material: Material) -> dict[str, list[Row]]:
+    """Rows by model and input, for those that were timed at all."""
+    subjects: dict[str, list[Row]] = {}
+    for row in material.of(EXPERIMENT):
+        title = f"{row.params['model']}, batch {row.params['batch']}, {row.dtype}"
+        subjects.setdefault(title, []).append(row)
+    return {title: rows for title, rows in subjects.items() if measured(_of(rows, "inference_time_s"))}
+
+
+def _of(rows: list[Row], metric: str, mode: str | None = None) -> list[Row]:
+    return [row for row in rows if row.metric == metric and mode in (None, row.variant)]
+
+
+def _value(rows: list[Row], metric: str, mode: str) -> float | None:
+    return next((row.value for row in _of(rows, metric, mode)), None)
+
+
+def _draw_times(axes: Axes, title: str, rows: list[Row]) -> None:
+    times = [row for mode in _MODES for row in measured(_of(rows, "inference_time_s", mode))]
+    for place, row in enumerate(times):
+        errors = [[1e3 * side[0]] for side in errors_of([row])]
+        axes.barh(place, 1e3 * row.value, xerr=errors, height=0.62, color=_colour(row.variant), ecolor=INK, capsize=2.5)
+        speedup = _value(rows, "speedup", row.variant)
+        beside = row.value * (speedup or 1)
+        if speedup:
+            axes.plot([1e3 * beside] * 2, [place - 0.31, place + 0.31], color=INK, linewidth=1.6)
+        label = f"{number(1e3 * row.value, 3)} ms" + (f"  ({number(speedup, 3)} ×)" if speedup else "")
+        _name_bar(axes, place, 1e3 * max(row.ci_high, beside), label)
+    _finish(axes, [row.variant for row in times], "ms a call")
+    axes.set_title(title)
+
+
+def _draw_memory(axes: Axes, rows: list[Row]) -> None:
+    modes = [mode for mode in _MODES if measured(_of(rows, "inference_time_s", mode))]
+    kinds = [kind for kind in _MEMORY if measured(_of(rows, kind))]
+    height = 0.62 / max(len(kinds), 1)
+    for place, mode in enumerate(modes):
+        for step, kind in enumerate(kinds):
+            value = _value(rows, kind, mode)
+            if value is None:
+                continue
+            y = place + (step - (len(kinds) - 1) / 2) * height
+            axes.barh(y, value, height=height * 0.92, color=_colour(mode), alpha=1 - 0.5 * step)
+            _name_bar(axes, y, value, f"{number(value, 3)} {_MEMORY[kind]}")
+    _finish(axes, modes, "GiB at most, during calls, one model alive")
+    limit = next((row.limit for kind in kinds for row in _of(rows, kind) if row.limit), None)
+    if limit is not None:
+        axes.axvline(limit, color=MUTED, linestyle=(0, (5, 3)), linewidth=1.2)
+        axes.set_title(f"dashed: the weights, {number(limit, 3)} GiB", color=MUTED, fontsize=8.5)
+
+
+def _name_bar(axes: Axes, y: float, x: float, label: str) -> None:
+    axes.annotate(label, (x, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5)
+
+
+def _finish(axes: Axes, names: list[str], label: str) -> None:
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set(xlabel=label, xlim=(0, axes.get_xlim()[1] * 1.6))
+
+
+def _colour(mode: str) -> str:
+    return COLOURS[6] if mode == "eager" else COLOURS[_MODES.index(mode) - 1]
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """Seconds of compiling, of a call and of an eager call made in turn with it; calls until it has paid, None if never."""
+
+    compiling: float
+    call: float
+    eager: float
+    break_even: float | None
+
+
+def _costs(rows: list[Row]) -> dict[str, _Cost]:
+    """What each compiled mode that was measured costs."""
+    costs = {}
+    for mode in _MODES:
+        found = [_value(rows, metric, mode) for metric in ("compile_time_s", "inference_time_s", "speedup")]
+        if None not in found:
+            compiling, call, speedup = found
+            costs[mode] = _Cost(compiling, call, call * speedup, _value(rows, "break_even_calls", mode))
+    return costs
+
+
+def _draw_totals(axes: Axes, title: str, costs: dict[str, _Cost]) -> None:
+    paid = [cost.break_even for cost in costs.values() if cost.break_even]
+    calls = np.geomspace(1, 10 * max([*paid, *(cost.compiling / cost.call for cost in costs.values())]), 300)
+    for mode, cost in costs.items():
+        colour, pays = _colour(mode), "not known to pay"
+        if cost.break_even:
+            pays = f"pays from {items(float(f'{cost.break_even:.2g}'))} calls on"
+            axes.plot([cost.break_even], [1], "o", markersize=9, markerfacecolor="none", color=colour)
+        axes.plot(calls, (cost.compiling / calls + cost.call) / cost.eager, color=colour, label=f"{mode}: {pays}")
+    axes.axhline(1, color=_colour("eager"), linewidth=1.8, zorder=1.5, label="eager")
+    axes.set(xscale="log", yscale="log", xlabel="calls")
+    axes.set_title(title, fontsize=9.5)
+    axes.xaxis.set_major_formatter(lambda value, _: items(value))
+    log_ticks(axes.yaxis)
+    axes.legend(loc="upper right", fontsize=8.5)
+
+
+TITLES = {"compilation": "Compilation"}
+
+PLOTS = (
+    Plot("compilation", "compilation", "Time of a call and memory by mode of the compiler, each measured alone.", compilation),
+    Plot(
+        "compilation_break_even",
+        "compilation",
+        "Seconds spent by number of calls: compiling pays where a line crosses the eager one.",
+        break_even,
+    ),
+)

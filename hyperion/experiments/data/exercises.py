@@ -1,0 +1,118 @@
+"""The data chapter's exercise that marks itself: prepared folders, sound and broken the way data break, and who tells them
+apart.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from hyperion.chapter.exercises import mutation_score
+from hyperion.data.images.synthetic_images import synthetic_images
+from hyperion.data.prepare.prepare import write_images, write_text
+from hyperion.data.prepare.verify import examine
+from hyperion.data.store.manifest import FILE_NAME, read_manifest, write_manifest
+from hyperion.data.text.tokenizer import train_tokenizer
+from hyperion.data.text.wikitext2 import synthetic_corpus
+
+_LINES, _IMAGES = {"train": 300, "valid": 40, "test": 40}, {"train": 60, "test": 60}
+SOUND = ("sound text", "sound images")
+
+
+def broken_folders(place: Path) -> dict[str, Path]:
+    """Small prepared folders under `place`, by what is wrong with them; the first two, SOUND, are as they were written.
+
+    Where the fault says "manifest renewed", somebody has hashed the broken files anew.
+    """
+    shutil.rmtree(place, ignore_errors=True)
+    corpus = synthetic_corpus(_LINES)
+    folders = {name: place / name.replace(" ", "-") for name in SOUND}
+    write_text(folders[SOUND[0]], corpus, train_tokenizer(corpus), sequence_length=64, workers=1)
+    write_images(folders[SOUND[1]], synthetic_images(_IMAGES))
+    for fault, (kind, inject) in _FAULTS.items():
+        folders[fault] = place / f"broken-{len(folders)}"
+        shutil.copytree(folders[kind], folders[fault])
+        inject(folders[fault])
+    return folders
+
+
+def judge_folder_check(my_check: Callable[[Path], bool], folders: dict[str, Path]) -> pd.DataFrame:
+    """Judge a check of prepared folders.
+
+    Args:
+        my_check: takes a folder, returns True when what lies in it is what the pipeline stored.
+        folders: from broken_folders.
+    """
+    broken = {fault: folder for fault, folder in folders.items() if fault not in SOUND}
+    scores = [mutation_score(my_check, folders[SOUND[0]], {}), mutation_score(my_check, folders[SOUND[1]], broken)]
+    return pd.concat(scores, ignore_index=True)
+
+
+def told_by_the_library(folders: dict[str, Path]) -> pd.DataFrame:
+    """What `hyperion data verify` says of each folder, without moving it; one line a finding."""
+    lines = []
+    for fault, folder in folders.items():
+        findings = examine(folder)
+        lines += [{"what was done": fault, "file": found.file, "found": found.fault} for found in findings]
+        lines += [] if findings else [{"what was done": fault, "file": "", "found": "nothing"}]
+    return pd.DataFrame(lines)
+
+
+def _edited(file: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Path], None]:
+    """Changes an array and hashes the folder anew."""
+
+    def inject(folder: Path) -> None:
+        np.save(folder / file, change(np.load(folder / file)))
+        _renew(folder)
+
+    return inject
+
+
+def _renew(folder: Path) -> None:
+    known = read_manifest(folder)
+    (folder / FILE_NAME).unlink()
+    write_manifest(folder, name=known.name, source=known.source, detail=known.detail, facts=known.facts)
+
+
+def _flip_a_bit(folder: Path) -> None:
+    path = folder / "train_images.npy"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 16
+    path.write_bytes(content)
+
+
+def _cut(folder: Path) -> None:
+    path = folder / "train.npy"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _swap(folder: Path) -> None:
+    one, other = folder / "valid.npy", folder / "test.npy"
+    kept = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(kept)
+    _renew(folder)
+
+
+def _with_nan(images: np.ndarray) -> np.ndarray:
+    images = images.astype(np.float32)
+    images[7, 0, 16, 16] = np.nan
+    return images
+
+
+def _with_a_strange_label(labels: np.ndarray) -> np.ndarray:
+    return np.where(np.arange(len(labels)) == 11, 10, labels)
+
+
+_TEXT, _PICTURES = SOUND
+_FAULTS: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "a bit of an image flipped": (_PICTURES, _flip_a_bit),
+    "the token file cut off": (_TEXT, _cut),
+    "a file missing": (_TEXT, lambda folder: (folder / "valid.npy").unlink()),
+    "ids of another vocabulary, manifest renewed": (_TEXT, _edited("test.npy", lambda tokens: (tokens + 3) % 500)),
+    "a NaN in an image, manifest renewed": (_PICTURES, _edited("test_images.npy", _with_nan)),
+    "a label out of range, manifest renewed": (_PICTURES, _edited("train_labels.npy", _with_a_strange_label)),
+    "two splits swapped, manifest renewed": (_TEXT, _swap),
+}

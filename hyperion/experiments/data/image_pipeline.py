@@ -1,0 +1,117 @@
+"""From image files to verified arrays and batches: counts, classes, channel statistics, what the images look like, and how
+fast their loader is.
+"""
+
+import numpy as np
+import pandas as pd
+import torch
+
+from hyperion.chapter.context import Context, Experiment, Forecast, Result
+from hyperion.chapter.rows import timed_columns
+from hyperion.data import ImageSet
+from hyperion.data.images.device_images import ImageBatches
+from hyperion.experiments.data.loader_speed import loader_limit, time_in_a_row
+from hyperion.measure import Verification
+from hyperion.results import Row
+from hyperion.workloads import datasets
+
+_SHOWN_PER_CLASS = 4
+_CHANNELS = ("red", "green", "blue")
+_LOADED = 8192  # images for the loader: what a batch costs does not depend on it
+_SAMPLE_BYTES = 3 * 32 * 32 * (1 + 4)  # read as bytes, written in float32
+# Storing every value in 8 bits moves a mean by less than half a level.
+_MEAN_TOLERANCE = 0.5 / 255
+
+
+def forecast(context: Context) -> list[Forecast]:
+    """The mean of the red channel: a grey world would have 0.5."""
+    params = {"split": "train", "channel": "red"}
+    basis = "photographs expose for middle grey"
+    return [Forecast(variant="all images", metric="channel_mean", estimate=0.5, basis=basis, params=params)]
+
+
+def run(context: Context, report) -> Result:
+    """Load and verify; counts by class and channel means as rows, some images of every class as samples."""
+    report(0, 2, "load and verify")
+    image_set, prepared = datasets.images(context)
+    rows = [row for split in prepared.steps for row in _split_rows(context, image_set, prepared.steps[split], split)]
+    rows += datasets.proof_rows(context, image_set, prepared)
+    report(1, 2, "make batches")
+    rows.append(_loader_row(context, image_set))
+    return Result(rows, _shown(image_set), image_set.source)
+
+
+EXPERIMENT = Experiment(forecast, run, data=datasets.IMAGES)
+
+
+def _split_rows(context: Context, image_set: ImageSet, steps: dict, split: str) -> list[Row]:
+    source, name = image_set.source, image_set.name
+    images = getattr(image_set, f"{split}_images")
+    total = {"split": split, "what": "images"}
+    rows = [context.row(name, "count", float(steps["read"]["images"]), params=total, data_source=source)]
+    for label, count in steps["classes"].items():
+        params = {"split": split, "what": "images of a class", "class": label}
+        rows.append(context.row(name, "count", float(count), params=params, data_source=source))
+    for channel, mean in enumerate(steps["channels"]["mean"]):
+        # The stored mean comes from a histogram of levels; the check adds up the pixels themselves.
+        summed = float(images[:, channel].sum(dtype=np.int64)) / images[:, channel].size / 255
+        rows.append(
+            context.row(
+                "all images",
+                "channel_mean",
+                mean,
+                params={"split": split, "channel": _CHANNELS[channel]},
+                check="sum over all pixels",
+                check_error=abs(mean - summed),
+                check_tolerance=_MEAN_TOLERANCE,
+                data_source=source,
+            )
+        )
+    return rows
+
+
+def _loader_row(context: Context, image_set: ImageSet) -> Row:
+    """Augmented, normalised batches made on the device; the labels of some are compared with the set's."""
+    size, device = context.sizes["batch_size"], context.device
+    batches = ImageBatches(
+        image_set.train_images[:_LOADED],
+        image_set.train_labels[:_LOADED],
+        size,
+        image_set.normalisation(),
+        seed=context.seed,
+        augment=image_set.augmentations,
+        device=device.torch_device,
+    )
+    places = batches.examples(0)[: 4 * size]
+    labels = torch.cat([batches.next_batch()[1] for _ in range(4)]).cpu().numpy()
+    wrong = float(np.mean(labels != image_set.train_labels[places]))
+    timing = time_in_a_row(context, batches.next_batch)
+    rate = timing.estimate.map(lambda seconds: size / seconds)
+    return context.row(
+        "images, on the device",
+        "loader_samples_per_s",
+        rate.value,
+        params={"batch": size, "workers": 0},
+        data_source=image_set.source,
+        **loader_limit(context, _SAMPLE_BYTES, size),
+        **timed_columns(rate, timing, Verification("share of labels that are another image's", wrong, 0.0)),
+    )
+
+
+def _shown(image_set: ImageSet) -> pd.DataFrame:
+    """The first images of every class, pixels as 3 x 32 x 32 numbers in a row."""
+    chosen = [
+        int(index)
+        for label in range(len(image_set.classes))
+        for index in np.flatnonzero(image_set.train_labels == label)[:_SHOWN_PER_CLASS]
+    ]
+    labels = image_set.train_labels[chosen]
+    return pd.DataFrame(
+        {
+            "kind": "image",
+            "index": chosen,
+            "label": labels.astype(np.int64),
+            "class": [image_set.classes[label] for label in labels],
+            "pixels": [image.ravel().tolist() for image in image_set.train_images[chosen]],
+        }
+    )

@@ -1,0 +1,94 @@
+"""From lines of text to a verified token stream: what each step of the pipeline keeps, adds or cuts."""
+
+import math
+from itertools import islice
+
+import numpy as np
+import pandas as pd
+
+from hyperion.chapter.context import Context, Experiment, Forecast, Result
+from hyperion.data import PreparedText, TextCorpus, Tokenizer
+from hyperion.results import Row
+from hyperion.workloads import datasets
+
+# WikiText-2's published train split: words with one <eos> a line, over lines that are not empty.
+_WORDS_A_LINE = 2_088_628 / 23_767
+_WINDOW = 128
+_SHOWN_LINES = 4
+
+
+def forecast(context: Context) -> list[Forecast]:
+    """The share of padding when every line is padded to the window."""
+    params = {"split": "train", "what": "padding"}
+    filled = _WORDS_A_LINE / _WINDOW * (1 - math.exp(-_WINDOW / _WORDS_A_LINE))
+    basis = (
+        f"WikiText-2's published {_WORDS_A_LINE:.0f} words a line, a token a word, lengths spread exponentially and cut "
+        f"at {_WINDOW}"
+    )
+    return [Forecast(variant="padded lines", metric="share", estimate=1 - filled, basis=basis, params=params)]
+
+
+def run(context: Context, report) -> Result:
+    """Load, filter, tokenize, pack and pad; counts of each step as rows."""
+    report(0, 2, "load and tokenize")
+    corpus, tokenizer, prepared = datasets.text(context)
+    report(1, 2, "count")
+    rows = [row for split in prepared.steps for row in _split_rows(context, prepared, split)]
+    columns = {"params": {"what": "vocabulary"} | _tokenizer_params(tokenizer), "data_source": corpus.source}
+    rows.append(context.row(prepared.manifest.name, "count", float(tokenizer.vocab_size), **columns))
+    rows += datasets.proof_rows(context, corpus, prepared)
+    samples = pd.concat([_histogram(prepared, tokenizer), _lines(corpus)], ignore_index=True)
+    return Result(rows, samples, corpus.source)
+
+
+EXPERIMENT = Experiment(forecast, run, data=datasets.TEXT)
+
+
+def _tokenizer_params(tokenizer: Tokenizer) -> dict:
+    return {"tokenizer": tokenizer.name, "tokenizer_source": tokenizer.source, "tokenizer_sha256": tokenizer.sha256[:16]}
+
+
+def _split_rows(context: Context, prepared: PreparedText, split: str) -> list[Row]:
+    steps, name = prepared.steps[split], prepared.manifest.name
+    counts = {
+        "lines": steps["read"]["lines"],
+        "words with <eos>": steps["read"]["words_with_eos"],
+        "non-empty lines": steps["filter"]["non_empty"],
+        "tokens": steps["tokenize"]["tokens"],
+        "packed windows": steps["pack"]["windows"],
+        "padded samples": steps["pad"]["samples"],
+        "tokens cut off by padding's window": steps["pad"]["truncated"],
+    }
+    source = prepared.manifest.source
+    # Decoded when the stream was made; a stream that is used again is the same by its sha256.
+    failed = 0.0 if steps["tokenize"]["round_trip"] else 1.0
+    round_trip = {"check": "decode(encode(text)) == text", "check_error": failed, "check_tolerance": 0.0}
+    rows = [
+        context.row(
+            name,
+            "count",
+            float(count),
+            params={"split": split, "what": what},
+            data_source=source,
+            **(round_trip if what == "tokens" else {}),
+        )
+        for what, count in counts.items()
+    ]
+    share = steps["pad"]["padding_share"]
+    params = {"split": split, "what": "padding"}
+    return [*rows, context.row("padded lines", "share", share, params=params, data_source=source)]
+
+
+def _histogram(prepared: PreparedText, tokenizer: Tokenizer) -> pd.DataFrame:
+    """How often each token of the train split occurs, most frequent first."""
+    ids, counts = np.unique(prepared.tokens["train"], return_counts=True)
+    order = np.argsort(-counts, kind="stable")
+    texts = [tokenizer.decode([token]) for token in ids[order]]
+    return pd.DataFrame(
+        {"kind": "token", "split": "train", "token_id": ids[order].astype(np.int64), "text": texts, "count": counts[order]}
+    )
+
+
+def _lines(corpus: TextCorpus) -> pd.DataFrame:
+    shown = list(islice((line for line in corpus.splits["train"] if line.strip()), _SHOWN_LINES))
+    return pd.DataFrame({"kind": "line", "split": "train", "text": shown})

@@ -1,0 +1,1 @@
+"""Training on several ranks: parity, resharding, rank failure."""

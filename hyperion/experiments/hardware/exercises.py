@@ -1,0 +1,191 @@
+"""Exercises "break the benchmark": leave out one precaution and see what it was worth here; then write the check that notices."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+import torch
+
+from hyperion.chapter.exercises import mutation_score
+from hyperion.hardware import Device, detect
+
+PRECAUTIONS = ("synchronise", "warm_up", "flush", "random_data")
+_ELEMENTS, _CALLS, _WARM_CALLS = 1 << 22, 15, 3
+_M, _N, _K, _CALL_S, _PEAK_TFLOPS = 48, 64, 32, 1e-3, 1e-3
+
+
+def toy_timer(
+    device: Device | None = None,
+    *,
+    synchronise: bool = True,
+    warm_up: bool = True,
+    flush: bool = True,
+    random_data: bool = True,
+    elements: int = _ELEMENTS,
+) -> float:
+    """Seconds of a copy of float32 numbers on this machine, timed with or without each precaution.
+
+    A copy is launched and runs beside the caller: in a GPU's queue, on a CPU in a thread.
+
+    Args:
+        device: where; None for the first there is.
+        synchronise: wait for the copy before the clock stops.
+        warm_up: copy three times before anything is timed, and take the median of fifteen calls; else the first call is all.
+        flush: read something else before each call, so that the numbers are not in the cache.
+        random_data: copy normal numbers; else zeros that nobody has written yet, as `np.zeros` gives them. A CPU's system
+            keeps one page for all of these; a GPU's wires hardly switch.
+        elements: how many.
+    """
+    device = device or detect()
+    where, queue = device.torch_device, _Launches(device)
+    source = torch.randn(elements) if random_data else torch.from_numpy(np.zeros(elements, np.float32))
+    source = source.to(where)
+    target, other = torch.empty(elements, device=where), torch.ones(_flush_elements(device), device=where)
+    for _ in range(_WARM_CALLS if warm_up else 0):
+        queue.launch(lambda: target.copy_(source))
+    seconds = []
+    for _ in range(_CALLS if warm_up else 1):
+        if flush:
+            queue.launch(other.sum)
+        queue.wait()
+        started = time.perf_counter()
+        queue.launch(lambda: target.copy_(source))
+        if synchronise:
+            queue.wait()
+        seconds.append(time.perf_counter() - started)
+    queue.wait()
+    return float(np.median(seconds))
+
+
+def broken_benchmarks(device: Device | None = None, *, elements: int = _ELEMENTS, rounds: int = 5) -> pd.DataFrame:
+    """What each precaution of `toy_timer` is worth on this machine: all of them, then each left out alone, in turn.
+
+    Args:
+        rounds: how often each is timed; the table has medians.
+
+    Returns:
+        One line a way of timing: what was left out, milliseconds, GB/s as read off, and times the right rate.
+    """
+    ways = {"nothing": {}, **{name: {name: False} for name in PRECAUTIONS}}
+    seconds = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, left_out in ways.items():
+            seconds[name].append(toy_timer(device, elements=elements, **left_out))
+    medians = {name: float(np.median(taken)) for name, taken in seconds.items()}
+    moved = 2 * 4 * elements / 1e9
+    return pd.DataFrame(
+        [
+            {"left out": name, "ms": 1e3 * s, "GB/s read off": moved / s, "times the right rate": medians["nothing"] / s}
+            for name, s in medians.items()
+        ]
+    )
+
+
+class _Launches:
+    """Work that runs beside the caller: `launch` returns at once, `wait` when all is done."""
+
+    def __init__(self, device: Device):
+        self._device, self._last = device, None
+        self._thread = ThreadPoolExecutor(1) if device.kind == "cpu" else None
+
+    def launch(self, work: Callable[[], object]) -> None:
+        if self._thread is None:
+            work()
+        else:
+            self._last: Future | None = self._thread.submit(work)
+
+    def wait(self) -> None:
+        if self._thread is None:
+            torch.cuda.synchronize(self._device.torch_device)
+        elif self._last is not None:
+            self._last.result()
+
+
+def _flush_elements(device: Device) -> int:
+    return max(2 * (device.last_level_cache_bytes or 0), 1 << 24) // 4
+
+
+@dataclass(frozen=True)
+class ToyMeasurement:
+    """Everything that a benchmark of a matrix product knows when it has run, for a check to look at.
+
+    Args:
+        a_MK, b_KN, c_MN: operands and output, float32 [48, 32], [32, 64] and [48, 64]; c was NaN before the calls.
+        flops: what the rate is made of.
+        samples_s: seconds of each timed call, in the order taken.
+        in_a_row_s: seconds of a call when ten are made in a row, from an idle device to an idle device.
+        cold, flushes: whether the caches are called cold, and how often they were flushed.
+        peak_tflops: the device's.
+    """
+
+    a_MK: torch.Tensor
+    b_KN: torch.Tensor
+    c_MN: torch.Tensor
+    flops: int
+    samples_s: np.ndarray
+    in_a_row_s: float
+    cold: bool
+    flushes: int
+    peak_tflops: float
+
+    @property
+    def tflops(self) -> float:
+        """The rate that is reported."""
+        return self.flops / float(np.median(self.samples_s)) / 1e12
+
+
+def toy_measurement(noise: float = 0.02, seed: int = 0) -> ToyMeasurement:
+    """A sound measurement, made up: 50 calls of about 1 ms."""
+    generator = torch.Generator().manual_seed(seed)
+    a_MK, b_KN = (torch.randn(*shape, generator=generator) for shape in ((_M, _K), (_K, _N)))
+    samples_s = _CALL_S * np.random.default_rng(seed).lognormal(0, noise, 50)
+    return ToyMeasurement(
+        a_MK, b_KN, a_MK @ b_KN, 2 * _M * _N * _K, samples_s, 1.02 * _CALL_S, True, len(samples_s), _PEAK_TFLOPS
+    )
+
+
+def _ones(sound: ToyMeasurement) -> ToyMeasurement:
+    a_MK, b_KN = torch.ones_like(sound.a_MK), torch.ones_like(sound.b_KN)
+    return replace(sound, a_MK=a_MK, b_KN=b_KN, c_MN=a_MK @ b_KN)
+
+
+def _half_written(sound: ToyMeasurement) -> ToyMeasurement:
+    c_MN = sound.c_MN.clone()
+    c_MN[_M // 2 :] = float("nan")
+    return replace(sound, c_MN=c_MN)
+
+
+def _scaled(factors: np.ndarray) -> Callable[[ToyMeasurement], ToyMeasurement]:
+    return lambda sound: replace(sound, samples_s=sound.samples_s * factors)
+
+
+TOY_FAULTS: dict[str, Callable[[ToyMeasurement], ToyMeasurement]] = {
+    "no synchronisation": lambda sound: replace(_scaled(np.array(0.01))(sound), peak_tflops=1.0),
+    "no warm-up": _scaled(np.r_[np.full(15, 5.0), np.ones(35)]),
+    "no flush": lambda sound: replace(sound, flushes=0),
+    "constant data": _ones,
+    "a multiply-add counted as one FLOP": lambda sound: replace(sound, flops=_M * _N * _K),
+    "clock drift": _scaled(np.linspace(1.0, 1.3, 50)),
+    "half of the output never written": _half_written,
+    "a value above the peak": lambda sound: replace(sound, peak_tflops=sound.tflops / 1.4),
+}
+
+
+def judge_harness_check(my_check: Callable[[ToyMeasurement], bool], fault: str | None = None) -> pd.DataFrame:
+    """Judge a check of measurements: does it catch a fault, and let sound measurements pass?
+
+    Args:
+        my_check: returns True for a measurement it finds sound.
+        fault: one of `TOY_FAULTS`; None for all of them at once.
+
+    Raises:
+        KeyError: no such fault.
+    """
+    sound = toy_measurement()
+    faults = TOY_FAULTS if fault is None else {fault: TOY_FAULTS[fault]}
+    score = mutation_score(my_check, sound, {name: breaks(sound) for name, breaks in faults.items()})
+    noisy = mutation_score(my_check, toy_measurement(noise=0.08, seed=1), {})
+    return pd.concat([score, noisy.replace({"subject": {"sound": "sound, on a noisy machine"}})], ignore_index=True)

@@ -1,0 +1,1 @@
+"""Collectives between ranks: bandwidth, latency, overlap."""

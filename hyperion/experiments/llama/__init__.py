@@ -1,0 +1,1 @@
+"""Fine-tuning a Llama with LoRA, on one device and sharded."""

@@ -1,0 +1,53 @@
+"""The exercises of chapter 2.6: targets that let the model learn its own prompts, and token ids of another tokenizer."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pandas as pd
+
+from hyperion.chapter.exercises import mutation_score
+from hyperion.data.batches.packing import IGNORE_INDEX
+
+END, LENGTH, ROWS = 99, 12, 32_000
+_PROMPT, _COMPLETION = [11, 12, 13, 14], [21, 22, 23]
+
+
+def judge_targets(my_targets: Callable[[Sequence[int], Sequence[int], int], tuple]) -> pd.DataFrame:
+    """Judge a function that makes one row of fine-tuning from a prompt and its completion.
+
+    Args:
+        my_targets: takes prompt, completion (the end of text included) and a length; returns inputs and targets, each of
+            that length, targets one token ahead and -100 (IGNORE_INDEX) where nothing is to be learned.
+
+    Returns:
+        One line a fault: whether the row is free of it, and what was seen.
+    """
+    inputs, targets = (np.asarray(side) for side in my_targets(_PROMPT, [*_COMPLETION, END], LENGTH))
+    ids = [*_PROMPT, *_COMPLETION, END]
+    size, first = len(ids) - 1, len(_PROMPT) - 1
+    scored = targets != IGNORE_INDEX
+    learned = targets[scored].tolist()
+    faults = {
+        "inputs are not the row": inputs.shape == (LENGTH,) and inputs[:size].tolist() == ids[:-1],
+        "the prompt is learned": targets.shape == (LENGTH,) and not scored[:first].any(),
+        "padding is learned": targets.shape == (LENGTH,) and not scored[size:].any(),
+        "targets are not one token ahead": learned[-len(_COMPLETION) - 1 :] == [*_COMPLETION, END] and scored[first:size].all(),
+        "the end of text is not learned": END in learned and learned.count(END) == 1,
+    }
+    seen = f"targets {targets.tolist()}"
+    return pd.DataFrame([{"fault": name, "right": bool(free), "seen": seen} for name, free in faults.items()])
+
+
+def judge_vocabulary_check(my_check: Callable[[np.ndarray, int], bool]) -> pd.DataFrame:
+    """Judge a check that says whether token ids fit an embedding, before a lookup fails or, worse, does not.
+
+    Args:
+        my_check: takes ids int64 [N] and the number of rows of the embedding, returns True when every id has a row.
+    """
+    sound = np.array([0, 5, 17, ROWS - 1, 3])
+    mutants = {
+        "one id too large by one": np.array([0, 5, ROWS, 3]),
+        "ids of GPT-2 (up to 50256)": np.array([15496, 995, 50256]),
+        "a target's -100 among the inputs": np.array([3, IGNORE_INDEX, 17]),
+    }
+    return mutation_score(lambda ids: my_check(ids, ROWS), sound, mutants)

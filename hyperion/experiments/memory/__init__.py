@@ -1,0 +1,1 @@
+"""Memory of a training step: phases, estimates, activation checkpointing, traces."""

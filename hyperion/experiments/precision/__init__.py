@@ -1,0 +1,1 @@
+"""Number formats in training: speed, memory, loss."""

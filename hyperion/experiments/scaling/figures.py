@@ -1,0 +1,91 @@
+"""Figures of scaling: speed-up beside the ideal line, efficiency, and what communication costs, by number of devices."""
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from hyperion.figures.material import Material, measured, select
+from hyperion.figures.plot import Plot
+from hyperion.figures.style import INK, MUTED, add_notes, errors_of, look, new_figure
+from hyperion.results import Row
+
+_MODES = ("weak", "strong")
+
+
+def scaling(material: Material) -> Figure | None:
+    """Speed-up and efficiency of every workload, weak scaling above strong; cells without a measurement stay empty."""
+    rows = measured(material.of("scaling"))
+    efficiencies = select(rows, metric="scaling_efficiency")
+    if not efficiencies:
+        return None
+    figure, panels = new_figure("Scaling", material.machine("scaling"), 2, lines=2, height=7.2)
+    for line, mode in enumerate(_MODES):
+        left, right = panels[2 * line : 2 * line + 2]
+        _curves(left, _of(rows, "speedup", mode), 1.0)
+        most = max((r.params["ranks"] for r in efficiencies), default=1)
+        left.plot([1, most], [1, most], color=INK, linestyle=(0, (5, 3)), linewidth=1.2, label="ideal")
+        what = "the batch of a device stays" if mode == "weak" else "the batch of all devices stays"
+        left.set(ylabel="times one device", title=f"Speed-up, {mode} scaling: {what}")
+        left.legend()
+        _curves(right, _of(rows, "scaling_efficiency", mode), 1.0)
+        right.axhline(1, color=INK, linestyle=(0, (5, 3)), linewidth=1.2)
+        right.set(ylabel="speed-up over number of devices", title=f"Efficiency, {mode} scaling", ylim=(0, 1.1))
+    add_notes(figure, _missing(material))
+    return figure
+
+
+def communication(material: Material) -> Figure | None:
+    """Share of a step that vanishes when every device trains alone. Under FSDP2 a lower bound of what communication costs:
+    alone, a device updates the whole state.
+    """
+    rows = measured(material.of("scaling", metric="communication_share"))
+    if not rows:
+        return None
+    figure, panels = new_figure("What communication costs", material.machine("scaling"), 2)
+    for axes, mode in zip(panels, _MODES, strict=True):
+        _curves(axes, _of(rows, "communication_share", mode), None)
+        axes.axhline(0, color=MUTED, linewidth=1)
+        axes.set(ylabel="share of the step", title=f"{mode.capitalize()} scaling")
+        axes.legend()
+    top = max(axes.get_ylim()[1] for axes in panels)
+    bottom = min(axes.get_ylim()[0] for axes in panels)
+    for axes in panels:
+        axes.set_ylim(bottom, top)
+    return figure
+
+
+def _curves(axes: Axes, rows: list[Row], at_one: float | None) -> None:
+    """A curve for each workload over its numbers of devices; from the point of one device where that is known."""
+    for place, name in enumerate(dict.fromkeys(row.variant for row in rows)):
+        chosen = sorted((row for row in rows if row.variant == name), key=lambda row: row.params["ranks"])
+        style = look(name, place)
+        x, y = [row.params["ranks"] for row in chosen], [row.value for row in chosen]
+        axes.errorbar(x, y, errors_of(chosen), label=name.replace("_", " "), **style)
+        if at_one is not None:
+            axes.plot([1, x[0]], [at_one, y[0]], **style)
+    ranks = sorted({row.params["ranks"] for row in rows} | {1})
+    axes.set_xticks(ranks, [str(n) for n in ranks])
+    axes.set(xlabel="devices")
+
+
+def _of(rows: list[Row], metric: str, mode: str) -> list[Row]:
+    return [row for row in rows if row.metric == metric and row.params.get("mode") == mode]
+
+
+def _missing(material: Material) -> list[str]:
+    """What was not measured, and why."""
+    absent = [row for row in material.of("scaling", metric="scaling_efficiency") if row.value is None]
+    reasons: dict[tuple, list[str]] = {}
+    for row in absent:
+        reasons.setdefault((row.params["ranks"], row.value_reason), []).append(row.variant)
+    return [
+        f"Missing: {', '.join(dict.fromkeys(names)).replace('_', ' ')} on {ranks} devices ({reason})."
+        for (ranks, reason), names in reasons.items()
+    ]
+
+
+TITLES = {"scaling": "Scaling"}
+
+PLOTS = (
+    Plot("scaling", "scaling", "How much faster the same training is on more devices, beside the ideal line.", scaling),
+    Plot("communication", "scaling", "The share of a step that vanishes when every device trains alone.", communication),
+)

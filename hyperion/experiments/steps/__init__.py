@@ -1,0 +1,1 @@
+"""Training steps of reference models: time, memory, operators, batch size."""

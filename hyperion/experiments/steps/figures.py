@@ -1,0 +1,325 @@
+"""Figures of the baseline chapter: a training step taken apart, and what a larger batch buys and costs."""
+
+from collections.abc import Iterable
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.transforms import Bbox
+
+from hyperion.figures.formats import items, number, number_within, percent
+from hyperion.figures.material import Material, measured, select
+from hyperion.figures.plot import Plot
+from hyperion.figures.style import COLOURS, INK, add_notes, errors_of, log_ticks, look, new_figure
+from hyperion.results import Row
+
+PHASES = ("forward", "backward", "optimizer")
+_COLOURS = dict(zip(PHASES, (COLOURS[0], COLOURS[1], COLOURS[2]), strict=True))
+_BAR = 0.36
+_TINY_LAYERS = 2  # whose operators are counted in rows that do not say of how many
+_WORDS = {"channels_last": "ch.-last", "compiled": "compiled"}  # of a row's params, what is not the usual
+_SHARES = {"mfu": ("of the peak (MFU)", COLOURS[5]), "mfu_maf": ("of the fastest product (MAF)", COLOURS[3])}
+
+
+def operator_cost(material: Material) -> Figure | None:
+    """Host microseconds of an operator and of a convolution; beside them those of a layer, eager and, where it was measured,
+    compiled."""
+    rows = material.of("operator_cost")
+    costs = measured(select(rows, metric="operator_time_s"))
+    if not costs:
+        return None
+    blocks = measured(select(rows, metric="block_time_s"))
+    figure, panels = new_figure("What the host pays", material.machine("operator_cost"), 2 if blocks else 1, height=3.4)
+    _draw_costs(panels[0], [(row.variant, row, 1.0) for row in costs], "One operator of an eager step")
+    if blocks:
+        operator = select(costs, variant="operator")[0]
+        layer = operator.params["operators"] / operator.params.get("parts", _TINY_LAYERS)
+        eager = f"eager, fp32,\n{number(layer)} operators"
+        bars = [(eager, operator, layer), (f"compiled, {blocks[0].dtype}", blocks[0], 1.0)]
+        _draw_costs(panels[1], bars, "One transformer layer, forward, backward, update")
+    once = [f"Once a step, beside its operators: {_told(row)}." for row in rows if row.metric == "step_overhead_s"]
+    add_notes(figure, [*once, *(f"{row.variant}: {row.value_reason}." for row in rows if row.value is None)])
+    return figure
+
+
+def _told(row: Row, times: float = 1.0) -> str:
+    """Microseconds of the host, as exactly as they are known."""
+    return f"{number_within(*(1e6 * times * seconds for seconds in (row.value, row.ci_low, row.ci_high)))} µs"
+
+
+def _draw_costs(axes: Axes, bars: list[tuple[str, Row, float]], title: str) -> None:
+    """Bars of (name, row, how many of it), in microseconds of the host."""
+    for place, (_, row, times) in enumerate(bars):
+        value, low, high = (1e6 * times * seconds for seconds in (row.value, row.ci_low, row.ci_high))
+        axes.bar(place, value, 0.5, yerr=[[value - low], [high - value]], color=COLOURS[place])
+        axes.annotate(_told(row, times), (place, high), xytext=(0, 3), textcoords="offset points", ha="center")
+    axes.set_xticks(range(len(bars)), [name for name, _, _ in bars])
+    axes.set(ylabel="microseconds of the host", title=title, xlim=(-0.8, len(bars) - 0.2))
+    axes.set_ylim(0, 1.18 * axes.get_ylim()[1])
+    axes.grid(False, axis="x")
+
+
+def model_steps(material: Material) -> Figure | None:
+    """Each model's step by variant: the measured phases stacked, beside them what their work needs at the limits, and the
+    prediction as a line; below, the share of the peak and of the fastest product that the model's FLOPs reach."""
+    told = material.of("model_steps")
+    rows = measured(told)
+    models = list(dict.fromkeys(row.variant for row in rows if row.metric == "step_time_s"))
+    if not models:
+        return None
+    used = [row for row in rows if row.metric in _SHARES]
+    figure, panels = new_figure(
+        "A training step in its phases",
+        material.machine("model_steps"),
+        len(models),
+        lines=2 if used else 1,
+        width=10.4,
+        height=6.4 if used else 4.4,
+    )
+    for place, model in enumerate(models):
+        mine = [row for row in rows if row.variant == model]
+        _draw_steps(panels[place], mine)
+        if used:
+            _draw_shares(panels[len(models) + place], mine)
+    panels[0].set_ylabel("ms of one step, median")
+    marks = [Patch(color=colour, label=name) for name, colour in _COLOURS.items()]
+    if any(row.limit is not None for row in _phases(rows)):
+        marks.append(Patch(facecolor="white", edgecolor=INK, hatch="////", linewidth=0.8, label="least time at the limits"))
+    if used:
+        there = [metric for metric in _SHARES if any(row.metric == metric for row in used)]
+        shares = [Patch(color=_SHARES[metric][1], label=_SHARES[metric][0]) for metric in there]
+        lower = panels[len(models)]
+        lower.set_ylabel("model FLOPs, %")
+        lower.set_title(" ")  # the legend's line
+        legend = lower.legend(handles=shares, ncols=2, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
+        legend.set_in_layout(False)  # it may reach over the next panel, where nothing is
+    figure.legend(handles=marks, ncols=4, loc="outside upper right")
+    add_notes(figure, [*_notes(rows), *_left_out(told)])
+    return figure
+
+
+def _variants(rows: list[Row]) -> dict[str, list[Row]]:
+    """The rows of each variant of a model, by a name that says what differs from an eager step in the default layout."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(_name_of(row), []).append(row)
+    return {name: mine for name, mine in found.items() if select(mine, metric="step_time_s")}
+
+
+def _name_of(row: Row) -> str:
+    """Rows of before there were variants name none."""
+    words = [row.params.get("layout", ""), row.params.get("mode", "")]
+    return "\n".join([row.dtype, *(_WORDS[word] for word in words if word in _WORDS)])
+
+
+def _draw_steps(axes: Axes, rows: list[Row]) -> None:
+    variants, tallest = _variants(rows), 0.0
+    for x, mine in enumerate(variants.values()):
+        phases, step = _phases(mine), select(mine, metric="step_time_s")[0]
+        limited = any(row.limit is not None for row in phases)
+        place = x - _BAR / 2 if limited else x
+        _stack(axes, place, [(row.metric, row.value) for row in phases], floor=False)
+        if limited:
+            _stack(axes, x + _BAR / 2, [(row.metric, row.limit or 0) for row in phases], floor=True)
+        top = 1e3 * sum(row.value for row in phases)
+        if step.predicted is not None:
+            ends = [place - _BAR / 2 - 0.06, place + _BAR / 2 + 0.06]
+            axes.plot(ends, [1e3 * step.predicted] * 2, color=INK, linewidth=1.6, zorder=4)
+            tallest = max(tallest, 1e3 * step.predicted)
+        share = "" if step.fraction_of_limit is None else f"\n{percent(step.fraction_of_limit)} %"
+        axes.annotate(
+            f"{number(step.value * 1e3, 3)}{share}",
+            (place, max(top, 1e3 * (step.predicted or 0))),
+            xytext=(0, 4),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            fontsize=8,
+        )
+    _name_variants(axes, list(variants))
+    axes.set(title=rows[0].variant)
+    axes.set_ylim(0, max(axes.get_ylim()[1], tallest) * 1.2)
+
+
+def _draw_shares(axes: Axes, rows: list[Row]) -> None:
+    variants, there = _variants(rows), [metric for metric in _SHARES if select(rows, metric=metric)]
+    for x, mine in enumerate(variants.values()):
+        for side, metric in zip((-0.5, 0.5) if len(there) > 1 else (0,), there, strict=True):
+            for row in select(mine, metric=metric):
+                axes.bar([x + side * _BAR], [100 * row.value], _BAR, color=_SHARES[metric][1])
+                axes.annotate(
+                    percent(row.value),
+                    (x + side * _BAR, 100 * row.value),
+                    xytext=(0, 2),
+                    textcoords="offset points",
+                    ha="center",
+                    va="bottom",
+                    fontsize=8,
+                )
+    _name_variants(axes, list(variants))
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.15)
+
+
+def _name_variants(axes: Axes, names: list[str]) -> None:
+    axes.set_xticks(range(len(names)), names, fontsize=8)
+    room = 0.6 if len(names) > 1 else 0.9
+    axes.set_xlim(-room, len(names) - 1 + room)
+    axes.grid(axis="x", visible=False)
+
+
+def _phases(rows: Iterable[Row]) -> list[Row]:
+    """The rows of phases, in the order of the step."""
+    rows = list(rows)
+    return [row for name in PHASES for row in select(rows, metric=f"{name}_time_s")]
+
+
+def _stack(axes: Axes, x: float, parts: list[tuple[str, float]], floor: bool) -> None:
+    bottom = 0.0
+    for metric, seconds in (part for part in parts if part[1]):
+        colour = _COLOURS[metric.removesuffix("_time_s")]
+        style = {"facecolor": "white", "edgecolor": colour, "hatch": "////", "linewidth": 0.8} if floor else {"color": colour}
+        axes.bar([x], [seconds * 1e3], _BAR, bottom=bottom, **style)
+        bottom += seconds * 1e3
+
+
+def _notes(rows: list[Row]) -> list[str]:
+    phases = _phases(rows)
+    said = f"Batch {', '.join(sorted({str(row.params['batch']) for row in phases}))}."
+    if any(row.limit is not None for row in phases):
+        said += " Hatched: model FLOPs at the limit rate of the format, optimizer traffic at the memory's; percent: of that."
+    if any(row.predicted is not None for row in select(rows, metric="step_time_s")):
+        said += " Black line: predicted."
+    found = next(iter(select(rows, metric="mfu_maf")), None)
+    if found is not None:
+        said += f" MAF: the fastest product of the format in this run's {found.params['maf']} experiment."
+    without = {row.limit_source.removeprefix("no limit: ") for row in phases if row.limit is None}
+    return [said] + [f"No least time: {reason}." for reason in sorted(without)]
+
+
+def _left_out(rows: list[Row]) -> list[str]:
+    """One note a reason: the variants that have no step, and why."""
+    missing: dict[str, dict[str, None]] = {}
+    for row in select(rows, metric="step_time_s"):
+        if row.value is None:
+            missing.setdefault(row.value_reason, {})[f"{row.variant} {_name_of(row)}".replace("\n", " ")] = None
+    return [f"{', '.join(names)}: {reason}." for reason, names in missing.items()]
+
+
+def batch_scaling(material: Material) -> Figure | None:
+    """Samples per second by batch, and the memory it takes, with the line that foretells where it ends and the proof."""
+    rows = material.of("batch_scaling")
+    rates = measured(select(rows, metric="samples_per_s"))
+    if not rates:
+        return None
+    figure, (left, right) = new_figure("Batch by batch", material.machine("batch_scaling"), 2)
+    for position, model in enumerate(dict.fromkeys(row.variant for row in rates)):
+        mine = [row for row in rows if row.variant == model]
+        _draw_rates(left, select(measured(mine), metric="samples_per_s"), look(model, position))
+        _draw_memory(right, mine, look(model, position))
+    left.set(xscale="log", yscale="log", xlabel="batch", title="Throughput, dotted: predicted")
+    left.set_ylabel("samples/s, median with 95 % interval")
+    right.set(xscale="log", xlabel="batch", title="Peak memory; ×: out of memory")
+    right.set_ylabel("GiB of device memory" if _on_device(rows) else "GiB resident in the process")
+    right.set_ylim(0, right.get_ylim()[1] * 1.15)
+    spread_above(right)
+    log_ticks(left.yaxis)
+    for axes in (left, right):
+        axes.xaxis.set_major_formatter(lambda value, _: items(value))
+        axes.xaxis.minorticks_off()
+    left.legend(loc="best")
+    add_notes(figure, _memory_notes(rows))
+    return figure
+
+
+def _draw_rates(axes: Axes, rows: list[Row], style: dict) -> None:
+    rows = sorted(rows, key=_batch)
+    axes.errorbar([_batch(r) for r in rows], [r.value for r in rows], errors_of(rows), label=rows[0].variant, **style)
+    foretold = [row for row in rows if row.predicted is not None]
+    axes.plot([_batch(row) for row in foretold], [row.predicted for row in foretold], ":", color=style["color"], alpha=0.7)
+
+
+def _draw_memory(axes: Axes, rows: list[Row], style: dict) -> None:
+    """Measured peaks, the line through them, and the probes: filled where it fitted, a cross where not."""
+    peaks = [row for row in rows if row.metric in ("peak_memory_gib", "peak_rss_gib")]
+    steady = sorted((row for row in measured(peaks) if row.params["step"] != "probe"), key=_batch)
+    axes.plot([_batch(row) for row in steady], [row.value for row in steady], linestyle="none", **style)
+    slopes = measured(select(rows, metric="sample_memory_mib"))
+    if not slopes or not steady:
+        return
+    last, slope = steady[-1], slopes[0].value / 1024
+
+    def line(batch):
+        return last.value + slope * (batch - _batch(last))
+
+    probes = [row for row in peaks if row.params["step"] == "probe"]
+    reach = np.geomspace(_batch(steady[0]), max([_batch(row) for row in probes], default=_batch(last)), 200)
+    axes.plot(reach, line(reach), color=style["color"], linewidth=1)
+    for row in measured(select(rows, metric="count")):
+        axes.plot([row.value / 1.5, row.value * 1.5], [line(row.value)] * 2, "--", color=style["color"], linewidth=1.2)
+    for row in probes:
+        if row.value is not None:
+            axes.plot([_batch(row)], [row.value], linestyle="none", **style)
+            continue
+        cross = _batch(row), line(_batch(row))
+        axes.plot(*[[at] for at in cross], "x", color=style["color"], markersize=9, markeredgewidth=2.2)
+        axes.annotate(
+            f"{_batch(row):,}",
+            cross,
+            xytext=(0, 7),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            fontsize=8,
+            color=style["color"],
+        )
+
+
+def spread_above(axes: Axes) -> None:
+    """Move the panel's texts upwards, from the left, until none stands on another."""
+    axes.figure.draw_without_rendering()
+    placed: list[Bbox] = []
+    for text in sorted(axes.texts, key=lambda text: text.xy):
+        while any(text.get_window_extent().padded(2).overlaps(other) for other in placed):
+            x, y = text.xyann
+            text.xyann = (x, y + text.get_fontsize())
+        placed.append(text.get_window_extent())
+
+
+def _memory_notes(rows: list[Row]) -> list[str]:
+    notes = [
+        "Lines: through the largest batch of the sweep and one half way to the cap, which the dashes mark. Crosses: "
+        "batches that were to be too large, and that the allocator refused; drawn where they would have been."
+    ]
+    missing = [row for row in rows if row.metric == "count" and row.value is None]
+    return notes + [f"{row.variant}: no largest batch: {row.value_reason}." for row in missing]
+
+
+def _batch(row: Row) -> int:
+    return row.params["batch"]
+
+
+def _on_device(rows: list[Row]) -> bool:
+    return any(row.metric == "peak_memory_gib" for row in rows)
+
+
+TITLES = {"operator_cost": "What the host pays", "model_steps": "Training steps", "batch_scaling": "Batch by batch"}
+
+PLOTS = (
+    Plot("operator_cost", "operator_cost", "What an operator and a layer cost the host.", operator_cost),
+    Plot(
+        "model_steps",
+        "model_steps",
+        "Where a training step's time goes in each of its variants, and how much of the peak and of the fastest product it uses.",
+        model_steps,
+    ),
+    Plot(
+        "batch_scaling",
+        "batch_scaling",
+        "Samples per second and memory by batch; the line foretells the batch that does not fit.",
+        batch_scaling,
+    ),
+)
+
+# Both subjects of the baselines share a folder of a run's benchmarks/.
+RESULTS_FOLDER = "baseline"

@@ -1,0 +1,1 @@
+"""Style, number formats and tables of all figures. Imports no torch."""

@@ -1,0 +1,1 @@
+"""The functions of `hyperion.measure` for a reader's own code, and their answers."""

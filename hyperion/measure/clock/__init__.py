@@ -1,0 +1,1 @@
+"""Timing: clocks, warm-up, statistics, checks of the measurement itself."""

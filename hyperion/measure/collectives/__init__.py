@@ -1,0 +1,1 @@
+"""Collectives: buffers, exact verification, fits, overlap."""

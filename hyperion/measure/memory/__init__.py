@@ -1,0 +1,1 @@
+"""Memory: bandwidth, caches, transfers, allocation, peaks."""

@@ -1,0 +1,207 @@
+"""TAF, the rate that a device can reach on the products of one's own model: beside its peak, and beside the best rate of any
+product (MAF).
+
+Source of the three terms: AMD, Measuring max-achievable FLOPS, ROCm blogs, 2025 and 2026. TAF there weighs the products of
+a model by their FLOPs; time being FLOPs / rate, the mean that keeps the total time right is the harmonic one.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import hypot
+
+import torch
+
+from hyperion.errors import HyperionError
+from hyperion.hardware import Device
+from hyperion.measure.clock.dtypes import FORMATS, matmul_precision
+from hyperion.measure.clock.timing import Timing, time_function
+from hyperion.measure.clock.verify import Verification, verify_product
+from hyperion.measure.products.captured_gemms import CapturedGemms
+from hyperion.measure.products.gemm import Gemm, RefusedProduct, blas_backend
+from hyperion.measure.products.operands import made_up
+from hyperion.measure.products.product_formulas import Product
+from hyperion.results import Estimate
+
+_LEAST_TIME_S = 0.05
+
+
+@dataclass(frozen=True)
+class Taf:
+    """The FLOP-weighted rate of a model's products.
+
+    Args:
+        tflops: of the products with a known rate, each done alone, one after the other.
+        coverage: their share of the model's FLOPs, from 0 to 1.
+        rates: TFLOPS of each of them.
+        shares: of each of them, its part of the model's FLOPs; they add up to the coverage.
+        left_out: the others, with the reason.
+    """
+
+    tflops: Estimate
+    coverage: float
+    rates: dict[Product, Estimate]
+    shares: dict[Product, float]
+    left_out: dict[Product, str]
+
+    def __str__(self) -> str:
+        return f"TAF {self.tflops} TFLOPS over {100 * self.coverage:.1f} % of the FLOPs, {len(self.rates)} products timed"
+
+
+def taf(captured: CapturedGemms, rate: Callable[[Product], Estimate | None] | Mapping[Product, Estimate]) -> Taf:
+    """Total FLOPs over the sum of times, count x FLOPs / rate, of the products whose rate is known.
+
+    The interval follows from theirs as for independent errors: distances of the times from the interval's ends are added
+    up in quadrature.
+
+    Args:
+        rate: TFLOPS of a product, None where it has none.
+
+    Raises:
+        HyperionError: no product has a rate.
+    """
+    known = rate.get if isinstance(rate, Mapping) else rate
+    rates = {product: found for product in captured.counts if (found := known(product)) is not None}
+    if not rates:
+        raise HyperionError(
+            f"none of {len(captured.counts)} products has a rate", where="taf", next_step="time some of them, or allow more time"
+        )
+    work = {product: product.flops * captured.counts[product] / 1e12 for product in rates}
+    total, seconds = sum(work.values()), sum(work[p] / rates[p].value for p in rates)
+    slower = hypot(*(work[p] / rates[p].ci_low - work[p] / rates[p].value for p in rates))
+    faster = hypot(*(work[p] / rates[p].value - work[p] / rates[p].ci_high for p in rates))
+    tflops = Estimate(
+        total / seconds, total / (seconds + slower), total / (seconds - faster), min(found.n for found in rates.values())
+    )
+    left_out = {product: "no rate" for product in captured.counts if product not in rates}
+    covered = {product: product.flops * captured.counts[product] for product in rates}
+    shares = {product: flops / captured.flops for product, flops in covered.items()}
+    return Taf(tflops, sum(covered.values()) / captured.flops, rates, shares, left_out)
+
+
+@dataclass(frozen=True)
+class TimedProduct:
+    """A captured product that was timed with flushed caches and verified.
+
+    Args:
+        tflops: its rate, from `timing`.
+        backend: the BLAS library that PyTorch prefers for it.
+    """
+
+    tflops: Estimate
+    timing: Timing
+    verification: Verification
+    backend: str
+
+
+def measure_taf(captured: CapturedGemms, device: Device, time_limit_s: float = 30.0) -> Taf:
+    """The FLOP-weighted rate of the products that `measure_products` could time in that time.
+
+    Raises:
+        HyperionError: none could be timed, or a product is wrong.
+    """
+    measured = measure_products(captured, device, time_limit_s)
+    found = {product: result.tflops for product, result in measured.items() if isinstance(result, TimedProduct)}
+    reasons = {product: result for product, result in measured.items() if isinstance(result, str)}
+    if not found:
+        raise HyperionError(
+            f"no product could be timed: {'; '.join(dict.fromkeys(reasons.values())) or 'the call has none'}",
+            where=f"measure_taf on {device.name}",
+            next_step="capture a call that multiplies matrices in a dtype of the device",
+        )
+    return replace(taf(captured, found), left_out=reasons)
+
+
+def measure_products(captured: CapturedGemms, device: Device, time_limit_s: float = 30.0) -> dict[Product, TimedProduct | str]:
+    """Time the captured products on a device with flushed caches and verify each, those with most FLOPs first.
+
+    Products that lie differently in memory are timed as one, the second operand as a transposed weight; a convolution as the
+    product that it is, its patches already unfolded; attention as batched products, one after the other.
+
+    Args:
+        time_limit_s: after it no further product is begun.
+
+    Returns:
+        What was found of each, or why it was not timed.
+
+    Raises:
+        HyperionError: a product is wrong.
+    """
+    measured: dict[tuple, TimedProduct | str] = {_key(p): _refusal(p, device) for p in captured.counts}
+    waiting = [product for product, _ in captured.by_flops() if not measured[_key(product)]]
+    deadline, begun = time.monotonic() + time_limit_s, False
+    for place, product in enumerate(waiting):
+        left_s = deadline - time.monotonic()
+        if measured[_key(product)]:
+            continue  # another of these sizes was timed
+        if begun and left_s <= 0:
+            measured[_key(product)] = f"the {time_limit_s:g} s were over"
+            continue
+        share_s = max(_LEAST_TIME_S, left_s / (len(waiting) - place))
+        measured[_key(product)], begun = _timed(product, device, share_s), True
+    return {product: measured[_key(product)] for product in captured.counts}
+
+
+def _key(product: Product) -> tuple:
+    return product.batch, product.m, product.n, product.k, product.dtype
+
+
+def _refusal(product: Product, device: Device) -> str:
+    """Why the product cannot be timed on the device, "" where it can."""
+    if product.dtype not in FORMATS or product.batch > 1 and FORMATS[product.dtype].scaled:
+        return f"{product.dtype} has no {'batched ' * (product.batch > 1)}product to time"
+    supported, how = device.supports(product.dtype)
+    return "" if supported else f"unsupported: {how}"
+
+
+def _timed(product: Product, device: Device, time_limit_s: float) -> TimedProduct | str:
+    """What was measured, or why nothing was."""
+    size = product.m, product.n, product.k, product.dtype, device
+    try:
+        subject = Gemm(*size) if product.batch == 1 else BatchedGemm(product.batch, *size)
+        timing, verification = subject.measure(time_limit_s=time_limit_s)
+    except torch.OutOfMemoryError as error:
+        return f"out of memory: {str(error).splitlines()[0]}"
+    except RefusedProduct as error:
+        return f"refused: {error.what}"
+    if not verification.passed:
+        raise HyperionError(
+            f"{product} is wrong by {verification.error:.2g}, allowed are {verification.tolerance:.2g}",
+            where=f"measure_products on {device.name}",
+            next_step="do not trust this device: run hyperion doctor",
+        )
+    rate = timing.estimate.map(lambda seconds: product.flops / seconds / 1e12)
+    return TimedProduct(rate, timing, verification, blas_backend(device, FORMATS[product.dtype]))
+
+
+class BatchedGemm:
+    """Operands of products of one size that a single call does: C[b,M,N] = A[b,M,K]·B[b,K,N], made as those of `Gemm`.
+
+    Args:
+        batch: products in a call.
+    """
+
+    def __init__(self, batch: int, m: int, n: int, k: int, dtype: str, device: Device, seed: int = 0):
+        self.format, self.device = FORMATS[dtype], device
+        generator = torch.Generator(device.torch_device).manual_seed(seed)
+        a, b = (made_up("normal", (batch, *sides), self.format, device, generator) for sides in ((m, k), (n, k)))
+        self.a_BMK, self.b_BKN = a.values, b.values.transpose(1, 2)
+        self.c_BMN = torch.empty(batch, m, n, dtype=self.format.storage, device=device.torch_device)
+        self.flops = 2 * batch * m * n * k
+
+    def __call__(self) -> torch.Tensor:
+        return torch.bmm(self.a_BMK, self.b_BKN, out=self.c_BMN)
+
+    def measure(self, *, cold: bool = True, time_limit_s: float = 5.0) -> tuple[Timing, Verification]:
+        """Time the products, then verify the output that the calls left: first, middle and last of the batch."""
+        self.c_BMN.fill_(float("nan"))
+        with matmul_precision(self.format):
+            timing = time_function(self, self.device, cold=cold, time_limit_s=time_limit_s)
+        last = len(self.c_BMN) - 1
+        checks = [
+            verify_product(self.a_BMK[b], self.b_BKN[b], self.c_BMN[b], self.format.gemm_tolerance)
+            for b in sorted({0, last // 2, last})
+        ]
+        unwritten = bool(torch.isnan(self.c_BMN).any())
+        worst = max(checks, key=lambda check: check.error)
+        return timing, Verification(worst.name, float("nan") if unwritten else worst.error, worst.tolerance)

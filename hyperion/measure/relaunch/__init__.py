@@ -1,0 +1,1 @@
+"""Measure two versions of a function over several process launches."""

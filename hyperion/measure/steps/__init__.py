@@ -1,0 +1,1 @@
+"""Training steps: launches, operators, compilation, traces, predictions."""

@@ -1,0 +1,1 @@
+"""Models, data and recipes that several subjects share, ready to run."""

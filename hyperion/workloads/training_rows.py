@@ -1,0 +1,233 @@
+"""Rows and curves that every trained baseline has: epochs, steady speed, memory, and the roofline they are held against."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from itertools import accumulate
+
+import pandas as pd
+import torch
+
+from hyperion.chapter.context import Context, Forecast
+from hyperion.chapter.rows import gemm_limit, sample_frame, stream_ceiling, timed_columns
+from hyperion.hardware import Device, gemm_path, peak
+from hyperion.measure import Ceilings, Timing, Verification, time_function
+from hyperion.models import ModelFlops
+from hyperion.results import Row, mean_estimate
+from hyperion.training import EpochRecord, History, TorchEngine
+
+_NO_LIMIT = "no limit: "
+# In float32, AdamW reads weight, gradient and two moments and writes all but the gradient; SGD has one moment.
+ADAMW_BYTES_A_PARAMETER = 7 * 4
+SGD_BYTES_A_PARAMETER = 5 * 4
+
+
+def epoch_rows(context: Context, variant: str, dtype: str, engine: TorchEngine, history: History, source: str) -> list[Row]:
+    """Training loss, learning rate, throughput, peak memory and the share of time spent waiting for the loader, by epoch."""
+    rows = []
+    for record, peak_gib in zip(history.epochs, _peaks(engine, history), strict=True):
+        values = {
+            "training_loss": (record.loss, _NO_LIMIT + "a model may fit what it is trained on exactly"),
+            "learning_rate": (record.learning_rate, ""),
+            f"{engine.item}s_per_s": (
+                record.items_per_s,
+                _NO_LIMIT + "loading is part of it; the steady step of this model has one",
+            ),
+            record.peak_memory_metric: (peak_gib, _NO_LIMIT + "the least memory that a step needs is not derived yet"),
+        }
+        for metric, (value, limit_source) in values.items():
+            reason = "" if value is not None else "no step of this epoch was timed, or the system cannot tell"
+            rows.append(
+                context.row(
+                    variant,
+                    metric,
+                    value,
+                    dtype=dtype,
+                    params=_epoch_params(record),
+                    value_reason=reason,
+                    limit_source=limit_source,
+                    data_source=source,
+                )
+            )
+        if record.waiting_share is not None:
+            waiting = _epoch_params(record) | {"what": "waiting for the loader"}
+            rows.append(context.row(variant, "share", record.waiting_share, dtype=dtype, params=waiting, data_source=source))
+    return rows
+
+
+def _peaks(engine: TorchEngine, history: History) -> list[float | None]:
+    """The peak of each epoch in GiB. A recorded step keeps its memory in a pool of its own, which counts as tensors while it
+    is recorded and not when it is replayed: from then on the peak is at least what it was."""
+    peaks = [record.peak_memory_gib for record in history.epochs]
+    return peaks if engine.uncaptured or None in peaks else list(accumulate(peaks, max))
+
+
+def _epoch_params(record: EpochRecord) -> dict:
+    return {"epoch": record.epoch, "step": record.step}
+
+
+def seed_statistics(
+    context: Context,
+    variant: str,
+    metric: str,
+    values: Sequence[float],
+    limit: tuple[float | None, str],
+    shared: dict,
+    most: float = math.inf,
+) -> list[Row]:
+    """The mean of what several seeds reached, with Student's interval, and their deviation (`<metric>_sd`).
+
+    Args:
+        limit: of the metric, and where it comes from.
+        shared: dtype, params and data source of both rows.
+        most: that the metric can be; its least is 0.
+    """
+    mean = mean_estimate(values)
+    return [
+        context.row(
+            variant,
+            metric,
+            mean.value,
+            n=mean.n,
+            ci_low=max(0.0, mean.ci_low),
+            ci_high=min(most, mean.ci_high),
+            limit=limit[0],
+            limit_source=limit[1],
+            **shared,
+        ),
+        context.row(variant, f"{metric}_sd", statistics.stdev(values), **shared),
+    ]
+
+
+def loss_curve(history: History) -> pd.DataFrame:
+    """The loss of every optimizer step, and the held-out numbers of every epoch that was evaluated."""
+    steps = pd.DataFrame({"kind": "step", "step": range(1, len(history.losses) + 1), "loss": history.losses})
+    epochs = pd.DataFrame(
+        [{"kind": "evaluation", "step": r.step, **r.evaluation} for r in history.epochs if r.evaluation is not None]
+    )
+    return pd.concat([steps, epochs], ignore_index=True)
+
+
+def steady_rows(
+    context: Context, variant: str, engine: TorchEngine, batch, items: int, flops: ModelFlops, least_flops: float, source: str
+) -> tuple[list[Row], pd.DataFrame]:
+    """One optimizer step on a batch that lies ready: time, throughput, MFU, and its raw samples. Changes the engine.
+
+    Args:
+        items: tokens or images of `batch`.
+        flops: of one item, by the field's convention, for MFU.
+        least_flops: forward and backward of one item that no implementation can avoid, for the limit.
+    """
+    device, dtype = engine.device, engine.precision.dtype
+    timing = time_function(
+        lambda: engine.train_step(batch), device, cold=False, time_limit_s=context.sizes["steady_time_limit_s"]
+    )
+    params = {"batch": items, "step": "steady"}
+    shared = {"dtype": dtype, "params": params, "data_source": source}
+    rows = speed_rows(context, variant, engine.item, items, timing, flops, least_flops, shared)
+    return rows, sample_frame(timing, variant, dtype, params).assign(kind="steady step")
+
+
+def speed_rows(
+    context: Context,
+    variant: str,
+    item: str,
+    items: int,
+    timing: Timing,
+    flops: ModelFlops,
+    least_flops: float,
+    shared: dict,
+    step_check: Verification | None = None,
+    rate_check: Verification | None = None,
+) -> list[Row]:
+    """Time, throughput and MFU of an optimizer step, each held against what its FLOPs need at the limit rate.
+
+    Args:
+        item: what is counted; `image` gives `images_per_s`.
+        items, flops, least_flops: as in `steady_rows`.
+        shared: dtype, params and data source of all three rows.
+        step_check, rate_check: what was verified of the step, for the rows of time and of throughput.
+    """
+    device, dtype, step = context.device, shared["dtype"], timing.estimate
+    floor, limit_source = flops_floor(device, dtype, least_flops * items)
+    work = flops.forward_backward * items
+    rate = step.map(lambda seconds: items / seconds)
+    return [
+        context.row(
+            variant,
+            "step_time_s",
+            step.value,
+            limit=floor,
+            limit_source=limit_source,
+            **shared,
+            **timed_columns(step, timing, step_check),
+        ),
+        context.row(
+            variant,
+            f"{item}s_per_s",
+            rate.value,
+            limit=None if floor is None else items / floor,
+            limit_source=limit_source,
+            **shared,
+            **timed_columns(rate, timing, rate_check),
+        ),
+        _mfu_row(context, variant, device, dtype, step.map(lambda seconds: work / seconds / 1e12), shared, timing),
+    ]
+
+
+def flops_floor(device: Device, dtype: str, flops: float) -> tuple[float | None, str]:
+    """(least seconds that these FLOPs take at the limit rate of the dtype, its source), or (None, why there is none)."""
+    limit_tflops, limit_source = gemm_limit(device, _gemm_dtype(dtype))
+    if limit_tflops is None:
+        return None, limit_source
+    return flops / (limit_tflops * 1e12), f"model FLOPs at {limit_source}"
+
+
+def _mfu_row(context: Context, variant: str, device: Device, dtype: str, tflops, shared: dict, timing) -> Row:
+    """Model FLOPs utilisation against the published peak; null with the reason where the device has none."""
+    published = peak(device, gemm_path(_gemm_dtype(dtype), device))
+    if published.published_tflops is None:
+        reason = f"no peak to divide by: {published.reason or 'no published value'}"
+        return context.row(variant, "mfu", None, value_reason=reason, **shared)
+    share = tflops.map(lambda rate: rate / published.published_tflops)
+    limit = published.limit_tflops / published.published_tflops if published.limit_tflops else None
+    return context.row(
+        variant,
+        "mfu",
+        share.value,
+        limit=limit,
+        limit_source=f"the peak at the maximum clock; {published.limit_source}",
+        **shared,
+        **timed_columns(share, timing),
+    )
+
+
+def _gemm_dtype(dtype: str) -> str:
+    """The format that float32 products really use here."""
+    return "tf32" if dtype == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32" else dtype
+
+
+def step_forecasts(
+    context: Context, variant: str, dtype: str, item: str, items: int, flops: ModelFlops, traffic: dict[str, float]
+) -> list[Forecast]:
+    """Throughput of a steady step from the ceilings measured earlier in this run and the model's shapes.
+
+    Args:
+        items: tokens or images of a batch.
+        flops: of one item.
+        traffic: bytes that one step moves beside the products, by what moves them.
+    """
+    params = {"batch": items, "step": "steady"}
+    gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
+    if gemm is None or stream is None:
+        estimate, basis = None, "no estimate: this run has measured no ceilings (01_hardware_exploration)"
+    else:
+        ceilings = Ceilings(gemm.value, stream.value, "measured")
+        arithmetic = ceilings.least_time_s(flops.forward_backward * items, 0)
+        moving = ceilings.least_time_s(0, sum(traffic.values()))
+        estimate = items / (arithmetic + moving)
+        basis = (
+            f"{arithmetic * 1e3:.3g} ms of products at the measured {ceilings.tflops:.4g} TFLOPS, "
+            f"then {moving * 1e3:.3g} ms for {' and '.join(traffic)} at {ceilings.bandwidth_gb_s:.4g} GB/s"
+        )
+    return [Forecast(variant=variant, metric=f"{item}s_per_s", estimate=estimate, basis=basis, dtype=dtype, params=params)]

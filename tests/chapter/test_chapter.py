@@ -1,0 +1,453 @@
+"""A chapter keeps what it measured, measures again what changed, and replays without measuring."""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from hyperion.chapter import experiment_names, load_profile, open_chapter, profile_names
+from hyperion.chapter.context import Context, Experiment, Forecast, Result
+from hyperion.chapter.variants import unpacked
+from hyperion.data import DataError
+from hyperion.errors import HyperionError
+from hyperion.results import Row, RowError, Run, StoreError, rows_to_csv
+from hyperion.results.execution import UNEXPECTED_CLAIM, UNEXPECTED_ROW, unexpected
+from hyperion.workloads import datasets
+
+HARDWARE, NOTEBOOK = "01_hardware_exploration", "02_core_framework"
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A run that holds `leakage`, the quickest experiment that trains."""
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(folder))
+    chapter.predict("leakage", guess=4.0)
+    chapter.run("leakage")
+    return folder
+
+
+def test_rows_carry_the_estimate_written_before(run_folder):
+    row = Run.open(run_folder).rows(NOTEBOOK, "leakage")[0]
+    assert row.predicted == pytest.approx(4.1589, abs=1e-4)
+    assert row.check_error <= row.check_tolerance == 4.0
+
+
+def test_a_guess_made_after_the_fact_changes_nothing_and_says_so(run_folder, capsys):
+    chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(run_folder))
+    assert list(chapter.predict("leakage", guess=4.16)["guess"]) == [4.0]
+    assert "the guess 4 was written down before, and stays; 4.16 came too late" in capsys.readouterr().out
+    chapter.predict("leakage", guess=4.0)
+    assert "too late" not in capsys.readouterr().out
+
+
+def test_a_second_call_measures_nothing_again(run_folder, capsys):
+    before = (run_folder / "rows.csv").read_bytes()
+    result = open_chapter(NOTEBOOK, profile="smoke", output=str(run_folder)).run("leakage")
+    assert "nothing measured again" in capsys.readouterr().out
+    assert (run_folder / "rows.csv").read_bytes() == before
+    assert len(result.samples) == load_profile("smoke").sizes("leakage")["steps"]
+
+
+@pytest.fixture
+def chapter(tmp_path):
+    """A chapter of its own run."""
+    return open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "own run"))
+
+
+@pytest.mark.parametrize("true", [True, np.True_, np.array([True]), torch.tensor(True), torch.tensor([[True]])])
+def test_a_claim_that_holds_is_silent_and_one_that_does_not_is_unexpected(chapter, capsys, monkeypatch, tmp_path, true):
+    monkeypatch.setenv("HYPERION_EXECUTION_LOG", str(tmp_path / "log"))
+    capsys.readouterr()
+    chapter.expect(true, "not so")
+    assert capsys.readouterr().out == ""
+    chapter.expect(not true if isinstance(true, bool) else ~true, "loss 7.1,\n above 4")
+    # The driver passes on what begins like this, a line at a time.
+    assert capsys.readouterr().out == "UNEXPECTED: loss 7.1, above 4\n"
+    assert unexpected(tmp_path / "log", NOTEBOOK) == ["loss 7.1, above 4"]
+
+
+@pytest.mark.parametrize("holds", [None, 1, 0.0, "true", [], [True], np.array([True, False]), torch.ones(2) > 0, np.array([])])
+def test_what_is_no_truth_value_is_refused_by_name(chapter, holds):
+    with pytest.raises(HyperionError, match=rf"the check of 'a claim' got {type(holds).__name__} .*no truth value"):
+        chapter.expect(holds, "a claim")
+
+
+def test_a_claim_about_times_is_unexpected_on_a_gpu_and_a_warning_on_a_cpu(chapter, capsys):
+    claim = "more bytes, less time"
+    capsys.readouterr()
+    chapter.environment = chapter.environment | {"gpus": [{"name": "a GPU"}]}
+    chapter.expect_timing(True, claim)
+    assert capsys.readouterr().out == ""
+    chapter.expect_timing(False, claim)
+    assert capsys.readouterr().out == f"UNEXPECTED: {claim}\n"
+    chapter.environment = chapter.environment | {"gpus": []}
+    chapter.expect_timing(True, claim)
+    assert capsys.readouterr().out == ""
+    chapter.expect_timing(False, claim)
+    assert capsys.readouterr().out.startswith(f"WARNING: {claim}. On a CPU")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (0.99, 1.01, ""),
+        (0.98, 1.02, ""),
+        (0.97, 1.01, "WARNING: undecided"),
+        (0.99, 1.03, "WARNING: undecided"),
+        (0.9, 1.1, "WARNING: undecided"),
+        (1.021, 1.03, "UNEXPECTED"),
+        (0.9, 0.979, "UNEXPECTED"),
+    ],
+)
+def test_two_clocks_agree_with_the_whole_interval(chapter, capsys, low, high, said):
+    chapter.environment = chapter.environment | {"gpus": [{"name": "a GPU"}]}
+    row = Row(
+        notebook=NOTEBOOK,
+        experiment="gemm",
+        variant="v",
+        metric="speedup",
+        value=(low + high) / 2,
+        n=30,
+        ci_low=low,
+        ci_high=high,
+        limit_source="no limit",
+    )
+    capsys.readouterr()
+    chapter.expect_within(row, 0.98, 1.02, "our clock over a plain loop's")
+    out = capsys.readouterr().out
+    assert out.startswith(said) if said else out == ""
+    assert not said or f"{low:.4g} to {high:.4g}" in out
+
+
+def count_with_errors(monkeypatch, errors: list[dict], isolated: bool = False) -> list:
+    """Make every experiment count twice, the second time with the columns given for each go; returns the goes done."""
+    goes = []
+
+    def run(context, report):
+        context.workspace.mkdir(parents=True, exist_ok=True)
+        goes.append(sorted(path.name for path in context.workspace.iterdir()))
+        (context.workspace / "step-1").mkdir(exist_ok=True)
+        shared = {"check": "as counted", "check_error": 0.0, "check_tolerance": 0.1}
+        columns = shared | errors[min(len(goes), len(errors)) - 1]
+        rows = [context.row("good", "count", 7.0, **shared), context.row("bad", "count", 8.0, **columns)]
+        return Result(rows, pd.DataFrame({"x": [1]}))
+
+    experiment = Experiment(lambda context: [], run, isolated=isolated)
+    monkeypatch.setattr("hyperion.chapter.chapter.experiment_named", lambda name: experiment)
+    monkeypatch.setattr("hyperion.chapter.chapter.run_isolated", run)
+    return goes
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_row_that_fails_keeps_the_others_and_is_measured_again_by_a_later_call(tmp_path, monkeypatch, capsys, isolated):
+    goes = count_with_errors(monkeypatch, [{"check_error": 0.5}, {}], isolated)
+    monkeypatch.setenv("HYPERION_EXECUTION_LOG", str(tmp_path / "log"))
+    open_again = partial(open_chapter, NOTEBOOK, profile="smoke", output=str(tmp_path / "run"))
+    chapter = open_again()
+    result = chapter.run("leakage")
+    sentence = "leakage, bad: count 8 items failed its check 'as counted': error 0.5 above tolerance 0.1"
+    assert f"UNEXPECTED: {sentence}\n" in capsys.readouterr().out
+    assert unexpected(tmp_path / "log", NOTEBOOK, UNEXPECTED_ROW) == [sentence]
+    assert unexpected(tmp_path / "log", NOTEBOOK, UNEXPECTED_CLAIM) == []
+    assert result.rows == Run.open(tmp_path / "run").rows() and [row.value for row in result.rows] == [7.0, None]
+    chapter.run("leakage")
+    assert len(goes) == 1  # what this very notebook measured stays, until its next execution
+    assert [row.value for row in open_again().run("leakage").rows] == [7.0, 8.0]
+    assert "measured again, because a value of it was unexpected" in capsys.readouterr().out
+    assert goes == [[], []]  # no checkpoint of the go that went wrong was resumed
+    open_again().run("leakage")
+    assert len(goes) == 2 and "nothing measured again" in capsys.readouterr().out
+
+
+def test_a_row_that_is_malformed_is_an_error_and_nothing_is_stored(tmp_path, monkeypatch):
+    count_with_errors(monkeypatch, [{"check_tolerance": None}])
+    with pytest.raises(RowError, match="lacks its error or tolerance"):
+        open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run")).run("leakage")
+    assert Run.open(tmp_path / "run").rows() == []
+
+
+def test_a_row_that_fails_in_a_worker_comes_back_with_the_others(tmp_path):
+    rows = [
+        Context(notebook="n", experiment="e", sizes={}, workspace=tmp_path).row(
+            "v", "count", 1.0, params={"number": number}, check="c", check_error=error, check_tolerance=0.1
+        )
+        for number, error in enumerate((0.0, 0.5, math.nan))
+    ]
+    pd.DataFrame({"x": [1]}).to_parquet(tmp_path / "samples.parquet")
+    answer = {"rows": rows_to_csv(rows), "metrics": {}, "source": ""}
+    result = unpacked(answer, tmp_path / "samples.parquet", "e")
+    assert [row.without_failed_value().value for row in result.rows] == [1.0, None, None]
+
+
+@pytest.mark.parametrize(
+    "ingredient", ["sizes", "seed", "data source", "synthetic", "allowed", "upstream", "device", "torch", "library"]
+)
+def test_each_ingredient_changes_the_hash_of_what_an_experiment_depends_on(tmp_path, monkeypatch, ingredient):
+    experiment = Experiment(lambda context: [], lambda context, report: None, reads=("gemm",), data=("gpt2",))
+    monkeypatch.setattr("hyperion.chapter.chapter.experiment_named", lambda name: experiment)
+    chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run"))
+    record_ceilings(chapter.results, 1.0)
+    before = chapter._input_hash("leakage")
+    assert chapter._input_hash("leakage") == before
+    assert chapter._input_hash("ngram_baselines") != before
+    if ingredient == "sizes":
+        sizes = chapter.sizes("leakage") | {"steps": 999}
+        chapter.sizes = lambda experiment: sizes
+    elif ingredient == "seed":
+        chapter.seed = 1
+    elif ingredient == "data source":
+        chapter.data_source = "synthetic"
+    elif ingredient == "synthetic":
+        chapter.profile = replace(chapter.profile, synthetic={"lines": {"train": 1}})
+    elif ingredient == "allowed":
+        chapter.profile = replace(chapter.profile, allow_synthetic=not chapter.profile.allow_synthetic)
+    elif ingredient == "upstream":
+        record_ceilings(chapter.results, 2.0)
+    elif ingredient == "device":
+        monkeypatch.setattr(Context, "device", replace(chapter._context("leakage", ()).device, name="another"))
+    elif ingredient == "torch":
+        monkeypatch.setattr(torch, "__version__", "0.1")
+    else:
+        monkeypatch.setattr("hyperion.chapter.chapter.reached_source_hash", lambda module: "edited")
+    assert chapter._input_hash("leakage") != before
+
+
+def test_data_and_rows_that_an_experiment_does_not_read_leave_its_hash_alone(tmp_path, monkeypatch):
+    experiment = Experiment(lambda context: [], lambda context, report: None)
+    monkeypatch.setattr("hyperion.chapter.chapter.experiment_named", lambda name: experiment)
+    chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run"))
+    before = chapter._input_hash("leakage")
+    record_ceilings(chapter.results, 1.0)
+    chapter.data_source = "synthetic"
+    assert chapter._input_hash("leakage") == before
+
+
+def test_another_seed_is_another_experiment(run_folder):
+    first = Run.open(run_folder).rows(NOTEBOOK, "leakage")
+    chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(run_folder), seed=1)
+    assert chapter.run("leakage").rows[0].value != first[0].value
+    assert len(Run.open(run_folder).rows(NOTEBOOK, "leakage")) == 1
+    # run.json tells how the run began, provenance how each experiment was measured.
+    assert Run.open(run_folder).information()["seed"] == 0
+    provenance = Run.open(run_folder).finished(NOTEBOOK, "leakage")["provenance"]
+    assert (provenance["seed"], provenance["profile"], provenance["torch"]) == (1, "smoke", torch.__version__)
+    assert provenance["sizes"] == chapter.sizes("leakage") and len(provenance["source"]["hash"]) == 64
+    # The seed goes back, and the same loss comes back with it, bit for bit.
+    again = open_chapter(NOTEBOOK, profile="smoke", output=str(run_folder), seed=0).run("leakage")
+    assert again.rows[0].value == first[0].value
+
+
+def test_replay_takes_rows_from_the_reference_and_measures_nothing(run_folder, tmp_path, monkeypatch, capsys):
+    reference = tmp_path / "reference"
+    reference.mkdir()
+    (reference / "machine").symlink_to(run_folder)
+    monkeypatch.setattr("hyperion.chapter.replay.reference_folder", lambda: reference)
+    chapter = open_chapter(NOTEBOOK, profile="replay", output=str(tmp_path / "replayed"))
+    assert "BANNER: replay" in capsys.readouterr().out
+    result = chapter.run("leakage")
+    assert result.replayed_from == "machine" or result.replayed_from == run_folder.name
+    assert result.rows == Run.open(run_folder).rows(NOTEBOOK, "leakage")
+    assert Run.open(tmp_path / "replayed").rows() == result.rows
+    told = [Run.open(folder).finished(NOTEBOOK, "leakage")["provenance"] for folder in (run_folder, chapter.results.folder)]
+    assert told[0] == told[1] and chapter.sizes("leakage") == told[0]["sizes"]
+    assert chapter.results.environments() == {told[0]["environment"]: chapter.environment}
+    with pytest.raises(HyperionError, match="holds no experiment gemm"):
+        chapter.run("gemm")
+
+
+def test_replay_keeps_this_readers_guess_and_shows_no_estimate_of_another_configuration(
+    run_folder, tmp_path, monkeypatch, capsys
+):
+    reference = tmp_path / "reference"
+    reference.mkdir()
+    (reference / "machine").symlink_to(run_folder)
+    monkeypatch.setattr("hyperion.chapter.replay.reference_folder", lambda: reference)
+    stale = Run.open(run_folder).predictions(NOTEBOOK, "leakage")[0]
+    Run.open(run_folder).predict([replace(stale, input_hash="another", guess=None, estimate=99.0)])
+    chapter = open_chapter(NOTEBOOK, profile="replay", output=str(tmp_path / "replayed"))
+    assert chapter.predict("leakage")["guess"].isna().all()
+    table = chapter.predict("leakage", guess=3.5)
+    assert list(table["guess"]) == [3.5] and list(table["estimate"]) == [pytest.approx(4.1589, abs=1e-4)]
+    chapter.run("leakage")
+    chapter.predict("leakage", guess=3.6)
+    assert "3.6 came too late" in capsys.readouterr().out
+    assert [p.guess for p in Run.open(tmp_path / "replayed").predictions()] == [3.5]
+
+
+def test_a_guess_after_the_measurement_is_told_that_it_came_too_late(run_folder, tmp_path, capsys):
+    chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run"))
+    assert chapter.predict("leakage")["guess"].isna().all()
+    assert list(chapter.predict("leakage", guess=4.0)["guess"]) == [4.0]
+    other = open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run"), seed=5)
+    other.run("leakage")
+    assert other.predict("leakage", guess=4.0)["guess"].isna().all()
+    assert "no guess was written down before, and stays; 4 came too late" in capsys.readouterr().out
+
+
+def test_what_the_notebooks_check_failed_on_is_measured_anew_once(run_folder, tmp_path, monkeypatch, capsys):
+    copy = tmp_path / "copy"
+    shutil.copytree(run_folder, copy)
+    monkeypatch.setenv("HYPERION_REMEASURE", "1")
+    chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(copy))
+    chapter.run("leakage")
+    assert "measured again" in capsys.readouterr().out
+    chapter.run("leakage")
+    assert "nothing measured again" in capsys.readouterr().out
+
+
+def test_a_forecast_of_all_ranks_is_not_held_against_one_of_them(tmp_path, monkeypatch):
+    def forecast(context):
+        shared = {"variant": "v", "metric": "count", "basis": "b"}
+        return [
+            Forecast(estimate=8.0, params={"what": "together"}, **shared),
+            Forecast(estimate=4.0, params={"what": "held"}, each_rank=True, **shared),
+        ]
+
+    def run(context, report):
+        cells = [("together", None), ("together", 0), ("together", 1), ("held", 0), ("held", 1), ("held", None)]
+        rows = [context.row("v", "count", 7.0, params={"what": what, "ranks": 2}, rank=rank) for what, rank in cells]
+        return Result(rows, pd.DataFrame({"x": [1]}))
+
+    monkeypatch.setattr("hyperion.chapter.chapter.experiment_named", lambda name: Experiment(forecast, run))
+    chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run"))
+    chapter.run("leakage")
+    stored = {(row.params["what"], row.rank): row.predicted for row in Run.open(tmp_path / "run").rows()}
+    assert stored == {
+        ("together", None): 8.0,
+        ("together", 0): None,
+        ("together", 1): None,
+        ("held", 0): 4.0,
+        ("held", 1): 4.0,
+        ("held", None): None,
+    }
+
+
+def record_ceilings(run, tflops):
+    for experiment, metric, value, params in (
+        ("gemm", "gemm_tflops", tflops, {}),
+        ("bandwidth", "bandwidth_gb_s", 100.0, {"elements": 10}),
+    ):
+        row = Row(
+            notebook=HARDWARE,
+            experiment=experiment,
+            variant="copy",
+            dtype="fp32",
+            metric=metric,
+            value=value,
+            n=30,
+            ci_low=value,
+            ci_high=value,
+            limit_source="no limit: made up",
+            params=params,
+            check="c",
+            check_error=0.0,
+            check_tolerance=1.0,
+        )
+        run.record(HARDWARE, experiment, [row], pd.DataFrame({"x": [1]}), input_hash="h")
+
+
+def test_other_ceilings_make_another_roofline(tmp_path, capsys):
+    chapter = open_chapter(HARDWARE, profile="smoke", output=str(tmp_path / "run"))
+    record_ceilings(chapter.results, 1.0)
+    assert chapter.run("roofline").rows[0].value == pytest.approx(10)
+    chapter.run("roofline")
+    assert "nothing measured again" in capsys.readouterr().out
+    record_ceilings(chapter.results, 2.0)
+    assert chapter.run("roofline").rows[0].value == pytest.approx(20)
+    assert "nothing measured again" not in capsys.readouterr().out
+
+
+def small(notebook, folder):
+    """A chapter of smoke with a synthetic text that counting takes a second for."""
+    chapter = open_chapter(notebook, profile="smoke", output=str(folder))
+    chapter.profile = replace(chapter.profile, synthetic={"lines": {"train": 400, "valid": 40, "test": 40}})
+    return chapter
+
+
+def test_upstream_rows_that_come_later_make_a_new_forecast_and_no_new_measurement(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HYPERION_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("HYPERION_OFFLINE", "1")
+    monkeypatch.delenv("HYPERION_DATA_MIRROR", raising=False)
+    folder = tmp_path / "run"
+    chapter = small(NOTEBOOK, folder)
+    chapter.predict("ngram_baselines", guess=300.0)
+    first = chapter.run("ngram_baselines")
+    assert all(row.predicted is None for row in first.rows)
+    small("01_dataset_preparation", folder).run("text_pipeline")
+    capsys.readouterr()
+    second = chapter.run("ngram_baselines")
+    assert "nothing measured again" in capsys.readouterr().out
+    assert any(row.predicted for row in second.rows)
+    assert [replace(row, predicted=None) for row in second.rows] == first.rows
+    assert Run.open(folder).rows(NOTEBOOK, "ngram_baselines") == second.rows
+    (prediction,) = chapter.results.predictions(NOTEBOOK, "ngram_baselines")
+    assert prediction.guess == 300.0 and prediction.basis.endswith("made after the measurement")
+
+
+def test_files_that_a_run_fetched_itself_leave_it_fresh_and_other_files_do_not(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HYPERION_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("HYPERION_OFFLINE", "1")
+    monkeypatch.delenv("HYPERION_DATA_MIRROR", raising=False)
+    load = datasets.load_wikitext2
+
+    def load_and_stage(*arguments, **options):
+        corpus = load(*arguments, **options)
+        (tmp_path / "data/raw/wikitext-2").mkdir(parents=True)
+        (tmp_path / "data/raw/wikitext-2/wiki.train.tokens").write_text("text")
+        return corpus
+
+    monkeypatch.setattr(datasets, "load_wikitext2", load_and_stage)
+    chapter = small("01_dataset_preparation", tmp_path / "run")
+    chapter.run("text_pipeline")
+    chapter.run("text_pipeline")
+    assert "nothing measured again" in capsys.readouterr().out
+    (tmp_path / "data/raw/wikitext-2/wiki.train.tokens").write_text("edit")
+    monkeypatch.setattr(datasets, "load_wikitext2", load)
+    with pytest.raises(DataError, match=r"wiki\.|lines"):  # it is taken now, and it is no WikiText-2
+        chapter.run("text_pipeline")
+
+
+def test_replay_without_a_reference_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr("hyperion.chapter.replay.reference_folder", lambda: tmp_path)
+    with pytest.raises(HyperionError, match="no reference run holds") as error:
+        open_chapter(NOTEBOOK, profile="replay", output=str(tmp_path / "out"))
+    assert "PROFILE=smoke" in error.value.next_step
+
+
+def test_edited_rows_are_refused_by_name(run_folder, tmp_path):
+    copy = tmp_path / "edited"
+    shutil.copytree(run_folder, copy)
+    text = (copy / "rows.csv").read_text()
+    (copy / "rows.csv").write_text(text.replace("4.1", "4.0"))
+    with pytest.raises(StoreError, match="edited") as error:
+        open_chapter(NOTEBOOK, profile="smoke", output=str(copy)).run("leakage")
+    assert "rows.csv" in str(error.value)
+
+
+def test_unknown_profile_and_experiment_list_what_there_is(tmp_path):
+    with pytest.raises(HyperionError, match="unknown profile 'smoky'") as error:
+        open_chapter(NOTEBOOK, profile="smoky", output=str(tmp_path / "x"))
+    assert "PROFILE=smoke" in str(error.value)
+    with pytest.raises(HyperionError, match="no experiment 'nonsense'"):
+        open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "x")).run("nonsense")
+
+
+def test_every_profile_has_sizes_for_every_experiment_that_any_has():
+    profiles = [load_profile(name) for name in profile_names() if name != "replay"]
+    # Chapters have numbers; a section of another name belongs to a command.
+    chapters = [{nb: es for nb, es in p.sections.items() if nb[0].isdigit()} for p in profiles]
+    sections = [{(nb, e): set(sizes) for nb, es in chapter.items() for e, sizes in es.items()} for chapter in chapters]
+    assert all(section.keys() == sections[0].keys() for section in sections)
+    assert {experiment for _, experiment in sections[0]} == set(experiment_names())
+
+
+def test_run_json_names_no_folder_of_this_machine(run_folder):
+    text = json.dumps(Run.open(run_folder).information())
+    assert str(run_folder.parent) not in text and "/home/" not in text and "/root" not in text

@@ -1,0 +1,59 @@
+import os
+import subprocess
+
+import pytest
+
+from hyperion.data.store.faults import DataError
+from hyperion.data.store.staging import content_hash, sha256_of, staged
+
+
+def test_a_folder_appears_whole(tmp_path):
+    target = tmp_path / "deep" / "target"
+    with staged(target) as work:
+        (work / "file").write_text("content")
+        assert not target.exists()
+    assert (target / "file").read_text() == "content"
+    assert [path.name for path in target.parent.iterdir()] == ["target"]
+
+
+def test_an_error_leaves_nothing(tmp_path):
+    with pytest.raises(ValueError, match="midway"), staged(tmp_path / "target") as work:
+        (work / "file").write_text("half")
+        raise ValueError("midway")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_first_of_two_wins_and_the_second_leaves_nothing(tmp_path):
+    target = tmp_path / "target"
+    with staged(target) as late:
+        (late / "file").write_text("late")
+        with staged(target) as early:
+            (early / "file").write_text("early")
+    assert (target / "file").read_text() == "early"
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DataError, match="cannot stage data") as caught, staged(tmp_path / "file" / "target"):
+        pass
+    assert "HYPERION_DATA" in str(caught.value)
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("this account may not mount a small tmpfs")
+    try:
+        with pytest.raises(DataError, match="the disk is full; nothing was staged"), staged(disk / "target") as work:
+            (work / "file").write_bytes(os.urandom(1 << 20))
+        assert not list(disk.iterdir())
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_hashes(tmp_path):
+    (tmp_path / "file").write_bytes(b"abc")
+    assert sha256_of(tmp_path / "file").startswith("ba7816bf8f01cfea")
+    assert content_hash(tmp_path / "file", "md5") == "900150983cd24fb0d6963f7d28e17f72"

@@ -1,0 +1,108 @@
+import json
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hyperion.data import load_tokenizer, load_wikitext2
+from hyperion.data.store.faults import DataError
+from hyperion.data.store.staging import cache_root
+from hyperion.data.text.tokenizer import HUB_FOLDER, stage_tokenizer, train_tokenizer
+
+TEXTS = st.lists(st.text(st.characters(exclude_categories=["Cs"])), max_size=5)
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return load_wikitext2("synthetic", synthetic_lines={"train": 4000, "valid": 100, "test": 100})
+
+
+@pytest.fixture(scope="module")
+def trained(corpus):
+    return train_tokenizer(corpus)
+
+
+@given(TEXTS)
+def test_every_text_survives_a_trained_tokenizer(trained, texts):
+    ids = trained.encode(texts)
+    assert [trained.decode(one) for one in ids] == texts
+    assert trained.decode(trained.encode_split(texts)) == "".join(texts)
+    assert all(one.dtype == np.int32 and (one < trained.vocab_size).all() for one in ids)
+
+
+def test_a_made_up_word_is_one_token_and_a_line_is_sixteen(corpus, trained):
+    assert trained.source == "trained" and trained.name == f"bpe-{trained.vocab_size}-synthetic-echo"
+    assert {len(ids) for ids in trained.encode([f" {word}" for word in corpus.language.words])} == {1}
+    assert len(trained.encode_split(corpus.splits["valid"])) == 16 * 100
+
+
+def test_the_end_of_text_is_one_id_of_the_vocabulary(trained):
+    assert trained.decode([trained.eos_id]) == "<|endoftext|>"
+
+
+def test_training_twice_gives_the_same_tokenizer(corpus, trained):
+    assert train_tokenizer(corpus).sha256 == trained.sha256
+    assert train_tokenizer(corpus, vocab_size=300).vocab_size == 300
+
+
+def test_a_synthetic_corpus_gets_a_trained_one_and_says_so(corpus, capsys):
+    assert load_tokenizer("auto", corpus).source == "trained"
+    assert "tokenizer: source = TRAINED" in capsys.readouterr().out
+
+
+def test_nothing_to_train_on_is_an_error():
+    with pytest.raises(DataError, match="no corpus to train a tokenizer on"):
+        load_tokenizer("synthetic")
+    with pytest.raises(DataError, match="no source has tokenizer"):
+        load_tokenizer("auto")
+
+
+@pytest.mark.mirror
+def test_gpt2_of_the_mirror(mirror, monkeypatch):
+    monkeypatch.setenv("HYPERION_DATA_MIRROR", str(mirror))
+    gpt2 = load_tokenizer("mirror")
+    assert (gpt2.name, gpt2.source, gpt2.vocab_size, gpt2.eos_id) == ("gpt2", "mirror", 50257, 50256)
+    assert gpt2.encode(["Hello world"])[0].tolist() == [15496, 995] and ", official (" in gpt2.detail
+    valid = (mirror / "wikitext-2" / "wiki.valid.tokens").read_text()
+    ids = gpt2.encode_split(valid.splitlines(keepends=True))
+    assert gpt2.decode(ids) == valid
+    np.testing.assert_array_equal(ids, gpt2.encode([valid])[0])  # line by line is as good as all at once
+
+
+@pytest.mark.mirror
+def test_gpt2_downloaded_then_from_the_cache(mirror, tmp_path, serve, monkeypatch):
+    shutil.copytree(mirror / "gpt2", tmp_path / "hub" / HUB_FOLDER)
+    monkeypatch.setenv("HF_ENDPOINT", serve(tmp_path / "hub"))
+    one = load_tokenizer("download")
+    assert one.source == "download"
+    monkeypatch.setenv("HYPERION_OFFLINE", "1")
+    other = load_tokenizer("auto")
+    assert other.source == "cache" and other.sha256 == one.sha256 and stage_tokenizer() == "present"
+    (cache_root() / "gpt2" / "merges.txt").unlink()
+    with pytest.raises(DataError, match=r"merges.txt is missing"):
+        load_tokenizer("auto")
+
+
+@pytest.mark.mirror
+def test_another_tokenizer_is_not_taken_for_gpt2(mirror, tmp_path, monkeypatch, corpus):
+    folder = tmp_path / "mirror" / "gpt2"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("HYPERION_DATA_MIRROR", str(tmp_path / "mirror"))
+    for name in ("vocab.json", "merges.txt"):
+        (folder / name).write_bytes((mirror / "gpt2" / name).read_bytes())
+    vocabulary = json.loads((folder / "vocab.json").read_text())
+    whole = (folder / "vocab.json").read_bytes()
+    last = max(vocabulary.keys() - {"<|endoftext|>"}, key=vocabulary.get)
+    (folder / "vocab.json").write_text(json.dumps(vocabulary | {last: 70_000}))
+    with pytest.raises(DataError, match="50257 entries with ids up to 70000"):
+        load_tokenizer("auto")
+    (folder / "vocab.json").write_bytes(whole)
+    merges = (folder / "merges.txt").read_text().splitlines(keepends=True)
+    (folder / "merges.txt").write_text("".join(merges[:1000]))
+    with pytest.raises(DataError, match=r"not GPT-2's tokenizer: .*'Hello world' gives"):
+        load_tokenizer("auto")
+    (folder / "vocab.json").write_text("{")
+    with pytest.raises(DataError, match="no readable tokenizer"):
+        load_tokenizer("auto")

@@ -1,0 +1,109 @@
+"""Our training path beside the plain one: the same work, and a check that notices when it is not."""
+
+import pytest
+import torch
+
+from hyperion.experiments.baselines.image_training_speed import OURS, PLAIN, UNCOMPILED, _Pair, _parity, run
+from hyperion.experiments.baselines.plain_image_loop import PlainLoop, copy_weights, plain_model
+from hyperion.hardware import detect_cpu
+from hyperion.models import resnet18
+from hyperion.training import Precision
+from hyperion.workloads import datasets
+from tests.chapter.toy import perform, toy_context
+
+SIZES = {
+    "width": 4,
+    "batches": [8],
+    "train_images": 64,
+    "learning_rate": 0.05,
+    "precision": "fp32",
+    "compiled": False,
+    "plain_compiled": False,
+    "parity_steps": 4,
+    "steps_in_a_row": 1,
+    "time_limit_s": 0.05,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_data(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HYPERION_DATA", str(tmp_path_factory.mktemp("speed") / "data"))
+        yield
+
+
+def test_both_do_the_same_work_and_take_turns(one_thread, tmp_path):
+    result = perform(toy_context("image_training_speed", SIZES, tmp_path), tmp_path)
+    by_metric = {metric: [row for row in result.rows if row.metric == metric] for metric in ("images_per_s", "speedup")}
+    ours, plain = by_metric["images_per_s"]
+    assert (ours.params["loop"], plain.params["loop"]) == (OURS, PLAIN) and ours.n == plain.n >= 30
+    (speedup,) = by_metric["speedup"]
+    assert speedup.params["over"] == PLAIN and not speedup.params["replayed"]
+    assert speedup.value == pytest.approx(ours.value / plain.value, rel=1e-6)
+    for row, step in zip((row for row in result.rows if row.metric == "share"), (ours, plain), strict=True):
+        alone_s = row.params["convolutions_s"] + row.params["classifier_s"]
+        assert row.value == pytest.approx(alone_s * step.value / 8, rel=1e-3) and row.ci_low < row.value < row.ci_high
+    assert result.samples.query("kind == 'a product alone'").groupby("params").size().min() >= 3
+    compared = [row for row in result.rows if row.metric == "relative_difference"]
+    assert [(row.params["of"], row.params["window"]) for row in compared] == [
+        (loop, window) for loop in (OURS, PLAIN) for window in ("early", "late")
+    ]
+    assert all(row.check_error == row.value < 1e-4 for row in compared)
+    assert result.samples.query("kind == 'parity'").groupby("loop").size().to_dict() == {OURS: 4, PLAIN: 4, UNCOMPILED: 4}
+
+
+def test_products_that_find_no_memory_leave_a_reason(one_thread, tmp_path, monkeypatch):
+    def full(*ignored):
+        raise torch.OutOfMemoryError("no room for the operands")
+
+    monkeypatch.setattr("hyperion.experiments.baselines.image_training_speed.time_alone", full)
+    result = run(toy_context("image_training_speed", SIZES, tmp_path), lambda *progress: None)
+    reasons = [row.value_reason for row in result.rows if row.metric == "share"]
+    assert reasons == ["out of memory: no room for the operands"] * 2
+    assert all(row.value for row in result.rows if row.metric in ("images_per_s", "speedup"))
+
+
+def test_other_work_is_noticed(one_thread, tmp_path):
+    context = toy_context("image_training_speed", SIZES, tmp_path)
+    pair = _Pair.built(context, *datasets.images(context), batch=8)
+    for loop, optimizer in ((PLAIN, pair.plain.optimizer), (OURS, pair.engine.optimizer)):
+        optimizer.param_groups[0]["momentum"] = 0.5
+        rows = [row for row in _parity(context, pair, [], "synthetic") if row.metric == "relative_difference"]
+        assert loop in {row.params["of"] for row in rows if row.check_error > row.check_tolerance}
+
+
+def test_torchvisions_resnet_is_ours_under_other_names():
+    torch.manual_seed(0)
+    ours, (published, name) = resnet18(), plain_model(64)
+    copy_weights(ours, published)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(published.eval()(images), ours.eval()(images), rtol=1e-4, atol=1e-4)
+    assert name == "torchvision"
+
+
+def test_the_plain_loop_shows_every_image_once_an_epoch_shifted_and_mirrored():
+    images = torch.zeros(40, 3, 32, 32, dtype=torch.uint8)
+    images[:, :, 16, 10] = torch.arange(1, 41, dtype=torch.uint8)[:, None]  # one bright pixel tells image and place
+    model, _ = plain_model(4)
+    loop = PlainLoop(
+        model,
+        images.numpy(),
+        torch.arange(40).numpy() % 10,
+        ("crop", "flip"),
+        10,
+        0.1,
+        Precision("fp32", "test"),
+        detect_cpu(),
+        compiled=False,
+    )
+    shown, places = [], set()
+    for _ in range(4):
+        batch, labels = loop.next_batch()
+        assert batch.is_contiguous(memory_format=torch.channels_last)
+        peaks = (batch[:, 0] - batch[:, 0].amin(dim=(1, 2), keepdim=True)).flatten(1).argmax(dim=1)
+        places |= {(int(at) // 32, int(at) % 32) for at in peaks}
+        shown += labels.tolist()
+    assert sorted(shown) == sorted(i % 10 for i in range(40))
+    rows, columns = zip(*places, strict=True)
+    assert min(rows) >= 12 and max(rows) <= 20 and {c < 16 for c in columns} == {True, False}

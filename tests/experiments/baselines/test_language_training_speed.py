@@ -1,0 +1,163 @@
+"""Our training path beside the plain one: the same model, a check that notices other work, and a roof from shapes."""
+
+import math
+
+import pytest
+import torch
+
+from hyperion.chapter import experiment_named
+from hyperion.experiments.baselines.language_training_speed import OWN_ROOF, ROOF, _begun, _ours, _parity, _plain, run
+from hyperion.experiments.baselines.paired_loops import OURS, PLAIN, PairedLoops
+from hyperion.experiments.baselines.plain_language_model import with_weights_of
+from hyperion.experiments.baselines.step_roof import least_traffic
+from hyperion.models import TransformerConfig, TransformerLM
+from hyperion.results import Row
+from hyperion.workloads import datasets
+from hyperion.workloads.workloads import workload
+from tests.chapter.toy import perform, toy_context
+
+NAME = "language_training_speed"
+SIZES = {
+    "model": "lm_d64_h4_l2",
+    "sequence_length": 16,
+    "batch_size": 4,
+    "learning_rate": 1e-3,
+    "warmup_steps": 2,
+    "precision": "fp32",
+    "compiled": False,
+    "steps": 16,
+    "steps_in_a_row": 2,
+    "tolerance": 0.01,
+    "time_limit_s": 0.05,
+}
+SMALL = TransformerConfig(vocab_size=70, context=8, width=16, heads=2, layers=2)
+
+
+def ceiling(experiment, metric, dtype, value, **params):
+    return Row(
+        notebook="hw",
+        experiment=experiment,
+        variant="toy",
+        metric=metric,
+        dtype=dtype,
+        value=value,
+        n=30,
+        ci_low=value,
+        ci_high=value,
+        params={"cache": "cold"} | params,
+        limit_source="no limit: toy",
+        check="toy",
+        check_error=0.0,
+        check_tolerance=1.0,
+    )
+
+
+CEILINGS = [ceiling("gemm", "gemm_tflops", "fp32", 10.0), ceiling("bandwidth", "bandwidth_gb_s", "fp32", 100.0, elements=10)]
+COUNTED = Row(
+    notebook="hw", experiment="text_pipeline", variant="toy", metric="count", value=300.0, params={"what": "vocabulary"}
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_data(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HYPERION_DATA", str(tmp_path_factory.mktemp("speed") / "data"))
+        yield
+
+
+def test_both_do_the_same_work_and_take_turns(one_thread, tmp_path):
+    result = perform(toy_context(NAME, SIZES, tmp_path, CEILINGS), tmp_path)
+    rows = {(row.metric, row.params.get("loop")): row for row in result.rows}
+    ours, plain = rows["step_time_s", OURS], rows["step_time_s", PLAIN]
+    assert ours.n == plain.n >= 8 and not ours.params["compiled"]
+    assert rows["speedup", OURS].value == pytest.approx(plain.value / ours.value, rel=1e-6)
+    assert rows["speedup", OURS].params["replayed"] is False, "a CPU has no graphs"
+    shares = {row.params["what"]: row for row in result.rows if row.metric == "share" and row.params["loop"] == OURS}
+    assert set(shares) == {ROOF, OWN_ROOF}
+    for share in shares.values():
+        assert share.value == pytest.approx(share.params["roof_s"] / ours.value, rel=1e-3)
+        assert share.ci_low <= share.value <= share.ci_high
+        parts = [seconds for name, seconds in share.params.items() if name.endswith("_s") and name != "roof_s"]
+        assert share.params["roof_s"] == pytest.approx(sum(parts) - share.params["bandwidth_gb_s"], rel=1e-3)
+    products = result.samples.query("kind == 'its products alone'")
+    assert len(products) == ours.n, "timed in turn with the steps"
+    assert products["time_s"].median() == pytest.approx(shares[OWN_ROOF].params["products_s"], rel=1e-3)
+    agreement = rows["relative_difference", None]
+    assert agreement.check_error == agreement.value < agreement.check_tolerance and agreement.params["steps"] >= 20
+    curves = result.samples.query("kind == 'parity'").pivot(index="step", columns="loop", values="loss")
+    excess = curves[PLAIN] - curves[OURS]  # of classes that no token has
+    classes = workload("language", SIZES, _vocabulary(ours.variant)).config.vocab_size
+    assert excess[1] == pytest.approx(math.log(-(-classes // 64) * 64 / classes), rel=0.05)
+
+
+def test_another_learning_rate_is_noticed(one_thread, tmp_path):
+    context = toy_context(NAME, SIZES, tmp_path)
+    _, tokenizer, prepared = datasets.text(context)
+    loops = PairedLoops(context, workload("language", SIZES, tokenizer.vocab_size), "fp32", "synthetic", {"batch": 64})
+    faster = PairedLoops(
+        context, workload("language", SIZES | {"learning_rate": 2e-3}, tokenizer.vocab_size), "fp32", "synthetic", {}
+    )
+    tokens, begun = prepared.tokens["train"], {}
+    for name, build, of in ((OURS, _ours, loops), (PLAIN, _plain, loops), ("faster", _plain, faster)):
+        begun[name] = _begun(of, tokens, build)
+        for _ in range(28):
+            begun[name].step()
+    same, _ = _parity(loops, begun)
+    other, _ = _parity(loops, {OURS: begun[OURS], PLAIN: begun["faster"]})
+    assert same.check_error < same.check_tolerance < other.check_error
+
+
+def test_the_plain_model_computes_what_ours_does(one_thread):
+    torch.manual_seed(0)
+    ours = TransformerLM(SMALL).double()
+    with torch.no_grad():
+        for parameter in ours.parameters():  # biases and norms too, which begin as zeros and ones
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    plain = with_weights_of(ours)
+    tokens = torch.randint(SMALL.vocab_size, (3, 8))
+    logits = plain(tokens)
+    assert logits.shape[-1] == 128 and not logits[..., 70:].any()
+    torch.testing.assert_close(logits[..., :70], ours(tokens), rtol=1e-12, atol=1e-12)
+    assert plain.head.weight is plain.tokens.weight
+
+
+def test_the_roofs_bytes_are_those_of_a_hand_count():
+    tokens, D, V = 24, SMALL.width, SMALL.vocab_size
+    traffic = least_traffic(SMALL, tokens, "bf16")
+    weights = sum(parameter.numel() for parameter in TransformerLM(SMALL).parameters())
+    assert traffic["optimizer"] == weights * (4 + 4 + 8 + 4 + 8 + 4)  # w, g, m v read; w, m v written; g written before
+    assert traffic["logits"] == tokens * V * 2
+    written = D + D + D + D + 4 * D  # input, norm, sum, norm, MLP after GELU
+    read_again = D + D + 4 * D  # input, sum, MLP before GELU: what norms and GELU need; products read the others
+    assert traffic["activations"] == tokens * (2 * (written + read_again) + (D + D + D)) * 2  # two blocks and the last norm
+    in_fp32 = least_traffic(SMALL, tokens, "fp32")
+    assert in_fp32["logits"] == 2 * traffic["logits"]
+    assert traffic["optimizer"] - in_fp32["optimizer"] == weights * 4, "there a product writes the gradient"
+
+
+def test_products_that_find_no_memory_leave_a_reason(one_thread, tmp_path, monkeypatch):
+    def full(*ignored):
+        raise torch.OutOfMemoryError("no room for the operands")
+
+    monkeypatch.setattr("hyperion.experiments.baselines.language_training_speed.one_pass", full)
+    result = run(toy_context(NAME, SIZES, tmp_path, CEILINGS), lambda *progress: None)
+    reasons = {row.value_reason for row in result.rows if row.metric == "share" and row.params["what"] == OWN_ROOF}
+    assert reasons == {"out of memory: no room for the operands"}
+    assert all(row.value for row in result.rows if row.metric in ("step_time_s", "speedup"))
+
+
+def test_the_forecast_is_the_roof_or_says_what_is_missing(tmp_path):
+    foretold = experiment_named(NAME).forecast
+    lines = {line.metric: line for line in foretold(toy_context(NAME, SIZES, tmp_path, [COUNTED, *CEILINGS]))}
+    work = workload("language", SIZES, 300)
+    products_s = work.least_flops * work.items / 10e12
+    moved_s = sum(least_traffic(work.config, work.items, "fp32").values()) / 100e9
+    assert lines["step_time_s"].estimate == pytest.approx(products_s + moved_s)
+    assert lines["speedup"].estimate == 1 and "both do the same" in lines["speedup"].basis
+    for rows, missing in (([COUNTED], "no ceilings"), (CEILINGS, "vocabulary")):
+        (line,) = foretold(toy_context(NAME, SIZES, tmp_path, rows))
+        assert line.estimate is None and missing in line.basis
+
+
+def _vocabulary(variant: str) -> int:
+    return int(variant.rpartition("_v")[2])

@@ -1,0 +1,39 @@
+"""A rank is killed: the launcher says so, in the row that was foretold, and what it left running would be counted."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hyperion.experiments.distributed.rank_failure import EXPERIMENT, _ranks_left
+from tests.chapter.toy import perform, toy_context
+
+SIZES = {
+    "model": "lm_d64_h4_l2",
+    "sequence_length": 16,
+    "batch_size": 4,
+    "steps": 6,
+    "checkpoint_every": 2,
+    "kill_after": 3,
+    "learning_rate": 1e-3,
+    "cpu_ranks": 2,
+    "timeout_s": 300,
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these two ranks compute on the CPU; on GPUs the chapter shows it")
+def test_a_killed_rank_gets_the_row_that_was_foretold_and_leaves_nothing(tmp_path):
+    context = toy_context("rank_failure", SIZES, tmp_path)
+    (forecast,) = EXPERIMENT.forecast(context)
+    told, left, again = perform(context, tmp_path).rows
+    assert (forecast.metric, forecast.dtype, forecast.params) == (told.metric, told.dtype, told.params)
+    assert told.params == {"ranks": 2, "rank": 1, "signal": "SIGKILL"} and told.rank is None
+    assert left.value == 0 and again.value < 1e-6 and again.params["steps"] == 6
+
+
+def test_a_rank_that_goes_on_is_counted(tmp_path):
+    context = replace(toy_context("rank_failure", SIZES, tmp_path), workspace=tmp_path)
+    (tmp_path / "pid-0").write_text(str(os.getpid()))
+    (tmp_path / "pid-1").write_text(str(2**22 + 1))  # beyond what Linux numbers processes with
+    assert _ranks_left(context) == 1

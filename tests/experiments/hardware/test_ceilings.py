@@ -1,0 +1,79 @@
+"""The ceilings of forecasts, roofline table, roofline picture and headlines are the same: those of cold caches."""
+
+import pandas as pd
+import pytest
+
+from hyperion.book.headlines import headlines
+from hyperion.chapter import Context, experiment_named
+from hyperion.experiments.hardware.figures import roofline as picture
+from hyperion.figures.material import Material
+from hyperion.models import ModelFlops
+from hyperion.results import Row, Run
+from hyperion.workloads.training_rows import step_forecasts
+
+HARDWARE = "01_hardware_exploration"
+COLD, HOT = {"gemm": 741.4, "bandwidth": 4271.0}, {"gemm": 749.6, "bandwidth": 4333.0}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Both ceilings with cold and with warm caches, and of fp16 a warm value alone."""
+    run = Run.create(tmp_path_factory.mktemp("ceilings") / "run", {"environment": {"gpus": [{"name": "GPU"}]}})
+    product, stream = {"m": 4096, "n": 4096, "k": 4096}, {"elements": 5 * 10**8}
+    for experiment, variant, metric, dtype, params in (
+        ("gemm", "torch.mm", "gemm_tflops", "bf16", product),
+        ("bandwidth", "copy", "bandwidth_gb_s", "fp32", stream),
+    ):
+        rows = [
+            timed(experiment, variant, metric, dtype, value[experiment], params | {"cache": cache})
+            for cache, value in (("cold", COLD), ("hot", HOT))
+        ]
+        if experiment == "gemm":
+            rows.append(timed(experiment, variant, metric, "fp16", 600.0, params | {"cache": "hot"}))
+        else:
+            rows.append(timed(experiment, "triad", metric, dtype, 4200.0, params | {"cache": "cold"}))
+        run.record(HARDWARE, experiment, rows, pd.DataFrame({"x": [1]}), input_hash="h")
+    return run
+
+
+def timed(experiment, variant, metric, dtype, value, params):
+    return Row(
+        notebook=HARDWARE,
+        experiment=experiment,
+        variant=variant,
+        metric=metric,
+        dtype=dtype,
+        value=value,
+        n=30,
+        ci_low=value,
+        ci_high=value,
+        limit_source="no limit: made up",
+        params=params,
+        check="c",
+        check_error=0.0,
+        check_tolerance=1.0,
+    )
+
+
+@pytest.fixture
+def context(run, tmp_path):
+    return Context(notebook=HARDWARE, experiment="roofline", sizes={}, workspace=tmp_path, upstream=run.rows())
+
+
+def test_table(context):
+    rows = experiment_named("roofline").run(context, lambda *report: None).rows
+    ridges = {row.dtype: row.value for row in rows}
+    assert ridges == {"bf16": pytest.approx(COLD["gemm"] * 1e3 / COLD["bandwidth"])}
+
+
+def test_forecast(context):
+    (forecast,) = step_forecasts(context, "lm", "bf16", "token", 1, ModelFlops(2 * 10**11, 7414 * 10**8), {"weights": 42710})
+    assert "741.4 TFLOPS" in forecast.basis and "4271 GB/s" in forecast.basis
+    assert forecast.estimate == pytest.approx(1 / (1e-3 + 1e-8))
+    assert context.best_upstream("gemm_tflops", "fp16") is None
+
+
+def test_picture_and_headlines(run):
+    texts = [text.get_text() for text in picture(Material(run)).axes[0].texts]
+    assert "bf16 741.4" in texts and "4,271 GB/s measured" in texts
+    assert [headline.value for headline in headlines(Material(run))] == ["741.4 TFLOPS", "4,271 GB/s"]

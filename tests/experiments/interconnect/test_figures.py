@@ -1,0 +1,81 @@
+"""What the interconnect figure shows: the limit, every collective, and where each reaches half of its best."""
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from hyperion.experiments.interconnect.figures import bucket_size, collectives, overlap
+from hyperion.figures.material import Material
+from hyperion.figures.style import styled
+from hyperion.results import Run
+from tests.book.made_up import GPU
+from tests.book.made_up_collectives import FACTORS, LATENCY_S, OVERLAP_S, SIZES
+from tests.experiments.hardware.test_figures import texts
+
+
+@pytest.fixture
+def figures(material, cpu_material):
+    with styled():
+        return collectives(material), collectives(cpu_material)
+
+
+def test_the_limit_of_the_links_is_drawn_or_its_absence_explained(figures):
+    assert "limit of the links 450 GB/s" in texts(figures[0])
+    assert "no limit: gloo's ranks share a host." in texts(figures[1]) and "limit of the links" not in texts(figures[1])
+
+
+def test_every_collective_is_drawn_over_every_size_of_the_swept_format(figures):
+    rates = figures[0].axes[0]
+    assert rates.get_legend_handles_labels()[1] == list(FACTORS)
+    curves = [line.get_xdata() for line in rates.lines if line.get_linestyle() == "-" and len(line.get_xdata()) > 2]
+    assert len(curves) == len(FACTORS) and all(list(curve) == SIZES for curve in curves)
+
+
+def test_a_ring_lies_on_each_curve_where_it_reaches_half(figures):
+    rings = [line for line in figures[0].axes[0].lines if line.get_markersize() == 10]
+    assert len(rings) == len(FACTORS)
+    for ring, factor in zip(rings, FACTORS.values(), strict=True):
+        assert ring.get_xdata()[0] == pytest.approx(LATENCY_S * 370e9 / factor)
+        assert ring.get_ydata()[0] == pytest.approx(370 / 2, rel=0.05)
+
+
+def test_the_fit_is_the_line_through_the_times(figures):
+    fits = [line for line in figures[0].axes[1].lines if line.get_linestyle() == ":"]
+    assert len(fits) == len(FACTORS)
+    for fit, factor in zip(fits, FACTORS.values(), strict=True):
+        expected = 1e6 * (LATENCY_S + np.array(fit.get_xdata()) * factor / 370e9)
+        assert np.array(fit.get_ydata()) == pytest.approx(expected, rel=0.06)
+
+
+def test_a_wide_interval_lies_within_the_panel(tmp_path, cpu_material):
+    rows = [
+        replace(row, ci_high=1.5 * row.value) if row.metric == "busbw_gb_s" and row.value is not None else row
+        for row in cpu_material.of("collectives")
+    ]
+    run = Run.create(tmp_path / "run", {"environment": GPU})
+    run.record(rows[0].notebook, "collectives", rows, pd.DataFrame({"time_s": [0.1]}), input_hash="h")
+    with styled():
+        axes = collectives(Material(run)).axes[0]
+    assert axes.get_ylim()[1] >= max(row.ci_high for row in rows if row.metric == "busbw_gb_s" and row.value is not None)
+
+
+def test_the_recommended_size_and_ddps_own_are_drawn_beside_the_curves(material):
+    with styled():
+        axes = bucket_size(material).axes[0]
+    curves = {line.get_label(): line for line in axes.lines if len(line.get_xdata()) > 2}
+    assert list(curves) == ["all_reduce", "all_gather", "reduce_scatter"]
+    assert all(max(curve.get_ydata()) == pytest.approx(100) for curve in curves.values())
+    drawn = [line.get_xdata()[0] for line in axes.lines if len(line.get_xdata()) == 2]
+    advised = [9 * LATENCY_S * 370e9 / FACTORS[name] for name in curves]
+    assert drawn == pytest.approx([*advised, 25 * 2**20], rel=0.05)
+
+
+def test_both_at_once_is_drawn_between_hidden_and_in_turns(material):
+    with styled():
+        axes = overlap(material).axes[0]
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([1e3 * s for s in OVERLAP_S.values()], rel=0.05)
+    bounds = [line.get_xdata()[0] for line in axes.lines if len(set(line.get_xdata())) == 1 and line.get_linestyle() == "--"]
+    assert bounds == pytest.approx([3.0, 5.0], rel=0.05)
+    assert "25 MiB" in axes.get_title("left") and "% of the shorter one hidden" in axes.get_title("left")

@@ -1,0 +1,43 @@
+"""The ladder's figure and table say what its rows say: values, changes from the rung before, and what is absent."""
+
+import pytest
+
+from hyperion.experiments.precision.figures_ladder import training_ladder
+from hyperion.experiments.precision.tables_ladder import ladder_table
+from hyperion.figures.material import Material
+from hyperion.figures.style import styled
+from hyperion.results import Run
+from tests.book.made_up import GPU
+from tests.book.made_up_precision import LADDER, PRECISION, ladder_rows, variant_samples
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    run = Run.create(tmp_path_factory.mktemp("ladder") / "run", {"environment": GPU})
+    run.record(PRECISION, "training_ladder", ladder_rows(), variant_samples(), input_hash="h")
+    return Material(run)
+
+
+def test_bars_reach_from_the_rung_before_to_their_own_value(material):
+    with styled():
+        figure = training_ladder(material)
+    time, memory, loss = figure.axes
+    for axes, place in ((time, 0), (memory, 1)):
+        ends = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in axes.patches]
+        values = [step[place] for step in LADDER.values()]
+        assert ends == [pytest.approx(pair) for pair in zip([0, *values], values, strict=False)]
+    assert [label.get_text() for label in time.get_yticklabels()] == list(LADDER)
+    told = " | ".join([text.get_text() for axes in figure.axes for text in axes.texts])
+    assert "60  -57 %" in told and "55  +10 %" in told and "4  -33 %" in told
+    assert "fp8: unsupported: made up" in figure.get_supxlabel()
+    assert len(loss.collections) + len(loss.lines) >= 3
+
+
+def test_the_table_has_a_line_a_rung_with_intervals_of_the_changes(material):
+    table = ladder_table(material.rows)
+    assert list(table["rung"]) == list(LADDER) and list(table["format"]) == ["fp32", "bf16", "bf16", "bf16"]
+    assert table["Δ time"][0] == table["Δ memory"][0] == table["Δ loss early"][0] == table["Δ loss late"][0] == ""
+    assert table["Δ time"][3] == "+10.0 % [+7.8, +12.2]"  # one over the ends of the speed's interval
+    assert table["Δ memory"][3] == "-33.3 %"
+    assert (table["Δ loss early"][1], table["Δ loss late"][1]) == ("0.020 % (allowed 0.10 %)", "0.40 % (allowed 3 %)")
+    assert "fp8" not in set(table["rung"])

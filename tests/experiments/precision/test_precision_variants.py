@@ -1,0 +1,103 @@
+"""Mixed precision at toy sizes: who is compared with whom, what is absent and why, and that memory is what shapes say."""
+
+import pytest
+import torch
+
+from hyperion.chapter import side_by_side
+from hyperion.experiments.precision import precision_variants
+from hyperion.experiments.precision.precision_variants import EXPERIMENT, train_variant
+from hyperion.workloads import workloads
+from tests.chapter.toy import by_params, perform, toy_context
+
+RATE = {"learning_rate": 1e-3, "warmup_steps": 2}
+SIZES = {
+    "dtypes": ["fp32", "tf32", "bf16"],
+    "batches": 2,
+    "steps": 4,
+    "time_limit_s": 0.05,
+    "language": {"model": "lm_d64_h4_l2", "sequence_length": 32, "batch_size": 2} | RATE,
+    "image": {"width": 8, "batch_size": 8} | RATE,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("precision")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_data_and_one_thread(folder):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HYPERION_DATA", str(folder / "data"))
+        yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def context(folder):
+    return toy_context("precision_variants", SIZES, folder)
+
+
+@pytest.fixture(scope="module")
+def result(context, folder):
+    # The variants of toys in one process after another: test_side_by_side has the processes, the smoke profile has both.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(precision_variants, "run_side_by_side", side_by_side.run_counted)
+        return perform(context, folder)
+
+
+def test_each_variant_has_a_loss_held_against_fp32_and_two_kinds_of_memory(result):
+    models = {row.variant for row in result.rows}
+    assert len(models) == 2 and "resnet18_w8" in models
+    for dtype in ("fp32", "bf16"):
+        for metric in ("training_loss", "tensor_memory_gib", "peak_rss_gib"):
+            assert set(by_params(result.rows, metric, dtype=dtype)) == models
+    compared = [row for row in result.rows if row.metric == "relative_difference"]
+    assert {(row.dtype, row.params["from"]) for row in compared} == {("bf16", "fp32")}
+    assert sorted((row.variant, row.params["window"]) for row in compared) == sorted(
+        (model, window) for model in models for window in ("early", "late")
+    )
+    assert all(0 < row.value == row.check_error <= row.check_tolerance < 0.1 for row in compared)
+    assert {row.data_source for row in result.rows} == {"synthetic"} == {result.source}
+
+
+def test_speed_is_compared_in_turn_and_what_cannot_be_had_says_why(result):
+    timed = [row for row in result.rows if row.metric == "step_time_s"]
+    assert all("TF32 is a format of GPU matrix units" in row.value_reason for row in timed if row.dtype == "tf32")
+    measured = {row.dtype for row in timed if row.value is not None}
+    for ratio in (row for row in result.rows if row.metric == "speedup"):
+        times = {row.dtype: row.value for row in timed if row.variant == ratio.variant and row.value}
+        assert ratio.params["over"] == "fp32" and ratio.n >= 30
+        assert ratio.value == pytest.approx(times["fp32"] / times[ratio.dtype])
+    assert "fp32" in measured
+
+
+def test_the_same_weights_and_batches_in_every_variant(result):
+    first = result.samples.query("kind == 'step' and step == 1").set_index(["variant", "dtype"])["loss"]
+    for variant in {row.variant for row in result.rows}:
+        assert first[variant, "bf16"] == pytest.approx(first[variant, "fp32"], rel=0.01)
+    steps = result.samples.query("kind == 'step'").groupby(["variant", "dtype"]).size()
+    assert (steps == 4).all() and len(steps) == 4
+
+
+def test_shapes_foretell_the_bytes_of_a_step(result, context):
+    foretold = {(f.variant, f.dtype): f.estimate for f in EXPERIMENT.forecast(context) if f.metric == "tensor_memory_gib"}
+    for dtype in ("fp32", "bf16"):
+        row = by_params(result.rows, "tensor_memory_gib", dtype=dtype)["resnet18_w8"]
+        assert foretold["resnet18_w8", dtype] == pytest.approx(row.value, rel=0.05)
+
+
+def test_fp16_counts_its_skipped_steps_and_tells_its_scale(context):
+    ready = workloads.prepare(context, "image")
+    rows = train_variant(context, None, **ready.for_worker(), dtype="fp16").rows
+    skipped, scale = (next(row.value for row in rows if row.metric == name) for name in ("count", "loss_scale"))
+    assert scale == 65536 / 2**skipped
+    assert next(row for row in rows if row.metric == "training_loss").value > 0
+
+
+def test_the_first_line_is_a_speed_up_to_guess(context):
+    forecasts = EXPERIMENT.forecast(context)
+    assert forecasts[0].metric == "speedup" and "vocabulary" in forecasts[0].basis
+    assert all(forecast.basis for forecast in forecasts)

@@ -1,0 +1,46 @@
+"""Numbers carry the digits their interval leaves certain."""
+
+import pytest
+
+from hyperion.figures.formats import byte_size, interval, items, number, number_within, percent
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, ""),
+        (0, "0"),
+        (782.1234, "782.1"),
+        (4363.7, "4,364"),
+        (1_146_904.2, "1,146,904"),
+        (8192.0, "8,192"),
+        (0.37164, "0.3716"),
+        (0.00037, "0.0003700"),
+        (1.2e-9, "1.20e-09"),
+        (-12.5, "-12.50"),
+    ],
+)
+def test_four_significant_digits(value, text):
+    assert number(value) == text
+
+
+def test_the_interval_decides_the_digits():
+    assert number_within(782.1234, 780.0, 785.0) == "782.1"
+    assert number_within(782.1234, 600.0, 900.0) == "782"
+    assert number_within(782.1234, 782.1233, 782.1235) == "782.123"
+    assert number_within(0.1032, 0.0028, 0.114) == "0.103" and interval(0.1032, 0.0028, 0.114) == "0.003 – 0.114"
+    assert interval(782.1234, 600.0, 900.0) == "600 – 900"
+    assert number_within(5.0, 5.0, 5.0) == "5" and interval(5.0, None, None) == ""
+
+
+def test_percent_and_items():
+    assert percent(0.7904) == "79.0" and percent(0.215, signed=True) == "+21.5" and percent(None) == ""
+    assert [items(n) for n in (512, 1500, 20_000_000)] == ["512", "1.5 k", "20 M"]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(8, "8 B"), (1023, "1023 B"), (1024, "1 KiB"), (1.5 * 2**20, "1.5 MiB"), (2**30, "1 GiB"), (2**33, "8 GiB")],
+)
+def test_bytes_are_written_in_binary_units(count, text):
+    assert byte_size(count) == text

@@ -1,0 +1,17 @@
+"""Whose numbers these are."""
+
+from hyperion.figures.machines import device_name, machine_name, replayed_from
+from tests.book.made_up import made_up_run
+
+
+def test_the_first_gpu_else_the_cpu_names_the_machine():
+    assert device_name({"environment": {"gpus": [{"name": "A"}, {"name": "B"}], "cpu": {"name": "C", "cores": 1}}}) == "A"
+    assert device_name({"environment": {"gpus": [], "cpu": {"name": "C", "cores": 4}}}) == "C (4 cores)"
+    assert device_name({}) == "a machine that run.json does not describe"
+
+
+def test_a_replayed_experiment_names_its_reference(tmp_path):
+    run = made_up_run(tmp_path / "run", replay="replay:h200:")
+    assert replayed_from(run, "01_hardware_exploration", "gemm") == "h200"
+    assert machine_name(run, "01_hardware_exploration", "gemm") == "h200 (replay)"
+    assert replayed_from(run, "01_hardware_exploration", "never run") == ""

@@ -1,0 +1,85 @@
+"""Tables say everything a row says, and why something is missing."""
+
+import pytest
+
+from hyperion.errors import HyperionError
+from hyperion.figures.tables import epoch_table, html, markdown, metric_table, prediction_error, tables_of, tidy
+from hyperion.results import Row
+
+
+def test_tidy_keeps_every_row_and_number(material):
+    table = tidy(material.rows)
+    assert len(table) == len(material.rows)
+    for row, line in zip(material.rows, table.itertuples(), strict=True):
+        assert (line.metric, line.unit) == (row.metric, row.unit)
+        assert row.value is None or line.value == row.value
+    assert table["params.m"].notna().sum() == sum("m" in row.params for row in material.rows)
+
+
+def test_a_metric_table_shows_value_interval_limit_prediction_and_check(material):
+    rows = material.of("gemm")
+    table = metric_table(rows, "gemm_tflops")
+    best = table[(table["dtype"] == "bf16") & (table["M, N, K"] == "16384") & (table["variant"] == "torch.mm")].iloc[0]
+    row = next(r for r in rows if (r.dtype, r.variant, r.params["m"]) == ("bf16", "torch.mm", 16384))
+    assert float(best["gemm_tflops [TFLOPS]"]) == pytest.approx(row.value, rel=1e-3)
+    assert best["limit [TFLOPS]"] == "989.5"
+    assert float(best["% of limit"]) == pytest.approx(100 * row.value / 989.5, abs=0.06)
+    assert float(best["prediction error [%]"]) == pytest.approx(100 * (row.predicted / row.value - 1), abs=0.06)
+    assert best["prediction error [%]"].startswith("+")
+    assert best["check error / tolerance"] == "0.00020 / 0.0010"
+
+
+def test_a_null_value_shows_its_reason(material):
+    table = metric_table(material.of("gemm"), "gemm_tflops")
+    assert table[table["dtype"] == "fp8"]["why there is none"].tolist() == ["unsupported: torch.mm takes no fp8"]
+    assert table[table["dtype"] == "fp8"]["gemm_tflops [TFLOPS]"].tolist() == ["none"]
+
+
+def test_columns_that_nothing_fills_are_left_out(cpu_material):
+    table = metric_table(cpu_material.of("bandwidth"), "bandwidth_gb_s")
+    assert "limit [GB/s]" not in table and "% of limit" not in table and "dtype" not in table
+
+
+def test_an_absent_metric_is_refused(material):
+    with pytest.raises(HyperionError, match="no row of accuracy"):
+        metric_table(material.of("gemm"), "accuracy")
+
+
+def test_epochs_become_lines_and_metrics_columns(material):
+    table = epoch_table(material.of("language_model"))
+    assert table["epoch"].tolist() == list(range(1, 9))
+    assert {"training_loss [nats]", "validation_loss [nats]", "tokens_per_s [tokens/s]", "learning_rate"} <= set(table)
+    assert len(epoch_table(material.of("gemm"))) == 0
+
+
+def test_ranks_of_an_epoch_are_whole_numbers():
+    rows = [
+        Row(notebook="n", experiment="e", variant="ddp", metric="training_loss", value=1.0, rank=rank, params={"epoch": 1})
+        for rank in (None, 0, 1)
+    ]
+    assert list(epoch_table(rows)["rank"]) == ["", "0", "1"]
+
+
+def test_every_row_is_in_some_table(material, cpu_material):
+    for source in (material, cpu_material):
+        for _, experiment in source.experiments:
+            rows = source.of(experiment)
+            lines = sum(len(table) for _, table in tables_of(rows))
+            epochs = {(r.variant, r.params["epoch"], r.rank) for r in rows if "epoch" in r.params}
+            phased = [r for r in rows if {"phase", "part"} <= r.params.keys()]
+            phases = {(r.variant, r.dtype, r.params["phase"]) for r in phased}
+            others = [r for r in rows if "epoch" not in r.params and r not in phased]
+            assert lines == len(epochs) + len(phases) + len(others)
+
+
+def test_prediction_error_is_signed(material):
+    row = next(r for r in material.of("text_pipeline") if r.metric == "share")
+    assert prediction_error(row) == pytest.approx(0.45 / 0.37 - 1)
+
+
+def test_markup_in_cells_is_escaped(material):
+    table = metric_table(material.of("gemm"), "gemm_tflops").head(1).assign(note="a|b <i>&\nc")
+    assert "a\\|b &lt;i&gt;&amp; c" in markdown(table)
+    assert "a|b &lt;i&gt;&amp;" in html(table)
+    lines = markdown(table).splitlines()
+    assert len({line.replace("\\|", "").count("|") for line in lines}) == 1 and "---:" in lines[1]

@@ -1,0 +1,157 @@
+"""The checks by themselves: how often drift is cried without any, what an interval holds, and what each lets pass."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from hyperion.hardware import HardwareError, detect_cpu
+from hyperion.measure import time_function
+from hyperion.measure.clock.checks import (
+    HarnessError,
+    drift_of,
+    require_cache_label,
+    require_flushed,
+    require_passed,
+    require_product_flops,
+    require_whole_work,
+)
+from hyperion.measure.clock.clocks import WallClock, device_clock
+from hyperion.measure.clock.verify import Verification
+from hyperion.measure.faults.broken_clocks import Queue, Scripted, Unflushed
+from hyperion.results import Row, RowError
+
+CPU = detect_cpu()
+
+
+def test_steady_series_are_not_called_drifting_and_slopes_are():
+    random = np.random.default_rng(0)
+    steady = [drift_of(random.lognormal(0, 0.1, 100)) for _ in range(500)]
+    assert sum(drift.present for drift in steady) <= 3  # 1 in 1000 by chance, and larger than 5 % besides
+    rising = [drift_of(random.lognormal(0, 0.02, 100) * np.linspace(1, 1.1, 100)) for _ in range(100)]
+    assert all(drift.present for drift in rising)
+    assert np.mean([drift.relative for drift in rising]) == pytest.approx(0.1 / 1.05, rel=0.1)
+
+
+@pytest.mark.parametrize("series", [[1.0] * 50, [1.0, 2.0, 3.0], [1.0, 2.0] * 30])
+def test_series_without_a_trend_have_none(series):
+    assert not drift_of(series).present
+
+
+def test_a_significant_slope_below_the_tolerance_is_no_drift():
+    drift = drift_of(np.linspace(1, 1.03, 1000))
+    assert abs(drift.z) > 10 and not drift.present
+
+
+def test_the_interval_of_drifting_samples_reaches_from_end_to_end():
+    drifting, steady = (
+        time_function(lambda: None, CPU, cold=False, minimum_samples=500, clock=Scripted(lambda call, by=by: 1 + by * call))
+        for by in (1e-3, 0.0)
+    )
+    first, last = drifting.drift.ends
+    assert drifting.estimate.ci_low <= first < last <= drifting.estimate.ci_high
+    assert "drifted by +" in drifting.unsteady and steady.unsteady == ""
+    assert steady.estimate.ci_high / steady.estimate.ci_low < 1.01
+
+
+def test_calls_in_a_row_are_asked_again_before_a_clock_is_blamed():
+    seen = iter([1.0, 1.0, 1.0, 0.02])
+    require_whole_work(0.01, lambda calls: next(seen), again=lambda calls: 0.01)
+    with pytest.raises(HarnessError, match="10 ms a call, but 2 calls in a row take 1000 ms"):
+        require_whole_work(0.01, lambda calls: 1.0, again=lambda calls: 0.01)
+
+
+def test_a_machine_that_became_slow_slows_the_clocks_samples_too():
+    blocks = []
+    require_whole_work(0.01, lambda calls: blocks.append(calls) or 1.0, again=lambda calls: 0.5)
+    assert len(blocks) == 3, "the clock's median reading must have become slow, not one reading"
+
+
+def test_one_delayed_reading_does_not_excuse_a_clock_that_stops_early():
+    readings = iter([0.5] + [0.01] * 40)
+    with pytest.raises(HarnessError, match="calls in a row take"):
+        require_whole_work(0.01, lambda calls: 1.0, again=lambda calls: next(readings))
+
+
+def test_clocks_whose_samples_are_of_another_kind_are_not_asked():
+    require_whole_work(1e-9, lambda calls: None, again=lambda calls: 1e-9)
+    assert WallClock(CPU, 3).in_a_row(lambda: None, 5) is None
+    assert device_clock(CPU).in_a_row(lambda: None, 5) > 0
+
+
+def test_a_stopwatch_that_does_not_wait_is_refused_and_one_that_waits_is_not():
+    for waits in (True, False):
+        queue = Queue(waits)
+        try:
+            timing = time_function(queue.launch, CPU, cold=False, minimum_samples=10, time_limit_s=0.05, clock=queue)
+            assert waits and timing.estimate.value >= queue.work_s
+        except HarnessError:
+            assert not waits
+
+
+def test_every_cold_sample_needs_its_flush():
+    require_flushed(30, 30)
+    with pytest.raises(HarnessError, match="30 cold samples, but the cache was flushed 29 times"):
+        require_flushed(30, 29)
+    with pytest.raises(HarnessError, match="flushed 0 times"):
+        time_function(lambda: None, CPU, minimum_samples=3, time_limit_s=0.01, clock=Unflushed(CPU))
+
+
+@pytest.mark.parametrize(
+    ("label", "cold", "told"),
+    [
+        ("cold", True, ""),
+        ("hot", False, ""),
+        (None, True, ""),
+        (None, False, ""),
+        ("cold", False, "samples with hot caches are labelled cold"),
+        ("hot", True, "samples with cold caches are labelled hot"),
+    ],
+)
+def test_a_label_says_how_samples_were_taken_or_is_refused(label, cold, told):
+    refusal = ""
+    try:
+        require_cache_label(label, cold)
+    except HarnessError as error:
+        refusal = error.what
+    assert refusal == told
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float8_e4m3fn])
+def test_flops_are_counted_from_shapes_whatever_the_format(dtype):
+    a, b = torch.zeros(3, 5, dtype=dtype), torch.zeros(7, 5, dtype=dtype).T
+    require_product_flops(2 * 3 * 5 * 7, a, b)
+    with pytest.raises(HarnessError, match="105 FLOPs are claimed of a product"):
+        require_product_flops(3 * 5 * 7, a, b)
+
+
+def test_a_verification_of_nan_does_not_pass():
+    require_passed(Verification("fine", 0.1, 0.2))
+    with pytest.raises(HarnessError, match="not fine"):
+        require_passed(Verification("not fine", float("nan"), 0.2))
+
+
+@pytest.mark.parametrize("clock_mhz", [1_700_000.0, 1.7, 0.0])
+def test_a_device_whose_clock_is_not_in_mhz_is_refused(clock_mhz):
+    for name in ("max_clock_mhz", "nominal_clock_mhz"):
+        with pytest.raises(HardwareError, match=name):
+            replace(CPU, **{name: clock_mhz})
+
+
+@pytest.mark.parametrize(
+    ("column", "reading", "remedy"),
+    [
+        ("power_w", 0.0, "null"),
+        ("clock_mhz", 0.0, "null"),
+        ("clock_mhz", -1.0, "null"),
+        ("clock_mhz", 1_980_000.0, "MHz"),
+        ("power_w", 560_000.0, "watts"),
+    ],
+)
+def test_a_row_refuses_readings_that_are_none(column, reading, remedy):
+    row = Row(notebook="n", experiment="e", variant="v", metric="share", value=0.5)
+    replace(row, **{column: 700.0}).validate()
+    with pytest.raises(RowError, match=column) as refused:
+        replace(row, **{column: reading}).validate()
+    assert remedy in refused.value.next_step

@@ -1,0 +1,102 @@
+"""Clocks stop when the work is done, not when it is asked for: on an injected device that works later than it is launched."""
+
+import types
+
+import pytest
+import torch
+
+from hyperion.hardware import detect_cpu
+from hyperion.measure.clock import clocks
+from hyperion.measure.clock.clocks import WallClock, _EventClock
+from hyperion.measure.clock.timing import CacheFlush, cache_flush
+
+LAUNCH_NS, WORK_NS = 10_000, 1_000_000
+
+
+class Gpu:
+    """A device on a virtual time in nanoseconds: launches return after 10 µs, the work of each takes 1 ms, in order."""
+
+    kind, torch_device = "cuda", "cuda:0"
+
+    def __init__(self):
+        self.now_ns = self.idle_at_ns = 0
+
+    def launch(self, work_ns: int = WORK_NS) -> None:
+        self.now_ns += LAUNCH_NS
+        self.idle_at_ns = max(self.idle_at_ns, self.now_ns) + work_ns
+
+    def synchronize(self, device=None) -> None:
+        self.now_ns = max(self.now_ns, self.idle_at_ns)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gpu = Gpu()
+
+    class Event:
+        """A stamp in the queue, which can be read only once the device has passed it."""
+
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at_ns = max(gpu.idle_at_ns, gpu.now_ns)
+
+        def elapsed_time(self, end):
+            assert gpu.now_ns >= end.at_ns, "the device has not passed the event yet: no synchronisation at the end"
+            return (end.at_ns - self.at_ns) / 1e6
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    monkeypatch.setattr(torch.cuda, "synchronize", gpu.synchronize)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: gpu.launch(cycles))
+    monkeypatch.setattr(clocks, "time", types.SimpleNamespace(perf_counter_ns=lambda: gpu.now_ns, monotonic=lambda: 0.0))
+    return gpu
+
+
+@pytest.mark.parametrize("count", [1, 5, 40])
+def test_device_events_are_read_when_the_device_has_passed_them(gpu, count):
+    samples = _EventClock(gpu, head_start_cycles=1000).sample([gpu.launch], None, count)
+    assert samples == [pytest.approx([WORK_NS / 1e9] * count)]
+
+
+def test_the_flush_lies_outside_of_every_sample_of_device_events(gpu):
+    flushes = []
+
+    def flush():
+        flushes.append(None)
+        gpu.launch(7 * WORK_NS)
+
+    samples = _EventClock(gpu, head_start_cycles=1000).sample([gpu.launch, gpu.launch], flush, 3)
+    assert samples == [pytest.approx([WORK_NS / 1e9] * 3)] * 2 and len(flushes) == 7
+
+
+@pytest.mark.parametrize("calls", [1, 10])
+def test_blocks_on_the_host_s_clock_end_with_the_device_idle(gpu, calls):
+    (samples,) = WallClock(gpu, calls).sample([gpu.launch], None, 4)
+    whole = (calls * WORK_NS + LAUNCH_NS) / calls / 1e9  # the device waits for the first launch, then for none
+    assert samples == pytest.approx([whole] * 4)
+
+
+def test_blocks_on_the_host_s_clock_begin_with_the_device_idle(gpu):
+    gpu.launch(50 * WORK_NS)
+    (samples,) = WallClock(gpu, 1).sample([gpu.launch], None, 1)
+    assert samples == pytest.approx([(WORK_NS + LAUNCH_NS) / 1e9])
+
+
+def test_calls_in_a_row_are_timed_from_idle_to_idle(gpu):
+    gpu.launch(50 * WORK_NS)
+    seconds = _EventClock(gpu, head_start_cycles=1000).in_a_row(gpu.launch, 10)
+    assert seconds == pytest.approx((10 * WORK_NS + LAUNCH_NS) / 10 / 1e9)
+
+
+def test_the_flush_reads_twice_the_last_level_cache_and_shows_that_it_did():
+    cpu = detect_cpu()
+    flush = cache_flush(cpu)
+    assert flush.bytes >= max(2 * (cpu.last_level_cache_bytes or 0), 1 << 24) - 4
+    assert not flush.read_all and flush.calls == 0
+    flush()
+    assert flush.read_all and flush.calls == 1
+    partial = CacheFlush(cpu, elements=1000)
+    torch.sum(partial._buffer[:900], dim=0, out=partial._total)
+    assert not partial.read_all
