@@ -71,7 +71,7 @@ def evaluate_language(
     """Score windows (inputs_BT, targets_BT) of token ids.
 
     Targets of IGNORE_INDEX (overlap between windows, padding) are context only. The windows must contain each token as a
-    target exactly once (see hyperion.data.loaders.evaluation_windows).
+    target exactly once (see hyperion.data.batches.loaders.evaluation_windows).
 
     Raises:
         HyperionError: no window has a target, or the model does not return nll_BT.

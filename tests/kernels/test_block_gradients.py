@@ -166,6 +166,7 @@ def test_the_functions_around_the_kernels_have_the_gradients_of_float64(stand_in
     assert stand_ins == [0, 2, 0, 2], "two norms in each of two blocks"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("why", ["dropout", "replaced"])
 def test_biases_get_their_gradients_from_their_layers_where_something_comes_between(why, stand_ins, one_thread):
     model, tokens = with_biases(TransformerConfig(vocab_size=50, context=9, width=24, heads=2, layers=2), "cpu")
@@ -188,6 +189,7 @@ def test_a_norm_that_was_given_biases_makes_their_gradients_though_nothing_is_co
     torch.testing.assert_close(after.grad, torch.full((24,), 2.0 * 15))
 
 
+@pytest.mark.slow
 def test_biases_too_small_for_the_streams_grid_count_on_average(stand_ins, one_thread):
     """After a first step they are a tenth of what lies between two numbers of the residual stream. Added to it by themselves
     they would be rounded away; in a product's result, which is finer, they are not."""

@@ -18,6 +18,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.process
 def test_a_large_buffer_is_reused_without_page_faults():
     child = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=True)
     took_effect, first, _, third = child.stdout.split()

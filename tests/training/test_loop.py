@@ -168,6 +168,7 @@ def losses_after_resume(folder):
     return train(small_engine(seed=1), small_batches(), plan, validation=small_validation, folder=folder).losses
 
 
+@pytest.mark.process
 def test_sigkill_at_a_random_step_then_the_same_losses(whole, tmp_path):
     strike = random.SystemRandom().randint(4, STEPS)  # the first checkpoint is there when the fourth batch is asked for
     print("killed at batch", strike)
@@ -177,6 +178,7 @@ def test_sigkill_at_a_random_step_then_the_same_losses(whole, tmp_path):
     assert losses_after_resume(tmp_path) == whole[0].losses
 
 
+@pytest.mark.process
 def test_sigterm_saves_and_leaves_with_its_own_code(whole, tmp_path):
     child = run_child(tmp_path)
     _, err = end_at_batch(child, 5, signal.SIGTERM)

@@ -14,6 +14,8 @@ from hyperion.training import EXIT_CODE, Plan, train
 from tests.training.rank_checks import CHECKS, NEXT, SAVED_AT
 from tests.training.small import STEPS, small_batches, small_engine
 
+pytestmark = pytest.mark.process
+
 TERMINATED_AT = 5  # the batch that the second rank was at
 
 

@@ -363,6 +363,7 @@ def test_devices_by_name():
             device_of("cuda:0")
 
 
+@pytest.mark.process
 def test_the_names_stay_functions_and_drawing_is_imported_only_for_drawing():
     code = (
         "import sys, hyperion.measure.memory.memory, hyperion.measure.api.explain, hyperion.experiments\n"

@@ -338,6 +338,7 @@ def test_a_step_s_own_error_comes_through_with_a_note():
 # Ranks
 
 
+@pytest.mark.process
 def test_ranks_take_the_same_steps_and_see_their_communication(monkeypatch):
     for visible in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         monkeypatch.setenv(visible, "")

@@ -628,6 +628,7 @@ def test_quick_takes_a_fifth_of_a_second_of_sampling_and_says_what_it_gives_up()
 # Ranks
 
 
+@pytest.mark.process
 def test_ranks_take_the_same_number_of_samples_and_fail_together():
     told = run_ranks(Job(timing_ranks.everything, {}, timeout_s=HANG_S * 2, ranks=2), on_line=lambda line: None)
     first, second = told

@@ -10,6 +10,8 @@ import pytest
 from hyperion.errors import HyperionError
 from hyperion.results import Row
 
+pytestmark = pytest.mark.process
+
 # In a process of its own, which may run out of memory.
 SCRIPT = """
 import dataclasses, json, resource, torch

@@ -51,19 +51,23 @@ def told():
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.process
 def test_within_the_cap_memory_is_granted_and_beyond_it_refused(told):
     assert told["below"] and told["small still fits"]
     assert "DefaultCPUAllocator: can't allocate memory" in told["refusal"]
 
 
+@pytest.mark.process
 def test_a_primitive_that_could_not_be_created_is_told_by_the_allocator(told):
     assert "DefaultCPUAllocator: can't allocate memory" in told["primitive"]
 
 
+@pytest.mark.process
 def test_the_cap_is_given_back(told):
     assert told["given back"] and told["fits again"]
 
 
+@pytest.mark.process
 def test_a_system_that_does_not_enforce_it_is_named(told):
     assert told["not enforced"] == "0.015 GiB were granted under a cap of 0.01 GiB"
 

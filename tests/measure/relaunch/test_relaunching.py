@@ -100,6 +100,7 @@ def test_levelling_draws_the_sides_not_together_where_turns_are_noisy(change):
     assert np.mean(seen) == pytest.approx(np.log1p(change), abs=5e-4)
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_launch_that_dies_in_its_turn_is_named_and_no_process_stays(tmp_path):
     for side in "ab":

@@ -205,6 +205,7 @@ H200_STEPS_S = {
 }
 
 
+@pytest.mark.slow
 def test_steps_of_an_h200_are_foretold_from_its_ceilings_within_a_fifth_in_the_median():
     streams = [(e * 8e6, gb_s) for e, gb_s in H200_COPY.items()] + [(e * 12e6, gb_s) for e, gb_s in H200_ADD.items()]
     rates = {

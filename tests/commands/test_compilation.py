@@ -1,6 +1,5 @@
 """The script compilation_optimization.py: from any directory, with real weights, and what it refuses."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,20 +11,13 @@ import pytest
 from safetensors.torch import save_file
 
 import hyperion
+from hyperion.commands.compilation import Options, main, profile_sizes, specifications
 from hyperion.errors import HyperionError
 from hyperion.experiments.compilation.compilation_subjects import make_subject
 from hyperion.results import Run
 
 SCRIPT = Path(hyperion.__file__).resolve().parents[1] / "phase2_development" / "compilation_optimization.py"
 SPEC = {"model": "resnet18_w4", "dtype": "fp32", "batch": 2}
-
-
-@pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("compilation_optimization", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +28,7 @@ def checkpoint(tmp_path_factory):
     return path
 
 
+@pytest.mark.process
 def test_from_another_directory_with_a_checkpoint(tmp_path, checkpoint):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, str(SCRIPT), "--base_dir", ".", "--dtype", "bf16", "--repeat", "10", "--mode", "eager"]
@@ -60,40 +53,40 @@ def test_from_another_directory_with_a_checkpoint(tmp_path, checkpoint):
 @pytest.mark.parametrize(
     "arguments, why",
     [
-        (["--dtype", "int8"], "invalid choice: 'int8'"),
-        (["--repeat", "0"], "'0' is no whole number above 0"),
-        (["--repeat", "ten"], "'ten' is no whole number above 0"),
+        (["--dtype", "int8"], "'int8' is not one of fp32, bf16, fp16"),
+        (["--repeat", "0"], "Invalid value for '--repeat'"),
+        (["--repeat", "ten"], "Invalid value for '--repeat'"),
         (["--base_dir", "no/such/folder"], "is no folder: make it"),
-        (["--mode", "fastest"], "invalid choice: 'fastest'"),
+        (["--mode", "fastest"], "'fastest' is not one of eager, default"),
+        (["--batch", "0"], "Invalid value for '--batch'"),
+        (["--seed", "-1"], "Invalid value for '--seed'"),
     ],
 )
-def test_invalid_values_are_refused_with_the_reason(script, capsys, arguments, why):
-    with pytest.raises(SystemExit) as end:
-        script.parsed(arguments)
-    assert end.value.code == 2 and why in capsys.readouterr().err
+def test_invalid_values_are_refused_with_the_reason(capsys, arguments, why):
+    assert main(arguments) == 2 and why in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model, why", [("resnet18x", "no image model"), ("gpt9", "no Transformer configuration")])
-def test_an_unknown_model_is_refused_before_anything_is_measured(script, tmp_path, capsys, model, why):
-    assert script.main(["--base_dir", str(tmp_path), "--model", model]) == 2
+def test_an_unknown_model_is_refused_before_anything_is_measured(tmp_path, capsys, model, why):
+    assert main(["--base_dir", str(tmp_path), "--model", model]) == 2
     assert why in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
-def test_a_checkpoint_of_another_model_is_refused(script, tmp_path, checkpoint):
-    arguments = ["--base_dir", str(tmp_path), "--checkpoint", str(checkpoint), "--model", "resnet18_imagenet_stem"]
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, checkpoint):
+    options = Options(base_dir=tmp_path, checkpoint=checkpoint, models=("resnet18_imagenet_stem",))
     with pytest.raises(HyperionError, match="fits none of the models: resnet18_imagenet_stem: bn1.weight is missing"):
-        script.specifications(script.parsed(arguments))
+        specifications(options)
 
 
-def test_a_model_named_gets_the_published_shape(script):
-    arguments = script.parsed(["--model", "resnet18_imagenet_stem", "--model", "lm_d768_h12_l4", "--mode", "max-autotune"])
-    images, language = script.specifications(arguments)
+def test_a_model_named_gets_the_published_shape():
+    options = Options(models=("resnet18_imagenet_stem", "lm_d768_h12_l4"), modes=("max-autotune",))
+    images, language = specifications(options)
     assert (images["batch"], images["dtype"], images["modes"]) == (32, "fp32", ["eager", "max-autotune"])
     assert (language["batch"], language["sequence_length"], language["vocabulary"]) == (8, 128, 50257)
 
 
-def test_without_a_model_those_of_the_machines_profile_are_measured(script):
-    specs = script.specifications(script.parsed(["--dtype", "fp16", "--batch", "3"]))
-    assert [spec["model"] for spec in specs] == [spec["model"] for spec in script.profile_sizes()["models"]]
+def test_without_a_model_those_of_the_machines_profile_are_measured():
+    specs = specifications(Options(dtype="fp16", batch=3))
+    assert [spec["model"] for spec in specs] == [spec["model"] for spec in profile_sizes()["models"]]
     assert all((spec["dtype"], spec["batch"]) == ("fp16", 3) for spec in specs)
     assert all(spec["modes"] == ["eager", "default", "max-autotune", "reduce-overhead"] for spec in specs)
