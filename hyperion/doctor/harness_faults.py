@@ -38,5 +38,5 @@ def _hot_labelled_cold(device: Device, broken: bool, believe: Believe) -> None:
 ALL_FAULTS: tuple[Fault, ...] = (
     *FAULTS,
     Fault("samples of a warm cache labelled cold", "checks.require_cache_label", "labelled cold", _hot_labelled_cold),
-    Fault("a substituted model", "ReferenceModel.build", "what was built has 212,328", _substituted_model),
+    Fault("a substituted model", "ReferenceModel.build", "the built model has 212,328", _substituted_model),
 )

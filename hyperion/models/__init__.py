@@ -1,7 +1,6 @@
-"""Pure `nn.Module`s that know no device, precision or parallelism; each exports its layout as data."""
+"""Models: plain `nn.Module`s that know no device, precision or parallelism. Each exports its layout as data."""
 
-from hyperion.models.activations import ActivationBytes, image_activations, language_activations
-from hyperion.models.layout import Layout, ModelFlops, parameter_count
+from hyperion.models.layout import Layout, ModelFlops, layout_of, parameter_count
 from hyperion.models.llama import (
     LlamaLM,
     LlamaShape,
@@ -19,7 +18,6 @@ from hyperion.models.transformer import TransformerConfig, TransformerLM, flops_
 
 __all__ = [
     "REFERENCE_MODELS",
-    "ActivationBytes",
     "Layout",
     "LlamaLM",
     "LlamaShape",
@@ -30,8 +28,7 @@ __all__ = [
     "TransformerLM",
     "flops_per_image",
     "flops_per_token",
-    "image_activations",
-    "language_activations",
+    "layout_of",
     "llama_flops_per_token",
     "llama_folder",
     "llama_lora_parameter_count",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hyperion.processes.share import CORES
+from hyperion.processes.child_process import CORES
 from hyperion.reproduce.notebooks import Notebook
 from hyperion.reproduce.stopping import SHUTDOWN_S, Stopped
 

@@ -11,8 +11,7 @@ from jupyter_client.connect import KernelConnectionInfo
 from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 
-from hyperion.processes.lifeline import GRACE_S, processes_below
-from hyperion.processes.starting import start
+from hyperion.processes.child_process import GRACE_S, descendants, start
 from hyperion.reproduce.kernels import with_assertions
 
 NAME = "hyperion-provisioner"
@@ -47,7 +46,7 @@ class SessionProvisioner(LocalProvisioner):
     async def send_signal(self, signum: int) -> None:
         """Signal the kernel's process group, and record its descendants: once it has ended, they cannot be found."""
         if self.process is not None:
-            self.below = list({*self.below, *processes_below(self.pid)})
+            self.below = list({*self.below, *descendants(self.pid)})
         await super().send_signal(signum)
 
     async def cleanup(self, restart: bool = False) -> None:

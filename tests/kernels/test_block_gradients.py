@@ -1,4 +1,4 @@
-"""Gradients of a block against float64; their kernels in Triton's interpreter, and compiled for AMD's and NVIDIA's devices."""
+"""Gradients of a block against float64; their kernels in Triton's interpreter, and compiled for AMD and NVIDIA GPUs."""
 
 import math
 import os
@@ -106,7 +106,7 @@ def test_the_kernels_compile_for_devices_that_are_not_here(name, columns, backen
 
 
 def of_gelu(of_y_ME, x_ME):
-    """What the operator of that kernel gives, by PyTorch."""
+    """The result of that kernel's operator, computed by PyTorch."""
     x, scale = x_ME.float(), (2 / math.pi) ** 0.5
     tanh = torch.tanh(scale * (x + 0.044715 * x**3))
     slope = (1 + tanh) / 2 + x * (1 - tanh**2) / 2 * scale * (1 + 3 * 0.044715 * x**2)
@@ -134,8 +134,10 @@ def of_positions(of_x_BTD):
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    """Compiled as on a GPU, down to the kernels, in whose place PyTorch's operators stand: those have tests of their own.
-    Gives how many biases each norm has been given to sum."""
+    """Replace the kernels, which have their own tests, by PyTorch operators, and compile as on a GPU.
+
+    Returns the number of biases that each norm sums.
+    """
     kernels = types.ModuleType("hyperion.kernels.block_gradients_triton")
     kernels.gelu_gradient, kernels.joined_gradient = of_gelu, of_joined
     kernels.norm_gradient, kernels.position_gradient = of_norm, of_positions

@@ -1,4 +1,4 @@
-"""The loss of tokens against float64; its kernel in Triton's interpreter, and compiled for AMD's and NVIDIA's devices."""
+"""The loss of tokens against float64; its kernel in Triton's interpreter, and compiled for AMD and NVIDIA GPUs."""
 
 import os
 import subprocess

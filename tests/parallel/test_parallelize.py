@@ -1,4 +1,4 @@
-"""A model laid over two ranks trains as it does on one device."""
+"""A model distributed over two ranks trains as on one device."""
 
 import copy
 import functools
@@ -154,8 +154,8 @@ def test_adapters_in_float32_share_a_unit_with_a_base_in_bf16(answers):
         ("single", "strategy 'single' on 2 ranks"),
         ("nothing", "over the 1 blocks of Sequential would shard nothing"),
         ("norms", "BatchNorm weights in bf16"),
-        ("world", "needs a process group of 1, and this process is in one of 2"),
-        ("engine", "2 ranks are to share a batch, and this TransformerLM is laid over 1"),
+        ("world", "needs a process group of size 1, but this process is in a group of 2"),
+        ("engine", "2 ranks share each batch, but this TransformerLM is distributed over 1"),
     ],
 )
 def test_what_does_not_suit_the_ranks_is_refused(answers, case, message):
@@ -164,7 +164,7 @@ def test_what_does_not_suit_the_ranks_is_refused(answers, case, message):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_without_a_process_group_there_is_one_device_only(strategy):
-    with pytest.raises(HyperionError, match="needs a process group of 1, and this process is in one of 0"):
+    with pytest.raises(HyperionError, match="needs a process group of size 1, but this process is in a group of 0"):
         parallelize(TransformerLM(small.CONFIG), ParallelPlan(strategy), small.ALONE)
 
 
@@ -281,7 +281,7 @@ class _OfBlocks(nn.Module):
         return Layout(stem=("stem",), blocks=("blocks.0",), head=(), tied=())
 
 
-_NUMBERS, _TORCHS = "is wrong: its L2 norm is .* and the difference", "cannot compute a block again: .*inplace"
+_NUMBERS, _TORCHS = "is wrong: its L2 norm is .* and the L2 norm of the difference", "cannot recompute a block: .*inplace"
 WRONG_WHEN_COMPUTED_AGAIN = [("selective", lambda: nn.GRU(8, 8, batch_first=True), _NUMBERS)]
 for _policy in ("every block", "selective"):
     WRONG_WHEN_COMPUTED_AGAIN += [(_policy, _Counting, _NUMBERS), (_policy, _Averaging, _NUMBERS)]
@@ -307,7 +307,7 @@ def test_a_checkpointed_block_is_refused_or_right(policy, block):
     checkpointed = parallelize(copy.deepcopy(plain), ParallelPlan(checkpointing=policy), small.ALONE)
     plain(x).backward()
     if policy == "selective" and isinstance(plain.blocks[0], nn.RNN):
-        with pytest.raises(HyperionError, match="cannot compute a block again: .*mutated"):
+        with pytest.raises(HyperionError, match="cannot recompute a block: .*mutated"):
             checkpointed(x).backward()
         return
     checkpointed(x).backward()

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from hyperion.errors import HyperionError
-from hyperion.processes.lifeline import has_ended
+from hyperion.processes.child_process import has_ended
 from hyperion.reproduce import Request, reproduce
 from hyperion.reproduce.machine import MachineProfile
 from hyperion.reproduce.pages import require_no_machine_paths
@@ -210,8 +210,8 @@ def test_checks_do_not_depend_on_PYTHONOPTIMIZE(root, monkeypatch, value):
     write_notebook(phase, "02_second", [recording("02_second"), "assert False, 'an assertion of the reader'"])
     worker = f"""
 import os, sys
-from hyperion.processes.lifeline import child_environment
-from hyperion.processes.starting import start
+from hyperion.processes.child_process import child_environment
+from hyperion.processes.child_process import start
 worker = start(sys.executable, "told_module", [], child_environment() | {{"PYTHONPATH": os.environ["PYTHONPATH"] + ":{root}"}})
 told = worker.stdout.read()
 if "assertions are checked" not in told: raise ValueError(told)

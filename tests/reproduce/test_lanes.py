@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hyperion.processes.lifeline import has_ended
-from hyperion.processes.share import CORES
+from hyperion.processes.child_process import CORES, has_ended
 from hyperion.reproduce import Request, reproduce
 from hyperion.reproduce.lanes import Lanes, Place, places_of
 from hyperion.reproduce.notebooks import Notebook

@@ -8,7 +8,7 @@ import pytest
 CHILD = """
 import resource
 import numpy as np
-from hyperion.training.allocator import keep_freed_memory
+from hyperion.training.engine import keep_freed_memory
 
 print(keep_freed_memory())
 for _ in range(3):

@@ -98,6 +98,6 @@ def test_one_process_goes_on_from_two_ranks(launch, place, losses, strategy, cap
     history = resume_alone(place / strategy, SAVED_AT + NEXT)
     assert history.resumed_at == [SAVED_AT]
     assert history.losses == pytest.approx(losses[: SAVED_AT + NEXT], abs=1e-5)
-    assert "was saved on 2 rank(s) and goes on on 1" in capsys.readouterr().err
+    assert "was saved on 2 rank(s) and is resumed on 1" in capsys.readouterr().err
     assert [(record.steps, record.items) for record in history.epochs] == [(7, 560), (7, 560)]
     assert [(r.rank, r.steps) for r in history.rank_epochs] == [(0, 7), (1, 7), (0, 5)]  # two steps were others'

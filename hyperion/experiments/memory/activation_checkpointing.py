@@ -14,7 +14,8 @@ from hyperion.chapter.rows import out_of_memory_reason
 from hyperion.chapter.side_by_side import run_counted
 from hyperion.chapter.variants import merged
 from hyperion.measure import PeakMemoryRegion, SavedForBackward, TensorMemory, state_of
-from hyperion.parallel import ParallelPlan, layout_of
+from hyperion.models import layout_of
+from hyperion.parallel import ParallelPlan
 from hyperion.parallel.plan import BUDGET, EVERY_BLOCK, NONE, SELECTIVE
 from hyperion.results import Row
 from hyperion.training import TorchEngine, choose_precision

@@ -16,7 +16,7 @@ from hyperion.hardware import Device, read
 from hyperion.measure.api.functions import checked_callable, device_of, noting
 from hyperion.measure.clock.clocks import WallClock
 from hyperion.measure.clock.timing import time_function
-from hyperion.processes.dialogue import answer_questions
+from hyperion.processes.request_worker import serve_requests
 
 FUNCTION = "work"
 _MODULE = "relaunched_work"  # not the file's own name: a side may hold a package of that name
@@ -110,4 +110,4 @@ def files_from(folder: Path) -> dict[str, str]:
 
 if __name__ == "__main__":
     launch = Launch()
-    answer_questions({"ready": launch.ready, "prepare": launch.prepare, "turn": launch.turn})
+    serve_requests({"ready": launch.ready, "prepare": launch.prepare, "turn": launch.turn})

@@ -26,8 +26,8 @@ from hyperion.measure.api.answers import TimeAnswer
 from hyperion.measure.api.functions import device_of
 from hyperion.measure.clock.repeated import calls_that_fill
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES, Timing
-from hyperion.processes.dialogue import Partner
-from hyperion.processes.lifeline import child_environment
+from hyperion.processes.child_process import child_environment
+from hyperion.processes.request_worker import RequestWorker
 
 SIDES = ("A", "B")
 LAUNCHES, SECONDS = 5, 0.6
@@ -175,24 +175,24 @@ class _Team:
 
     def __init__(self, work: Path, folders: dict[str, Path], stack: contextlib.ExitStack):
         self.work, self.folders, self.stack = work, folders, stack
-        self.partners: dict[Who, Partner] = {}
+        self.partners: dict[Who, RequestWorker] = {}
         self.told: dict[Who, dict] = {}
 
     def start(self, number: int) -> None:
         """Start one launch of each side; they import while the others get ready."""
         for side in self._pair(number):
             name = f"launch {number} of {side} ({self.folders[side].name})"
-            partner = Partner(name, _WORKER, environment_of(self.folders[side]))
+            partner = RequestWorker(name, _WORKER, environment_of(self.folders[side]))
             self.partners[side, number] = self.stack.enter_context(partner)
-            partner.put("ready")
+            partner.send("ready")
 
     def prepare(self, number: int) -> None:
         """Have one launch of each side load the work and warm it up, once they have imported."""
         for side in SIDES:
-            self.partners[side, number].answer(_TIMEOUT_S)
+            self.partners[side, number].receive(_TIMEOUT_S)
         for side in self._pair(number):
             paths = {"work": str(self.work), "folder": str(self.folders[side])}
-            self.told[side, number] = self.partners[side, number].ask("prepare", _TIMEOUT_S, **paths)
+            self.told[side, number] = self.partners[side, number].call("prepare", _TIMEOUT_S, **paths)
             self.require_same_files(side, number)
 
     def require_same_files(self, side: str, number: int) -> None:
@@ -249,7 +249,7 @@ def _take_turns(team: _Team, plan: Plan, report: Report) -> dict[str, dict[Who, 
         for name, calls in plan.calls.items():
             for place in random.permutation(len(order)):
                 asked = {"function": name, "calls": calls, "seconds": plan.slice_s}
-                told[name][order[place]].append(team.partners[order[place]].ask("turn", _TIMEOUT_S, **asked))
+                told[name][order[place]].append(team.partners[order[place]].call("turn", _TIMEOUT_S, **asked))
     report(plan.rounds, plan.rounds, "sampled")
     return told
 

@@ -1,7 +1,7 @@
-"""Bytes that a forward pass keeps for its backward pass, from shapes alone: no model is built, nothing is run.
+"""Bytes of activations that a forward pass saves for its backward pass, computed from shapes alone.
 
-Counted by what each layer saves. Scalars and the means and variances of norms are left out; against a count of what
-autograd really keeps the tests allow 2 %.
+The formulas count what each layer saves. Scalars and the means and variances of norms are left out; the tests compare with
+what autograd really saves and allow 2 %.
 """
 
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ _FLOAT32, _SIXTEEN_BIT = 4, 2  # bytes
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """One repeated block.
+    """Bytes of one repeated block.
 
     Attributes:
-        input: what the block before it handed over; all that checkpointing keeps.
-        saved: what it keeps beside its input.
-        recomputed: what running it again brings back.
-        transient: gradients of activations that its backward pass holds at once.
-        gradients: of its parameters.
+        input: the block's input; all that activation checkpointing saves.
+        saved: what the block saves in addition to its input.
+        recomputed: what recomputing the block brings back.
+        transient: largest sum of activation gradients that exist at once in its backward pass.
+        gradients: gradients of its parameters.
     """
 
     input: int
@@ -33,14 +33,14 @@ class BlockBytes:
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """A whole model, for one batch.
+    """Bytes of a whole model, for one batch.
 
     Attributes:
-        stem, head: what is kept before and after the blocks.
+        stem, head: saved before and after the blocks.
         blocks: the repeated blocks in the order of the forward pass.
-        head_transient: the most that the head's backward pass holds beside what is kept.
-        head_gradients: of the head's parameters.
-        stem_transient: what the stem's backward pass holds beside all gradients.
+        head_transient: most that the head's backward pass allocates in addition to what is saved.
+        head_gradients: gradients of the head's parameters.
+        stem_transient: what the stem's backward pass allocates in addition to all gradients.
     """
 
     stem: int
@@ -50,34 +50,35 @@ class ActivationBytes:
     head_gradients: int
     stem_transient: int
 
-    def kept(self, checkpointed: bool = False) -> int:
-        """After the forward pass: all activations, or with every block checkpointed their inputs alone."""
+    def saved(self, checkpointed: bool = False) -> int:
+        """Return the bytes saved by the forward pass; with every block checkpointed, blocks save only their inputs."""
         inside = 0 if checkpointed else sum(block.saved for block in self.blocks)
         return self.stem + sum(block.input for block in self.blocks) + inside + self.head
 
     def peak(self, checkpointed: bool = False) -> int:
-        """The most at any moment of the backward pass, the parameters' gradients so far included."""
-        held, gradients = self.kept(checkpointed), self.head_gradients
-        moments = [held + self.head_transient]  # the head's own gradients come after these are gone
+        """Return the peak of the backward pass, including the parameter gradients computed up to that moment."""
+        held, gradients = self.saved(checkpointed), self.head_gradients
+        moments = [held + self.head_transient]  # the head's parameter gradients are allocated after these are freed
         held -= self.head
         for block in reversed(self.blocks):
-            again = block.recomputed if checkpointed else 0
-            moments.append(held + again + block.transient + gradients)
+            recomputed = block.recomputed if checkpointed else 0
+            moments.append(held + recomputed + block.transient + gradients)
             gradients += block.gradients
             held -= block.input + (0 if checkpointed else block.saved)
         return max(*moments, self.stem + gradients + self.stem_transient)
 
 
 def language_activations(config: TransformerConfig, batch: int, length: int, sixteen_bit: bool) -> ActivationBytes:
-    """Of a TransformerLM that is given targets, in float32 or under autocast to bfloat16.
+    """Return the activation bytes of a TransformerLM that is given targets, in float32 or under autocast to bfloat16.
 
-    In units of one [B, T, D] tensor a block keeps its input and the sum after attention (1 + 1), both norms' outputs
+    In units of one [B, T, D] tensor a block saves its input and the sum after attention (1 + 1), both norms' outputs
     (1 + 1), query, key and value (3), attention's output (1), and the MLP before and after GELU (4 + 4): 16. Autocast to
-    bfloat16 halves them all, and keeps a 16-bit copy of each matrix of weights. (float16 keeps more: sums stay float32.)
-    The loss is PyTorch's own: the kernels of `token_loss` keep logits in 16 bits.
+    bfloat16 halves them all, and saves a 16-bit copy of each weight matrix. (float16 saves more: its residual stream stays
+    float32.) The loss is PyTorch's own; the Triton kernel of `token_loss` would save 16-bit logits.
 
     Args:
         batch, length: B and T.
+        sixteen_bit: autocast to bfloat16.
     """
     B, T, D, V = batch, length, config.width, config.vocab_size
     each = _SIXTEEN_BIT if sixteen_bit else _FLOAT32
@@ -98,10 +99,10 @@ def language_activations(config: TransformerConfig, batch: int, length: int, six
 
 
 def image_activations(width: int, batch: int, sixteen_bit: bool, image_size: int = IMAGE_SIZE) -> ActivationBytes:
-    """Of a ResNet-18, in float32 or under autocast to a 16-bit format.
+    """Return the activation bytes of a ResNet-18, in float32 or under autocast to a 16-bit format.
 
-    A norm keeps the output of its convolution; a ReLU keeps its result, which the next convolution needs as well. So a
-    block keeps three tensors of its output's size beside its input, and a fourth where the shortcut is projected.
+    A norm saves the output of its convolution; a ReLU saves its result, which the next convolution saves too. So a block
+    saves its input, three tensors of its output's size, and a fourth if the shortcut has a projection.
     """
     each = _SIXTEEN_BIT if sixteen_bit else _FLOAT32
     side, blocks = image_size, []
@@ -115,5 +116,5 @@ def image_activations(width: int, batch: int, sixteen_bit: bool, image_size: int
         saved = (4 if projection else 3) * out + copies
         blocks.append(BlockBytes(before, saved, saved + out, 3 * out, _FLOAT32 * weights))
     stem = each * batch * width * image_size**2
-    images = _SIXTEEN_BIT * batch * 3 * image_size**2 if sixteen_bit else 0  # the batch itself is there anyway
+    images = _SIXTEEN_BIT * batch * 3 * image_size**2 if sixteen_bit else 0  # the float32 batch exists in any case
     return ActivationBytes(stem + images, tuple(blocks), head=0, head_transient=0, head_gradients=0, stem_transient=0)

@@ -6,8 +6,8 @@ from torch import nn
 
 from hyperion.compat import import_torchvision
 from hyperion.errors import HyperionError
-from hyperion.models import TransformerLM
-from hyperion.parallel import add_lora, layout_of
+from hyperion.models import TransformerLM, layout_of
+from hyperion.parallel import add_lora
 from tests.parallel import small
 
 

@@ -4,7 +4,9 @@ import threading
 
 import pytest
 
+from hyperion.hardware import Device, detect_cpu
 from hyperion.training import Interrupted, StopFlag
+from hyperion.training.stopping import SYNC_STEPS, Pulse
 
 
 def test_sigterm_sets_the_flag_and_the_old_handler_comes_back():
@@ -47,3 +49,19 @@ def test_another_thread_leaves_the_handlers_alone():
     thread.start()
     thread.join()
     assert flags == [(False, True)]
+
+
+def test_a_cpu_reads_every_loss():
+    assert Pulse(detect_cpu()).steps == 1
+
+
+def test_one_accelerator_waits_seldom(monkeypatch):
+    cpu = detect_cpu()
+    fields = {name: getattr(cpu, name) for name in cpu.__dataclass_fields__} | {"kind": "cuda"}
+    assert Pulse(Device(**fields)).steps == SYNC_STEPS
+
+
+@pytest.mark.parametrize("stop", [False, True])
+@pytest.mark.parametrize("fault", [False, True])
+def test_alone_a_rank_agrees_with_itself(stop, fault):
+    assert Pulse(detect_cpu()).agree(stop, fault, 3) == (stop, fault)
