@@ -7,8 +7,7 @@ from hyperion.chapter.rows import sample_frame
 from hyperion.experiments.steps.exercises import stand_in
 from hyperion.hardware import Device
 from hyperion.measure import time_function
-from hyperion.measure.faults.planted_faults import FAULTS
-from hyperion.measure.faults.self_test import Believe, Fault
+from hyperion.measure.faults.planted_faults import FAULTS, Believe, Fault
 from hyperion.models.reference import VisionTransformer
 
 

@@ -8,7 +8,7 @@ from hyperion.commands.compare import print_launches, print_relaunch
 from hyperion.hardware import detect_cpu
 from hyperion.hardware.telemetry import Telemetry
 from hyperion.measure import Launched, Relaunched, TimeAnswer, Timing
-from hyperion.measure.relaunch.relaunching import Plan
+from hyperion.measure.api.relaunching import Plan
 from hyperion.results import compare, relaunches
 
 WORK = """

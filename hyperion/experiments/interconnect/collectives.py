@@ -25,8 +25,7 @@ from hyperion.experiments.interconnect.collective_rows import (
     timed_rows,
 )
 from hyperion.measure import ALL_COLLECTIVES, Collective, collective_bytes, measure_collective, measure_overlap
-from hyperion.measure.collectives.collective_kernels import kernels_of_collectives
-from hyperion.measure.collectives.collectives import Buffers, memory_needed
+from hyperion.measure.collectives.collectives import Buffers, kernels_of_collectives, memory_needed
 from hyperion.processes import RollCall, World, process_group, roll_call, world
 from hyperion.results import Row
 

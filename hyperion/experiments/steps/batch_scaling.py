@@ -23,7 +23,7 @@ from hyperion.experiments.steps.reference_steps import (
     update_of,
 )
 from hyperion.measure import FORMATS, NoMemoryCap, PeakMemory, PeakMemoryRegion, allocator_refusal
-from hyperion.measure.memory import memory_cap
+from hyperion.measure.memory_use.allocation import memory_cap
 from hyperion.models import ReferenceModel, reference_model
 from hyperion.results import Row, independent_ratio_estimate
 from hyperion.training import choose_precision

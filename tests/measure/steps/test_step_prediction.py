@@ -10,8 +10,14 @@ from hyperion.errors import HyperionError
 from hyperion.experiments.steps.reference_steps import update_of
 from hyperion.measure.products.dispatch import Call, TensorShape, shapes_only
 from hyperion.measure.products.product_formulas import Product, products_of
-from hyperion.measure.products.product_rates import ProductRates
-from hyperion.measure.steps.step_prediction import CompiledHost, MemoryStream, StepCeilings, predict_step, training_calls
+from hyperion.measure.steps.step_prediction import (
+    CompiledHost,
+    MemoryStream,
+    ProductRates,
+    StepCeilings,
+    predict_step,
+    training_calls,
+)
 from hyperion.models import reference_model
 
 

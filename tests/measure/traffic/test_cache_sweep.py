@@ -24,7 +24,7 @@ from hyperion.measure import (
     sweep_sizes,
     verify_sum,
 )
-from hyperion.measure.memory.cache_sweep import _Work
+from hyperion.measure.traffic.cache_sweep import _Work
 from tests.hardware.machines import facts, gpu
 
 KIB, MIB = 2**10, 2**20

@@ -1,4 +1,4 @@
-"""What is relaunched: a reader's file is taken or refused, turns are planned and levelled, a dying launch is named."""
+"""Relaunching: a user's file is accepted or refused, turns are planned, rounds are normalised, a dying launch is named."""
 
 import contextlib
 import os
@@ -9,9 +9,9 @@ import pytest
 
 from hyperion.errors import HyperionError
 from hyperion.measure import relaunch
-from hyperion.measure.relaunch import relaunching
-from hyperion.measure.relaunch.relaunch_worker import files_from, functions_of
-from hyperion.measure.relaunch.relaunching import levelled, plan_turns
+from hyperion.measure.api import relaunching
+from hyperion.measure.api.relaunch_worker import files_from, functions_of
+from hyperion.measure.api.relaunching import normalise_rounds, plan_turns
 from hyperion.processes import JobError
 
 
@@ -21,7 +21,7 @@ from hyperion.processes import JobError
         ("x = 1", r"has no function work\(\)"),
         ("def work(): return [print]", r"work\(\) returned list, not functions by name"),
         ("def work(): return {}", "returned a dict with the keys"),
-        ("def work(): return {'a': 1}", "int is no function"),
+        ("def work(): return {'a': 1}", "int is not callable"),
         ("def work(): return {'a': lambda x: x}", "is called with nothing"),
     ],
 )
@@ -39,7 +39,7 @@ def test_paths_are_checked_before_anything_is_started(tmp_path):
     with pytest.raises(HyperionError, match="no such folder"):
         relaunch(tmp_path / "work.py", tmp_path, tmp_path / "b")
     (tmp_path / "hyperion").mkdir()
-    with pytest.raises(HyperionError, match="cannot be relaunched"):
+    with pytest.raises(HyperionError, match="does not support relaunch"):
         relaunch(tmp_path / "work.py", tmp_path, tmp_path)
 
 
@@ -54,7 +54,7 @@ def test_a_side_of_which_nothing_was_imported_is_refused_unless_there_is_only_on
 def test_a_file_that_changes_between_launches_is_named(tmp_path):
     with contextlib.ExitStack() as stack:
         team = relaunching._Team(tmp_path / "work.py", dict.fromkeys("AB", tmp_path), stack)
-        team.told = {("B", number): {"files": {"x.py": digest}} for number, digest in ((1, "a"), (2, "a"), (3, "b"))}
+        team.prepared = {("B", number): {"files": {"x.py": digest}} for number, digest in ((1, "a"), (2, "a"), (3, "b"))}
         team.require_same_files("B", 1), team.require_same_files("B", 2)
         with pytest.raises(HyperionError, match="changed before launch 3 of B") as error:
             team.require_same_files("B", 3)
@@ -84,7 +84,7 @@ def test_what_a_round_does_to_all_launches_is_levelled_and_what_sets_them_apart_
     random = np.random.default_rng(0)
     own = np.array([1.0, 1.02, 0.99, 1.01, 1.1, 1.12, 1.09, 1.11])[:, None]
     machine = random.lognormal(0, 0.3, (1, 60))
-    times = levelled(own * machine)
+    times = normalise_rounds(own * machine)
     assert np.allclose(times / times[0], own) and np.allclose(times, times[:, :1])
     assert np.median(times) == pytest.approx(np.median(own * np.median(machine)), rel=1e-6)
 
@@ -94,7 +94,7 @@ def test_levelling_draws_the_sides_not_together_where_turns_are_noisy(change):
     random, seen = np.random.default_rng(0), []
     for _ in range(200):
         sides = np.repeat([1.0, 1 + change], 5)[:, None]
-        times = levelled(sides * random.lognormal(0, 0.1, (1, 120)) * random.lognormal(0, 0.02, (10, 120)))
+        times = normalise_rounds(sides * random.lognormal(0, 0.1, (1, 120)) * random.lognormal(0, 0.02, (10, 120)))
         logarithms = np.log(np.median(times, axis=1))
         seen.append(logarithms[5:].mean() - logarithms[:5].mean())
     assert np.mean(seen) == pytest.approx(np.log1p(change), abs=5e-4)

@@ -16,16 +16,16 @@ from hyperion.hardware.cpu import data_caches
 from hyperion.measure.clock.dtypes import FORMATS
 from hyperion.measure.clock.repeated import RepeatedCalls
 from hyperion.measure.clock.timing import Timing
-from hyperion.measure.clock.verify import Verification, verify_elementwise
-from hyperion.measure.clock.verify_whole import verify_sum
+from hyperion.measure.clock.verify import Verification, verify_elementwise, verify_sum
 from hyperion.results import Estimate
+from hyperion.units import KIB, MIB
 
 SWEEPS = ("read", "copy")
-_SMALLEST, _LARGEST_UNKNOWN = 4 * 2**10, 256 * 2**20
+_SMALLEST, _LARGEST_UNKNOWN = 4 * KIB, 256 * MIB
 _LAST_LEVELS = 4
 _SHARE_OF_MEMORY = 8
 # At 200 GB/s these take 160 microseconds, sixty times what launching the call does.
-_BYTES_A_CALL = 32 * 2**20
+_BYTES_A_CALL = 32 * MIB
 # PyTorch gives a thread of its own to each so many elements (at::internal::GRAIN_SIZE in ATen/TensorIterator.h).
 _ELEMENTS_A_THREAD = 32_768
 
@@ -213,4 +213,4 @@ def _call_of(operation: str, rows: torch.Tensor, source: torch.Tensor, output: t
 
 
 def _size(count: int) -> str:
-    return f"{count / 2**20:g} MiB" if count >= 2**20 else f"{count / 2**10:g} KiB"
+    return f"{count / MIB:g} MiB" if count >= MIB else f"{count / KIB:g} KiB"

@@ -1,12 +1,12 @@
-"""Two versions of a reader's code, relaunched: many launches of each side, all alive at once, that take turns.
+"""Compare two versions of code in several fresh processes (launches) per version, all alive at once.
 
-Launches one after the other see different minutes of a machine, and on a shared one their medians scatter by some percent
-with what else runs on it. Here every launch waits, and the parent walks them in random order, round after round, for a short
-slice each. All have then lived through the same minutes, while what differs from launch to launch (addresses, hash seeds,
-choices made at the start) is still in their scatter.
+If launches ran one after the other, their medians would differ by some percent with the load of a shared machine. Therefore
+all launches wait, and the parent lets each of them sample for a short slice, in random order, round after round. All launches
+then see the same conditions, and their scatter still contains what differs between processes: addresses, hash seeds, and
+choices made at start-up.
 
-A round lasts a fraction of a second, and a machine's speed changes from one to the next. That change is common to all launches
-of the round, of either side: each turn is divided by it (`levelled`), and a launch's time is the median of its turns then.
+A round takes a fraction of a second, and the speed of the machine changes between rounds. This change is common to all
+launches of a round, so each time is divided by it (`normalise_rounds`). The time of a launch is the median of its turns.
 """
 
 import contextlib
@@ -31,26 +31,26 @@ from hyperion.processes.request_worker import RequestWorker
 
 SIDES = ("A", "B")
 LAUNCHES, SECONDS = 5, 0.6
-# The shorter the slices, the more rounds, and the less the machine changes within one. A turn costs a sample that is not
-# counted, besides: so short is a sample then, and so long the slice at least.
+# Shorter slices give more rounds, in which the machine changes less. But each turn starts with one sample that is dropped, so
+# a sample must be much shorter than a slice.
 _SAMPLE_S, _SLICE_S = 5e-4, 5e-3
-_ASKING_S = 2e-3  # what a turn costs around it: the question, waking up, a look at the clocks
-_TIMEOUT_S = 600.0  # for importing, for getting ready, and for a turn
-_WORKER = ("-P", "-m", "hyperion.measure.relaunch.relaunch_worker")
+_TURN_OVERHEAD_S = 2e-3  # of a turn: the request, waking up, reading the telemetry
+_TIMEOUT_S = 600.0  # for importing, for preparing, and for one turn
+_WORKER = ("-P", "-m", "hyperion.measure.api.relaunch_worker")
 
 Report = Callable[[int, int, str], object]
-Who = tuple[str, int]  # side and number of a launch
+LaunchId = tuple[str, int]  # side and number
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How the launches take turns.
+    """The schedule of the turns.
 
     Args:
         rounds: turns of each launch.
-        slice_s: seconds for which a function is sampled in a turn.
-        calls: in a row for one sample, by function; the same in all launches.
-        expected_s: about how long all turns take.
+        slice_s: seconds of sampling per function in a turn.
+        calls: calls per sample by function; the same in all launches.
+        expected_s: approximate seconds of all turns.
     """
 
     rounds: int
@@ -61,14 +61,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Launched:
-    """One launch of one side.
+    """The result of one launch.
 
     Args:
         side: "A" or "B".
         number: from 1.
-        answers: the time of each function; a sample is the median of a turn, so that their number is that of the rounds.
-        samples: every sample of every turn: columns variant, round, index, calls and time_s (seconds of a call).
-        files: sha256 of the files of modules imported from the side's folder, by their path below it.
+        answers: the time of each function; one sample per round, the median of the turn.
+        samples: all samples of all turns: columns variant, round, index, calls and time_s (seconds per call).
+        files: sha256 of the module files imported from the side's folder, by path below the folder.
     """
 
     side: str
@@ -79,19 +79,19 @@ class Launched:
 
     @property
     def source(self) -> str:
-        """Digest of what was imported from the side's folder, "" of nothing."""
+        """Digest of the files imported from the side's folder; "" if there are none."""
         return hashlib.sha256(repr(sorted(self.files.items())).encode()).hexdigest()[:16] if self.files else ""
 
 
 @dataclass(frozen=True)
 class Relaunched:
-    """All launches, those of A first, and how they took turns."""
+    """The results of all launches (those of A first) and the schedule."""
 
     launches: tuple[Launched, ...]
     plan: Plan
 
     def of(self, side: str) -> list[Launched]:
-        """The launches of one side."""
+        """Return the launches of one side."""
         return [launched for launched in self.launches if launched.side == side]
 
 
@@ -104,23 +104,23 @@ def relaunch(
     seconds: float = SECONDS,
     report: Report = lambda done, total, note: None,
 ) -> Relaunched:
-    """Time the functions of a file in several launches of two versions of the code that they import.
+    """Time the functions of a file with two versions of the code that they import, in several launches per version.
 
-    The functions must be there in every launch at once: on a GPU, memory for all of them.
+    All launches are alive at the same time, so a GPU needs memory for all of them.
 
     Args:
-        work: a Python file with a function `work()` that returns what is to be timed: functions without arguments, by name.
-            It imports from a side's folder and what is installed, not from its own folder.
-        folder_a, folder_b: what each side's launches find first on their import path: two checkouts, or one folder twice,
-            which shows the noise.
-        launches: of each side.
-        seconds: for which each function is sampled in each launch, in all; slow functions take longer, for 30 rounds.
-        report: called with (done, total, what now) as the work goes on.
+        work: a Python file with a function `work()` that returns the functions to time: a dict of functions without
+            arguments. The file imports from a side's folder and from installed packages, not from its own folder.
+        folder_a, folder_b: first folder on the import path of each side, such as two checkouts. Pass the same folder twice to
+            measure the noise.
+        launches: number of launches per side.
+        seconds: total seconds of sampling per function and launch. Slow functions take longer, for at least 30 rounds.
+        report: called with (done, total, activity) to show progress.
 
     Raises:
-        HyperionError: a path is missing, the file holds no such functions, a side used nothing of its folder although the
-            folders differ, or a file of a side changed between its launches.
-        JobError: a launch raised, died or stood still; the message names its side and number, with its traceback.
+        HyperionError: a path is missing, the file has no such functions, a side imported nothing from its folder although the
+            folders differ, or a file changed between the launches of a side.
+        JobError: a launch raised, died or timed out. The message contains its side, number and traceback.
     """
     work = _file(Path(work))
     folders = {side: _folder(Path(folder)) for side, folder in zip(SIDES, (folder_a, folder_b), strict=True)}
@@ -141,28 +141,31 @@ def relaunch(
 
 
 def plan_turns(call_s: dict[str, float], launches: int, seconds: float) -> Plan:
-    """Slices as short as sampling allows: as long as two calls of the slowest function, unless that leaves fewer than 30.
+    """Plan the turns: slices of about two calls of the slowest function, and at least 30 rounds.
 
     Args:
-        call_s: seconds of a call, by function.
-        launches: of both sides together.
+        call_s: seconds per call by function.
+        launches: number of launches of both sides together.
     """
     rounds = max(MINIMUM_SAMPLES, int(seconds / max(_SLICE_S, 2 * max(call_s.values()))))
     slice_s, calls = seconds / rounds, {name: calls_that_fill(_SAMPLE_S, one) for name, one in call_s.items()}
-    # A turn begins with a sample that is not counted, and its last one ends after the slice does.
-    turn_s = sum(max(slice_s, calls[name] * one) + 1.5 * calls[name] * one + _ASKING_S for name, one in call_s.items())
+    # A turn starts with one sample that is dropped, and its last sample ends after the slice.
+    turn_s = sum(max(slice_s, calls[name] * one) + 1.5 * calls[name] * one + _TURN_OVERHEAD_S for name, one in call_s.items())
     return Plan(rounds, slice_s, calls, rounds * launches * turn_s)
 
 
-def levelled(times: np.ndarray) -> np.ndarray:
-    """Times without what all launches of a round share: each over its round's factor, times the median of these.
+def normalise_rounds(times: np.ndarray) -> np.ndarray:
+    """Remove the changes of speed that all launches of a round share; the median speed of the rounds remains.
 
-    The factor is the median over the launches of both sides, each beside its own usual time. Of the times themselves the
-    median would lie between the slowest of one side and the quickest of the other and follow their noise, which draws the
-    sides towards each other: of 3 % a third of a percent was lost where turns scatter by 2 %.
+    The factor of a round is the median over all launches of time / median time of the launch. A median of the times
+    themselves would lie between the slowest launch of one side and the fastest of the other and follow their noise. This
+    would shrink the difference between the sides: with a scatter of 2 % per turn, a difference of 3 % by a third of a percent.
 
     Args:
         times: seconds, shape (launches, rounds).
+
+    Returns:
+        Seconds of the same shape.
 
     Source: Tukey, Exploratory Data Analysis, 1977, chapter 11, for polishing by medians.
     """
@@ -171,15 +174,15 @@ def levelled(times: np.ndarray) -> np.ndarray:
 
 
 class _Team:
-    """The launches of both sides, by (side, number), and what they told when they were ready."""
+    """The running launches of both sides by (side, number), and their answers to `prepare`."""
 
     def __init__(self, work: Path, folders: dict[str, Path], stack: contextlib.ExitStack):
         self.work, self.folders, self.stack = work, folders, stack
-        self.partners: dict[Who, RequestWorker] = {}
-        self.told: dict[Who, dict] = {}
+        self.partners: dict[LaunchId, RequestWorker] = {}
+        self.prepared: dict[LaunchId, dict] = {}
 
     def start(self, number: int) -> None:
-        """Start one launch of each side; they import while the others get ready."""
+        """Start one launch of each side; it imports while earlier launches prepare."""
         for side in self._pair(number):
             name = f"launch {number} of {side} ({self.folders[side].name})"
             partner = RequestWorker(name, _WORKER, environment_of(self.folders[side]))
@@ -187,44 +190,44 @@ class _Team:
             partner.send("ready")
 
     def prepare(self, number: int) -> None:
-        """Have one launch of each side load the work and warm it up, once they have imported."""
+        """Let one launch of each side load the functions and warm up."""
         for side in SIDES:
             self.partners[side, number].receive(_TIMEOUT_S)
         for side in self._pair(number):
             paths = {"work": str(self.work), "folder": str(self.folders[side])}
-            self.told[side, number] = self.partners[side, number].call("prepare", _TIMEOUT_S, **paths)
+            self.prepared[side, number] = self.partners[side, number].call("prepare", _TIMEOUT_S, **paths)
             self.require_same_files(side, number)
 
     def require_same_files(self, side: str, number: int) -> None:
-        """A file that was edited while launches started would make two versions of one side."""
-        first = self.told[side, 1]["files"]
-        for file, digest in self.told[side, number]["files"].items():
+        """Raise if a file was edited between the launches: the side would have two versions."""
+        first = self.prepared[side, 1]["files"]
+        for file, digest in self.prepared[side, number]["files"].items():
             if first.get(file, digest) != digest:
                 raise HyperionError(
                     f"a file changed before launch {number} of {side} imported it",
                     where=self.folders[side] / file,
-                    next_step="leave both folders as they are until all are launched, and run again",
+                    next_step="run again, and do not edit the folders until all launches have started",
                 )
 
     @staticmethod
     def _pair(number: int) -> tuple[str, ...]:
-        """The two sides; each is the first in every other pair, should that make a difference."""
+        """Return the sides in the order of this pair; it alternates, in case the order matters."""
         return SIDES if number % 2 else SIDES[::-1]
 
     @property
     def files(self) -> dict[str, dict[str, str]]:
-        """What the first launch of each side imported from its folder."""
-        return {side: self.told[side, 1]["files"] for side in SIDES}
+        """Digests of the files that the first launch of each side imported from its folder."""
+        return {side: self.prepared[side, 1]["files"] for side in SIDES}
 
     @property
     def call_s(self) -> dict[str, float]:
-        """Seconds of a call of each function, in the launch that was quickest: others may have been disturbed.
+        """Seconds per call of each function in the fastest launch; other launches may have been disturbed.
 
         Raises:
             HyperionError: not all launches have the same functions.
         """
-        times = [told["functions"] for told in self.told.values()]
-        for who, functions_here in zip(self.told, times, strict=True):
+        times = [answer["functions"] for answer in self.prepared.values()]
+        for who, functions_here in zip(self.prepared, times, strict=True):
             if functions_here.keys() != times[0].keys():
                 raise HyperionError(
                     f"launch {who[1]} of {who[0]} times {', '.join(functions_here)}, another one {', '.join(times[0])}",
@@ -235,35 +238,35 @@ class _Team:
 
 
 def environment_of(folder: Path) -> dict[str, str]:
-    """A launch's environment: this one, with its side's folder first on the import path."""
+    """Return the environment of a launch: this process's, with the side's folder first on the import path."""
     inherited = child_environment()
     return inherited | {"PYTHONPATH": f"{folder}{os.pathsep}{inherited['PYTHONPATH']}"}
 
 
-def _take_turns(team: _Team, plan: Plan, report: Report) -> dict[str, dict[Who, list[dict]]]:
-    """What each launch told of each turn, by function and launch. One after the other has its turn, all others wait."""
+def _take_turns(team: _Team, plan: Plan, report: Report) -> dict[str, dict[LaunchId, list[dict]]]:
+    """Run all turns, one launch at a time, and return the answers by function and launch."""
     random, order = np.random.default_rng(0), sorted(team.partners)
-    told = {name: {who: [] for who in order} for name in plan.calls}
+    turns = {name: {who: [] for who in order} for name in plan.calls}
     for turn in range(plan.rounds):
         report(turn, plan.rounds, f"sampling for about {plan.expected_s:.0f} s")
         for name, calls in plan.calls.items():
             for place in random.permutation(len(order)):
-                asked = {"function": name, "calls": calls, "seconds": plan.slice_s}
-                told[name][order[place]].append(team.partners[order[place]].call("turn", _TIMEOUT_S, **asked))
+                options = {"function": name, "calls": calls, "seconds": plan.slice_s}
+                turns[name][order[place]].append(team.partners[order[place]].call("turn", _TIMEOUT_S, **options))
     report(plan.rounds, plan.rounds, "sampled")
-    return told
+    return turns
 
 
-def _all_launched(team: _Team, plan: Plan, turns: dict[str, dict[Who, list[dict]]]) -> Iterator[Launched]:
+def _all_launched(team: _Team, plan: Plan, turns: dict[str, dict[LaunchId, list[dict]]]) -> Iterator[Launched]:
     device, order = device_of(None), sorted(team.partners)
-    # Samples of one turn are of one moment of the machine and far from independent: a turn counts once.
+    # The samples of one turn are not independent, so each turn contributes one value.
     times = {
-        name: levelled(np.array([[np.median(turn["samples_s"]) for turn in of[who]] for who in order]))
+        name: normalise_rounds(np.array([[np.median(turn["samples_s"]) for turn in of[who]] for who in order]))
         for name, of in turns.items()
     }
     for place, who in enumerate(order):
         state = median_of([Telemetry(**turn["state"]) for of in turns.values() for turn in of[who]])
-        warmed = team.told[who]["functions"]
+        warmed = team.prepared[who]["functions"]
         answers = {
             name: TimeAnswer(
                 name,
@@ -292,35 +295,35 @@ def _all_launched(team: _Team, plan: Plan, turns: dict[str, dict[Who, list[dict]
             for name, of in turns.items()
             for number, turn in enumerate(of[who])
         ]
-        yield Launched(*who, answers, pd.concat(frames, ignore_index=True), team.told[who]["files"])
+        yield Launched(*who, answers, pd.concat(frames, ignore_index=True), team.prepared[who]["files"])
 
 
 def _file(work: Path) -> Path:
     if not work.is_file():
-        raise HyperionError("no such file", where=work, next_step="name a Python file with a function work()")
+        raise HyperionError("no such file", where=work, next_step="pass a Python file with a function work()")
     return work.resolve()
 
 
 def _folder(folder: Path) -> Path:
     if not folder.is_dir():
-        raise HyperionError("no such folder", where=folder, next_step="name the folder that is to stand first on the import path")
-    if (folder / "hyperion").is_dir() and not (folder / "hyperion/measure/relaunch/relaunch_worker.py").is_file():
+        raise HyperionError("no such folder", where=folder, next_step="pass the folder to put first on the import path")
+    if (folder / "hyperion").is_dir() and not (folder / "hyperion/measure/api/relaunch_worker.py").is_file():
         raise HyperionError(
-            "launches of this side would import a hyperion that cannot be relaunched",
+            "the hyperion in this folder does not support relaunch",
             where=folder / "hyperion",
-            next_step="name a checkout of hyperion that has this command, or the folder of other code",
+            next_step="pass a checkout of hyperion that has this command, or a folder with other code",
         )
     return folder.resolve()
 
 
 def _require_use(work: Path, folders: dict[str, Path], files: dict[str, dict[str, str]]) -> None:
-    """Two folders of which one is not used would be the same code twice, under two names."""
+    """Raise if a side imported nothing from its folder, so that both sides would time the same code."""
     if folders["A"] == folders["B"]:
         return
     for side, folder in folders.items():
         if not files[side]:
             raise HyperionError(
-                f"{work.name} imported nothing from the folder of side {side}: its launches would time other code",
+                f"{work.name} imported nothing from the folder of side {side}, so it would time other code",
                 where=folder,
-                next_step="name the folder that holds the package itself (a checkout's src/, say), and import it in work()",
+                next_step="pass the folder that contains the package (such as src/ of a checkout), and import it in work()",
             )

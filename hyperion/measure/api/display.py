@@ -1,24 +1,25 @@
-"""Figures that the answers of `hyperion.measure` draw of themselves. Imported only when one is asked for: matplotlib is slow.
+"""Figures of the answers of `hyperion.measure`. Imported only for drawing, because matplotlib is slow to import.
 
-The look is that of the book's figures (hyperion/figures/style.py), which this room may not import.
+The style equals that of hyperion/figures/style.py, which this package may not import.
 """
 
 import io
 import textwrap
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hyperion.measure.api.text import bytes_scale, estimate_text, flops_text, time_scale
 from hyperion.measure.clock.timing import Timing
-from hyperion.measure.clock.units import bytes_scale, estimate_text, flops_text, time_scale
 
 INK, MUTED, GRID = "#1b1f24", "#6a737d", "#e3e6ea"
 # Okabe and Ito, Color Universal Design, 2008.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5b5b5b")
 MARKERS = ("o", "s")
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9.5,
     "text.color": INK,
@@ -43,7 +44,7 @@ _MOST_BARS = 12
 
 
 class Picture(Figure):
-    """A figure that a notebook shows without pyplot and its global state."""
+    """A figure that notebooks display without pyplot and its global state."""
 
     def _repr_png_(self) -> bytes:
         drawn = io.BytesIO()
@@ -53,7 +54,7 @@ class Picture(Figure):
 
 
 def draw_samples(timings: dict[str, Timing], machine: str, verdict: str) -> Figure:
-    """Raw samples in the order taken, a colour for each function, with median and 95 % interval."""
+    """Draw raw samples in the order taken, one colour per function, with median and 95 % interval."""
     estimates = {label: timing.estimate for label, timing in timings.items()}
     factor, unit = time_scale(min(estimate.value for estimate in estimates.values()))
     with mpl.rc_context(_STYLE):
@@ -64,38 +65,38 @@ def draw_samples(timings: dict[str, Timing], machine: str, verdict: str) -> Figu
             axes.axhspan(estimate.ci_low / factor, estimate.ci_high / factor, color=colour, alpha=0.25, linewidth=0)
             axes.axhline(estimate.value / factor, color=colour, linewidth=1.4, label=f"{label}: {estimate_text(estimate)}")
         cache = "cold" if next(iter(timings.values())).cold else "hot"
-        axes.set(xlabel="sample, in the order taken", ylabel=f"{unit} a call, {cache} cache")
-        # A few slow calls must not press all others onto one line; where some are cut off, the picture says so.
+        axes.set(xlabel="sample, in the order taken", ylabel=f"{unit} per call, {cache} cache")
+        # A few slow calls would compress all others into one line: cut them off, and say how many in the legend.
         everything = np.concatenate([timing.samples_s for timing in timings.values()]) / factor
         top = min(1.1 * everything.max(), 3 * max(estimate.ci_high for estimate in estimates.values()) / factor)
         axes.set_ylim(0, top)
         beyond = int((everything > top).sum())
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), title=f"{beyond} slower samples lie above" if beyond else None)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), title=f"{beyond} slower samples are outside" if beyond else None)
     return figure
 
 
 def draw_memory(label: str, history: tuple[int, ...], before: int, machine: str, verdict: str) -> Figure:
-    """Bytes of tensors alive after each operator, and what was there before the call."""
+    """Draw the size of live tensors after each operator, and the size before the call."""
     factor, unit = bytes_scale(max([before, *history, 1]))
     with mpl.rc_context(_STYLE):
         figure, (axes,) = _figure(label, machine, verdict)
         axes.fill_between(range(len(history)), [count / factor for count in history], step="post", color=COLOURS[0], alpha=0.35)
-        axes.axhline(before / factor, color=COLOURS[1], linewidth=1.2, label="there before the call")
-        axes.set(xlabel="operator, in the order called", ylabel=f"{unit} of tensors alive")
+        axes.axhline(before / factor, color=COLOURS[1], linewidth=1.2, label="before the call")
+        axes.set(xlabel="operator, in the order called", ylabel=f"{unit} of live tensors")
         axes.set_ylim(bottom=0)
         axes.legend(loc="lower right")
     return figure
 
 
 def draw_flops(label: str, by_operator: dict[str, int], by_module: dict[str, int], verdict: str) -> Figure:
-    """FLOPs by operator, and by module where there is one."""
+    """Draw FLOPs by operator, and by module if there are modules."""
     panels = [("by operator", by_operator)] + ([("by module, submodules included", by_module)] if by_module else [])
     with mpl.rc_context(_STYLE):
         figure, all_axes = _figure(label, "FLOPs of one call", verdict, panels=len(panels))
         for axes, (title, counts) in zip(all_axes, panels, strict=True):
             _draw_bars(axes, counts)
             left_out = len(counts) - _MOST_BARS
-            axes.set_title(title + (f", {left_out} smaller ones left out" if left_out > 0 else ""), loc="left", fontsize=10)
+            axes.set_title(title + (f", {left_out} smaller ones omitted" if left_out > 0 else ""), loc="left", fontsize=10)
     return figure
 
 
@@ -112,7 +113,7 @@ def _draw_bars(axes: Axes, counts: dict[str, int]) -> None:
 
 
 def draw_waterfall(title: str, parts: list[tuple[str, float, float]], machine: str, notes: str) -> Figure:
-    """A step in its parts, one below the other, each beginning where the one before it ends.
+    """Draw the parts of a step as a waterfall: each bar starts where the previous one ends.
 
     Args:
         parts: (name, seconds, share of the step); they add up to the step.

@@ -13,8 +13,7 @@ import torch
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
 from hyperion.measure.clock.timing import Timing, time_function
-from hyperion.measure.clock.verify import Verification
-from hyperion.measure.clock.verify_whole import poison_bits, verify_bits
+from hyperion.measure.clock.verify import Verification, poison_bits, verify_bits
 from hyperion.results import Estimate
 
 DIRECTIONS = ("host to device", "device to host")

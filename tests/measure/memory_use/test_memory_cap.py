@@ -15,7 +15,7 @@ SCRIPT = """
 import json, resource, torch
 from hyperion.hardware import detect_cpu
 from hyperion.measure import NoMemoryCap, PeakMemoryRegion, allocator_refusal
-from hyperion.measure.memory import memory_cap
+from hyperion.measure.memory_use.allocation import memory_cap
 
 cpu, told, before = detect_cpu(), {}, resource.getrlimit(resource.RLIMIT_DATA)
 mib = 2**20

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hyperion.measure.memory.tensor_memory import storage_key
+from hyperion.measure.memory_use.tensor_memory import storage_key
 
 PHASES = ("forward", "backward", "update")
 ACTIVATIONS, GRADIENTS, TEMPORARY = "activations", "gradients", "temporary"

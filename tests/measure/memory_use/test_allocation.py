@@ -18,8 +18,8 @@ import dataclasses, json, resource, torch
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
 from hyperion.measure import NoMemoryCap, largest_allocation
-from hyperion.measure.memory import memory_cap
-from hyperion.measure.memory.allocation import _Search
+from hyperion.measure.memory_use.allocation import memory_cap
+from hyperion.measure.memory_use.allocation import _Search
 
 mib = 2**20
 cpu, told, before = detect_cpu(), {}, resource.getrlimit(resource.RLIMIT_DATA)

@@ -13,8 +13,7 @@ import torch
 from hyperion.hardware import Device
 from hyperion.measure.clock.dtypes import FORMATS
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES, Timing, time_function
-from hyperion.measure.clock.verify import Verification, verify_elementwise
-from hyperion.measure.clock.verify_whole import verify_sum
+from hyperion.measure.clock.verify import Verification, verify_elementwise, verify_sum
 
 SCALAR = 0.4
 # A power of two, so that scaling rounds nothing: a dot product of 500 M terms of variance 1/16 stays below 65504, which

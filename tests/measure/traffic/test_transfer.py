@@ -16,8 +16,8 @@ from hyperion.measure import (
     transfer_refusal,
     verify_bits,
 )
-from hyperion.measure.clock.verify_whole import poison_bits
-from hyperion.measure.memory.transfer import _random_bytes
+from hyperion.measure.clock.verify import poison_bits
+from hyperion.measure.traffic.transfer import _random_bytes
 from tests.hardware.machines import facts, gpu
 
 
