@@ -2,7 +2,7 @@
 
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ import typer
 from hyperion.book.plots import draw, plots_of
 from hyperion.chapter import Context, default_profile, experiment_named, load_profile, run_information
 from hyperion.checkpoints.weights import read_weights
-from hyperion.commands.console import run_app
+from hyperion.commands.console import one_of, run_app
 from hyperion.errors import LARGEST_SEED, HyperionError
 from hyperion.experiments.compilation.compilation_subjects import IMAGENET_STEM, fitted, misfits
 from hyperion.experiments.compilation.compilation_table import compilation_csv, compilation_json, compilation_table
@@ -59,18 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_command(lambda: run_app(app, f"{PROGRAM}.py", given), PROGRAM)
 
 
-def _one_of(choices: Sequence[str]) -> Callable[[Any], Any]:
-    """Return a callback of an option that refuses other values."""
-
-    def check(given: Any) -> Any:
-        for value in given if isinstance(given, list | tuple) else (given,):
-            if value is not None and value not in choices:
-                raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}")
-        return given
-
-    return check
-
-
 def _folder(given: Path) -> Path:
     path = expanded(str(given)).resolve()
     if not path.is_dir():
@@ -82,7 +70,7 @@ def _folder(given: Path) -> Path:
 def compilation(
     base_dir: Annotated[Path, typer.Option("--base_dir", callback=_folder, help="Folder of results/.")] = Path("."),
     dtype: Annotated[
-        str, typer.Option("--dtype", callback=_one_of(DTYPES), help=f"Of weights and arithmetic: {', '.join(DTYPES)}.")
+        str, typer.Option("--dtype", callback=one_of(DTYPES), help=f"Of weights and arithmetic: {', '.join(DTYPES)}.")
     ] = "fp32",
     repeat: Annotated[
         int, typer.Option("--repeat", min=1, help=f"Samples of each mode, at least {FEWEST_SAMPLES}.")
@@ -97,7 +85,7 @@ def compilation(
     mode: Annotated[
         list[str] | None,
         typer.Option(
-            "--mode", metavar="MODE", callback=_one_of(MODES), help=f"May be repeated, all by default: {', '.join(MODES)}."
+            "--mode", metavar="MODE", callback=one_of(MODES), help=f"May be repeated, all by default: {', '.join(MODES)}."
         ),
     ] = None,
     batch: Annotated[

@@ -154,6 +154,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", place], check=True)
 
 
+@pytest.mark.process
 def test_a_full_disk_leaves_the_checkpoint_before_intact(small_disk):
     put(small_disk, 1, b"x" * 400_000)
     with pytest.raises(CheckpointError, match="No space left") as caught:
