@@ -1,4 +1,4 @@
-"""The largest piece of memory that a device grants at once, found by bisection, proven to be there, and given back."""
+"""Cap the memory of this process, recognise refusals of an allocator, and find the largest possible allocation."""
 
 import contextlib
 import ctypes
@@ -16,8 +16,11 @@ from hyperion.hardware import Device
 from hyperion.measure.clock.verify import Verification
 from hyperion.units import GIB, KIB, MIB
 
+STEP_BYTES = 64 * MIB
+_TOUCHED = 4096
+_CPU_SHARE = 0.5
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # <malloc.h> of glibc
-# glibc begins with the small threshold, and its own rule ends at the large one once larger buffers have come and gone.
+# glibc starts with the small threshold and raises it up to the large one after larger buffers were freed.
 _SMALL, _LARGE = 128 * KIB, 32 * MIB
 _SHARE_OF_FREE = 0.95
 _CPU_REFUSAL = "DefaultCPUAllocator: can't allocate memory"
@@ -26,14 +29,14 @@ _ASKED_BYTES = 32 * MIB
 
 
 class NoMemoryCap(HyperionError):
-    """A system that does not hold a process to a cap on its memory."""
+    """Raised when the system does not enforce a memory cap."""
 
 
 def allocator_refusal(error: Exception, device: Device) -> str | None:
-    """What an allocator said when it refused memory, in one line, or None when the error is another one.
+    """Return the first line of an out-of-memory error, or None if the error has another cause.
 
-    On a CPU torch has no class for it, only the sentence of its allocator. oneDNN, which allocates for itself, says no
-    more than that it "could not create a primitive": then the allocator is asked, while all that the error left lies there.
+    On a CPU, torch has no exception class for it, only the message of its allocator. oneDNN, which allocates its own memory,
+    reports only that it "could not create a primitive"; then a test allocation decides.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_REFUSAL in str(error):
         return (str(error) or "MemoryError").splitlines()[0]
@@ -52,11 +55,11 @@ def _refusal_of(count: int, device: Device) -> str | None:
 
 @dataclass(frozen=True)
 class MemoryCap:
-    """What a process may have.
+    """A memory cap.
 
     Args:
-        gib: GiB that may be added to what the process holds as the cap begins.
-        peak_gib: what PeakMemoryRegion reports when all of it is used.
+        gib: GiB that the process may allocate after the start of the cap.
+        peak_gib: the peak that PeakMemoryRegion reports when all of it is used.
     """
 
     gib: float
@@ -65,31 +68,31 @@ class MemoryCap:
 
 @contextlib.contextmanager
 def memory_cap(device: Device, gib: float) -> Iterator[MemoryCap]:
-    """Within it, tensors of this process get at most `gib` GiB; what is more is refused as on a device that is full.
+    """Cap the memory that this process can allocate for tensors; beyond it, allocations fail as on a full device.
 
-    On an accelerator PyTorch's allocator is told to hold no more than that, and fails as it does on a full device, with
-    the same error. On a CPU the kernel is told (RLIMIT_DATA) to map no more than that beyond what the process has mapped;
-    meanwhile the C library maps each larger buffer by itself and unmaps it when it is freed, so that nothing freed counts.
+    On a GPU, PyTorch's allocator enforces the cap with its usual error. On a CPU, the kernel enforces it (RLIMIT_DATA); within
+    this context the C library maps every larger buffer separately and unmaps it when it is freed, so that freed memory does
+    not count.
 
     Args:
-        gib: no more than 95 % of an accelerator's free memory is taken, whatever is asked for.
+        gib: cap in GiB; at most 95 % of the free memory of a GPU is used.
 
     Raises:
-        NoMemoryCap: half as much again as the cap was granted all the same.
+        NoMemoryCap: an allocation of 1.5 times the cap succeeded.
     """
     with (_resident_cap if device.kind == "cpu" else _device_cap)(device, gib) as cap:
         if _refusal_of(int(1.5 * cap.gib * GIB), device) is None:
             raise NoMemoryCap(
                 f"{1.5 * cap.gib:.3g} GiB were granted under a cap of {cap.gib:.3g} GiB",
                 where=device.name,
-                next_step="run it where the system enforces RLIMIT_DATA, on Linux itself",
+                next_step="run it on a system that enforces RLIMIT_DATA, such as native Linux",
             )
         yield cap
 
 
 @contextlib.contextmanager
 def _device_cap(device: Device, gib: float) -> Iterator[MemoryCap]:
-    torch.cuda.empty_cache()  # what earlier work left cached lies in pieces
+    torch.cuda.empty_cache()  # cached blocks of earlier work are fragmented
     free, total = torch.cuda.mem_get_info(device.torch_device)
     held = torch.cuda.memory_allocated(device.torch_device)
     allowed = held + min(gib * GIB, _SHARE_OF_FREE * free)
@@ -102,7 +105,7 @@ def _device_cap(device: Device, gib: float) -> Iterator[MemoryCap]:
 
 @contextlib.contextmanager
 def _resident_cap(device: Device, gib: float) -> Iterator[MemoryCap]:
-    gc.collect()  # what is freed later would be granted on top of the cap
+    gc.collect()  # memory that is freed later would be available on top of the cap
     _tune_malloc(mapped_from_bytes=_SMALL, trimmed_at_bytes=_SMALL)
     mapped, resident = _status_bytes("VmData"), _status_bytes("VmRSS")
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -115,7 +118,7 @@ def _resident_cap(device: Device, gib: float) -> Iterator[MemoryCap]:
 
 
 def _tune_malloc(mapped_from_bytes: int, trimmed_at_bytes: int) -> None:
-    """From which size on glibc maps a buffer by itself, and how much free memory it keeps; other libraries have no say."""
+    """Set the size from which glibc maps buffers separately, and how much free memory it keeps. Other C libraries: no-op."""
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
         library.mallopt(_M_MMAP_THRESHOLD, mapped_from_bytes)
@@ -128,25 +131,20 @@ def _status_bytes(name: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) * 1024
 
 
-STEP_BYTES = 64 * MIB
-_TOUCHED = 4096
-_CPU_SHARE = 0.5
-
-
 @dataclass(frozen=True)
 class LargestAllocation:
-    """The largest single allocation that was granted.
+    """The largest single allocation that succeeds.
 
     Args:
-        granted_bytes: a multiple of `step_bytes` that was granted; one step more was refused.
-        step_bytes: how finely it was searched for.
-        free_bytes: what the device said was free when the search began.
-        memory_bytes: the device's memory; the machine's on a CPU.
-        cap_bytes: the cap on this process under which it was found; None where the device itself refused. On a CPU there
-            always is one: a system that promises more memory than it has refuses nothing and freezes later.
-        refusal: the allocator's words, one line.
-        attempts: allocations that were asked for.
-        verification: numbers written at 4,096 places from the first byte to the last were read back.
+        granted_bytes: size of the allocation, a multiple of `step_bytes`; one step more fails.
+        step_bytes: resolution of the search.
+        free_bytes: free memory of the device before the search.
+        memory_bytes: memory of the device; of the machine for a CPU.
+        cap_bytes: the memory cap of this process during the search; None without a cap. On a CPU there is always a cap,
+            because a system that overcommits memory refuses nothing and fails later.
+        refusal: first line of the allocator's error.
+        attempts: number of allocations.
+        verification: check that bytes written at 4,096 places, from the first to the last, were read back.
     """
 
     granted_bytes: int
@@ -160,29 +158,28 @@ class LargestAllocation:
 
     @property
     def gib(self) -> float:
-        """GiB of the allocation."""
+        """Size of the allocation in GiB."""
         return self.granted_bytes / GIB
 
     @property
     def share_of_memory(self) -> float:
-        """Of the device's memory, 0 to 1."""
+        """Share of the device's memory, 0 to 1."""
         return self.granted_bytes / self.memory_bytes
 
 
 def largest_allocation(device: Device, *, step_bytes: int = STEP_BYTES, cap_gib: float | None = None) -> LargestAllocation:
-    """Find the largest single tensor that a device grants, in steps; all of it is freed again.
+    """Find the largest single tensor that can be allocated on a device, by bisection. The memory is freed again.
 
-    Nothing is written but at 4,096 places, so that a host stays as it was.
+    Only 4,096 bytes are written, so a CPU does not have to back the allocation with physical memory.
 
     Args:
-        step_bytes: the answer is a multiple of this.
-        cap_gib: GiB that this process may have meanwhile (see `memory_cap`). None is no cap on an accelerator, and half of the
-            memory that is available on a CPU.
+        step_bytes: resolution of the search.
+        cap_gib: cap in GiB on this process during the search, see `memory_cap`. None means no cap on a GPU, and half of the
+            available memory on a CPU.
 
     Raises:
-        NoMemoryCap: the system does not hold this process to the cap.
-        HyperionError: an allocation beyond the device's memory was granted, so that no refusal could be found; or not even
-            one step was.
+        NoMemoryCap: the system does not enforce the cap.
+        HyperionError: an allocation larger than the device's memory succeeded, or even one step failed.
     """
     free = _free_bytes(device)
     if cap_gib is None and device.kind == "cpu":
@@ -204,24 +201,24 @@ def largest_allocation(device: Device, *, step_bytes: int = STEP_BYTES, cap_gib:
 
 
 class _Search:
-    """Asks one device for whole steps of memory."""
+    """Allocations of whole steps on one device."""
 
     def __init__(self, device: Device, step_bytes: int):
         self.device, self.step_bytes = device, step_bytes
         self.refusal, self.attempts = "", 0
 
     def run(self, beyond: int, most: int) -> int:
-        """The most steps that are granted, up to `most`; `beyond` must be refused.
+        """Return the largest number of steps that can be allocated, at most `most`; `beyond` must fail.
 
-        Under a cap more than that may be granted too, where other threads of this process have freed memory meanwhile.
+        `most` is needed under a cap, because other threads of this process can free memory during the search.
         """
         granted, refused = 0, min(beyond, most + 1)
         if self._grants(beyond):
             raise HyperionError(
                 f"{beyond * self.step_bytes / GIB:.4g} GiB were granted on a device of "
-                f"{self.device.memory_bytes / GIB:.4g} GiB: it promises memory that it does not have",
+                f"{self.device.memory_bytes / GIB:.4g} GiB: the device overcommits its memory",
                 where=self.device.name,
-                next_step="turn off memory oversubscription, or give a cap in GiB: cap_gib=…",
+                next_step="turn off memory oversubscription, or pass a cap in GiB: cap_gib=…",
             )
         while refused - granted > 1:
             middle = (granted + refused) // 2
@@ -233,16 +230,17 @@ class _Search:
             raise HyperionError(
                 f"not even {self.step_bytes / MIB:.4g} MiB were granted: {self.refusal}",
                 where=self.device.name,
-                next_step="free some memory, or search in smaller steps: step_bytes=…",
+                next_step="free some memory, or use smaller steps: step_bytes=…",
             )
         return granted
 
     def verified(self, steps: int) -> tuple[int, Verification]:
-        """Hold the largest once more, or less where another thread has taken of it meanwhile; write numbers all over it and
-        read them back.
+        """Allocate the largest size again, write numbers at places spread over it, and read them back.
+
+        Fewer steps are allocated if other threads of this process have taken memory meanwhile.
 
         Returns:
-            How many steps were held, and the share of the numbers that differ.
+            Number of steps, and the share of numbers that differ.
         """
         while steps > 1 and not self._grants(steps):
             steps -= 1

@@ -1,8 +1,9 @@
-"""Peak memory of a region, reset before it: tensors on an accelerator, resident pages on a CPU."""
+"""Measure the peak memory of a region or of one call."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -15,12 +16,12 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Most memory in use at once within a region.
+    """The peak memory of a region.
 
     Args:
-        metric: "peak_memory_gib" (bytes that tensors held on the accelerator) or "peak_rss_gib" (resident host pages of
-            the whole process, interpreter and libraries included): two quantities, so two names.
-        gib: the peak, None when this system cannot tell.
+        metric: "peak_memory_gib" (allocated memory of tensors on a GPU) or "peak_rss_gib" (resident host memory of the whole
+            process, including interpreter and libraries).
+        gib: the peak in GiB; None if the system does not report it.
         reason: why `gib` is None, else "".
     """
 
@@ -30,7 +31,7 @@ class PeakMemory:
 
 
 class PeakMemoryRegion:
-    """Context manager; after it, `.peak` is the region's peak. What was allocated before the region and is alive counts."""
+    """Context manager that sets `.peak` to the peak memory of the region, including memory allocated before it."""
 
     peak: PeakMemory
 
@@ -64,13 +65,13 @@ _MEMORY_EVENT = "[memory]"
 
 
 def allocated_peak(device: Device, call: Callable[[], object], standing_bytes: int = 0) -> int:
-    """Call it once; the peak in bytes, kernels' own needs included where the allocator serves them.
+    """Call a function once and return the allocator's peak in bytes, including workspaces from the allocator.
 
-    An accelerator's allocator is asked for its peak, which holds all that this process has there. A CPU's allocator keeps no
-    count, but tells the profiler of each piece that it hands out and takes back.
+    On a GPU this is the allocator's peak over all memory of the process. The CPU allocator has no counter, but reports every
+    allocation and release to the profiler.
 
     Args:
-        standing_bytes: CPU only: what the tensors take that are there already and count.
+        standing_bytes: CPU only: size of the existing tensors to include.
     """
     if device.kind != "cpu":
         torch.cuda.synchronize(device.torch_device)
@@ -81,7 +82,8 @@ def allocated_peak(device: Device, call: Callable[[], object], standing_bytes: i
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as watch:
         call()
     level = peak = standing_bytes
-    for event in watch.profiler.kineto_results.events():
+    profiler: Any = watch.profiler  # torch types neither the profiler's results nor its memory events
+    for event in profiler.kineto_results.events():
         if event.name() == _MEMORY_EVENT:
             level += event.nbytes()
             peak = max(peak, level)

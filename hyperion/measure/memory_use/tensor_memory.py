@@ -1,10 +1,12 @@
-"""Bytes of tensors alive at every moment, counted operator by operator: exact, and the same on a CPU as on a GPU.
+"""Count the bytes of live tensors, operator by operator: exact, and equal on a CPU and on a GPU.
 
-An allocator rounds up, caches, and keeps workspaces of libraries; resident memory of a process holds its interpreter too.
-What is counted here is neither: the bytes of the storages of all tensors that are alive. It sees what operators return,
-not what a kernel needs for itself while it runs. And it is seen: watched, autograd adds two gradients of one tensor into a
-third, which it does in place when nobody looks (ATen's isTensorSubclassLike). Where a weight is used twice, a peak that the
-backward pass reaches in that moment is counted higher by one gradient of it.
+An allocator rounds up, caches, and holds workspaces of libraries; the resident memory of a process includes the interpreter.
+The count here is the size of the storages of all live tensors. It includes the outputs of operators, but not the workspace
+of a kernel.
+
+Counting changes one thing: with a dispatch mode active, autograd adds two gradients of the same tensor into a third one
+instead of in place (ATen's isTensorSubclassLike). If a weight is used twice and the peak is in that operator, the count is too
+high by one gradient of this weight.
 """
 
 import weakref
@@ -21,15 +23,15 @@ from hyperion.hardware import Device
 
 
 class TensorMemory(TorchDispatchMode):
-    """Counts while it is active; nest nothing in it that starts threads which make tensors.
+    """Context that counts the bytes of live tensors. Tensors created on other Python threads are not counted.
 
     Args:
-        device: tensors elsewhere do not count.
-        alive: tensors that are there already and count.
+        device: count tensors on this type of device only.
+        alive: existing tensors to count.
 
     Attributes:
-        now_bytes: of all counted tensors that are alive; storages that tensors share count once.
-        peak_bytes: the most there has been since the start or since `reset_peak`.
+        now_bytes: size of all counted live tensors; a shared storage counts once.
+        peak_bytes: largest `now_bytes` since the start or since `reset_peak`.
     """
 
     def __init__(self, device: Device, alive: Iterable[Tensor] = ()):
@@ -54,7 +56,7 @@ class TensorMemory(TorchDispatchMode):
         self._storages.clear()
 
     def reset_peak(self) -> None:
-        """The peak is what is alive now."""
+        """Set the peak to the current size."""
         self.peak_bytes = self.now_bytes
 
     def _count(self, tensor: Tensor) -> None:
@@ -62,7 +64,7 @@ class TensorMemory(TorchDispatchMode):
         if storage.device.type != self._type or id(storage) in self._storages:
             return
         size = storage.nbytes()
-        # A storage's Python object lives exactly as long as its memory does, however many tensors come and go.
+        # The Python object of a storage lives exactly as long as its memory, regardless of the tensors that share it.
         self._storages[id(storage)] = weakref.finalize(storage, self._forget, id(storage), size)
         self.now_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.now_bytes)
@@ -73,10 +75,10 @@ class TensorMemory(TorchDispatchMode):
 
 
 class SavedForBackward:
-    """Context of a forward pass: which tensors autograd keeps for the backward pass, by a count of its own.
+    """Context of a forward pass that counts the tensors that autograd saves for the backward pass.
 
     Args:
-        known: tensors that are there anyway (parameters, buffers, the batch) and are no activations.
+        known: tensors that are not activations: parameters, buffers, the batch.
     """
 
     def __init__(self, known: Iterable[Tensor]):
@@ -93,7 +95,7 @@ class SavedForBackward:
 
     @property
     def bytes(self) -> int:
-        """Of all activations that are still kept; storages that tensors share count once."""
+        """Size of all saved activations that are alive; a shared storage counts once."""
         return sum(storage.nbytes() for storage in self._alive())
 
     def _alive(self) -> Iterator[torch.UntypedStorage]:
@@ -103,25 +105,22 @@ class SavedForBackward:
         key = storage_key(tensor)
         if key not in self._known:
             self._kept[key] = weakref.ref(tensor.untyped_storage())
-        return tensor.detach()  # of its graph: an output kept by its own node would keep itself alive
+        return tensor.detach()  # without its graph: an output saved by its own node would keep itself alive
 
 
 def storage_key(tensor: Tensor) -> int:
-    """What tells a storage from all others that are alive."""
+    """Return a key that is unique among live storages."""
     return id(tensor.untyped_storage())
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind these tensors, each counted once."""
+    """Return the size of the storages of these tensors; a shared storage counts once."""
     return sum({storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
-    """The tensors of a training that outlive a step, by what they are: parameters, buffers, gradients, optimizer state.
-
-    Step counters are left out, which fused optimizers keep as scalars.
-    """
-    parameters = list(model.parameters())
+    """Return the tensors that outlive a training step by kind: parameters, buffers, gradients, optimizer state."""
+    parameters: list[Tensor] = list(model.parameters())
     moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     return {
         "parameters": parameters,

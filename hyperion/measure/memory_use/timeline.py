@@ -1,7 +1,7 @@
-"""Every tensor of a training step from its birth to its death, by what it is: the step's memory as a history, not as a sum.
+"""Record the lifetime of every tensor of a training step by kind, so that its memory is known after each event.
 
-Like `TensorMemory` it watches what operators return. It also works on fake tensors, which have a shape and no memory: then the
-history of a step is known without the step, see hyperion.training.memory_estimate.
+Like `TensorMemory`, it observes the outputs of operators. It also works on fake tensors, which have a shape and no memory; this
+predicts the memory of a step without running it, see hyperion.training.memory_estimate.
 """
 
 import weakref
@@ -20,17 +20,18 @@ from hyperion.measure.memory_use.tensor_memory import storage_key
 
 PHASES = ("forward", "backward", "update")
 ACTIVATIONS, GRADIENTS, TEMPORARY = "activations", "gradients", "temporary"
-WORKSPACE = "workspace"  # of a kernel, while it runs: no tensor, and nothing that an operator returns
+WORKSPACE = "workspace"  # memory of a kernel while it runs, which is not an output of the operator
 
 
 @dataclass(frozen=True)
 class Birth:
-    """A tensor's memory, when it came and when it went.
+    """The lifetime of a piece of memory.
 
     Args:
         size: bytes.
-        kind: "parameters", "optimizer state", … of what was there before, else one of the four of this module.
-        born, died: numbers of events, from 0; a `died` of None outlived the step.
+        kind: "parameters", "optimizer state", … for memory that existed before the step, else one of the four kinds of this
+            module.
+        born, died: event numbers from 0; `died` is None if it outlives the step.
     """
 
     size: int
@@ -41,12 +42,12 @@ class Birth:
 
 @dataclass(frozen=True)
 class MemoryHistory:
-    """What lived in a step.
+    """The history of the memory of a step.
 
     Args:
-        lives: of each piece of memory; what was there before the step was born at event 0.
-        events: how many births and deaths there were.
-        phase_ends: numbers of the events with which each of PHASES ended.
+        lives: lifetimes of all pieces of memory; those that existed before the step are born at event 0.
+        events: number of allocations and releases.
+        phase_ends: event number at the end of each of PHASES.
     """
 
     lives: tuple[Birth, ...]
@@ -54,7 +55,7 @@ class MemoryHistory:
     phase_ends: tuple[int, ...]
 
     def levels(self, kind: str | None = None) -> list[int]:
-        """Bytes alive after each event, of one kind or of all."""
+        """Return the live bytes after each event, of one kind or of all."""
         changes = [0] * self.events
         for life in self.lives:
             if kind in (None, life.kind):
@@ -64,50 +65,52 @@ class MemoryHistory:
         return list(accumulate(changes))
 
     def kinds(self) -> list[str]:
-        """In the order of their first birth."""
+        """Return the kinds in the order in which they first appear."""
         return list(dict.fromkeys(life.kind for life in sorted(self.lives, key=lambda life: life.born)))
 
     @property
     def parts(self) -> dict[str, int]:
-        """Most bytes of each kind at any moment; not all kinds are at their most in the same one."""
+        """Peak bytes of each kind; the peaks can be at different events."""
         return {kind: max(self.levels(kind)) for kind in self.kinds()}
 
     @property
     def kept_bytes(self) -> int:
-        """Activations when the forward pass ends: what it leaves for the backward pass."""
+        """Bytes of activations at the end of the forward pass."""
         return self.levels(ACTIVATIONS)[self.phase_ends[0] - 1]
 
     def fullest(self) -> int:
-        """The event after which most was alive."""
+        """Return the event after which the live bytes are largest."""
         levels = self.levels()
         return levels.index(max(levels))
 
     @property
     def peak_bytes(self) -> int:
+        """Largest number of live bytes, workspaces included."""
         return max(self.levels())
 
     @property
     def tensor_peak_bytes(self) -> int:
-        """The most bytes of tensors at once, whatever kernels take for themselves meanwhile."""
+        """Largest number of live bytes of tensors, without workspaces of kernels."""
         return max(all_of_it - inside for all_of_it, inside in zip(self.levels(), self.levels(WORKSPACE), strict=True))
 
     def phase_of(self, event: int) -> str:
+        """Return the phase of an event."""
         return next((name for name, end in zip(PHASES, self.phase_ends, strict=True) if event < end), PHASES[-1])
 
     def at(self, event: int) -> dict[str, int]:
-        """Bytes by kind after an event."""
+        """Return the live bytes by kind after an event."""
         return {kind: self.levels(kind)[event] for kind in self.kinds()}
 
 
 class MemoryTimeline(TorchDispatchMode):
-    """Context of one training step on one device; afterwards `history()` tells of it.
+    """Context of one training step on one device; `history()` then returns its memory.
 
     Args:
-        model: gradients are those of its parameters.
-        standing: tensors that are there already, by what they are.
-        block_bytes: an allocator hands out multiples of this many bytes.
-        inside: bytes that the kernel of an operator needs for itself while it runs, from the operator and its arguments.
-        in_place: fake tensors only: add two gradients of one tensor in place, as autograd does when nobody watches.
+        model: the model whose gradients are recognised.
+        standing: existing tensors by kind.
+        block_bytes: sizes are rounded up to multiples of this, as an allocator does.
+        inside: (operator, arguments) -> workspace bytes of its kernel while it runs.
+        in_place: fake tensors only: add two gradients of the same tensor in place, as autograd does without a dispatch mode.
     """
 
     def __init__(
@@ -120,9 +123,12 @@ class MemoryTimeline(TorchDispatchMode):
     ):
         super().__init__()
         self._model, self._block, self._inside, self._in_place = model, block_bytes, inside, in_place
-        self._numbers: dict[int, int] = {}  # of what is alive, by the key of its storage
+        self._numbers: dict[int, int] = {}  # index of each live piece of memory by storage key
         self._finalizers: dict[int, weakref.finalize] = {}
-        self._sizes, self._born, self._died, self._kinds = [], [], [], []
+        self._sizes: list[int] = []
+        self._born: list[int] = []
+        self._died: list[int | None] = []
+        self._kinds: list[str] = []
         self._event, self._ends = 0, [0, 0]
         for kind, tensors in standing.items():
             for tensor in tensors:
@@ -165,7 +171,7 @@ class MemoryTimeline(TorchDispatchMode):
         return returned
 
     def history(self) -> MemoryHistory:
-        """Of everything so far."""
+        """Return the history up to now."""
         ends = self._ends[0] or self._event, self._ends[1] or self._event, self._event
         lives = tuple(map(Birth, self._sizes, self._kinds, self._born, self._died))
         return MemoryHistory(tuple(_as_activation(life, ends[0]) for life in lives), self._event, ends)
@@ -202,11 +208,12 @@ class MemoryTimeline(TorchDispatchMode):
 
     def _mark_saved(self, tensor: Tensor) -> Tensor:
         self._mark(tensor, ACTIVATIONS)
-        return tensor.detach()  # of its graph: an output kept by its own node would keep itself alive
+        return tensor.detach()  # without its graph: an output saved by its own node would keep itself alive
 
     def _mark_gradient(self, parameter: Tensor) -> None:
-        self._mark(parameter.grad, GRADIENTS)
-        self._ends[1] = self._event  # the last one ends the backward pass
+        if parameter.grad is not None:
+            self._mark(parameter.grad, GRADIENTS)
+        self._ends[1] = self._event  # the last gradient ends the backward pass
 
     def _mark(self, tensor: Tensor, kind: str) -> None:
         number = self._numbers.get(storage_key(tensor))
@@ -215,15 +222,15 @@ class MemoryTimeline(TorchDispatchMode):
 
 
 def _as_activation(life: Birth, forward_end: int) -> Birth:
-    """What the forward pass leaves behind is there for the backward pass, also where autograd was not the one to keep it."""
+    """Classify memory that outlives the forward pass as activation, also if autograd did not save it itself."""
     left = 0 < life.born < forward_end and (life.died is None or life.died >= forward_end)
     return replace(life, kind=ACTIVATIONS) if life.kind == TEMPORARY and left else life
 
 
 def _sum_of_gradients(operator: Any, arguments: tuple) -> Tensor | None:
-    """The sum, in place, when autograd adds what two nodes sent to the same one; None for any other operation.
+    """Add in place if autograd accumulates two gradients of the same tensor; return None for any other operation.
 
-    Recomputations run with gradients enabled, and formulas of backward passes hardly ever add tensors of one layout.
+    Recomputed forward passes run with gradients enabled, and backward formulas hardly ever add tensors of equal layout.
     """
     if operator is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or len(arguments) != 2:
         return None

@@ -1,8 +1,10 @@
-"""STREAM-style bandwidth: copy, scale, add, triad, and dot, written from their definitions.
+"""Measure STREAM bandwidth: copy, scale, add, triad, and dot.
 
-Source of the operations and of what counts as a byte: McCalpin, Memory Bandwidth and Machine Balance in Current High
-Performance Computers, 1995; dot is what BabelStream adds to them. Bytes are those the operation names (each input read
-once, the output written once); the read that a CPU cache adds before a write is not counted.
+Bytes are those of the definition: each input read once, the output written once. The read that a CPU cache does before a write
+is not counted.
+
+Source of the operations and of the bytes: McCalpin, Memory Bandwidth and Machine Balance in Current High Performance
+Computers, 1995. Source of dot: BabelStream.
 """
 
 from collections.abc import Callable
@@ -16,17 +18,20 @@ from hyperion.measure.clock.timing import MINIMUM_SAMPLES, Timing, time_function
 from hyperion.measure.clock.verify import Verification, verify_elementwise, verify_sum
 
 SCALAR = 0.4
-# A power of two, so that scaling rounds nothing: a dot product of 500 M terms of variance 1/16 stays below 65504, which
-# is as far as fp16 goes, by more than eleven standard deviations.
+# A power of two, so that scaling is exact. A dot product of 500 M terms of variance 1/16 then stays below 65504, the largest
+# fp16 number, by more than eleven standard deviations.
 _DOT_SCALE = 0.25
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A stream: its arrays, arithmetic per element, and the call that does it into a given output.
+    """A STREAM operation.
 
     Args:
-        reference: the same operation on float64 tensors, None where the output is one sum over all elements.
+        inputs: number of input arrays.
+        flops_per_element: FLOPs per element.
+        run: (output, *inputs) -> None; writes into the given output.
+        reference: the operation on float64 tensors; None if the output is one sum over all elements.
     """
 
     name: str
@@ -37,7 +42,7 @@ class Operation:
 
     @property
     def arrays(self) -> int:
-        """Arrays that one call reads or writes; a single number written is none."""
+        """Number of arrays that one call reads or writes; a scalar output does not count."""
         return self.inputs + (self.reference is not None)
 
 
@@ -50,16 +55,17 @@ OPERATIONS = {
         Operation("triad", 2, 2, lambda out, a, b: torch.add(a, b, alpha=SCALAR, out=out), lambda a, b: a + SCALAR * b),
     )
 }
-# They read only, which is another path than writing: no figure takes them for one of the operations above. On a GPU the
-# library's result is copied into the output, one element, within the timed call.
+# These only read, so they are kept apart from the operations above. On a GPU the timed call also copies the scalar result into
+# the output.
 REDUCTIONS = {"dot": Operation("dot", 2, 2, lambda out, a, b: torch.dot(a, b, out=out), None)}
 
 
 @dataclass(frozen=True)
 class BandwidthMeasurement:
-    """One verified, timed operation over `elements` elements an array.
+    """The timing of one verified operation.
 
     Args:
+        elements: elements per array.
         bytes: bytes read plus bytes written by one call.
     """
 
@@ -81,13 +87,13 @@ def measure_bandwidth(
     time_limit_s: float = 2.0,
     minimum_samples: int = MINIMUM_SAMPLES,
 ) -> BandwidthMeasurement:
-    """Time one operation with flushed caches and preallocated output, then verify what the timed calls left.
+    """Time one operation with flushed caches and a preallocated output, then verify the output of the timed calls.
 
     Args:
         operation: copy, scale, add, triad or dot.
         elements: elements per array; arrays × elements × itemsize bytes are allocated.
         dtype: fp64, fp32, fp16 or bf16.
-        minimum_samples: more of them where power is to be read beside for a while.
+        minimum_samples: at least 3; use more if power must be sampled for longer.
     """
     chosen, number_format = (OPERATIONS | REDUCTIONS)[operation], FORMATS[dtype]
     generator = torch.Generator(device.torch_device).manual_seed(seed)

@@ -1,7 +1,7 @@
-"""Bandwidth by size of the working set, from the innermost cache out to memory: the same few bytes read or copied again.
+"""Measure bandwidth by size of the working set, from the innermost cache to memory, by reading or copying it repeatedly.
 
-Launching takes longer than a small working set does. On a GPU calls in a row are captured in a graph; on a CPU a read goes
-over its working set many times within one call: it sums the rows of a matrix all of whose rows are the same memory.
+Launching a call takes longer than reading a small working set. On a GPU, calls in a row are therefore captured in a graph. On a
+CPU, one call reads its working set many times: it sums the rows of a matrix whose rows are all the same memory.
 
 Source of the method: McVoy and Staelin, lmbench: portable tools for performance analysis, USENIX 1996, section 5.
 """
@@ -24,45 +24,45 @@ SWEEPS = ("read", "copy")
 _SMALLEST, _LARGEST_UNKNOWN = 4 * KIB, 256 * MIB
 _LAST_LEVELS = 4
 _SHARE_OF_MEMORY = 8
-# At 200 GB/s these take 160 microseconds, sixty times what launching the call does.
+# At 200 GB/s this takes 160 microseconds, sixty times as long as the launch of the call.
 _BYTES_A_CALL = 32 * MIB
-# PyTorch gives a thread of its own to each so many elements (at::internal::GRAIN_SIZE in ATen/TensorIterator.h).
+# PyTorch uses one thread per this many elements (at::internal::GRAIN_SIZE in ATen/TensorIterator.h).
 _ELEMENTS_A_THREAD = 32_768
 
 
 @dataclass(frozen=True)
 class CacheCapacity:
-    """A cache level as a sweep uses it: `count` caches of `bytes` each."""
+    """A cache level: `count` caches of `bytes` each."""
 
     name: str
     bytes: int
     count: int = 1
 
     def room(self, sharers: int) -> int:
-        """Bytes that it holds for so many cores with a part each, spread over the caches."""
+        """Return the bytes that fit if this many cores use a part each, spread over the caches."""
         return self.bytes * min(sharers, self.count)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all its caches together."""
+        """Bytes of all caches of this level."""
         return self.bytes * self.count
 
 
 @dataclass(frozen=True)
 class CachePoint:
-    """One working set, read or copied again and again.
+    """The timing of one working set.
 
     Args:
-        operation: "read" (sums over all elements) or "copy".
-        working_set_bytes: different bytes that a call touches.
-        bytes: bytes read plus bytes written by one call, all passes over the working set together.
-        level: the innermost level with room for the working set, "memory" beyond the last, None where no level is known.
-            That it has room does not mean that it serves every access.
+        operation: "read" (sum over all elements) or "copy".
+        working_set_bytes: distinct bytes that a call accesses.
+        bytes: bytes read plus bytes written by one call, summed over all passes.
+        level: the innermost level in which the working set fits, "memory" if it fits in none, None if no level is known. The
+            level does not necessarily serve every access.
         level_basis: the sizes behind `level`, or why it is None.
-        captured: whether the calls were replayed from a graph, so that no launch lies between them.
-        how: how calls were made and timed, in words.
+        captured: whether the calls were replayed from a graph, without launches between them.
+        how: how calls were made and timed.
         timing: seconds of one call.
-        launch: seconds of the same call on one element, made the same way: what is left of launching it.
+        launch: seconds of the same call on one element: the remaining launch overhead.
     """
 
     operation: str
@@ -84,13 +84,15 @@ class CachePoint:
 
     @property
     def launch_bound(self) -> bool:
-        """Whether half of the time or more is what one element takes as well: then it tells of launching, not of a cache."""
+        """Whether launch overhead is at least half of the time, so that the point says nothing about caches."""
         return self.timing.estimate.value < 2 * self.launch.estimate.value
 
 
 def cache_capacities(device: Device) -> tuple[CacheCapacity, ...]:
-    """The levels that the device tells, innermost first: all data caches of a CPU; of a GPU the last level alone, because
-    neither PyTorch nor the driver tells the others. Empty where nothing is known.
+    """Return the known cache levels of a device, innermost first; empty if none is known.
+
+    A CPU reports all data caches. For a GPU only the last level is known, because PyTorch and the driver do not report the
+    others.
     """
     if device.kind == "cpu":
         return tuple(CacheCapacity(f"L{c.level}", min(c.sizes_bytes), len(c.sizes_bytes)) for c in data_caches())
@@ -99,10 +101,12 @@ def cache_capacities(device: Device) -> tuple[CacheCapacity, ...]:
 
 
 def cache_level(working_set: int, sharers: int, capacities: Sequence[CacheCapacity]) -> tuple[str | None, str]:
-    """(the innermost level with room for so many bytes, the sizes that say so), or (None, why it cannot be said).
+    """Return the innermost level in which a working set fits and the sizes behind it, or (None, the reason).
 
     Args:
-        sharers: cores that keep a part of it each, in caches of their own; 1 where each goes over all of it, and on a GPU.
+        working_set: bytes.
+        sharers: number of cores that access one part each, in their own caches; 1 if each core accesses all of it, and on a GPU.
+        capacities: cache levels, innermost first.
     """
     if not capacities:
         return None, "the system does not tell the sizes of the caches"
@@ -114,8 +118,9 @@ def cache_level(working_set: int, sharers: int, capacities: Sequence[CacheCapaci
 
 
 def sweep_sizes(capacities: Sequence[CacheCapacity], memory_bytes: int) -> list[int]:
-    """Working sets in bytes, each twice the one before: from 4 KiB to four times all of the last level together (256 MiB
-    where it is unknown), and to no more than an eighth of the memory.
+    """Return working sets in bytes, each twice the previous one, from 4 KiB to four times the last level.
+
+    The largest is 256 MiB if the last level is unknown, and never more than an eighth of the memory.
     """
     largest = max((_LAST_LEVELS * c.total_bytes for c in capacities), default=_LARGEST_UNKNOWN)
     sizes = [_SMALLEST]
@@ -133,12 +138,12 @@ def measure_cache_sweep(
     time_limit_s: float = 0.3,
     seed: int = 0,
 ) -> list[CachePoint]:
-    """Time one operation over each working set with caches as the call before left them, and verify what was left.
+    """Time one operation over each working set with hot caches, and verify its output.
 
     Args:
-        operation: "read" or "copy" of SWEEPS.
-        sizes: working sets in bytes; those of `sweep_sizes` without any.
-        time_limit_s: for each size.
+        operation: "read" or "copy".
+        sizes: working sets in bytes; None means those of `sweep_sizes`.
+        time_limit_s: seconds for each size.
     """
     capacities = cache_capacities(device)
     shared_up_to = capacities[-1].total_bytes if capacities else _BYTES_A_CALL
@@ -168,10 +173,10 @@ def measure_cache_sweep(
 
 
 class _Work:
-    """Tensors of one working set, and the call that goes over them.
+    """The tensors of one working set, and the call that accesses them.
 
-    Every core of a CPU reads all of a working set, so that its own caches must hold all of it. Of one that no cache holds,
-    larger than `shared_up_to` bytes, each reads a part, which is enough; of a copy each does a part at any size.
+    On a CPU every core reads the whole working set, so that it must fit in the core's own caches. If it is larger than
+    `shared_up_to` bytes, no cache holds it, and each core reads only a part. For a copy, each core always copies a part.
     """
 
     def __init__(self, operation: str, size: int, dtype: str, device: Device, seed: int, shared_up_to: int):
@@ -182,7 +187,7 @@ class _Work:
         threads = torch.get_num_threads() if device.kind == "cpu" else 1
         self.passes, self.sharers = 1, min(threads, -(-self.elements // _ELEMENTS_A_THREAD))
         if device.kind == "cpu" and operation == "read" and self.working_set_bytes <= shared_up_to:
-            # As many for every thread: PyTorch gives each some of the rows.
+            # A multiple of the threads, because PyTorch distributes the rows over them.
             self.passes = threads * max(1, _BYTES_A_CALL // (threads * self.working_set_bytes))
             self.sharers = 1
         options = {"device": device.torch_device, "dtype": self.format.storage}
@@ -190,11 +195,12 @@ class _Work:
         self.source = torch.randn(self.elements, generator=generator, **options)
         self.rows = self.source.expand(self.passes, self.elements)
         self.output = torch.empty(self.passes if operation == "read" else self.elements, **options)
-        # Not a method of this: in a cycle with its captured calls it would hold its memory until somebody collects garbage.
+        # Not a method: a reference cycle with the captured calls would keep the memory until garbage collection.
         self.calls = RepeatedCalls(_call_of(operation, self.rows, self.source, self.output), device)
 
     @property
     def how(self) -> str:
+        """How calls were made and timed."""
         return self.calls.how if self.passes == 1 else f"{self.passes} passes a call, {self.calls.how}"
 
     def poison(self) -> None:

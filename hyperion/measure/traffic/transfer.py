@@ -1,7 +1,7 @@
-"""Copies between memories: host to device and back, from pinned and from pageable memory, and from GPU to GPU.
+"""Measure copies between host and device, from pinned and pageable memory, and between GPUs.
 
-Bytes are those of the message, counted once: a link carries each of them once, unlike a stream within one memory, whose bytes
-are read and written. Every copy is compared bit for bit afterwards.
+Each byte is counted once, because a link transfers it once. (Streams within one memory count bytes read plus bytes written.)
+Every copy is compared bit for bit afterwards.
 """
 
 from collections.abc import Sequence
@@ -23,14 +23,13 @@ _WORD = 8
 
 @dataclass(frozen=True)
 class CopyMeasurement:
-    """One verified, timed copy of `bytes` bytes.
+    """The timing of one verified copy of `bytes` bytes.
 
     Args:
         source, destination: torch devices ("cpu", "cuda:0").
-        pinned: whether the host's side is page-locked memory, which a device reads and writes by itself; None where no side
-            is the host's.
-        clock: what the timing was read from.
-        timing: seconds of one copy, caches as the copy before left them.
+        pinned: whether the host memory is page-locked, so that the device accesses it directly; None between GPUs.
+        clock: the clock of the timing.
+        timing: seconds of one copy with hot caches.
     """
 
     source: str
@@ -48,12 +47,12 @@ class CopyMeasurement:
 
 
 def transfer_refusal(device: Device) -> str:
-    """Why nothing can be copied between host and device, in words; "" where it can."""
+    """Return why copies between host and device are not possible, or ""."""
     return ONE_MEMORY if device.kind == "cpu" else ""
 
 
 def peer_refusal(devices: Sequence[Device]) -> str:
-    """Why nothing can be copied between devices, in words; "" where it can."""
+    """Return why copies between devices are not possible, or ""."""
     if any(device.kind == "cpu" for device in devices):
         return ONE_MEMORY
     return "" if len(devices) > 1 else f"GPUs visible: {len(devices)}; a copy from one to another needs two"
@@ -64,19 +63,21 @@ def measure_transfer(
 ) -> CopyMeasurement:
     """Time and verify a copy of `count` bytes between the host and a device.
 
-    A copy from or to pinned memory is asynchronous, and is timed on the device's own clock. One of pageable memory keeps the
-    host busy, which moves the bytes through a pinned buffer of the driver: it is timed on the host's clock, from an idle
-    device to an idle device.
+    A copy from or to pinned memory is asynchronous and is timed on the device's clock. A copy of pageable memory blocks the
+    host, which moves the bytes through a pinned buffer of the driver; it is timed on the host's clock between two
+    synchronisations.
 
     Args:
         direction: "host to device" or "device to host".
-        pinned: whether the host's side is page-locked.
+        count: bytes.
+        device: a GPU.
+        pinned: whether the host memory is page-locked.
 
     Raises:
-        HyperionError: the device is the host.
+        HyperionError: the device is a CPU.
     """
     if transfer_refusal(device):
-        raise HyperionError(transfer_refusal(device), where=device.name, next_step="run it where there is a GPU")
+        raise HyperionError(transfer_refusal(device), where=device.name, next_step="run it on a machine with a GPU")
     host = _random_bytes(count, seed)
     if pinned:
         host = host.pin_memory()
@@ -87,16 +88,16 @@ def measure_transfer(
 
 
 def peer_pairs(devices: Sequence[Device]) -> list[tuple[Device, Device]]:
-    """All ordered pairs (source, destination) of different devices: a link may be slower one way."""
+    """Return all ordered pairs (source, destination) of different devices; a link may be slower in one direction."""
     return list(permutations(devices, 2))
 
 
 def measure_between(
     source: Device, destination: Device, count: int, *, time_limit_s: float = 0.5, seed: int = 0
 ) -> CopyMeasurement:
-    """Time and verify a copy of `count` bytes from one device's memory to another's, on the source's own clock.
+    """Time and verify a copy of `count` bytes from one device to another, on the clock of the source.
 
-    PyTorch copies between GPUs on the source's stream, and lets both streams wait for the copy.
+    PyTorch copies between GPUs on the source's stream, and both streams wait for the copy.
     """
     original = _random_bytes(count, seed).to(source.torch_device)
     copied = torch.empty(count, dtype=torch.uint8, device=destination.torch_device)
@@ -106,12 +107,13 @@ def measure_between(
 def measure_copy(
     source: torch.Tensor, destination: torch.Tensor, device: Device, *, pinned: bool | None, time_limit_s: float
 ) -> CopyMeasurement:
-    """Poison the destination, time copies into it, and compare what they left bit for bit.
+    """Poison the destination, time copies into it, and compare the result bit for bit.
 
     Args:
-        source, destination: bytes (uint8) of one length.
-        device: on whose clock and stream the copies are timed.
-        pinned: whether the host's side is page-locked; False times on the host's clock.
+        source, destination: uint8 tensors of the same length.
+        device: device whose clock and stream are used.
+        pinned: whether the host memory is page-locked. False times on the host's clock.
+        time_limit_s: as in `time_function`.
     """
     poison_bits(destination, source)
     blocking = pinned is False
@@ -135,7 +137,7 @@ def measure_copy(
 
 
 def _random_bytes(count: int, seed: int) -> torch.Tensor:
-    """Bytes of any value on the host, drawn eight at a time."""
+    """Return random bytes on the host."""
     words = torch.empty(-(-count // _WORD), dtype=torch.int64)
     words.random_(-(2**63), None, generator=torch.Generator().manual_seed(seed))
     return words.view(torch.uint8)[:count]

@@ -110,7 +110,7 @@ def test_less_than_a_step_is_refused_and_not_called_zero(told):
 
 
 def test_a_device_that_promises_more_than_it_has_is_found_out(told):
-    assert "promises memory that it does not have" in told["promises too much"][1]
+    assert "the device overcommits its memory" in told["promises too much"][1]
 
 
 def test_a_system_that_enforces_no_cap_is_named(told):
