@@ -10,6 +10,7 @@ import pandas as pd
 from hyperion.experiments.context import Context, Result
 from hyperion.processes import Job, report_progress, run_job, run_ranks, world
 from hyperion.results import rows_from_csv, rows_to_csv
+from hyperion.results.rows import own_metrics, own_metrics_from_json, own_metrics_to_json
 
 Report = Callable[[int, int, str], object]
 
@@ -78,21 +79,27 @@ def merged(results: list[Result]) -> Result:
 
 
 def packed(context: Context) -> dict:
-    """A context as JSON-able values."""
-    return asdict(context) | {"workspace": str(context.workspace), "upstream": rows_to_csv(context.upstream)}
+    """Return a context as JSON-able values; the definitions of the upstream rows' own metrics go with them."""
+    metrics = own_metrics_to_json(own_metrics(context.upstream))
+    upstream = {"upstream": rows_to_csv(context.upstream), "upstream_metrics": metrics}
+    return asdict(context) | {"workspace": str(context.workspace)} | upstream
 
 
 def restored(settings: dict) -> Context:
     """The context that `packed` made values of."""
-    upstream = rows_from_csv(settings["upstream"], where="upstream rows")
-    return Context(**settings | {"workspace": Path(settings["workspace"]), "upstream": upstream})
+    metrics = own_metrics_from_json(settings["upstream_metrics"], where="upstream rows")
+    upstream = rows_from_csv(settings["upstream"], where="upstream rows", metrics=metrics)
+    others = {name: value for name, value in settings.items() if name != "upstream_metrics"}
+    return Context(**others | {"workspace": Path(settings["workspace"]), "upstream": upstream})
 
 
 def unpacked(answer: dict, samples_file: Path, experiment: str) -> Result:
     """The Result that a worker answered with; its samples file is taken away."""
     samples = pd.read_parquet(samples_file)
     samples_file.unlink()
-    rows = rows_from_csv(answer["rows"], where=f"answer of {experiment}", validated=False)
+    where = f"answer of {experiment}"
+    metrics = own_metrics_from_json(answer["metrics"], where)
+    rows = rows_from_csv(answer["rows"], where, validated=False, metrics=metrics)
     return Result(rows, samples, answer["source"])
 
 
@@ -101,7 +108,8 @@ def run_in_worker(context: dict, function: str, params: dict, samples_file: str)
     module, name = function.split(":")
     result = getattr(importlib.import_module(module), name)(restored(context), report_progress, **params)
     result.samples.to_parquet(samples_file, index=False)
-    return {"rows": rows_to_csv(result.rows), "source": result.source}
+    metrics = own_metrics_to_json(own_metrics(result.rows))
+    return {"rows": rows_to_csv(result.rows), "metrics": metrics, "source": result.source}
 
 
 def run_on_rank(context: dict, function: str, params: dict, samples_file: str) -> dict:

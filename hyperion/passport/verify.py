@@ -13,7 +13,7 @@ from hyperion.measure import FORMATS
 from hyperion.measure.bandwidth import OPERATIONS, REDUCTIONS
 from hyperion.measure.timing import MINIMUM_SAMPLES
 from hyperion.passport.form import SCHEMA, FloorSection, FloorVerdict, hashes_of, private_text
-from hyperion.results import Row, RowError, metric_named
+from hyperion.results import Row, RowError
 from hyperion.results.rows import COLUMNS
 from hyperion.results.typed import from_json
 from hyperion.untrusted import read_json
@@ -130,7 +130,7 @@ def _row(entry: dict, place: str, device: Device) -> Row:
     if row.value is None:
         return row
     _require(row.value > 0, f"{place}.value", f"is {row.value:g}")
-    if metric_named(row.metric).needs_interval:
+    if row.definition.needs_interval:
         _require(row.n >= MINIMUM_SAMPLES, f"{place}.n", f"is {row.n}, at least {MINIMUM_SAMPLES} samples are due")
     known = _known_limit(row, place, device)
     if known is not None:

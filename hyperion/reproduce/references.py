@@ -8,7 +8,7 @@ from hyperion.errors import HyperionError
 from hyperion.paths import reference_folder
 from hyperion.reproduce.notebooks import Notebook
 from hyperion.results import Run
-from hyperion.results.store import PREDICTIONS, ROWS, RUN, samples_name
+from hyperion.results.store import METRICS, PREDICTIONS, ROWS, RUN, samples_name
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,6 @@ def reference_for(notebook: Notebook, machine: str | None) -> tuple[Reference | 
 
 def _digest(run: Run, notebook: Notebook, finished: list[dict]) -> str:
     """A reference published again under the same inputs has other rows and samples, which the manifest's hashes tell."""
-    names = {RUN, ROWS, PREDICTIONS, *(samples_name(notebook.stem, experiment) for experiment in notebook.produces)}
+    names = {RUN, ROWS, METRICS, PREDICTIONS, *(samples_name(notebook.stem, experiment) for experiment in notebook.produces)}
     taken = {name: digest for name, digest in run.hashes().items() if name in names}
     return hashlib.sha256(json.dumps([finished, taken], sort_keys=True).encode()).hexdigest()[:16]

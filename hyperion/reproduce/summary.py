@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hyperion.reproduce.stopping import told
-from hyperion.results import Row, metric_named
+from hyperion.results import Row
 
 _STYLES = {
     "done": "green",
@@ -61,5 +61,5 @@ def show_table(console: Console, lines: dict[str, Line]) -> None:
 
 
 def _is_rate(row: Row) -> bool:
-    metric = metric_named(row.metric)
+    metric = row.definition
     return metric.direction == "higher" and (metric.unit.endswith("/s") or metric.unit == "TFLOPS")

@@ -16,7 +16,7 @@ def from_json(form, value, place: str, extra: bool = False):
     """Return `value`, as `json.loads` gave it (or with tuples for lists, as `asdict` did), as `form`.
 
     Args:
-        form: a dataclass of such fields, tuple[X, ...], list[X], dict[str, X], dict, X | None, or bool, int, float, str.
+        form: a dataclass of such fields, tuple[X, ...], list[X], dict[str, X], dict, X | None, Literal, or bool, int, float, str.
         place: the name of the value, for the error; its fields are named behind it.
         extra: leave out fields that a dataclass does not have instead of refusing them.
 
@@ -34,6 +34,9 @@ def from_json(form, value, place: str, extra: bool = False):
     if origin is dict:
         _require(isinstance(value, dict), place, "an object", value)
         return {key: from_json(arguments[1], item, f"{place}.{key}", extra) for key, item in value.items()}
+    if origin is typing.Literal:
+        _require(value in arguments, place, f"one of {', '.join(map(repr, arguments))}", value)
+        return value
     if form is float:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         # A whole number of JSON may have thousands of digits, more than a float can hold.
