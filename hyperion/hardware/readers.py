@@ -8,12 +8,9 @@ import importlib.util
 import os
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from hyperion.hardware.device import Device
 from hyperion.hardware.telemetry import Reader, Telemetry, from_raw, unreadable
-
-if TYPE_CHECKING:
-    from hyperion.hardware.device import Device
 
 # NVML's clock event bits that mean a slow-down; idling and clocks set by an application are none.
 NVML_SLOWDOWNS = {
@@ -28,7 +25,7 @@ MI250_PCI_IDS = ("0x7408", "0x740c")
 AMD_NOT_AVAILABLE = 0xFFFF  # gpu_metrics' value for a field that this device does not fill
 
 
-def nvml_reader(device: "Device") -> Reader:
+def nvml_reader(device: Device) -> Reader:
     """Reader of an NVIDIA GPU, found by its UUID, else by its PCI address."""
     try:
         import pynvml
@@ -45,7 +42,7 @@ def nvml_reader(device: "Device") -> Reader:
     return lambda: _read_nvml(pynvml, handle)
 
 
-def _nvml_handle(pynvml, device: "Device"):
+def _nvml_handle(pynvml, device: Device):
     if device.uuid:
         uuid = device.uuid if device.uuid.startswith(("GPU-", "MIG-")) else f"GPU-{device.uuid}"
         return pynvml.nvmlDeviceGetHandleByUUID(uuid)
@@ -75,7 +72,7 @@ def nvml_throttle(bits: int) -> str:
     return "+".join(name for bit, name in NVML_SLOWDOWNS.items() if bits & bit) or "none"
 
 
-def amd_reader(device: "Device", root: Path = Path("/")) -> Reader:
+def amd_reader(device: Device, root: Path = Path("/")) -> Reader:
     """Reader of an AMD GPU: amdsmi's metrics where ROCm's library is there, sysfs for what they lack."""
     if not device.pci_address:
         return lambda: unreadable("torch reports no PCI address to find the GPU by")
@@ -102,7 +99,7 @@ def interpret_amd(raw: dict[str, float | str | None], position: str) -> Telemetr
     return from_raw(raw, "the driver does not report it for this GPU", power_scope=scope)
 
 
-def gcd_position(device: "Device", root: Path = Path("/")) -> str:
+def gcd_position(device: Device, root: Path = Path("/")) -> str:
     """'first' or 'second' die of an MI250(X) module by the order of PCI addresses, 'device' for any other GPU."""
     if device.arch != "gfx90a" or "MI250" not in device.name:
         return "device"
@@ -196,7 +193,7 @@ def interpret_amdsmi(metrics: dict) -> dict[str, float | str | None]:
     }
 
 
-def cpu_reader(device: "Device", root: Path = Path("/")) -> Reader:
+def cpu_reader(device: Device, root: Path = Path("/")) -> Reader:
     """Reader of the CPU's clock: cpufreq, else /proc/cpuinfo. A virtual machine shows a constant there: unreadable."""
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     files = [root / f"sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_cur_freq" for cpu in cpus]

@@ -6,7 +6,7 @@ import types
 import typing
 from dataclasses import dataclass
 
-from hyperion.hardware.precision import PATHS
+from hyperion.hardware.device import PATHS
 
 AGREEMENT = 0.01  # published and derived value of a cell agree within this, or a note says why not
 

@@ -62,7 +62,7 @@ def _answer(profile: str, data_source: str, seed: int) -> dict:
     from hyperion.experiments.chapter import run_information
     from hyperion.experiments.profiles import default_profile, load_profile
     from hyperion.hardware import detect
-    from hyperion.hardware.visibility import one_at_a_time
+    from hyperion.hardware.detect import one_at_a_time
 
     require_known_source(data_source)
     device = detect()
