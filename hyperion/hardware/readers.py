@@ -74,13 +74,14 @@ def nvml_throttle(bits: int) -> str:
 
 def amd_reader(device: Device, root: Path = Path("/")) -> Reader:
     """Reader of an AMD GPU: amdsmi's metrics where ROCm's library is there, sysfs for what they lack."""
-    if not device.pci_address:
+    address = device.pci_address
+    if not address:
         return lambda: unreadable("torch reports no PCI address to find the GPU by")
-    metrics = _amdsmi_metrics(device.pci_address)
+    metrics = _amdsmi_metrics(address)
     position = gcd_position(device, root)
 
     def read() -> Telemetry:
-        raw = read_amd_sysfs(device.pci_address, root)
+        raw = read_amd_sysfs(address, root)
         if metrics is not None:
             raw.update({name: value for name, value in metrics().items() if value is not None})
         return interpret_amd(raw, position)
@@ -140,7 +141,7 @@ def _amdsmi_metrics(pci_address: str):
     library = Path(os.environ.get("ROCM_PATH", "/opt/rocm")) / "lib" / "libamd_smi.so"
     if not library.is_file() or importlib.util.find_spec("amdsmi") is None:
         return None
-    import amdsmi
+    import amdsmi  # pyright: ignore[reportMissingImports]  # part of ROCm, not of our requirements
 
     try:
         amdsmi.amdsmi_init()
@@ -168,8 +169,9 @@ def interpret_amdsmi_energy(count: dict) -> float | None:
     """Joules of amdsmi's energy counter: ticks times the microjoules of one; ROCm 5 called the ticks 'power'."""
     ticks = count.get("energy_accumulator", count.get("power"))
     resolution_uj = count.get("counter_resolution")
-    numbers = isinstance(ticks, int | float) and isinstance(resolution_uj, int | float)
-    return ticks * resolution_uj * 1e-6 if numbers and ticks > 0 and resolution_uj > 0 else None
+    if not isinstance(ticks, int | float) or not isinstance(resolution_uj, int | float):
+        return None
+    return ticks * resolution_uj * 1e-6 if ticks > 0 and resolution_uj > 0 else None
 
 
 def interpret_amdsmi(metrics: dict) -> dict[str, float | str | None]:

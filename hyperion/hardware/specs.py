@@ -8,6 +8,7 @@ import functools
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from hyperion.errors import HyperionError
 from hyperion.hardware.device import PATHS, Device
@@ -15,6 +16,7 @@ from hyperion.hardware.schema import Cell, CpuRules, DeviceEntry, SchemaFault, S
 
 SPECS_FILE = Path(__file__).with_name("specs.toml")
 CPU_SPECS_FILE = Path(__file__).with_name("cpu_specs.toml")
+Form = TypeVar("Form")
 MEMORY_TOLERANCE = 0.06  # drivers and ECC keep a few percent of the data sheet's memory
 
 
@@ -135,7 +137,7 @@ def load_cpu_rules(path: Path = CPU_SPECS_FILE) -> CpuRules:
     return load_file(path, CpuRules)
 
 
-def load_file(path: Path, form):
+def load_file(path: Path, form: type[Form]) -> Form:
     """A TOML file of ours as the dataclass `form`. Raises SpecificationError naming file, entry and field."""
     try:
         return build(form, tomllib.loads(path.read_text(encoding="utf-8")))

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 QUANTITIES = ("clock_mhz", "memory_clock_mhz", "power_w", "temperature_c", "throttle")
 
@@ -42,10 +43,11 @@ def unreadable(reason: str, samples: int = 1) -> Telemetry:
 
 def from_raw(raw: dict[str, float | str | None], reason: str, power_scope: str = "device") -> Telemetry:
     """A reading from what a library returned; zeros and missing values become None with `reason`."""
-    values = {name: raw.get(name) or None for name in QUANTITIES}
+    values: dict[str, Any] = {name: raw.get(name) or None for name in QUANTITIES}
     missing = {name: reason for name, value in values.items() if value is None}
     scope = power_scope if values["power_w"] else None
-    return Telemetry(**values, power_scope=scope, unreadable=missing, energy_j=raw.get("energy_j") or None)
+    energy_j = cast(float | None, raw.get("energy_j") or None)
+    return Telemetry(**values, power_scope=scope, unreadable=missing, energy_j=energy_j)
 
 
 def median_of(readings: list[Telemetry]) -> Telemetry:

@@ -108,14 +108,14 @@ def compare(runs_a: list[Run], runs_b: list[Run]) -> list[Comparison]:
             next_step="compare runs of the same profile and data source",
         )
     table = np.array([values[key] for key in shared], dtype=np.float64).T
-    positive = (table > 0).all(axis=0)
+    positive = np.all(table > 0, axis=0).tolist()
     confirming = not why_indicative(runs_a, runs_b)
     ratios = {key: shared[key] for key, p in zip(shared, positive, strict=True) if p}
     compared = _by_ratio(ratios, table[:, positive], len(runs_a), confirming)
     compared += [
         _by_difference(key, shared[key], table[:, place], len(runs_a)) for place, key in enumerate(shared) if not positive[place]
     ]
-    return sorted(compared, key=lambda c: c.change) + sorted(absent, key=lambda c: (len(c.launches_b), c.name, c.metric))
+    return sorted(compared, key=lambda c: c.change or 0.0) + sorted(absent, key=lambda c: (len(c.launches_b), c.name, c.metric))
 
 
 def why_indicative(runs_a: list[Run], runs_b: list[Run]) -> str:
@@ -132,7 +132,7 @@ def sensitivity(compared: list[Comparison]) -> str:
     seen = [c for c in compared if c.power is not None]
     if not seen:
         return ""
-    powers = [c.power for c in seen]
+    powers = [c.power for c in seen if c.power is not None]
     changes = sorted(float("inf") if c.detectable is None else c.detectable for c in seen)
     middle = changes[(len(changes) - 1) // 2]
     confirmed = "none, for half of the values" if middle == float("inf") else f"{middle:.1%}"
@@ -244,22 +244,21 @@ def _by_ratio(keys: dict[tuple, float], table: np.ndarray, launches_a: int, conf
         if test
         else None
     )
-    compared = []
+    compared: list[Comparison] = []
     for place, key in enumerate(keys):
         change, p_value = float(changes[place]), float(test.p_values[place]) if test else None
-        seen = (None, None)
-        if power:
-            seen = power.chance(deviations[place], SMALLEST_CHANGE), power.detectable(deviations[place])
         compared.append(
             Comparison(
                 _name(key),
                 key[-1],
-                *(float(np.exp(mean[place])) for mean in means),
+                float(np.exp(means[0][place])),
+                float(np.exp(means[1][place])),
                 change,
                 float(np.expm1(deviations[place])) if len(table) > 2 else None,
                 p_value,
                 _verdict(change, p_value),
-                *seen,
+                power.chance(deviations[place], SMALLEST_CHANGE) if power else None,
+                power.detectable(deviations[place]) if power else None,
                 launches_a=tuple(table[:launches_a, place].tolist()),
                 launches_b=tuple(table[launches_a:, place].tolist()),
             )

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from hyperion.errors import HyperionError
 from hyperion.results.metrics import BUILT_IN, Metric, metric_named, require_one_definition
@@ -136,7 +137,7 @@ class Row:
             RowError: the row breaks another rule of its metric, which is a fault of the code and not of the measurement.
         """
         failure = self._failure()
-        if not failure:
+        if not failure or self.value is None:
             return self
         known_error = self.check_error is None or math.isfinite(self.check_error)
         if math.isfinite(self.value) and known_error:
@@ -196,8 +197,9 @@ class Row:
         if metric.needs_interval:
             known = None not in (self.n, self.ci_low, self.ci_high)
             self._demand(known, "lacks n or the 95 % confidence interval", "measure at least 30 samples")
-        if None not in (self.ci_low, self.ci_high):
-            self._demand(self.ci_low <= self.value <= self.ci_high, "lies outside its own interval", "recompute it")
+        if self.ci_low is not None and self.ci_high is not None:
+            inside = self.ci_low <= self.value <= self.ci_high
+            self._demand(inside, "lies outside its own interval", "recompute it")
         self._demand((self.ci_low is None) == (self.ci_high is None), "has an interval with one end", "store both ends")
         if metric.needs_check:
             self._demand(bool(self.check), "lacks its check", "verify the output and name the check")
@@ -211,10 +213,9 @@ class Row:
             return ""
         if not math.isfinite(self.value):
             return "is not finite"
-        checked = bool(self.check) and None not in (self.check_error, self.check_tolerance)
-        if checked and not self.check_error <= self.check_tolerance:  # NaN fails, too
-            error, tolerance = f"error {self.check_error:.4g}", f"tolerance {self.check_tolerance:.4g}"
-            return f"failed its check {self.check!r}: {error} above {tolerance}"
+        error, tolerance = self.check_error, self.check_tolerance
+        if self.check and error is not None and tolerance is not None and not error <= tolerance:  # NaN fails, too
+            return f"failed its check {self.check!r}: error {error:.4g} above tolerance {tolerance:.4g}"
         direction = self.definition.direction
         if self.limit is None or direction == "none":
             return ""
@@ -384,7 +385,8 @@ def _row_and_unit(cells: tuple[str, ...], validated: bool, definition: Metric | 
     # Kept by the line: with each experiment that is recorded the file is another one, and almost all its lines are the same.
     named = dict(zip(COLUMNS, cells, strict=True))
     unit = named.pop("unit")
-    row = Row(**{name: _typed(name, text) for name, text in named.items()}, own_metric=definition)
+    columns: dict[str, Any] = {name: _typed(name, text) for name, text in named.items()}
+    row = Row(**columns, own_metric=definition)
     if validated:
         row.validate()
     return row, unit
