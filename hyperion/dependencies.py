@@ -83,8 +83,12 @@ def imported_modules(source: str, package: str = "", packages: frozenset[str] = 
 @functools.cache
 def _imports(source: str, package: str) -> tuple[Import, ...]:
     """Return the imports of a source. Cached by the text: chapters share most files, and parsing is slow."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return ()  # the text is in the hash, and executing it will report the error
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found += [Import(alias.name, "", alias.asname or alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

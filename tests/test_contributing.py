@@ -35,7 +35,10 @@ def follow(copy: Path) -> list[str]:
         else:
             text = path.read_text()
             assert where == "at the end" or text.count(marker) == 1, f"{name} has no single {marker!r}"
-            inserted = {"before": code + (marker or ""), "after": (marker or "") + code.rstrip("\n")}.get(where)
+            inserted = {
+                "before": code.rstrip("\n") + "\n\n\n" + (marker or ""),
+                "after": (marker or "") + "\n" + code.rstrip("\n"),
+            }.get(where)
             path.write_text(text + code if inserted is None else text.replace(marker, inserted))
     return touched
 

@@ -1,6 +1,5 @@
 """Hashes of everything that a notebook's result depends on: a result is stale when its hash changes. File times do not count."""
 
-import ast
 import hashlib
 import json
 from collections.abc import Mapping
@@ -33,10 +32,6 @@ def library_modules(notebook: Notebook) -> set[str]:
     modules = {module_of(experiment) for experiment in notebook.produces}
     for source in notebook.code:
         plain = "\n".join(line for line in source.splitlines() if not line.lstrip().startswith(("%", "!")))
-        try:
-            ast.parse(plain)
-        except SyntaxError:
-            continue  # the cell's text is in the hash, and executing the cell will report the error
         modules |= imported_modules(plain)
     return modules
 

@@ -178,6 +178,8 @@ def test_a_subject_of_ones_own_runs_and_is_measured_again_when_its_files_change(
         ("sizes.toml", "[smoke.doubling]", "[smoke.dubling]", "dubling"),
         ("sizes.toml", "lengths = [1, 10]", "lengths = [", "not valid TOML"),
         ("metrics.py", '"doublings", "doublings"', '"step_time_s", "doublings"', "step_time_s"),
+        ("doubling.py", "EXPERIMENT = ", "EXPERIMENT = = ", "doubling.py:26"),
+        ("doubling.py", "import pandas as pd", "import pandsa as pd", "doubling.py:3"),
     ],
 )
 def test_a_mistake_in_a_subject_is_named(toy, tmp_path, name, old, new, says):
