@@ -35,11 +35,9 @@ def follow(copy: Path) -> list[str]:
         else:
             text = path.read_text()
             assert where == "at the end" or text.count(marker) == 1, f"{name} has no single {marker!r}"
-            inserted = {
-                "before": code.rstrip("\n") + "\n\n\n" + (marker or ""),
-                "after": (marker or "") + "\n" + code.rstrip("\n"),
-            }.get(where)
-            path.write_text(text + code if inserted is None else text.replace(marker, inserted))
+            block = code.rstrip("\n")
+            places = {"before": f"{block}\n\n\n{marker}", "after": f"{marker}\n{block}"}
+            path.write_text(text + code if where == "at the end" else text.replace(marker, places[where]))
     return touched
 
 
