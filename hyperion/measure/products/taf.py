@@ -130,9 +130,7 @@ def taf(captured: CapturedGemms, rate: Callable[[Product], Estimate | None] | Ma
     rates = {product: found for product in captured.counts if (found := known(product)) is not None}
     if not rates:
         raise HyperionError(
-            f"none of {len(captured.counts)} products has a rate",
-            where="taf",
-            next_step="time some of them, or raise the time limit",
+            f"none of {len(captured.counts)} products has a rate", where="taf", next_step="time some of them, or allow more time"
         )
     work = {product: product.flops * captured.counts[product] / 1e12 for product in rates}
     total, seconds = sum(work.values()), sum(work[p] / rates[p].value for p in rates)

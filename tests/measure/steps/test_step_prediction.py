@@ -59,7 +59,7 @@ def test_idle_units_slow_a_product_down_unless_its_batch_or_its_split_k_fills_th
 
 
 def test_no_rates_are_no_rates():
-    with pytest.raises(HyperionError, match="no rate to go by"):
+    with pytest.raises(HyperionError, match="no measured rate"):
         ProductRates.fit([], units=1)
 
 
@@ -142,7 +142,7 @@ def test_a_product_that_moves_more_than_it_computes_is_bound_by_memory():
 def test_a_dtype_without_rates_and_a_step_without_work_are_refused():
     with pytest.raises(HyperionError, match="no measured rate of fp32"):
         predict_step(TOY, toy_ceilings(products={}))
-    with pytest.raises(HyperionError, match="moves nothing"):
+    with pytest.raises(HyperionError, match="no operator of the step moves memory"):
         predict_step(lambda: None, toy_ceilings())
 
 
