@@ -36,8 +36,8 @@ class ProductRates:
 
     The model: rate = share of the units that the tiles fill x rate of a full device for this K. The share follows from the sizes.
     The second factor is measured rate / share, interpolated over log K and constant outside of the measured K. It is low for
-    short K, because loads are not hidden and the start and end of a tile cost as much as for long K. If K is long and there are few
-    tiles, as for weight gradients, K is split, down to the shortest measured K.
+    short K, because loads are not hidden and the start and end of a tile cost as much as for long K. If K is long and there are
+    few tiles, as for weight gradients, K is split, down to the shortest measured K.
 
     Args:
         units: number of compute units.
