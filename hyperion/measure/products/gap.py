@@ -124,17 +124,17 @@ class Gap:
 
 def nominal_peak(device: Device, dtype: str) -> tuple[NominalPeak | None, str]:
     """Return (the data sheet's peak for products of this dtype, ''), or (None, the reason why there is none)."""
-    found, reason = lookup(device)
-    if found is None:
+    sheet, reason = lookup(device)
+    if sheet is None:
         return None, reason
     path = gemm_path(dtype, device)
-    peak = found.peak(path)
+    peak = sheet.peak(path)
     if peak.nominal_tflops is None:
         return None, peak.reason or f"the data sheet gives no {path} peak"
     source = f"{path}; {peak.source}"
     if device.kind == "cpu":
         return NominalPeak(peak.nominal_tflops, device.nominal_clock_mhz, device.compute_units, source), ""
-    entry = next(entry for entry in load_specifications().device if entry.name == found.name)
+    entry = next(entry for entry in load_specifications().device if entry.name == sheet.name)
     return NominalPeak(peak.nominal_tflops, entry.paths[path].clock_mhz, entry.compute_units, source), ""
 
 

@@ -94,8 +94,8 @@ def _convolution_backward(call: Call) -> Iterator[Product]:
     _, of_image, of_kernel = _unfolded(call, image, gradient)
     # Each product reads two of gradient, image and kernel, and writes a tensor of the size of the third.
     traffic = gradient.bytes + image.bytes + kernel.bytes
-    for size, asked in zip((of_image, of_kernel), call.arguments["output_mask"], strict=False):
-        if asked:
+    for size, requested in zip((of_image, of_kernel), call.arguments["output_mask"], strict=False):
+        if requested:
             yield _implicit(call, image, size, traffic)
 
 

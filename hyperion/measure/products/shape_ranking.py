@@ -108,9 +108,9 @@ class ShapeRanking:
 
     def _neighbours(self, shape: Shape) -> list[Shape]:
         m, n, k = shape
-        beside = [(m + dm, n + dn, k) for dm in (-self.step, 0, self.step) for dn in (-self.step, 0, self.step)]
+        adjacent = [(m + dm, n + dn, k) for dm in (-self.step, 0, self.step) for dn in (-self.step, 0, self.step)]
         along = [other for other in self.shapes if other[:2] == (m, n)]
-        return [other for other in (*along, *beside, (n, m, k)) if other in self.number]
+        return [other for other in (*along, *adjacent, (n, m, k)) if other in self.number]
 
     def _unseen(self, shapes) -> list[Shape]:
         seen = self.seen
@@ -166,13 +166,13 @@ def shape_effects(places: np.ndarray, values: np.ndarray, moment: int) -> dict[i
     Source: Tukey, Exploratory Data Analysis, 1977, chapter 11 (median polish).
     """
     moments = np.arange(len(values)) // moment
-    found, shape_of = np.unique(places, return_inverse=True)
-    drift, effects = np.zeros(len(values)), np.zeros(len(found))
+    numbers, shape_of = np.unique(places, return_inverse=True)
+    drift, effects = np.zeros(len(values)), np.zeros(len(numbers))
     for _ in range(_FIT_ROUNDS if len(values) else 0):
         effects = _high_medians(values - drift, shape_of)
         by_moment = _high_medians(values - effects[shape_of], moments)
         drift = (by_moment - np.median(by_moment))[moments]
-    return dict(zip(found.tolist(), effects.tolist(), strict=True))
+    return dict(zip(numbers.tolist(), effects.tolist(), strict=True))
 
 
 def _high_medians(values: np.ndarray, groups: np.ndarray) -> np.ndarray:

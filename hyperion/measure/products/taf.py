@@ -127,7 +127,7 @@ def taf(captured: CapturedGemms, rate: Callable[[Product], Estimate | None] | Ma
         HyperionError: no product has a rate.
     """
     known = rate.get if isinstance(rate, Mapping) else rate
-    rates = {product: found for product in captured.counts if (found := known(product)) is not None}
+    rates = {product: estimate for product in captured.counts if (estimate := known(product)) is not None}
     if not rates:
         raise HyperionError(
             f"none of {len(captured.counts)} products has a rate", where="taf", next_step="time some of them, or allow more time"
@@ -137,7 +137,7 @@ def taf(captured: CapturedGemms, rate: Callable[[Product], Estimate | None] | Ma
     slower = hypot(*(work[p] / rates[p].ci_low - work[p] / rates[p].value for p in rates))
     faster = hypot(*(work[p] / rates[p].value - work[p] / rates[p].ci_high for p in rates))
     tflops = Estimate(
-        total / seconds, total / (seconds + slower), total / (seconds - faster), min(found.n for found in rates.values())
+        total / seconds, total / (seconds + slower), total / (seconds - faster), min(estimate.n for estimate in rates.values())
     )
     left_out = {product: "no rate" for product in captured.counts if product not in rates}
     covered = {product: product.flops * captured.counts[product] for product in rates}
@@ -167,15 +167,15 @@ def measure_taf(captured: CapturedGemms, device: Device, time_limit_s: float = 3
         HyperionError: no product could be timed, or the output of a product is wrong.
     """
     measured = measure_products(captured, device, time_limit_s)
-    found = {product: result.tflops for product, result in measured.items() if isinstance(result, TimedProduct)}
+    rates = {product: result.tflops for product, result in measured.items() if isinstance(result, TimedProduct)}
     reasons = {product: result for product, result in measured.items() if isinstance(result, str)}
-    if not found:
+    if not rates:
         raise HyperionError(
             f"no product could be timed: {'; '.join(dict.fromkeys(reasons.values())) or 'the call has none'}",
             where=f"measure_taf on {device.name}",
             next_step="capture a call that multiplies matrices in a dtype that the device supports",
         )
-    return replace(taf(captured, found), left_out=reasons)
+    return replace(taf(captured, rates), left_out=reasons)
 
 
 def measure_products(captured: CapturedGemms, device: Device, time_limit_s: float = 30.0) -> dict[Product, TimedProduct | str]:

@@ -80,7 +80,7 @@ class OperatorCost:
         return many.plain - few.plain
 
     @property
-    def beside(self) -> int:
+    def other_operators(self) -> int:
         """Number of other operators by which the two steps of convolutions differ."""
         few, many = self.convolving
         return many.plain - few.plain
@@ -110,7 +110,7 @@ class OperatorCost:
         def costs(medians) -> list[float]:
             few, many, few_convolving, many_convolving = medians
             operator = (many - few) / self.operators
-            convolution = (many_convolving - few_convolving - self.beside * operator) / self.convolutions
+            convolution = (many_convolving - few_convolving - self.other_operators * operator) / self.convolutions
             return [operator, convolution, few - self.layers[0].plain * operator]
 
         return estimates_of_medians([step.timing.samples_s for step in (*self.layers, *self.convolving)], costs)
@@ -163,12 +163,12 @@ def measure_operator_cost(device: Device, *, time_limit_s: float = 2.0) -> Opera
     calls = [[call for call in dispatched(step) if call.moves] for step in steps]
     apart = [sum(map(is_convolution, some)) for some in calls]
     timings = _timed(steps, device, time_limit_s)
-    found = [
+    steps_timed = [
         TinyTiming(parts, len(some) - convolutions, convolutions, timing)
         for parts, some, convolutions, timing in zip((*layers, *convolving), calls, apart, timings, strict=True)
     ]
     learned = Verification("last loss / first loss", max(float(s.losses[-1] / s.losses[0]) for s in steps), 1.0)
-    return OperatorCost((found[0], found[1]), (found[2], found[3]), learned)
+    return OperatorCost((steps_timed[0], steps_timed[1]), (steps_timed[2], steps_timed[3]), learned)
 
 
 def measure_block_cost(device: Device, dtype: str = "fp32", *, time_limit_s: float = 2.0) -> BlockCost:
@@ -185,8 +185,8 @@ def measure_block_cost(device: Device, dtype: str = "fp32", *, time_limit_s: flo
     one, two = (sum(products_of(call) is not None for call in dispatched(step)) for step in eager)
     steps = [_block_step(device, count, dtype, compiled=True) for count in (_FEW_BLOCKS, _MANY_BLOCKS)]
     compile_time_s = measure_first_calls(lambda: [step() for step in steps], device)
-    beside = abs(steps[0].mean_loss(_PARITY_STEPS) / eager[1].mean_loss(_PARITY_STEPS) - 1)
-    parity = Verification(f"loss beside eager, mean of {_PARITY_STEPS} steps", beside, _PARITY_TOLERANCE)
+    deviation = abs(steps[0].mean_loss(_PARITY_STEPS) / eager[1].mean_loss(_PARITY_STEPS) - 1)
+    parity = Verification(f"loss beside eager, mean of {_PARITY_STEPS} steps", deviation, _PARITY_TOLERANCE)
     few, many = _timed(steps, device, time_limit_s)
     torch._dynamo.reset()  # compiled code holds references to the networks
     kernels = 2 * (two - one) // (_FEW_BLOCKS - 1)

@@ -241,7 +241,7 @@ def gpu_events(raw: list[dict], index: int | None) -> list[Event]:
     work = [event for event in raw if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     # Tracers can number devices differently; a single device must be the right one.
     alone = len({event["args"].get("device") for event in work}) < 2
-    found = []
+    events = []
     for event in work:
         category, about = event["cat"], event["args"]
         if not alone and index is not None and about.get("device") != index:
@@ -251,8 +251,8 @@ def gpu_events(raw: list[dict], index: int | None) -> list[Event]:
             kind = kernel_kind(event["name"])
         elif category == "gpu_memcpy" and _HOST_COPY.search(event["name"]):
             kind = COPIES
-        found.append(Event(event["name"], *_ends(event), about.get("stream", 0), kind))
-    return found
+        events.append(Event(event["name"], *_ends(event), about.get("stream", 0), kind))
+    return events
 
 
 def cpu_events(raw: list[dict]) -> list[Event]:
