@@ -1,4 +1,9 @@
-"""Measure: one timing core, and gemm, bandwidth, caches, copies, launches, collectives, steps, memory and roofline on it."""
+"""Measure time, memory and FLOPs of functions and hardware: the public names of this package.
+
+The functions `time`, `compare`, `memory`, `flops`, `explain` and `relaunch` measure your own code. The others measure matrix
+products, bandwidth, caches, copies, launches, collectives and steps. No subpackage may have the name of a function here, because
+importing it would replace the function.
+"""
 
 from hyperion.measure.api.answers import ComparisonAnswer, TimeAnswer
 from hyperion.measure.api.counting import FlopsAnswer, MemoryAnswer, Uncounted

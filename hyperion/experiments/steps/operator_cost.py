@@ -67,7 +67,7 @@ def _operators(context: Context) -> Result:
             "operator_time_s",
             cost.convolution_time_s,
             cost.convolving,
-            {"operators": cost.convolutions, "beside": cost.beside},
+            {"operators": cost.convolutions, "beside": cost.other_operators},
         ),
         (ONCE, "step_overhead_s", cost.once_s, (), {"operators": cost.layers[0].plain}),
     ):

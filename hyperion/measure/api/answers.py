@@ -166,10 +166,10 @@ class ComparisonAnswer(Answer):
         if self.difference is None:
             return f"outputs not compared: {self.output_reason}"
         result = "outputs agree" if self.outputs_agree else "OUTPUTS DIFFER"
-        found = self.difference
+        difference = self.difference
         return (
-            f"{result}: relative error {found.error:.2g}, tolerance {found.tolerance:.2g}; worst element {found.worst}, error "
-            f"{found.element_error:.2g}, tolerance {found.element_tolerance:.2g}"
+            f"{result}: relative error {difference.error:.2g}, tolerance {difference.tolerance:.2g}; worst element "
+            f"{difference.worst}, error {difference.element_error:.2g}, tolerance {difference.element_tolerance:.2g}"
         )
 
     def __str__(self) -> str:
@@ -191,15 +191,19 @@ class ComparisonAnswer(Answer):
             RowError: the outputs differ.
         """
         place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
-        found, check = self.difference, {}
-        if found is not None and found.error <= found.tolerance and not found.agrees:
+        difference, check = self.difference, {}
+        if difference is not None and difference.error <= difference.tolerance and not difference.agrees:
             check = {
                 "check": "worst element of the outputs",
-                "check_error": found.element_error,
-                "check_tolerance": found.element_tolerance,
+                "check_error": difference.element_error,
+                "check_tolerance": difference.element_tolerance,
             }
-        elif found is not None:
-            check = {"check": "relative error of the outputs", "check_error": found.error, "check_tolerance": found.tolerance}
+        elif difference is not None:
+            check = {
+                "check": "relative error of the outputs",
+                "check_error": difference.error,
+                "check_tolerance": difference.tolerance,
+            }
         about = {"a": self.labels[0], "b": self.labels[1], "cache": cache_of(self.timings[0])}
         reason = "" if columns.get("limit") is not None else "no limit: how slow B may be is not bounded"
         ratio = self.ratio

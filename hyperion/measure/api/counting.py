@@ -128,8 +128,8 @@ class FlopsAnswer(Answer):
     @property
     def verdict(self) -> str:
         """What the total does not include."""
-        custom = [f"{found.name} ({found.calls}×)" for found in self.uncounted if not found.pointwise]
-        light = sum(found.pointwise for found in self.uncounted)
+        custom = [f"{operator.name} ({operator.calls}×)" for operator in self.uncounted if not operator.pointwise]
+        light = sum(operator.pointwise for operator in self.uncounted)
         if not self.by_operator and not self.uncounted:
             return "no PyTorch operator was dispatched: replayed graphs and work outside of PyTorch cannot be counted"
         pointwise = f"{light} element-wise operator{'s' if light > 1 else ''} count as 0" if light else ""
@@ -147,7 +147,7 @@ class FlopsAnswer(Answer):
     def row(self, *, notebook: str, experiment: str, variant: str, **columns) -> Row:
         """Return the total as a row of the metric `flops`; params list the operators without a formula."""
         place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
-        about = {"without_formula": [found.name for found in self.uncounted if not found.pointwise]}
+        about = {"without_formula": [operator.name for operator in self.uncounted if not operator.pointwise]}
         return self._row(place, "flops", float(self.total), about, n=1)
 
     def plot(self) -> "Figure":
@@ -202,9 +202,9 @@ def count_flops(function: Callable[[], object]) -> tuple[dict[str, int], dict[st
     whole = counts.pop("Global", {})
     by_operator = dict(sorted(((str(op), n) for op, n in whole.items()), key=lambda item: item[1], reverse=True))
     by_module = {module: sum(operators.values()) for module, operators in counts.items()}
-    uncounted = (Uncounted(name, calls, elements, pointwise) for name, (calls, elements, pointwise) in rest.found.items())
+    uncounted = (Uncounted(name, calls, elements, pointwise) for name, (calls, elements, pointwise) in rest.counts.items())
     # Custom operators come first: nothing is known about their FLOPs.
-    order = sorted(uncounted, key=lambda found: (found.name.startswith("aten::"), -found.elements))
+    order = sorted(uncounted, key=lambda operator: (operator.name.startswith("aten::"), -operator.elements))
     return by_operator, by_module, tuple(order)
 
 
@@ -234,7 +234,7 @@ class _OperatorsWithoutFormula(TorchDispatchMode):
     def __init__(self, counter: FlopCounterMode):
         super().__init__()
         self._known = counter.flop_registry
-        self.found: dict[str, tuple[int, int, bool]] = {}
+        self.counts: dict[str, tuple[int, int, bool]] = {}
 
     def __torch_dispatch__(self, operator, types, arguments=(), named=None):
         named = named or {}
@@ -243,9 +243,9 @@ class _OperatorsWithoutFormula(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, torch.Tensor)]
         if tensors and operator._overloadpacket not in self._known and name not in _NO_ARITHMETIC and not _is_view(operator):
             made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-            calls, elements, _ = self.found.get(name, (0, 0, False))
+            calls, elements, _ = self.counts.get(name, (0, 0, False))
             elements += sum(tensor.numel() for tensor in (*tensors, *made))
-            self.found[name] = (calls + 1, elements, torch.Tag.pointwise in operator.tags)
+            self.counts[name] = (calls + 1, elements, torch.Tag.pointwise in operator.tags)
         return output
 
 

@@ -99,10 +99,10 @@ def time(
             work was left on another thread or stream; or the timing failed one of its checks. An exception of the function
             itself is re-raised with a note.
     """
-    asked = _Asked.of("time", device, cold, minimum_samples, time_limit_s, back_to_back, quick, alone)
+    settings = _Settings.of("time", device, cold, minimum_samples, time_limit_s, back_to_back, quick, alone)
     function, label = checked_callable(function, "time"), _label(label) or _name_of(function, "the function")
     with noting("time", label):
-        examined = _examine([function], (label,), asked)
+        examined = _examine([function], (label,), settings)
         (timing,) = examined.timings
     change = examined.changes[0]
     if change is not None and not change.agrees:
@@ -111,7 +111,7 @@ def time(
             where="the output of a timed function",
             next_step="do the same work on the same input in every call; return None if a call changes state that it depends on",
         )
-    return TimeAnswer(label, timing, asked.device, asked.minimum_samples, examined.notes)
+    return TimeAnswer(label, timing, settings.device, settings.minimum_samples, examined.notes)
 
 
 def compare(
@@ -148,7 +148,7 @@ def compare(
     Raises:
         OutputMismatchError: the outputs differ in structure, shape or kind of number.
     """
-    asked = _Asked.of("compare", device, cold, minimum_samples, time_limit_s, back_to_back, quick, alone)
+    settings = _Settings.of("compare", device, cold, minimum_samples, time_limit_s, back_to_back, quick, alone)
     functions = [checked_callable(function_a, "compare"), checked_callable(function_b, "compare")]
     labels = _two_labels(labels) or _two_names(*functions)
     if tolerance is not None and not (isinstance(tolerance, int | float) and 0 <= tolerance < float("inf")):
@@ -156,16 +156,18 @@ def compare(
             f"tolerance is {tolerance!r}", where="tolerance=", next_step="pass a relative error of at least 0, such as 1e-3"
         )
     with noting("compare", " or ".join(labels)):
-        examined = _examine(functions, labels, asked, tolerance)
+        examined = _examine(functions, labels, settings, tolerance)
     differences = [one for one in (*examined.between, *examined.changes) if one is not None]
     worst = max(differences, key=lambda one: one.severity, default=None)
     reason = "" if worst else "they do not both return tensors"
     timing_a, timing_b = examined.timings
-    return ComparisonAnswer(labels, (timing_a, timing_b), asked.device, worst, reason, asked.minimum_samples, examined.notes)
+    return ComparisonAnswer(
+        labels, (timing_a, timing_b), settings.device, worst, reason, settings.minimum_samples, examined.notes
+    )
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Settings:
     """The validated arguments of `time` and `compare`, with their defaults."""
 
     device: Device
@@ -177,7 +179,7 @@ class _Asked:
     here: World
 
     @classmethod
-    def of(cls, question: str, device, cold, minimum_samples, time_limit_s, back_to_back, quick, alone) -> "_Asked":
+    def of(cls, question: str, device, cold, minimum_samples, time_limit_s, back_to_back, quick, alone) -> "_Settings":
         where = f"hyperion.measure.{question}"
         for name, value, allowed in (
             ("cold", cold, (True, False, None)),
@@ -214,28 +216,30 @@ class _Examined:
     notes: tuple[str, ...]
 
 
-def _examine(functions: list[Function], labels: tuple[str, ...], asked: _Asked, tolerance: float | None = None) -> _Examined:
+def _examine(
+    functions: list[Function], labels: tuple[str, ...], settings: _Settings, tolerance: float | None = None
+) -> _Examined:
     """Call the functions, time them, call them again, and check the outputs."""
-    device, here = asked.device, asked.here
+    device, here = settings.device, settings.here
     if here.size > 1:
         _meet(here)
     outputs, call_s, used_s = _agreed(here, lambda: _before(functions, labels, device, tolerance))
     call_s, used_s = _slowest(here, call_s), _slowest(here, used_s)
-    limit_s = _limit(asked, call_s, used_s, labels)
+    limit_s = _limit(settings, call_s, used_s, labels)
     timed: list[Function] = functions
     clock, calls = None, 1
     if here.size > 1:
         # The samples and the elapsed time decide how often to call. RanksClock makes both equal on all ranks: ranks that
         # called a collective a different number of times would hang.
-        clock, calls = RanksClock(here, lambda: None, lambda what: None), max(1, asked.back_to_back)
+        clock, calls = RanksClock(here, lambda: None, lambda what: None), max(1, settings.back_to_back)
         timed = [functools.partial(_repeat, function, calls) for function in functions]
     timings = time_interleaved(
         timed,
         device,
-        cold=asked.cold,
-        minimum_samples=asked.minimum_samples,
+        cold=settings.cold,
+        minimum_samples=settings.minimum_samples,
         time_limit_s=limit_s,
-        back_to_back=0 if clock else asked.back_to_back,
+        back_to_back=0 if clock else settings.back_to_back,
         clock=clock,
         budget_s=limit_s - 2 * used_s - call_s,
     )
@@ -351,31 +355,31 @@ def _change(own: _Outputs, last: Snapshot, tolerance: float | None) -> Differenc
 
 def _same(first: Snapshot, second: Snapshot, reduction: int, tolerance: float | None = None) -> bool:
     try:
-        found = difference(second, first, reduction=reduction, tolerance=tolerance)
+        change = difference(second, first, reduction=reduction, tolerance=tolerance)
     except OutputMismatchError:
         return False
-    return found is None or found.agrees
+    return change is None or change.agrees
 
 
-def _limit(asked: _Asked, call_s: float, used_s: float, labels: tuple[str, ...]) -> float:
+def _limit(settings: _Settings, call_s: float, used_s: float, labels: tuple[str, ...]) -> float:
     """Return the seconds available after the first calls; without a limit, at least enough for the fewest calls.
 
     Raises:
         HyperionError: the given limit is too short for three samples.
     """
-    calls = _LEAST_CALLS.get(asked.device.kind, _LEAST_CALLS_ON_A_GPU) + 4 * (max(1, asked.back_to_back) - 1)
+    calls = _LEAST_CALLS.get(settings.device.kind, _LEAST_CALLS_ON_A_GPU) + 4 * (max(1, settings.back_to_back) - 1)
     needed_s = 2 * used_s + calls * call_s  # the calls after the timing and their checks take as long again
-    if asked.time_limit_s is None:
-        return max(asked.default_limit_s, 1.2 * needed_s)
-    if needed_s > asked.time_limit_s:
+    if settings.time_limit_s is None:
+        return max(settings.default_limit_s, 1.2 * needed_s)
+    if needed_s > settings.time_limit_s:
         raise HyperionError(
-            f"{LEAST_SAMPLES} samples do not fit into {asked.time_limit_s:g} s: a call of {' and '.join(labels)} takes "
+            f"{LEAST_SAMPLES} samples do not fit into {settings.time_limit_s:g} s: a call of {' and '.join(labels)} takes "
             f"{call_s:.3g} s, warm-up and checks need {calls + 2} calls after the first one, and comparing the outputs takes "
             f"{2 * (used_s - call_s):.2g} s",
             where="time_limit_s=",
             next_step=f"pass time_limit_s={1.2 * needed_s:.2g} or more, or None",
         )
-    return asked.time_limit_s
+    return settings.time_limit_s
 
 
 # Ranks

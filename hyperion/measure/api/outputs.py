@@ -145,7 +145,7 @@ def difference(a: Snapshot, b: Snapshot, *, reduction: int, tolerance: float | N
         return None
     if a.structure != b.structure:
         raise _mismatch(f"the outputs have different structures: {a.structure} and {b.structure}")
-    found = []
+    differences = []
     for (path, left), (_, right) in zip(a.leaves, b.leaves, strict=True):
         if left is None and right is None:
             continue
@@ -155,8 +155,8 @@ def difference(a: Snapshot, b: Snapshot, *, reduction: int, tolerance: float | N
             raise _mismatch(f"output{path}: the shapes differ: {tuple(left.shape)} and {tuple(right.shape)}")
         if _kind(left) != _kind(right):
             raise _mismatch(f"output{path}: {left.dtype} and {right.dtype} are different kinds of numbers")
-        found.append(_leaf_difference(path, left, right, reduction, tolerance))
-    return max(found, key=lambda one: one.severity)
+        differences.append(_leaf_difference(path, left, right, reduction, tolerance))
+    return max(differences, key=lambda one: one.severity)
 
 
 def _mismatch(what: str) -> OutputMismatchError:
@@ -308,7 +308,7 @@ def captured_tensors(function: object) -> dict[str, torch.Tensor]:
     Searches its closure, defaults, bound object, partial arguments and the globals that its code uses, and in them lists,
     tuples, dictionaries, modules and other functions.
     """
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
 
     def visit(name: str, value: object, depth: int) -> None:
@@ -316,13 +316,13 @@ def captured_tensors(function: object) -> dict[str, torch.Tensor]:
             return
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
-            found.setdefault(name, value)
+            tensors.setdefault(name, value)
             return
         for inner, child in _children(value):
             visit(f"{name}{inner}" if name else inner.lstrip("."), child, depth + 1)
 
     visit("", function, 0)
-    return found
+    return tensors
 
 
 def _children(value: object) -> Iterator[tuple[str, object]]:

@@ -11,7 +11,7 @@ from hyperion.hardware import Device
 
 
 class Clock(Protocol):
-    """Takes samples, and tells the time for time limits."""
+    """Takes samples, and measures the time for time limits."""
 
     def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
         """Return the seconds of `count` calls of each function, in turn; `flush` runs before each call and is not timed."""

@@ -7,7 +7,7 @@ host's cost of launching a call; `back_to_back` includes it.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -110,7 +110,7 @@ def time_function(
 
 
 def time_interleaved(
-    functions: list[Callable[[], object]],
+    functions: Sequence[Callable[[], object]],
     device: Device,
     *,
     cold: bool = True,
@@ -148,6 +148,7 @@ def time_interleaved(
         raise HyperionError(
             "back_to_back calls cannot start with a cold cache", where="time_interleaved", next_step="pass cold=False"
         )
+    functions = list(functions)
     clock = clock or (WallClock(device, back_to_back) if back_to_back else device_clock(device))
     flush = cache_flush(device) if cold else None
     began = clock.now()

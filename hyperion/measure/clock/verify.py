@@ -76,13 +76,13 @@ def verify_elementwise(output: torch.Tensor, operation, inputs: tuple[torch.Tens
     step = torch.finfo(output.dtype).tiny * torch.finfo(output.dtype).eps if tolerance else 0.0
     squares = scale = worst = 0.0
     for pieces in zip(*(tensor.flatten().split(_CHUNK) for tensor in (output, *inputs)), strict=True):
-        found, *given = (piece.double() for piece in pieces)
-        reference = operation(*given)
-        difference = (found - reference).abs()
+        actual, *operands = (piece.double() for piece in pieces)
+        reference = operation(*operands)
+        difference = (actual - reference).abs()
         squares += difference.square().sum().item()
         scale += reference.square().sum().item()
         difference = torch.where(difference <= step, 0.0, difference - step)
-        worst = max(worst, _worst_element(difference, operation(*(piece.abs() for piece in given))))
+        worst = max(worst, _worst_element(difference, operation(*(piece.abs() for piece in operands))))
     error = float("nan") if _unwritten(output) else math.sqrt(squares) / (math.sqrt(scale) or 1.0)
     return Verification("float64 slice", max(error, worst) if worst > tolerance else error, tolerance)
 

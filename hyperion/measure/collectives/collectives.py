@@ -277,10 +277,10 @@ class Buffers:
         wrong, first = self.wrong()
         verification = Verification(CHECK, float(wrong), 0.0)
         if first is not None:
-            place, found, expected = first
+            place, actual, expected = first
             raise WrongValueError(
                 f"rank {self.here.rank}: {wrong:,} of {self.output.numel():,} values of {self.described} are wrong {when}: "
-                f"element {place:,} is {found:g} instead of {expected:g}",
+                f"element {place:,} is {actual:g} instead of {expected:g}",
                 where=f"rank {self.here.rank} of {self.here.size}, {self.here.device.name}",
                 next_step="run it again: if the same rank fails, suspect its device or link, otherwise the communication library",
             )
@@ -292,14 +292,14 @@ class Buffers:
         if self.collective.only_on_root and self.here.rank != root_of(self.here.size):
             return count, first
         for start in range(0, self.output.numel(), _CHUNK):
-            found = self.output[start : start + _CHUNK]
-            index = torch.arange(start, start + found.numel(), device=found.device)
-            expected = self.collective.expected(self._values, self.here.rank, self.here.size, self.block, index).to(found.dtype)
-            differs = found != expected
+            actual = self.output[start : start + _CHUNK]
+            index = torch.arange(start, start + actual.numel(), device=actual.device)
+            expected = self.collective.expected(self._values, self.here.rank, self.here.size, self.block, index).to(actual.dtype)
+            differs = actual != expected
             here = int(differs.sum())
             if here and first is None:
                 place = int(differs.nonzero()[0])
-                first = start + place, found[place].item(), expected[place].item()
+                first = start + place, actual[place].item(), expected[place].item()
             count += here
         return count, first
 
@@ -369,8 +369,8 @@ def kernels_launched(calls: Sequence[Callable[[], object]], device: Device) -> l
             call()
             torch.cuda.synchronize(device.torch_device)
     on_device = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
-    found = [_KERNEL.match(event.name) for event in sorted(on_device, key=lambda event: event.time_range.start)]
-    names = [match[1] for match in found if match]
+    matches = [_KERNEL.match(event.name) for event in sorted(on_device, key=lambda event: event.time_range.start)]
+    names = [match[1] for match in matches if match]
     return names if len(names) == len(calls) else None
 
 

@@ -106,9 +106,9 @@ class Unread:
         self._clock = device_clock(device)
         self.now, self.in_a_row = self._clock.now, self._clock.in_a_row
 
-    def sample(self, functions, flush: CacheFlush | None, count: int) -> list[list[float]]:
+    def sample(self, functions, flush: Callable | None, count: int) -> list[list[float]]:
         def count_only() -> None:
-            if flush is not None:
+            if isinstance(flush, CacheFlush):
                 flush.calls += 1
 
         return self._clock.sample(functions, None if flush is None else count_only, count)

@@ -159,7 +159,7 @@ def test_inputs_differ_by_rank_and_by_element():
     assert first.min() >= 1 and len(first.unique()) > 200
 
 
-@pytest.mark.parametrize(("ranks", "dtype", "why"), [(1, "fp32", "two or more ranks, not 1"), (200, "bf16", "sums of 200 ranks")])
+@pytest.mark.parametrize(("ranks", "dtype", "why"), [(1, "fp32", "at least two ranks"), (200, "bf16", "sums of 200 ranks")])
 def test_what_cannot_be_checked_is_refused(ranks, dtype, why):
     with pytest.raises(HyperionError, match=why):
         measure_collective(COLLECTIVES["all_reduce"], 64, dtype, world_of(ranks), RollCall())

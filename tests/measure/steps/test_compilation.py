@@ -107,7 +107,7 @@ def test_a_function_that_is_compiled_again_and_again_is_refused(cpu):
 
 
 def test_an_unknown_mode_is_refused(cpu):
-    with pytest.raises(HyperionError, match="'fast' is no mode"):
+    with pytest.raises(HyperionError, match="'fast' is not a mode"):
         measure_compilation(torch.nn.Identity(), (torch.zeros(1),), "fast", cpu)
 
 
