@@ -15,6 +15,8 @@ from hyperion.processes import JobError
 from hyperion.results import Run
 from tests.reproduce.small_book import recording, write_notebook
 
+pytestmark = pytest.mark.process
+
 LIBRARY = Path(__file__).resolve().parents[1]
 
 

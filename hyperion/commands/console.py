@@ -1,9 +1,9 @@
-"""The console that commands print to, and the call of a typer application with Hyperion's exit codes."""
+"""The console that commands print to, and the call of typer applications with Hyperion's exit codes."""
 
 import errno
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import typer
@@ -14,7 +14,7 @@ from hyperion.terminal import INTERRUPTED
 from hyperion.untrusted import printable
 
 # The base class of errors in options. It is click's own class, or that of the copy of click inside newer versions of typer.
-_UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
 class PlainTextConsole(Console):
@@ -34,6 +34,18 @@ def console() -> Console:
     return terminal if terminal.is_terminal else PlainTextConsole(width=160)
 
 
+def one_of(choices: Sequence[str]) -> Callable[[Any], Any]:
+    """Return the callback of a typer option that refuses other values."""
+
+    def check(given: Any) -> Any:
+        for value in given if isinstance(given, list | tuple) else (given,):
+            if value is not None and value not in choices:
+                raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}")
+        return given
+
+    return check
+
+
 def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
     """Run a typer application and return its exit code; wrong options are printed to standard error."""
     command = typer.main.get_command(app)
@@ -45,7 +57,7 @@ def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
         return ending.exit_code
     except typer.Abort:
         return INTERRUPTED
-    except _UsageError as error:
+    except UsageError as error:
         shown = io.StringIO()
         error.show(shown)
         print(printable(shown.getvalue()), end="", file=sys.stderr)

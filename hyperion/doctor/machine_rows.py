@@ -20,8 +20,8 @@ from hyperion.measure import (
     measure_transfer,
 )
 from hyperion.measure.collectives.collectives import memory_needed
-from hyperion.measure.memory.transfer import transfer_refusal
 from hyperion.measure.products.gemm import RefusedProduct
+from hyperion.measure.traffic.transfer import transfer_refusal
 from hyperion.processes import RollCall, World
 from hyperion.results import Estimate, Row
 

@@ -140,7 +140,7 @@ def _resolve(root: Path, found: Interpreter, lacking: list[str]) -> tuple[dict, 
 
 def _name(requirement: str) -> str:
     """Return the normalized name in a requirement: 'huggingface_hub>=1' gives 'huggingface-hub'."""
-    return re.sub(r"[-_.]+", "-", re.split(r"[<>=!~ ]", requirement)[0]).lower()
+    return re.sub(r"[-_.]+", "-", re.split(r"[\[<>=!~ ]", requirement)[0]).lower()
 
 
 def _last_error(messages: str) -> str:

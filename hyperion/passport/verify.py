@@ -11,7 +11,7 @@ from hyperion.hardware import Device, Floor, detect, facts_of, floors_for, looku
 from hyperion.hardware.floors import METRICS
 from hyperion.measure import FORMATS
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES
-from hyperion.measure.memory.bandwidth import OPERATIONS, REDUCTIONS
+from hyperion.measure.traffic.bandwidth import OPERATIONS, REDUCTIONS
 from hyperion.passport.form import SCHEMA, FloorSection, FloorVerdict, hashes_of, private_text
 from hyperion.results import Row, RowError
 from hyperion.results.rows import COLUMNS

@@ -60,6 +60,7 @@ def _answer(profile: str, data_source: str, seed: int) -> dict:
 
     from hyperion.chapter.chapter import run_information
     from hyperion.chapter.profiles import default_profile, load_profile
+    from hyperion.chapter.registry import require_valid_sizes
     from hyperion.data.store.sources import require_known_source
     from hyperion.hardware import detect
     from hyperion.hardware.detect import one_at_a_time
@@ -68,6 +69,7 @@ def _answer(profile: str, data_source: str, seed: int) -> dict:
     device = detect()
     name = default_profile(device.kind) if profile == "auto" else profile
     chosen = load_profile(name)
+    require_valid_sizes(chosen)
     setting = {"device": device.name, "arch": device.arch, "torch": torch.__version__, "hyperion": hyperion.__version__}
     return {
         "profile": name,

@@ -20,6 +20,7 @@ def variant(context, report, name: str) -> Result:
     return Result([context.row(name, "count", 1.0, params=params)], pd.DataFrame({"name": [name]}))
 
 
+@pytest.mark.process
 def test_a_failing_variant_raises_with_its_own_words(tmp_path):
     told = []
     with pytest.raises(JobError, match="a variant that fails"):

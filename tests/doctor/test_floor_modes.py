@@ -2,6 +2,8 @@
 
 from dataclasses import asdict, replace
 
+import pytest
+
 from hyperion.doctor import judge
 from hyperion.doctor.floor_modes import ALL, MODULE, ONE, measure_on_rank, modes_of
 from hyperion.doctor.floors import MET
@@ -36,6 +38,7 @@ def test_other_gpus_have_no_modules(tmp_path):
     assert modes_of([detect(h200, index) for index in range(2)], tmp_path) == {ONE: [0], ALL: [0, 1]}
 
 
+@pytest.mark.process
 def test_processes_measure_alone_and_at_once_and_reduce_together():
     small = [
         Floor("gemm", "fp32", 64, 1e-9, "TFLOPS", "small", "ours"),

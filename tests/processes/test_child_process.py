@@ -9,8 +9,9 @@ import textwrap
 import psutil
 import pytest
 
-from hyperion.processes.lifeline import child_environment, has_ended
-from hyperion.processes.starting import start
+from hyperion.processes.child_process import child_environment, has_ended, start
+
+pytestmark = pytest.mark.process
 
 DESCRIBE = """
 import json, os, sys
@@ -93,7 +94,7 @@ def test_a_zombie_has_ended(module):
 def test_a_process_ends_with_its_launcher(module):
     text = """
         import os, sys
-        from hyperion.processes.lifeline import die_with
+        from hyperion.processes.child_process import die_with
         die_with(int(sys.argv[1]))
     """
     process = started(module(text), [str(os.getpid())])

@@ -10,13 +10,14 @@ import pytest
 
 from hyperion.errors import HyperionError
 from hyperion.processes import Job, JobError, run_job
-from hyperion.processes.lifeline import has_ended
+from hyperion.processes.child_process import has_ended
 from tests.processes import job_entries
 from tests.processes.waiting import wait_for
 
 GUARDED = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
 
 
+@pytest.mark.process
 def test_returns_the_answer_and_streams_lines_and_progress():
     lines, progress = [], []
     answer = run_job(Job(job_entries.double, {"value": 21}), lines.append, lambda *report: progress.append(report))
@@ -25,7 +26,8 @@ def test_returns_the_answer_and_streams_lines_and_progress():
     assert progress == [(1, 2, "half way")]
 
 
-def test_guarding_variables_reach_the_worker_and_torchruns_do_not(monkeypatch):
+@pytest.mark.process
+def test_nccls_variables_reach_the_worker_and_torchruns_do_not(monkeypatch):
     for name in (*GUARDED, "RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "0")
     found = run_job(Job(job_entries.environment, {"names": [*GUARDED, "RANK", "WORLD_SIZE"]}))
@@ -49,35 +51,40 @@ def test_a_function_of_a_notebook_is_refused(monkeypatch):
         Job(job_entries.double)
 
 
-def test_a_raising_worker_hands_over_its_traceback():
+@pytest.mark.process
+def test_the_error_of_a_worker_that_raises_has_its_traceback():
     with pytest.raises(JobError, match="the sum is wrong on purpose") as error:
         run_job(Job(job_entries.fail), on_line=lambda line: None)
     assert "Traceback" in error.value.what and "exit code 1" in error.value.what
 
 
-def test_what_a_worker_refuses_is_told_in_its_own_words():
+@pytest.mark.process
+def test_a_workers_own_error_keeps_its_text():
     with pytest.raises(JobError) as error:
         run_job(Job(job_entries.refuse))
     assert str(error.value) == "the file is damaged\n  where: a.bin\n  next:  copy it again"
 
 
-def test_a_worker_that_was_stopped_and_saved_is_told_by_its_exit_code():
+@pytest.mark.process
+def test_a_worker_that_saved_after_sigterm_has_exit_code_75():
     with pytest.raises(JobError, match="the state was saved") as error:
         run_job(Job(job_entries.stop))
     assert error.value.exit_code == 75
 
 
-def test_a_job_of_ranks_is_refused():
-    with pytest.raises(JobError, match="is to run on ranks"):
+def test_a_job_with_ranks_is_refused():
+    with pytest.raises(JobError, match="asks for 2 ranks"):
         run_job(Job(job_entries.double, {"value": 1}, ranks=2))
 
 
+@pytest.mark.process
 def test_a_killed_worker_is_named_with_its_signal():
     with pytest.raises(JobError, match="SIGKILL") as error:
         run_job(Job(job_entries.die))
     assert "memory" in error.value.next_step
 
 
+@pytest.mark.process
 def test_timeout_ends_the_worker(tmp_path):
     pid_file = tmp_path / "pid"
     with pytest.raises(JobError, match="timeout of 6 s"):
@@ -85,6 +92,7 @@ def test_timeout_ends_the_worker(tmp_path):
     assert has_ended(int(pid_file.read_text()))
 
 
+@pytest.mark.process
 def test_a_worker_dies_with_its_launcher(tmp_path):
     pid_file = tmp_path / "pid"
     script = f"""

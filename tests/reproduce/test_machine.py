@@ -3,6 +3,8 @@ import pytest
 from hyperion.errors import HyperionError
 from hyperion.reproduce.machine import examine_machine
 
+pytestmark = pytest.mark.process
+
 
 def test_the_machine_answers_with_profile_setting_and_run_information():
     machine = examine_machine("auto", "synthetic", 3)

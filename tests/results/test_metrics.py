@@ -110,6 +110,7 @@ def test_a_run_is_read_without_the_package_that_defined_its_metrics(new_run):
     assert "own_score" not in REGISTRY
 
 
+@pytest.mark.process
 def test_a_process_that_never_saw_the_package_verifies_compares_and_draws(new_run):
     register_metric(SCORE)
     runs = [str(record(new_run(name), score(value=value)).folder) for name, value in (("a", 3.0), ("b", 3.5))]

@@ -23,7 +23,7 @@ from hyperion.experiments.compilation.compilation_subjects import (
 )
 from hyperion.measure import FORMATS, PeakMemoryRegion, Timing, Verification, relative_error, time_interleaved
 from hyperion.measure.clock.census import count_operations
-from hyperion.measure.memory.memory import GIB
+from hyperion.measure.memory_use.peak import GIB
 from hyperion.measure.steps.compilation import (
     EAGER,
     MODES,

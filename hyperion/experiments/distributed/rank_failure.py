@@ -14,7 +14,7 @@ from hyperion.chapter.ranks import ranks_of
 from hyperion.chapter.variants import Report, run_on_ranks
 from hyperion.errors import HyperionError
 from hyperion.processes import RankError, world
-from hyperion.processes.lifeline import has_ended
+from hyperion.processes.child_process import has_ended
 from hyperion.training import train
 from hyperion.workloads import datasets
 from hyperion.workloads.recipe import Recipe

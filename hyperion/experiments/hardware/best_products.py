@@ -20,7 +20,7 @@ from hyperion.chapter.rows import (
 )
 from hyperion.measure import Finalist, Gemm, GemmSearch, RefusedProduct, format_of, search_gemm
 from hyperion.measure.clock.dtypes import matmul_precision
-from hyperion.measure.clock.plain_loop import compare_with_plain_loop
+from hyperion.measure.clock.timing import compare_with_plain_loop
 from hyperion.results import Row, ratio_estimate
 
 FINALIST, FASTEST, GIVEN, PLAIN_LOOP = "finalist", "fastest found", "given shape", "fastest over a plain loop"

@@ -15,7 +15,7 @@ from hyperion.chapter.options import Options
 from hyperion.chapter.rows import all_samples, gemm_limit, maf_row, product_row, sample_frame, timed_columns
 from hyperion.errors import not_none
 from hyperion.measure import CapturedGemms, Product, TimedProduct, measure_products, nominal_peak, predict_step, taf
-from hyperion.measure.products.captured_gemms import gemms_of
+from hyperion.measure.products.taf import gemms_of
 from hyperion.models import REFERENCE_MODELS
 from hyperion.results import Estimate, Row
 from hyperion.workloads.step_forecasts import captured_step, step_ceilings

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
 from hyperion.chapter.options import Options
-from hyperion.chapter.ranks import least_free_bytes, ranks_of
+from hyperion.chapter.ranks import least_free_bytes
 from hyperion.chapter.rows import all_samples, check_columns, sample_frame, stream_ceiling, timed_columns
 from hyperion.chapter.variants import run_on_ranks
 from hyperion.errors import not_none
@@ -34,9 +34,8 @@ from hyperion.measure import (
     measure_overlap,
     recommended_bucket,
 )
-from hyperion.measure.collectives.bucket_size import SHARE
-from hyperion.measure.collectives.collective_kernels import algorithm_of, kernels_of_collectives
-from hyperion.measure.collectives.collectives import Buffers, memory_needed
+from hyperion.measure.collectives.collectives import Buffers, algorithm_of, kernels_of_collectives, memory_needed
+from hyperion.measure.collectives.latency_bandwidth import SHARE
 from hyperion.processes import RollCall, World, process_group, roll_call, world
 from hyperion.results import Estimate, Row
 from hyperion.units import GIB
@@ -83,11 +82,15 @@ class CollectivesOptions(Options):
     ranks: int = 8
     cpu_ranks: int = 2
 
+    def ranks_on(self, device: Device) -> int:
+        """Return the ranks to start on this machine: one for each GPU, or `cpu_ranks`, and at most `ranks`."""
+        return min(self.cpu_ranks if device.kind == "cpu" else torch.cuda.device_count(), self.ranks)
+
 
 def forecast(context: Context) -> list[Forecast]:
     """Predict bus bandwidths at the largest sizes and the overlap with products; no latency is known beforehand."""
-    options, ranks = CollectivesOptions.of(context), ranks_of(context)
-    dtype = options.dtype
+    options = CollectivesOptions.of(context)
+    dtype, ranks = options.dtype, options.ranks_on(context.device)
     if ranks < 2:
         return [Forecast(variant="all_reduce", metric="busbw_gb_s", estimate=None, basis=_ONE_DEVICE, dtype=dtype)]
     largest = collective_bytes(max(options.bytes), dtype, ranks)
@@ -116,9 +119,10 @@ def forecast(context: Context) -> list[Forecast]:
 
 def run(context: Context, report: Report) -> Result:
     """Measure all collectives on all devices; on a single device check that every call leaves the right values."""
-    ranks = ranks_of(context)
+    options = CollectivesOptions.of(context)
+    ranks = options.ranks_on(context.device)
     if ranks < 2:
-        with process_group(CollectivesOptions.of(context).hang_timeout_s):
+        with process_group(options.hang_timeout_s):
             return _check_alone(context, report)
     return run_on_ranks(context, report, measure_on_rank, ranks=ranks)[0]
 

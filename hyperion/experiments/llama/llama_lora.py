@@ -25,7 +25,7 @@ from hyperion.experiments.llama.llama_rows import (
     throughput_rows,
 )
 from hyperion.measure import time_function
-from hyperion.measure.memory.memory import GIB
+from hyperion.measure.memory_use.peak import GIB
 from hyperion.models import LlamaLM, LlamaShape, llama_lora_parameter_count, llama_parameter_count, random_llama_shape
 from hyperion.parallel.lora import ATTENTION
 from hyperion.results import Row

@@ -17,14 +17,13 @@ from hyperion.experiments.llama.llama_adapters import LOADED_TOLERANCE, equality
 from hyperion.experiments.llama.llama_lora import fine_tuning_engine, work_of
 from hyperion.experiments.llama.llama_rows import LORA, Work, least_flops, state_bytes
 from hyperion.measure import PeakMemoryRegion, RanksClock, time_function
-from hyperion.measure.memory.memory import GIB
-from hyperion.models import LlamaShape, random_llama_shape
+from hyperion.measure.memory_use.peak import GIB
+from hyperion.models import LlamaShape, layout_of, random_llama_shape
 from hyperion.parallel import (
     ParallelPlan,
     assert_ranks_agree,
     fsdp_units,
     full_parameter_bytes,
-    layout_of,
     local_parameter_bytes,
     parallelize,
 )

@@ -15,7 +15,7 @@ from hyperion.chapter.side_by_side import run_counted
 from hyperion.chapter.variants import merged
 from hyperion.hardware import Device
 from hyperion.measure import state_of
-from hyperion.measure.memory.memory_timeline import MemoryHistory, MemoryTimeline
+from hyperion.measure.memory_use.timeline import MemoryHistory, MemoryTimeline
 from hyperion.measure.steps.trace import cpu_events, gpu_events
 from hyperion.results import Row
 from hyperion.training import TorchEngine, choose_precision

@@ -48,6 +48,7 @@ def test_the_mirror_is_counted_and_called_not_official(mirror, monkeypatch, caps
     assert "cifar-10: source = MIRROR, NOT OFFICIAL" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_archive_of_the_python_layout_is_served_from_the_cache(flat_layouts, labels_in_turn, monkeypatch):
     monkeypatch.setenv("HYPERION_DATA_MIRROR", str(flat_layouts))
     assert stage_cifar10() == "copied from the mirror"

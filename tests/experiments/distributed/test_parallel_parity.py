@@ -13,7 +13,7 @@ from hyperion.results import RowError
 from tests.chapter.toy import perform, toy_context
 
 # Two ranks on the CPU; on GPUs, of which there may be one, the chapter itself shows it.
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these two ranks compute on the CPU")
+pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="these two ranks compute on the CPU"), pytest.mark.process]
 
 SIZES = {
     "strategies": ["ddp", "fsdp"],

@@ -9,6 +9,8 @@ import pytest
 from hyperion.processes import Job, RankError, run_ranks
 from tests.measure import collective_ranks
 
+pytestmark = pytest.mark.process
+
 
 def ended(entry: Callable, name: str) -> RankError:
     """How a job of two ranks ends."""
@@ -32,7 +34,7 @@ def test_a_wrong_value(name):
 
 
 def test_a_hung_rank():
-    assert "rank 1 did not arrive" in ended(collective_ranks.hangs, "reduce").what
+    assert "rank 1 is missing" in ended(collective_ranks.hangs, "reduce").what
 
 
 def test_a_dead_rank():
