@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hyperion.chapter import Context, experiment_named
-from hyperion.experiments.hardware import stream_formats, streams
+from hyperion.experiments.hardware import bandwidth, stream_formats
 from hyperion.hardware import Telemetry, detect
 from hyperion.measure import measure_bandwidth
 from tests.chapter.toy import perform, toy_context
@@ -63,7 +63,7 @@ def test_a_plain_loop_that_does_more_is_slower(context, monkeypatch):
         return compare(function, device, calls, plain=lambda: [plain() for _ in range(3)])
 
     monkeypatch.setattr(stream_formats, "compare_with_plain_loop", thrice)
-    cross_rows, _ = stream_formats._cross_check(context)
+    cross_rows, _ = stream_formats._cross_check(context, stream_formats.StreamFormatsOptions.of(context))
     assert next(row.value for row in cross_rows if row.metric == "speedup") > 1.5
 
 
@@ -105,7 +105,7 @@ def test_out_of_memory_is_a_row_and_the_others_go_on(context, monkeypatch, tmp_p
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
         return measure_bandwidth(operation, *args, **options)
 
-    monkeypatch.setattr(streams, "measure_bandwidth", refuse_triads)
+    monkeypatch.setattr(bandwidth, "measure_bandwidth", refuse_triads)
     found = perform(replace(context, sizes=SIZES | {"dtypes": ["fp32"]}), tmp_path).rows
     triads = [row for row in found if row.variant == "triad"]
     assert {row.metric for row in triads} == {"bandwidth_gb_s", "energy_j_per_gb"}

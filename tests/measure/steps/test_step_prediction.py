@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from hyperion.errors import HyperionError
-from hyperion.experiments.steps.reference_steps import update_of
 from hyperion.measure.products.dispatch import Call, TensorShape, shapes_only
 from hyperion.measure.products.product_formulas import Product, products_of
 from hyperion.measure.steps.step_prediction import (
@@ -19,6 +18,7 @@ from hyperion.measure.steps.step_prediction import (
     training_calls,
 )
 from hyperion.models import reference_model
+from hyperion.workloads.reference_steps import update_of
 
 
 def matmul(m, n, k, batch=1, dtype="fp32", itemsize=4):

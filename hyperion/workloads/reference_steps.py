@@ -1,4 +1,4 @@
-"""One training step of a reference model, in its phases, and the rows of it: chapter 1.2 times it, and sweeps over batches."""
+"""One training step of a reference model: its variants, its optimizer, the step itself, and the rows of a timed step."""
 
 import contextlib
 from collections.abc import Callable
@@ -8,37 +8,68 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from hyperion.chapter.context import Context, Forecast
+from hyperion.chapter.context import Context
 from hyperion.chapter.rows import sample_frame, timed_columns
-from hyperion.experiments.steps.step_variants import StepVariant, has_layout
 from hyperion.hardware import Device, lookup
-from hyperion.measure import FORMATS, Phase, StepTiming, Verification, time_step
+from hyperion.measure import Phase, StepTiming, Verification, time_step
 from hyperion.models import ReferenceModel, reference_model
 from hyperion.models.reference import Encoder, ResNet50, VisionTransformer
 from hyperion.results import Row
 from hyperion.training import adamw, choose_precision, sgd_nesterov
-from hyperion.workloads.training_rows import (
-    ADAMW_BYTES_A_PARAMETER,
-    SGD_BYTES_A_PARAMETER,
-    flops_floor,
-    speed_rows,
-    step_forecasts,
-)
+from hyperion.units import GIB
+from hyperion.workloads.training_rows import ADAMW_BYTES_A_PARAMETER, SGD_BYTES_A_PARAMETER, flops_floor, speed_rows
 
-GIB = 2**30
-# Forward and backward, what a product or convolution writes passes through memory some twelve times: itself, its norm
-# and its activation, each written and read.
-_PASSES = 12
+EAGER, COMPILED = "eager", "compiled"
+CONTIGUOUS, CHANNELS_LAST = "contiguous", "channels_last"
+LEAST_MEMORY = "weights, gradients and moments in float32, and the batch"
+
+
+@dataclass(frozen=True)
+class StepVariant:
+    """One way to do a training step.
+
+    Args:
+        dtype: fp32, tf32, bf16 or fp16, see `hyperion.training.Precision`.
+        channels_last: store images and kernels with the channels innermost, instead of PyTorch's default NCHW order.
+        compiled: compile forward and backward of each block of the model with Inductor.
+    """
+
+    dtype: str
+    channels_last: bool = False
+    compiled: bool = False
+
+    @property
+    def params(self) -> dict:
+        """Parameters of its rows that distinguish it from other variants in the same dtype."""
+        layout = CHANNELS_LAST if self.channels_last else CONTIGUOUS
+        return {"layout": layout, "mode": COMPILED if self.compiled else EAGER}
+
+    def __str__(self) -> str:
+        words = [self.dtype, CHANNELS_LAST if self.channels_last else "", COMPILED if self.compiled else ""]
+        return " ".join(word for word in words if word)
+
+
+def has_layout(model: ReferenceModel) -> bool:
+    """Return whether channels_last applies: to a convolutional network.
+
+    A Vision Transformer works on sequences after its single convolution.
+    """
+    return isinstance(model, ResNet50)
+
+
+def to_channels_last(module: nn.Module) -> None:
+    """Store the module's convolution kernels with the channels innermost."""
+    module.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]  # torch's annotations omit the argument
 
 
 @dataclass(frozen=True)
 class Update:
-    """The optimizer that a model is trained with here, as its field does.
+    """The optimizer of a reference model, as usual for its kind.
 
     Args:
-        make: builds it over a module.
-        traffic_bytes: read and written for each parameter in a step.
-        held_bytes: weight, gradient and moments of each parameter, in float32.
+        make: builds it for a module.
+        traffic_bytes: bytes read and written for each parameter in a step.
+        held_bytes: bytes of weight, gradient and moments of each parameter, in float32.
     """
 
     make: Callable[[nn.Module], torch.optim.Optimizer]
@@ -53,24 +84,27 @@ _UPDATES: dict[type, Update] = {ResNet50: _SGD, VisionTransformer: _ADAMW, Encod
 
 
 def update_of(model: ReferenceModel) -> Update:
-    """The update of a reference model's step."""
+    """Return the update of a reference model's step."""
     return _UPDATES[type(model)]
 
 
 class TrainingStep:
-    """Forward with loss, backward, and update on one batch that lies on the device: `step(phase)` does it once.
+    """Forward with loss, backward, and update on one batch that stays on the device: `step(phase)` does it once.
 
-    Inputs are standard normal; the targets are those of the model's configuration. The batch stays the same, so a step
-    that works lowers the loss. Of a compiled step, each block of the model is compiled, forward and backward, when it is
-    called first; blocks that are alike share what was compiled. Loss and update stay eager.
+    Inputs are standard normal; the targets are those of the model's configuration. Every step sees the same batch, so the
+    loss falls if the step works. In a compiled step each block of the model is compiled, forward and backward, at its first
+    call; equal blocks share the compiled code. Loss and update stay eager.
 
     Args:
-        variant: the number format, eager and with the layout that the model's convolutions prefer; or all three of them.
+        name: name of the reference model.
+        batch: samples.
+        variant: the variant, or a dtype alone: then the step is eager, in the layout that the model prefers.
+        seed: of weights, inputs and targets.
 
     Attributes:
         model: the configuration.
-        module: what is trained.
-        losses: of every step, scalars on the device; reading one waits for it.
+        module: the module that is trained.
+        losses: loss of every step, scalars on the device. Reading one waits for the device.
     """
 
     def __init__(self, name: str, batch: int, variant: str | StepVariant, device: Device, seed: int = 0):
@@ -85,7 +119,7 @@ class TrainingStep:
             inputs = torch.randn(batch, *self.model.sample_shape, generator=generator)
             self._targets = self.model.targets(inputs, generator)
         if variant.channels_last:
-            self.module.to(memory_format=torch.channels_last)
+            to_channels_last(self.module)
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         self._inputs, self._optimizer = inputs, update_of(self.model).make(self.module)
         for block in map(self.module.get_submodule, self.model.layout().blocks if variant.compiled else ()):
@@ -103,33 +137,39 @@ class TrainingStep:
         self.losses.append(loss.detach())
 
     def once(self) -> None:
-        """A step that nobody times."""
+        """Do one step without timing it."""
         with self.products():
             self(lambda name: contextlib.nullcontext())
 
     def products(self) -> contextlib.AbstractContextManager:
-        """The context of steps: fp32 means products and convolutions of float32 numbers, with TF32 off; tf32 has it on."""
+        """Return the context of a step: it turns TF32 off for fp32 and on for tf32."""
         return self._precision.products()
 
 
 def timed(step: TrainingStep, device: Device, time_limit_s: float) -> tuple[StepTiming, Verification]:
-    """A step's timing, and whether its loss fell: a step that does not train is none, however fast."""
+    """Return a step's timing, and the verification that its loss fell: a step that does not train is refused."""
     with step.products():
         timing = time_step(step, device, time_limit_s=time_limit_s)
     first, last = float(step.losses[0]), float(step.losses[-1])
     return timing, Verification("last loss / first loss", last / first, 0.99)
 
 
+def step_params(batch: int) -> dict:
+    """Return the parameters that rows of a model's steps share."""
+    return {"batch": batch, "step": "steady"}
+
+
 def step_rows(
-    context: Context, model: ReferenceModel, batch: int, dtype: str, timing: StepTiming, learned: Verification, **told
+    context: Context, model: ReferenceModel, batch: int, dtype: str, timing: StepTiming, learned: Verification, **params
 ) -> tuple[list[Row], pd.DataFrame]:
-    """Step time, throughput and MFU, then each phase, every one with what its work needs at the device's limits.
+    """Return rows of step time, throughput, MFU and each phase, with the least time of its work; and the samples.
 
     Args:
-        told: more that tells these rows from others of the model.
+        learned: check of the throughput: that the loss fell.
+        params: further parameters that identify these rows.
     """
     name, work, device = model.name, model.flops, context.device
-    params = step_params(batch) | told
+    params = step_params(batch) | params
     shared = {"dtype": dtype, "params": params}
     rows = speed_rows(
         context, name, "sample", batch, timing.whole, work, work.forward_backward, shared, timing.verification, learned
@@ -158,41 +198,18 @@ def step_rows(
 
 
 def _traffic_floor(device: Device, traffic_bytes: int) -> tuple[float | None, str]:
-    """(least seconds of memory traffic, its source), or (None, why there is none). What a cache may hold costs nothing."""
+    """Return (least seconds of memory traffic, its source), or (None, why there is none)."""
     found, reason = lookup(device)
-    if found is None or found.memory_bandwidth_limit_gb_s is None:
+    if found is None:
+        return None, f"no limit: {reason}"
+    if found.memory_bandwidth_limit_gb_s is None:
         return None, f"no limit: {reason or found.memory_bandwidth_source}"
-    # Gradients may still lie in the cache when the update begins, and new weights when it ends.
+    # Gradients may still be in the cache when the update begins, and new weights when it ends.
     uncached = max(0, traffic_bytes - 2 * (device.last_level_cache_bytes or 0))
     return uncached / (found.memory_bandwidth_limit_gb_s * 1e9), f"beyond the cache: {found.memory_bandwidth_source}"
 
 
 def least_memory_gib(model: ReferenceModel, batch: int) -> float:
-    """GiB of what a step cannot do without at its end: weights, gradients and moments in float32, and the batch."""
+    """Return the GiB that a step needs at least at its end: weights, gradients and moments in float32, and the batch."""
     inputs = 4 * batch * torch.Size(model.sample_shape).numel()
     return (update_of(model).held_bytes * model.parameter_count + inputs) / GIB
-
-
-LEAST_MEMORY = "weights, gradients and moments in float32, and the batch"
-
-
-def step_params(batch: int) -> dict:
-    """What tells the rows of a model's steps apart."""
-    return {"batch": batch, "step": "steady"}
-
-
-def forecast_step(context: Context, name: str, batch: int, dtype: str) -> list[Forecast]:
-    """Samples per second from the ceilings of chapter 1.1: products, then the traffic of optimizer and activations."""
-    model = reference_model(name)
-    passing = batch * model.activations * _PASSES * FORMATS[dtype].bytes
-    traffic = {"optimizer": update_of(model).traffic_bytes * model.parameter_count, "activations": passing}
-    return step_forecasts(context, name, dtype, "sample", batch, model.flops, traffic)
-
-
-def processes_of(context: Context, names: list[str]) -> list[list[str]]:
-    """The models that share a process, so that no model's memory is counted for another.
-
-    On a CPU every model gets its own: resident pages stay with a process. On an accelerator, where tensors are counted
-    one by one and each variant's row says what was left before it, one process does, and 6 s of start-up are paid once.
-    """
-    return [[name] for name in names] if context.device.kind == "cpu" else [names]
