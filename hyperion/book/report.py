@@ -1,17 +1,18 @@
 """The report: one HTML page with everything in it, to be opened offline or sent to somebody."""
 
 import base64
+from collections.abc import Iterable
 from pathlib import Path
 
-from hyperion.book.comparison import comparison_table, reference_machines
+import pandas as pd
+
 from hyperion.book.headlines import Headline, headlines
 from hyperion.book.outline import Picture, Section, banner, environment, missing, sections
-from hyperion.book.report_css import STYLE
-from hyperion.figures.formats import percent
-from hyperion.figures.machines import device_name
-from hyperion.figures.material import Material
-from hyperion.figures.published import published_source, published_tables
+from hyperion.figures.formats import number, percent
+from hyperion.figures.material import Material, device_name, made_from_rows
+from hyperion.figures.published import published_bandwidth, published_baseline, published_gemm, published_source, published_tables
 from hyperion.figures.tables import escaped, html
+from hyperion.paths import reference_folder
 from hyperion.results import Run
 from hyperion.results.execution import unexpected_in
 
@@ -49,7 +50,7 @@ def report_page(material: Material) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{STYLE}</style></head>\n<body><main>\n" + "\n".join(body) + "\n</main></body></html>\n"
+        f"<title>{title}</title><style>{_STYLE}</style></head>\n<body><main>\n" + "\n".join(body) + "\n</main></body></html>\n"
     )
 
 
@@ -154,3 +155,101 @@ def _footer(material: Material) -> str:
         f"<footer>Built from {len(material.rows)} rows. {len(names)} files of the run were checked against its manifest "
         "before this page was written.</footer>"
     )
+
+
+_PUBLISHED_MODELS = {"resnet50": "ResNet-50", "encoder": "Transformer encoder"}
+
+
+def reference_machines(material: Material) -> list[Material]:
+    """The committed reference runs of real data that this run is not itself a replay or a copy of."""
+    found = [Material(Run.open(path.parent)) for path in sorted(reference_folder().glob("*/run.json"))]
+    own = {material.run.folder.resolve().name, *material.replayed}
+    return [m for m in found if "synthetic" not in m.data_sources and m.run.folder.name not in own]
+
+
+@made_from_rows("the comparison")
+def comparison_table(material: Material, references: Iterable[Material]) -> pd.DataFrame:
+    """The run's headlines, one line each: its value and share of the limit, the same of every reference machine, how many
+    times the reference's value it is, and the published MI250X value of the same quantity where there is one.
+
+    A quantity of another model, format or data source is another quantity: its cell stays empty.
+    """
+    others = [(m.run.folder.name, {_identity(h): h for h in headlines(m)}) for m in references]
+    return pd.DataFrame([_line(headline, others) for headline in headlines(material)])
+
+
+def _line(headline: Headline, others: list[tuple[str, dict]]) -> dict[str, str]:
+    line = {"": headline.label, "this run": headline.value, "% of limit": percent(headline.fraction)}
+    for name, quantities in others:
+        same = quantities.get(_identity(headline))
+        ratio = headline.row.value / same.row.value if same and same.row.value else None
+        line |= {
+            name: same.value if same else "",
+            f"% of limit, {name}": percent(same.fraction) if same else "",
+            f"this run / {name}": number(ratio, 3),
+        }
+    return line | {"MI250X, as published": _published(headline)}
+
+
+def _identity(headline: Headline) -> tuple:
+    return headline.label, headline.row.variant, headline.row.dtype, headline.row.data_source
+
+
+def _published(headline: Headline) -> str:
+    """The published number of the same quantity, "" where nothing comparable was published."""
+    row = headline.row
+    value = None
+    if row.metric == "gemm_tflops":
+        table = published_gemm()
+        value = table.loc[table["dtype"] == row.dtype, "tflops"].max()
+    elif row.metric == "bandwidth_gb_s" and row.variant == "add":
+        value = published_bandwidth()["gb_s"].max()
+    elif row.metric == "samples_per_s" and row.dtype == "fp32" and row.variant in _PUBLISHED_MODELS:
+        table = published_baseline().set_index("model")
+        value = table.loc[_PUBLISHED_MODELS[row.variant], "samples_per_s"]
+    return "" if value is None or value != value else f"{value:,g} {row.unit}"
+
+
+# System fonts, light or dark by the reader's setting; nothing is fetched.
+_STYLE = """
+:root{--ink:#1b1f24;--soft:#5d6670;--line:#e1e4e8;--page:#f6f7f9;--card:#fff;--accent:#0072B2;--warn:#fff4ec;--edge:#D55E00}
+@media(prefers-color-scheme:dark){:root{--ink:#e6e8ea;--soft:#9aa4ae;--line:#30363d;--page:#0f1317;--card:#171c22;
+--accent:#56B4E9;--warn:#2b1d12}}
+*{box-sizing:border-box}
+html{scroll-behavior:smooth}
+body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
+main{max-width:1120px;margin:0 auto;padding:2.2rem 1.2rem 4rem}
+h1{font-size:1.9rem;line-height:1.2;margin:0}
+h2{font-size:1.25rem;margin:0 0 .8rem}
+h3{font-size:.82rem;font-weight:600;color:var(--soft);margin:0}
+.facts,footer{color:var(--soft);margin:.3rem 0 0}
+.banner{background:var(--warn);border-left:6px solid var(--edge);padding:.7rem 1rem;font-weight:600;border-radius:4px}
+.cards{display:grid;grid-template-columns:repeat(auto-fill,minmax(190px,1fr));gap:.8rem;margin:1.4rem 0}
+.card,section:not(.cards){background:var(--card);border:1px solid var(--line);border-radius:10px}
+.card{padding:.9rem 1rem;min-width:0}
+.card p{margin:.15rem 0 0;font-size:.8rem;color:var(--soft)}
+.card .value{font-size:1.55rem;line-height:1.25;font-weight:650;color:var(--ink);white-space:nowrap}
+.card .value span{font-size:.85rem;font-weight:500;color:var(--soft)}
+.card .limit{display:-webkit-box;-webkit-box-orient:vertical;-webkit-line-clamp:3;overflow:hidden}
+.gauge{height:6px;background:var(--line);border-radius:3px;margin:.45rem 0 0;overflow:hidden}
+.gauge i{display:block;height:100%;background:var(--accent)}
+nav{display:flex;flex-wrap:wrap;gap:.35rem .9rem;margin:0 0 1.4rem}
+a{color:var(--accent);text-decoration:none}
+a:hover{text-decoration:underline}
+section:not(.cards){padding:1.2rem 1.3rem;margin:0 0 1.1rem}
+figure{margin:0 0 1.1rem}
+img{display:block;max-width:100%;background:#fff;border-radius:6px;padding:.4rem}
+figcaption{color:var(--soft);font-size:.88rem;margin-top:.3rem}
+details{margin:.4rem 0}
+summary{cursor:pointer;font-weight:600;font-size:.9rem;padding:.2rem 0}
+.table{overflow-x:auto}
+table{border-collapse:collapse;font-size:.84rem;margin:.4rem 0 .8rem;width:100%}
+th,td{padding:.32rem .65rem;text-align:left;border-bottom:1px solid var(--line);vertical-align:top}
+th{font-weight:600;color:var(--soft)}
+td.number,th.number{text-align:right;font-variant-numeric:tabular-nums}
+td.number{white-space:nowrap}
+.published{border-style:dashed!important}
+.halves{display:grid;grid-template-columns:repeat(auto-fit,minmax(320px,1fr));gap:1.4rem}
+.half{min-width:0}
+.defects{font-size:.84rem;color:var(--soft)}
+""".strip()

@@ -15,8 +15,7 @@ import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_columns
-from hyperion.chapter.side_by_side import run_counted
-from hyperion.chapter.variants import merged
+from hyperion.chapter.variants import merged, run_counted
 from hyperion.experiments.precision.ladder_rungs import BASELINE, Rung, ladder
 from hyperion.experiments.precision.precision_variants import rate_forecast, tensor_bytes_of_a_step
 from hyperion.measure import PeakMemoryRegion, Timing, time_interleaved
