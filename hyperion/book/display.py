@@ -56,7 +56,7 @@ def show(result: HasRows, run: Run, published: bool = False, figures: Iterable[s
 def announce(result: HasRows) -> None:
     """Show the banners of a result: replayed from another machine, synthetic data."""
     if result.replayed_from:
-        banner(f"REPLAY: these results were measured on {result.replayed_from}, not on this machine.")
+        banner(f"REPLAY: measured on {result.replayed_from}, not on this machine.")
     if result.source == "synthetic":
         banner("SYNTHETIC DATA: generated, not the real data set. Losses and accuracies say nothing about the real data set.")
 

@@ -75,7 +75,7 @@ def draw(name: str, material: Material, **options) -> bytes | None:
             figure = chosen.draw(material, **options)
             return None if figure is None else png(figure)
 
-    # One refused value must not cost the page, and no figure may be missing without a word.
+    # One refused value must not prevent the page, and a missing figure needs a warning.
     refused = any(row.is_unexpected and chosen.experiment in (ALL, row.experiment) for row in material.rows)
     try:
         content, why = drawn(), "nothing is left to draw"

@@ -1,4 +1,4 @@
-"""The report: one HTML page with everything in it, to be opened offline or sent to somebody."""
+"""The report: one self-contained HTML page, which works offline."""
 
 import base64
 from collections.abc import Iterable
@@ -22,25 +22,25 @@ _PNG_WIDTH = slice(16, 20)
 
 
 def write_report(run: Run, material: Material | None = None) -> Path:
-    """Write report.html into the run; it fetches nothing. Returns its path.
+    """Write report.html into the run and return its path.
 
     Args:
-        material: of the run as it is now, so that figures drawn from it are not drawn again; read anew when left out.
+        material: material of the run, whose figures are not drawn again; None reads the run.
     """
     run.write({REPORT: report_page(material or Material(run)).encode()})
     return run.folder / REPORT
 
 
 def report_page(material: Material) -> str:
-    """The whole page as HTML, the same for the same rows."""
-    told = sections(material)
+    """Return the page as HTML. The same rows give the same page."""
+    found = sections(material)
     title = f"Hyperion on {escaped(_machine(material))}"
     body = [
         _header(material, title),
         _unexpected(material),
         _cards(headlines(material)),
-        _contents(told),
-        *(_section(section) for section in told),
+        _contents(found),
+        *(_section(section) for section in found),
         _missing(material),
         _comparison(material),
         _published(),
@@ -67,9 +67,9 @@ def _header(material: Material, title: str) -> str:
 
 
 def _unexpected(material: Material) -> str:
-    """What the run's own checks found wrong, before anything else of the page is believed; "" where nothing was."""
+    """Return the section of the run's failed checks, "" without any. It comes first: they put the other results in doubt."""
     found = unexpected_in(material.run)
-    lines = [f"<li>{escaped(stem)}: {escaped(sentence)}</li>" for stem, told in found.items() for sentence in told]
+    lines = [f"<li>{escaped(stem)}: {escaped(sentence)}</li>" for stem, sentences in found.items() for sentence in sentences]
     if not lines:
         return ""
     return f'<section id="unexpected"><h2>Unexpected</h2><ul>{"".join(lines)}</ul></section>'
@@ -91,9 +91,9 @@ def _card(headline: Headline) -> str:
     )
 
 
-def _contents(told: list[Section]) -> str:
-    links = [(section.experiment, section.title) for section in told]
-    links += [("missing", "Not measured"), ("comparison", "Beside other machines")]
+def _contents(found: list[Section]) -> str:
+    links = [(section.experiment, section.title) for section in found]
+    links += [("missing", "Not measured"), ("comparison", "Comparison with other machines")]
     links += [("published", "Published MI250X tables"), ("environment", "Environment")]
     return "<nav>" + "".join(f'<a href="#{escaped(anchor)}">{escaped(title)}</a>' for anchor, title in links) + "</nav>"
 
@@ -101,7 +101,7 @@ def _contents(told: list[Section]) -> str:
 def _section(section: Section) -> str:
     parts = [_figure(picture) for picture in section.pictures]
     for caption, table in section.tables:
-        # Where there are pictures, they are read first; numbers are one click away.
+        # In a section with pictures the tables are folded, so that the pictures are near each other.
         opened = "" if section.pictures or len(table) > _UNFOLDED_LINES else " open"
         parts.append(f"<details{opened}><summary>{escaped(caption)}</summary>{html(table)}</details>")
     return f'<section id="{escaped(section.experiment)}"><h2>{escaped(section.title)}</h2>{"".join(parts)}</section>'
@@ -109,7 +109,7 @@ def _section(section: Section) -> str:
 
 def _figure(picture: Picture) -> str:
     content = base64.b64encode(picture.content).decode()
-    # Drawn smaller than their pixels: sharp on fine screens, and lettering of one size all down the page.
+    # Shown smaller than their pixels: sharp on high-resolution screens, with text of the same size in all figures.
     width = round(int.from_bytes(picture.content[_PNG_WIDTH], "big") / 1.2)
     return (
         f'<figure><img alt="{escaped(picture.caption)}" width="{width}" src="data:image/png;base64,{content}">'
@@ -119,18 +119,18 @@ def _figure(picture: Picture) -> str:
 
 def _missing(material: Material) -> str:
     absent = missing(material)
-    told = html(absent) if len(absent) else "<p>Nothing: every value was measured and every limit is known.</p>"
-    return f'<section id="missing"><h2>Not measured, or without a limit</h2>{told}</section>'
+    content = html(absent) if len(absent) else "<p>Nothing: every value was measured and every limit is known.</p>"
+    return f'<section id="missing"><h2>Not measured, or without a limit</h2>{content}</section>'
 
 
 def _comparison(material: Material) -> str:
     references = reference_machines(material)
-    told = ", ".join(f"{m.run.folder.name} ({device_name(m.information)})" for m in references) or "none"
+    names = ", ".join(f"{m.run.folder.name} ({device_name(m.information)})" for m in references) or "none"
     return (
-        '<section id="comparison"><h2>Beside other machines</h2>'
-        f"<p>Reference runs in this repository: {escaped(told)}. A cell is empty where another model, format or data source "
-        "was measured, so that there is nothing to compare. What was published was measured in another way, with the defects "
-        f"listed below.</p>{html(comparison_table(material, references))}</section>"
+        '<section id="comparison"><h2>Comparison with other machines</h2>'
+        f"<p>Reference runs in this repository: {escaped(names)}. A cell is empty if the machine has no value for the same "
+        "model, format and data source. The published values come from another method, with the defects listed below."
+        f"</p>{html(comparison_table(material, references))}</section>"
     )
 
 
@@ -161,7 +161,7 @@ _PUBLISHED_MODELS = {"resnet50": "ResNet-50", "encoder": "Transformer encoder"}
 
 
 def reference_machines(material: Material) -> list[Material]:
-    """The committed reference runs of real data that this run is not itself a replay or a copy of."""
+    """Return the stored reference runs on real data, without this run and the ones that it replays."""
     found = [Material(Run.open(path.parent)) for path in sorted(reference_folder().glob("*/run.json"))]
     own = {material.run.folder.resolve().name, *material.replayed}
     return [m for m in found if "synthetic" not in m.data_sources and m.run.folder.name not in own]
@@ -169,10 +169,10 @@ def reference_machines(material: Material) -> list[Material]:
 
 @made_from_rows("the comparison")
 def comparison_table(material: Material, references: Iterable[Material]) -> pd.DataFrame:
-    """The run's headlines, one line each: its value and share of the limit, the same of every reference machine, how many
-    times the reference's value it is, and the published MI250X value of the same quantity where there is one.
+    """Return one line for each headline of the run: its value and share of the limit, the same of every reference machine,
+    the ratio of the two values, and the published MI250X value of the same quantity.
 
-    A quantity of another model, format or data source is another quantity: its cell stays empty.
+    A cell is empty if the model, format or data source differs.
     """
     others = [(m.run.folder.name, {_identity(h): h for h in headlines(m)}) for m in references]
     return pd.DataFrame([_line(headline, others) for headline in headlines(material)])
@@ -188,15 +188,15 @@ def _line(headline: Headline, others: list[tuple[str, dict]]) -> dict[str, str]:
             f"% of limit, {name}": percent(same.fraction) if same else "",
             f"this run / {name}": number(ratio, 3),
         }
-    return line | {"MI250X, as published": _published(headline)}
+    return line | {"MI250X, as published": _published_value(headline)}
 
 
 def _identity(headline: Headline) -> tuple:
     return headline.label, headline.row.variant, headline.row.dtype, headline.row.data_source
 
 
-def _published(headline: Headline) -> str:
-    """The published number of the same quantity, "" where nothing comparable was published."""
+def _published_value(headline: Headline) -> str:
+    """Return the published value of the same quantity, "" if there is none."""
     row = headline.row
     value = None
     if row.metric == "gemm_tflops":

@@ -55,7 +55,7 @@ def test_it_shows_headlines_missing_values_environment_and_published_tables(page
         "not a Vision Transformer",
         "without warm-up",
         "data mirror",
-        "Beside other machines",
+        "Comparison with other machines",
     ):
         assert expected in page, expected
 

@@ -93,7 +93,7 @@ def test_where_less_is_better_the_ratio_is_turned_round(material):
     lines = {line.get_label(): line for line in figure.axes[0].lines}
     rows = scored(material.rows)
     lower = {row.metric for row in rows if metric_named(row.metric).direction == "lower"}
-    assert lower and "above 1 says that better was foretold than came" in figure.get_supxlabel().replace("\n", " ")
+    assert lower and "above 1 the prediction was too optimistic" in figure.get_supxlabel().replace("\n", " ")
     for metric in lower:
         line = next(line for name, line in lines.items() if name.startswith(metric) and name.endswith("↓"))
         expected = [row.value / row.predicted for row in rows if row.metric == metric]
