@@ -41,7 +41,7 @@ def test_replay_and_synthetic_are_announced_first(run, material, shown):
 
 
 def test_a_result_without_rows_is_refused(run, shown):
-    with pytest.raises(HyperionError, match="holds no row"):
+    with pytest.raises(HyperionError, match="has no rows"):
         display.show(Result(), run)
 
 
