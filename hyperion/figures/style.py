@@ -3,6 +3,7 @@
 import io
 import textwrap
 from collections.abc import Iterable
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -49,7 +50,7 @@ _STYLE = {
 }
 
 
-def look(name: str, position: int = 0) -> dict[str, str]:
+def look(name: str, position: int = 0) -> dict[str, Any]:
     """Colour and marker of a named series; dtypes and memory operations look the same in every figure."""
     index = _FIXED.get(name.split("_")[0], position)
     # Past the last colour the pairing shifts, so that an eighth series does not look like the first.
