@@ -6,7 +6,7 @@ from hyperion.book.outline import environment
 from hyperion.book.plots import all_plots, draw
 from hyperion.book.reference import headline_markdown, reference_readme
 from hyperion.book.report import write_report
-from hyperion.experiments.interconnect.tables_collectives import kernels_chosen, link_meanings, links_between, rates_by_size
+from hyperion.experiments.interconnect.figures import kernels_chosen, link_meanings, links_between, rates_by_size
 from hyperion.figures.display_text import compared_steps, fill, pick, verdict
 from hyperion.figures.material import Material
 from hyperion.figures.published import published_bandwidth, published_baseline, published_gemm, published_source

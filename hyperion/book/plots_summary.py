@@ -6,8 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.experiments.baselines.figures import counted_losses, epoch_rows
-from hyperion.experiments.hardware.figures import gemm_rows
-from hyperion.experiments.hardware.intensity import gemm_intensity, stream_intensity
+from hyperion.experiments.hardware.figures import gemm_intensity, gemm_rows, stream_intensity
 from hyperion.figures.formats import items, number, percent
 from hyperion.figures.material import Material, measured
 from hyperion.figures.style import INK, MUTED, add_notes, limit_line, log_ticks, look, new_figure, spread_labels

@@ -7,11 +7,16 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from hyperion.errors import not_none
 from hyperion.hardware import Device
 from hyperion.results import Row
 
 if TYPE_CHECKING:
     from hyperion.chapter.options import Options
+
+
+# Called with (done, total, note) to show an experiment's progress.
+Report = Callable[[int, int, str], object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +58,7 @@ class Context:
     def best_upstream(self, metric: str, dtype: str) -> Row | None:
         """The largest value of a metric measured earlier in this run, warm caches left out; None when none was."""
         rows = [row for row in self.upstream if (row.metric, row.dtype, row.hot) == (metric, dtype, False)]
-        return max((row for row in rows if row.value is not None), key=lambda row: row.value, default=None)
+        return max((row for row in rows if row.value is not None), key=lambda row: not_none(row.value), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +110,7 @@ class Experiment:
     """
 
     forecast: Callable[[Context], list[Forecast]]
-    run: Callable[[Context, Callable[[int, int, str], object]], Result]
+    run: Callable[[Context, Report], Result]
     options: "type[Options] | None" = None
     isolated: bool = False
     reads: tuple[str, ...] = ()

@@ -4,14 +4,17 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import pandas as pd
 import torch
 
 from hyperion.models import TransformerConfig, TransformerLM
 
+Subject = TypeVar("Subject")
 
-def mutation_score(check: Callable[[object], bool], clean: object, mutants: Mapping[str, object]) -> pd.DataFrame:
+
+def mutation_score(check: Callable[[Subject], bool], clean: Subject, mutants: Mapping[str, Subject]) -> pd.DataFrame:
     """Let `check` judge one sound subject and several broken ones.
 
     Args:
@@ -133,7 +136,7 @@ def judge_leak_check(my_check: Callable[[torch.nn.Module], bool]) -> pd.DataFram
     )
 
 
-def _verdict(check: Callable[[object], bool], subject: object) -> bool:
+def _verdict(check: Callable[[Subject], bool], subject: Subject) -> bool:
     try:
         return bool(check(subject))
     except Exception as objection:  # the reader's own code may raise anything; that is a "no" with a reason

@@ -8,6 +8,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from hyperion.chapter.context import Context
 from hyperion.errors import HyperionError
 
+# Strict: neither "8" nor 8.0 stands for the count 8.
+_STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Table(BaseModel):
+    """Base of a table inside options, such as one of several shapes. A subclass documents each field under "Args"."""
+
+    model_config = _STRICT
+
 
 class Options(BaseModel):
     """Base of an experiment's options. A subclass documents each field under "Args" and gives a default only where most
@@ -17,8 +26,7 @@ class Options(BaseModel):
         timeout_s: seconds after which a process that the experiment starts is killed.
     """
 
-    # Strict: a profile's "8" is no number, and 8.0 no count.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = _STRICT
 
     timeout_s: float = Field(3600.0, gt=0)
 

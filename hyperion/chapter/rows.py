@@ -1,69 +1,24 @@
-"""The columns that every timed row carries: its statistics, its check, the device's state, and the limit that bounds it."""
+"""Columns of timed rows: statistics, check, device state and limit; rows of matrix products; ceilings found in a run's rows."""
 
 import json
 from collections.abc import Iterable
 
 import pandas as pd
 
+from hyperion.chapter.context import Context
+from hyperion.errors import not_none
 from hyperion.hardware import Device, gemm_path, lookup, peak
-from hyperion.measure import Ceilings, Timing, Verification
+from hyperion.measure import FORMATS, Ceilings, Timing, Verification, format_of
 from hyperion.measure.clock import checks
 from hyperion.results import Estimate, Row
+from hyperion.units import MIB
 
-# A working set this many times the last-level cache leaves at most a tenth of its traffic in it.
+# A call that moves this many times the last-level cache leaves at most a tenth of its traffic in it.
 _CACHE_MULTIPLE = 10
 
 
-def gemm_limit(device: Device, dtype: str) -> tuple[float | None, str]:
-    """(TFLOPS at the maximum clock, its source), or (None, why there is none)."""
-    found = peak(device, gemm_path(dtype, device))
-    if found.limit_tflops is None:
-        return None, f"no limit: {found.reason}"
-    return found.limit_tflops, found.limit_source
-
-
-def bandwidth_limit(device: Device, traffic_bytes: int) -> tuple[float | None, str]:
-    """(GB/s of device memory, its source), or (None, why there is none).
-
-    Args:
-        traffic_bytes: what one call moves; a small working set may stay in the last-level cache, which is another path.
-    """
-    found, reason = lookup(device)
-    if found is None:
-        return None, f"no limit: {reason}"
-    if found.memory_bandwidth_limit_gb_s is None:
-        return None, f"no limit: {found.memory_bandwidth_source}"
-    cache = device.last_level_cache_bytes or 0
-    if traffic_bytes < _CACHE_MULTIPLE * cache:
-        sizes = f"{traffic_bytes / 2**20:.0f} MiB of traffic, {cache / 2**20:.0f} MiB of last-level cache"
-        return None, f"no limit: part of the output may stay in the cache ({sizes})"
-    return found.memory_bandwidth_limit_gb_s, f"device memory: {found.memory_bandwidth_source}"
-
-
-def datasheet_ceilings(device: Device, dtype: str) -> tuple[Ceilings | None, str]:
-    """Ceilings to predict from, published values where there are any, and what they are; (None, reason) without."""
-    found, reason = lookup(device)
-    if found is None:
-        return None, reason
-    arithmetic = found.peak(gemm_path(dtype, device))
-    if arithmetic.nominal_tflops is None:
-        return None, arithmetic.reason or "no datasheet value"
-    kind = "published peak" if arithmetic.published_tflops is not None else "cores x operations per cycle x nominal clock"
-    bandwidth = found.memory_bandwidth_gb_s
-    basis = f"roofline: {kind} {arithmetic.nominal_tflops:.4g} TFLOPS"
-    basis += f", published {bandwidth:g} GB/s" if bandwidth else ", memory bandwidth unknown"
-    return Ceilings(arithmetic.nominal_tflops, bandwidth, basis), basis
-
-
-def stream_ceiling(rows: Iterable[Row]) -> Row | None:
-    """The fastest measured stream among the largest arrays, None without any: smaller ones may owe their rate to a cache."""
-    streams = [row for row in rows if row.metric == "bandwidth_gb_s" and row.value is not None and not row.hot]
-    largest = max((row.params["elements"] for row in streams), default=None)
-    return max((row for row in streams if row.params["elements"] == largest), key=lambda row: row.value, default=None)
-
-
 def timed_columns(estimate: Estimate, timing: Timing, verification: Verification | None = None) -> dict:
-    """Interval, check and device state of a row whose value is `estimate`, derived from `timing`."""
+    """Return interval, check and device state of a row whose value is `estimate`, derived from `timing`."""
     state = timing.telemetry
     columns = {
         "n": estimate.n,
@@ -73,16 +28,19 @@ def timed_columns(estimate: Estimate, timing: Timing, verification: Verification
         "power_w": state.power_w,
         "throttle": state.throttle,
     }
-    if verification is not None:
-        columns |= {"check": verification.name, "check_error": verification.error, "check_tolerance": verification.tolerance}
-    return columns
+    return columns if verification is None else columns | check_columns(verification)
+
+
+def check_columns(verification: Verification) -> dict:
+    """Return the columns that store a verification."""
+    return {"check": verification.name, "check_error": verification.error, "check_tolerance": verification.tolerance}
 
 
 def sample_frame(timing: Timing, variant: str, dtype: str, params: dict) -> pd.DataFrame:
-    """Raw samples in seconds, one a line, and how they were taken.
+    """Return the raw samples in seconds, one a line, and how they were taken.
 
     Raises:
-        HarnessError: the parameters call the caches cold, or hot, and they were not.
+        HarnessError: `params` says "cold" or "hot" of the caches, and the samples were taken otherwise.
     """
     checks.require_cache_label(params.get("cache"), timing.cold)
     return pd.DataFrame(
@@ -100,6 +58,132 @@ def sample_frame(timing: Timing, variant: str, dtype: str, params: dict) -> pd.D
     )
 
 
+def all_samples(frames: list[pd.DataFrame]) -> pd.DataFrame:
+    """Return the samples of an experiment's variants as one table, empty without any."""
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
+
+
 def out_of_memory_reason(error: Exception) -> str:
-    """One line for a row whose sizes did not fit."""
+    """Return the `value_reason` of a row whose sizes did not fit into memory."""
     return f"out of memory: {str(error).splitlines()[0]}"
+
+
+def gemm_limit(device: Device, dtype: str) -> tuple[float | None, str]:
+    """Return (TFLOPS at the maximum clock, its source), or (None, why there is none)."""
+    found = peak(device, gemm_path(dtype, device))
+    if found.limit_tflops is None:
+        return None, f"no limit: {found.reason}"
+    return found.limit_tflops, found.limit_source or ""
+
+
+def bandwidth_limit(device: Device, traffic_bytes: int) -> tuple[float | None, str]:
+    """Return (GB/s of device memory, its source), or (None, why there is none).
+
+    Args:
+        traffic_bytes: bytes read and written by one call. A small amount may stay in the last-level cache, whose bandwidth
+            has another limit.
+    """
+    found, reason = lookup(device)
+    if found is None:
+        return None, f"no limit: {reason}"
+    if found.memory_bandwidth_limit_gb_s is None:
+        return None, f"no limit: {found.memory_bandwidth_source}"
+    cache = device.last_level_cache_bytes or 0
+    if traffic_bytes < _CACHE_MULTIPLE * cache:
+        sizes = f"{traffic_bytes / MIB:.0f} MiB of traffic, {cache / MIB:.0f} MiB of last-level cache"
+        return None, f"no limit: part of the output may stay in the cache ({sizes})"
+    return found.memory_bandwidth_limit_gb_s, f"device memory: {found.memory_bandwidth_source}"
+
+
+def datasheet_ceilings(device: Device, dtype: str) -> tuple[Ceilings | None, str]:
+    """Return (the data sheet's ceilings for predictions, what they are), or (None, why there are none)."""
+    found, reason = lookup(device)
+    if found is None:
+        return None, reason
+    arithmetic = found.peak(gemm_path(dtype, device))
+    if arithmetic.nominal_tflops is None:
+        return None, arithmetic.reason or "no datasheet value"
+    kind = "published peak" if arithmetic.published_tflops is not None else "cores x operations per cycle x nominal clock"
+    bandwidth = found.memory_bandwidth_gb_s
+    basis = f"roofline: {kind} {arithmetic.nominal_tflops:.4g} TFLOPS"
+    basis += f", published {bandwidth:g} GB/s" if bandwidth else ", memory bandwidth unknown"
+    return Ceilings(arithmetic.nominal_tflops, bandwidth, basis), basis
+
+
+def roofline_tflops(device: Device, dtype: str, m: int, n: int, k: int) -> tuple[float | None, str]:
+    """Return (TFLOPS that data sheet peak and bandwidth allow for a product, what they are), or (None, why not)."""
+    ceilings, basis = datasheet_ceilings(device, dtype)
+    if ceilings is None:
+        return None, basis
+    flops = 2 * m * n * k
+    return flops / ceilings.least_time_s(flops, product_bytes(device, dtype, m, n, k)) / 1e12, basis
+
+
+def product_bytes(device: Device, dtype: str, m: int, n: int, k: int) -> int:
+    """Return the bytes of both operands and the output of a product, each counted once: the least memory traffic."""
+    number_format = format_of(dtype, device)
+    return (m + n) * k * number_format.bytes + m * n * number_format.output.itemsize
+
+
+def product_row(
+    context: Context,
+    variant: str,
+    dtype: str,
+    params: dict,
+    rate: Estimate,
+    timing: Timing,
+    verification: Verification,
+    backend: str,
+) -> Row:
+    """Return the row of a product's rate in TFLOPS, limited by the peak of its format.
+
+    A product with a wrong output has no rate: its row has the reason instead.
+    """
+    if wrong := wrong_product(dtype, verification):
+        return absent_product(context, variant, dtype, params, wrong)
+    limit, source = gemm_limit(context.device, dtype)
+    return context.row(
+        variant,
+        "gemm_tflops",
+        rate.value,
+        dtype=dtype,
+        params=params,
+        limit=limit,
+        limit_source=f"{source}; by {backend}",
+        **timed_columns(rate, timing, verification),
+    )
+
+
+def absent_product(context: Context, variant: str, dtype: str, params: dict, reason: str) -> Row:
+    """Return the row of a product that has no rate."""
+    return context.row(variant, "gemm_tflops", None, dtype=dtype, params=params, value_reason=reason)
+
+
+def wrong_product(dtype: str, verification: Verification) -> str:
+    """Return why a product's output contradicts its format, "" if it does not."""
+    if not verification.passed:
+        return f"wrong output: relative error {verification.error:.3g} above {verification.tolerance:.3g}"
+    if dtype == "tf32" and verification.error < FORMATS["fp32"].gemm_tolerance:
+        return "TF32 was allowed, but the product has the accuracy of fp32"
+    return ""
+
+
+def maf_row(rows: Iterable[Row], dtype: str) -> Row | None:
+    """Return the row of the maximum achievable rate (MAF) of a dtype, None if the run has measured no product in it.
+
+    It is the fastest product found by the search over shapes, or the fastest square product if there was no search.
+    """
+    measured = [r for r in rows if (r.metric, r.dtype, r.hot) == ("gemm_tflops", dtype, False) and r.value is not None]
+    found = [r for r in measured if r.experiment == "best_products" and r.variant == "fastest found"]
+    squares = [row for row in measured if row.experiment == "gemm"]
+    return max(found or squares, key=lambda row: not_none(row.value), default=None)
+
+
+def stream_ceiling(rows: Iterable[Row]) -> Row | None:
+    """Return the row of the fastest stream among the largest arrays, None without streams.
+
+    Smaller arrays do not count: a cache may serve them.
+    """
+    streams = [row for row in rows if row.metric == "bandwidth_gb_s" and row.value is not None and not row.hot]
+    largest = max((row.params["elements"] for row in streams), default=None)
+    return max((row for row in streams if row.params["elements"] == largest), key=lambda row: not_none(row.value), default=None)

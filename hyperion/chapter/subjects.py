@@ -18,6 +18,7 @@ import os
 import pkgutil
 import re
 import sys
+import traceback
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
@@ -26,6 +27,7 @@ from types import ModuleType
 
 import hyperion
 from hyperion.errors import HyperionError
+from hyperion.results.metrics import register_metric
 
 ENTRY_POINTS = "hyperion.subjects"
 VARIABLE = "HYPERION_SUBJECTS"
@@ -38,7 +40,7 @@ class Subject:
 
     Args:
         name: name of its folder.
-        package: its dotted name, "hyperion.experiments.scaling".
+        package: its dotted name, "hyperion.experiments.scaling.scaling".
         folder: where its files are.
     """
 
@@ -67,8 +69,21 @@ class Subject:
         return sorted(self.folder.glob("[0-9][0-9]_*.ipynb"))
 
     def module(self, name: str) -> ModuleType:
-        """Import one of its modules."""
-        return importlib.import_module(f"{self.package}.{name}")
+        """Import one of its modules.
+
+        Raises:
+            HyperionError: its code raises an exception, which is named with its line.
+        """
+        try:
+            return importlib.import_module(f"{self.package}.{name}")
+        except HyperionError:
+            raise
+        except Exception as error:
+            raise HyperionError(
+                f"{self.package}.{name} cannot be imported: {type(error).__name__}: {error}",
+                where=_line_of(error, self.folder / f"{name}.py"),
+                next_step="correct the module, or install what it imports",
+            ) from error
 
 
 @functools.cache
@@ -94,8 +109,6 @@ def subjects() -> tuple[Subject, ...]:
                 next_step="rename the folder of one of them",
             )
         for metric in subject.module("metrics").METRICS if "metrics" in subject.modules else ():
-            from hyperion.results.metrics import register_metric
-
             register_metric(metric)
     return tuple(by_name.values())
 
@@ -117,6 +130,14 @@ def subject_of(experiment: str) -> Subject | None:
 
 
 _NOT_EXPERIMENTS = ("figures", "exercises", "metrics")
+
+
+def _line_of(error: Exception, module: Path) -> str:
+    """Where an import failed: file and line, of the module itself if its code is on the stack."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == module]
+    return f"{module}:{lines[-1].lineno}" if lines else str(module)
 
 
 def _is_package(folder: Path) -> bool:

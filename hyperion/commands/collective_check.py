@@ -1,6 +1,8 @@
-"""The command behind test_nccl.py: every collective checked by value on every rank, its bus bandwidth by size, and an exit
-code that is not 0 when a rank got a wrong value, died, or did not come. Beside it: the topology, the bucket size that the
-times recommend, and an all_reduce beside a computation."""
+"""The command behind test_nccl.py: check every collective by value on every rank and time it.
+
+It ends with an exit code other than 0 if a rank got a wrong value, died or hung. It also prints the topology, the kernels,
+the recommended bucket size, and how much of an all_reduce a computation hides.
+"""
 
 import os
 import re
@@ -18,23 +20,23 @@ import typer
 from hyperion.chapter.ranks import least_free_bytes
 from hyperion.errors import HyperionError
 from hyperion.experiments.interconnect.collective_limits import switch_can_add, switch_is_off
-from hyperion.experiments.interconnect.collective_rows import devices_of
+from hyperion.experiments.interconnect.collectives import devices_of
 from hyperion.hardware import detect
 from hyperion.hardware.topology import topology_lines
 from hyperion.measure import Collective, CollectiveMeasurement, collective_bytes, fit_latency_bandwidth, measure_collective
-from hyperion.measure.collectives.bucket_size import recommended_bucket
-from hyperion.measure.collectives.collective_kernels import algorithm_of, kernels_of_collectives
-from hyperion.measure.collectives.collectives import ALL_COLLECTIVES, DTYPES, memory_needed
+from hyperion.measure.collectives.collectives import ALL_COLLECTIVES, DTYPES, algorithm_of, kernels_of_collectives, memory_needed
+from hyperion.measure.collectives.latency_bandwidth import recommended_bucket
 from hyperion.measure.collectives.overlap import measure_overlap
 from hyperion.processes import Job, RankError, RollCall, World, process_group, roll_call, run_ranks, world
+from hyperion.units import GIB, KIB, MIB
 
 CPU_RANKS = 2
 _CPU_SIZES, _GPU_SIZES, _GPU_LARGEST = "8,4K,256K,4M", "8,4K,256K,16M,128M,1G", "8G"
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_UNITS = {"": 1, "K": KIB, "M": MIB, "G": GIB}
 _FAILED = 1
-# Ranks wait longer for each other than the roll call does, which knows who is missing.
+# The process group's timeout is longer than the roll call's, because the roll call's report names the missing rank.
 _AFTER_ROLL_CALL_S = 60.0
-# A peer's death reaches a rank as an error of its connection. It leaves after this while: torchrun must see the death first.
+# When a peer dies, this rank gets a connection error. It waits before it exits, so that torchrun sees the dead peer first.
 _DEATH_SEEN_S = 3.0
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -45,12 +47,13 @@ class Check:
     """What to check.
 
     Args:
-        sizes: bytes, as nccl-tests counts them for each collective; what a rank has not the memory for is left out, and said.
-        dtypes: of `DTYPES`.
-        timeout_s: seconds without any progress after which the ranks that did not come are named.
-        time_limit_s: of each cell's timing; at least 30 calls are timed in any case.
+        sizes: message sizes in bytes, as nccl-tests counts them for each collective. Sizes too large for a rank's memory are
+            left out with a line in the output.
+        dtypes: names from `DTYPES`.
+        timeout_s: seconds without progress after which the missing ranks are reported.
+        time_limit_s: seconds of timing for each cell; at least 30 calls are timed in any case.
         largest: bytes of one more all_reduce, in the first format; 0 for none.
-        overlap: bytes of the all_reduce that is timed beside a computation; 0 for none.
+        overlap: bytes of the all_reduce that is timed during a computation; 0 for none.
     """
 
     sizes: list[int]
@@ -68,7 +71,7 @@ def command(
     largest: Annotated[
         str, typer.Option(help="Bytes of one more all_reduce, 0 for none.", show_default=f"{_GPU_LARGEST} on GPUs, 0 on a CPU")
     ] = "",
-    overlap: Annotated[str, typer.Option(help="Bytes of the all_reduce timed beside a computation, 0 for none.")] = "4M",
+    overlap: Annotated[str, typer.Option(help="Bytes of the all_reduce timed during a computation, 0 for none.")] = "4M",
     timeout: Annotated[float, typer.Option(help="Seconds without progress until a rank counts as hung.")] = 60.0,
     backend: Annotated[
         str, typer.Option(help="With torchrun: nccl, or gloo on the CPU.", show_default="nccl on GPUs, gloo on a CPU")
@@ -78,11 +81,11 @@ def command(
     ] = 0,
 ) -> None:
     """Check all_reduce, broadcast, all_gather, reduce_scatter, all_to_all, reduce and send_recv by value on every rank, and
-    time them. Beside that: how the devices are connected, the algorithm as far as a kernel's name tells it, the message size
-    that is large enough, and whether an all_reduce runs beside a computation.
+    time them. Also print how the devices are connected, the algorithm as far as the kernel's name shows it, the message size
+    that is large enough, and how much of an all_reduce a computation hides.
 
-    Run it with torchrun --standalone --nproc_per_node=4, or plainly with python: then it starts the ranks itself. It ends with
-    0 when all is right, with 1 when a rank got a wrong value, died or did not come, and names the rank.
+    Run it with torchrun --standalone --nproc_per_node=4, or with python alone: then it starts the ranks itself. The exit code
+    is 0 if every value is right, and 1 if a rank got a wrong value, died or hung; the message names the rank.
     """
     on_cpu = backend == "gloo" or detect().kind == "cpu"
     check = Check(
@@ -105,19 +108,23 @@ def command(
 
 
 def launch(check: Check, ranks: int) -> None:
-    """Start the ranks on this host and wait for their verdict."""
-    run_ranks(Job("hyperion.commands.collective_check:on_rank", {"check": asdict(check)}, ranks=ranks))
+    """Start the ranks on this host and wait for them.
+
+    Raises:
+        RankError: a rank failed; it is named.
+    """
+    run_ranks(Job(on_rank, {"check": asdict(check)}, ranks=ranks))
 
 
 def on_rank(check: dict) -> dict:
-    """A launched rank's entry."""
+    """Run the check on a launched rank."""
     return {"checked": check_collectives(Check(**check))}
 
 
 def check_under_torchrun(
     check: Check, collectives: Mapping[str, Collective] = ALL_COLLECTIVES, backend: str | None = None
 ) -> int:
-    """Join the group that torchrun's variables describe, and check there; returns how many cells were right."""
+    """Join the process group that torchrun's environment variables describe and run the check; return the number of cells."""
     with process_group(check.timeout_s + _AFTER_ROLL_CALL_S, backend):
         try:
             return check_collectives(check, collectives)
@@ -127,12 +134,12 @@ def check_under_torchrun(
 
 
 def check_collectives(check: Check, collectives: Mapping[str, Collective] = ALL_COLLECTIVES) -> int:
-    """Check and time every collective in every format and size on this rank's group; rank 0 prints a table a format.
+    """Check and time every collective in every format and size; rank 0 prints the results. Return the number of cells.
 
     Raises:
-        WrongValueError: on the rank that got a wrong value. Its peers wait for it then, until the launcher ends them.
+        WrongValueError: this rank got a wrong value. Its peers then wait until the launcher ends them.
     """
-    here, measured, left_out, beside = world(), [], [], None
+    here, measured, left_out, overlap = world(), [], [], None
     with roll_call(check.timeout_s) as roll:
         roll.step("agreeing on the memory there is")
         free = least_free_bytes(here)
@@ -143,24 +150,24 @@ def check_collectives(check: Check, collectives: Mapping[str, Collective] = ALL_
                 continue
             measured.append(measure_collective(collective, size, dtype, here, roll, time_limit_s=check.time_limit_s))
         if check.overlap and memory_needed(check.overlap) <= free:
-            beside = measure_overlap(check.overlap, check.dtypes[0], here, roll, time_limit_s=3 * check.time_limit_s)
+            overlap = measure_overlap(check.overlap, check.dtypes[0], here, roll, time_limit_s=3 * check.time_limit_s)
         kernels = _kernels(measured, here, roll)
-        # Nothing is called right before every rank found it right.
+        # Without this barrier rank 0 could report success before another rank found its wrong value.
         roll.step("the verdict")
         dist.barrier()
     if here.rank == 0:
-        _tell(here, measured)
-        for line in (*kernels, *([beside] if beside else []), *left_out, _verdict(here, measured, left_out)):
+        _print_results(here, measured)
+        for line in (*kernels, *([overlap] if overlap else []), *left_out, _verdict(here, measured, left_out)):
             print(line)
     return len(measured)
 
 
 def _cells(check: Check, collectives: Mapping[str, Collective], ranks: int) -> list[tuple[Collective, str, int]]:
-    """(collective, dtype, bytes), each once; the largest all-reduce at the end."""
+    """Return each (collective, dtype, bytes) once; the largest all-reduce comes last."""
     cells = [
-        (collective, dtype, collective_bytes(wanted, dtype, ranks))
+        (collective, dtype, collective_bytes(size, dtype, ranks))
         for dtype in check.dtypes
-        for wanted in check.sizes
+        for size in check.sizes
         for collective in collectives.values()
     ]
     if check.largest and "all_reduce" in collectives:
@@ -170,7 +177,7 @@ def _cells(check: Check, collectives: Mapping[str, Collective], ranks: int) -> l
 
 
 def _kernels(measured: list[CollectiveMeasurement], here: World, roll: RollCall) -> list[str]:
-    """Which kernel the library launches for the largest size of each collective, and the algorithm as far as its name tells."""
+    """Return the kernel that the library launches for the largest size of each collective, and the algorithm if known."""
     if here.device.kind == "cpu":
         return [f"algorithm: {here.backend} does not tell"]
     largest = {m.collective: m for m in sorted(measured, key=lambda m: m.bytes)}
@@ -185,7 +192,7 @@ def _kernels(measured: list[CollectiveMeasurement], here: World, roll: RollCall)
 
 
 def bucket_lines(measured: Iterable[CollectiveMeasurement]) -> list[str]:
-    """Which size of each collective is large enough, in words; of those that were measured in three sizes or more."""
+    """Return the recommended size of each collective as text, for those that were measured in at least three sizes."""
     sweeps: dict[tuple[str, str], list[CollectiveMeasurement]] = {}
     for one in measured:
         sweeps.setdefault((one.collective.name, one.dtype), []).append(one)
@@ -194,20 +201,21 @@ def bucket_lines(measured: Iterable[CollectiveMeasurement]) -> list[str]:
         if len(sweep) < 3:
             continue
         factor = sweep[0].collective.bus_factor(sweep[0].ranks)
-        fit = fit_latency_bandwidth([factor * m.bytes / 1e9 for m in sweep], [m.timing.samples_s for m in sweep])
+        fit = fit_latency_bandwidth([factor * m.bytes / 1e9 for m in sweep], [m.timing.samples_s.tolist() for m in sweep])
         bucket = recommended_bucket(fit, name, factor, [m.bytes for m in sweep])
         lines.append(f"{dtype} {bucket.words(DTYPES[dtype].itemsize)}")
     return lines
 
 
 def busbw_table(measured: Iterable[CollectiveMeasurement]) -> pd.DataFrame:
-    """Bus bandwidth in GB/s, a line a size and a column a collective."""
+    """Return the bus bandwidth in GB/s, one line a size and one column a collective."""
     cells = [(m.bytes, m.collective.name, m.busbw_gb_s(m.timing.estimate.value)) for m in measured]
     table = pd.DataFrame(cells, columns=["bytes", "collective", "busbw"])
-    return table.pivot(index="bytes", columns="collective", values="busbw")[list(dict.fromkeys(table["collective"]))]
+    pivoted = table.pivot(index="bytes", columns="collective", values="busbw")
+    return pivoted.reindex(columns=list(dict.fromkeys(table["collective"])))
 
 
-def _tell(here: World, measured: list[CollectiveMeasurement]) -> None:
+def _print_results(here: World, measured: list[CollectiveMeasurement]) -> None:
     print(f"{here.size} ranks, {here.backend}, {here.device.name}, torch {torch.__version__}")
     for line in topology_lines(devices_of(here)):
         print(line)
@@ -222,30 +230,33 @@ def _tell(here: World, measured: list[CollectiveMeasurement]) -> None:
 
 
 def _verdict(here: World, measured: list[CollectiveMeasurement], left_out: list[str]) -> str:
-    told = f"ok: {len(measured)} collectives, every value right on each of {here.size} ranks, before and after the timed calls"
-    return told + (f"; {len(left_out)} left out, too large" if left_out else "")
+    verdict = f"ok: {len(measured)} collectives, every value right on each of {here.size} ranks, before and after the timed calls"
+    return verdict + (f"; {len(left_out)} left out, too large" if left_out else "")
 
 
 def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
+    return f"{size / GIB:.1f} GiB"
 
 
 def _ranks_here() -> int:
     ranks = CPU_RANKS if detect().kind == "cpu" else torch.cuda.device_count()
     if ranks < 2:
         raise HyperionError(
-            "this machine has one device, and a collective takes two ranks",
+            "this machine has one device, and a collective needs two ranks",
             where="test_nccl",
-            next_step="run it where there are several devices, or on the CPU: torchrun --nproc_per_node=2 … --backend gloo",
+            next_step="use a machine with several devices, or the CPU: torchrun --nproc_per_node=2 … --backend gloo",
         )
     return ranks
 
 
 def _sizes(text: str) -> list[int]:
-    found = [re.fullmatch(r"(\d+)([KMG]?)(iB|B)?", part.strip()) for part in text.split(",")]
-    if not all(found) or any(int(match[1]) == 0 for match in found):
-        raise typer.BadParameter(f"{text!r}: sizes are bytes such as 8, 4K, 16M or 1G, with commas between")
-    return [int(match[1]) * _UNITS[match[2]] for match in found]
+    sizes = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)([KMG]?)(iB|B)?", part.strip())
+        if match is None or int(match[1]) == 0:
+            raise typer.BadParameter(f"{text!r}: sizes are bytes such as 8, 4K, 16M or 1G, with commas between")
+        sizes.append(int(match[1]) * _UNITS[match[2]])
+    return sizes
 
 
 def _size_or_none(text: str) -> int:

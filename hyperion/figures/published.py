@@ -1,4 +1,4 @@
-"""Tables that others published, as published: source and known defects travel with every line, and nothing is stored as ours."""
+"""Tables that others published, as published, with their source and known defects. None of them is stored as our result."""
 
 import functools
 import tomllib
@@ -12,7 +12,7 @@ _FILE = Path(__file__).with_name("published_mi250x.toml")
 
 
 def published_gemm() -> pd.DataFrame:
-    """The MI250X matrix product table: columns dtype, n, tflops, percent_of_peak (NaN without a peak), source, defects."""
+    """Return the MI250X matrix product table: dtype, n, tflops, percent_of_peak (NaN without a peak), source, defects."""
     section = _content()["gemm"]
     peaks = section["peak_tflops"]
     lines = [
@@ -24,7 +24,7 @@ def published_gemm() -> pd.DataFrame:
 
 
 def published_bandwidth() -> pd.DataFrame:
-    """The MI250X bandwidth table: columns elements, gb_s, percent_of_peak, source, defects."""
+    """Return the MI250X bandwidth table: elements, gb_s, percent_of_peak, source, defects."""
     section = _content()["bandwidth"]
     lines = [
         {"elements": elements, "gb_s": rate, "percent_of_peak": 100 * rate / section["peak_gb_s"]}
@@ -34,7 +34,7 @@ def published_bandwidth() -> pd.DataFrame:
 
 
 def published_baseline() -> pd.DataFrame:
-    """The MI250X training step table: columns model, input, *_ms, memory_mib, samples_per_s, source, defects."""
+    """Return the MI250X training step table: model, input, *_ms, memory_mib, samples_per_s, source, defects."""
     section = _content()["baseline"]
     lines = [{column: model[column] for column in section["columns"]} for model in section["models"]]
     table = _marked(lines, section)
@@ -43,15 +43,15 @@ def published_baseline() -> pd.DataFrame:
 
 
 def published_tables(*names: str) -> list[tuple[str, pd.DataFrame, str]]:
-    """(caption, table as text, known defects) of each, to be shown: numbers with the digits they were published with.
+    """Return (caption, table as text, known defects) of each table. Numbers keep the digits they were published with.
 
     Args:
-        names: which ones, of gemm, bandwidth, baseline, batch_scaling, scaling, llama_lora and compilation; all without any.
+        names: some of gemm, bandwidth, baseline, batch_scaling, scaling, llama_lora and compilation; all without any.
 
     Raises:
-        HyperionError: nothing of that name was published.
+        HyperionError: no table has that name.
     """
-    tables = dict(zip(("gemm", "bandwidth", "baseline"), _first_tables(), strict=True))
+    tables: dict[str, tuple[str, pd.DataFrame, str]] = dict(zip(("gemm", "bandwidth", "baseline"), _first_tables(), strict=True))
     for further in _content()["further"]:
         table = pd.DataFrame(further["rows"], columns=further["columns"], dtype=object).map(_as_published)
         tables[further["name"]] = (further["title"], table, "; ".join(further["defects"]))
@@ -82,22 +82,19 @@ def _first_tables() -> list[tuple[str, pd.DataFrame, str]]:
 
 
 def _with_unit(column: str) -> str:
-    name, _, unit = column.rpartition("_")
-    return (
-        f"{name} [{ {'ms': 'ms', 'mib': 'MiB'}[unit] }]"
-        if unit in ("ms", "mib")
-        else column.replace("samples_per_s", "samples/s")
-    )
+    name, _, suffix = column.rpartition("_")
+    unit = {"ms": "ms", "mib": "MiB"}.get(suffix)
+    return f"{name} [{unit}]" if unit else column.replace("samples_per_s", "samples/s")
 
 
-def _as_published(value) -> str:
+def _as_published(value: str | float) -> str:
     if isinstance(value, str):
         return value
     return f"{value:,}" if isinstance(value, int) else f"{value:,g}"
 
 
 def published_source() -> dict[str, str]:
-    """Title, machine and place of the published tables."""
+    """Return title, machine and place of the published tables."""
     return dict(_content()["source"])
 
 

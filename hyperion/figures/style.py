@@ -2,7 +2,7 @@
 
 import io
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -80,11 +80,36 @@ def add_notes(figure: Figure, notes: Iterable[str], size: float = 8) -> None:
         figure.supxlabel("\n".join(lines), x=0.012, ha="left", fontsize=size, color=MUTED)
 
 
-def errors_of(rows: list[Row]) -> list[list[float]] | None:
-    """Distances below and above the values for error bars, None when a row has no interval."""
-    if any(row.ci_low is None or row.ci_high is None for row in rows):
-        return None
-    return [[row.value - row.ci_low for row in rows], [row.ci_high - row.value for row in rows]]
+def absences(rows: Iterable[Row], name: Callable[[Row], str], limit_name: Callable[[Row], str] | None = None) -> list[str]:
+    """Return one note a reason: values that were not measured, and limits that do not exist.
+
+    Args:
+        name: name of a row without a value.
+        limit_name: name of a row without a limit, `name` unless given.
+    """
+    missing: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if row.value is None:
+            missing.setdefault(f"not measured ({row.value_reason})", {})[name(row)] = None
+        elif row.limit is None:
+            reason = row.limit_source.partition(" (")[0].partition("; ")[0]
+            missing.setdefault(reason, {})[(limit_name or name)(row)] = None
+    return [f"{', '.join(names)}: {reason}." for reason, names in missing.items()]
+
+
+def errors_of(rows: Sequence[Row], factor: float = 1.0) -> list[list[float]] | None:
+    """Return the distances below and above the values for error bars, None when a row has no interval.
+
+    Args:
+        factor: converts the rows' unit to that of the axis.
+    """
+    low, high = [], []
+    for row in rows:
+        if row.value is None or row.ci_low is None or row.ci_high is None:
+            return None
+        low.append(factor * (row.value - row.ci_low))
+        high.append(factor * (row.ci_high - row.value))
+    return [low, high]
 
 
 def limit_line(axes: Axes, value: float, label: str, colour: str, size: float = 8) -> None:

@@ -16,14 +16,11 @@ from hyperion.data.batches.loaders import LanguageBatches
 from hyperion.data.images.device_images import ImageBatches
 from hyperion.hardware import Device
 from hyperion.models import (
-    ActivationBytes,
     ModelFlops,
     TransformerConfig,
     TransformerLM,
     flops_per_image,
     flops_per_token,
-    image_activations,
-    language_activations,
     named_config,
     parameter_count,
     resnet18,
@@ -31,12 +28,15 @@ from hyperion.models import (
 from hyperion.models.resnet import IMAGE_SIZE
 from hyperion.results import known
 from hyperion.training import (
+    ActivationBytes,
     ImageEngine,
     LanguageEngine,
     TorchEngine,
     WarmupCosine,
     adamw,
     choose_precision,
+    image_activations,
+    language_activations,
     seed_everything,
     sgd_nesterov,
 )
@@ -192,7 +192,7 @@ def _language(sizes: LanguageSizes) -> Workload:
     name += f"_cut_to_l{layers}" if layers != named.layers else ""
     # The causal mask leaves half of attention, which is all that must be computed.
     items, causal = sizes.batch_size * length, flops_per_token(config, length // 2)
-    kept_bytes = language_activations(config, sizes.batch_size, length, sixteen_bit=False).kept()
+    kept_bytes = language_activations(config, sizes.batch_size, length, sixteen_bit=False).saved()
     return Workload(
         name=name,
         item="token",
@@ -217,7 +217,7 @@ def _image(sizes: ImageSizes) -> Workload:
     width, batch = sizes.width, sizes.batch_size
     model, flops = resnet18(CLASSES, width), flops_per_image(CLASSES, width)
     parameters, stem = parameter_count(model), 2 * 9 * 3 * width * IMAGE_SIZE**2
-    kept_bytes = image_activations(width, batch, sixteen_bit=False).kept()
+    kept_bytes = image_activations(width, batch, sixteen_bit=False).saved()
     return Workload(
         name=model.name,
         item="image",

@@ -6,17 +6,17 @@ import pytest
 
 from hyperion.chapter import experiment_named
 from hyperion.chapter.context import Context
-from hyperion.experiments.steps.step_variants import StepVariant
 from hyperion.hardware import detect
 from hyperion.paths import reference_folder
 from hyperion.results import Row, Run
+from hyperion.workloads.reference_steps import StepVariant
 from hyperion.workloads.step_forecasts import forecast_reference_step, operator_time, step_ceilings
 from tests.chapter.toy import toy_context
 from tests.experiments.hardware.test_model_products import streams, upstream
 from tests.hardware.machines import facts
 
 NAME = "encoder_d128_h2_l2"
-SIZES = {"models": [NAME], "variants": [{"dtype": "fp32"}], "batch_size": 2, "time_limit_s": 0.1}
+SIZES = {"models": [NAME], "variants": [{"dtype": "fp32"}], "batch_size": 2, "time_limit_s": 0.1, "parity_steps": 5}
 EAGER = {"layout": "contiguous", "mode": "eager"}
 
 
@@ -94,6 +94,7 @@ def test_warm_products_and_other_experiments_are_no_ceilings(tmp_path):
     assert max(found.products["fp32"].filled_tflops) == pytest.approx(1.0, rel=0.5)
 
 
+@pytest.mark.slow
 def test_steps_of_the_reference_h200s_are_foretold_within_a_fifth_in_the_median(tmp_path, monkeypatch):
     on("H200", monkeypatch)
     rows = Run.open(reference_folder() / "h200x2").rows()

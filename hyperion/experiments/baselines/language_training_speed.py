@@ -38,8 +38,9 @@ from hyperion.experiments.baselines.paired_loops import OURS, PLAIN, PairedLoops
 from hyperion.experiments.baselines.plain_loops import PlainLanguageLoop, with_weights_of
 from hyperion.experiments.baselines.products_alone import one_pass, products_of
 from hyperion.hardware import Device
+from hyperion.kernels.token_loss import padded_classes
 from hyperion.measure import FORMATS, PeakMemoryRegion, Timing, time_interleaved
-from hyperion.models import TransformerConfig, TransformerLM, padded_classes
+from hyperion.models import TransformerConfig, TransformerLM
 from hyperion.results import Estimate, Row, known, ratio_estimate
 from hyperion.training import LanguageEngine, choose_precision, compile_options
 from hyperion.units import GIB

@@ -16,7 +16,8 @@ from hyperion import compat
 from hyperion.data import channel_statistics
 from hyperion.data.images.device_images import require_form
 from hyperion.hardware import Device
-from hyperion.models import TransformerConfig, TransformerLM, padded_classes, resnet18
+from hyperion.kernels.token_loss import padded_classes
+from hyperion.models import TransformerConfig, TransformerLM, resnet18
 from hyperion.training import Precision, adamw
 from hyperion.workloads.workloads import CLASSES
 

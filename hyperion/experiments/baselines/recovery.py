@@ -4,7 +4,6 @@ A trial is two processes: a fault strikes in the first, and the second resumes f
 like an undisturbed run, bit for bit.
 """
 
-import contextlib
 import hashlib
 import json
 import math
@@ -32,7 +31,6 @@ from hyperion.hardware import detect_cpu
 from hyperion.hardware.cpu import usable_cpus
 from hyperion.models import TransformerConfig, TransformerLM, resnet18
 from hyperion.processes import Job, JobError, run_job
-from hyperion.processes.starting import SOCKET, fork_server_running
 from hyperion.results import Row
 from hyperion.training import (
     ImageEngine,
@@ -52,7 +50,6 @@ EVERY = 3  # steps between checkpoints
 STEPS = 14
 EPOCH = 5  # steps
 MOST_LOST = {"SIGTERM": 1, "SIGKILL": EVERY, "power cut": 2 * EVERY, "NaN": EVERY, "full disk": EVERY}
-_ENTRY = "hyperion.experiments.baselines.recovery:in_own_process"
 _TASKS = ("language", "images")
 _MOST_WORKERS = 16
 _TIMEOUT_S = 120.0
@@ -99,7 +96,7 @@ def run(context: Context, report: Report) -> Result:
     shutil.rmtree(context.workspace, ignore_errors=True)
     faults = draw(context.seed, RecoveryOptions.of(context).trials)
     print(f"{len(faults)} faults drawn with seed {context.seed}")
-    with _forked(), ThreadPoolExecutor(min(len(usable_cpus()), _MOST_WORKERS)) as threads:
+    with ThreadPoolExecutor(min(len(usable_cpus()), _MOST_WORKERS)) as threads:
         tasks = sorted({_task(number, fault) for number, fault in enumerate(faults)})
         whole = dict(zip(tasks, threads.map(lambda task: _undisturbed(context, task), tasks), strict=True))
         trials = []
@@ -179,14 +176,9 @@ def _process(params: dict) -> dict:
     """Run one process; if it dies or raises, "ended" holds its exit code and error."""
     Path(params["folder"]).mkdir(parents=True, exist_ok=True)
     try:
-        return run_job(Job(_ENTRY, params, timeout_s=_TIMEOUT_S), on_line=lambda line: None)
+        return run_job(Job(in_own_process, params, timeout_s=_TIMEOUT_S), on_line=lambda line: None)
     except JobError as error:
         return {"ended": f"exit code {error.exit_code}: {error.what.splitlines()[0]}"}
-
-
-def _forked() -> contextlib.AbstractContextManager:
-    """The fork server of the reproduction, or one of our own, because starting a process from scratch takes seconds."""
-    return contextlib.nullcontext() if os.environ.get(SOCKET) else fork_server_running()
 
 
 def _rows(context: Context, kind: str, trials: pd.DataFrame) -> list[Row]:

@@ -12,7 +12,7 @@ import torch
 
 from hyperion.chapter.context import Context, Experiment, Result
 from hyperion.chapter.rows import gemm_limit, out_of_memory_reason, sample_frame, timed_columns
-from hyperion.chapter.variants import COMPILER, Report, merged, run_variant
+from hyperion.chapter.variants import Report, merged, run_variant
 from hyperion.experiments.compilation.compilation_forecast import forecast
 from hyperion.experiments.compilation.compilation_subjects import (
     Subject,
@@ -23,7 +23,7 @@ from hyperion.experiments.compilation.compilation_subjects import (
 )
 from hyperion.measure import FORMATS, PeakMemoryRegion, Timing, Verification, relative_error, time_interleaved
 from hyperion.measure.clock.census import count_operations
-from hyperion.measure.memory.memory import GIB
+from hyperion.measure.memory_use.peak import GIB
 from hyperion.measure.steps.compilation import (
     EAGER,
     MODES,
@@ -52,8 +52,7 @@ def run(context: Context, report: Report) -> Result:
                 results.append(_absent(context, spec, mode, _LEFT_OUT))
                 continue
             params = {"spec": spec, "mode": mode, "probe": probe, "eager_s": eager_times.get(spec["model"])}
-            entry = "hyperion.experiments.compilation.compilation:measure_mode"
-            results.append(run_variant(context, _quiet, entry, params, COMPILER if mode != EAGER else ()))
+            results.append(run_variant(context, _quiet, measure_mode, params))
             if mode == EAGER:
                 eager_times[spec["model"]] = next(r.value for r in results[-1].rows if r.metric == "inference_time_s")
     report(len(cells), len(cells), "done")

@@ -50,7 +50,7 @@ def forecast(context: Context) -> list[Forecast]:
 def run(context: Context, report: Report) -> Result:
     """All trainings of the profile in one launch."""
     ranks = devices_here(context)
-    results = run_on_ranks(context, report, "hyperion.experiments.distributed.distributed_training:train_on_rank", ranks=ranks)
+    results = run_on_ranks(context, report, train_on_rank, ranks=ranks)
     curves = results[0].samples
     curves = curves[~curves["kind"].isin(["example", "of one device"])].drop(columns=["example", "source"])
     return Result([*results[0].rows, *_overlap_rows(context, results)], curves, results[0].source)

@@ -15,7 +15,6 @@ from hyperion.workloads.recipes import Recipe, set_up
 from hyperion.workloads.twins import SCATTER_FP32
 
 TOLERANCE = 1e-4
-_HERE = "hyperion.experiments.distributed.parallel_parity"
 
 
 def forecast(context: Context) -> list[Forecast]:
@@ -37,7 +36,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 def run(context: Context, report: Report) -> Result:
     """One launch: every rank first trains alone, on whole batches; then all share them, strategy after strategy."""
-    ranks = run_on_ranks(context, report, f"{_HERE}:steps_on_rank", ranks=ranks_of(context))
+    ranks = run_on_ranks(context, report, steps_on_rank, ranks=ranks_of(context))
     curves, source = ranks[0].samples, ranks[0].source
     rows = [_parity_row(context, curves, strategy, source) for strategy in context.sizes["strategies"]]
     return Result(rows + merged(ranks).rows, curves, source)

@@ -14,7 +14,7 @@ from hyperion.chapter.ranks import ranks_of
 from hyperion.chapter.variants import Report, run_on_ranks
 from hyperion.errors import HyperionError
 from hyperion.processes import RankError, world
-from hyperion.processes.lifeline import has_ended
+from hyperion.processes.child_process import has_ended
 from hyperion.training import train
 from hyperion.workloads import datasets
 from hyperion.workloads.recipes import Recipe, set_up
@@ -22,7 +22,6 @@ from hyperion.workloads.twins import SCATTER_FP32
 
 SOON_S = 60.0
 RUNS = ("resumed", "undisturbed")
-_HERE = "hyperion.experiments.distributed.rank_failure"
 _MARK = "HYPERION_RANK_FAILURE"
 
 
@@ -39,7 +38,7 @@ def run(context: Context, report: Report) -> Result:
     ranks = ranks_of(context)
     told, seconds, left = _killed(context, report, ranks)
     print(f"after {seconds:.1f} s: {told.what.splitlines()[0]}")
-    again = run_on_ranks(context, report, f"{_HERE}:resume_and_repeat", ranks=ranks)[0]
+    again = run_on_ranks(context, report, resume_and_repeat, ranks=ranks)[0]
     found, expected = (again.samples.loc[again.samples["run"] == run, "loss"].to_numpy() for run in RUNS)
     difference = float(np.max(np.abs(found / expected - 1)))
     source = again.source
@@ -91,7 +90,7 @@ def _killed(context: Context, report: Report, ranks: int) -> tuple[RankError, fl
     os.environ[_MARK] = mark = os.urandom(8).hex()
     params = {"folder": "killed", "kill_after": context.sizes["kill_after"]}
     try:
-        run_on_ranks(context, report, f"{_HERE}:train_on_rank", params, ranks=ranks)
+        run_on_ranks(context, report, train_on_rank, params, ranks=ranks)
     except RankError as error:
         raised = time.time()
         died = (context.workspace / "died").stat().st_mtime
@@ -111,10 +110,7 @@ def _ranks_left(context: Context) -> int:
 
 
 def _marked(mark: str) -> int:
-    """Processes other than this one that were started with the mark in their environment.
-
-    A forked one, as ranks may be, does not show the environment that it was given; what it started does.
-    """
+    """Return the number of processes, other than this one, that were started with the mark in their environment."""
     found = 0
     for process in psutil.process_iter():
         try:

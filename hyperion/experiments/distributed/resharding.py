@@ -19,7 +19,6 @@ from hyperion.workloads.recipes import Recipe, Training, set_up
 from hyperion.workloads.twins import SCATTER_FP32
 
 TOLERANCE = 1e-4
-_HERE = "hyperion.experiments.distributed.resharding"
 _SAVED = "saved"
 
 
@@ -43,10 +42,10 @@ def forecast(context: Context) -> list[Forecast]:
 def run(context: Context, report: Report) -> Result:
     """Train and save on all ranks and go on; then resume copies of that checkpoint on other numbers of ranks."""
     shutil.rmtree(context.workspace, ignore_errors=True)
-    first = run_on_ranks(context, report, f"{_HERE}:save_and_go_on", ranks=ranks_of(context))
+    first = run_on_ranks(context, report, save_and_go_on, ranks=ranks_of(context))
     curves, rows = [first[0].samples], []
     for ranks in _resuming(context):
-        resumed = run_on_ranks(context, report, f"{_HERE}:resume", ranks=ranks)
+        resumed = run_on_ranks(context, report, resume, ranks=ranks)
         curves.append(resumed[0].samples)
         rows.append(_row(context, ranks, first[0], resumed[0]))
     return Result(merged(first).rows + rows, pd.concat(curves, ignore_index=True), first[0].source)

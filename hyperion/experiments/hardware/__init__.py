@@ -1,1 +1,1 @@
-"""What the device can do: products, memory, transfers, launches."""
+"""What one device can do: matrix products, memory streams, copies, launches, and the roofline they span."""

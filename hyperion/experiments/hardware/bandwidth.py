@@ -1,35 +1,108 @@
-"""How fast does this machine stream memory, by operation and size, and how near its datasheet is that?"""
+"""How fast does this machine stream memory, by operation and array size, and how near is that to its data sheet?"""
 
 import pandas as pd
+import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.experiments.hardware.streams import measure_stream, stream_forecast
-from hyperion.measure import OPERATIONS
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.options import Options
+from hyperion.chapter.rows import all_samples, bandwidth_limit, out_of_memory_reason, sample_frame, timed_columns
+from hyperion.measure import FORMATS, OPERATIONS, REDUCTIONS, BandwidthMeasurement, Timing, Verification, measure_bandwidth
 from hyperion.results import Row
 
 
+class BandwidthOptions(Options):
+    """Options of `bandwidth`.
+
+    Args:
+        dtype: number format of the arrays.
+        millions: elements of one array, in millions.
+        time_limit_s: seconds of timing for each operation and size.
+    """
+
+    dtype: str
+    millions: tuple[float, ...]
+    time_limit_s: float
+
+
 def forecast(context: Context) -> list[Forecast]:
-    """The datasheet's bandwidth for every cell whose data cannot stay in a cache."""
-    cells = sorted(_cells(context), key=lambda cell: (-cell[1], cell[0] != "copy"))
-    return [stream_forecast(context, operation, context.sizes["dtype"], elements) for operation, elements in cells]
+    """Predict the data sheet's bandwidth for every cell whose arrays no cache can hold."""
+    options = BandwidthOptions.of(context)
+    # The reader guesses the first line: the copy of the largest array.
+    cells = sorted(_cells(options), key=lambda cell: (-cell[1], cell[0] != "copy"))
+    return [stream_forecast(context, operation, options.dtype, elements) for operation, elements in cells]
 
 
-def run(context: Context, report) -> Result:
-    """Time every operation and size with flushed caches and verify each."""
+def run(context: Context, report: Report) -> Result:
+    """Time every operation and size with flushed caches, and verify each."""
+    options = BandwidthOptions.of(context)
     rows: list[Row] = []
     frames: list[pd.DataFrame] = []
-    cells = _cells(context)
+    cells = _cells(options)
     for done, (operation, elements) in enumerate(cells):
         report(done, len(cells), f"{operation} {elements / 1e6:g} M")
-        _, row, samples = measure_stream(context, operation, context.sizes["dtype"], elements)
+        _, row, samples = measure_stream(context, operation, options.dtype, elements, options.time_limit_s)
         rows.append(row)
         frames += samples
     report(len(cells), len(cells), "done")
-    return Result(rows, pd.concat(frames, ignore_index=True) if frames else pd.DataFrame())
+    return Result(rows, all_samples(frames))
 
 
-EXPERIMENT = Experiment(forecast, run)
+EXPERIMENT = Experiment(forecast, run, options=BandwidthOptions)
 
 
-def _cells(context: Context) -> list[tuple[str, int]]:
-    return [(operation, int(millions * 1e6)) for operation in OPERATIONS for millions in context.sizes["millions"]]
+def _cells(options: BandwidthOptions) -> list[tuple[str, int]]:
+    return [(operation, int(millions * 1e6)) for operation in OPERATIONS for millions in options.millions]
+
+
+def stream_params(elements: int) -> dict:
+    """Return the parameters of a stream's row."""
+    return {"elements": elements, "cache": "cold"}
+
+
+def stream_bytes(operation: str, dtype: str, elements: int) -> int:
+    """Return the bytes that one call reads and writes."""
+    return (OPERATIONS | REDUCTIONS)[operation].arrays * elements * FORMATS[dtype].bytes
+
+
+def stream_forecast(context: Context, operation: str, dtype: str, elements: int) -> Forecast:
+    """Predict the data sheet's bandwidth, or None with the reason where a cache may hold the arrays."""
+    limit, source = bandwidth_limit(context.device, stream_bytes(operation, dtype, elements))
+    return Forecast(
+        variant=operation, metric="bandwidth_gb_s", estimate=limit, basis=source, dtype=dtype, params=stream_params(elements)
+    )
+
+
+def measure_stream(
+    context: Context, operation: str, dtype: str, elements: int, time_limit_s: float
+) -> tuple[BandwidthMeasurement | None, Row, list[pd.DataFrame]]:
+    """Time and verify one stream.
+
+    Returns:
+        The measurement (None where memory did not suffice), its row, its samples.
+    """
+    params = stream_params(elements)
+    try:
+        measured = measure_bandwidth(operation, elements, dtype, context.device, seed=context.seed, time_limit_s=time_limit_s)
+    except torch.OutOfMemoryError as error:
+        reason = out_of_memory_reason(error)
+        return None, context.row(operation, "bandwidth_gb_s", None, dtype=dtype, params=params, value_reason=reason), []
+    row = stream_row(context, operation, dtype, params, measured.bytes, measured.timing, measured.verification)
+    return measured, row, [sample_frame(measured.timing, operation, dtype, params)]
+
+
+def stream_row(
+    context: Context, variant: str, dtype: str, params: dict, traffic_bytes: int, timing: Timing, verification: Verification
+) -> Row:
+    """Return the row of a stream's rate, limited by the memory where its traffic cannot come from a cache."""
+    rate = timing.estimate.map(lambda seconds: traffic_bytes / seconds / 1e9)
+    limit, source = bandwidth_limit(context.device, traffic_bytes)
+    return context.row(
+        variant,
+        "bandwidth_gb_s",
+        rate.value,
+        dtype=dtype,
+        params=params,
+        limit=limit,
+        limit_source=source,
+        **timed_columns(rate, timing, verification),
+    )

@@ -1,4 +1,4 @@
-"""Exercises "break the benchmark": leave out one precaution and see what it was worth here; then write the check that notices."""
+"""Exercises of chapter 1.4: leave out one precaution of a benchmark and see the error; then write the check that finds it."""
 
 import time
 from collections.abc import Callable
@@ -26,18 +26,18 @@ def toy_timer(
     random_data: bool = True,
     elements: int = _ELEMENTS,
 ) -> float:
-    """Seconds of a copy of float32 numbers on this machine, timed with or without each precaution.
+    """Return the seconds of a copy of float32 numbers on this machine, timed with or without each precaution.
 
-    A copy is launched and runs beside the caller: in a GPU's queue, on a CPU in a thread.
+    A copy runs asynchronously: in a GPU's queue, on a CPU in a thread.
 
     Args:
-        device: where; None for the first there is.
+        device: where to copy; None for the first device.
         synchronise: wait for the copy before the clock stops.
-        warm_up: copy three times before anything is timed, and take the median of fifteen calls; else the first call is all.
-        flush: read something else before each call, so that the numbers are not in the cache.
-        random_data: copy normal numbers; else zeros that nobody has written yet, as `np.zeros` gives them. A CPU's system
-            keeps one page for all of these; a GPU's wires hardly switch.
-        elements: how many.
+        warm_up: copy three times before timing and take the median of fifteen calls; else time only the first call.
+        flush: read other memory before each call, so that the numbers are not in the cache.
+        random_data: copy normal numbers; else the untouched zeros of `np.zeros`. The system backs all of these with one page,
+            and on a GPU constant data draw less power.
+        elements: number of elements.
     """
     device = device or detect()
     where, queue = device.torch_device, _Launches(device)
@@ -61,16 +61,16 @@ def toy_timer(
 
 
 def broken_benchmarks(device: Device | None = None, *, elements: int = _ELEMENTS, rounds: int = 5) -> pd.DataFrame:
-    """What each precaution of `toy_timer` is worth on this machine: all of them, then each left out alone, in turn.
+    """Time the copy with every precaution of `toy_timer`, then without each of them.
 
     Args:
-        rounds: how often each is timed; the table has medians.
+        rounds: repetitions of each way of timing, interleaved; the table has medians.
 
     Returns:
-        One line a way of timing: what was left out, milliseconds, GB/s as read off, and times the right rate.
+        One line a way of timing: what was left out, milliseconds, the resulting GB/s, and their ratio to the right rate.
     """
     ways = {"nothing": {}, **{name: {name: False} for name in PRECAUTIONS}}
-    seconds = {name: [] for name in ways}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, left_out in ways.items():
             seconds[name].append(toy_timer(device, elements=elements, **left_out))
@@ -85,17 +85,18 @@ def broken_benchmarks(device: Device | None = None, *, elements: int = _ELEMENTS
 
 
 class _Launches:
-    """Work that runs beside the caller: `launch` returns at once, `wait` when all is done."""
+    """Asynchronous work: `launch` returns at once, `wait` when all work is done."""
 
     def __init__(self, device: Device):
-        self._device, self._last = device, None
+        self._device = device
+        self._last: Future | None = None
         self._thread = ThreadPoolExecutor(1) if device.kind == "cpu" else None
 
     def launch(self, work: Callable[[], object]) -> None:
         if self._thread is None:
             work()
         else:
-            self._last: Future | None = self._thread.submit(work)
+            self._last = self._thread.submit(work)
 
     def wait(self) -> None:
         if self._thread is None:
@@ -110,15 +111,16 @@ def _flush_elements(device: Device) -> int:
 
 @dataclass(frozen=True)
 class ToyMeasurement:
-    """Everything that a benchmark of a matrix product knows when it has run, for a check to look at.
+    """Everything that a benchmark of a matrix product knows after it has run, as the input of a check.
 
     Args:
         a_MK, b_KN, c_MN: operands and output, float32 [48, 32], [32, 64] and [48, 64]; c was NaN before the calls.
-        flops: what the rate is made of.
+        flops: operations that the rate is computed from.
         samples_s: seconds of each timed call, in the order taken.
         in_a_row_s: seconds of a call when ten are made in a row, from an idle device to an idle device.
-        cold, flushes: whether the caches are called cold, and how often they were flushed.
-        peak_tflops: the device's.
+        cold: whether the result claims cold caches.
+        flushes: number of cache flushes.
+        peak_tflops: the device's peak.
     """
 
     a_MK: torch.Tensor
@@ -133,12 +135,12 @@ class ToyMeasurement:
 
     @property
     def tflops(self) -> float:
-        """The rate that is reported."""
+        """The reported rate."""
         return self.flops / float(np.median(self.samples_s)) / 1e12
 
 
 def toy_measurement(noise: float = 0.02, seed: int = 0) -> ToyMeasurement:
-    """A sound measurement, made up: 50 calls of about 1 ms."""
+    """Return a sound synthetic measurement: 50 calls of about 1 ms."""
     generator = torch.Generator().manual_seed(seed)
     a_MK, b_KN = (torch.randn(*shape, generator=generator) for shape in ((_M, _K), (_K, _N)))
     samples_s = _CALL_S * np.random.default_rng(seed).lognormal(0, noise, 50)
@@ -175,14 +177,14 @@ TOY_FAULTS: dict[str, Callable[[ToyMeasurement], ToyMeasurement]] = {
 
 
 def judge_harness_check(my_check: Callable[[ToyMeasurement], bool], fault: str | None = None) -> pd.DataFrame:
-    """Judge a check of measurements: does it catch a fault, and let sound measurements pass?
+    """Judge a check of measurements: does it catch faults, and accept sound measurements?
 
     Args:
-        my_check: returns True for a measurement it finds sound.
-        fault: one of `TOY_FAULTS`; None for all of them at once.
+        my_check: returns True for a sound measurement.
+        fault: one of `TOY_FAULTS`; None for all of them.
 
     Raises:
-        KeyError: no such fault.
+        KeyError: there is no such fault.
     """
     sound = toy_measurement()
     faults = TOY_FAULTS if fault is None else {fault: TOY_FAULTS[fault]}

@@ -1,28 +1,43 @@
-"""Figures of the hardware chapters: matrix products, memory streams, and the roofline they span."""
+"""Figures of the hardware chapters: matrix products, memory streams, and the roofline they span; the list of all plots."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hyperion.experiments.hardware import figures_gap, figures_levels, figures_model_products, figures_products, figures_transfers
-from hyperion.experiments.hardware.intensity import gemm_intensity, stream_intensity
+from hyperion.errors import not_none
+from hyperion.experiments.hardware import figures_memory, figures_models, figures_products
+from hyperion.experiments.hardware.figures_memory import add_share_axis, element_bytes
 from hyperion.figures.formats import items, number
-from hyperion.figures.material import Material, measured
+from hyperion.figures.material import Material, measured, values
 from hyperion.figures.plot import Plot
 from hyperion.figures.published import published_bandwidth, published_gemm
-from hyperion.figures.style import INK, MUTED, add_notes, errors_of, limit_line, log_ticks, look, new_figure, spread_labels
+from hyperion.figures.style import (
+    INK,
+    MUTED,
+    absences,
+    add_notes,
+    errors_of,
+    limit_line,
+    log_ticks,
+    look,
+    new_figure,
+    spread_labels,
+)
 from hyperion.results import Row
 
 _DOT = {"linestyle": "none", "marker": ".", "markersize": 6, "color": "white", "markeredgecolor": INK, "zorder": 4}
-_FELT = 0.02  # a clock that is lower by less hardly shows in a rate
+_VISIBLE = 0.02  # a clock that is lower by a smaller share hardly shows in a rate
+# FLOPs per element and arrays read or written of each stream.
+_STREAMS = {"copy": (0, 2), "scale": (1, 2), "add": (1, 3), "triad": (2, 3)}
 
 
 def gemm(material: Material, published: bool = False) -> Figure | None:
-    """TFLOPS by size and dtype with each dtype's limit, and beside it the share of the limit.
+    """TFLOPS by size and dtype with each dtype's limit, and the share of the limit in a second panel.
 
     Args:
-        published: draw the MI250X tables beside, dashed and marked as another machine's.
+        published: add the published MI250X table, dashed and marked as another machine's.
     """
     rows = gemm_rows(material)
     if not measured(rows):
@@ -40,30 +55,30 @@ def gemm(material: Material, published: bool = False) -> Figure | None:
         ncols=6, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, columnspacing=0.9, handlelength=1.6, fontsize=8
     )
     if limited:
-        legend.set_in_layout(False)  # wider than its panel, it would push the panels apart
+        legend.set_in_layout(False)  # it is wider than its panel and would push the panels apart
         _draw_shares(panels[1], rows, positions)
     for axes in panels:
         axes.set_xticks(range(len(positions)), [_size_label(size) for size in positions])
         axes.set_xlabel("M = N = K" if all(len(set(size[1:])) == 1 for size in positions) else "M × N × K")
-    add_notes(figure, notes + _absences(rows, lambda row: row.dtype))
+    add_notes(figure, notes + absences(rows, lambda row: row.dtype))
     return figure
 
 
 def gemm_cross_check(material: Material) -> Figure | None:
-    """The harness's rate over that of a plain timing loop, interleaved: 1 where both agree."""
+    """The harness's rate divided by that of a plain timing loop, interleaved: 1 where both agree."""
     rows = measured(material.of("gemm", metric="speedup"))
     if not rows:
         return None
     figure, (axes,) = new_figure("The harness against a plain loop", material.machine("gemm"), height=3.2)
     rows = sorted(rows, key=_size)
     axes.axhline(1, color=MUTED, linewidth=1.2)
-    axes.errorbar(range(len(rows)), [r.value for r in rows], errors_of(rows), linestyle="none", **look(rows[0].dtype))
+    axes.errorbar(range(len(rows)), values(rows), errors_of(rows), linestyle="none", **look(rows[0].dtype))
     axes.set_xticks(range(len(rows)), [_size_label(_size(row)) for row in rows])
     axes.margins(x=0.1, y=0.25)
     axes.set(xlabel="M = N = K", ylabel="rate, harness / plain loop", title=f"{rows[0].dtype}, medians with 95 % interval")
     notes = [
-        "1: both clocks agree, with warm caches. Above 1 the plain loop pays for launches and synchronisation, which weigh "
-        "on small products and must vanish in large ones."
+        "At 1 both clocks agree, with warm caches. Above 1 the plain loop also times launches and synchronisation: a large "
+        "share of a small product, and a negligible one of a large product."
     ]
     add_notes(figure, notes)
     return figure
@@ -73,7 +88,7 @@ def bandwidth(material: Material, published: bool = False) -> Figure | None:
     """GB/s by array size and operation with the limit of the memory.
 
     Args:
-        published: draw the MI250X table beside, dashed and marked as another machine's.
+        published: add the published MI250X table, dashed and marked as another machine's.
     """
     rows = material.of("bandwidth", metric="bandwidth_gb_s")
     if not measured(rows):
@@ -82,7 +97,7 @@ def bandwidth(material: Material, published: bool = False) -> Figure | None:
     for position, (series, points) in enumerate(_series(measured(rows))):
         points = sorted(points, key=lambda row: row.params["elements"])
         x = [row.params["elements"] for row in points]
-        axes.errorbar(x, [row.value for row in points], errors_of(points), label=series, **look(series.split(",")[0], position))
+        axes.errorbar(x, values(points), errors_of(points), label=series, **look(series.split(",")[0], position))
     limits = {row.limit: row.limit_source for row in rows if row.limit is not None}
     for limit, source in limits.items():
         limit_line(axes, limit, f"limit {number(limit)} GB/s ({source.partition(':')[0]})", MUTED)
@@ -94,13 +109,11 @@ def bandwidth(material: Material, published: bool = False) -> Figure | None:
     ticks = sorted({row.params["elements"] for row in measured(rows)})
     axes.set_xticks(ticks, [items(tick) for tick in ticks])
     axes.minorticks_off()
-    # Above the panel: streams that a cache serves can lie anywhere in it.
+    # Above the panel: streams from a cache may have any rate, so no corner of the panel is surely free.
     axes.legend(ncols=5, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
     if len(limits) == 1:
-        limit = next(iter(limits))
-        share = axes.secondary_yaxis("right", functions=(lambda y: 100 * y / limit, lambda y: y * limit / 100))
-        share.set_ylabel("% of limit")
-    add_notes(figure, notes + _absences(rows, lambda row: items(row.params["elements"])))
+        add_share_axis(axes, next(iter(limits)))
+    add_notes(figure, notes + absences(rows, lambda row: items(row.params["elements"])))
     return figure
 
 
@@ -113,15 +126,16 @@ def roofline(material: Material) -> Figure | None:
     if not products or not streams:
         return None
     figure, (axes,) = new_figure("Roofline", material.machine("gemm"), height=4.8)
-    slope = max(row.value for row in streams)
+    slope = max(values(streams))
     ends = 0.03, max(3e3, 2 * max(gemm_intensity(row) for row in products))
     labels = _draw_roofs(axes, products, slope, ends)
     for dtype in dict.fromkeys(row.dtype for row in products):
         points = [row for row in products if row.dtype == dtype]
-        axes.plot([gemm_intensity(p) for p in points], [p.value for p in points], linestyle="none", **look(dtype))
+        axes.plot([gemm_intensity(p) for p in points], values(points), linestyle="none", **look(dtype))
     for operation in dict.fromkeys(row.variant for row in streams if stream_intensity(row)):
         points = [row for row in streams if row.variant == operation]
-        x, y = zip(*[(stream_intensity(p), p.value * stream_intensity(p) / 1e3) for p in points], strict=True)
+        x = [stream_intensity(point) for point in points]
+        y = [rate * intensity / 1e3 for rate, intensity in zip(values(points), x, strict=True)]
         axes.plot(x, y, linestyle="none", markerfacecolor="none", label=f"stream {operation}", **look(operation))
     axes.set(
         xscale="log", yscale="log", xlim=ends, xlabel="arithmetic intensity, FLOP per byte of memory traffic", ylabel="TFLOPS"
@@ -132,15 +146,30 @@ def roofline(material: Material) -> Figure | None:
     spread_labels(axes, labels)
     notes = [
         "Solid: ceilings measured in this run. Dotted: datasheet limits. Filled marks: matrix products. Hollow: streams over "
-        f"{items(largest)} elements; smaller ones may owe their rate to a cache. A copy does no arithmetic and has no place here."
+        f"{items(largest)} elements; a cache may serve smaller ones. A copy does no arithmetic and is not shown."
     ]
     add_notes(figure, notes)
     return figure
 
 
 def gemm_rows(material: Material) -> list[Row]:
-    """The product rates of the sweep; those of the cross-check with a plain loop belong to another figure."""
+    """Return the product rates of the sweep, without those of the comparison with a plain loop."""
     return [row for row in material.of("gemm", metric="gemm_tflops") if "plain_loop_calls" not in row.params]
+
+
+def gemm_intensity(row: Row) -> float:
+    """Return the FLOP per byte of a matrix product: 2·M·N·K over its three matrices, each moved once.
+
+    Source: Williams, Waterman, Patterson, Roofline, CACM 52 (2009) 65-76.
+    """
+    m, n, k = (row.params[name] for name in "mnk")
+    return 2 * m * n * k / (element_bytes(row.dtype) * (m * k + k * n + m * n))
+
+
+def stream_intensity(row: Row) -> float:
+    """Return the FLOP per byte of a memory stream, 0 for a copy."""
+    flops, arrays = _STREAMS[row.variant]
+    return flops / (arrays * element_bytes(row.dtype))
 
 
 def _size(row: Row) -> tuple[int, int, int, int]:
@@ -153,7 +182,7 @@ def _size_label(size: tuple[int, int, int, int]) -> str:
 
 
 def _series(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
-    """Rows by variant, those with a hot cache apart."""
+    """Return the rows of each variant, with separate series for warm caches."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         hot = ", hot cache" if row.params.get("cache") == "hot" else ""
@@ -167,12 +196,12 @@ def _draw_rates(axes: Axes, rows: list[Row], positions: dict) -> None:
     for dtype in dict.fromkeys(row.dtype for row in measured(rows)):
         for series, points in _series(row for row in measured(rows) if row.dtype == dtype):
             points = sorted(points, key=_size)
-            style = look(dtype) | ({"markerfacecolor": "none", "linestyle": ":"} if "hot" in series else {})
+            style = _series_style(dtype, series)
             label = None if "hot" in series else f"{dtype} {series}" if several else dtype
             x = [positions[_size(p)] + _aside(rows, dtype) for p in points]
-            axes.errorbar(x, [p.value for p in points], errors_of(points), label=label, **style)
-            _dot_slowed(axes, x, [p.value for p in points], points, slowed)
-        for limit in {row.limit for row in rows if row.dtype == dtype} - {None}:
+            axes.errorbar(x, values(points), errors_of(points), label=label, **style)
+            _dot_slowed(axes, x, values(points), points, slowed)
+        for limit in {row.limit for row in rows if row.dtype == dtype and row.limit is not None}:
             limits.setdefault(limit, []).append(dtype)
     if any(row.params.get("cache") == "hot" for row in measured(rows)):
         axes.plot([], [], color=MUTED, marker="o", markerfacecolor="none", linestyle=":", label="warm caches")
@@ -181,9 +210,14 @@ def _draw_rates(axes: Axes, rows: list[Row], positions: dict) -> None:
 
 
 def _aside(rows: list[Row], dtype: str) -> float:
-    """A small step aside for each dtype, so that curves which coincide stay visible."""
+    """Return a small horizontal offset for each dtype, so that curves at the same height stay visible."""
     dtypes = list(dict.fromkeys(row.dtype for row in measured(rows)))
     return 0.03 * (dtypes.index(dtype) - (len(dtypes) - 1) / 2)
+
+
+def _series_style(dtype: str, series: str) -> dict[str, Any]:
+    """Return the style of a curve: warm caches are dotted with hollow marks."""
+    return look(dtype) | ({"markerfacecolor": "none", "linestyle": ":"} if "hot" in series else {})
 
 
 def _draw_shares(axes: Axes, rows: list[Row], positions: dict) -> None:
@@ -191,10 +225,11 @@ def _draw_shares(axes: Axes, rows: list[Row], positions: dict) -> None:
     for dtype in dict.fromkeys(row.dtype for row in measured(rows)):
         for series, points in _series(r for r in rows if r.dtype == dtype and r.fraction_of_limit is not None):
             points = sorted(points, key=_size)
-            style = look(dtype) | ({"markerfacecolor": "none", "linestyle": ":"} if "hot" in series else {})
+            style = _series_style(dtype, series)
             x = [positions[_size(p)] + _aside(rows, dtype) for p in points]
-            axes.plot(x, [100 * p.fraction_of_limit for p in points], **style)
-            _dot_slowed(axes, x, [100 * p.fraction_of_limit for p in points], points, slowed)
+            shares = [100 * not_none(p.fraction_of_limit) for p in points]
+            axes.plot(x, shares, **style)
+            _dot_slowed(axes, x, shares, points, slowed)
     axes.set(ylim=(0, 105), title="Share of the limit", ylabel="% of limit")
     limit_line(axes, 100, "", MUTED)
     if axes.get_legend_handles_labels()[1]:
@@ -202,30 +237,30 @@ def _draw_shares(axes: Axes, rows: list[Row], positions: dict) -> None:
 
 
 def _slowed(rows: list[Row]) -> list[Row]:
-    """Rows whose samples were taken while the device held its clock down: a reason is known, and the clock was lower."""
+    """Return the rows measured while the device lowered its clock: it stated a reason, and the clock was visibly lower."""
     highest = max((row.clock_mhz for row in rows if row.clock_mhz is not None), default=0)
-    low = [row for row in rows if row.clock_mhz is None or row.clock_mhz < (1 - _FELT) * highest]
+    low = [row for row in rows if row.clock_mhz is None or row.clock_mhz < (1 - _VISIBLE) * highest]
     return [row for row in low if row.throttle not in (None, "none")]
 
 
 def _dot_slowed(axes: Axes, x: list[float], y: list[float], points: list[Row], slowed: list[Row]) -> None:
-    """A dot in the mark of every point that was measured at a lowered clock."""
+    """Put a dot into the mark of every point that was measured at a lowered clock."""
     places = [place for place, row in enumerate(points) if row in slowed]
     axes.plot([x[place] for place in places], [y[place] for place in places], **_DOT)
 
 
 def _name_dots(axes: Axes, slowed: list[Row]) -> list[str]:
-    """Put the dots into the panel's legend; returns how low the clock was, nothing without dots."""
+    """Add the dots to the panel's legend; return a note with the lowest clock, nothing without dots."""
     if not slowed:
         return []
-    reasons = sorted({reason for row in slowed for reason in row.throttle.split("+")} - {"none"})
+    reasons = sorted({reason for row in slowed for reason in (row.throttle or "").split("+")} - {"none"})
     axes.plot([], [], label=", ".join(reason.removeprefix("sw_").replace("_", " ") for reason in reasons), **_DOT)
-    said = f"Dots: the device held its clock down by more than {100 * _FELT:.0f} %"
-    known = [row for row in slowed if row.clock_mhz is not None]
+    note = f"Dots: the device lowered its clock by more than {100 * _VISIBLE:.0f} %"
+    known = [(row.clock_mhz, row) for row in slowed if row.clock_mhz is not None]
     if known:
-        lowest = min(known, key=lambda row: row.clock_mhz)
-        said += f", most of all to {lowest.clock_mhz:,.0f} MHz ({lowest.dtype} at {_size_label(_size(lowest))})"
-    return [said + ". Limits are those of the maximum clock."]
+        clock_mhz, lowest = min(known, key=lambda pair: pair[0])
+        note += f", at the lowest to {clock_mhz:,.0f} MHz ({lowest.dtype} at {_size_label(_size(lowest))})"
+    return [note + ". Limits are those of the maximum clock."]
 
 
 def _draw_published(axes: Axes, positions: dict) -> list[str]:
@@ -237,7 +272,7 @@ def _draw_published(axes: Axes, positions: dict) -> list[str]:
             if (n**3, n, n, n) in positions
         ]
         if known:
-            style = look(dtype) | {"linestyle": "--", "alpha": 0.55, "markerfacecolor": "none", "linewidth": 1.2}
+            style = look(str(dtype)) | {"linestyle": "--", "alpha": 0.55, "markerfacecolor": "none", "linewidth": 1.2}
             axes.plot(*zip(*known, strict=True), **style)
     axes.plot([], [], linestyle="--", color=MUTED, marker="o", markerfacecolor="none", label="MI250X as published")
     return [f"Dashed with hollow marks: published, other machine. {table.attrs['title']}: {table.attrs['defects']}."]
@@ -260,17 +295,17 @@ def _draw_published_streams(axes: Axes) -> list[str]:
 
 def _draw_roofs(axes: Axes, products: list[Row], slope_gb_s: float, ends: tuple[float, float]) -> list[tuple]:
     """Draw the roofs; return their labels as (y, text, colour) for the right edge."""
-    labels, tops = [], {}
+    labels, highest = [], 0.0
     for dtype in dict.fromkeys(row.dtype for row in products):
-        best = max((row for row in products if row.dtype == dtype), key=lambda row: row.value)
-        tops[dtype] = best.value
-        colour = look(dtype)["color"]
-        axes.plot([best.value * 1e3 / slope_gb_s, ends[1]], [best.value] * 2, color=colour, linewidth=1.6)
+        best = max((row for row in products if row.dtype == dtype), key=lambda row: not_none(row.value))
+        top, colour = not_none(best.value), look(dtype)["color"]
+        highest = max(highest, top)
+        axes.plot([top * 1e3 / slope_gb_s, ends[1]], [top] * 2, color=colour, linewidth=1.6)
         if best.limit is not None:
             axes.plot([best.limit * 1e3 / slope_gb_s, ends[1]], [best.limit] * 2, color=colour, linestyle=":", linewidth=1.1)
-        labels.append((best.value, f"{dtype} {number(best.value)}", colour))
-    ridge = max(tops.values()) * 1e3 / slope_gb_s
-    axes.plot([ends[0], ridge], [ends[0] * slope_gb_s / 1e3, max(tops.values())], color="#1b1f24", linewidth=1.6)
+        labels.append((top, f"{dtype} {number(top)}", colour))
+    ridge = highest * 1e3 / slope_gb_s
+    axes.plot([ends[0], ridge], [ends[0] * slope_gb_s / 1e3, highest], color=INK, linewidth=1.6)
     axes.annotate(
         f"{number(slope_gb_s)} GB/s measured",
         (1.2, 1.2 * slope_gb_s / 1e3),
@@ -280,17 +315,6 @@ def _draw_roofs(axes: Axes, products: list[Row], slope_gb_s: float, ends: tuple[
         fontsize=8.5,
     )
     return labels
-
-
-def _absences(rows: list[Row], name: Callable[[Row], str]) -> list[str]:
-    """One note a reason: values that could not be taken, limits that do not exist; `name` says whose."""
-    missing: dict[str, dict[str, None]] = {}
-    for row in rows:
-        if row.value is None:
-            missing.setdefault(f"not measured ({row.value_reason})", {})[name(row)] = None
-        elif row.limit is None:
-            missing.setdefault(row.limit_source.partition(" (")[0].partition("; ")[0], {})[name(row)] = None
-    return [f"{', '.join(names)}: {reason}." for reason, names in missing.items()]
 
 
 TITLES = {
@@ -316,65 +340,62 @@ PLOTS = (
         published=True,
     ),
     Plot(
-        "gemm_cross_check",
-        "gemm",
-        "The same products timed by the harness and by the loop anybody would write, interleaved.",
-        gemm_cross_check,
+        "gemm_cross_check", "gemm", "The same products timed by the harness and by a plain loop, interleaved.", gemm_cross_check
     ),
     Plot("bandwidth", "bandwidth", "Bytes read and written per second, by operation and array size.", bandwidth, published=True),
-    Plot("roofline", "roofline", "Left of a ridge memory bounds, right of it arithmetic.", roofline),
+    Plot("roofline", "roofline", "Left of a ridge memory is the bound, right of it arithmetic.", roofline),
     Plot(
         "best_products",
         "best_products",
-        "What is left of each format's limit when the shape is chosen well, and what shapes that somebody needs get of it.",
+        "Share of each format's limit that the best shape reaches, and that given shapes reach.",
         figures_products.best_products,
     ),
     Plot(
         "operand_data",
         "operand_data",
-        "The same product with other numbers: at one clock for all, and each at the clock that its own power leaves.",
+        "The same product with other numbers: all at the same clock, and each at the clock that its own power allows.",
         figures_products.operand_data,
     ),
     Plot(
         "memory_levels",
         "memory_levels",
-        "Bytes per second by working set: a step down wherever a cache is full.",
-        figures_levels.memory_levels,
+        "Bytes per second by working set: a step down wherever a cache becomes too small.",
+        figures_memory.memory_levels,
     ),
     Plot(
         "stream_formats",
         "stream_formats",
-        "A memory moves bytes: the same streams in every number format, beside its limit.",
-        figures_levels.stream_formats,
+        "The same bytes streamed in every number format, with the memory's limit.",
+        figures_memory.stream_formats,
     ),
     Plot(
         "transfers",
         "transfers",
         "Between host and device by size, from pinned and from pageable memory, and from each GPU to each other one.",
-        figures_transfers.transfers,
+        figures_memory.transfers,
     ),
     Plot(
         "launch_cost",
         "launch_cost",
-        "What launching a kernel costs, and from which size on a copy works longer than that.",
-        figures_transfers.launch_cost,
+        "Time of a launch, and the size from which a copy takes longer than its launch.",
+        figures_memory.launch_cost,
     ),
     Plot(
         "gemm_gap",
         "gemm_gap",
-        "From the data sheet's peak to the fastest product: what each known limit takes, and what none explains.",
-        figures_gap.gemm_gap,
+        "From the data sheet's peak to the fastest product: the factor of each known limit, and the unexplained rest.",
+        figures_products.gemm_gap,
     ),
     Plot(
         "model_products",
         "model_products",
-        "What our models' products reach, beside the fastest product of any shape and the peak.",
-        figures_model_products.model_products,
+        "Rates of our models' products, of the fastest product of any shape, and of the peak.",
+        figures_models.model_products,
     ),
     Plot(
         "products_roofline",
         "model_products",
-        "Each model's products at their arithmetic intensity: which of them memory holds back.",
-        figures_model_products.products_roofline,
+        "Each model's products at their arithmetic intensity: which of them are bound by memory.",
+        figures_models.products_roofline,
     ),
 )

@@ -1,24 +1,28 @@
-"""Figures of what a matrix product can reach: the best shape of each number format, and the same product with other numbers."""
+"""Figures of single products: the best shape of each number format, other operand data, and the gap to the peak."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hyperion.errors import not_none
 from hyperion.figures.formats import number
 from hyperion.figures.material import Material, measured
-from hyperion.figures.style import COLOURS, INK, MARKERS, MUTED, add_notes, errors_of, look, new_figure
+from hyperion.figures.style import COLOURS, INK, MARKERS, MUTED, absences, add_notes, errors_of, look, new_figure
 from hyperion.results import Row
 
 _BEST, _DATA = "best_products", "operand_data"
-_RATIOS = ("speedup", "rate_ratio")  # among products timed in turn, and among those timed alone
+_RATIOS = ("speedup", "rate_ratio")  # of products timed interleaved, and of products timed alone
 _BAR = 0.56
 _TURNS = {"alone": COLOURS[0], "in turn": COLOURS[5]}
 _ERROR = {"ecolor": INK, "elinewidth": 1.0}
+_LOST, _GAINED, _UNEXPLAINED = COLOURS[1], COLOURS[2], COLOURS[6]
+_UNCHANGED = 1e-3  # a factor this close to 1 would have an invisible bar
 
 
 def best_products(material: Material) -> Figure | None:
-    """The fastest product found in each format beside the format's limit, and the share of it that given shapes reach."""
+    """The fastest product found in each format with the format's limit, and the share of it that given shapes reach."""
     rows = material.of(_BEST, metric="gemm_tflops")
     fastest = measured(row for row in rows if row.variant == "fastest found")
     if not fastest:
@@ -34,12 +38,12 @@ def best_products(material: Material) -> Figure | None:
         _draw_shares(panels[1], fastest)
     _draw_given(panels[-1], given, places, _share if limited else (lambda row: row.value))
     _name_lines(panels, list(places))
-    add_notes(figure, [*_searches(fastest), *_absences(rows)])
+    add_notes(figure, [*_searches(fastest), *absences(rows, _dtype_and_shape, lambda row: row.dtype)])
     return figure
 
 
 def operand_data(material: Material) -> Figure | None:
-    """TFLOPS of one product by what its operands hold, alone and in turn; power and clock beside where they are readable."""
+    """TFLOPS of one product by the data of its operands, alone and interleaved; power and clock where they are readable."""
     rows = material.of(_DATA)
     rates = [row for row in rows if row.metric == "gemm_tflops"]
     if not measured(rates):
@@ -59,12 +63,92 @@ def operand_data(material: Material) -> Figure | None:
     for axes, (column, title) in zip(panels[1:], states, strict=True):
         _draw_state(axes, alone, places, column, title)
     _name_lines(panels, list(places))
-    add_notes(figure, _told(rows, rates, states) + _absences(rates))
+    add_notes(figure, _data_notes(rows, rates, states) + absences(rates, _dtype_and_shape, lambda row: row.dtype))
+    return figure
+
+
+@dataclass(frozen=True)
+class _Peak:
+    tflops: float
+    source: str
+
+
+@dataclass(frozen=True)
+class _Factor:
+    name: str
+    factor: float | None
+    tflops: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class GapRows:
+    """The gap of one product from rows of `gemm_gap`; a `hyperion.measure.Gap` has the same peak, rate and factors.
+
+    Args:
+        dtype: the product's number format.
+        product: its sizes and dtype as text.
+    """
+
+    dtype: str
+    product: str
+    peak: _Peak
+    measured_tflops: float
+    factors: tuple[_Factor, ...]
+
+
+def gaps_of(rows: list[Row]) -> list[GapRows]:
+    """Return one gap a format: of the fastest product of the search, or of the fastest square where there was no search."""
+    wholes: dict[str, Row] = {}
+    for row in measured(rows):
+        if row.params.get("step") == 0 and (row.dtype not in wholes or row.params["of"] != "gemm"):
+            wholes[row.dtype] = row
+    return [_gap_of(whole, rows) for whole in wholes.values()]
+
+
+def gemm_gap(material: Material, dtype: str = "") -> Figure | None:
+    """The waterfalls of all formats side by side, or that of one format with all its reasons.
+
+    Args:
+        dtype: the one format.
+    """
+    rows = material.of("gemm_gap", metric="share")
+    gaps = [gap for gap in gaps_of(rows) if dtype in ("", gap.dtype)]
+    if not gaps:
+        return None
+    machine = material.machine("gemm_gap")
+    if len(gaps) == 1:
+        return gap_waterfall(gaps[0], machine, gaps[0].product, [] if dtype else _without_gap(gaps, rows))
+    columns = 2 if len(gaps) <= 4 else 3
+    lines = -(-len(gaps) // columns)
+    figure, panels = new_figure("From peak to measured", machine, columns, lines=lines, height=1.1 + 2.1 * lines)
+    for axes, gap in zip(panels, gaps, strict=False):
+        _draw_waterfall(axes, gap, plain=True)
+        axes.set_title(gap.product)
+    for axes in panels[len(gaps) :]:
+        axes.set_visible(False)
+    add_notes(figure, _shared_notes(gaps, rows))
+    return figure
+
+
+def gap_waterfall(gap: GapRows, machine: str, product: str, more: Sequence[str] = ()) -> Figure:
+    """Draw a bar for the peak, one for the change by each known factor, and one for the measured rate.
+
+    Args:
+        gap: the gap.
+        machine: name of the machine, for the title.
+        product: name of the product, for the title: "matmul 4096 x 4096 x 4096 bf16".
+        more: further notes.
+    """
+    known = [step for step in gap.factors if step.factor is not None]
+    figure, (axes,) = new_figure(f"From peak to measured: {product}", machine, height=1.5 + 0.46 * (len(known) + 2))
+    _draw_waterfall(axes, gap)
+    add_notes(figure, [*_notes(gap), *more])
     return figure
 
 
 def _name_lines(panels: list[Axes], names: list[str]) -> None:
-    """The same lines in every panel, from the top, named at the left of the first."""
+    """Put the lines of all panels at the same heights, from the top, and name them at the left of the first panel."""
     for place, axes in enumerate(panels):
         axes.set_yticks(range(len(names)), names if place == 0 else [""] * len(names))
         axes.set_ylim(len(names) - 0.5, -0.5)
@@ -72,11 +156,11 @@ def _name_lines(panels: list[Axes], names: list[str]) -> None:
 
 
 def _draw_fastest(axes: Axes, fastest: list[Row]) -> None:
-    """A bar for what was found, within an empty one for the limit; shape and rate at its end."""
+    """Draw a bar for the rate within an outline for the limit, with rate and shape at its end."""
     for place, row in enumerate(fastest):
         if row.limit is not None:
             axes.barh(place, row.limit, _BAR + 0.14, facecolor="none", edgecolor=MUTED, linewidth=0.9)
-        axes.barh(place, row.value, _BAR, xerr=errors_of([row]), error_kw=_ERROR, color=look(row.dtype)["color"])
+        axes.barh(place, not_none(row.value), _BAR, xerr=errors_of([row]), error_kw=_ERROR, color=look(row.dtype)["color"])
         _write(axes, _end(row), place, f"{number(row.value)}  at {_shape(row)}")
     outlined = "; outline: limit" if any(row.limit is not None for row in fastest) else ""
     unit = "TFLOPS (int8: TOPS)" if any(row.dtype == "int8" for row in fastest) else "TFLOPS"
@@ -89,22 +173,23 @@ def _draw_fastest(axes: Axes, fastest: list[Row]) -> None:
 
 def _draw_shares(axes: Axes, fastest: list[Row]) -> None:
     for place, row in enumerate(fastest):
-        if row.limit is None:
+        share = _share(row)
+        if share is None:
             _write(axes, 0, place, "no limit known")
             continue
-        axes.barh(place, _share(row), _BAR, color=look(row.dtype)["color"], alpha=0.45)
-        _write(axes, 100, place, f"{_share(row):.0f} % of {number(row.limit)}")
+        axes.barh(place, share, _BAR, color=look(row.dtype)["color"], alpha=0.45)
+        _write(axes, 100, place, f"{share:.0f} % of {number(row.limit)}")
     axes.axvline(100, color=MUTED, linestyle=(0, (5, 3)), linewidth=1.2)
     axes.set(xlim=(0, 128), xticks=range(0, 101, 20), xlabel="% of the limit at the maximum clock")
 
 
-def _draw_given(axes: Axes, given: list[Row], places: dict[str, int], worth: Callable[[Row], float | None]) -> None:
-    """A mark for each shape that somebody needs, named above the panel."""
+def _draw_given(axes: Axes, given: list[Row], places: dict[str, int], position_of: Callable[[Row], float | None]) -> None:
+    """Draw a mark for each given shape in each format, named above the panel."""
     for position, name in enumerate(dict.fromkeys(row.params["shape"] for row in given)):
-        points = [r for r in given if r.params["shape"] == name and r.dtype in places and worth(r) is not None]
+        points = [r for r in given if r.params["shape"] == name and r.dtype in places and position_of(r) is not None]
         if points:
             axes.plot(
-                [worth(row) for row in points],
+                [not_none(position_of(row)) for row in points],
                 [places[row.dtype] for row in points],
                 linestyle="none",
                 color="white",
@@ -125,11 +210,12 @@ def _draw_rates(axes: Axes, rates: list[Row], places: dict[str, int], ratios: li
     for side, (timed, colour) in zip((-0.5, 0.5), _TURNS.items(), strict=True):
         for row in (row for row in rates if row.params["timed"] == timed):
             place = places[row.variant] + side * width
-            axes.barh(place, row.value, width, xerr=errors_of([row]), error_kw=_ERROR, color=colour)
+            value = not_none(row.value)
+            axes.barh(place, value, width, xerr=errors_of([row]), error_kw=_ERROR, color=colour)
             ratio = over_usual.get((row.variant, timed))
-            _write(axes, row.ci_high or row.value, place, number(row.value) + (f"  ×{ratio:.3f}" if ratio else ""))
+            _write(axes, row.ci_high or value, place, number(value) + (f"  ×{ratio:.3f}" if ratio else ""))
         axes.barh(0, 0, color=colour, label=timed)
-    axes.set(xlabel="TFLOPS, median with 95 % interval", xlim=(0, 1.5 * max(row.ci_high or row.value for row in rates)))
+    axes.set(xlabel="TFLOPS, median with 95 % interval", xlim=(0, 1.5 * max(row.ci_high or not_none(row.value) for row in rates)))
     axes.legend(ncols=2, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
 
 
@@ -146,33 +232,39 @@ def _write(axes: Axes, x: float, y: float, text: str) -> None:
 
 
 def _end(row: Row) -> float:
-    """Where all that is drawn of a row ends."""
-    return max(row.value, row.ci_high or 0, row.limit or 0)
+    """Return the right end of everything that is drawn of a row."""
+    return max(not_none(row.value), row.ci_high or 0, row.limit or 0)
 
 
 def _shape(row: Row) -> str:
     return "×".join(str(row.params[name]) for name in "mnk")
 
 
+def _dtype_and_shape(row: Row) -> str:
+    return f"{row.dtype} {row.params.get('shape', '')}".strip()
+
+
 def _share(row: Row) -> float | None:
+    """Return the rate in percent of its limit."""
     return None if row.fraction_of_limit is None else 100 * row.fraction_of_limit
 
 
 def _searches(fastest: list[Row]) -> list[str]:
-    """How much of the grid each search saw."""
-    told: dict[str, list[str]] = {}
+    """Return how much of its grid each search saw."""
+    extents: dict[str, list[str]] = {}
     for row in fastest:
         seen, shapes = row.params["seen"], row.params["shapes"]
-        told.setdefault(row.params["stopped"], []).append(row.dtype if seen == shapes else f"{row.dtype} {seen} of {shapes}")
-    ends = "; ".join(f"{', '.join(names)}: {stopped}" for stopped, names in told.items())
-    return [f"Shapes seen: {ends}. A search ranks shapes by few samples; only its leaders are measured and verified."]
+        extent = row.dtype if seen == shapes else f"{row.dtype} {seen} of {shapes}"
+        extents.setdefault(row.params["stopped"], []).append(extent)
+    ends = "; ".join(f"{', '.join(names)}: {stopped}" for stopped, names in extents.items())
+    return [f"Shapes seen: {ends}. A search ranks shapes by few samples; only its finalists are measured and verified."]
 
 
-def _told(rows: list[Row], rates: list[Row], states: list[tuple[str, str]]) -> list[str]:
+def _data_notes(rows: list[Row], rates: list[Row], states: list[tuple[str, str]]) -> list[str]:
     ratios = [row for row in rows if row.metric in _RATIOS]
     notes = [
-        "In turn: call by call, so that all data meet the same clock. Alone: each for itself, at the clock that its own power "
-        "leaves." + (f" ×: speed over {ratios[0].params['over']} data timed alike." if ratios else "")
+        "In turn: interleaved call by call, so that all data run at the same clock. Alone: each at the clock that its own power "
+        "allows." + (f" ×: speed over {ratios[0].params['over']} data timed in the same way." if ratios else "")
     ]
     limits = {row.limit: row.limit_source.partition(":")[0] for row in measured(rates) if row.limit is not None}
     notes += [f"Limit at the maximum clock: {number(limit)} TFLOPS ({path})." for limit, path in limits.items()]
@@ -181,17 +273,82 @@ def _told(rows: list[Row], rates: list[Row], states: list[tuple[str, str]]) -> l
         energies = (row.value_reason.removeprefix("no power: ") for row in rows if row.metric == "energy_j_per_tflop")
         notes.append(f"Power is not shown: {next(energies, '') or 'it was not readable'}.")
     if "clock_mhz" not in shown:
-        notes.append("The clock is not shown: the system does not tell it.")
+        notes.append("The clock is not shown: the system does not report it.")
     return notes
 
 
-def _absences(rows: list[Row]) -> list[str]:
-    """One note a reason: what was not measured, and which formats have no limit."""
-    missing: dict[str, dict[str, None]] = {}
+def _gap_of(whole: Row, rows: list[Row]) -> GapRows:
+    same = {name: whole.params[name] for name in ("of", "m", "n", "k")}
+    steps = [
+        row for row in rows if row.dtype == whole.dtype and same.items() <= row.params.items() and row.params.get("step", 0) > 0
+    ]
+    peak = _Peak(whole.params["peak_tflops"], whole.limit_source)
+    factors, rate = [], float(peak.tflops)
+    for row in sorted(steps, key=lambda row: row.params["step"]):
+        rate *= 1.0 if row.value is None else row.value
+        factors.append(_Factor(row.variant, row.value, rate, row.value_reason or row.limit_source))
+    product = f"{' x '.join(str(same[side]) for side in 'mnk')} {whole.dtype}"
+    return GapRows(whole.dtype, product, peak, not_none(whole.value) * peak.tflops, tuple(factors))
+
+
+def _shared_notes(gaps: list[GapRows], rows: list[Row]) -> list[str]:
+    """Return the unknown factors, once for all formats with the same reason, and the formats without a waterfall."""
+    notes = ["Each bar is the change by one known limit, from the data sheet's peak on; the rest is unexplained."]
+    skipped: dict[str, list[str]] = {}
+    for gap in gaps:
+        for step in (step for step in gap.factors if step.factor is None):
+            skipped.setdefault(f"{step.name} ({step.reason})", []).append(gap.dtype)
+    for what, dtypes in skipped.items():
+        of = "" if len(dtypes) == len(gaps) else f" of {', '.join(dtypes)}"
+        notes.append(f"Unknown, so part of the unexplained factor{of}: {what}.")
+    return notes + _without_gap(gaps, rows)
+
+
+def _without_gap(gaps: list[GapRows], rows: list[Row]) -> list[str]:
+    """Return the formats that have no waterfall, and why."""
+    absent: dict[str, dict[str, None]] = {}
     for row in rows:
-        name = f"{row.dtype} {row.params.get('shape', '')}".strip()
-        if row.value is None:
-            missing.setdefault(f"not measured ({row.value_reason})", {})[name] = None
-        elif row.limit is None:
-            missing.setdefault(row.limit_source.partition(" (")[0].partition("; ")[0], {})[row.dtype] = None
-    return [f"{', '.join(names)}: {reason}." for reason, names in missing.items()]
+        if row.variant == "measured / peak" and row.value is None and row.dtype not in {gap.dtype for gap in gaps}:
+            absent.setdefault(row.value_reason, {})[row.dtype] = None
+    return [f"{', '.join(dtypes)}: {reason}." for reason, dtypes in absent.items()]
+
+
+def _draw_waterfall(axes: Axes, gap: GapRows, plain: bool = False) -> None:
+    """Draw the bars; `plain` leaves units and explanations out, for small panels."""
+    known = [step for step in gap.factors if step.factor is not None]
+    unit = "" if plain else " TFLOPS"
+    _bar(axes, 0, 0, gap.peak.tflops, INK, number(gap.peak.tflops) + unit)
+    before = gap.peak.tflops
+    for place, step in enumerate(known, 1):
+        _step(axes, place, before, step, last=step is gap.factors[-1], unchanged="× 1" if plain else "× 1, not a limit here")
+        before = step.tflops
+    _bar(axes, len(known) + 1, 0, gap.measured_tflops, COLOURS[0], number(gap.measured_tflops) + unit)
+    names = ["data sheet", *(step.name for step in known), "measured"]
+    axes.set_yticks(range(len(names)), names)
+    highest = max([gap.peak.tflops, gap.measured_tflops, *(step.tflops for step in known)])
+    axes.set(xlabel="TFLOPS", xlim=(0, (1.45 if plain else 1.3) * highest), ylim=(len(names) - 0.5, -0.5))
+    axes.grid(axis="y", visible=False)
+
+
+def _bar(axes: Axes, place: int, low: float, high: float, colour: str, text: str) -> None:
+    axes.barh(place, high - low, left=low, height=0.58, color=colour)
+    axes.annotate(text, (high, place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5, color=INK)
+
+
+def _step(axes: Axes, place: int, before: float, step: _Factor, last: bool, unchanged: str) -> None:
+    factor = not_none(step.factor)
+    colour = _UNEXPLAINED if last else _GAINED if factor > 1 else _LOST
+    text = f"× {factor:.3f}" if abs(factor - 1) > _UNCHANGED else unchanged
+    low, high = sorted((before, step.tflops))
+    _bar(axes, place, low, high, colour, text)
+    for x, end in ((before, place - 1), (step.tflops, place + 1)):  # thin lines connect the bars
+        axes.plot([x, x], [place, end], color=MUTED, linewidth=0.7, zorder=0.8)
+
+
+def _notes(gap: GapRows) -> list[str]:
+    notes = [f"Data sheet: {gap.peak.source}."]
+    notes += [f"{step.name.capitalize()}: {step.reason}." for step in gap.factors if step.factor is not None]
+    skipped = [f"{step.name} ({step.reason})" for step in gap.factors if step.factor is None]
+    if skipped:
+        notes.append(f"Unknown, so part of the unexplained factor: {', '.join(skipped)}.")
+    return notes

@@ -1,48 +1,67 @@
-"""How fast does this machine multiply matrices, by dtype and size, and how near its peak is that?"""
+"""How fast does this machine multiply square matrices, by number format and size, and how near is that to its peak?"""
 
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.product_rows import absent_product, roofline_tflops
-from hyperion.chapter.rows import gemm_limit, out_of_memory_reason, sample_frame, timed_columns
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.options import Options
+from hyperion.chapter.rows import (
+    absent_product,
+    all_samples,
+    gemm_limit,
+    out_of_memory_reason,
+    roofline_tflops,
+    sample_frame,
+    timed_columns,
+)
 from hyperion.measure import FORMATS, Gemm, Timing, Verification, format_of
 from hyperion.results import Row, ratio_estimate
 
 VARIANT = "torch.mm"
 
 
+class GemmOptions(Options):
+    """Options of `gemm`.
+
+    Args:
+        dtypes: number formats, by the names of `hyperion.measure.FORMATS` or "fp8".
+        sizes: M = N = K of each product.
+        time_limit_s: seconds of timing for each product and cache state.
+        cross_check_dtype: format of the comparison with a plain timing loop.
+        cross_check_calls: calls in one timed block of that loop.
+    """
+
+    dtypes: tuple[str, ...]
+    sizes: tuple[int, ...]
+    time_limit_s: float
+    cross_check_dtype: str
+    cross_check_calls: int
+
+
 def forecast(context: Context) -> list[Forecast]:
-    """The roofline's rate for each cell: datasheet peak and datasheet bandwidth, nothing else."""
-    return [
-        _forecast(context, dtype, size) for size in sorted(context.sizes["sizes"], reverse=True) for dtype in _dtypes(context)
-    ]
+    """Predict each product with the roofline of the data sheet: peak and memory bandwidth, nothing else."""
+    options = GemmOptions.of(context)
+    dtypes = [dtype for dtype in options.dtypes if context.device.supports(dtype)[0]]
+    return [_forecast(context, dtype, size) for size in sorted(options.sizes, reverse=True) for dtype in dtypes]
 
 
-def run(context: Context, report) -> Result:
-    """Time every dtype and size with cold and warm caches, verify each, then hold the harness against a plain loop."""
+def run(context: Context, report: Report) -> Result:
+    """Time and verify every dtype and size with cold and with warm caches, then compare the harness with a plain loop."""
+    options = GemmOptions.of(context)
     rows: list[Row] = []
     frames: list[pd.DataFrame] = []
-    cells = [(dtype, size) for dtype in context.sizes["dtypes"] for size in context.sizes["sizes"]]
+    cells = [(dtype, size) for dtype in options.dtypes for size in options.sizes]
     for done, (dtype, size) in enumerate(cells):
         report(done, len(cells), f"{dtype} {size}")
-        cell_rows, cell_frames = _measure_cell(context, dtype, size)
+        cell_rows, cell_frames = _measure_cell(context, dtype, size, options.time_limit_s)
         rows += cell_rows
         frames += cell_frames
-    cross_rows, cross_frames = _cross_check(context, report)
+    cross_rows, cross_frames = _cross_check(context, options, report)
     report(len(cells), len(cells), "done")
-    return Result(rows + cross_rows, pd.concat(frames + cross_frames, ignore_index=True))
+    return Result(rows + cross_rows, all_samples(frames + cross_frames))
 
 
-EXPERIMENT = Experiment(forecast, run)
-
-
-def _dtypes(context: Context) -> list[str]:
-    return [dtype for dtype in context.sizes["dtypes"] if context.device.supports(dtype)[0]]
-
-
-def _params(size: int, cache: str = "cold") -> dict:
-    return {"m": size, "n": size, "k": size, "cache": cache}
+EXPERIMENT = Experiment(forecast, run, options=GemmOptions)
 
 
 def _forecast(context: Context, dtype: str, size: int) -> Forecast:
@@ -51,8 +70,12 @@ def _forecast(context: Context, dtype: str, size: int) -> Forecast:
     return Forecast(variant=VARIANT, metric="gemm_tflops", estimate=estimate, basis=basis, dtype=name, params=_params(size))
 
 
-def _measure_cell(context: Context, dtype: str, size: int) -> tuple[list[Row], list[pd.DataFrame]]:
-    """One product with cold and with warm caches, or a row that says why there is none."""
+def _params(size: int, cache: str = "cold") -> dict:
+    return {"m": size, "n": size, "k": size, "cache": cache}
+
+
+def _measure_cell(context: Context, dtype: str, size: int, time_limit_s: float) -> tuple[list[Row], list[pd.DataFrame]]:
+    """Measure one product with cold and with warm caches, or return one row with the reason why there is no rate."""
     supported, how = context.device.supports(dtype)
     if not supported:
         return [_absent(context, dtype, size, f"unsupported: {how}")], []
@@ -60,8 +83,9 @@ def _measure_cell(context: Context, dtype: str, size: int) -> tuple[list[Row], l
     try:
         product = Gemm(size, size, size, dtype, context.device, seed=context.seed)
         for cache in ("cold", "hot"):
-            timing, verification = product.measure(cold=cache == "cold", time_limit_s=context.sizes["time_limit_s"])
+            timing, verification = product.measure(cold=cache == "cold", time_limit_s=time_limit_s)
             name = product.format.name
+            # An error as small as that of fp32 means that the library did not use TF32 units.
             if name == "tf32" and verification.error < FORMATS["fp32"].gemm_tolerance:
                 return [_absent(context, dtype, size, "TF32 was allowed, but the product has the accuracy of fp32")], []
             rows.append(_rate_row(context, product.function, product, _params(size, cache), timing, verification))
@@ -90,12 +114,12 @@ def _absent(context: Context, dtype: str, size: int, reason: str) -> Row:
     return absent_product(context, VARIANT, dtype, _params(size), reason)
 
 
-def _cross_check(context: Context, report) -> tuple[list[Row], list[pd.DataFrame]]:
-    """The harness against the loop anybody would write, interleaved, over every size of one dtype."""
-    dtype, calls = context.sizes["cross_check_dtype"], context.sizes["cross_check_calls"]
+def _cross_check(context: Context, options: GemmOptions, report: Report) -> tuple[list[Row], list[pd.DataFrame]]:
+    """Time every size of one dtype with the harness and with a plain loop, interleaved."""
+    dtype, calls = options.cross_check_dtype, options.cross_check_calls
     rows, frames = [], []
-    for done, size in enumerate(context.sizes["sizes"]):
-        report(done, len(context.sizes["sizes"]), f"cross-check {dtype} {size}")
+    for done, size in enumerate(options.sizes):
+        report(done, len(options.sizes), f"cross-check {dtype} {size}")
         product = Gemm(size, size, size, dtype, context.device, seed=context.seed + 1)
         harness, plain = product.compare_with_plain_loop(calls)
         ratio = ratio_estimate(harness.samples_s, plain.samples_s)

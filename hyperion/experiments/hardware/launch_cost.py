@@ -1,27 +1,40 @@
 """What does a launch cost, eagerly and in a graph, and how small may a kernel be before launching it takes longer?"""
 
-import pandas as pd
-
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.rows import sample_frame, timed_columns
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.options import Options
+from hyperion.chapter.rows import all_samples, sample_frame, timed_columns
 from hyperion.experiments.hardware.memory_levels import point_row
 from hyperion.measure import CachePoint, LaunchCost, Timing, measure_cache_sweep, measure_launch, worthwhile_size
 from hyperion.results import Row
+from hyperion.units import KIB
 
 EAGER, GRAPH, COPY = "eager", "graph", "copy"
-_NOTHING_FORETELLS = "no datasheet value: a launch is the work of driver, runtime and Python"
+_NO_ESTIMATE = "no datasheet value: a launch is the work of driver, runtime and Python"
+
+
+class LaunchCostOptions(Options):
+    """Options of `launch_cost`.
+
+    Args:
+        copy_kib: working sets in KiB of the copies that are compared with a launch.
+        time_limit_s: seconds of timing for the launches and for each copy.
+    """
+
+    copy_kib: tuple[int, ...]
+    time_limit_s: float
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """None of it: no datasheet tells of launches."""
+    """Return no estimates: no data sheet states the time of a launch."""
     metrics = ((EAGER, "launch_time_s"), (GRAPH, "launch_time_s"), (COPY, "worthwhile_bytes"))
-    return [Forecast(variant=v, metric=metric, estimate=None, basis=_NOTHING_FORETELLS) for v, metric in metrics]
+    return [Forecast(variant=variant, metric=metric, estimate=None, basis=_NO_ESTIMATE) for variant, metric in metrics]
 
 
-def run(context: Context, report) -> Result:
-    """Launches of a kernel with next to nothing to do, then copies by size, and where the two cross."""
+def run(context: Context, report: Report) -> Result:
+    """Time launches of an almost empty kernel, then copies by size, and find the size whose copy takes as long as a launch."""
+    options = LaunchCostOptions.of(context)
     report(0, 2, "launches")
-    cost = measure_launch(context.device, time_limit_s=context.sizes["time_limit_s"])
+    cost = measure_launch(context.device, time_limit_s=options.time_limit_s)
     rows, frames = [], []
     for name, timing in ((EAGER, cost.eager), (GRAPH, cost.graph)):
         rows.append(_launch_row(context, name, cost, timing))
@@ -31,18 +44,20 @@ def run(context: Context, report) -> Result:
     points = measure_cache_sweep(
         "copy",
         context.device,
-        sizes=[size * 2**10 for size in context.sizes["copy_kib"]],
+        sizes=[size * KIB for size in options.copy_kib],
         seed=context.seed,
-        time_limit_s=context.sizes["time_limit_s"],
+        time_limit_s=options.time_limit_s,
     )
     for point in points:
-        rows.append(_copy_row(context, point))
+        # The row holds the rate; the time of a copy follows from its working set.
+        limit_source = "no limit: it is measured where launches weigh, not memory"
+        rows.append(point_row(context, COPY, point, limit_source=limit_source))
         frames.append(sample_frame(point.timing, COPY, point.dtype, rows[-1].params).assign(how=point.how))
     report(2, 2, "done")
-    return Result([*rows, _worthwhile_row(context, cost, points)], pd.concat(frames, ignore_index=True))
+    return Result([*rows, _worthwhile_row(context, cost, points)], all_samples(frames))
 
 
-EXPERIMENT = Experiment(forecast, run)
+EXPERIMENT = Experiment(forecast, run, options=LaunchCostOptions)
 
 
 def _launch_row(context: Context, name: str, cost: LaunchCost, timing: Timing | None) -> Row:
@@ -61,14 +76,9 @@ def _launch_row(context: Context, name: str, cost: LaunchCost, timing: Timing | 
     )
 
 
-def _copy_row(context: Context, point: CachePoint) -> Row:
-    """The copy's rate, from which its time follows: its bytes are the working set's."""
-    return point_row(context, COPY, point, limit_source="no limit: it is measured where launches weigh, not memory")
-
-
 def _worthwhile_row(context: Context, cost: LaunchCost, points: list[CachePoint]) -> Row:
     found = worthwhile_size(cost, points)
-    # On a CPU a call's time holds both the launch and the work, which are alike where it takes twice a launch.
+    # On a CPU a call's time is launch plus work, so the two are equal where a call takes twice a launch.
     params = {"set_equal": found.basis, "launches": 1 if cost.asynchronous else 2}
     if found.bytes is None:
         return context.row(COPY, "worthwhile_bytes", None, params=params, value_reason=found.reason)

@@ -1,107 +1,118 @@
-"""Where do the caches end? Bandwidth of the same few bytes, read or copied again and again, by how many they are."""
+"""Where do the caches end? Bandwidth of reading or copying the same bytes again and again, by how many bytes they are."""
 
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.rows import bandwidth_limit, out_of_memory_reason, sample_frame, timed_columns
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.options import Options
+from hyperion.chapter.rows import all_samples, bandwidth_limit, out_of_memory_reason, sample_frame, timed_columns
 from hyperion.hardware import Device
-from hyperion.measure import SWEEPS, CachePoint, cache_capacities, measure_cache_sweep, sweep_sizes
+from hyperion.measure import SWEEPS, CacheCapacity, CachePoint, cache_capacities, measure_cache_sweep, sweep_sizes
 from hyperion.results import Row
+from hyperion.units import MIB
 
-MIB = 2**20
-# Caches that hold a twentieth of the working set can serve no more than a twentieth of its bytes: within what separates the
-# fastest stream from its limit.
+# A cache of a twentieth of the working set serves at most a twentieth of its bytes, which is no more than the distance
+# between the fastest stream and its limit. From there on the limit of device memory applies.
 _BEYOND_CACHE = 20
 
 
+class MemoryLevelsOptions(Options):
+    """Options of `memory_levels`.
+
+    Args:
+        dtype: number format of the arrays.
+        step: keep every n-th working set, counted from the largest.
+        largest_mib: largest working set in MiB; at most an eighth of the device's memory is used.
+        time_limit_s: seconds of timing for each working set and operation.
+    """
+
+    dtype: str
+    step: int
+    largest_mib: int
+    time_limit_s: float
+
+
 def forecast(context: Context) -> list[Forecast]:
-    """The datasheet's bandwidth for working sets that only device memory holds, the largest first; None for caches."""
-    return [_forecast(context, operation, size) for size in sorted(_sizes(context), reverse=True) for operation in SWEEPS]
+    """Predict the data sheet's bandwidth for working sets beyond the caches, the largest first; None for the others."""
+    options = MemoryLevelsOptions.of(context)
+    sizes = sorted(_sizes(options, context.device), reverse=True)
+    return [_forecast(context, operation, options.dtype, size) for size in sizes for operation in SWEEPS]
 
 
-def run(context: Context, report) -> Result:
-    """The capacities that the system tells, then reads and copies over every working set."""
+def run(context: Context, report: Report) -> Result:
+    """Store the cache capacities that the system reports, then time reads and copies over every working set."""
+    options = MemoryLevelsOptions.of(context)
+    sizes = _sizes(options, context.device)
     rows = [_capacity_row(context, capacity) for capacity in cache_capacities(context.device)]
     frames: list[pd.DataFrame] = []
     for done, operation in enumerate(SWEEPS):
         report(done, len(SWEEPS), operation)
         try:
             points = measure_cache_sweep(
-                operation,
-                context.device,
-                dtype=context.sizes["dtype"],
-                sizes=_sizes(context),
-                seed=context.seed,
-                time_limit_s=context.sizes["time_limit_s"],
+                operation, context.device, dtype=options.dtype, sizes=sizes, seed=context.seed, time_limit_s=options.time_limit_s
             )
         except torch.OutOfMemoryError as error:
-            rows.append(_absent(context, operation, out_of_memory_reason(error)))
+            absent = {"dtype": options.dtype, "params": copy_params(sizes[-1]), "value_reason": out_of_memory_reason(error)}
+            rows.append(context.row(operation, "bandwidth_gb_s", None, **absent))
             continue
         for point in points:
             row = _row(context, point)
             rows.append(row)
             frames.append(sample_frame(point.timing, operation, point.dtype, row.params).assign(how=point.how))
     report(len(SWEEPS), len(SWEEPS), "done")
-    return Result(rows, pd.concat(frames, ignore_index=True) if frames else pd.DataFrame())
+    return Result(rows, all_samples(frames))
 
 
-EXPERIMENT = Experiment(forecast, run)
+EXPERIMENT = Experiment(forecast, run, options=MemoryLevelsOptions)
 
 
 def copy_params(working_set: int) -> dict:
-    """Parameters by which rows of repeated work over one working set are told apart."""
+    """Return the parameters that identify a row of repeated work over one working set."""
     return {"working_set_bytes": working_set, "cache": "hot"}
 
 
-def how_timed(point: CachePoint, device: Device) -> str:
-    """How calls were made and timed, without the number of them, which differs between runs."""
-    if point.captured:
-        return "in a graph, on the device's clock"
-    return "in a row, on the host's clock" + ("" if device.kind == "cpu" else ", launches included")
-
-
-def point_row(context: Context, variant: str, point: CachePoint, **columns) -> Row:
-    """The rate over one working set; `columns` say its limit."""
+def point_row(context: Context, variant: str, point: CachePoint, *, limit: float | None = None, limit_source: str) -> Row:
+    """Return the row of the rate over one working set."""
     rate = point.bandwidth_gb_s
-    params = copy_params(point.working_set_bytes) | {"level": point.level, "timed": how_timed(point, context.device)}
+    params = copy_params(point.working_set_bytes) | {"level": point.level, "timed": _how_timed(point, context.device)}
     return context.row(
         variant,
         "bandwidth_gb_s",
         rate.value,
         dtype=point.dtype,
         params=params,
-        **columns,
+        limit=limit,
+        limit_source=limit_source,
         **timed_columns(rate, point.timing, point.verification),
     )
 
 
-def _sizes(context: Context) -> list[int]:
-    """Working sets in bytes: the sweep's own, on to what no cache can have a part in, thinned and capped by the profile."""
-    device, step = context.device, context.sizes["step"]
-    most = min(context.sizes["largest_mib"] * MIB, device.memory_bytes // 8)
+def _how_timed(point: CachePoint, device: Device) -> str:
+    """Say how the calls were made and timed, without their number, which differs between runs of the same row."""
+    if point.captured:
+        return "in a graph, on the device's clock"
+    return "in a row, on the host's clock" + ("" if device.kind == "cpu" else ", launches included")
+
+
+def _sizes(options: MemoryLevelsOptions, device: Device) -> list[int]:
+    """Return the working sets in bytes, from within the first cache to beyond the reach of the last one."""
+    most = min(options.largest_mib * MIB, device.memory_bytes // 8)
     sizes = sweep_sizes(cache_capacities(device), device.memory_bytes)
     while sizes[-1] < _BEYOND_CACHE * (device.last_level_cache_bytes or 0) and 2 * sizes[-1] <= most:
         sizes.append(2 * sizes[-1])
-    kept = [size for size in sizes if size <= most]
-    # Counted from the largest: it is the one that tells of memory.
-    return kept[::-1][::step][::-1]
+    # Thinned from the largest, which must stay: it alone measures device memory.
+    return [size for size in sizes if size <= most][:: -options.step][::-1]
 
 
-def _forecast(context: Context, operation: str, size: int) -> Forecast:
+def _forecast(context: Context, operation: str, dtype: str, size: int) -> Forecast:
     limit, source = _limit(context.device, size)
     return Forecast(
-        variant=operation,
-        metric="bandwidth_gb_s",
-        estimate=limit,
-        basis=source,
-        dtype=context.sizes["dtype"],
-        params=copy_params(size),
+        variant=operation, metric="bandwidth_gb_s", estimate=limit, basis=source, dtype=dtype, params=copy_params(size)
     )
 
 
 def _limit(device: Device, working_set: int) -> tuple[float | None, str]:
-    """(GB/s of device memory, its source) for what no cache holds, or (None, why there is none)."""
+    """Return (GB/s of device memory, its source) for a working set beyond the caches, or (None, why there is no limit)."""
     cache = device.last_level_cache_bytes
     if cache is None:
         return None, "no limit: a cache of unknown size may serve it"
@@ -121,11 +132,5 @@ def _row(context: Context, point: CachePoint) -> Row:
     return point_row(context, point.operation, point, limit=limit, limit_source=source)
 
 
-def _capacity_row(context: Context, capacity) -> Row:
-    params = {"caches": capacity.count}
-    return context.row(capacity.name, "cache_bytes", float(capacity.bytes), params=params)
-
-
-def _absent(context: Context, operation: str, reason: str) -> Row:
-    params = copy_params(_sizes(context)[-1])
-    return context.row(operation, "bandwidth_gb_s", None, dtype=context.sizes["dtype"], params=params, value_reason=reason)
+def _capacity_row(context: Context, capacity: CacheCapacity) -> Row:
+    return context.row(capacity.name, "cache_bytes", float(capacity.bytes), params={"caches": capacity.count})

@@ -1,8 +1,8 @@
-"""How fast are the matrix products of our own models, beside the peak and beside the fastest product of any shape?
+"""How fast are the matrix products of our own models, compared with the peak and with the fastest product of any shape?
 
-Three rates of a number format: the data sheet's peak; MAF, the most that any product reached in this run; TAF, what the
-products of one model's training step reach, weighed by their FLOPs. The products are captured from the step where PyTorch
-dispatches them, forward and backward, and each is timed alone.
+There are three rates of a number format: the data sheet's peak; MAF, the fastest product measured in this run; TAF, the
+rate of all products of one model's training step together. The products are captured where PyTorch dispatches them,
+forward and backward, and each is timed alone.
 """
 
 from collections import defaultdict
@@ -10,102 +10,120 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.product_rows import maf_row, product_row
-from hyperion.chapter.rows import gemm_limit, sample_frame, timed_columns
-from hyperion.measure import CapturedGemms, Product, TimedProduct, measure_products, nominal_peak, predict_step
-from hyperion.measure.products import taf
-from hyperion.measure.products.captured_gemms import gemms_of
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.options import Options
+from hyperion.chapter.rows import all_samples, gemm_limit, maf_row, product_row, sample_frame, timed_columns
+from hyperion.errors import not_none
+from hyperion.measure import CapturedGemms, Product, TimedProduct, measure_products, nominal_peak, predict_step, taf
+from hyperion.measure.products.taf import gemms_of
 from hyperion.models import REFERENCE_MODELS
 from hyperion.results import Estimate, Row
-from hyperion.workloads.captured_steps import captured_step
-from hyperion.workloads.step_forecasts import step_ceilings
+from hyperion.workloads.step_forecasts import captured_step, step_ceilings
 
 TAF_OF_MAF, MAF_OF_PEAK = "TAF / MAF", "MAF / peak"
-COVERAGE = "FLOPs timed"  # of the products that TAF knows, among all of the step's
-_TOP = 8  # products of a step that get a row of their own, beside the fastest one
+COVERAGE = "FLOPs timed"  # share of the step's FLOPs that its timed products have
+_TOP = 8  # products of a step that get a row of their own, besides the fastest one
+
+
+class ModelProductsOptions(Options):
+    """Options of `model_products`.
+
+    Args:
+        models: reference models and Transformer LMs, by name.
+        dtypes: formats of the training step: fp32, bf16 or fp16.
+        batch_size: samples in the batch of a reference model.
+        sequences: sequences in the batch of a Transformer LM, each of the model's whole context.
+        time_limit_s: seconds of timing for all products of a step.
+    """
+
+    models: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    batch_size: int
+    sequences: int
+    time_limit_s: float
+
+    @property
+    def steps(self) -> list[tuple[str, str]]:
+        """(model, dtype) of every captured step."""
+        return [(name, dtype) for dtype in self.dtypes for name in self.models]
+
+    def batch(self, name: str) -> int:
+        """Return the samples or sequences in a model's batch."""
+        return self.batch_size if name in REFERENCE_MODELS else self.sequences
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """TAF of every step, each product at the rate that the run's square products promise for its size."""
-    return [_forecast(context, name, dtype) for name, dtype in _steps(context) if context.device.supports(dtype)[0]]
+    """Predict the TAF of every step: each product at the rate of this run's square products, scaled to its shape."""
+    options = ModelProductsOptions.of(context)
+    supported = [(name, dtype) for name, dtype in options.steps if context.device.supports(dtype)[0]]
+    return [_forecast(context, name, options.batch(name), dtype) for name, dtype in supported]
 
 
-def run(context: Context, report) -> Result:
+def run(context: Context, report: Report) -> Result:
     """Capture every model's step in every dtype and time its products, those with most FLOPs first."""
+    options = ModelProductsOptions.of(context)
     rows: list[Row] = []
     frames: list[pd.DataFrame] = []
-    steps = _steps(context)
-    for done, (name, dtype) in enumerate(steps):
-        report(done, len(steps), f"products of {name} in {dtype}")
-        new_rows, new_frames = _measure_step(context, name, dtype)
+    for done, (name, dtype) in enumerate(options.steps):
+        report(done, len(options.steps), f"products of {name} in {dtype}")
+        new_rows, new_frames = _measure_step(context, name, options.batch(name), dtype, options.time_limit_s)
         rows += new_rows
         frames += new_frames
-    rows += [_maf_of_peak(context, dtype) for dtype in context.sizes["dtypes"] if context.device.supports(dtype)[0]]
-    report(len(steps), len(steps), "done")
-    return Result(rows, pd.concat(frames, ignore_index=True) if frames else pd.DataFrame())
+    rows += [_maf_of_peak(context, dtype) for dtype in options.dtypes if context.device.supports(dtype)[0]]
+    report(len(options.steps), len(options.steps), "done")
+    return Result(rows, all_samples(frames))
 
 
-EXPERIMENT = Experiment(forecast, run, reads=("gemm", "best_products"), forecast_reads=("bandwidth", "launch_cost"))
+EXPERIMENT = Experiment(
+    forecast, run, options=ModelProductsOptions, reads=("gemm", "best_products"), forecast_reads=("bandwidth", "launch_cost")
+)
 
 
-def _steps(context: Context) -> list[tuple[str, str]]:
-    return [(name, dtype) for dtype in context.sizes["dtypes"] for name in context.sizes["models"]]
-
-
-def _batch(context: Context, name: str) -> int:
-    """A language model's sequence holds many positions, each as much work as a small image."""
-    return context.sizes["batch_size" if name in REFERENCE_MODELS else "sequences"]
-
-
-def _captured(context: Context, name: str, dtype: str) -> CapturedGemms:
-    return gemms_of(list(captured_step(name, _batch(context, name), dtype)))
-
-
-def _forecast(context: Context, name: str, dtype: str) -> Forecast:
+def _forecast(context: Context, name: str, batch: int, dtype: str) -> Forecast:
     estimate = None
     ceilings, basis = step_ceilings(context, dtype)
     if ceilings is not None:
-        products_s = predict_step(captured_step(name, _batch(context, name), dtype), ceilings).products_s
-        estimate = _captured(context, name, dtype).flops / products_s / 1e12
+        calls = captured_step(name, batch, dtype)
+        estimate = gemms_of(list(calls)).flops / predict_step(calls, ceilings).products_s / 1e12
         basis = (
             "each product at the rate of this run's square ones, scaled by the length of K and by the share of the units "
             f"that its tiles fill, or at the {ceilings.memory.bandwidth_gb_s:.4g} GB/s of memory"
         )
-    params = {"batch": _batch(context, name)}
-    return Forecast(variant=name, metric="taf_tflops", estimate=estimate, basis=basis, dtype=dtype, params=params)
+    return Forecast(variant=name, metric="taf_tflops", estimate=estimate, basis=basis, dtype=dtype, params={"batch": batch})
 
 
-def _measure_step(context: Context, name: str, dtype: str) -> tuple[list[Row], list[pd.DataFrame]]:
+def _measure_step(
+    context: Context, name: str, batch: int, dtype: str, time_limit_s: float
+) -> tuple[list[Row], list[pd.DataFrame]]:
     supported, how = context.device.supports(dtype)
     if not supported:
-        return [_absent(context, name, dtype, f"unsupported: {how}")], []
-    captured = _captured(context, name, dtype)
-    measured = measure_products(captured, context.device, context.sizes["time_limit_s"])
+        return [_absent(context, name, batch, dtype, f"unsupported: {how}")], []
+    captured = gemms_of(list(captured_step(name, batch, dtype)))
+    measured = measure_products(captured, context.device, time_limit_s)
     timed = {product: found for product, found in measured.items() if isinstance(found, TimedProduct)}
     if not timed:
-        return [_absent(context, name, dtype, "; ".join(dict.fromkeys(map(str, measured.values()))))], []
-    found = taf(captured, {product: result.tflops for product, result in timed.items()})
-    params = {"batch": _batch(context, name)}
+        return [_absent(context, name, batch, dtype, "; ".join(dict.fromkeys(map(str, measured.values()))))], []
+    result = taf(captured, {product: found.tflops for product, found in timed.items()})
+    params = {"batch": batch}
     rows = [
-        _taf_row(context, name, dtype, params, found.tflops, list(timed.values())),
-        context.row(name, "share", found.coverage, dtype=dtype, params=params | {"what": COVERAGE}),
-        _taf_of_maf(context, name, dtype, found.tflops),
+        _taf_row(context, name, dtype, params, result.tflops, list(timed.values())),
+        context.row(name, "share", result.coverage, dtype=dtype, params=params | {"what": COVERAGE}),
+        _taf_of_maf(context, name, batch, dtype, result.tflops),
     ]
     frames = []
     kernels = _kernels(captured, timed)
     fastest = max(kernels, key=lambda kernel: kernel.result.tflops.value)
     for kernel in kernels[:_TOP] + [fastest] * (fastest not in kernels[:_TOP]):
-        result, params = kernel.result, kernel.params | {"batch": _batch(context, name), "precision": dtype}
-        measured_of = result.tflops, result.timing, result.verification, result.backend
+        found, params = kernel.result, kernel.params | {"batch": batch, "precision": dtype}
+        measured_of = found.tflops, found.timing, found.verification, found.backend
         rows.append(product_row(context, name, kernel.dtype, params, *measured_of))
-        frames.append(sample_frame(result.timing, name, kernel.dtype, params))
+        frames.append(sample_frame(found.timing, name, kernel.dtype, params))
     return rows, frames
 
 
 @dataclass(frozen=True)
 class _Kernel:
-    """Products of a step that have the same sizes, and were timed as one."""
+    """Products of a step that have the same sizes and were timed once for all."""
 
     dtype: str
     params: dict
@@ -113,7 +131,7 @@ class _Kernel:
 
 
 def _kernels(captured: CapturedGemms, timed: dict[Product, TimedProduct]) -> list[_Kernel]:
-    """Those with most FLOPs first."""
+    """Return the timed products grouped by their sizes, those with most FLOPs first."""
     alike: dict[tuple, list[Product]] = defaultdict(list)
     for product in timed:
         alike[product.kind, product.batch, product.m, product.n, product.k, product.dtype].append(product)
@@ -136,7 +154,7 @@ def _kernels(captured: CapturedGemms, timed: dict[Product, TimedProduct]) -> lis
 
 
 def _taf_row(context: Context, name: str, dtype: str, params: dict, rate: Estimate, timed: list[TimedProduct]) -> Row:
-    """The row; the device's state is that of the product timed longest, the check that of the least exact one."""
+    """Return the row of a TAF, with the device state of the longest product and the check of the least exact one."""
     limit, source = gemm_limit(context.device, dtype)
     longest = max(timed, key=lambda result: result.timing.estimate.value).timing
     worst = max((result.verification for result in timed), key=lambda check: check.error / (check.tolerance or 1.0))
@@ -152,37 +170,40 @@ def _taf_row(context: Context, name: str, dtype: str, params: dict, rate: Estima
     )
 
 
-def _absent(context: Context, name: str, dtype: str, reason: str) -> Row:
-    params = {"batch": _batch(context, name)}
-    return context.row(name, "taf_tflops", None, dtype=dtype, params=params, value_reason=reason)
+def _absent(context: Context, name: str, batch: int, dtype: str, reason: str) -> Row:
+    return context.row(name, "taf_tflops", None, dtype=dtype, params={"batch": batch}, value_reason=reason)
 
 
-def _taf_of_maf(context: Context, name: str, dtype: str, rate: Estimate) -> Row:
-    maf, params = maf_row(context.upstream, dtype), {"what": TAF_OF_MAF, "batch": _batch(context, name)}
+def _taf_of_maf(context: Context, name: str, batch: int, dtype: str, rate: Estimate) -> Row:
+    maf, params = maf_row(context.upstream, dtype), {"what": TAF_OF_MAF, "batch": batch}
     if maf is None:
         return _no_maf(context, name, dtype, params)
-    # Both ends at once: an interval that holds the ratio at least as often as the two hold their own values.
-    share = {"n": rate.n, "ci_low": rate.ci_low / maf.ci_high, "ci_high": rate.ci_high / maf.ci_low}
-    return context.row(name, "share", rate.value / maf.value, dtype=dtype, params=params | _origin(maf), **share)
+    # The interval combines the extremes of both rates: it holds the ratio at least as often as they hold their values.
+    share = {"n": rate.n, "ci_low": rate.ci_low / not_none(maf.ci_high), "ci_high": rate.ci_high / not_none(maf.ci_low)}
+    params |= {"maf": maf.experiment}
+    return context.row(name, "share", rate.value / not_none(maf.value), dtype=dtype, params=params, **share)
 
 
 def _maf_of_peak(context: Context, dtype: str) -> Row:
-    """Against the data sheet's peak, made at the clock that it names: a device may run above it."""
+    """Return the MAF as a share of the data sheet's peak, which is stated at a nominal clock and may be exceeded."""
     maf, params = maf_row(context.upstream, dtype), {"what": MAF_OF_PEAK}
     if maf is None:
         return _no_maf(context, "MAF", dtype, params)
-    params |= _origin(maf)
+    params |= {"maf": maf.experiment}
     peak, reason = nominal_peak(context.device, dtype)
     if peak is None:
         return context.row("MAF", "share", None, dtype=dtype, params=params, value_reason=f"no peak: {reason}")
-    interval = {"n": maf.n, "ci_low": maf.ci_low / peak.tflops, "ci_high": maf.ci_high / peak.tflops}
-    params |= {"peak_tflops": peak.tflops}
-    return context.row("MAF", "share", maf.value / peak.tflops, dtype=dtype, params=params, limit_source=peak.source, **interval)
-
-
-def _origin(maf: Row) -> dict:
-    """Where a MAF comes from, for the params of what is held against it."""
-    return {"maf": maf.experiment}
+    return context.row(
+        "MAF",
+        "share",
+        not_none(maf.value) / peak.tflops,
+        dtype=dtype,
+        params=params | {"peak_tflops": peak.tflops},
+        limit_source=peak.source,
+        n=maf.n,
+        ci_low=not_none(maf.ci_low) / peak.tflops,
+        ci_high=not_none(maf.ci_high) / peak.tflops,
+    )
 
 
 def _no_maf(context: Context, variant: str, dtype: str, params: dict) -> Row:

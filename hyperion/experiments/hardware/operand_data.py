@@ -1,20 +1,29 @@
-"""Does it matter for the speed of a product which numbers it multiplies, and if so, by what?
+"""Does the speed of a product depend on the numbers it multiplies, and if so, why?
 
-The same product with five kinds of data, timed twice. In turn, call by call, all of them meet the same clock: what differs
-then is the arithmetic. Alone, each has the device for itself until its own power has settled the clock: what differs only
-then is what the clock was allowed to be. Caches are warm both times: units that work, not memory, are the subject.
+The same product with five kinds of data is timed twice. Interleaved, call by call, all of them run at the same clock, so
+a difference comes from the arithmetic. Alone, each runs until its own power draw has settled the clock, so a further
+difference comes from the clock. Caches are warm both times, because arithmetic units are the subject, not memory.
 """
 
 import math
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import cast
 
-import pandas as pd
 import torch
+from torch import nn
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.product_rows import absent_product, product_row, roofline_tflops
-from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_columns
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.options import Options
+from hyperion.chapter.rows import (
+    absent_product,
+    all_samples,
+    out_of_memory_reason,
+    product_row,
+    roofline_tflops,
+    sample_frame,
+    timed_columns,
+)
 from hyperion.measure import DISTRIBUTIONS, Gemm, Timing, energy_of, format_of, matmul_precision, time_function, time_interleaved
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES, device_clock
 from hyperion.measure.products.operands import ACTIVATIONS
@@ -24,136 +33,163 @@ from hyperion.results import Row, independent_ratio_estimate, ratio_estimate
 DATA = (*DISTRIBUTIONS, ACTIVATIONS)
 USUAL = "normal"
 IN_TURN, ALONE = "in turn", "alone"
-# The head and its vocabulary do nothing to what a layer before them is fed.
+# The inputs of a layer do not depend on the size of the vocabulary, so a small one saves the work of the head.
 _VOCABULARY, _SEQUENCES = 512, 8
 _CALLS_AT_ONCE = 8
-# Only what took turns is a speed-up; two rates taken one after the other have a ratio, and a drift in it.
+# Only interleaved samples give a speed-up. Rates taken one after the other have a ratio that includes a drift between them.
 _RATIO = {IN_TURN: "speedup", ALONE: "rate_ratio"}
 _NO_LIMIT = {
     IN_TURN: "no limit: how far the usual data stay below their own limit is not bounded",
     ALONE: "no limit: each at the clock that its own power left it, one after the other, a drift between them included",
 }
 
+# {IN_TURN or ALONE: {kind of data: timing}}
+Timings = dict[str, dict[str, Timing]]
+
+
+class OperandDataOptions(Options):
+    """Options of `operand_data`.
+
+    Args:
+        dtype: number format of the product.
+        size: M = N = K.
+        model: Transformer LM whose MLP gives the activations and weights.
+        time_limit_s: seconds of interleaved timing.
+        settle_s: seconds of calls before a product is timed alone, so that power settles the clock.
+        alone_s: seconds of timing of each product alone.
+    """
+
+    dtype: str
+    size: int
+    model: str
+    time_limit_s: float
+    settle_s: float
+    alone_s: float
+
+    def params(self, timed: str) -> dict:
+        """Return the parameters of a rate's row."""
+        return {"m": self.size, "n": self.size, "k": self.size, "cache": "hot", "timed": timed}
+
+    def ratio_params(self, timed: str) -> dict:
+        """Return the parameters of a ratio's row."""
+        return self.params(timed) | {"over": USUAL}
+
 
 def forecast(context: Context) -> list[Forecast]:
-    """A roofline knows FLOPs and bytes, not numbers: the same rate for all data, and ratios of 1."""
-    dtype, size = context.sizes["dtype"], context.sizes["size"]
+    """Predict the same rate for all data, and ratios of 1: a roofline knows FLOPs and bytes, not numbers."""
+    options = OperandDataOptions.of(context)
+    dtype, size = options.dtype, options.size
     if not context.device.supports(dtype)[0]:
         return []
     name = format_of(dtype, context.device).name
     estimate, basis = roofline_tflops(context.device, dtype, size, size, size)
     same = "roofline: as many FLOPs and bytes, whatever the numbers are"
     ratios = [
-        Forecast(variant=data, metric=_RATIO[timed], estimate=1.0, basis=same, dtype=name, params=_ratio_params(context, timed))
+        Forecast(variant=data, metric=_RATIO[timed], estimate=1.0, basis=same, dtype=name, params=options.ratio_params(timed))
         for timed in (ALONE, IN_TURN)
         for data in DATA
         if data != USUAL
     ]
     rates = [
-        Forecast(variant=data, metric="gemm_tflops", estimate=estimate, basis=basis, dtype=name, params=_params(context, timed))
+        Forecast(variant=data, metric="gemm_tflops", estimate=estimate, basis=basis, dtype=name, params=options.params(timed))
         for timed in (ALONE, IN_TURN)
         for data in DATA
     ]
     return ratios + rates
 
 
-def run(context: Context, report) -> Result:
-    """Make the five products, time them in turn and each alone, verify them, and compare each with normal data."""
-    dtype = context.sizes["dtype"]
-    supported, how = context.device.supports(dtype)
+def run(context: Context, report: Report) -> Result:
+    """Time the product with each kind of data, interleaved and alone, verify it, and compare it with normal data."""
+    options = OperandDataOptions.of(context)
+    supported, how = context.device.supports(options.dtype)
     if not supported:
-        return Result(_absent(context, dtype, f"unsupported: {how}"), pd.DataFrame())
-    name, limit_s = format_of(dtype, context.device).name, context.sizes["time_limit_s"]
-    timings: dict[str, dict[str, Timing]] = {}
+        return _absent(context, options, options.dtype, f"unsupported: {how}")
+    name, steps = format_of(options.dtype, context.device).name, len(DATA) + 1
+    timings: Timings = {IN_TURN: {}, ALONE: {}}
     try:
-        report(0, len(DATA) + 1, "operands")
+        report(0, steps, "operands")
         products = make_products(context)
         with matmul_precision(products[USUAL].format):
-            report(0, len(DATA) + 1, "all in turn")
-            taken = time_interleaved(list(products.values()), context.device, cold=False, time_limit_s=limit_s)
+            report(0, steps, "all in turn")
+            taken = time_interleaved(list(products.values()), context.device, cold=False, time_limit_s=options.time_limit_s)
             timings[IN_TURN] = dict(zip(products, taken, strict=True))
-            timings[ALONE] = {}
             for done, (data, product) in enumerate(products.items(), 1):
-                report(done, len(DATA) + 1, f"{data} alone")
-                timings[ALONE][data] = _timed_alone(context, product, timings[IN_TURN][data].estimate.value)
+                report(done, steps, f"{data} alone")
+                timings[ALONE][data] = _timed_alone(context, options, product, timings[IN_TURN][data].estimate.value)
     except torch.OutOfMemoryError as error:
-        return Result(_absent(context, name, out_of_memory_reason(error)), pd.DataFrame())
-    report(len(DATA) + 1, len(DATA) + 1, "done")
-    rows = [*_rate_rows(context, products, timings), *_ratio_rows(context, name, timings)]
-    rows += _energy_rows(context, products, timings)
+        return _absent(context, options, name, out_of_memory_reason(error))
+    report(steps, steps, "done")
+    rows = [
+        *_rate_rows(context, options, products, timings),
+        *_ratio_rows(context, options, name, timings),
+        *_energy_rows(context, options, products, timings[ALONE]),
+    ]
     frames = [
-        sample_frame(timing, data, name, _params(context, timed))
+        sample_frame(timing, data, name, options.params(timed))
         for timed, series in timings.items()
         for data, timing in series.items()
     ]
-    return Result(rows, pd.concat(frames, ignore_index=True))
+    return Result(rows, all_samples(frames))
 
 
-EXPERIMENT = Experiment(forecast, run)
+EXPERIMENT = Experiment(forecast, run, options=OperandDataOptions)
 
 
 def make_products(context: Context) -> dict[str, Gemm]:
-    """One product for each kind of data, by its name; it declares what it holds, and its verification looks whether it does."""
-    dtype, size = context.sizes["dtype"], context.sizes["size"]
-    made = {data: Gemm(size, size, size, dtype, context.device, seed=context.seed, data=data) for data in DISTRIBUTIONS}
-    return made | {ACTIVATIONS: Gemm.of(*layer_operands(context), dtype, context.device)}
+    """Return one product for each kind of data, by name. Its verification checks that the operands are what it declares."""
+    options = OperandDataOptions.of(context)
+    shape = options.size, options.size, options.size
+    products = {data: Gemm(*shape, options.dtype, context.device, seed=context.seed, data=data) for data in DISTRIBUTIONS}
+    return products | {ACTIVATIONS: Gemm.of(*layer_operands(context), options.dtype, context.device)}
 
 
 @torch.no_grad()
 def layer_operands(context: Context) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the second layer of an MLP multiplies in a forward pass over random tokens: its input and its transposed weight.
+    """Return the operands of an MLP's second layer in a forward pass over random tokens: its input, its transposed weight.
 
-    The model is untrained: its weights are those of its initialisation. Both are repeated or cut to squares of the product.
+    The model is untrained. Both operands are repeated or cut to [size, size].
     """
-    size, device = context.sizes["size"], context.device.torch_device
-    config = replace(named_config(context.sizes["model"]), vocab_size=_VOCABULARY)
+    options, device = OperandDataOptions.of(context), context.device.torch_device
+    config = replace(named_config(options.model), vocab_size=_VOCABULARY)
     torch.manual_seed(context.seed)
     with torch.device(device):
         model = TransformerLM(config)
-        sequences = min(_SEQUENCES, math.ceil(size / config.context))
+        sequences = min(_SEQUENCES, math.ceil(options.size / config.context))
         tokens_BT = torch.randint(_VOCABULARY, (sequences, config.context))
-    layer, inputs = model.blocks[config.layers // 2].mlp.down, []
+    layer = cast(nn.Linear, model.get_submodule(f"blocks.{config.layers // 2}.mlp.down"))
+    inputs: list[torch.Tensor] = []
     layer.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0].flatten(0, 1)))
     model(tokens_BT)
-    return _squared(inputs[0], size), _squared(layer.weight.T, size)
+    return _squared(inputs[0], options.size), _squared(layer.weight.T, options.size)
 
 
 def _squared(matrix: torch.Tensor, size: int) -> torch.Tensor:
     return matrix.repeat(*(math.ceil(size / length) for length in matrix.shape))[:size, :size]
 
 
-def _timed_alone(context: Context, product: Gemm, call_s: float) -> Timing:
-    """Calls of one product for as long as power needs to settle, then timed for as long as it needs to be read."""
-    clock, sizes = device_clock(context.device), context.sizes
-    settled = clock.now() + sizes["settle_s"]
+def _timed_alone(context: Context, options: OperandDataOptions, product: Gemm, call_s: float) -> Timing:
+    """Call one product until its power has settled the clock, then time it for long enough to read the power."""
+    clock = device_clock(context.device)
+    settled = clock.now() + options.settle_s
     while clock.now() < settled:
         clock.in_a_row(product, _CALLS_AT_ONCE)
-    samples = max(MINIMUM_SAMPLES, math.ceil(sizes["alone_s"] / call_s))
-    return time_function(product, context.device, cold=False, minimum_samples=samples, time_limit_s=sizes["alone_s"])
+    samples = max(MINIMUM_SAMPLES, math.ceil(options.alone_s / call_s))
+    return time_function(product, context.device, cold=False, minimum_samples=samples, time_limit_s=options.alone_s)
 
 
-def _params(context: Context, timed: str) -> dict:
-    size = context.sizes["size"]
-    return {"m": size, "n": size, "k": size, "cache": "hot", "timed": timed}
-
-
-def _ratio_params(context: Context, timed: str) -> dict:
-    return _params(context, timed) | {"over": USUAL}
-
-
-def _rate_rows(context: Context, products: dict[str, Gemm], timings: dict[str, dict[str, Timing]]) -> Iterable[Row]:
+def _rate_rows(context: Context, options: OperandDataOptions, products: dict[str, Gemm], timings: Timings) -> Iterable[Row]:
     verified = {data: product.verify() for data, product in products.items()}
     for timed, series in timings.items():
         for data, timing in series.items():
             product, flops = products[data], products[data].flops
             rate = timing.estimate.map(lambda seconds, flops=flops: flops / seconds / 1e12)
             yield product_row(
-                context, data, product.format.name, _params(context, timed), rate, timing, verified[data], product.backend
+                context, data, product.format.name, options.params(timed), rate, timing, verified[data], product.backend
             )
 
 
-def _ratio_rows(context: Context, name: str, timings: dict[str, dict[str, Timing]]) -> Iterable[Row]:
-    """Speed over that with normal data; in turn sample by sample, so that a drift cancels."""
+def _ratio_rows(context: Context, options: OperandDataOptions, dtype: str, timings: Timings) -> Iterable[Row]:
+    """Yield the rates relative to normal data. Interleaved samples are compared pairwise, so that a drift cancels."""
     for timed, series in timings.items():
         estimate = ratio_estimate if timed == IN_TURN else independent_ratio_estimate
         for data in (data for data in series if data != USUAL):
@@ -162,17 +198,19 @@ def _ratio_rows(context: Context, name: str, timings: dict[str, dict[str, Timing
                 data,
                 _RATIO[timed],
                 ratio.value,
-                dtype=name,
-                params=_ratio_params(context, timed),
+                dtype=dtype,
+                params=options.ratio_params(timed),
                 limit_source=_NO_LIMIT[timed],
                 **timed_columns(ratio, series[data]),
             )
 
 
-def _energy_rows(context: Context, products: dict[str, Gemm], timings: dict[str, dict[str, Timing]]) -> Iterable[Row]:
-    """Energy of 10¹² operations with the device for themselves: in turn, one power stands for all of them."""
-    for data, timing in timings[ALONE].items():
-        energy, params = energy_of(timing), _params(context, ALONE)
+def _energy_rows(
+    context: Context, options: OperandDataOptions, products: dict[str, Gemm], alone: dict[str, Timing]
+) -> Iterable[Row]:
+    """Yield the energy of 10^12 operations, timed alone: a power reading of interleaved calls would mix all data."""
+    for data, timing in alone.items():
+        energy, params = energy_of(timing), options.params(ALONE)
         estimate, columns = energy.j_per_tflop(products[data].flops), {}
         if estimate is not None:
             columns, params = timed_columns(estimate, timing), params | {"power_of": energy.scope}
@@ -187,5 +225,7 @@ def _energy_rows(context: Context, products: dict[str, Gemm], timings: dict[str,
         )
 
 
-def _absent(context: Context, dtype: str, reason: str) -> list[Row]:
-    return [absent_product(context, data, dtype, _params(context, timed), reason) for timed in (IN_TURN, ALONE) for data in DATA]
+def _absent(context: Context, options: OperandDataOptions, dtype: str, reason: str) -> Result:
+    cells = [(timed, data) for timed in (IN_TURN, ALONE) for data in DATA]
+    rows = [absent_product(context, data, dtype, options.params(timed), reason) for timed, data in cells]
+    return Result(rows, all_samples([]))

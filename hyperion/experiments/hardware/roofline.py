@@ -1,52 +1,54 @@
-"""The first roofline: where do the two ceilings measured in this run meet?"""
+"""The first roofline: at which arithmetic intensity do the two ceilings measured in this run meet?"""
 
 import pandas as pd
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.options import Options
 from hyperion.chapter.rows import datasheet_ceilings, stream_ceiling
-from hyperion.errors import HyperionError
+from hyperion.errors import HyperionError, not_none
+from hyperion.results import Row
+
+VARIANT, METRIC = "measured ceilings", "roofline_ridge_flop_per_byte"
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """The ridge of the datasheet's roofline, for each dtype measured."""
+    """Predict the ridge from the data sheet, for each dtype measured."""
     forecasts = []
-    for dtype in reversed(_measured_dtypes(context)):
+    for dtype in reversed(_fastest_products(context)):
         ceilings, basis = datasheet_ceilings(context.device, dtype)
-        forecasts.append(
-            Forecast(
-                variant="measured ceilings",
-                metric="roofline_ridge_flop_per_byte",
-                estimate=ceilings.ridge_flop_per_byte if ceilings else None,
-                basis=basis,
-                dtype=dtype,
-            )
-        )
+        ridge = ceilings.ridge_flop_per_byte if ceilings else None
+        forecasts.append(Forecast(variant=VARIANT, metric=METRIC, estimate=ridge, basis=basis, dtype=dtype))
     return forecasts
 
 
-def run(context: Context, report) -> Result:
-    """The ridge of each dtype, from the best rows of `gemm` and `bandwidth` in this run.
+def run(context: Context, report: Report) -> Result:
+    """Compute the ridge of each dtype from the fastest product and the fastest stream of this run.
 
     Raises:
-        HyperionError: one of the two has not run.
+        HyperionError: this run has no products or no streams.
     """
-    bandwidth = stream_ceiling(context.upstream)
-    if bandwidth is None or not _measured_dtypes(context):
+    stream, products = stream_ceiling(context.upstream), _fastest_products(context)
+    if stream is None or not products:
         raise HyperionError(
-            "a roofline needs both ceilings", where=context.notebook, next_step="run gemm and bandwidth in this run first"
+            "a roofline needs the rows of both gemm and bandwidth",
+            where=context.notebook,
+            next_step="run gemm and bandwidth in this run first",
         )
+    bandwidth_gb_s = not_none(stream.value)
     rows, points = [], []
-    for dtype in _measured_dtypes(context):
-        gemm = context.best_upstream("gemm_tflops", dtype)
-        ridge = gemm.value * 1e3 / bandwidth.value
-        rows.append(context.row("measured ceilings", "roofline_ridge_flop_per_byte", ridge, dtype=dtype))
-        points.append({"dtype": dtype, "tflops": gemm.value, "bandwidth_gb_s": bandwidth.value, "ridge": ridge})
+    for dtype, product in products.items():
+        tflops = not_none(product.value)
+        ridge = tflops * 1e3 / bandwidth_gb_s
+        rows.append(context.row(VARIANT, METRIC, ridge, dtype=dtype))
+        points.append({"dtype": dtype, "tflops": tflops, "bandwidth_gb_s": bandwidth_gb_s, "ridge": ridge})
     return Result(rows, pd.DataFrame(points))
 
 
-EXPERIMENT = Experiment(forecast, run, reads=("gemm", "bandwidth"))
+EXPERIMENT = Experiment(forecast, run, options=Options, reads=("gemm", "bandwidth"))
 
 
-def _measured_dtypes(context: Context) -> list[str]:
+def _fastest_products(context: Context) -> dict[str, Row]:
+    """Return the fastest product of each dtype, cold caches only, in the order of the rows."""
     dtypes = dict.fromkeys(row.dtype for row in context.upstream if row.metric == "gemm_tflops")
-    return [dtype for dtype in dtypes if context.best_upstream("gemm_tflops", dtype) is not None]
+    found = {dtype: context.best_upstream("gemm_tflops", dtype) for dtype in dtypes}
+    return {dtype: row for dtype, row in found.items() if row is not None}

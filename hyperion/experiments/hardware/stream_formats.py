@@ -1,6 +1,6 @@
 """Does the number format matter to a memory that moves bytes? Every stream in every format over arrays of the same bytes.
 
-The copy is held against a plain loop of `copy_`, and power read beside tells what moving a gigabyte costs.
+The copy is compared with a plain loop of `copy_`. Where power is readable, the energy of moving a gigabyte is a row too.
 """
 
 import math
@@ -8,9 +8,10 @@ import math
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_columns
-from hyperion.experiments.hardware.streams import measure_stream, stream_bytes, stream_forecast, stream_params, stream_row
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.options import Options
+from hyperion.chapter.rows import all_samples, out_of_memory_reason, sample_frame, timed_columns
+from hyperion.experiments.hardware.bandwidth import measure_stream, stream_bytes, stream_forecast, stream_params, stream_row
 from hyperion.hardware import read
 from hyperion.measure import (
     FORMATS,
@@ -21,67 +22,93 @@ from hyperion.measure import (
     measure_bandwidth,
     verify_elementwise,
 )
-from hyperion.measure.clock.plain_loop import compare_with_plain_loop
+from hyperion.measure.clock.timing import compare_with_plain_loop
 from hyperion.results import Row, ratio_estimate
+from hyperion.units import MIB
 
 OPERATION_NAMES = (*OPERATIONS, *REDUCTIONS)
 RATIO = "copy over a plain loop of copy_"
 
 
+class StreamFormatsOptions(Options):
+    """Options of `stream_formats`.
+
+    Args:
+        dtypes: number formats of the arrays.
+        array_mib: size of one array in MiB, the same in every format.
+        time_limit_s: seconds of timing for each operation and format.
+        cross_check_dtype: format of the copy that is compared with a plain loop.
+        cross_check_calls: calls in one timed block of that loop.
+        energy_dtype: format of the streams whose energy is measured.
+        energy_s: seconds that each of these streams runs for the power reading.
+    """
+
+    dtypes: tuple[str, ...]
+    array_mib: int
+    time_limit_s: float
+    cross_check_dtype: str
+    cross_check_calls: int
+    energy_dtype: str
+    energy_s: float
+
+    def elements(self, dtype: str) -> int:
+        """Return the elements of one array."""
+        return self.array_mib * MIB // FORMATS[dtype].bytes
+
+
 def forecast(context: Context) -> list[Forecast]:
-    """The datasheet's bandwidth for every format and operation, whatever the format."""
+    """Predict the data sheet's bandwidth for every operation, the same in every format."""
+    options = StreamFormatsOptions.of(context)
     return [
-        stream_forecast(context, operation, dtype, _elements(context, dtype))
+        stream_forecast(context, operation, dtype, options.elements(dtype))
         for operation in OPERATION_NAMES
-        for dtype in context.sizes["dtypes"]
+        for dtype in options.dtypes
     ]
 
 
-def run(context: Context, report) -> Result:
-    """Time every operation in every format with flushed caches, verify each; then the plain loop and the energy."""
+def run(context: Context, report: Report) -> Result:
+    """Time and verify every operation in every format with flushed caches; then the plain loop and the energy."""
+    options = StreamFormatsOptions.of(context)
     rows: list[Row] = []
     frames: list[pd.DataFrame] = []
     energy: list[Row] = []
-    cells = [(operation, dtype) for dtype in context.sizes["dtypes"] for operation in OPERATION_NAMES]
+    cells = [(operation, dtype) for dtype in options.dtypes for operation in OPERATION_NAMES]
     for done, (operation, dtype) in enumerate(cells):
         report(done, len(cells) + 1, f"{operation} {dtype}")
-        measured, row, samples = measure_stream(context, operation, dtype, _elements(context, dtype))
+        measured, row, samples = measure_stream(context, operation, dtype, options.elements(dtype), options.time_limit_s)
         rows.append(row)
         frames += samples
-        if dtype == context.sizes["energy_dtype"]:
-            energy.append(_energy_row(context, operation, row, measured))
-    report(len(cells), len(cells) + 1, "beside a plain loop")
-    cross_rows, cross_frames = _cross_check(context)
+        if dtype == options.energy_dtype:
+            energy.append(_energy_row(context, operation, row, measured, options.energy_s))
+    report(len(cells), len(cells) + 1, "comparison with a plain loop")
+    cross_rows, cross_frames = _cross_check(context, options)
     report(len(cells) + 1, len(cells) + 1, "done")
-    return Result(rows + cross_rows + energy, pd.concat(frames + cross_frames, ignore_index=True))
+    return Result(rows + cross_rows + energy, all_samples(frames + cross_frames))
 
 
-EXPERIMENT = Experiment(forecast, run)
+EXPERIMENT = Experiment(forecast, run, options=StreamFormatsOptions)
 
 
-def _elements(context: Context, dtype: str) -> int:
-    """Of one array: the same bytes in every format."""
-    return context.sizes["array_mib"] * 2**20 // FORMATS[dtype].bytes
+def _energy_row(context: Context, operation: str, rate: Row, measured: BandwidthMeasurement | None, energy_s: float) -> Row:
+    """Return the joules for a gigabyte, or the reason why they are unknown.
 
-
-def _energy_row(context: Context, operation: str, rate: Row, measured: BandwidthMeasurement | None) -> Row:
-    """Joules for a gigabyte: the same stream for long enough that power can be read beside, or why there are none."""
-    identity = {"variant": operation, "metric": "energy_j_per_gb", "dtype": rate.dtype, "params": rate.params}
+    The stream runs once more, long enough for several power readings.
+    """
+    identity: dict = {"variant": operation, "metric": "energy_j_per_gb", "dtype": rate.dtype, "params": rate.params}
     if measured is None:
         return context.row(value=None, value_reason=rate.value_reason, **identity)
     state = read(context.device)
     if state.power_w is None:
         reason = f"no power: {state.unreadable.get('power_w', 'it was not read')}"
         return context.row(value=None, value_reason=reason, **identity)
-    samples = math.ceil(context.sizes["energy_s"] / measured.timing.estimate.value)
     longer = measure_bandwidth(
         operation,
         measured.elements,
         rate.dtype,
         context.device,
         seed=context.seed,
-        time_limit_s=context.sizes["energy_s"],
-        minimum_samples=max(measured.timing.estimate.n, samples),
+        time_limit_s=energy_s,
+        minimum_samples=max(measured.timing.estimate.n, math.ceil(energy_s / measured.timing.estimate.value)),
     )
     energy = energy_of(longer.timing)
     joules = energy.j_per_gb(longer.bytes)
@@ -91,16 +118,17 @@ def _energy_row(context: Context, operation: str, rate: Row, measured: Bandwidth
     return context.row(value=joules.value, limit_source="no limit: no datasheet value", **identity, **columns)
 
 
-def _cross_check(context: Context) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Our copy beside `destination.copy_(source)` in the loop anybody would write, interleaved."""
-    dtype, calls = context.sizes["cross_check_dtype"], context.sizes["cross_check_calls"]
-    elements, number_format = _elements(context, dtype), FORMATS[dtype]
+def _cross_check(context: Context, options: StreamFormatsOptions) -> tuple[list[Row], list[pd.DataFrame]]:
+    """Time our copy and `destination.copy_(source)` in a plain loop, interleaved."""
+    dtype, calls = options.cross_check_dtype, options.cross_check_calls
+    elements, number_format = options.elements(dtype), FORMATS[dtype]
     params = stream_params(elements) | {"cache": "hot", "plain_loop_calls": calls}
     try:
         generator = torch.Generator(context.device.torch_device).manual_seed(context.seed + 1)
-        options = {"device": context.device.torch_device, "dtype": number_format.storage}
-        source = torch.randn(elements, generator=generator, **options)
-        ours, theirs = (torch.full((elements,), float("nan"), **options) for _ in range(2))
+        tensor: dict = {"device": context.device.torch_device, "dtype": number_format.storage}
+        source = torch.randn(elements, generator=generator, **tensor)
+        # NaN, so that a copy that writes nothing fails its verification.
+        ours, theirs = (torch.full((elements,), float("nan"), **tensor) for _ in range(2))
         copy, plain = compare_with_plain_loop(
             lambda: OPERATIONS["copy"].run(ours, source), context.device, calls, plain=lambda: theirs.copy_(source)
         )

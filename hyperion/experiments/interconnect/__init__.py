@@ -1,1 +1,1 @@
-"""Collectives between ranks: bandwidth, latency, overlap."""
+"""Collectives between ranks: correctness, bandwidth, latency, and overlap with computation."""

@@ -1,128 +1,206 @@
-"""How fast do the devices of a machine talk to each other, by collective, format and size, and does the right thing arrive?
+"""How fast do the devices of a machine exchange data, by collective, format and size, and are the values right?
 
-One launch of the ranks measures it all: the sweeps, an all-reduce beside products, and which kernels the library chose.
+One launch of the ranks measures everything: the sweeps, an all-reduce during products, and the kernels that the library
+launches.
 """
 
 import itertools
+import re
 from dataclasses import replace
 
 import pandas as pd
+import torch
 import torch.distributed as dist
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.ranks import least_free_bytes, ranks_of
-from hyperion.chapter.rows import sample_frame
-from hyperion.chapter.variants import Report, run_on_ranks
-from hyperion.experiments.interconnect.collective_limits import foretold_s
-from hyperion.experiments.interconnect.collective_rows import (
-    NOBODY,
-    ONE_DEVICE,
-    kernel_rows,
-    link_rows,
-    overlap_rows,
-    overlap_timings,
-    sweep_rows,
-    timed_rows,
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.options import Options
+from hyperion.chapter.ranks import least_free_bytes
+from hyperion.chapter.rows import all_samples, check_columns, sample_frame, stream_ceiling, timed_columns
+from hyperion.chapter.variants import run_on_ranks
+from hyperion.errors import not_none
+from hyperion.experiments.interconnect.collective_limits import busbw_limit, link_limit, switch_can_add, switch_is_off
+from hyperion.hardware import Device, detect
+from hyperion.hardware.topology import topology_of
+from hyperion.measure import (
+    ALL_COLLECTIVES,
+    Collective,
+    CollectiveMeasurement,
+    Overlap,
+    Timing,
+    collective_bytes,
+    fit_latency_bandwidth,
+    half_rate_size,
+    measure_collective,
+    measure_overlap,
+    recommended_bucket,
 )
-from hyperion.measure import ALL_COLLECTIVES, Collective, collective_bytes, measure_collective, measure_overlap
-from hyperion.measure.collectives.collective_kernels import kernels_of_collectives
-from hyperion.measure.collectives.collectives import Buffers, memory_needed
+from hyperion.measure.collectives.collectives import Buffers, algorithm_of, kernels_of_collectives, memory_needed
+from hyperion.measure.collectives.latency_bandwidth import SHARE
 from hyperion.processes import RollCall, World, process_group, roll_call, world
-from hyperion.results import Row
+from hyperion.results import Estimate, Row
+from hyperion.units import GIB
 
-Cell = tuple[Collective, str, int]
+Cell = tuple[Collective, str, int]  # collective, dtype, bytes
+_ONE_DEVICE = "one device: no byte crosses a link"
+_NO_PEER = "one device: there is nobody to send to"
 _TOGETHER = (
     "1: the links carry bytes while other parts of the device multiply; what the library's kernels take of those parts is "
     "left out"
 )
 _IN_TURNS = "0: gloo copies by the very cores that compute"
+_FLAT = "the times do not grow with the size by more than they scatter"
+# A byte over loopback is copied into a socket's buffer and out of it: two copies, each a read and a write.
+_LOOPBACK_TRAFFIC = 4
+
+
+class CollectivesOptions(Options):
+    """Options of `collectives`.
+
+    Args:
+        dtype: format of the sweep over sizes.
+        bytes: message sizes of the sweep, as nccl-tests counts them for each collective.
+        other_dtypes: further formats.
+        other_bytes: message sizes measured in these.
+        all_reduce_bytes: further message sizes of the all-reduce, in `dtype`.
+        time_limit_s: seconds of timing for each cell.
+        overlap_bytes: sizes of the all-reduces that are timed during products.
+        overlap_time_limit_s: seconds of timing for each of these.
+        hang_timeout_s: seconds without progress after which the missing ranks are reported.
+        ranks: most ranks to start.
+        cpu_ranks: ranks on a CPU.
+    """
+
+    dtype: str
+    bytes: tuple[int, ...]
+    other_dtypes: tuple[str, ...]
+    other_bytes: tuple[int, ...]
+    all_reduce_bytes: tuple[int, ...]
+    time_limit_s: float
+    overlap_bytes: tuple[int, ...]
+    overlap_time_limit_s: float
+    hang_timeout_s: float
+    ranks: int = 8
+    cpu_ranks: int = 2
+
+    def ranks_on(self, device: Device) -> int:
+        """Return the ranks to start on this machine: one for each GPU, or `cpu_ranks`, and at most `ranks`."""
+        return min(self.cpu_ranks if device.kind == "cpu" else torch.cuda.device_count(), self.ranks)
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Bus bandwidths at the largest sizes, how much of an all-reduce products hide, and why no latency is foretold."""
-    ranks, sizes = ranks_of(context), context.sizes
-    dtype = sizes["dtype"]
+    """Predict bus bandwidths at the largest sizes and the overlap with products; no latency is known beforehand."""
+    options = CollectivesOptions.of(context)
+    dtype, ranks = options.dtype, options.ranks_on(context.device)
     if ranks < 2:
-        return [Forecast(variant="all_reduce", metric="busbw_gb_s", estimate=None, basis=ONE_DEVICE, dtype=dtype)]
-    largest = collective_bytes(max(sizes["bytes"]), dtype, ranks)
-    asked = [(collective, largest) for collective in ALL_COLLECTIVES.values()]
-    asked += [(ALL_COLLECTIVES["all_reduce"], collective_bytes(size, dtype, ranks)) for size in sizes["all_reduce_bytes"]]
-    told = [_rate_forecast(context, collective, size, ranks) for collective, size in asked]
+        return [Forecast(variant="all_reduce", metric="busbw_gb_s", estimate=None, basis=_ONE_DEVICE, dtype=dtype)]
+    largest = collective_bytes(max(options.bytes), dtype, ranks)
+    cells = [(collective, largest) for collective in ALL_COLLECTIVES.values()]
+    cells += [(ALL_COLLECTIVES["all_reduce"], collective_bytes(size, dtype, ranks)) for size in options.all_reduce_bytes]
+    forecasts = []
+    for collective, size in cells:
+        estimate, basis = _predicted_busbw(context, collective, ranks)
+        params = {"bytes": size, "ranks": ranks}
+        forecasts.append(
+            Forecast(variant=collective.name, metric="busbw_gb_s", estimate=estimate, basis=basis, dtype=dtype, params=params)
+        )
     estimate, basis = (0.0, _IN_TURNS) if context.device.kind == "cpu" else (1.0, _TOGETHER)
-    for size in sizes["overlap_bytes"]:
+    for size in options.overlap_bytes:
         params = {"bytes": collective_bytes(size, dtype, ranks), "ranks": ranks}
-        told.append(
+        forecasts.append(
             Forecast(variant="overlap", metric="overlap_share", estimate=estimate, basis=basis, dtype=dtype, params=params)
         )
     unknown = "no estimate: nothing measured so far tells what a message costs without its bytes"
     for metric in ("latency_s", "recommended_bytes"):
-        told.append(
+        forecasts.append(
             Forecast(variant="all_reduce", metric=metric, estimate=None, basis=unknown, dtype=dtype, params={"ranks": ranks})
         )
-    return told
+    return forecasts
 
 
 def run(context: Context, report: Report) -> Result:
-    """All collectives on all devices, each verified on every rank; a single device checks values, and says what it cannot."""
-    ranks = ranks_of(context)
+    """Measure all collectives on all devices; on a single device check that every call leaves the right values."""
+    options = CollectivesOptions.of(context)
+    ranks = options.ranks_on(context.device)
     if ranks < 2:
-        with process_group(context.sizes["hang_timeout_s"]):
-            return check_alone(context, report)
-    return run_on_ranks(context, report, "hyperion.experiments.interconnect.collectives:measure_on_rank", ranks=ranks)[0]
+        with process_group(options.hang_timeout_s):
+            return _check_alone(context, report)
+    return run_on_ranks(context, report, measure_on_rank, ranks=ranks)[0]
 
 
-EXPERIMENT = Experiment(forecast, run, forecast_reads=("bandwidth",))
+EXPERIMENT = Experiment(forecast, run, options=CollectivesOptions, forecast_reads=("bandwidth",))
 
 
-def cells(context: Context, ranks: int) -> list[Cell]:
-    """(collective, dtype, bytes): the sweep in one format, a few sizes in others, and the largest all-reduces."""
-    sizes = context.sizes
-    asked = [(sizes["dtype"], wanted) for wanted in sizes["bytes"]]
-    asked += itertools.product(sizes["other_dtypes"], sizes["other_bytes"])
-    every = list(itertools.product(ALL_COLLECTIVES.values(), asked))
-    every += [(ALL_COLLECTIVES["all_reduce"], (sizes["dtype"], wanted)) for wanted in sizes["all_reduce_bytes"]]
-    # Small sizes are rounded up to an element for each rank, and may then be the same.
-    return list(dict.fromkeys((c, dtype, collective_bytes(wanted, dtype, ranks)) for c, (dtype, wanted) in every))
+def _predicted_busbw(context: Context, collective: Collective, ranks: int) -> tuple[float | None, str]:
+    """Return (GB/s of a message so large that its latency does not matter, the basis), or (None, why there is none)."""
+    if context.device.kind != "cpu":
+        rate, source = link_limit(context.device, collective, ranks)
+        basis = f"the link's {rate:g} GB/s ({source})" if rate is not None else source
+    else:
+        stream = stream_ceiling(context.upstream)
+        if stream is None:
+            return None, "no measured memory bandwidth in this run: run 01_hardware_exploration first"
+        memory = not_none(stream.value)
+        rate = memory / _LOOPBACK_TRAFFIC / ranks
+        basis = (
+            f"{rate:.3g} GB/s: memory moves {memory:.3g} GB/s (measured in 1.1), a byte over loopback is copied into the "
+            f"kernel and out of it, {_LOOPBACK_TRAFFIC} bytes of memory traffic, and {ranks} ranks do so at once"
+        )
+    return rate, basis if rate is None else f"f x S at {basis}; the latency, unknown yet, left out"
+
+
+def cells(options: CollectivesOptions, ranks: int) -> list[Cell]:
+    """Return (collective, dtype, bytes): the sweep in one format, a few sizes in others, and the largest all-reduces."""
+    sizes = [(options.dtype, size) for size in options.bytes]
+    sizes += itertools.product(options.other_dtypes, options.other_bytes)
+    every = list(itertools.product(ALL_COLLECTIVES.values(), sizes))
+    every += [(ALL_COLLECTIVES["all_reduce"], (options.dtype, size)) for size in options.all_reduce_bytes]
+    # Small sizes are rounded up to an element for each rank, and may then be equal.
+    return list(dict.fromkeys((c, dtype, collective_bytes(size, dtype, ranks)) for c, (dtype, size) in every))
 
 
 def measure_on_rank(context: Context, report: Report) -> Result:
-    """A rank's side: every cell in turn. Samples are the slowest rank's, so rank 0 has the rows of all."""
-    here, todo = world(), cells(context, world().size)
-    rows, frames, sweeps = [], [], {}
-    with roll_call(context.sizes["hang_timeout_s"]) as roll:
+    """Measure every cell on this rank. Samples are those of the slowest rank, so rank 0 returns the rows of all."""
+    options, here = CollectivesOptions.of(context), world()
+    todo = cells(options, here.size)
+    rows: list[Row] = []
+    frames: list[pd.DataFrame] = []
+    sweeps: dict[tuple[str, str], list[CollectiveMeasurement]] = {}
+    with roll_call(options.hang_timeout_s) as roll:
         roll.step("agreeing on the memory there is")
         free = least_free_bytes(here)
         for done, (collective, dtype, size) in enumerate(todo):
             report(done, len(todo), f"{collective.name} {dtype} {size:,} B")
-            if needed := _too_large(size, free):
-                rows.append(_absent(context, (collective, dtype, size), here.size, needed))
+            if too_large := _too_large(size, free):
+                rows.append(_absent(context, (collective, dtype, size), here.size, too_large))
                 continue
-            measured = measure_collective(collective, size, dtype, here, roll, time_limit_s=context.sizes["time_limit_s"])
-            rows += timed_rows(context, measured, here.backend)
+            measured = measure_collective(collective, size, dtype, here, roll, time_limit_s=options.time_limit_s)
+            rows += _timed_rows(context, measured, here.backend)
             params = {"bytes": size, "ranks": here.size, "backend": here.backend}
             frames.append(sample_frame(measured.timing, collective.name, dtype, params))
             sweeps.setdefault((collective.name, dtype), []).append(measured)
-        report(len(todo), len(todo), "beside products, and with which kernels")
-        for size in context.sizes["overlap_bytes"]:
-            told, samples = _overlap(context, size, here, roll)
-            rows, frames = rows + told, frames + samples
-        rows += _kernels(context, here, roll, free)
+        report(len(todo), len(todo), "overlap with products, and kernels")
+        for size in options.overlap_bytes:
+            measured = measure_overlap(size, options.dtype, here, roll, time_limit_s=options.overlap_time_limit_s)
+            overlap_rows, overlap_frames = _overlap_rows(context, measured, here.backend)
+            rows, frames = rows + overlap_rows, frames + overlap_frames
+        rows += _kernel_rows(context, options, here, roll, free)
         roll.step("the end of the measurement")
         dist.barrier()
     if here.rank:
         return Result([], pd.DataFrame())
     for sweep in sweeps.values():
-        rows += sweep_rows(context, sweep)
-    return Result([*rows, *link_rows(context, here)], pd.concat(frames, ignore_index=True))
+        rows += _sweep_rows(context, sweep)
+    return Result([*rows, *_link_rows(context, here)], all_samples(frames))
 
 
-def check_alone(context: Context, report: Report) -> Result:
-    """What one device can show: that its library takes every call and format, and leaves the right values."""
-    here, todo, rows = world(), cells(context, 1), []
+def _check_alone(context: Context, report: Report) -> Result:
+    """Check on one device that the library takes every call and format and leaves the right values."""
+    here, rows = world(), []
+    todo = cells(CollectivesOptions.of(context), 1)
     free = least_free_bytes(here)
     for done, (collective, dtype, size) in enumerate(todo):
         report(done, len(todo), f"{collective.name} {dtype} {size:,} B")
-        reason = NOBODY if collective.name == "send_recv" else _too_large(size, free)
+        reason = _NO_PEER if collective.name == "send_recv" else _too_large(size, free)
         if reason:
             rows.append(_absent(context, (collective, dtype, size), 1, reason))
             continue
@@ -130,55 +208,168 @@ def check_alone(context: Context, report: Report) -> Result:
         buffers.prepare()
         buffers.call()
         verified = buffers.require_exact("on the only rank")
-        row = _absent(context, (collective, dtype, size), 1, ONE_DEVICE, backend=here.backend)
-        checked = {"check": verified.name, "check_error": verified.error, "check_tolerance": verified.tolerance}
-        rows.append(replace(row, **checked))
+        row = _absent(context, (collective, dtype, size), 1, _ONE_DEVICE, backend=here.backend)
+        rows.append(replace(row, **check_columns(verified)))
     for variant, metric in (("overlap", "overlap_share"), ("all_reduce", "recommended_bytes"), ("topology", "count")):
-        rows.append(context.row(variant, metric, None, params={"ranks": 1}, value_reason=ONE_DEVICE))
+        rows.append(context.row(variant, metric, None, params={"ranks": 1}, value_reason=_ONE_DEVICE))
     return Result(rows, pd.DataFrame())
-
-
-def _overlap(context: Context, size: int, here: World, roll: RollCall) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Rows and samples of an all-reduce beside products that last about as long."""
-    dtype = context.sizes["dtype"]
-    measured = measure_overlap(size, dtype, here, roll, time_limit_s=context.sizes["overlap_time_limit_s"])
-    params = {"bytes": measured.bytes, "ranks": here.size, "backend": here.backend}
-    frames = [
-        sample_frame(timing, "overlap", dtype, params | {"what": what}) for what, timing in overlap_timings(measured).items()
-    ]
-    return overlap_rows(context, measured, here.backend), frames
-
-
-def _kernels(context: Context, here: World, roll: RollCall, free: int) -> list[Row]:
-    """Every collective's smallest and largest call once more, after all timing: rank 0 looks which kernels they launch."""
-    dtype = context.sizes["dtype"]
-    sizes = [collective_bytes(size, dtype, here.size) for size in context.sizes["bytes"] if memory_needed(size) <= free]
-    seen = [(collective, dtype, size) for collective in ALL_COLLECTIVES.values() for size in (min(sizes), max(sizes))]
-    if here.device.kind == "cpu":
-        return kernel_rows(context, seen[:1], None, here)
-    names = kernels_of_collectives(seen, here, roll)
-    return [] if here.rank else kernel_rows(context, seen, names, here)
-
-
-def _rate_forecast(context: Context, collective: Collective, size: int, ranks: int) -> Forecast:
-    seconds, basis = foretold_s(context, collective, size, ranks)
-    estimate = None if seconds is None else size * collective.bus_factor(ranks) / seconds / 1e9
-    return Forecast(
-        variant=collective.name,
-        metric="busbw_gb_s",
-        estimate=estimate,
-        basis=basis,
-        dtype=context.sizes["dtype"],
-        params={"bytes": size, "ranks": ranks},
-    )
 
 
 def _too_large(size: int, free: int) -> str:
     needed = memory_needed(size)
-    return f"needs {needed / 2**30:.1f} GiB on every rank, and {free / 2**30:.1f} are free" if needed > free else ""
+    return f"needs {needed / GIB:.1f} GiB on every rank, and {free / GIB:.1f} are free" if needed > free else ""
 
 
 def _absent(context: Context, cell: Cell, ranks: int, reason: str, **params) -> Row:
     collective, dtype, size = cell
     params = {"bytes": size, "ranks": ranks} | params
     return context.row(collective.name, "busbw_gb_s", None, dtype=dtype, params=params, value_reason=reason)
+
+
+def _timed_rows(context: Context, measured: CollectiveMeasurement, backend: str) -> list[Row]:
+    """Return time, algorithm bandwidth and bus bandwidth of one cell."""
+    seconds = measured.timing.estimate
+    limit, source = busbw_limit(context.device, measured.collective, measured.ranks)
+    rows: list[tuple[str, Estimate, dict]] = [
+        ("collective_time_s", seconds, {}),
+        ("algbw_gb_s", seconds.map(measured.algbw_gb_s), {}),
+        ("busbw_gb_s", seconds.map(measured.busbw_gb_s), {"limit": limit, "limit_source": source}),
+    ]
+    return [
+        context.row(
+            measured.collective.name,
+            metric,
+            estimate.value,
+            dtype=measured.dtype,
+            params={"bytes": measured.bytes, "ranks": measured.ranks, "backend": backend},
+            **columns,
+            **timed_columns(estimate, measured.timing, measured.verification),
+        )
+        for metric, estimate, columns in rows
+    ]
+
+
+def _sweep_rows(context: Context, sweep: list[CollectiveMeasurement]) -> list[Row]:
+    """Return latency, bandwidth, half-rate size and recommended size of one collective; nothing for fewer than three sizes."""
+    first = sweep[0]
+    if len(sweep) < 3:
+        return []
+    factor, sizes = first.collective.bus_factor(first.ranks), [m.bytes for m in sweep]
+    fit = fit_latency_bandwidth([size * factor / 1e9 for size in sizes], [m.timing.samples_s.tolist() for m in sweep])
+    half = half_rate_size(sizes, [m.busbw_gb_s(m.timing.estimate.value) for m in sweep])
+    bucket = recommended_bucket(fit, first.collective.name, factor, sizes)
+    params = {"smallest": min(sizes), "largest": max(sizes), "ranks": first.ranks}
+
+    def row(metric: str, found: Estimate | float | None, reason: str = "", more: dict | None = None) -> Row:
+        interval: dict = {}
+        if isinstance(found, Estimate):
+            interval = {"n": found.n, "ci_low": found.ci_low, "ci_high": found.ci_high}
+        return context.row(
+            first.collective.name,
+            metric,
+            found.value if isinstance(found, Estimate) else found,
+            dtype=first.dtype,
+            params=params | (more or {}),
+            value_reason=reason if found is None else "",
+            **interval,
+        )
+
+    # An interval that reaches zero seconds a gigabyte gives no bandwidth.
+    rate = None if fit.s_per_gb.ci_low <= 0 else fit.s_per_gb.map(lambda s_per_gb: 1 / s_per_gb)
+    note = {"share": SHARE, "note": "" if bucket.bytes is None else bucket.reason}
+    return [
+        row("latency_s", fit.latency_s),
+        row("fit_deviation", fit.deviation),
+        row("half_busbw_bytes", half, "the smallest size already reaches half"),
+        row("asymptotic_busbw_gb_s", rate, _FLAT),
+        row("recommended_bytes", bucket.bytes, bucket.reason, note),
+    ]
+
+
+def _overlap_rows(context: Context, measured: Overlap, backend: str) -> tuple[list[Row], list[pd.DataFrame]]:
+    """Return the times of an all-reduce and of products, alone and at once, the share that was hidden, and the samples."""
+    params = {"bytes": measured.bytes, "ranks": measured.ranks, "backend": backend}
+    timings: dict[str, Timing] = {"products": measured.compute, "all_reduce": measured.collective, "both at once": measured.both}
+    rows, frames = [], []
+    for what, timing in timings.items():
+        rows.append(
+            context.row(
+                "overlap",
+                "call_time_s",
+                timing.estimate.value,
+                dtype=measured.dtype,
+                params=params | {"what": what},
+                limit_source="no limit: the three are held against each other",
+                **timed_columns(timing.estimate, timing),
+            )
+        )
+        frames.append(sample_frame(timing, "overlap", measured.dtype, params | {"what": what}))
+    for metric, estimate, more in (
+        ("overlap_share", measured.share, {}),
+        ("share", measured.exposed_share, {"of": "the all_reduce, that the products still wait for"}),
+    ):
+        columns = timed_columns(estimate, measured.both, measured.verification)
+        rows.append(context.row("overlap", metric, estimate.value, dtype=measured.dtype, params=params | more, **columns))
+    return rows, frames
+
+
+def _kernel_rows(context: Context, options: CollectivesOptions, here: World, roll: RollCall, free: int) -> list[Row]:
+    """Call every collective's smallest and largest size once more under the profiler; return the kernels, on rank 0.
+
+    After all timing, because the profiler slows calls down.
+    """
+    sizes = [collective_bytes(size, options.dtype, here.size) for size in options.bytes if memory_needed(size) <= free]
+    called = [(collective, options.dtype, size) for collective in ALL_COLLECTIVES.values() for size in (min(sizes), max(sizes))]
+    names, reason = None, ""
+    if here.device.kind == "cpu":
+        called, reason = called[:1], f"{here.backend} does not tell which algorithm it chose"
+    else:
+        names = kernels_of_collectives(called, here, roll)
+        reason = "the profiler saw no kernel for each call" if names is None else ""
+    if here.rank:
+        return []
+    rows = []
+    for (collective, dtype, size), name in zip(called, names or [""] * len(called), strict=True):
+        params = {"bytes": size, "ranks": here.size, "backend": here.backend, "kernel": name, "algorithm": "unknown"}
+        if name:
+            may_add = switch_can_add(here.device) and not switch_is_off()
+            params["algorithm"] = algorithm_of(name, switch_may_add=may_add)
+        params["what"] = "kernels"
+        rows.append(
+            context.row(collective.name, "count", None if reason else 1.0, dtype=dtype, params=params, value_reason=reason)
+        )
+    return rows
+
+
+def _link_rows(context: Context, here: World) -> list[Row]:
+    """Return how many pairs of devices copy directly, and which links connect each pair."""
+    params: dict = {"what": "pairs of devices with direct access", "pairs": here.size * (here.size - 1), "ranks": here.size}
+    if here.device.kind == "cpu":
+        reason = "no GPUs: the ranks are processes of one host"
+        return [context.row("topology", "count", None, params=params, value_reason=reason)]
+    pairs = list(itertools.permutations(range(here.size), 2))
+    direct = sum(torch.cuda.can_device_access_peer(one, other) for one, other in pairs)
+    rows = [context.row("topology", "count", float(direct), params=params)]
+    topology = topology_of(devices_of(here))
+    for (one, other), word in topology.links.items():
+        meaning, node = topology.meanings.get(word, word), topology.numa_nodes[one]
+        links = re.fullmatch(r"NV(\d+)", word)
+        params = {
+            "what": "links",
+            "from": one,
+            "to": other,
+            "link": word,
+            "meaning": meaning,
+            "source": topology.source,
+            "NUMA node": "unknown" if node is None else str(node),
+        }
+        value, reason = (float(links[1]), "") if links else (None, f"no links to count: {meaning}")
+        rows.append(context.row("topology", "count", value, params=params, value_reason=reason))
+    return rows
+
+
+def devices_of(here: World) -> list[Device]:
+    """Return the devices of this host that ranks run on, or its CPU."""
+    if here.device.kind == "cpu":
+        return [here.device]
+    return [detect(index=index) for index in range(min(here.size, torch.cuda.device_count()))]

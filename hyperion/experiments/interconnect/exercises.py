@@ -1,6 +1,6 @@
 """Exercises of the interconnect chapter: a bus bandwidth that flatters, and a verification that cannot fail."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pandas as pd
@@ -12,23 +12,23 @@ _COUNT, _RANKS = 4096, 4
 
 
 def timed_calls(ranks: int, calls: int = 40) -> np.ndarray:
-    """Made-up seconds [calls, ranks] of an all-reduce: all ranks leave it within microseconds of each other."""
+    """Return synthetic seconds [calls, ranks] of an all-reduce that all ranks leave within microseconds of each other."""
     random = np.random.default_rng(ranks)
     return _CALL_S * random.normal(1, 0.01, (calls, 1)) + random.uniform(0, 5e-6, (calls, ranks))
 
 
 def judge_busbw(my_busbw: Callable[[np.ndarray, int], float]) -> pd.DataFrame:
-    """Judge how an all-reduce's bus bandwidth is made of the times that each rank took of each call.
+    """Judge a function that computes an all-reduce's bus bandwidth from the times of each rank.
 
     Args:
         my_busbw: takes seconds [calls, ranks] and the message's bytes S; returns GB/s.
 
     Returns:
-        One line a way of measuring: whether the answer is within 2 % of the right one, and what was seen.
+        One line a case: whether the answer is within 2 % of the right one, the answer, and the right one.
     """
     unwaited, cold = timed_calls(4), timed_calls(4)
-    unwaited[:, 0] = 2e-5  # the host's launch alone: this rank stopped its clock before its device was done
-    cold[0] = 0.4  # connections are made when a collective is first called
+    unwaited[:, 0] = 2e-5  # the launch alone: this rank stopped its clock before its device had finished
+    cold[0] = 0.4  # the first call of a collective sets up its connections
     cases = {
         "4 ranks": timed_calls(4),
         "8 ranks: another factor": timed_calls(8),
@@ -44,18 +44,18 @@ def _busbw_line(case: str, answer: float, ranks: int) -> dict:
 
 
 def judge_inputs(my_inputs: Callable[[int, int], torch.Tensor]) -> pd.DataFrame:
-    """Judge the inputs of a verification: do they show what can go wrong in an all-reduce in bf16?
+    """Judge the inputs of a verification: do they show every fault of an all-reduce in bf16?
 
     Args:
         my_inputs: takes a rank, from 0 to 3, and a count; returns that rank's input, [count], any dtype; it is cast to bf16.
 
     Returns:
-        One line a fault: whether an output with it differs from the right one; and one for the right one, whose values must
-        not depend on the order in which the ranks are added up.
+        First line: whether the right sum is exact in any order of the ranks. Then one line a fault: whether an output with
+        it differs from the right one.
     """
     given = [my_inputs(rank, _COUNT).to(torch.bfloat16) for rank in range(_RANKS)]
-    due = torch.stack([one.double() for one in given]).sum(0)
-    sound = all(torch.equal(_added(given, order).double(), due) for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]))
+    expected = torch.stack([one.double() for one in given]).sum(0)
+    sound = all(torch.equal(_added(given, order).double(), expected) for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0]))
     right = _added(given, range(_RANKS))
     faults = {
         "rank 3 left out": _added(given, [0, 1, 2]),
@@ -67,13 +67,13 @@ def judge_inputs(my_inputs: Callable[[int, int], torch.Tensor]) -> pd.DataFrame:
     }
     lines = [{"what arrives": "the sum, in any order of the ranks", "right": sound, "seen": "equal" if sound else "rounded"}]
     for name, output in faults.items():
-        differs = int((output.double() != due).sum())
+        differs = int((output.double() != expected).sum())
         lines.append({"what arrives": name, "right": differs > 0, "seen": f"{differs:,} of {_COUNT:,} values differ"})
     return pd.DataFrame(lines)
 
 
-def _added(given: list[torch.Tensor], order) -> torch.Tensor:
-    """The sum in bf16, one rank after the other, as a ring adds."""
+def _added(given: list[torch.Tensor], order: Iterable[int]) -> torch.Tensor:
+    """Return the sum in bf16, added rank by rank as a ring does."""
     total = torch.zeros_like(given[0])
     for rank in order:
         total = total + given[rank]

@@ -1,19 +1,24 @@
-"""Figures of the interconnect chapter: bus bandwidth by message size, the size that is enough, an all-reduce beside work."""
+"""Figures and tables of the interconnect chapter: rates by message size, recommended sizes, overlap, links and kernels."""
+
+from collections.abc import Iterable, Sequence
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hyperion.errors import not_none
 from hyperion.figures.formats import byte_size, number
-from hyperion.figures.material import Material, measured, select
+from hyperion.figures.material import Material, measured, select, values
 from hyperion.figures.plot import Plot
 from hyperion.figures.style import INK, MUTED, add_notes, errors_of, limit_line, log_ticks, look, new_figure
 from hyperion.results import Row
+from hyperion.units import MIB
 
 _MOST_TICKS = 9
-# What DDP and FSDP send gradients and weights with, and the size of DDP's buckets unless it is told another.
+# The collectives by which DDP and FSDP send gradients and weights, and the default size of DDP's buckets.
 _IN_TRAINING = ("all_reduce", "all_gather", "reduce_scatter")
-_DDP_BUCKET = 25 * 2**20
+_DDP_BUCKET = 25 * MIB
 
 
 def collectives(material: Material) -> Figure | None:
@@ -35,14 +40,14 @@ def collectives(material: Material) -> Figure | None:
     panels[0].legend(loc="center left")
     notes += [
         f"{dtype}; sizes as nccl-tests counts them; the slowest rank's time, median with 95 % interval. Ring: where a "
-        "collective reaches half of its best. Dotted: latency + bytes / bandwidth, fitted."
+        "collective reaches half of its best rate. Dotted: the fit latency + bytes / bandwidth."
     ]
     add_notes(figure, notes)
     return figure
 
 
 def bucket_size(material: Material) -> Figure | None:
-    """Share of its best rate that a message gets, by size, with the size that the fit recommends and that of DDP's buckets."""
+    """Share of its best rate that a message reaches, by size, with the recommended size and the size of DDP's buckets."""
     rows = material.of("collectives")
     advised = measured(select(rows, metric="recommended_bytes"))
     advised = [row for row in advised if row.variant in _IN_TRAINING]
@@ -52,11 +57,11 @@ def bucket_size(material: Material) -> Figure | None:
     rates = [row for row in rates if row.variant in _IN_TRAINING]
     figure, (axes,) = new_figure("How large is large enough?", material.machine("collectives"), height=4.6)
     for position, (name, points) in enumerate(_series(rates).items()):
-        style, best = look(name, position), max(row.value for row in points)
-        axes.plot([row.params["bytes"] for row in points], [100 * row.value / best for row in points], label=name, **style)
+        style, shares = look(name, position), np.array(values(points))
+        axes.plot([row.params["bytes"] for row in points], 100 * shares / shares.max(), label=name, **style)
         for row in select(advised, variant=name):
-            axes.axvline(row.value, color=style["color"], linestyle=":", linewidth=1.4)
-            axes.axvspan(row.ci_low, row.ci_high, color=style["color"], alpha=0.12, linewidth=0)
+            axes.axvline(not_none(row.value), color=style["color"], linestyle=":", linewidth=1.4)
+            axes.axvspan(not_none(row.ci_low), not_none(row.ci_high), color=style["color"], alpha=0.12, linewidth=0)
     axes.axvline(_DDP_BUCKET, color=MUTED, linestyle=(0, (5, 3)), linewidth=1.2)
     axes.annotate(
         "DDP's 25 MiB",
@@ -71,66 +76,115 @@ def bucket_size(material: Material) -> Figure | None:
         color=MUTED,
     )
     _size_axis(axes, rates)
-    axes.set(ylabel="rate, % of the best that was measured", title="What a message of size S gets of the rate")
+    axes.set(ylabel="rate, % of the best measured rate", title="Share of the rate that a message of size S reaches")
     axes.legend(loc="upper left")
     share = f"{100 * advised[0].params['share']:.0f} %"
-    add_notes(
-        figure, [f"Dotted: the size with {share} of the rate of the fit latency + bytes / bandwidth, with its 95 % interval."]
-    )
+    note = f"Dotted: the size that reaches {share} of the rate by the fit latency + bytes / bandwidth, with its 95 % interval."
+    add_notes(figure, [note])
     return figure
 
 
 def overlap(material: Material) -> Figure | None:
-    """Products, an all-reduce and both at once, beside what they would take hidden wholly and one after the other."""
+    """Times of products, of an all-reduce, and of both at once, with the times if all or nothing were hidden."""
     rows = measured(material.of("collectives", variant="overlap"))
     shares = select(rows, metric="overlap_share")
     if not shares:
         return None
-    title = "An all-reduce beside matrix products"
-    figure, panels = new_figure(title, material.machine("collectives"), len(shares), height=3.4)
+    figure, panels = new_figure("An all-reduce during matrix products", material.machine("collectives"), len(shares), height=3.4)
     for axes, share in zip(panels, shares, strict=True):
         size = share.params["bytes"]
         times = {r.params["what"]: r for r in select(rows, metric="call_time_s") if r.params["bytes"] == size}
-        values = [1e3 * row.value for row in times.values()]
-        highest = [1e3 * (row.ci_high or row.value) for row in times.values()]
+        milliseconds = [1e3 * seconds for seconds in values(times.values())]
+        highest = [1e3 * not_none(row.ci_high or row.value) for row in times.values()]
         colours = [look(what, position)["color"] for position, what in enumerate(times)]
-        axes.barh(list(times), values, xerr=_milliseconds(list(times.values())), color=colours, height=0.6)
-        alone = values[:2]
+        axes.barh(list(times), milliseconds, xerr=errors_of(list(times.values()), 1e3), color=colours, height=0.6)
+        alone = milliseconds[:2]
         for bound in (max(alone), sum(alone)):
             axes.axvline(bound, color=INK, linestyle=(0, (5, 3)), linewidth=1.2)
         axes.invert_yaxis()
         axes.set(xlabel="milliseconds", xlim=(0, 1.05 * max(*highest, sum(alone))))
-        axes.set_title(f"{byte_size(size)}: {100 * share.value:.0f} % of the shorter one hidden")
+        axes.set_title(f"{byte_size(size)}: {100 * not_none(share.value):.0f} % of the shorter one hidden")
     add_notes(figure, ["Dashed: the longer one alone (all hidden), and one after the other (nothing hidden)."])
     return figure
 
 
-def _milliseconds(rows: list[Row]) -> list[list[float]] | None:
-    errors = errors_of(rows)
-    return None if errors is None else [[1e3 * error for error in side] for side in errors]
+def rates_by_size(rows: Iterable[Row], metric: str = "busbw_gb_s") -> pd.DataFrame:
+    """Return a metric's values as text: one line a format and size, one column a collective, "" where nothing was measured."""
+    chosen = [row for row in rows if row.metric == metric]
+    order = list(dict.fromkeys(row.dtype for row in chosen))
+    lines: dict[tuple[str, int], dict[str, str]] = {}
+    for row in sorted(chosen, key=lambda row: (order.index(row.dtype), row.params["bytes"])):
+        size = row.params["bytes"]
+        line = lines.setdefault((row.dtype, size), {"dtype": row.dtype, "S": byte_size(size)})
+        line[row.variant] = number(row.value, 3)
+    return pd.DataFrame(list(lines.values())).fillna("")
 
 
-def _swept(rows: list[Row]) -> str:
-    """The format that was swept over the sizes: the one with most of them."""
+def links_between(rows: Iterable[Row]) -> pd.DataFrame:
+    """Return the links between devices: one line a sender, one column a receiver; no line without pairs of devices."""
+    pairs = _linked_pairs(rows)
+    devices = sorted({pair["from"] for pair in pairs})
+    links = {(pair["from"], pair["to"]): pair["link"] for pair in pairs}
+    nodes = {pair["from"]: pair["NUMA node"] for pair in pairs}
+    return pd.DataFrame(
+        [
+            {
+                "from": f"GPU{one}",
+                **{f"to GPU{other}": links.get((one, other), "X") for other in devices},
+                "NUMA node": nodes[one],
+            }
+            for one in devices
+        ]
+    )
+
+
+def link_meanings(rows: Iterable[Row]) -> str:
+    """Return the meanings of the abbreviations in `links_between` and their source, "" without any."""
+    pairs = _linked_pairs(rows)
+    meanings = dict.fromkeys(f"{pair['link']}: {pair['meaning']}" for pair in pairs)
+    return "; ".join([*meanings, f"source: {pairs[0]['source']}"]) if pairs else ""
+
+
+def kernels_chosen(rows: Iterable[Row]) -> pd.DataFrame:
+    """Return backend, algorithm and kernel by collective and size; an unknown algorithm has its reason."""
+    lines = [
+        {
+            "collective": row.variant,
+            "S": byte_size(row.params["bytes"]),
+            "backend": row.params["backend"],
+            "algorithm": row.params["algorithm"] if row.value else row.value_reason,
+            "kernel": row.params["kernel"],
+        }
+        for row in rows
+        if row.params.get("what") == "kernels"
+    ]
+    return pd.DataFrame(lines)
+
+
+def _linked_pairs(rows: Iterable[Row]) -> list[dict]:
+    return [row.params for row in rows if (row.variant, row.params.get("what")) == ("topology", "links")]
+
+
+def _swept(rows: Sequence[Row]) -> str:
+    """Return the dtype of the sweep over sizes: the one with most rows."""
     dtypes = [row.dtype for row in rows]
     return max(dict.fromkeys(dtypes), key=dtypes.count)
 
 
-def _series(rows: list[Row]) -> dict[str, list[Row]]:
-    """Rows of each collective, by size."""
+def _series(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the rows of each collective, by size."""
     names = dict.fromkeys(row.variant for row in rows)
     return {name: sorted(select(rows, variant=name), key=lambda row: row.params["bytes"]) for name in names}
 
 
 def _draw_rates(axes: Axes, rates: list[Row], halves: list[Row]) -> list[str]:
-    """The curves, a ring on each where it reaches half, and the limits; returns why there is none."""
+    """Draw curves, a ring on each where it reaches half its best rate, and limits; return the reasons of missing limits."""
     for position, (name, points) in enumerate(_series(rates).items()):
-        style = look(name, position)
-        sizes, values = [row.params["bytes"] for row in points], [row.value for row in points]
-        axes.errorbar(sizes, values, errors_of(points), label=name, **style)
-        for half in measured(select(halves, variant=name)):
-            axes.plot(half.value, max(values) / 2, "o", markersize=10, markerfacecolor="none", color=style["color"])
-    axes.set(ylabel="bus bandwidth, GB/s", title="Bus bandwidth: what each link carries in one direction")
+        style, sizes, heights = look(name, position), [row.params["bytes"] for row in points], values(points)
+        axes.errorbar(sizes, heights, errors_of(points), label=name, **style)
+        for half in values(measured(select(halves, variant=name))):
+            axes.plot(half, max(heights) / 2, "o", markersize=10, markerfacecolor="none", color=style["color"])
+    axes.set(ylabel="bus bandwidth, GB/s", title="Bus bandwidth: the rate of each link in one direction")
     limits: dict[float, list[str]] = {}
     for row in rates:
         if row.limit is not None and row.variant not in limits.setdefault(row.limit, []):
@@ -138,18 +192,19 @@ def _draw_rates(axes: Axes, rates: list[Row], halves: list[Row]) -> list[str]:
     for limit, names in limits.items():
         whose = f" ({', '.join(names)})" if len(limits) > 1 else ""
         limit_line(axes, limit, f"limit of the links {number(limit)} GB/s{whose}", MUTED)
-    top = max([row.value if row.ci_high is None else row.ci_high for row in rates] + list(limits))
+    top = max([not_none(row.value if row.ci_high is None else row.ci_high) for row in rates] + list(limits))
     axes.set_ylim(0, 1.1 * top)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     return list(dict.fromkeys(row.limit_source + "." for row in rates if row.limit is None))
 
 
 def _draw_times(axes: Axes, times: list[Row], rows: list[Row], dtype: str) -> None:
+    """Draw the measured times in microseconds, and where there is a fit, its curve."""
     for position, (name, points) in enumerate(_series(times).items()):
-        sizes = [row.params["bytes"] for row in points]
-        axes.errorbar(sizes, [1e6 * row.value for row in points], _microseconds(points), linestyle="none", **look(name, position))
+        sizes, microseconds = [row.params["bytes"] for row in points], [1e6 * seconds for seconds in values(points)]
+        axes.errorbar(sizes, microseconds, errors_of(points, 1e6), linestyle="none", **look(name, position))
         fitted = {
-            row.metric: row.value
+            row.metric: not_none(row.value)
             for row in measured(select(rows, variant=name, dtype=dtype))
             if row.metric in ("latency_s", "asymptotic_busbw_gb_s")
         }
@@ -157,20 +212,15 @@ def _draw_times(axes: Axes, times: list[Row], rows: list[Row], dtype: str) -> No
             grid = np.geomspace(min(sizes), max(sizes), 60)
             seconds = fitted["latency_s"] + grid * _bus_factor(rows, name, dtype) / fitted["asymptotic_busbw_gb_s"] / 1e9
             axes.plot(grid, 1e6 * seconds, linestyle=":", linewidth=1.2, color=look(name, position)["color"])
-    axes.set(yscale="log", ylabel="time of a call, microseconds", title="Small messages cost latency, large ones bytes")
+    axes.set(yscale="log", ylabel="time of a call, microseconds", title="Latency decides small messages, bandwidth large ones")
     log_ticks(axes.yaxis)
 
 
-def _microseconds(points: list[Row]) -> list[list[float]] | None:
-    errors = errors_of(points)
-    return None if errors is None else [[1e6 * error for error in side] for side in errors]
-
-
 def _bus_factor(rows: list[Row], name: str, dtype: str) -> float:
-    """busbw / algbw, as the rows have it."""
+    """Return busbw / algbw, from the rows of any size."""
     bus = measured(select(rows, metric="busbw_gb_s", variant=name, dtype=dtype))[0]
-    same = select(rows, metric="algbw_gb_s", variant=name, dtype=dtype, params=bus.params)
-    return bus.value / same[0].value
+    algorithm = select(rows, metric="algbw_gb_s", variant=name, dtype=dtype, params=bus.params)[0]
+    return not_none(bus.value) / not_none(algorithm.value)
 
 
 def _size_axis(axes: Axes, rows: list[Row]) -> None:
@@ -191,6 +241,6 @@ PLOTS = (
         "Bus bandwidth by message size up to the limit of the links, and the time of a call down to its latency.",
         collectives,
     ),
-    Plot("bucket_size", "collectives", "The size from which on more bytes add little.", bucket_size),
+    Plot("bucket_size", "collectives", "The size above which more bytes add little bandwidth.", bucket_size),
     Plot("overlap", "collectives", "An all-reduce and products, alone and both at once.", overlap),
 )

@@ -7,7 +7,7 @@ import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.rows import out_of_memory_reason
-from hyperion.chapter.variants import LLAMA, Report, merged, run_variant
+from hyperion.chapter.variants import Report, merged, run_variant
 from hyperion.checkpoints import frozen_sha256
 from hyperion.data import Completions
 from hyperion.data.batches.packing import IGNORE_INDEX
@@ -25,7 +25,7 @@ from hyperion.experiments.llama.llama_rows import (
     throughput_rows,
 )
 from hyperion.measure import time_function
-from hyperion.measure.memory.memory import GIB
+from hyperion.measure.memory_use.peak import GIB
 from hyperion.models import LlamaLM, LlamaShape, llama_lora_parameter_count, llama_parameter_count, random_llama_shape
 from hyperion.parallel.lora import ATTENTION
 from hyperion.results import Row
@@ -33,7 +33,6 @@ from hyperion.training import LanguageEngine, Plan, Precision, WarmupCosine, ada
 from hyperion.workloads.llama_setup import DATA, RANK, Material, base_model, frozen_dtype, material, with_lora
 from hyperion.workloads.training_rows import epoch_rows, loss_curve, step_forecasts
 
-_HERE = "hyperion.experiments.llama.llama_lora"
 _STANDARD_ERRORS = 4.0
 _WARMUP_SHARE = 0.1
 
@@ -69,7 +68,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 def run(context: Context, report: Report) -> Result:
     """LoRA in one process, full fine-tuning in another: neither's memory is the other's."""
-    return merged([run_variant(context, report, f"{_HERE}:{name}", preload=LLAMA) for name in ("fine_tune", "full_memory")])
+    return merged([run_variant(context, report, function) for function in (fine_tune, full_memory)])
 
 
 EXPERIMENT = Experiment(forecast, run, forecast_reads=("gemm", "bandwidth"), data=DATA)

@@ -8,7 +8,7 @@ import pandas as pd
 from hyperion.chapter.context import Context
 from hyperion.chapter.rows import sample_frame, timed_columns
 from hyperion.measure import PeakMemoryRegion, TensorMemory, Timing, state_of
-from hyperion.measure.memory.memory import GIB
+from hyperion.measure.memory_use.peak import GIB
 from hyperion.models import LlamaShape, ModelFlops, llama_flops_per_token, llama_lora_parameter_count, llama_parameter_count
 from hyperion.parallel.lora import ATTENTION
 from hyperion.results import Row

@@ -10,21 +10,20 @@ from safetensors.torch import load_file, save_file
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.ranks import ranks_of
 from hyperion.chapter.rows import sample_frame, timed_columns
-from hyperion.chapter.variants import LLAMA, Report, merged, run_on_ranks
+from hyperion.chapter.variants import Report, merged, run_on_ranks
 from hyperion.checkpoints import checkpoint_path, frozen_sha256, save_adapter
 from hyperion.data.instructions.instruction_batches import InstructionBatches
 from hyperion.experiments.llama.llama_adapters import LOADED_TOLERANCE, equality_row, loaded_adapter, probe_logits, relative
 from hyperion.experiments.llama.llama_lora import fine_tuning_engine, work_of
 from hyperion.experiments.llama.llama_rows import LORA, Work, least_flops, state_bytes
 from hyperion.measure import PeakMemoryRegion, RanksClock, time_function
-from hyperion.measure.memory.memory import GIB
-from hyperion.models import LlamaShape, random_llama_shape
+from hyperion.measure.memory_use.peak import GIB
+from hyperion.models import LlamaShape, layout_of, random_llama_shape
 from hyperion.parallel import (
     ParallelPlan,
     assert_ranks_agree,
     fsdp_units,
     full_parameter_bytes,
-    layout_of,
     local_parameter_bytes,
     parallelize,
 )
@@ -40,7 +39,6 @@ VARIANT = "LoRA under FSDP2"
 TOLERANCE = 1e-4  # relative, between the losses of one device and of many, step by step
 SHARE_TOLERANCE = 0.1
 _PROBE = "logits.safetensors"
-_HERE = "hyperion.experiments.llama.lora_sharded"
 _EXACT = Precision("fp32", "parity is judged in float32")
 
 
@@ -79,7 +77,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 def run(context: Context, report: Report) -> Result:
     """All ranks in one launch; then this process, which is in no group, loads what they saved."""
-    results = run_on_ranks(context, report, f"{_HERE}:on_rank", ranks=ranks_of(context), preload=LLAMA)
+    results = run_on_ranks(context, report, on_rank, ranks=ranks_of(context))
     shared = merged(results)
     return Result([*shared.rows, _loaded_row(context)], results[0].samples, shared.source)
 

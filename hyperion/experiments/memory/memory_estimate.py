@@ -17,8 +17,8 @@ from hyperion.chapter.side_by_side import run_counted
 from hyperion.chapter.variants import Report, merged
 from hyperion.hardware import Device
 from hyperion.measure import bytes_of, memory_cap, state_of
-from hyperion.measure.memory.allocated_peak import allocated_peak
-from hyperion.measure.memory.memory_timeline import ACTIVATIONS, GRADIENTS, MemoryTimeline
+from hyperion.measure.memory_use.peak import allocated_peak
+from hyperion.measure.memory_use.timeline import ACTIVATIONS, GRADIENTS, MemoryTimeline
 from hyperion.parallel.plan import NONE, ParallelPlan
 from hyperion.results import Row
 from hyperion.training.memory_estimate import largest_batch
@@ -137,7 +137,7 @@ def run(context: Context, report: Report) -> Result:
     jobs.append({"batch_size": batch})
     if context.device.kind != "cpu":
         jobs.append({"batch_size": math.ceil(_TOO_LARGE * batch)})
-    results = run_counted(context, report, "hyperion.experiments.memory.memory_estimate:measure_cell", jobs)
+    results = run_counted(context, report, measure_cell, jobs)
     name = workload(question.cell(batch)).name
     answer = context.row(name, "count", batch, dtype=question.dtype, params=question.params)
     return merged([*results, Result([answer], pd.DataFrame())])

@@ -16,7 +16,7 @@ from hyperion.chapter.side_by_side import run_counted
 from hyperion.chapter.variants import Report, merged
 from hyperion.hardware import Device
 from hyperion.measure import state_of
-from hyperion.measure.memory.memory_timeline import MemoryHistory, MemoryTimeline
+from hyperion.measure.memory_use.timeline import MemoryHistory, MemoryTimeline
 from hyperion.measure.steps.trace import cpu_events, gpu_events
 from hyperion.parallel import ParallelPlan
 from hyperion.results import Row
@@ -73,7 +73,7 @@ def run(context: Context, report: Report) -> Result:
         {"checkpointing": policy, "folder": "" if number else str(context.workspace)}
         for number, policy in enumerate(MemoryTraceOptions.of(context).policies)
     ]
-    return merged(run_counted(context, report, "hyperion.experiments.memory.memory_trace:trace_step", variants))
+    return merged(run_counted(context, report, trace_step, variants))
 
 
 EXPERIMENT = Experiment(forecast, run, options=MemoryTraceOptions)

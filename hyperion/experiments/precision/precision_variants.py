@@ -98,10 +98,10 @@ def _compared(context: Context, options: PrecisionVariantsOptions, report: Repor
     reasons = {dtype: _why_unsupported(context.device, dtype) for dtype in options.dtypes}
     dtypes = [dtype for dtype, reason in reasons.items() if not reason]
     cells = [batches.params | {"dtype": dtype} for batches in stored for dtype in dtypes]
-    results = run_side_by_side(context, report, "hyperion.experiments.precision.precision_variants:train_variant", cells)
+    results = run_side_by_side(context, report, train_variant, cells)
     if any(dtype != REFERENCE for dtype in dtypes):
         twins = [batches.params for batches in stored]
-        results += run_side_by_side(context, report, "hyperion.experiments.precision.precision_variants:twins_of_variant", twins)
+        results += run_side_by_side(context, report, twins_of_variant, twins)
     reasons = {dtype: reason or _why_emulated(context.device, dtype) for dtype, reason in reasons.items()}
     for number, batches in enumerate(stored):
         report(number, len(stored), f"steps of the {batches.kind} model in turn")

@@ -21,7 +21,7 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.options import Options
 from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_columns
 from hyperion.chapter.side_by_side import run_counted
-from hyperion.chapter.variants import COMPILER, Report, merged
+from hyperion.chapter.variants import Report, merged
 from hyperion.data.batches.packing import IGNORE_INDEX
 from hyperion.experiments.precision.precision_variants import (
     speedup_forecast,
@@ -161,9 +161,8 @@ def run(context: Context, report: Report) -> Result:
             cells += [batches.params | {"number": number} for number, _ in present]
             formats = dict.fromkeys(twin_format(rung.dtype) for _, rung in present if rung.name != BASELINE)
             twins += [batches.params | {"dtype": dtype} for dtype in formats]
-        module = "hyperion.experiments.precision.training_ladder"
-        results = run_counted(context, report, f"{module}:measure_alone", cells, preload=COMPILER)
-        results += run_counted(context, report, f"{module}:measure_twins", twins)
+        results = run_counted(context, report, measure_alone, cells)
+        results += run_counted(context, report, measure_twins, twins)
         for number, batches in enumerate(stored):
             report(number, len(stored), f"steps of the {batches.kind} model in turn")
             results.append(_timed(context, options, batches))

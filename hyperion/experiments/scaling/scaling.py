@@ -7,9 +7,9 @@ import pandas as pd
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.ranks import devices_here
-from hyperion.chapter.variants import LLAMA, Report, merged, run_on_ranks
+from hyperion.chapter.variants import Report, merged, run_on_ranks
 from hyperion.experiments.scaling.scaling_forecast import efficiency_forecast
-from hyperion.experiments.scaling.scaling_workloads import MODES, Workload, dtype_here, workloads_of
+from hyperion.experiments.scaling.scaling_workloads import MODES, Workload, dtype_here, measure_on_rank, workloads_of
 from hyperion.processes import JobError
 from hyperion.processes.job import INTERRUPTED
 from hyperion.results import Estimate, Row, independent_ratio_estimate, median_estimate
@@ -18,7 +18,6 @@ from hyperion.workloads.twins import SCATTER_FP32
 
 PARITY = 1e-4
 LAUNCH_FAILED = "the launch failed"
-_ENTRY = "hyperion.experiments.scaling.scaling_workloads:measure_on_rank"
 _IDEAL = "no limit: N devices are ideally N times as fast, and more where each holds and updates a part of the state only"
 
 
@@ -55,11 +54,10 @@ def _counts(context: Context) -> list[int]:
 def _launched(context: Context, report: Report, ranks: int) -> tuple[list[pd.DataFrame], dict]:
     """Samples of all workloads on so many ranks, and why those that are missing are missing, by (workload, ranks)."""
     names = [workload.name for workload in workloads_of(context)]
-    preload = LLAMA if any(workload.lora for workload in workloads_of(context)) else ()
     if ranks > devices_here(context):
         return [], {(name, ranks): f"this machine has {devices_here(context)} devices" for name in names}
     try:
-        found = run_on_ranks(context, report, _ENTRY, {"names": names}, ranks=ranks, preload=preload)
+        found = run_on_ranks(context, report, measure_on_rank, {"names": names}, ranks=ranks)
         return [merged(found).samples], {}
     except JobError as error:
         _raise_if_asked_to_end(error)
@@ -67,7 +65,7 @@ def _launched(context: Context, report: Report, ranks: int) -> tuple[list[pd.Dat
     samples, missing = [], {}
     for name in names:
         try:
-            found = run_on_ranks(context, report, _ENTRY, {"names": [name]}, ranks=ranks, preload=preload)
+            found = run_on_ranks(context, report, measure_on_rank, {"names": [name]}, ranks=ranks)
             samples.append(merged(found).samples)
         except JobError as error:
             _raise_if_asked_to_end(error)

@@ -1,1 +1,1 @@
-"""Training steps of reference models: time, memory, operators, batch size."""
+"""Training steps of reference models: the host's costs, the phases of a step, and throughput and memory by batch size."""

@@ -1,4 +1,4 @@
-"""What does a larger batch buy, and where does it end? Throughput and memory by batch, up to the batch that does not fit."""
+"""What does a larger batch gain, and which batch no longer fits? Throughput and memory by batch size."""
 
 import gc
 from dataclasses import dataclass, replace
@@ -7,56 +7,78 @@ import numpy as np
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.rows import stream_ceiling
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.options import Options
+from hyperion.chapter.rows import all_samples, stream_ceiling
 from hyperion.chapter.variants import merged, run_variant
-from hyperion.experiments.steps.reference_steps import (
-    GIB,
+from hyperion.errors import not_none
+from hyperion.measure import FORMATS, NoMemoryCap, PeakMemory, PeakMemoryRegion, allocator_refusal, memory_cap
+from hyperion.models import ReferenceModel, reference_model
+from hyperion.results import Row, independent_ratio_estimate
+from hyperion.training import choose_precision
+from hyperion.units import GIB, MIB
+from hyperion.workloads.reference_steps import (
     LEAST_MEMORY,
     TrainingStep,
-    forecast_step,
     least_memory_gib,
-    processes_of,
     step_params,
     step_rows,
     timed,
     update_of,
 )
-from hyperion.measure import FORMATS, NoMemoryCap, PeakMemory, PeakMemoryRegion, allocator_refusal
-from hyperion.measure.memory import memory_cap
-from hyperion.models import ReferenceModel, reference_model
-from hyperion.results import Row, independent_ratio_estimate
-from hyperion.training import choose_precision
 from hyperion.workloads.step_forecasts import host_time
+from hyperion.workloads.training_rows import step_forecasts
 
-# The line of memory over batch is held to be right within a quarter.
+# The predicted largest batch must be right within a quarter: 0.75 of it fits, 1.25 of it is refused.
 _FITS, _DOES_NOT_FIT = 0.75, 1.25
+# Forward and backward, the output of a product or convolution passes through memory about twelve times: itself, its norm
+# and its activation, each written and read.
+_PASSES = 12
+
+
+class BatchScalingOptions(Options):
+    """Options of `batch_scaling`.
+
+    Args:
+        precision: dtype of the steps, or "auto" for the one that the device prefers.
+        memory_limit_gib: cap in GiB on the process, so that the sweep ends before the whole memory is full.
+        time_limit_s: seconds of timing for each batch.
+        batches: batch sizes of each reference model, by its name.
+    """
+
+    precision: str
+    memory_limit_gib: float
+    time_limit_s: float
+    batches: dict[str, tuple[int, ...]]
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """The largest batch that fits, then samples per second of every batch, the largest first."""
-    dtype = _dtype(context)
-    largest = [_forecast_largest(context, reference_model(name), dtype) for name in context.sizes["batches"]]
+    """Predict the largest batch that fits, then samples per second of every batch, the largest first."""
+    options = BatchScalingOptions.of(context)
+    dtype = _dtype(context, options)
+    largest = [_forecast_largest(reference_model(name), dtype, options.memory_limit_gib) for name in options.batches]
     return largest + [
-        _with_host(context, replace(foretold, basis=_shared_basis(context, dtype) or foretold.basis), name, batch)
-        for name, batches in context.sizes["batches"].items()
+        _forecast_throughput(context, name, batch, dtype)
+        for name, batches in options.batches.items()
         for batch in sorted(batches, reverse=True)
-        for foretold in forecast_step(context, name, batch, dtype)
     ]
 
 
-def run(context: Context, report) -> Result:
+def run(context: Context, report: Report) -> Result:
     """Sweep every model, in processes of their own."""
-    function = "hyperion.experiments.steps.batch_scaling:sweep"
-    groups = processes_of(context, list(context.sizes["batches"]))
-    return merged([run_variant(context, report, function, {"names": names}) for names in groups])
+    names = list(BatchScalingOptions.of(context).batches)
+    # On a CPU resident pages stay with a process and would count for the next model.
+    groups = [[name] for name in names] if context.device.kind == "cpu" else [names]
+    return merged([run_variant(context, report, sweep, {"names": group}) for group in groups])
 
 
-EXPERIMENT = Experiment(forecast, run, forecast_reads=("gemm", "bandwidth", "launch_cost", "operator_cost"))
+EXPERIMENT = Experiment(
+    forecast, run, options=BatchScalingOptions, forecast_reads=("gemm", "bandwidth", "launch_cost", "operator_cost")
+)
 
 
-def sweep(context: Context, report, names: list[str]) -> Result:
-    """The worker's side: for each model the timed batches, then its memory up to the batch that does not fit."""
+def sweep(context: Context, report: Report, names: list[str]) -> Result:
+    """Sweep models in the worker process: the timed batches, then the memory up to the batch that does not fit."""
     rows: list[Row] = []
     frames: list[pd.DataFrame] = []
     for done, name in enumerate(names):
@@ -66,47 +88,57 @@ def sweep(context: Context, report, names: list[str]) -> Result:
         rows += model.rows
         frames += model.frames
     report(len(names), len(names), "done")
-    return Result(rows, pd.concat(frames, ignore_index=True) if frames else pd.DataFrame())
+    return Result(rows, all_samples(frames))
 
 
-def _dtype(context: Context) -> str:
-    return choose_precision(context.device, context.sizes["precision"]).dtype
+def _dtype(context: Context, options: BatchScalingOptions) -> str:
+    return choose_precision(context.device, options.precision).dtype
 
 
-def _shared_basis(context: Context, dtype: str) -> str:
-    """What the throughputs of all batches rest on, in one sentence; "" without ceilings."""
-    gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
-    if gemm is None or stream is None:
-        return ""
-    return (
-        f"products at the measured {gemm.value:.4g} TFLOPS, then optimizer and activations at {stream.value:.4g} GB/s: the "
-        "update weighs the more the smaller the batch"
-    )
-
-
-def _with_host(context: Context, foretold: Forecast, name: str, batch: int) -> Forecast:
-    """The throughput once the host has its time too, which hardly depends on the batch."""
-    if foretold.estimate is None:
-        return foretold
-    device_s, (host_s, told) = batch / foretold.estimate, host_time(context, name, batch, foretold.dtype)
+def _forecast_throughput(context: Context, name: str, batch: int, dtype: str) -> Forecast:
+    """Predict samples per second from products and traffic on the device, and the host's time for operators."""
+    forecast = forecast_on_device(context, name, batch, dtype)
+    if forecast.estimate is None:
+        return forecast
+    device_s, (host_s, source) = batch / forecast.estimate, host_time(context, name, batch, dtype)
     if context.device.kind == "cpu":
         seconds, how = device_s + host_s, "and the host's time for its operators on top"
     else:
         seconds, how = max(device_s, host_s), "or the host's time for its operators, where that is longer"
-    return replace(foretold, estimate=batch / seconds, basis=f"{foretold.basis}; {how} ({told})")
+    return replace(forecast, estimate=batch / seconds, basis=f"{_device_basis(context, dtype)}; {how} ({source})")
 
 
-def _forecast_largest(context: Context, model: ReferenceModel, dtype: str) -> Forecast:
-    cap = context.sizes["memory_limit_gib"]
+def forecast_on_device(context: Context, name: str, batch: int, dtype: str) -> Forecast:
+    """Predict samples per second from the ceilings of chapter 1.1: products, then the traffic of optimizer and activations."""
+    model = reference_model(name)
+    traffic: dict[str, float] = {
+        "optimizer": update_of(model).traffic_bytes * model.parameter_count,
+        "activations": batch * model.activations * _PASSES * FORMATS[dtype].bytes,
+    }
+    (forecast,) = step_forecasts(context, name, dtype, "sample", batch, model.flops, traffic)
+    return forecast
+
+
+def _device_basis(context: Context, dtype: str) -> str:
+    """Say what the throughputs of all batches are predicted from, in the same words for each."""
+    product = not_none(not_none(context.best_upstream("gemm_tflops", dtype)).value)
+    stream = not_none(not_none(stream_ceiling(context.upstream)).value)
+    return (
+        f"products at the measured {product:.4g} TFLOPS, then optimizer and activations at {stream:.4g} GB/s: the "
+        "smaller the batch, the larger the share of the update"
+    )
+
+
+def _forecast_largest(model: ReferenceModel, dtype: str, cap_gib: float) -> Forecast:
     held, sample = _bytes_by_shapes(model, dtype)
     basis = (
-        f"{cap:g} GiB, less {held / GIB:.3g} GiB of weights, gradients and moments, over {sample / 2**20:.3g} MiB a sample: "
+        f"{cap_gib:g} GiB, less {held / GIB:.3g} GiB of weights, gradients and moments, over {sample / MIB:.3g} MiB a sample: "
         "the input, and the output of each product kept twice"
     )
     return Forecast(
         variant=model.name,
         metric="count",
-        estimate=_largest_by_shapes(model, dtype, cap),
+        estimate=_largest_by_shapes(model, dtype, cap_gib),
         basis=basis,
         dtype=dtype,
         params={"what": "largest batch"},
@@ -114,8 +146,10 @@ def _forecast_largest(context: Context, model: ReferenceModel, dtype: str) -> Fo
 
 
 def _bytes_by_shapes(model: ReferenceModel, dtype: str) -> tuple[int, int]:
-    """(bytes that do not depend on the batch, bytes a sample): each product's output is kept twice, as it is and as its
-    norm or activation leaves it."""
+    """Return (bytes that do not depend on the batch, bytes a sample).
+
+    Each product's output is kept twice: as it is, and after its norm or activation.
+    """
     sample = 2 * model.activations * FORMATS[dtype].bytes + 4 * torch.Size(model.sample_shape).numel()
     return update_of(model).held_bytes * model.parameter_count, sample
 
@@ -127,7 +161,7 @@ def _largest_by_shapes(model: ReferenceModel, dtype: str, cap_gib: float) -> flo
 
 @dataclass(frozen=True)
 class Point:
-    """What a batch took of the cap, None with the reason where it was refused or cannot be read."""
+    """GiB that a batch takes of the cap; None with the reason where it was refused or cannot be read."""
 
     batch: int
     gib: float | None
@@ -139,14 +173,19 @@ class _Sweep:
     """The rows and samples of one model's sweep."""
 
     def __init__(self, context: Context, model: ReferenceModel):
-        self.context, self.model, self.dtype = context, model, _dtype(context)
+        self.context, self.model, self.options = context, model, BatchScalingOptions.of(context)
+        self.dtype = _dtype(context, self.options)
         self.rows: list[Row] = []
         self.frames: list[pd.DataFrame] = []
 
     def measure(self) -> None:
-        """First all that is filled, in a process that has nothing to hide yet, then all that is timed."""
-        batches = sorted(self.context.sizes["batches"][self.model.name])
-        TrainingStep(self.model.name, 1, self.dtype, self.context.device).once()  # libraries and threads are there now
+        """Measure memory, then time the batches.
+
+        Memory comes first, because pages that a timed step freed would hide what a later step takes.
+        """
+        batches = sorted(self.options.batches[self.model.name])
+        # One step loads libraries and starts threads, which no batch should be charged for.
+        TrainingStep(self.model.name, 1, self.dtype, self.context.device).once()
         try:
             self.fill_memory(batches)
         except NoMemoryCap as error:
@@ -160,13 +199,13 @@ class _Sweep:
         self.rows.append(row)
 
     def time_batches(self, batches: list[int]) -> None:
-        """Rows of every batch until one does not fit, efficiencies among them."""
+        """Add rows of every batch until one does not fit, then the efficiency of each."""
         seconds: dict[int, np.ndarray] = {}
         for batch in batches:
             device = self.context.device
             try:
                 step = TrainingStep(self.model.name, batch, self.dtype, device, self.context.seed)
-                timing, learned = timed(step, device, self.context.sizes["time_limit_s"])
+                timing, learned = timed(step, device, self.options.time_limit_s)
             except (RuntimeError, MemoryError) as error:
                 refusal = allocator_refusal(error, device)
                 if refusal is None:
@@ -177,9 +216,11 @@ class _Sweep:
             self.rows += rows
             self.frames.append(frame)
             seconds[batch] = timing.whole.samples_s / batch
-            del step
+            del step  # its memory must be free before the next, larger step is built
             gc.collect()
-        best = min(seconds, key=lambda batch: np.median(seconds[batch]), default=None)
+        if not seconds:
+            return
+        best = min(seconds, key=lambda batch: np.median(seconds[batch]))
         for batch, series in seconds.items():
             share = independent_ratio_estimate(series, seconds[best])
             low, high = (1.0, 1.0) if batch == best else (share.ci_low, share.ci_high)
@@ -195,26 +236,27 @@ class _Sweep:
             )
 
     def fill_memory(self, batches: list[int]) -> None:
-        """Memory by batch, the line through two that fit, and a step on either side of where it meets the cap."""
-        cap = self.context.sizes["memory_limit_gib"]
+        """Measure memory by batch, fit a line to two batches that fit, and test the largest batch that it predicts."""
+        cap = self.options.memory_limit_gib
         points = [self.used(batch, "steady") for batch in batches]
-        # A small batch adds little to what a process holds anyway; one that fills half of the cap tells the slope well.
+        # A small batch adds little to what a process holds anyway, so a batch that fills half of the cap gives the slope.
         half = int(_largest_by_shapes(self.model, self.dtype, cap) / 2)
         if half > batches[-1]:
             points.append(self.used(half, "half way"))
-        known = [point for point in points if point.gib is not None]
+        known = [(point.batch, point.gib, point.cap_gib) for point in points if point.gib is not None]
         if len(known) < 2:
             self._no_largest(f"no line through fewer than two batches: {points[-1].reason}")
             return
-        small, large = known[-2:]
-        slope = (large.gib - small.gib) / (large.batch - small.batch)
+        (small, small_gib, _), (large, large_gib, cap_gib) = known[-2:]
+        slope = (large_gib - small_gib) / (large - small)
         if slope <= 0:
-            self._no_largest(f"no slope: batch {large.batch} took no more memory than batch {small.batch}")
+            self._no_largest(f"no slope: batch {large} took no more memory than batch {small}")
             return
         self._row("sample_memory_mib", slope * 1024, {"what": "slope"})
-        self._put_to_the_test(int(large.batch + (large.cap_gib - large.gib) / slope))
+        self._test_largest(int(large + (cap_gib - large_gib) / slope))
 
-    def _put_to_the_test(self, largest: int) -> None:
+    def _test_largest(self, largest: int) -> None:
+        """Add the row of the predicted largest batch. Its check: a smaller batch fits, a larger one is refused."""
         inside, outside = (self.used(max(1, round(share * largest)), "probe") for share in (_FITS, _DOES_NOT_FIT))
         wrong = (inside.gib is None) + (outside.gib is not None)
         self._row(
@@ -230,10 +272,13 @@ class _Sweep:
         self._row("count", None, {"what": "largest batch"}, value_reason=reason)
 
     def used(self, batch: int, kind: str) -> Point:
-        """What two steps of a fresh model (the second has moments) take of the cap; the peak of the process is a row."""
+        """Return the memory that two steps of a new model take of the cap, and add a row of the process's peak.
+
+        Two, because the optimizer allocates its moments in the first step and the second one needs them all the time.
+        """
         device = self.context.device
         gc.collect()
-        with memory_cap(device, self.context.sizes["memory_limit_gib"]) as cap:
+        with memory_cap(device, self.options.memory_limit_gib) as cap:
             peak = self._peak(batch)
         self._row(
             peak.metric,

@@ -1,4 +1,4 @@
-"""Exercises of chapter 1.2 that mark themselves: is the model that was timed the one it is called?"""
+"""Exercise of chapter 1.2 that marks itself: is the model that was timed the one it is called?"""
 
 from collections.abc import Callable
 
@@ -15,8 +15,8 @@ def judge_model_check(my_check: Callable[[nn.Module], bool]) -> pd.DataFrame:
     """Judge a check that says whether a module is ViT-B/16.
 
     Args:
-        my_check: takes a module whose tensors lie on torch's meta device (shapes without memory; it takes images
-            [B, 3, 224, 224] on "meta" and gives logits [B, 1000]), returns True for ViT-B/16 alone.
+        my_check: takes a module on torch's meta device (shapes without memory; it maps images [B, 3, 224, 224] on "meta"
+            to logits [B, 1000]) and returns True for ViT-B/16 only.
     """
     with torch.device("meta"):
         sound = reference_model("vit_b_16").build()
@@ -29,7 +29,7 @@ def judge_model_check(my_check: Callable[[nn.Module], bool]) -> pd.DataFrame:
 
 
 def stand_in() -> nn.Module:
-    """What a published benchmark timed as "Vision Transformer" when it could not import one: 212,328 parameters."""
+    """Return the 212,328 parameters that a published benchmark timed as "Vision Transformer" when it could not import one."""
     return nn.Sequential(
         nn.Conv2d(3, 64, 7, stride=2, padding=3),
         nn.ReLU(),

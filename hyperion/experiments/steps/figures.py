@@ -1,4 +1,4 @@
-"""Figures of the baseline chapter: a training step taken apart, and what a larger batch buys and costs."""
+"""Figures of the baseline chapter: the host's costs, the phases of a training step, throughput and memory by batch."""
 
 from collections.abc import Iterable
 
@@ -6,31 +6,32 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox
 
+from hyperion.errors import not_none
 from hyperion.figures.formats import items, number, number_within, percent
-from hyperion.figures.material import Material, measured, select
+from hyperion.figures.material import Material, measured, select, values
 from hyperion.figures.plot import Plot
 from hyperion.figures.style import COLOURS, INK, add_notes, errors_of, log_ticks, look, new_figure
 from hyperion.results import Row
 
 PHASES = ("forward", "backward", "optimizer")
-_COLOURS = dict(zip(PHASES, (COLOURS[0], COLOURS[1], COLOURS[2]), strict=True))
+_COLOURS: dict[str, str] = dict(zip(PHASES, COLOURS, strict=False))
 _BAR = 0.36
-_TINY_LAYERS = 2  # whose operators are counted in rows that do not say of how many
-_WORDS = {"channels_last": "ch.-last", "compiled": "compiled"}  # of a row's params, what is not the usual
+_TINY_LAYERS = 2  # layers behind the operator count of rows that do not state it
+_WORDS = {"channels_last": "ch.-last", "compiled": "compiled"}  # short names of the params that differ from the default
 _SHARES = {"mfu": ("of the peak (MFU)", COLOURS[5]), "mfu_maf": ("of the fastest product (MAF)", COLOURS[3])}
 
 
 def operator_cost(material: Material) -> Figure | None:
-    """Host microseconds of an operator and of a convolution; beside them those of a layer, eager and, where it was measured,
-    compiled."""
+    """Host microseconds of an operator and of a convolution, and of a layer, eager and, where it was measured, compiled."""
     rows = material.of("operator_cost")
     costs = measured(select(rows, metric="operator_time_s"))
     if not costs:
         return None
     blocks = measured(select(rows, metric="block_time_s"))
-    figure, panels = new_figure("What the host pays", material.machine("operator_cost"), 2 if blocks else 1, height=3.4)
+    figure, panels = new_figure("Costs of the host", material.machine("operator_cost"), 2 if blocks else 1, height=3.4)
     _draw_costs(panels[0], [(row.variant, row, 1.0) for row in costs], "One operator of an eager step")
     if blocks:
         operator = select(costs, variant="operator")[0]
@@ -38,22 +39,28 @@ def operator_cost(material: Material) -> Figure | None:
         eager = f"eager, fp32,\n{number(layer)} operators"
         bars = [(eager, operator, layer), (f"compiled, {blocks[0].dtype}", blocks[0], 1.0)]
         _draw_costs(panels[1], bars, "One transformer layer, forward, backward, update")
-    once = [f"Once a step, beside its operators: {_told(row)}." for row in rows if row.metric == "step_overhead_s"]
+    once = [f"Once a step, besides its operators: {_microseconds(row)}." for row in rows if row.metric == "step_overhead_s"]
     add_notes(figure, [*once, *(f"{row.variant}: {row.value_reason}." for row in rows if row.value is None)])
     return figure
 
 
-def _told(row: Row, times: float = 1.0) -> str:
-    """Microseconds of the host, as exactly as they are known."""
-    return f"{number_within(*(1e6 * times * seconds for seconds in (row.value, row.ci_low, row.ci_high)))} µs"
+def _interval_us(row: Row, times: float = 1.0) -> tuple[float, float, float]:
+    """Return value, low and high end of `times` times a row in microseconds."""
+    value, low, high = (1e6 * times * not_none(seconds) for seconds in (row.value, row.ci_low, row.ci_high))
+    return value, low, high
+
+
+def _microseconds(row: Row, times: float = 1.0) -> str:
+    """Return the microseconds as text, with the digits that the interval supports."""
+    return f"{number_within(*_interval_us(row, times))} µs"
 
 
 def _draw_costs(axes: Axes, bars: list[tuple[str, Row, float]], title: str) -> None:
-    """Bars of (name, row, how many of it), in microseconds of the host."""
+    """Draw bars of (name, row, times), in microseconds of the host."""
     for place, (_, row, times) in enumerate(bars):
-        value, low, high = (1e6 * times * seconds for seconds in (row.value, row.ci_low, row.ci_high))
+        value, low, high = _interval_us(row, times)
         axes.bar(place, value, 0.5, yerr=[[value - low], [high - value]], color=COLOURS[place])
-        axes.annotate(_told(row, times), (place, high), xytext=(0, 3), textcoords="offset points", ha="center")
+        axes.annotate(_microseconds(row, times), (place, high), xytext=(0, 3), textcoords="offset points", ha="center")
     axes.set_xticks(range(len(bars)), [name for name, _, _ in bars])
     axes.set(ylabel="microseconds of the host", title=title, xlim=(-0.8, len(bars) - 0.2))
     axes.set_ylim(0, 1.18 * axes.get_ylim()[1])
@@ -61,10 +68,12 @@ def _draw_costs(axes: Axes, bars: list[tuple[str, Row, float]], title: str) -> N
 
 
 def model_steps(material: Material) -> Figure | None:
-    """Each model's step by variant: the measured phases stacked, beside them what their work needs at the limits, and the
-    prediction as a line; below, the share of the peak and of the fastest product that the model's FLOPs reach."""
-    told = material.of("model_steps")
-    rows = measured(told)
+    """Each model's step by variant: measured phases, their least time at the limits, and the prediction as a line.
+
+    The panels below show the model's FLOPs as a share of the peak and of the fastest product.
+    """
+    every = material.of("model_steps")
+    rows = measured(every)
     models = list(dict.fromkeys(row.variant for row in rows if row.metric == "step_time_s"))
     if not models:
         return None
@@ -91,16 +100,16 @@ def model_steps(material: Material) -> Figure | None:
         shares = [Patch(color=_SHARES[metric][1], label=_SHARES[metric][0]) for metric in there]
         lower = panels[len(models)]
         lower.set_ylabel("model FLOPs, %")
-        lower.set_title(" ")  # the legend's line
+        lower.set_title(" ")  # keeps a line free for the legend
         legend = lower.legend(handles=shares, ncols=2, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2)
-        legend.set_in_layout(False)  # it may reach over the next panel, where nothing is
+        legend.set_in_layout(False)  # it may reach into the next panel, which is empty there
     figure.legend(handles=marks, ncols=4, loc="outside upper right")
-    add_notes(figure, [*_notes(rows), *_left_out(told)])
+    add_notes(figure, [*_notes(rows), *_left_out(every)])
     return figure
 
 
 def _variants(rows: list[Row]) -> dict[str, list[Row]]:
-    """The rows of each variant of a model, by a name that says what differs from an eager step in the default layout."""
+    """Return the rows of each variant of a model, by a name that says how it differs from an eager step in the default layout."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(_name_of(row), []).append(row)
@@ -108,7 +117,7 @@ def _variants(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def _name_of(row: Row) -> str:
-    """Rows of before there were variants name none."""
+    # Rows of older versions have no layout and no mode.
     words = [row.params.get("layout", ""), row.params.get("mode", "")]
     return "\n".join([row.dtype, *(_WORDS[word] for word in words if word in _WORDS)])
 
@@ -119,17 +128,17 @@ def _draw_steps(axes: Axes, rows: list[Row]) -> None:
         phases, step = _phases(mine), select(mine, metric="step_time_s")[0]
         limited = any(row.limit is not None for row in phases)
         place = x - _BAR / 2 if limited else x
-        _stack(axes, place, [(row.metric, row.value) for row in phases], floor=False)
+        _stack(axes, place, [(row.metric, not_none(row.value)) for row in phases], floor=False)
         if limited:
             _stack(axes, x + _BAR / 2, [(row.metric, row.limit or 0) for row in phases], floor=True)
-        top = 1e3 * sum(row.value for row in phases)
+        top = 1e3 * sum(values(phases))
         if step.predicted is not None:
             ends = [place - _BAR / 2 - 0.06, place + _BAR / 2 + 0.06]
             axes.plot(ends, [1e3 * step.predicted] * 2, color=INK, linewidth=1.6, zorder=4)
             tallest = max(tallest, 1e3 * step.predicted)
         share = "" if step.fraction_of_limit is None else f"\n{percent(step.fraction_of_limit)} %"
         axes.annotate(
-            f"{number(step.value * 1e3, 3)}{share}",
+            f"{number(1e3 * not_none(step.value), 3)}{share}",
             (place, max(top, 1e3 * (step.predicted or 0))),
             xytext=(0, 4),
             textcoords="offset points",
@@ -146,11 +155,11 @@ def _draw_shares(axes: Axes, rows: list[Row]) -> None:
     variants, there = _variants(rows), [metric for metric in _SHARES if select(rows, metric=metric)]
     for x, mine in enumerate(variants.values()):
         for side, metric in zip((-0.5, 0.5) if len(there) > 1 else (0,), there, strict=True):
-            for row in select(mine, metric=metric):
-                axes.bar([x + side * _BAR], [100 * row.value], _BAR, color=_SHARES[metric][1])
+            for share in values(select(mine, metric=metric)):
+                axes.bar([x + side * _BAR], [100 * share], _BAR, color=_SHARES[metric][1])
                 axes.annotate(
-                    percent(row.value),
-                    (x + side * _BAR, 100 * row.value),
+                    percent(share),
+                    (x + side * _BAR, 100 * share),
                     xytext=(0, 2),
                     textcoords="offset points",
                     ha="center",
@@ -169,7 +178,7 @@ def _name_variants(axes: Axes, names: list[str]) -> None:
 
 
 def _phases(rows: Iterable[Row]) -> list[Row]:
-    """The rows of phases, in the order of the step."""
+    """Return the rows of phases, in the order of the step."""
     rows = list(rows)
     return [row for name in PHASES for row in select(rows, metric=f"{name}_time_s")]
 
@@ -178,27 +187,29 @@ def _stack(axes: Axes, x: float, parts: list[tuple[str, float]], floor: bool) ->
     bottom = 0.0
     for metric, seconds in (part for part in parts if part[1]):
         colour = _COLOURS[metric.removesuffix("_time_s")]
-        style = {"facecolor": "white", "edgecolor": colour, "hatch": "////", "linewidth": 0.8} if floor else {"color": colour}
+        style: dict = (
+            {"facecolor": "white", "edgecolor": colour, "hatch": "////", "linewidth": 0.8} if floor else {"color": colour}
+        )
         axes.bar([x], [seconds * 1e3], _BAR, bottom=bottom, **style)
         bottom += seconds * 1e3
 
 
 def _notes(rows: list[Row]) -> list[str]:
     phases = _phases(rows)
-    said = f"Batch {', '.join(sorted({str(row.params['batch']) for row in phases}))}."
+    note = f"Batch {', '.join(sorted({str(row.params['batch']) for row in phases}))}."
     if any(row.limit is not None for row in phases):
-        said += " Hatched: model FLOPs at the limit rate of the format, optimizer traffic at the memory's; percent: of that."
+        note += " Hatched: model FLOPs at the limit rate of the format, optimizer traffic at the memory's; percent: of that."
     if any(row.predicted is not None for row in select(rows, metric="step_time_s")):
-        said += " Black line: predicted."
+        note += " Black line: predicted."
     found = next(iter(select(rows, metric="mfu_maf")), None)
     if found is not None:
-        said += f" MAF: the fastest product of the format in this run's {found.params['maf']} experiment."
+        note += f" MAF: the fastest product of the format in this run's {found.params['maf']} experiment."
     without = {row.limit_source.removeprefix("no limit: ") for row in phases if row.limit is None}
-    return [said] + [f"No least time: {reason}." for reason in sorted(without)]
+    return [note] + [f"No least time: {reason}." for reason in sorted(without)]
 
 
 def _left_out(rows: list[Row]) -> list[str]:
-    """One note a reason: the variants that have no step, and why."""
+    """Return one note a reason: the variants without a step, and why."""
     missing: dict[str, dict[str, None]] = {}
     for row in select(rows, metric="step_time_s"):
         if row.value is None:
@@ -207,7 +218,7 @@ def _left_out(rows: list[Row]) -> list[str]:
 
 
 def batch_scaling(material: Material) -> Figure | None:
-    """Samples per second by batch, and the memory it takes, with the line that foretells where it ends and the proof."""
+    """Samples per second by batch, and memory by batch with the line that predicts where it ends and the test of it."""
     rows = material.of("batch_scaling")
     rates = measured(select(rows, metric="samples_per_s"))
     if not rates:
@@ -234,29 +245,29 @@ def batch_scaling(material: Material) -> Figure | None:
 
 def _draw_rates(axes: Axes, rows: list[Row], style: dict) -> None:
     rows = sorted(rows, key=_batch)
-    axes.errorbar([_batch(r) for r in rows], [r.value for r in rows], errors_of(rows), label=rows[0].variant, **style)
-    foretold = [row for row in rows if row.predicted is not None]
-    axes.plot([_batch(row) for row in foretold], [row.predicted for row in foretold], ":", color=style["color"], alpha=0.7)
+    axes.errorbar([_batch(r) for r in rows], values(rows), errors_of(rows), label=rows[0].variant, **style)
+    predicted = [(_batch(row), row.predicted) for row in rows if row.predicted is not None]
+    axes.plot([batch for batch, _ in predicted], [rate for _, rate in predicted], ":", color=style["color"], alpha=0.7)
 
 
 def _draw_memory(axes: Axes, rows: list[Row], style: dict) -> None:
-    """Measured peaks, the line through them, and the probes: filled where it fitted, a cross where not."""
+    """Draw measured peaks, the line through them, and the probes: a mark where the batch fits, a cross where it does not."""
     peaks = [row for row in rows if row.metric in ("peak_memory_gib", "peak_rss_gib")]
     steady = sorted((row for row in measured(peaks) if row.params["step"] != "probe"), key=_batch)
-    axes.plot([_batch(row) for row in steady], [row.value for row in steady], linestyle="none", **style)
+    axes.plot([_batch(row) for row in steady], values(steady), linestyle="none", **style)
     slopes = measured(select(rows, metric="sample_memory_mib"))
     if not slopes or not steady:
         return
-    last, slope = steady[-1], slopes[0].value / 1024
+    last, last_gib, slope = _batch(steady[-1]), not_none(steady[-1].value), not_none(slopes[0].value) / 1024
 
-    def line(batch):
-        return last.value + slope * (batch - _batch(last))
+    def line(batch: float) -> float:
+        return last_gib + slope * (batch - last)
 
     probes = [row for row in peaks if row.params["step"] == "probe"]
-    reach = np.geomspace(_batch(steady[0]), max([_batch(row) for row in probes], default=_batch(last)), 200)
-    axes.plot(reach, line(reach), color=style["color"], linewidth=1)
-    for row in measured(select(rows, metric="count")):
-        axes.plot([row.value / 1.5, row.value * 1.5], [line(row.value)] * 2, "--", color=style["color"], linewidth=1.2)
+    reach = np.geomspace(_batch(steady[0]), max([_batch(row) for row in probes], default=last), 200)
+    axes.plot(reach, [line(batch) for batch in reach], color=style["color"], linewidth=1)
+    for largest in values(measured(select(rows, metric="count"))):
+        axes.plot([largest / 1.5, largest * 1.5], [line(largest)] * 2, "--", color=style["color"], linewidth=1.2)
     for row in probes:
         if row.value is not None:
             axes.plot([_batch(row)], [row.value], linestyle="none", **style)
@@ -276,20 +287,21 @@ def _draw_memory(axes: Axes, rows: list[Row], style: dict) -> None:
 
 
 def spread_above(axes: Axes) -> None:
-    """Move the panel's texts upwards, from the left, until none stands on another."""
-    axes.figure.draw_without_rendering()
+    """Move the panel's annotations upwards, from the left, until none overlaps another."""
+    figure = axes.get_figure(root=True)
+    not_none(figure).draw_without_rendering()  # places the texts, so that their extents are known
     placed: list[Bbox] = []
-    for text in sorted(axes.texts, key=lambda text: text.xy):
+    for text in sorted((text for text in axes.texts if isinstance(text, Annotation)), key=lambda text: text.xy):
         while any(text.get_window_extent().padded(2).overlaps(other) for other in placed):
             x, y = text.xyann
-            text.xyann = (x, y + text.get_fontsize())
+            text.xyann = (x, y + float(text.get_fontsize()))
         placed.append(text.get_window_extent())
 
 
 def _memory_notes(rows: list[Row]) -> list[str]:
     notes = [
-        "Lines: through the largest batch of the sweep and one half way to the cap, which the dashes mark. Crosses: "
-        "batches that were to be too large, and that the allocator refused; drawn where they would have been."
+        "Lines: through the largest batch of the sweep and one half way to the cap. Dashes: the predicted largest batch. "
+        "Crosses: larger batches that the allocator refused, drawn at the memory they would have taken."
     ]
     missing = [row for row in rows if row.metric == "count" and row.value is None]
     return notes + [f"{row.variant}: no largest batch: {row.value_reason}." for row in missing]
@@ -303,10 +315,10 @@ def _on_device(rows: list[Row]) -> bool:
     return any(row.metric == "peak_memory_gib" for row in rows)
 
 
-TITLES = {"operator_cost": "What the host pays", "model_steps": "Training steps", "batch_scaling": "Batch by batch"}
+TITLES = {"operator_cost": "Costs of the host", "model_steps": "Training steps", "batch_scaling": "Batch by batch"}
 
 PLOTS = (
-    Plot("operator_cost", "operator_cost", "What an operator and a layer cost the host.", operator_cost),
+    Plot("operator_cost", "operator_cost", "Host time of an operator and of a layer.", operator_cost),
     Plot(
         "model_steps",
         "model_steps",
@@ -316,10 +328,10 @@ PLOTS = (
     Plot(
         "batch_scaling",
         "batch_scaling",
-        "Samples per second and memory by batch; the line foretells the batch that does not fit.",
+        "Samples per second and memory by batch; the line predicts the batch that does not fit.",
         batch_scaling,
     ),
 )
 
-# Both subjects of the baselines share a folder of a run's benchmarks/.
+# Shared with the subject `baselines`.
 RESULTS_FOLDER = "baseline"

@@ -1,93 +1,183 @@
 """How long does a training step of a well-known model take, where does the time go, and how far is that from the limits?
 
-The same step in several ways: number formats, layouts of images, eager and compiled. They are timed one after the other, so
-that none of their rows says "faster"; what a compiled step owes beside its time, its compilation and its loss, are rows too.
+The same step in several variants: number format, layout of images, eager or compiled. Variants are timed one after the
+other, so their rows do not claim that one is faster. A compiled step also has rows of its compilation time and of its loss
+compared with that of eager steps.
 """
 
 import gc
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.product_rows import maf_row
-from hyperion.chapter.rows import gemm_limit, timed_columns
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.options import Options, Table
+from hyperion.chapter.rows import all_samples, gemm_limit, maf_row, timed_columns
 from hyperion.chapter.variants import merged, run_variant
-from hyperion.experiments.steps.reference_steps import (
-    GIB,
+from hyperion.errors import not_none
+from hyperion.hardware import Device
+from hyperion.measure import PeakMemory, PeakMemoryRegion, StepTiming, allocator_refusal
+from hyperion.measure.steps.compilation import measure_first_calls, missing_compiler, probe_vector_instructions
+from hyperion.models import ReferenceModel, parameter_count, reference_model
+from hyperion.results import Row
+from hyperion.units import GIB
+from hyperion.workloads.reference_steps import (
+    EAGER,
     LEAST_MEMORY,
+    StepVariant,
     TrainingStep,
+    has_layout,
     least_memory_gib,
     step_params,
     step_rows,
     timed,
 )
-from hyperion.experiments.steps.step_variants import EAGER, Cell, StepVariant, cells_of
-from hyperion.measure import PeakMemory, PeakMemoryRegion, StepTiming, allocator_refusal
-from hyperion.measure.steps.compilation import measure_first_calls, missing_compiler, probe_vector_instructions
-from hyperion.models import parameter_count
-from hyperion.results import Row
 from hyperion.workloads.step_forecasts import forecast_reference_step
 from hyperion.workloads.twins import agreements, train_twins, twin_format
 
-# Workspaces of the BLAS libraries stay for the life of a process; a model that stayed would be larger.
+# Workspaces of the BLAS libraries stay for the life of a process; a model that is still there would be larger.
 _LEFT_GIB = 0.25
+_ONE_LAYOUT = "no variant: it works on sequences, which have no channels to put last; only a network of convolutions has"
+_LEFT_OUT = "left out by this profile, for time"
+_TWO_SWITCHES = (
+    "left out: Inductor on a GPU reads PyTorch's older switch of TF32, and refuses a process that is kept to fp32 by the newer"
+)
+
+
+class Variant(Table):
+    """One way to do the step, as a profile asks for it.
+
+    Args:
+        dtype: fp32, tf32, bf16 or fp16.
+        channels_last: store images with their channels innermost. A compiled variant applies it only to models that have
+            that choice.
+        compiled: compile each block of the model.
+        models: the models to measure; None for all.
+    """
+
+    dtype: str
+    channels_last: bool = False
+    compiled: bool = False
+    models: tuple[str, ...] | None = None
+
+
+class ModelStepsOptions(Options):
+    """Options of `model_steps`.
+
+    Args:
+        models: reference models, by name.
+        variants: ways to do the step; each is measured for each model, in this order.
+        batch_size: samples in a batch.
+        time_limit_s: seconds of timing for each variant of each model.
+        parity_steps: steps over which the losses of compiled and eager steps are compared.
+        tolerance: not used. Runs of older versions recorded it, and their options must still parse for a replay.
+    """
+
+    models: tuple[str, ...]
+    variants: tuple[Variant, ...]
+    batch_size: int
+    time_limit_s: float
+    parity_steps: int
+    tolerance: dict[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A variant of a model, and why it is not measured here ("" where it is)."""
+
+    model: ReferenceModel
+    variant: StepVariant
+    absent: str
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Samples per second and seconds a step of every variant, from ceilings and from what its step dispatches."""
+    """Predict samples per second and seconds of every variant from ceilings and from the operators of its step."""
+    options = ModelStepsOptions.of(context)
     return [
-        foretold
-        for cell in _measured(context)
-        for foretold in forecast_reference_step(context, cell.model.name, context.sizes["batch_size"], cell.variant)
+        forecast
+        for cell in _measured(options, context.device)
+        for forecast in forecast_reference_step(context, cell.model.name, options.batch_size, cell.variant)
     ]
 
 
-def run(context: Context, report) -> Result:
-    """Time every variant of every model, in processes that tell its memory from that of the others."""
-    function = "hyperion.experiments.steps.model_steps:measure"
-    absent = [_absent(context, cell) for cell in cells_of(context.sizes, context.device) if cell.absent]
-    count = len(_measured(context))
-    # Resident pages stay with a process of a CPU. On an accelerator tensors are counted one by one, and each variant's row
-    # says what the one before left: one process does, and seconds of start-up are paid once.
+def run(context: Context, report: Report) -> Result:
+    """Time every variant of every model, in processes that separate its memory from that of the others."""
+    options = ModelStepsOptions.of(context)
+    absent = [_absent(context, options, cell) for cell in cells_of(options, context.device) if cell.absent]
+    count = len(_measured(options, context.device))
+    # On a CPU resident pages stay with a process, so each variant has its own. On an accelerator tensors are counted one by
+    # one and each row says what the variant before left, so one process does, and its start-up is paid once.
     groups = [[number] for number in range(count)] if context.device.kind == "cpu" else [list(range(count))]
-    results = [run_variant(context, report, function, {"numbers": numbers}) for numbers in groups]
+    results = [run_variant(context, report, measure, {"numbers": numbers}) for numbers in groups]
     return merged([*results, Result(absent, pd.DataFrame())])
 
 
-EXPERIMENT = Experiment(forecast, run, reads=("gemm",), forecast_reads=("bandwidth", "launch_cost", "operator_cost"))
+EXPERIMENT = Experiment(
+    forecast, run, options=ModelStepsOptions, reads=("gemm",), forecast_reads=("bandwidth", "launch_cost", "operator_cost")
+)
 
 
-def _measured(context: Context) -> list[Cell]:
-    return [cell for cell in cells_of(context.sizes, context.device) if not cell.absent]
+def cells_of(options: ModelStepsOptions, device: Device) -> list[Cell]:
+    """Return every variant of every model, in the order of the options."""
+    cells = []
+    for name in options.models:
+        model = reference_model(name)
+        for asked in options.variants:
+            last = asked.channels_last and (has_layout(model) or not asked.compiled)
+            variant = StepVariant(asked.dtype, last, asked.compiled)
+            left_out = asked.models is not None and name not in asked.models
+            cells.append(Cell(model, variant, _LEFT_OUT if left_out else _why_not(model, variant, device)))
+    return cells
 
 
-def measure(context: Context, report, numbers: list[int]) -> Result:
-    """The worker's side: the variants with these numbers among all that are measured here, one after the other."""
-    cells = _measured(context)
-    bench = _Bench(context, {(cells[n].model.name, cells[n].variant) for n in numbers})
+def _why_not(model: ReferenceModel, variant: StepVariant, device: Device) -> str:
+    supported, how = device.supports(variant.dtype)
+    if not supported:
+        return f"unsupported: {how}"
+    if how.startswith("emulated"):
+        return f"not timed, because it says nothing of the format: {how}"
+    if variant.channels_last and not has_layout(model):
+        return _ONE_LAYOUT
+    # Inductor reads the older switch while it searches kernels for a convolution (PyTorch 2.11 and 2.13).
+    return _TWO_SWITCHES if variant.compiled and device.kind != "cpu" and variant.dtype in ("fp32", "tf32") else ""
+
+
+def _measured(options: ModelStepsOptions, device: Device) -> list[Cell]:
+    return [cell for cell in cells_of(options, device) if not cell.absent]
+
+
+def measure(context: Context, report: Report, numbers: list[int]) -> Result:
+    """Measure variants one after the other, in the worker process.
+
+    Args:
+        numbers: their places among all that are measured here.
+    """
+    options = ModelStepsOptions.of(context)
+    cells = _measured(options, context.device)
+    bench = _Bench(context, options, {(cells[n].model.name, cells[n].variant) for n in numbers})
     for done, cell in enumerate(cells[n] for n in numbers):
         report(done, len(numbers), f"{cell.model.name} {cell.variant}")
         bench.measure(cell)
         gc.collect()
     report(len(numbers), len(numbers), "done")
-    return Result(bench.rows, pd.concat(bench.frames, ignore_index=True) if bench.frames else pd.DataFrame())
+    return Result(bench.rows, all_samples(bench.frames))
 
 
 class _Bench:
-    """The rows and samples of the variants that one process measures, and the losses that compiled ones are held against."""
+    """Rows and samples of the variants that one process measures, and the eager losses for compiled ones."""
 
-    def __init__(self, context: Context, here: set[tuple[str, StepVariant]]):
-        self.context, self.device, self.here = context, context.device, here
+    def __init__(self, context: Context, options: ModelStepsOptions, here: set[tuple[str, StepVariant]]):
+        self.context, self.options, self.device, self.here = context, options, context.device, here
         self.rows: list[Row] = []
         self.frames: list[pd.DataFrame] = []
         self._losses: dict[tuple[str, StepVariant], np.ndarray] = {}
 
     def measure(self, cell: Cell) -> None:
-        """One variant: its rows, or the one that says why there is none."""
+        """Add the rows of one variant, or one row with the reason why there are none."""
         if cell.variant.compiled and (missing := missing_compiler(self.device)):
-            self.rows.append(_absent(self.context, cell, f"unavailable: {missing}"))
+            self.rows.append(_absent(self.context, self.options, cell, f"unavailable: {missing}"))
             return
         try:
             self._measure(cell)
@@ -95,52 +185,55 @@ class _Bench:
             refusal = allocator_refusal(error, self.device)
             if refusal is None:
                 raise
-            self.rows.append(_absent(self.context, cell, f"out of memory: {refusal}"))
+            self.rows.append(_absent(self.context, self.options, cell, f"out of memory: {refusal}"))
 
     def _measure(self, cell: Cell) -> None:
-        context, model, variant, batch = self.context, cell.model, cell.variant, self.context.sizes["batch_size"]
+        context, options, model, variant = self.context, self.options, cell.model, cell.variant
         left_gib = None if self.device.kind == "cpu" else torch.cuda.memory_allocated(self.device.torch_device) / GIB
+        # Before the compiled step exists, so that its memory is measured without the eager one's.
         eager = self._eager_losses(cell) if variant.compiled else None
         step = self._step(cell, variant)
         compiling_s = self._compile(step) if variant.compiled else None
         with PeakMemoryRegion(self.device) as region:
-            timing, learned = timed(step, self.device, context.sizes["time_limit_s"])
-        rows, frame = step_rows(context, model, batch, variant.dtype, timing, learned, **variant.params)
+            timing, learned = timed(step, self.device, options.time_limit_s)
+        rows, frame = step_rows(context, model, options.batch_size, variant.dtype, timing, learned, **variant.params)
         self.frames.append(frame)
         self.rows += [
-            _count_row(context, cell, parameter_count(step.module)),
+            _count_row(context, options, cell, parameter_count(step.module)),
             *rows,
-            mfu_of_maf(context, cell, timing),
-            _memory_row(context, cell, region.peak, left_gib),
+            _mfu_of_maf(context, options, cell, timing),
+            _memory_row(context, options, cell, region.peak, left_gib),
         ]
-        if variant.compiled:
-            self.rows.append(_row(context, cell, "compile_time_s", compiling_s, blocks=len(model.layout().blocks)))
+        if eager is not None:
+            blocks = len(model.layout().blocks)
+            self.rows.append(_row(context, options, cell, "compile_time_s", compiling_s, {"blocks": blocks}))
             twins = train_twins(
                 twin_format(variant.dtype), context.seed, lambda: self._losses_after(self._step(cell, _eager(variant))).tolist()
             )
             self.frames.append(twins.assign(variant=model.name))
-            self.rows += parity_rows(context, cell, self._losses_after(step), eager, twins)
-            torch._dynamo.reset()  # what was compiled refers to the model
+            self.rows += parity_rows(context, options, cell, self._losses_after(step), eager, twins)
+            torch._dynamo.reset()  # compiled code keeps the model alive
         elif (model.name, StepVariant(variant.dtype, variant.channels_last, compiled=True)) in self.here:
             self._losses[model.name, variant] = self._losses_after(step)
 
     def _step(self, cell: Cell, variant: StepVariant) -> TrainingStep:
-        return TrainingStep(cell.model.name, self.context.sizes["batch_size"], variant, self.device, self.context.seed)
+        return TrainingStep(cell.model.name, self.options.batch_size, variant, self.device, self.context.seed)
 
     def _compile(self, step: TrainingStep) -> float:
+        """Return the seconds of compilation."""
         self.context.workspace.mkdir(parents=True, exist_ok=True)
         probe_vector_instructions(self.device, self.context.workspace)
         return measure_first_calls(step.once, self.device)
 
     def _eager_losses(self, cell: Cell) -> np.ndarray:
-        """Of the same steps, done eagerly, in this process: they were timed before, or are done now."""
+        """Return the losses of the same steps without compilation: those of the timed steps, or of steps done now."""
         eager = _eager(cell.variant)
         known = self._losses.pop((cell.model.name, eager), None)
         return self._losses_after(self._step(cell, eager)) if known is None else known
 
     def _losses_after(self, step: TrainingStep) -> np.ndarray:
-        """The losses of the first `parity_steps` steps; those that are still to be done are done now."""
-        count = self.context.sizes["parity_steps"]
+        """Return the losses of the first `parity_steps` steps, after doing those that are missing."""
+        count = self.options.parity_steps
         while len(step.losses) < count:
             step.once()
         return torch.stack(step.losses[:count]).double().cpu().numpy()
@@ -150,70 +243,83 @@ def _eager(variant: StepVariant) -> StepVariant:
     return StepVariant(variant.dtype, variant.channels_last)
 
 
-def _params(context: Context, cell: Cell) -> dict:
-    return step_params(context.sizes["batch_size"]) | cell.variant.params
+def _row(
+    context: Context,
+    options: ModelStepsOptions,
+    cell: Cell,
+    metric: str,
+    value: float | None,
+    params: dict | None = None,
+    **columns,
+) -> Row:
+    params = step_params(options.batch_size) | cell.variant.params | (params or {})
+    return context.row(cell.model.name, metric, value, dtype=cell.variant.dtype, params=params, **columns)
 
 
-def _row(context: Context, cell: Cell, metric: str, value: float | None, *, columns: dict | None = None, **more) -> Row:
-    params = _params(context, cell) | more
-    return context.row(cell.model.name, metric, value, dtype=cell.variant.dtype, params=params, **(columns or {}))
+def _absent(context: Context, options: ModelStepsOptions, cell: Cell, reason: str = "") -> Row:
+    return _row(context, options, cell, "step_time_s", None, value_reason=reason or cell.absent)
 
 
-def _absent(context: Context, cell: Cell, reason: str = "") -> Row:
-    return _row(context, cell, "step_time_s", None, columns={"value_reason": reason or cell.absent})
-
-
-def _count_row(context: Context, cell: Cell, counted: int) -> Row:
-    """Parameters of what was really trained, held against the published number."""
+def _count_row(context: Context, options: ModelStepsOptions, cell: Cell, counted: int) -> Row:
+    """Return the parameter count of the module that was trained, checked against the published number."""
     error = float(abs(counted - cell.model.parameter_count))
-    check = {"check": "expected count", "check_error": error, "check_tolerance": 0.0}
-    return _row(context, cell, "count", float(counted), columns=check, what="parameters")
+    check: dict = {"check": "expected count", "check_error": error, "check_tolerance": 0.0}
+    return _row(context, options, cell, "count", float(counted), {"what": "parameters"}, **check)
 
 
-def mfu_of_maf(context: Context, cell: Cell, timing: StepTiming) -> Row:
-    """Model FLOPs over time and over the fastest square product that this run measured in the format: what software can
-    still gain, where MFU tells what the data sheet promises."""
+def _mfu_of_maf(context: Context, options: ModelStepsOptions, cell: Cell, timing: StepTiming) -> Row:
+    """Return the model FLOPs over time, as a share of the fastest square product that this run measured in the format.
+
+    It shows what software can still gain, where MFU compares with the data sheet.
+    """
     maf, dtype = maf_row(context.upstream, cell.variant.dtype), cell.variant.dtype
     if maf is None:
         reason = f"this run has measured no product in {dtype} (chapter 1.1)"
-        return _row(context, cell, "mfu_maf", None, columns={"value_reason": reason})
-    work = cell.model.flops.forward_backward * context.sizes["batch_size"]
+        return _row(context, options, cell, "mfu_maf", None, value_reason=reason)
+    work = cell.model.flops.forward_backward * options.batch_size
     rate = timing.whole.estimate.map(lambda seconds: work / seconds / 1e12)
-    peak, source = gemm_limit(context.device, dtype)
-    size = " x ".join(str(maf.params[side]) for side in "mnk")  # it may be another one in the next run: no part of the key
+    maf_tflops, (peak, source) = not_none(maf.value), gemm_limit(context.device, dtype)
+    # The size is no parameter of the row, because it may differ in the next run.
+    size = " x ".join(str(maf.params[side]) for side in "mnk")
     columns = timed_columns(rate, timing.whole) | {
-        # Both ends at once: the interval holds the ratio at least as often as the two hold their own values.
-        "ci_low": rate.ci_low / maf.ci_high,
-        "ci_high": rate.ci_high / maf.ci_low,
-        "limit": None if peak is None else peak / maf.value,
-        "limit_source": f"{source}; over the fastest product, {maf.value:.4g} TFLOPS at {size}",
+        # The interval combines the extremes of both rates: it holds the ratio at least as often as they hold their values.
+        "ci_low": rate.ci_low / not_none(maf.ci_high),
+        "ci_high": rate.ci_high / not_none(maf.ci_low),
+        "limit": None if peak is None else peak / maf_tflops,
+        "limit_source": f"{source}; over the fastest product, {maf_tflops:.4g} TFLOPS at {size}",
     }
-    return _row(context, cell, "mfu_maf", rate.value / maf.value, columns=columns, maf=maf.experiment)
+    return _row(context, options, cell, "mfu_maf", rate.value / maf_tflops, {"maf": maf.experiment}, **columns)
 
 
-def _memory_row(context: Context, cell: Cell, peak: PeakMemory, left_gib: float | None) -> Row:
-    """The peak of the steps, above what weights, gradients, moments and the batch take by themselves."""
-    check = {}
+def _memory_row(context: Context, options: ModelStepsOptions, cell: Cell, peak: PeakMemory, left_gib: float | None) -> Row:
+    """Return the peak memory of the steps; its limit is what weights, gradients, moments and the batch take."""
+    columns: dict = {"limit": least_memory_gib(cell.model, options.batch_size), "limit_source": LEAST_MEMORY}
     if left_gib is not None:
-        check = {"check": "GiB left by the variant before", "check_error": left_gib, "check_tolerance": _LEFT_GIB}
-    limit = {"limit": least_memory_gib(cell.model, context.sizes["batch_size"]), "limit_source": LEAST_MEMORY}
-    return _row(context, cell, peak.metric, peak.gib, columns={"value_reason": peak.reason, **limit, **check})
+        columns |= {"check": "GiB left by the variant before", "check_error": left_gib, "check_tolerance": _LEFT_GIB}
+    return _row(context, options, cell, peak.metric, peak.gib, value_reason=peak.reason, **columns)
 
 
-def parity_rows(context: Context, cell: Cell, losses: np.ndarray, eager: np.ndarray, twins: pd.DataFrame) -> list[Row]:
-    """How far the losses of compiled steps lie from those of the same steps done eagerly, early and late, and how far they
-    may: as far as eager trainings lie apart that round differently."""
+def parity_rows(
+    context: Context, options: ModelStepsOptions, cell: Cell, losses: np.ndarray, eager: np.ndarray, twins: pd.DataFrame
+) -> list[Row]:
+    """Return how far the losses of compiled steps are from those of eager steps, early and late.
+
+    Args:
+        losses, eager: losses of compiled and of eager steps, [steps].
+        twins: losses of eager trainings with other rounding. Their spread is the tolerance.
+    """
+    compared = {"of": "training_loss", "from": EAGER, "steps": len(losses)}
     return [
         _row(
             context,
+            options,
             cell,
             "relative_difference",
             agreement.difference,
-            columns={"check": agreement.check, "check_error": agreement.difference, "check_tolerance": agreement.tolerance},
-            of="training_loss",
-            **{"from": EAGER},
-            steps=len(losses),
-            **agreement.params,
+            compared | agreement.params,
+            check=agreement.check,
+            check_error=agreement.difference,
+            check_tolerance=agreement.tolerance,
         )
         for agreement in agreements(losses, eager, twins)
     ]

@@ -1,87 +1,97 @@
-"""What does the host of this machine pay for a training step: for an operator, a convolution, a compiled block, and once?
+"""What does this host pay for a training step: for an operator, a convolution, a compiled block, and once a step?
 
-Hosts of the same GPU differ by a factor of two in this, and wherever kernels are short it decides how long a step takes.
+Hosts of the same GPU differ by a factor of two in this. Where kernels are short, the host decides how long a step takes.
 """
 
 import pandas as pd
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.rows import sample_frame, timed_columns
-from hyperion.chapter.variants import COMPILER, merged, run_variant
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.options import Options
+from hyperion.chapter.rows import all_samples, sample_frame, timed_columns
+from hyperion.chapter.variants import merged, run_variant
 from hyperion.hardware import Device
 from hyperion.measure import measure_block_cost, measure_operator_cost
 from hyperion.measure.steps.compilation import missing_compiler, probe_vector_instructions
+from hyperion.results import Row
 
+# Names of the rows, which hyperion/workloads/step_forecasts.py reads.
 PLAIN, CONVOLUTION, ONCE, BLOCK = "operator", "convolution", "once a step", "compiled block"
 _NO_LIMIT = "no limit: no data sheet tells of Python, autograd and dispatch"
-_NOTHING_FORETELLS = "no data sheet value: it is the work of Python, autograd, dispatcher and driver on this host"
+_NO_ESTIMATE = "no data sheet value: it is the work of Python, autograd, dispatcher and driver on this host"
+
+
+class OperatorCostOptions(Options):
+    """Options of `operator_cost`.
+
+    Args:
+        time_limit_s: seconds of timing for each of the tiny networks.
+        compiled: dtype of the compiled blocks; "" leaves them out, because they take a cold compilation.
+    """
+
+    time_limit_s: float
+    compiled: str = ""
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """None of it: no data sheet tells of a host's work."""
+    """Return no estimates: no data sheet states the costs of a host."""
     metrics = {PLAIN: "operator_time_s", CONVOLUTION: "operator_time_s", ONCE: "step_overhead_s", BLOCK: "block_time_s"}
-    return [Forecast(variant=v, metric=metric, estimate=None, basis=_NOTHING_FORETELLS) for v, metric in metrics.items()]
+    return [Forecast(variant=v, metric=metric, estimate=None, basis=_NO_ESTIMATE) for v, metric in metrics.items()]
 
 
-def run(context: Context, report) -> Result:
-    """Eager operators, then, where the profile names a format for it, a compiled block, in a process of its own."""
+def run(context: Context, report: Report) -> Result:
+    """Time eager operators, then, where the profile asks for it, a compiled block in a process of its own."""
+    options = OperatorCostOptions.of(context)
     report(0, 2, "eager steps")
-    eager = _operators(context)
+    eager = _measure_operators(context, options)
     report(1, 2, "compiled blocks")
-    dtype = context.sizes.get("compiled", "")
-    if reason := _why_not(context.device, dtype):
-        row = context.row(BLOCK, "block_time_s", None, dtype=dtype, params=_clock(), value_reason=reason)
+    if reason := _why_not(context.device, options.compiled):
+        row = context.row(BLOCK, "block_time_s", None, dtype=options.compiled, params=_clock(), value_reason=reason)
         block = Result([row], pd.DataFrame())
     else:
-        block = run_variant(context, _unheard, "hyperion.experiments.steps.operator_cost:measure_block", preload=COMPILER)
+        block = run_variant(context, lambda done, total, note: None, measure_block)
     report(2, 2, "done")
     return merged([eager, block])
 
 
-EXPERIMENT = Experiment(forecast, run)
+EXPERIMENT = Experiment(forecast, run, options=OperatorCostOptions)
 
 
-def measure_block(context: Context, report) -> Result:
-    """The worker's side: what a compiled block costs, and its compilation."""
+def measure_block(context: Context, report: Report) -> Result:
+    """Measure a compiled block and its compilation, in the worker process."""
+    options = OperatorCostOptions.of(context)
+    # Inductor probes the C++ compiler once for each machine; that time must not count as compilation of the block.
     probe_vector_instructions(context.device, context.workspace)
-    dtype = context.sizes["compiled"]
-    cost = measure_block_cost(context.device, dtype, time_limit_s=context.sizes["time_limit_s"])
+    cost = measure_block_cost(context.device, options.compiled, time_limit_s=options.time_limit_s)
     seconds, params = cost.time_s, _clock() | {"kernels": cost.kernels, "blocks": cost.blocks}
     columns = timed_columns(seconds, cost.many, cost.verification)
+    shared = {"dtype": options.compiled}
     rows = [
-        context.row(BLOCK, "block_time_s", seconds.value, dtype=dtype, params=params, limit_source=_NO_LIMIT, **columns),
-        context.row(BLOCK, "compile_time_s", cost.compile_time_s, dtype=dtype, params=_clock()),
+        context.row(BLOCK, "block_time_s", seconds.value, params=params, limit_source=_NO_LIMIT, **shared, **columns),
+        context.row(BLOCK, "compile_time_s", cost.compile_time_s, params=_clock(), **shared),
     ]
     series = (("few", cost.few), ("many", cost.many))
-    frames = [sample_frame(timing, BLOCK, dtype, params).assign(blocks=name) for name, timing in series]
-    return Result(rows, pd.concat(frames, ignore_index=True))
+    return Result(
+        rows, all_samples([sample_frame(timing, BLOCK, options.compiled, params).assign(blocks=name) for name, timing in series])
+    )
 
 
-def _operators(context: Context) -> Result:
-    cost = measure_operator_cost(context.device, time_limit_s=context.sizes["time_limit_s"])
-    rows, frames = [], []
-    for variant, metric, seconds, steps, told in (
+def _measure_operators(context: Context, options: OperatorCostOptions) -> Result:
+    cost = measure_operator_cost(context.device, time_limit_s=options.time_limit_s)
+    convolutions = {"operators": cost.convolutions, "beside": cost.other_operators}
+    rows: list[Row] = []
+    frames: list[pd.DataFrame] = []
+    for variant, metric, seconds, steps, counts in (
         (PLAIN, "operator_time_s", cost.time_s, cost.layers, {"operators": cost.operators}),
-        (
-            CONVOLUTION,
-            "operator_time_s",
-            cost.convolution_time_s,
-            cost.convolving,
-            {"operators": cost.convolutions, "beside": cost.beside},
-        ),
+        (CONVOLUTION, "operator_time_s", cost.convolution_time_s, cost.convolving, convolutions),
         (ONCE, "step_overhead_s", cost.once_s, (), {"operators": cost.layers[0].plain}),
     ):
-        params = _clock() | told
+        params = _clock() | counts
         if steps:
             params["parts"] = steps[1].parts - steps[0].parts
         columns = timed_columns(seconds, (steps or cost.layers)[1].timing, cost.verification)
         rows.append(context.row(variant, metric, seconds.value, params=params, limit_source=_NO_LIMIT, **columns))
         frames += [sample_frame(step.timing, variant, "", params).assign(parts=step.parts) for step in steps]
-    return Result(rows, pd.concat(frames, ignore_index=True))
-
-
-def _unheard(done: int, total: int, note: str = "") -> None:
-    """The worker's own count is none of this experiment's."""
+    return Result(rows, all_samples(frames))
 
 
 def _clock() -> dict:
@@ -89,6 +99,7 @@ def _clock() -> dict:
 
 
 def _why_not(device: Device, dtype: str) -> str:
+    """Return why no compiled block is measured, "" if it is."""
     if not dtype:
         return "left out by this profile: it takes a cold compilation"
     supported, how = device.supports(dtype)

@@ -1,12 +1,13 @@
-"""What a call dispatches, operator by operator, as plain data; and a way to dispatch a whole step without computing it.
+"""Record the operators that a call dispatches as plain data, and dispatch a whole step without computing it.
 
-PyTorch dispatches one operator after the other, forward and backward, whatever the device. Here each is written down with
-the sizes of its tensors, and none of the tensors is kept.
+PyTorch dispatches the operators of forward and backward passes one by one on every device. Each is recorded with the shapes of
+its tensors, not with the tensors.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from hyperion.errors import HyperionError
 from hyperion.hardware import canonical_dtype
 
-# They give memory out or a name to it, and move nothing.
+# These allocate or alias memory and move no bytes.
 _MOVE_NOTHING = {
     "empty",
     "empty_like",
@@ -33,12 +34,13 @@ _MOVE_NOTHING = {
 
 @dataclass(frozen=True)
 class TensorShape:
-    """What is known of a tensor without its values.
+    """A tensor without its values.
 
     Args:
-        dtype: hyperion's name of it ("bf16"), torch's where hyperion has none ("int64").
-        stride: in elements; it tells which way a matrix lies in memory.
-        device: its kind: "cpu", "cuda".
+        stride: in elements.
+        dtype: Hyperion's name ("bf16"), or torch's if Hyperion has none ("int64").
+        itemsize: bytes per element.
+        device: device type: "cpu", "cuda".
     """
 
     shape: tuple[int, ...]
@@ -49,7 +51,7 @@ class TensorShape:
 
     @property
     def bytes(self) -> int:
-        """Bytes that its elements take: an element that is only repeated (stride 0) lies in memory once."""
+        """Bytes of its elements in memory; an element repeated by stride 0 counts once."""
         elements = 1
         for size, step in zip(self.shape, self.stride, strict=True):
             elements *= size if step or not size else 1
@@ -58,18 +60,18 @@ class TensorShape:
 
 @dataclass(frozen=True)
 class Call:
-    """One operator as it was dispatched.
+    """One dispatched operator.
 
     Args:
-        name: without its overload and, for PyTorch's own, without its namespace: "addmm".
-        arguments: by name of the schema, every tensor in them replaced by its `TensorShape`.
-        inputs, outputs: the tensors that it reads and those that it gives out or overwrites.
-        moves: whether it reads or writes memory: a view of a tensor is a call too, and moves nothing.
-        tf32: whether float32 products of it may be done by the TF32 units of a GPU.
+        name: name without overload and, for PyTorch's own operators, without namespace: "addmm".
+        arguments: arguments by name; tensors are replaced by their `TensorShape`.
+        inputs, outputs: tensors that it reads, and tensors that it returns or overwrites.
+        moves: whether it reads or writes memory; a view does not.
+        tf32: whether its float32 products may use the TF32 units of a GPU.
     """
 
     name: str
-    arguments: dict[str, object]
+    arguments: dict[str, Any]
     inputs: tuple[TensorShape, ...]
     outputs: tuple[TensorShape, ...]
     moves: bool
@@ -77,19 +79,19 @@ class Call:
 
     @property
     def bytes(self) -> int:
-        """Least traffic: every input read once, every output written once; 0 for a view."""
+        """Minimum traffic: each input read once, each output written once; 0 for a view."""
         if not self.moves:
             return 0
-        # An embedding reads the rows that it gives out, not the whole table.
+        # An embedding reads the rows that it returns, not the whole table.
         read = self.outputs if self.name == "embedding" else self.inputs
         return sum(tensor.bytes for tensor in (*read, *self.outputs))
 
 
 def dispatched(function: Callable[[], object]) -> list[Call]:
-    """Call a function once and list the operators that it dispatches, in their order, those of its backward included.
+    """Call a function once and return the operators that it dispatches in order, including those of its backward pass.
 
-    An operator that only stands for others (`linear` in inference mode) is listed as these others. Compiled code is called
-    uncompiled: what a compiler has fused, no dispatcher sees.
+    A composite operator (such as `linear` in inference mode) is recorded as the operators that it consists of. Compiled code
+    runs uncompiled, because fused operators are not dispatched.
     """
     recorder = _Recorder()
     with torch.compiler.set_stance("force_eager"), recorder:
@@ -104,9 +106,9 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, arguments=(), named=None):
         named = named or {}
-        if operation.namespace in ("prim", "profiler"):  # questions about a tensor, and marks for the profiler
+        if operation.namespace in ("prim", "profiler"):  # queries of a tensor, and marks for the profiler
             return operation(*arguments, **named)
-        if _only_stands_for_others(operation):
+        if _is_composite(operation):
             with self:
                 return operation.decompose(*arguments, **named)
         output = operation(*arguments, **named)
@@ -114,8 +116,8 @@ class _Recorder(TorchDispatchMode):
         return output
 
 
-def _only_stands_for_others(operation) -> bool:
-    # Below autograd such an operator comes whole in inference mode only; one that has kernels besides is done by them.
+def _is_composite(operation) -> bool:
+    # Below autograd a composite operator appears only in inference mode. If it also has kernels, these are used.
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return operation._can_decompose() and not any(has_kernel(operation.name(), key) for key in ("CPU", "CUDA", "Meta"))
 
@@ -127,7 +129,7 @@ def _call(operation, arguments, named, output) -> Call:
     written = [passed[argument] for argument in _overwritten(schema, name) if argument in passed]
     aliases = [returned.alias_info for returned in schema.returns]
     view = any(alias is not None and not alias.is_write for alias in aliases)
-    # What is overwritten in place is given out too, once.
+    # Tensors overwritten in place are often also returned; count them once.
     outputs = {id(leaf): leaf for leaf in tree_leaves((written, output)) if isinstance(leaf, Tensor)}
     inputs = tuple(_shape_of(leaf) for leaf in tree_leaves(passed) if isinstance(leaf, Tensor))
     return Call(
@@ -141,14 +143,15 @@ def _call(operation, arguments, named, output) -> Call:
 
 
 def _overwritten(schema, name: str) -> list[str]:
-    """Arguments that an operator writes. A fused optimizer may write the gradients too, but does so for a scaler only."""
+    """Return the arguments that an operator writes. Fused optimizers write the gradients only with a gradient scaler."""
     written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return [argument for argument in written if not (name.startswith("_fused_") and argument == "grads")]
 
 
 def _tf32_allowed(name: str) -> bool:
-    setting = torch.backends.cudnn.conv if "convolution" in name else torch.backends.cuda.matmul
-    return setting.fp32_precision == "tf32"
+    if "convolution" in name:
+        return torch.backends.cudnn.conv.fp32_precision == "tf32"  # pyright: ignore[reportAttributeAccessIssue]  # added at run time
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def _shape_of(tensor: Tensor) -> TensorShape:
@@ -158,7 +161,7 @@ def _shape_of(tensor: Tensor) -> TensorShape:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """hyperion's name of a torch dtype, torch's own where it has none."""
+    """Return Hyperion's name of a torch dtype, or torch's name if there is none."""
     try:
         return canonical_dtype(str(dtype))
     except HyperionError:
@@ -167,22 +170,21 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @contextlib.contextmanager
 def shapes_only(*modules: nn.Module) -> Iterator[None]:
-    """Within it tensors have shapes and no values, and pass for those of a CPU: nothing is computed, and nothing stored.
+    """Within this context, tensors have shapes but no values: nothing is computed or stored.
 
-    Autocast and the choice of an attention kernel go as they do on a device, which they do not on the device `meta`. What
-    is made within has shapes only.
+    The tensors appear to be on a CPU, so autocast and the choice of attention kernels work as on a device, unlike on the device
+    `meta`. Tensors created within the context have shapes only.
 
     Args:
-        modules: built on `meta` before; they are brought in, in place, and are of no use afterwards. Tensors that modules
-            share stay shared.
+        modules: modules built on `meta`. They are converted in place and cannot be used afterwards. Shared tensors stay shared.
 
     Raises:
-        HyperionError: a parameter or buffer of a module is on a device.
+        HyperionError: a parameter or buffer is not on `meta`.
     """
     mode = FakeTensorMode()
     known: dict[Tensor, Tensor] = {}
     for part in (part for module in modules for part in module.modules()):
-        for tensors in (part._parameters, part._buffers):
+        for tensors in (cast("dict[str, Any]", part._parameters), part._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None:
                     known[tensor] = known[tensor] if tensor in known else _without_values(mode, tensor, name)
@@ -196,7 +198,7 @@ def _without_values(mode: FakeTensorMode, tensor: Tensor, name: str) -> Tensor:
         raise HyperionError(
             f"{name} is on {tensor.device}, not on meta",
             where="shapes_only",
-            next_step='build the module within `with torch.device("meta"):`',
+            next_step='build the module in `with torch.device("meta"):`',
         )
     fake = FakeTensor(mode, tensor.detach(), torch.device("cpu"))
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake

@@ -1,33 +1,81 @@
-"""From the data sheet's peak to a measured rate, factor by factor: what the clock, the tiles, the memory and the launch take,
-and what nothing here explains.
+"""Explain the gap between the data sheet's peak and a measured rate: clock, tiles, memory, launch, and an unexplained rest.
 
-The factors multiply to measured / peak. Each is what a limit that is known leaves of the rate before it; the last one,
-"unexplained", is whatever is still missing. Above 1 it says that more was reached than the factors before it allow: one of
-them is too low, a clock read at another moment say, or a peak that the device may exceed.
+The factors multiply to measured / peak. Each factor is the effect of a known limit on the rate before it. The last one,
+"unexplained", is the rest. If it is above 1, the product was faster than the other factors allow, so one of them is too low: the
+clock was read at another time, or the device can exceed the peak.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import isfinite, prod
+from math import ceil, isfinite, prod
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device, gemm_path, lookup
 from hyperion.hardware.specs import load_specifications
 from hyperion.measure.products.product_formulas import Product
-from hyperion.measure.products.tiles import best_tiling
+
+# Output tiles (rows, columns) of one compute unit in the BLAS libraries of both vendors.
+TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A product divided into tiles of one size.
+
+    Args:
+        tile: rows and columns of a tile.
+        tiles: number of tiles, of all splits and the whole batch.
+        waves: rounds in which each unit computes one tile; in the last one, units may be idle.
+        share: share of the device's arithmetic in these waves that is useful.
+
+    Source: NVIDIA, Matrix Multiplication Background User's Guide, sections on tile and wave quantization.
+    """
+
+    tile: tuple[int, int]
+    tiles: int
+    waves: int
+    share: float
+
+    def __str__(self) -> str:
+        return f"{self.tiles} tiles of {self.tile[0]} x {self.tile[1]} in {self.waves} wave{'' if self.waves == 1 else 's'}"
+
+
+def tile(m: int, n: int, batch: int, units: int, tile: tuple[int, int], splits: int = 1) -> Tiling:
+    """Divide a product's output [batch, m, n] into tiles for `units` compute units.
+
+    Args:
+        splits: number of parts of K; each part is computed as a separate tile, and the parts are summed.
+    """
+    rows, columns = tile
+    tiles = batch * ceil(m / rows) * ceil(n / columns) * splits
+    waves = ceil(tiles / units)
+    return Tiling(tile, tiles, waves, batch * m * n * splits / (waves * units * rows * columns))
+
+
+def best_tiling(m: int, n: int, units: int, batch: int = 1, tolerance: float = 0.0) -> Tiling:
+    """Return the tiling of a common tile size with the largest share; K is not split.
+
+    Args:
+        tolerance: loss of share accepted for a larger tile, which loads fewer bytes per FLOP.
+    """
+    tilings = [tile(m, n, batch, units, size) for size in TILES]
+    least = max(tiling.share for tiling in tilings) - tolerance
+    return max((tiling for tiling in tilings if tiling.share >= least), key=lambda tiling: (prod(tiling.tile), tiling.share))
+
 
 UNEXPLAINED = "unexplained"
-_LARGER_TILE = 0.03  # a library gives up about this share of the units for tiles that load less
+_LARGER_TILE = 0.03  # libraries accept about this loss of share for larger tiles
 
 
 @dataclass(frozen=True)
 class NominalPeak:
-    """What a data sheet promises.
+    """The peak in a data sheet.
 
     Args:
-        clock_mhz: that the promise is made at, None where the vendor does not say.
-        units: compute units of the device, None where unknown.
-        source: where it comes from.
+        tflops: peak in 10¹² FLOP/s.
+        clock_mhz: clock at which the peak is stated; None if not stated.
+        units: compute units of the device; None if unknown.
+        source: source of the peak.
     """
 
     tflops: float
@@ -38,12 +86,13 @@ class NominalPeak:
 
 @dataclass(frozen=True)
 class GapFactor:
-    """One step down, or up, from the peak.
+    """One factor between peak and measured rate.
 
     Args:
-        factor: rate after over rate before; None where it could not be told: its share is then in `unexplained`.
-        tflops: the rate that is left after it.
-        reason: how the factor comes about, or why there is none.
+        name: name of the limit.
+        factor: rate after / rate before; None if unknown, and its effect is then part of `unexplained`.
+        tflops: rate after this factor.
+        reason: how the factor is computed, or why it is unknown.
     """
 
     name: str
@@ -54,7 +103,7 @@ class GapFactor:
 
 @dataclass(frozen=True)
 class Gap:
-    """The way from peak to measured rate; the factors that are known multiply to `measured_tflops / peak.tflops`."""
+    """The factors from peak to measured rate; the known factors multiply to `measured_tflops / peak.tflops`."""
 
     peak: NominalPeak
     measured_tflops: float
@@ -62,8 +111,8 @@ class Gap:
 
     @property
     def unexplained(self) -> float:
-        """Measured over what the known limits allow: 1 where they explain everything."""
-        return self.factors[-1].factor
+        """Measured rate / rate that the known limits allow; 1 if they explain everything."""
+        return self.factors[-1].factor or 0.0
 
     def __str__(self) -> str:
         lines = [f"{self.peak.tflops:.4g} TFLOPS data sheet ({self.peak.source})"]
@@ -74,18 +123,18 @@ class Gap:
 
 
 def nominal_peak(device: Device, dtype: str) -> tuple[NominalPeak | None, str]:
-    """(the data sheet's peak for products of this type, ''), or (None, why there is none)."""
-    found, reason = lookup(device)
-    if found is None:
+    """Return (the data sheet's peak for products of this dtype, ''), or (None, the reason why there is none)."""
+    sheet, reason = lookup(device)
+    if sheet is None:
         return None, reason
     path = gemm_path(dtype, device)
-    peak = found.peak(path)
+    peak = sheet.peak(path)
     if peak.nominal_tflops is None:
         return None, peak.reason or f"the data sheet gives no {path} peak"
     source = f"{path}; {peak.source}"
     if device.kind == "cpu":
         return NominalPeak(peak.nominal_tflops, device.nominal_clock_mhz, device.compute_units, source), ""
-    entry = next(entry for entry in load_specifications().device if entry.name == found.name)
+    entry = next(entry for entry in load_specifications().device if entry.name == sheet.name)
     return NominalPeak(peak.nominal_tflops, entry.paths[path].clock_mhz, entry.compute_units, source), ""
 
 
@@ -101,13 +150,15 @@ def explain_gap(
     """Explain the rate of one product.
 
     Args:
-        peak: of `nominal_peak`, for the product's dtype.
-        clock_mhz: of the compute units while it ran, None where unreadable.
-        bandwidth_gb_s: of memory, as measured on this device.
-        launch_time_s: seconds of each call in which the units wait for its start; None where the time was taken without.
+        product: the product.
+        measured_tflops: its measured rate in 10¹² FLOP/s.
+        peak: result of `nominal_peak` for the product's dtype.
+        clock_mhz: clock of the compute units during the measurement; None if unreadable.
+        bandwidth_gb_s: measured memory bandwidth of the device; None if unknown.
+        launch_time_s: launch overhead per call in seconds; None if the measured time does not include it.
 
     Raises:
-        HyperionError: a rate, clock, bandwidth or time that is none.
+        HyperionError: a rate, clock, bandwidth or time is not a positive number.
     """
     given = {"measured_tflops": measured_tflops, "peak": peak.tflops, "clock_mhz": clock_mhz, "bandwidth_gb_s": bandwidth_gb_s}
     wrong = [name for name, value in given.items() if value is not None and not (isfinite(value) and value > 0)]
@@ -117,9 +168,10 @@ def explain_gap(
         raise HyperionError(
             f"{' and '.join(wrong)} must be positive numbers", where="explain_gap", next_step="pass None for what is unknown"
         )
-    factors, rate = [], peak.tflops
+    factors: list[GapFactor] = []
+    rate = peak.tflops
     for name, factor, reason in _known(product, peak, clock_mhz, bandwidth_gb_s, launch_time_s):
-        # The memory's and the launch's share depend on the rate that the factors before have left.
+        # The factors of memory and launch depend on the rate after the factors before them.
         share = factor(rate) if callable(factor) else factor
         rate = rate if share is None else rate * share
         factors.append(GapFactor(name, share, rate, reason))
@@ -127,8 +179,10 @@ def explain_gap(
     return Gap(peak, measured_tflops, (*factors, GapFactor(UNEXPLAINED, left, measured_tflops, _residual(left))))
 
 
-def _known(product: Product, peak: NominalPeak, clock_mhz, bandwidth_gb_s, launch_time_s) -> Iterator[tuple]:
-    """(name, factor or a function of the rate before it, reason) of every factor but the residual."""
+def _known(
+    product: Product, peak: NominalPeak, clock_mhz: float | None, bandwidth_gb_s: float | None, launch_time_s: float | None
+) -> Iterator[tuple[str, float | Callable[[float], float] | None, str]]:
+    """Yield (name, factor or a function of the rate before it, reason) of each known factor."""
     if clock_mhz is None or peak.clock_mhz is None:
         yield "clock", None, "the clock was not readable" if clock_mhz is None else "the data sheet names no clock"
     else:

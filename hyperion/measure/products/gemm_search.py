@@ -1,4 +1,4 @@
-"""The maximum achievable rate of a format (MAF): a search over shapes, its leaders measured as everything else is."""
+"""Search the maximum achievable rate of a format (MAF): rank shapes by few samples, then measure the leaders."""
 
 import math
 import time
@@ -20,17 +20,17 @@ from hyperion.measure.products.shape_ranking import Shape, ShapeRanking, flops_o
 from hyperion.results import Estimate
 
 FINALISTS = 6
-# A finalist whose few samples put it further behind than this is not timed again.
+# Shapes that rank further behind the leader than this (natural logarithm) are not finalists.
 _WITHIN = math.log(1.05)
 _SHARE_OF_RANKING = 0.6
-# Warm-up and samples of a finalist, in calls: less than that is no measurement.
+# Least number of calls for warm-up and samples of a finalist.
 _CALLS_OF_A_FINALIST = MINIMUM_SAMPLES + 12
 _TIMING_LIMIT_S = 5.0
 
 
 @dataclass(frozen=True)
 class Finalist:
-    """One of the leading shapes, timed with cold caches in turn with the others, and verified.
+    """A leading shape, timed with cold caches in turn with the others, and verified.
 
     Args:
         shape: (M, N, K).
@@ -42,25 +42,25 @@ class Finalist:
 
     @property
     def tflops(self) -> Estimate:
-        """10¹² FLOP/s: 2·M·N·K over the median time, with its 95 % interval."""
+        """Rate in 10¹² FLOP/s (2·M·N·K / median time) with its 95 % interval."""
         return self.timing.estimate.map(lambda seconds: flops_of(self.shape) / seconds / 1e12)
 
 
 @dataclass(frozen=True)
 class GemmSearch:
-    """What a search found.
+    """The result of a search.
 
     Args:
-        dtype: the format's name; fp8 is named in full.
-        backend: the library that multiplied.
-        data: what the operands held.
-        finalists: fastest first, by their rates within each round of samples; where the clock swung, a median of one may
-            lie above that of a faster one.
-        ranking: TFLOPS of every shape that was seen, from few samples each, best first: good for finding leaders, and
-            no measurement.
-        shapes: how many shapes the grid has; `seen` of them were tried.
-        elapsed_s: what the search took, its operands' making and the finalists' timing included.
-        stopped: "all shapes seen", or why not all of them.
+        dtype: full name of the format, such as "fp8_e4m3fn".
+        backend: the BLAS library.
+        data: distribution of the operands.
+        finalists: fastest first, compared within each round of samples. If the clock changed, the order of the medians can
+            differ.
+        ranking: 10¹² FLOP/s of every sampled shape, best first. These rates come from few samples and only serve to find the
+            leaders.
+        shapes: number of shapes of the grid; `seen` of them were sampled.
+        elapsed_s: seconds of the whole search.
+        stopped: "all shapes seen", or why not all were.
     """
 
     dtype: str
@@ -74,15 +74,15 @@ class GemmSearch:
 
     @property
     def seen(self) -> int:
-        """How many shapes were tried."""
+        """Number of sampled shapes."""
         return len(self.ranking)
 
     @property
     def best(self) -> Finalist:
-        """The fastest finalist whose output is right.
+        """The fastest finalist with a correct output.
 
         Raises:
-            HyperionError: no finalist's is.
+            HyperionError: no finalist has a correct output.
         """
         right = [finalist for finalist in self.finalists if finalist.verification.passed]
         if not right:
@@ -90,7 +90,7 @@ class GemmSearch:
             raise HyperionError(
                 f"No leading {self.dtype} product passes its check ({errors}).",
                 where=self.backend,
-                next_step="Run hyperion doctor: this library multiplies wrongly, or its tolerance does not fit it.",
+                next_step="Run hyperion doctor: the library computes wrong results, or the tolerance is too small.",
             )
         return right[0]
 
@@ -104,10 +104,10 @@ class GemmSearch:
 
 
 class SharedOperands:
-    """Products of any shape of a grid from one pair of operands: views of buffers that are made once.
+    """Products of any shape of a grid, with operands that are views of the same buffers.
 
     Args:
-        largest: the largest size of M, N and K.
+        largest: largest size of M, N and K.
     """
 
     def __init__(self, largest: int, dtype: str, device: Device, seed: int = 0, data: str = "normal"):
@@ -117,7 +117,7 @@ class SharedOperands:
         self.c = torch.empty(largest**2, dtype=self.format.output, device=device.torch_device)
 
     def product(self, shape: Shape) -> Gemm:
-        """C[M,N] = A[M,K]·B[K,N] on the beginnings of the buffers; products of other shapes overwrite its output."""
+        """Return C[M,N] = A[M,K]·B[K,N] on the first elements of the buffers; all products share the output buffer."""
         m, n, k = shape
         a = Operand(self.a.values[: m * k].view(m, k), self.a.scale)
         b = Operand(self.b.values[: n * k].view(n, k), self.b.scale)
@@ -135,35 +135,37 @@ def search_gemm(
     data: str = "normal",
     exhaustive: bool = False,
 ) -> GemmSearch:
-    """The fastest product among all M, N and K that are multiples of `step` up to `largest` (by default 512 shapes).
+    """Find the fastest product among all M, N and K that are multiples of `step` up to `largest` (by default 512 shapes).
 
-    Shapes are ranked by few samples with cold caches, taken in turn so that a drift of the clock meets all of them, coarse to
-    fine (`ShapeRanking`); the leaders are then timed in turn like every reported number (n ≥ 30, 95 % interval), and
-    verified. Products that could not be timed well within the limit are not tried.
+    Shapes are ranked by few samples with cold caches, in turn, so that a drift of the clock affects all of them alike, from
+    coarse to fine (`ShapeRanking`). The leaders are then timed in turn (n ≥ 30, 95 % interval) and verified. Products too slow
+    to be timed within the limit are skipped.
 
     Args:
         dtype: a name of `FORMATS`, or 'fp8'.
-        time_limit_s: of the whole search; at least one shape is measured, whatever it takes.
-        exhaustive: see every shape, whatever time it takes; the limit is then that of the finalists.
+        time_limit_s: seconds of the whole search; at least one shape is always measured.
+        largest, step: the grid of shapes.
+        data: distribution of the operands.
+        exhaustive: sample every shape without a time limit; `time_limit_s` then applies to the finalists.
 
     Raises:
-        HyperionError: the device does not multiply this format (with the reason), or the grid is empty.
-        RefusedProduct: the library refuses one of the shapes.
+        HyperionError: the device does not support the format, or the grid is empty.
+        RefusedProduct: the library does not support one of the shapes.
     """
     supported, reason = device.supports(dtype)
     if not supported:
         raise HyperionError(
-            f"unsupported: {reason}", where=f"{dtype} on {device.name}", next_step="Ask device.supports(dtype) first."
+            f"unsupported: {reason}", where=f"{dtype} on {device.name}", next_step="Call device.supports(dtype) first."
         )
     if not 0 < step <= largest:
         raise HyperionError(
-            f"No multiple of {step} lies between 1 and {largest}.", where="search_gemm", next_step="Choose step <= largest."
+            f"No multiple of {step} is between 1 and {largest}.", where="search_gemm", next_step="Choose step <= largest."
         )
     started = time.monotonic()
     every = grid(largest, step)
     operands = SharedOperands(largest, dtype, device, seed, data)
     least = operands.product(every[0])
-    # The first check of a process loads what checks need, which takes seconds: not when the finalists have used up the time.
+    # The first verification in a process takes seconds to load libraries, so do it before the time-limited part.
     least.verify()
     with matmul_precision(operands.format):
         ranking, finalists = search_shapes(
@@ -184,14 +186,14 @@ def search_gemm(
 def time_shapes(
     shapes: list[Shape], dtype: str, device: Device, *, time_limit_s: float = _TIMING_LIMIT_S, seed: int = 0, data: str = "normal"
 ) -> list[Finalist]:
-    """Given shapes, timed in turn with cold caches and verified: the winner of one search beside that of another, say.
+    """Time given shapes in turn with cold caches and verify them, for example to compare the winners of two searches.
 
     Args:
-        shapes: (M, N, K) of each; the result is in their order.
+        shapes: (M, N, K) of each; the result has the same order.
 
     Raises:
-        HyperionError: the device has no such format.
-        RefusedProduct: the library refuses one of the shapes.
+        HyperionError: the device does not support the format.
+        RefusedProduct: the library does not support one of the shapes.
     """
     operands = SharedOperands(max(max(shape) for shape in shapes), dtype, device, seed, data)
     products = [operands.product(shape) for shape in shapes]
@@ -211,11 +213,11 @@ def search_shapes(
     exhaustive: bool = False,
     clock: Clock | None = None,
 ) -> tuple[tuple[tuple[Shape, float], ...], tuple[Finalist, ...]]:
-    """The search itself, over whatever products are given: the ranking (shape, TFLOPS) and the finalists, fastest first.
+    """Search over given products; return the ranking (shape, 10¹² FLOP/s) and the finalists, fastest first.
 
     Args:
-        product: makes the product of a shape, which can be called and verified.
-        clock: takes the samples instead of the device's own.
+        product: shape -> product.
+        clock: takes the samples instead of the device's clock.
     """
     clock = clock or device_clock(device)
     started, products = clock.now(), _Products(product, clock, cache_flush(device))
@@ -227,7 +229,7 @@ def search_shapes(
         clock.now,
         seed=seed,
         deadline=math.inf if exhaustive else started + _SHARE_OF_RANKING * time_limit_s,
-        # Two finalists at least must fit.
+        # At least two finalists must fit into the time.
         affordable_s=math.inf if exhaustive else rest_s / (2 * _CALLS_OF_A_FINALIST),
     )
     ranking.run()
@@ -240,7 +242,7 @@ def search_shapes(
 
 
 class _Products:
-    """Products by shape, made when they are first asked for, and sampled in turn with cold caches."""
+    """Products by shape, created on first use, and sampled in turn with cold caches."""
 
     def __init__(self, product: Callable[[Shape], Gemm], clock: Clock, flush: Callable[[], object]):
         self.product, self.clock, self.flush = product, clock, flush
@@ -249,11 +251,11 @@ class _Products:
 
     @property
     def overhead_s(self) -> float:
-        """What a sample takes beside the product itself, the flush above all."""
+        """Seconds of a sample without the product itself, mainly the cache flush."""
         return self._around_s / max(1, self._samples)
 
     def sample(self, shapes: list[Shape]) -> list[float]:
-        """Seconds of one call of each."""
+        """Return the seconds of one call of each shape."""
         for shape in shapes:
             if shape not in self.made:
                 self.made[shape] = self.product(shape)
@@ -267,20 +269,20 @@ class _Products:
 def _measured(
     shapes: list[Shape], products: list[Gemm], device: Device, time_limit_s: float, clock: Clock | None = None
 ) -> list[Finalist]:
-    # At least one product is measured, whatever it takes: a ranking may have left no time.
+    # The ranking may have used up the time, but a limit must be positive.
     timings = time_interleaved(products, device, time_limit_s=max(time_limit_s, 1e-3), clock=clock)
-    # They share an output: each multiplies once more for its check.
+    # The products share an output, so each multiplies again for its verification.
     return [Finalist(s, t, product.verify()) for s, t, product in zip(shapes, timings, products, strict=True)]
 
 
 def fastest_first(finalists: list[Finalist]) -> list[int]:
-    """Places of finalists in the order of their rates, each compared with the others of its round: they met the same clock."""
+    """Return the indices of the finalists by rate, compared within each round, in which the clock is the same."""
     log_rates = np.array([np.log(flops_of(finalist.shape) / finalist.timing.samples_s) for finalist in finalists])
     return np.argsort(-np.median(log_rates - log_rates.mean(axis=0), axis=1), kind="stable").tolist()
 
 
 def _finalists(ranking: ShapeRanking, left_s: float, overhead_s: float) -> tuple[list[Shape], float]:
-    """The leaders that lie near the first and that there is time for, one in any case; and the time limit of their timing."""
+    """Return the leaders near the best shape that fit into the time (at least one), and the time limit of their timing."""
     rates = ranking.log_rates()
     leaders = ranking.leaders(FINALISTS)
     chosen: list[Shape] = []
@@ -289,6 +291,6 @@ def _finalists(ranking: ShapeRanking, left_s: float, overhead_s: float) -> tuple
         calls_s = _CALLS_OF_A_FINALIST * (flops_of(shape) / math.exp(rates[shape]) + overhead_s)
         if not chosen or (rates[leaders[0]] - rates[shape] <= _WITHIN and least_s + calls_s <= left_s):
             chosen, least_s = [*chosen, shape], least_s + calls_s
-    # Sampling ends at its limit, or later with the least number of samples; each warm-up may take half of the limit before.
+    # Each warm-up can take half of the limit. Sampling ends at the limit, or later at the least number of samples.
     count = len(chosen)
     return chosen, min(_TIMING_LIMIT_S, left_s / (1 + count / 2), max(0.0, 2 * (left_s - least_s) / count))

@@ -1,9 +1,8 @@
-"""What a product is fed: operands by the name of their distribution, in a number format, and how distinct their values are.
+"""Create operands of products from named distributions in a number format, and check how distinct their values are.
 
-The same shape in the same format runs at another speed with other numbers: multipliers that see the same bits again switch
-fewer transistors, draw less power and are throttled less. Source: Bhalachandra et al., Understanding the Impact of Input
-Entropy on FPU, CPU, and GPU Power, 2022. AMD's acceptance targets for the same shape (ROCm Validation Suite,
-rvs/conf/MI3*/gst_single.conf) lie 1.05 to 1.46 times apart for two kinds of data.
+The speed of a product depends on its data: repeated bits switch fewer transistors, draw less power, and cause less throttling.
+Source: Bhalachandra et al., Understanding the Impact of Input Entropy on FPU, CPU, and GPU Power, 2022. AMD's acceptance targets
+for one shape (ROCm Validation Suite, rvs/conf/MI3*/gst_single.conf) differ by a factor of 1.05 to 1.46 between two kinds of data.
 """
 
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from hyperion.measure.clock.dtypes import NumberFormat
 from hyperion.measure.clock.verify import Verification
 
 _SAMPLED = 4096
-# Real layers' activations in 8 bits have dozens of values among 4096 sampled ones, and a constant has exactly one.
+# 8-bit activations of real layers have dozens of different values among 4096 samples; a constant has one.
 _LEAST_DISTINCT = 0.005
 
 DISTRIBUTIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -28,44 +27,45 @@ DISTRIBUTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "normal": lambda shape, generator, **options: torch.randn(shape, generator=generator, **options),
 }
 SAME_EVERYWHERE = ("zeros", "constant")
-# Operands that the caller brings along are named so; no distribution of ours looks like a trained layer's.
+# Name of the data of operands that the caller passes.
 ACTIVATIONS = "activations"
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A matrix as a product reads it: `values` [rows, columns] in the format's storage, times `scale` (float32, no axis)."""
+    """A stored matrix: `values` [rows, columns] in the storage dtype of the format, times `scale` (float32 scalar)."""
 
     values: torch.Tensor
     scale: torch.Tensor
 
     @property
     def transposed(self) -> "Operand":
+        """The transposed matrix, a view."""
         return Operand(self.values.T, self.scale)
 
 
 def made_up(data: str, shape: tuple[int, ...], number_format: NumberFormat, device: Device, generator) -> Operand:
-    """A matrix of a named distribution.
+    """Return a matrix drawn from a named distribution.
 
     Args:
-        data: zeros; constant (all 1); uniform in [-1, 1); normal (standard).
-        generator: the device's, or None where the distribution needs none.
+        data: "zeros", "constant" (all 1), "uniform" in [-1, 1), or "normal" (standard).
+        generator: random generator of the device; None if the distribution needs none.
 
     Raises:
-        HyperionError: no distribution has this name.
+        HyperionError: the name is unknown.
     """
     if data not in DISTRIBUTIONS:
         raise HyperionError(
-            f"{data!r} is no distribution of operands.",
-            next_step=f"Use one of {', '.join(DISTRIBUTIONS)}; Gemm.of(a_MK, b_KN, …) takes the activations of a real layer.",
+            f"{data!r} is not a distribution of operands.",
+            next_step=f"Use one of {', '.join(DISTRIBUTIONS)}; pass the activations of a real layer to Gemm.of(a_MK, b_KN, …).",
         )
-    # A float64 operand made from a float32 number would end in 29 zero bits.
+    # A float64 operand drawn in float32 would end in 29 zero bits.
     drawn = torch.float64 if number_format.storage == torch.float64 else torch.float32
     return stored(DISTRIBUTIONS[data](shape, generator, device=device.torch_device, dtype=drawn), number_format)
 
 
 def stored(matrix: torch.Tensor, number_format: NumberFormat) -> Operand:
-    """A floating-point matrix rounded to a format; for an 8-bit one divided by max|x| / largest first, as a layer does it."""
+    """Round a floating-point matrix to a format; for 8-bit formats, divide it by max|x| / largest first, as layers do."""
     one = torch.ones((), dtype=torch.float32, device=matrix.device)
     if not number_format.scaled:
         return Operand(matrix.to(number_format.storage), one)
@@ -78,9 +78,9 @@ def stored(matrix: torch.Tensor, number_format: NumberFormat) -> Operand:
 
 
 def distinct_share(values: torch.Tensor, seed: int = 0) -> float:
-    """How many values differ, of those that could: 0 when all are equal, 1 when none repeats before the format runs out.
+    """Return the share of distinct values: 0 if all values are equal, 1 if as many differ as possible.
 
-    Asked of at most 4096 elements at random places: (distinct − 1) / (the lesser of elements asked and codes of the dtype − 1).
+    Uses at most 4096 elements at random places: (distinct − 1) / (min(elements, codes of the dtype) − 1).
     """
     flat = (values if values.is_contiguous() else values.T).reshape(-1)
     if len(flat) > _SAMPLED:
@@ -91,9 +91,9 @@ def distinct_share(values: torch.Tensor, seed: int = 0) -> float:
 
 
 def verify_data(data: str, *operands: torch.Tensor) -> Verification:
-    """Are the operands what their name says? Equal values under the name of a distribution are caught, and the reverse.
+    """Check that operands match the name of their distribution: many distinct values, or one for zeros and constant.
 
-    The error is 1 − the smallest `distinct_share` (for zeros and constant: the largest one).
+    The error is 1 − the smallest `distinct_share`; for zeros and constant it is the largest `distinct_share`.
     """
     shares = [distinct_share(values) for values in operands]
     if data in SAME_EVERYWHERE:

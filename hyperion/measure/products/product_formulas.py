@@ -1,11 +1,12 @@
-"""The matrix products inside of PyTorch's operators: sizes of each, forward and backward, from the shapes of its tensors.
+"""The matrix products in PyTorch's operators, forward and backward, from the shapes of their tensors; and the roofline.
 
-A convolution is the product that computes it implicitly over unfolded patches: forward M = images x output pixels,
-N = output channels, K = input channels x kernel size, one for each group. Attention is its products of queries, keys and
-values for each head; no mask is subtracted, and its backward works the scores out anew. Every product counts 2·M·N·K, by
-which the sums are those of torch.utils.flop_counter, but for what that lacks (attention on CPUs, integer products) and for
-the weights' gradient of a convolution in groups: torch counts every group's input channels for all groups, the product has
-those of its own group.
+A convolution is an implicit product over unfolded patches, one for each group. Forward: M = images x output pixels, N = output
+channels, K = input channels x kernel size. Attention consists of its products of queries, keys and values for each head. Masks
+are ignored, and the backward pass recomputes the scores.
+
+Every product counts 2·M·N·K FLOPs. The sums equal those of torch.utils.flop_counter with these exceptions: torch lacks
+attention on CPUs and integer products, and for the weight gradient of a grouped convolution it counts the input channels of all
+groups instead of one.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,11 +22,11 @@ class Product:
 
     Args:
         kind: "matmul", "convolution" or "attention".
-        batch: independent products of the same sizes done by one call: of `bmm`, of groups, of heads.
-        dtype: of the operands: "bf16".
-        transposes: how A and B lie in memory, "N" row after row, "T" column after column; "" for the implicit product of a
-            convolution, whose patches lie nowhere.
-        bytes: what the call reads and writes for it at least. Scores of attention stay on the chip.
+        batch: number of independent products of the same size in one call: of `bmm`, groups, or heads.
+        dtype: dtype of the operands, such as "bf16".
+        transposes: memory layout of A and B: "N" row-major, "T" column-major; "" for convolutions, whose patches are not
+            stored.
+        bytes: minimum bytes that the call reads and writes for this product. Attention scores stay on the chip.
     """
 
     kind: str
@@ -39,11 +40,12 @@ class Product:
 
     @property
     def flops(self) -> int:
+        """2·batch·M·N·K."""
         return 2 * self.batch * self.m * self.n * self.k
 
     @property
     def intensity(self) -> float:
-        """FLOP per byte of memory traffic."""
+        """Arithmetic intensity in FLOP per byte of memory traffic."""
         return self.flops / self.bytes
 
     def __str__(self) -> str:
@@ -53,7 +55,7 @@ class Product:
 
 
 def products_of(call: Call) -> list[Product] | None:
-    """The products of an operator, none for one whose result nobody asked for; None when there is no formula for it."""
+    """Return the products of an operator (empty if no output is requested), or None if there is no formula."""
     formula = _FORMULAS.get(call.name)
     return None if formula is None else list(formula(call))
 
@@ -82,7 +84,7 @@ def _lies(matrix: TensorShape) -> str:
 
 
 def _convolution(call: Call) -> Iterator[Product]:
-    image = call.arguments.get("input", call.arguments.get("self"))  # the libraries' own operators call it self
+    image = call.arguments["input" if "input" in call.arguments else "self"]  # library operators name it `self`
     forward, _, _ = _unfolded(call, image, call.outputs[0])
     yield _implicit(call, image, forward, call.bytes)
 
@@ -90,17 +92,17 @@ def _convolution(call: Call) -> Iterator[Product]:
 def _convolution_backward(call: Call) -> Iterator[Product]:
     gradient, image, kernel = (call.arguments[name] for name in ("grad_output", "input", "weight"))
     _, of_image, of_kernel = _unfolded(call, image, gradient)
-    # Each product reads two of gradient, image and kernel, and writes what has the size of the third.
+    # Each product reads two of gradient, image and kernel, and writes a tensor of the size of the third.
     traffic = gradient.bytes + image.bytes + kernel.bytes
-    for size, asked in zip((of_image, of_kernel), call.arguments["output_mask"], strict=False):
-        if asked:
+    for size, requested in zip((of_image, of_kernel), call.arguments["output_mask"], strict=False):
+        if requested:
             yield _implicit(call, image, size, traffic)
 
 
 def _unfolded(call: Call, image: TensorShape, output: TensorShape) -> tuple[tuple[int, int, int], ...]:
-    """(M, N, K) of a convolution, of the gradient of its image and of the gradient of its kernel.
+    """Return (M, N, K) of a convolution, of its image gradient, and of its kernel gradient.
 
-    A transposed convolution is the gradient of another one's image, so that these two change places.
+    A transposed convolution is the image gradient of another convolution, so the first two are swapped.
     """
     kernel, transposed = call.arguments["weight"], bool(call.arguments.get("transposed", False))
     pixels = image if transposed else output
@@ -127,11 +129,11 @@ def _attention_backward(call: Call) -> Iterator[Product]:
     gradient, query, key, value = _backward_operands(call)
     heads, queries, keys, width, out = _sizes(query, key, value)
     shared, dtype = ("attention", heads), _dtype(call, query)
-    yield Product(*shared, queries, keys, width, dtype, "NT", query.bytes + key.bytes)  # the scores anew
-    yield Product(*shared, queries, keys, out, dtype, "NT", gradient.bytes + value.bytes)  # gradient of their weights
-    yield Product(*shared, keys, out, queries, dtype, "TN", value.bytes)  # of the values
-    yield Product(*shared, queries, width, keys, dtype, "NN", query.bytes)  # of the queries
-    yield Product(*shared, keys, width, queries, dtype, "TN", key.bytes)  # of the keys
+    yield Product(*shared, queries, keys, width, dtype, "NT", query.bytes + key.bytes)  # recomputed scores
+    yield Product(*shared, queries, keys, out, dtype, "NT", gradient.bytes + value.bytes)  # gradient of the attention weights
+    yield Product(*shared, keys, out, queries, dtype, "TN", value.bytes)  # gradient of the values
+    yield Product(*shared, queries, width, keys, dtype, "NN", query.bytes)  # gradient of the queries
+    yield Product(*shared, keys, width, queries, dtype, "TN", key.bytes)  # gradient of the keys
 
 
 def _backward_operands(call: Call) -> tuple[TensorShape, ...]:
@@ -140,7 +142,7 @@ def _backward_operands(call: Call) -> tuple[TensorShape, ...]:
 
 
 def _sizes(query: TensorShape, key: TensorShape, value: TensorShape) -> tuple[int, int, int, int, int]:
-    """(heads of all samples, queries, keys, width of a query, width of a value) of tensors [batch, heads, positions, width]."""
+    """Return (batch x heads, queries, keys, query width, value width) of tensors [batch, heads, positions, width]."""
     batch, heads, queries, width = query.shape
     return batch * heads, queries, key.shape[2], width, value.shape[3]
 
@@ -162,3 +164,31 @@ _FORMULAS: dict[str, Callable[[Call], Iterator[Product]]] = {
     **dict.fromkeys(_ATTENTION, _attention),
     **{f"{name}_backward": _attention_backward for name in _ATTENTION},
 }
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """The roofline of a device: its arithmetic and memory ceilings, from a data sheet or measured.
+
+    Args:
+        tflops: arithmetic ceiling in 10¹² FLOP/s.
+        bandwidth_gb_s: memory ceiling in 10⁹ bytes/s; None if unknown.
+        source: source of both.
+
+    Source: Williams, Waterman, Patterson, Roofline: an insightful visual performance model, CACM 52 (2009) 65-76.
+    """
+
+    tflops: float
+    bandwidth_gb_s: float | None
+    source: str
+
+    @property
+    def ridge_flop_per_byte(self) -> float | None:
+        """Arithmetic intensity in FLOP per byte above which work is bound by arithmetic; None without a bandwidth."""
+        return self.tflops * 1e3 / self.bandwidth_gb_s if self.bandwidth_gb_s else None
+
+    def least_time_s(self, flops: float, traffic_bytes: float) -> float:
+        """Return the larger of arithmetic time and memory time in seconds; arithmetic time alone without a bandwidth."""
+        arithmetic = flops / (self.tflops * 1e12)
+        traffic = traffic_bytes / (self.bandwidth_gb_s * 1e9) if self.bandwidth_gb_s else 0.0
+        return max(arithmetic, traffic)

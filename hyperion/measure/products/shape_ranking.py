@@ -1,8 +1,8 @@
-"""Which of many shapes multiplies fastest, from few samples of each: coarse to fine, in turn, drift divided out.
+"""Rank the shapes of matrix products by rate from few samples each: coarse to fine, in turn, with the drift removed.
 
-A rate that is smooth in the inner size K jumps in the outer sizes M and N: tiles of the output fill the last wave of the
-device's units or leave most of them idle. So the coarse pass sees every M and N at two K, and the fine ones follow the leaders:
-along K, to the next M and N, and to the swapped layout. A device that is quick enough sees all shapes after that.
+The rate is smooth in the inner size K, but jumps in the outer sizes M and N, because output tiles fill the last wave of compute
+units or leave most of them idle. Therefore the coarse pass samples every M and N at two K. The next passes follow the leaders:
+along K, to neighbouring M and N, and to swapped M and N. If there is time, all other shapes follow.
 """
 
 import math
@@ -15,36 +15,36 @@ Shape = tuple[int, int, int]
 _LEADERS = 12
 _SAMPLES_IN_TURN = 32
 _BLOCK_S = 0.25
-# Samples this near to each other met the same clock and temperature; fewer could not tell a moment from a shape.
+# This many samples in a row share one value of the drift; with fewer, drift and shapes could not be separated.
 _MOMENT = 16
 _FIT_ROUNDS = 10
 _CLIMBS = 8
-# Of the leaders that are sampled again, how many and how often: the fewer there are, the nearer they lie together.
+# Refinements (leaders, samples of each): fewer leaders differ less, so they need more samples.
 _REFINEMENTS = ((64, 4), (24, 8), (12, 16))
 _SHARE_OF_SEARCH = 0.7
 
 
 def flops_of(shape: Shape) -> int:
-    """2·M·N·K."""
+    """Return 2·M·N·K."""
     return 2 * math.prod(shape)
 
 
 def grid(largest: int, step: int) -> list[Shape]:
-    """All (M, N, K) whose sizes are multiples of `step` up to `largest`, the smallest products first."""
+    """Return all (M, N, K) of multiples of `step` up to `largest`, smallest products first."""
     sizes = range(step, largest + 1, step)
     return sorted(((m, n, k) for m in sizes for n in sizes for k in sizes), key=lambda shape: (flops_of(shape), shape))
 
 
 class ShapeRanking:
-    """Ranks the shapes of a grid by rate, as far as time allows.
+    """Ranks the shapes of a grid by rate until a deadline.
 
     Args:
         largest, step: the grid, see `grid`.
-        sample: seconds of one call of each of some shapes, in turn.
-        now: seconds since some moment, on the clock of the deadline.
-        deadline: moment at which ranking ends; infinite for an exhaustive one.
-        affordable_s: a product that takes longer than this is not tried: there would be no time to measure it well.
-        seed: of the order in which shapes take turns.
+        sample: shapes -> seconds of one call of each, in turn.
+        now: current time in seconds on the clock of the deadline.
+        deadline: time at which the ranking ends; infinite for an exhaustive ranking.
+        affordable_s: longer products are skipped, because there would be no time to measure them.
+        seed: seed of the order of the shapes.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class ShapeRanking:
         return {self.shapes[place] for place in set(self._places)}
 
     def run(self) -> None:
-        """Coarse pass, climb, the rest of the grid, then the leaders again and again."""
+        """Run the coarse pass, follow the leaders, sample the rest of the grid, then refine the leaders."""
         search_until = self.started + _SHARE_OF_SEARCH * (self.deadline - self.started)
-        # The least of all shapes says how quick the device is, and so which shapes are worth trying.
+        # The smallest shape gives a first rate, from which affordable shapes are derived.
         self._visit(self.shapes[:1], 2, search_until)
         self._visit(self._coarse(), 2, search_until)
         for _ in range(_CLIMBS):
@@ -82,7 +82,7 @@ class ShapeRanking:
             new = self._unseen(shape for leader in leaders for shape in self._neighbours(leader))
             if not new or not self._visit(new + leaders, 2, search_until):
                 break
-        # In a mixed order, so that what is left out when time is up is no corner of the grid.
+        # In random order, so that shapes skipped at the deadline are spread over the grid.
         rest = self._unseen(self.shapes)
         self.random.shuffle(rest)
         self._visit(rest, 2, search_until)
@@ -92,12 +92,12 @@ class ShapeRanking:
             self._visit(self.leaders(count), rounds, until)
 
     def leaders(self, count: int) -> list[Shape]:
-        """The shapes of the highest rates, best first."""
+        """Return the shapes with the highest rates, best first."""
         rates = self.log_rates()
         return sorted(rates, key=lambda shape: (-rates[shape], shape))[:count]
 
     def log_rates(self) -> dict[Shape, float]:
-        """Natural logarithm of the rate (FLOP/s) of each shape that was seen, at the clock of the middle of the ranking."""
+        """Return the natural logarithm of the rate (FLOP/s) of each sampled shape, with the drift removed."""
         effects = shape_effects(np.array(self._places), np.array(self._log_rates), _MOMENT)
         return {self.shapes[place]: float(effect) for place, effect in effects.items()}
 
@@ -108,18 +108,18 @@ class ShapeRanking:
 
     def _neighbours(self, shape: Shape) -> list[Shape]:
         m, n, k = shape
-        beside = [(m + dm, n + dn, k) for dm in (-self.step, 0, self.step) for dn in (-self.step, 0, self.step)]
+        adjacent = [(m + dm, n + dn, k) for dm in (-self.step, 0, self.step) for dn in (-self.step, 0, self.step)]
         along = [other for other in self.shapes if other[:2] == (m, n)]
-        return [other for other in (*along, *beside, (n, m, k)) if other in self.number]
+        return [other for other in (*along, *adjacent, (n, m, k)) if other in self.number]
 
     def _unseen(self, shapes) -> list[Shape]:
         seen = self.seen
         return [shape for shape in dict.fromkeys(shapes) if shape not in seen]
 
     def _visit(self, shapes: list[Shape], rounds: int, until: float) -> bool:
-        """Sample shapes in turn, in another order each round; False when time was up before the end."""
+        """Sample shapes in turn, in a new order each round; return False if time ran out."""
         for round_ in range(rounds):
-            # Small products first while it is not known which ones the time allows.
+            # Start with small products while the rate, and so the affordable size, is unknown.
             first = round_ == 0 and not self.seen.issuperset(shapes)
             left = sorted(shapes, key=flops_of) if first else [shapes[p] for p in self.random.permutation(len(shapes))]
             while left:
@@ -137,10 +137,10 @@ class ShapeRanking:
         return flops_of(shape) <= self.affordable_s * self.best_rate or not self._places
 
     def _block(self, shapes: list[Shape]) -> tuple[list[Shape], list[Shape]]:
-        """As many shapes as go between two looks at the time, and those that are left.
+        """Split off the shapes to sample before the next check of the time; return them and the rest.
 
-        A shape that takes too long ends a block: the rates of smaller ones, once known, may show that it does not. At the
-        head of a block it is left out.
+        A shape that is not affordable ends the block, because the samples of the block may raise the best rate. At the start of
+        a block it is skipped.
         """
         if not self._affordable(shapes[0]):
             return [], shapes[1:]
@@ -153,30 +153,30 @@ class ShapeRanking:
 
 
 def shape_effects(places: np.ndarray, values: np.ndarray, moment: int) -> dict[int, float]:
-    """What belongs to each shape in values that also change with time: value = shape + moment, fitted by medians.
+    """Separate the effects of shapes from the drift: fit value = shape + moment by medians.
 
     Args:
         places: number of the shape of each sample, in the order taken.
-        values: the samples (logarithms, so that a clock that falls by 5 % takes the same from each).
-        moment: so many samples in a row share one value of the drift, which is 0 in the median.
+        values: samples as logarithms, so that a change of the clock has the same effect on all shapes.
+        moment: number of samples in a row that share one value of the drift; the median of the drift is 0.
 
     Returns:
-        The shape's part, by its number.
+        The effect of each shape by its number.
 
     Source: Tukey, Exploratory Data Analysis, 1977, chapter 11 (median polish).
     """
     moments = np.arange(len(values)) // moment
-    found, shape_of = np.unique(places, return_inverse=True)
-    drift, effects = np.zeros(len(values)), np.zeros(len(found))
+    numbers, shape_of = np.unique(places, return_inverse=True)
+    drift, effects = np.zeros(len(values)), np.zeros(len(numbers))
     for _ in range(_FIT_ROUNDS if len(values) else 0):
         effects = _high_medians(values - drift, shape_of)
         by_moment = _high_medians(values - effects[shape_of], moments)
         drift = (by_moment - np.median(by_moment))[moments]
-    return dict(zip(found.tolist(), effects.tolist(), strict=True))
+    return dict(zip(numbers.tolist(), effects.tolist(), strict=True))
 
 
 def _high_medians(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """The median of each group, of two middle values the higher one: whatever disturbs a sample makes it slow.
+    """Return the median of each group; of two middle values the higher one, because disturbances only lower the rate.
 
     Args:
         groups: the group of each value, numbered from 0 without gaps.

@@ -1,11 +1,14 @@
-"""TAF, the rate that a device can reach on the products of one's own model: beside its peak, and beside the best rate of any
-product (MAF).
+"""Capture the matrix products of a model, and measure TAF: the rate that a device reaches on these products.
 
-Source of the three terms: AMD, Measuring max-achievable FLOPS, ROCm blogs, 2025 and 2026. TAF there weighs the products of
-a model by their FLOPs; time being FLOPs / rate, the mean that keeps the total time right is the harmonic one.
+TAF lies below the peak and below MAF, the best rate of any product. It is the FLOP-weighted harmonic mean of the rates, which is
+the mean that preserves the total time.
+
+Source of the terms: AMD, Measuring max-achievable FLOPS, ROCm blogs, 2025 and 2026.
 """
 
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import hypot
@@ -17,11 +20,74 @@ from hyperion.hardware import Device
 from hyperion.measure.clock.dtypes import FORMATS, matmul_precision
 from hyperion.measure.clock.timing import Timing, time_function
 from hyperion.measure.clock.verify import Verification, verify_product
-from hyperion.measure.products.captured_gemms import CapturedGemms
+from hyperion.measure.products.dispatch import Call, dispatched
 from hyperion.measure.products.gemm import Gemm, RefusedProduct, blas_backend
 from hyperion.measure.products.operands import made_up
-from hyperion.measure.products.product_formulas import Product
+from hyperion.measure.products.product_formulas import Product, products_of
 from hyperion.results import Estimate
+
+# Operators that multiply matrices, by name. `upsample_bilinear2d` matches too, but only interpolates.
+_MULTIPLIES = re.compile(
+    r"^(?!upsample).*(mm|mv|dot|matmul|linear|linalg|conv|convolution|attention|einsum|lstm|gru|rnn|transformer)"
+    r"(?![a-z])|conv\d"
+)
+
+
+@dataclass(frozen=True)
+class CapturedGemms:
+    """The products of one call.
+
+    Args:
+        counts: number of times of each product, in the order of the first.
+        others: number of calls, by name, of the other operators that move memory.
+    """
+
+    counts: dict[Product, int]
+    others: dict[str, int]
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of all products; a multiply-add counts as 2."""
+        return sum(product.flops * count for product, count in self.counts.items())
+
+    @property
+    def without_formula(self) -> dict[str, int]:
+        """The operators of `others` that multiply matrices, judged by name; their FLOPs are missing in `flops`."""
+        return {name: count for name, count in self.others.items() if _MULTIPLIES.search(name)}
+
+    def by_flops(self) -> list[tuple[Product, int]]:
+        """Return (product, count), sorted by total FLOPs in descending order."""
+        return sorted(self.counts.items(), key=lambda item: -item[0].flops * item[1])
+
+    def __str__(self) -> str:
+        lines = [f"{self.flops / 1e9:.4g} GFLOP in {sum(self.counts.values())} products of {len(self.counts)} kinds"]
+        lines += [f"{100 * p.flops * n / self.flops:5.1f} %  {n} x {p}" for p, n in self.by_flops()]
+        if self.without_formula:
+            lines.append(f"without a formula, not counted: {', '.join(self.without_formula)}")
+        return "\n".join(lines)
+
+
+def capture_gemms(function: Callable[[], object]) -> CapturedGemms:
+    """Call a function once and return the matrix products that it dispatches, including those of a backward pass.
+
+    Args:
+        function: a forward pass or a training step. Within `shapes_only` it computes nothing.
+    """
+    return gemms_of(dispatched(function))
+
+
+def gemms_of(calls: list[Call]) -> CapturedGemms:
+    """Return the products of the operators recorded by `dispatched`."""
+    counts: Counter[Product] = Counter()
+    others: Counter[str] = Counter()
+    for call in calls:
+        products = products_of(call)
+        if products is not None:
+            counts.update(products)
+        elif call.moves:
+            others[call.name] += 1
+    return CapturedGemms(dict(counts), dict(others))
+
 
 _LEAST_TIME_S = 0.05
 
@@ -31,11 +97,11 @@ class Taf:
     """The FLOP-weighted rate of a model's products.
 
     Args:
-        tflops: of the products with a known rate, each done alone, one after the other.
-        coverage: their share of the model's FLOPs, from 0 to 1.
-        rates: TFLOPS of each of them.
-        shares: of each of them, its part of the model's FLOPs; they add up to the coverage.
-        left_out: the others, with the reason.
+        tflops: rate of the products with a known rate, in 10¹² FLOP/s, if each runs alone.
+        coverage: share of these products in the model's FLOPs, 0 to 1.
+        rates: rate of each of these products in 10¹² FLOP/s.
+        shares: share of each of these products in the model's FLOPs; the shares add up to `coverage`.
+        left_out: the other products with the reason.
     """
 
     tflops: Estimate
@@ -49,19 +115,19 @@ class Taf:
 
 
 def taf(captured: CapturedGemms, rate: Callable[[Product], Estimate | None] | Mapping[Product, Estimate]) -> Taf:
-    """Total FLOPs over the sum of times, count x FLOPs / rate, of the products whose rate is known.
+    """Return the total FLOPs / the sum of times (count x FLOPs / rate) of the products whose rate is known.
 
-    The interval follows from theirs as for independent errors: distances of the times from the interval's ends are added
-    up in quadrature.
+    The interval treats the errors of the products as independent and adds them in quadrature.
 
     Args:
-        rate: TFLOPS of a product, None where it has none.
+        captured: products of a model.
+        rate: 10¹² FLOP/s by product; None if unknown.
 
     Raises:
         HyperionError: no product has a rate.
     """
     known = rate.get if isinstance(rate, Mapping) else rate
-    rates = {product: found for product in captured.counts if (found := known(product)) is not None}
+    rates = {product: estimate for product in captured.counts if (estimate := known(product)) is not None}
     if not rates:
         raise HyperionError(
             f"none of {len(captured.counts)} products has a rate", where="taf", next_step="time some of them, or allow more time"
@@ -71,7 +137,7 @@ def taf(captured: CapturedGemms, rate: Callable[[Product], Estimate | None] | Ma
     slower = hypot(*(work[p] / rates[p].ci_low - work[p] / rates[p].value for p in rates))
     faster = hypot(*(work[p] / rates[p].value - work[p] / rates[p].ci_high for p in rates))
     tflops = Estimate(
-        total / seconds, total / (seconds + slower), total / (seconds - faster), min(found.n for found in rates.values())
+        total / seconds, total / (seconds + slower), total / (seconds - faster), min(estimate.n for estimate in rates.values())
     )
     left_out = {product: "no rate" for product in captured.counts if product not in rates}
     covered = {product: product.flops * captured.counts[product] for product in rates}
@@ -81,10 +147,10 @@ def taf(captured: CapturedGemms, rate: Callable[[Product], Estimate | None] | Ma
 
 @dataclass(frozen=True)
 class TimedProduct:
-    """A captured product that was timed with flushed caches and verified.
+    """A captured product, timed with flushed caches and verified.
 
     Args:
-        tflops: its rate, from `timing`.
+        tflops: rate in 10¹² FLOP/s, from `timing`.
         backend: the BLAS library that PyTorch prefers for it.
     """
 
@@ -95,37 +161,37 @@ class TimedProduct:
 
 
 def measure_taf(captured: CapturedGemms, device: Device, time_limit_s: float = 30.0) -> Taf:
-    """The FLOP-weighted rate of the products that `measure_products` could time in that time.
+    """Measure the TAF of the products that can be timed within the time limit; see `measure_products`.
 
     Raises:
-        HyperionError: none could be timed, or a product is wrong.
+        HyperionError: no product could be timed, or the output of a product is wrong.
     """
     measured = measure_products(captured, device, time_limit_s)
-    found = {product: result.tflops for product, result in measured.items() if isinstance(result, TimedProduct)}
+    rates = {product: result.tflops for product, result in measured.items() if isinstance(result, TimedProduct)}
     reasons = {product: result for product, result in measured.items() if isinstance(result, str)}
-    if not found:
+    if not rates:
         raise HyperionError(
             f"no product could be timed: {'; '.join(dict.fromkeys(reasons.values())) or 'the call has none'}",
             where=f"measure_taf on {device.name}",
-            next_step="capture a call that multiplies matrices in a dtype of the device",
+            next_step="capture a call that multiplies matrices in a dtype that the device supports",
         )
-    return replace(taf(captured, found), left_out=reasons)
+    return replace(taf(captured, rates), left_out=reasons)
 
 
 def measure_products(captured: CapturedGemms, device: Device, time_limit_s: float = 30.0) -> dict[Product, TimedProduct | str]:
-    """Time the captured products on a device with flushed caches and verify each, those with most FLOPs first.
+    """Time the captured products with flushed caches and verify each, in descending order of total FLOPs.
 
-    Products that lie differently in memory are timed as one, the second operand as a transposed weight; a convolution as the
-    product that it is, its patches already unfolded; attention as batched products, one after the other.
+    The memory layout is ignored: the second operand is always a transposed weight. A convolution is timed as its product with
+    unfolded patches, attention as its batched products.
 
     Args:
-        time_limit_s: after it no further product is begun.
+        time_limit_s: seconds after which no further product is started.
 
     Returns:
-        What was found of each, or why it was not timed.
+        The timing of each product, or why it was not timed.
 
     Raises:
-        HyperionError: a product is wrong.
+        HyperionError: the output of a product is wrong.
     """
     measured: dict[tuple, TimedProduct | str] = {_key(p): _refusal(p, device) for p in captured.counts}
     waiting = [product for product, _ in captured.by_flops() if not measured[_key(product)]]
@@ -133,7 +199,7 @@ def measure_products(captured: CapturedGemms, device: Device, time_limit_s: floa
     for place, product in enumerate(waiting):
         left_s = deadline - time.monotonic()
         if measured[_key(product)]:
-            continue  # another of these sizes was timed
+            continue  # a product of the same size was timed
         if begun and left_s <= 0:
             measured[_key(product)] = f"the {time_limit_s:g} s were over"
             continue
@@ -147,7 +213,7 @@ def _key(product: Product) -> tuple:
 
 
 def _refusal(product: Product, device: Device) -> str:
-    """Why the product cannot be timed on the device, "" where it can."""
+    """Return why the product cannot be timed on the device, or ""."""
     if product.dtype not in FORMATS or product.batch > 1 and FORMATS[product.dtype].scaled:
         return f"{product.dtype} has no {'batched ' * (product.batch > 1)}product to time"
     supported, how = device.supports(product.dtype)
@@ -155,7 +221,7 @@ def _refusal(product: Product, device: Device) -> str:
 
 
 def _timed(product: Product, device: Device, time_limit_s: float) -> TimedProduct | str:
-    """What was measured, or why nothing was."""
+    """Return the timing of a product, or why it was not timed."""
     size = product.m, product.n, product.k, product.dtype, device
     try:
         subject = Gemm(*size) if product.batch == 1 else BatchedGemm(product.batch, *size)
@@ -166,19 +232,19 @@ def _timed(product: Product, device: Device, time_limit_s: float) -> TimedProduc
         return f"refused: {error.what}"
     if not verification.passed:
         raise HyperionError(
-            f"{product} is wrong by {verification.error:.2g}, allowed are {verification.tolerance:.2g}",
+            f"the output of {product} is wrong: error {verification.error:.2g}, tolerance {verification.tolerance:.2g}",
             where=f"measure_products on {device.name}",
-            next_step="do not trust this device: run hyperion doctor",
+            next_step="run hyperion doctor, and do not use this device until it passes",
         )
     rate = timing.estimate.map(lambda seconds: product.flops / seconds / 1e12)
     return TimedProduct(rate, timing, verification, blas_backend(device, FORMATS[product.dtype]))
 
 
 class BatchedGemm:
-    """Operands of products of one size that a single call does: C[b,M,N] = A[b,M,K]·B[b,K,N], made as those of `Gemm`.
+    """Products of one size in a single call: C[b,M,N] = A[b,M,K]·B[b,K,N], with operands as in `Gemm`.
 
     Args:
-        batch: products in a call.
+        batch: number of products in a call.
     """
 
     def __init__(self, batch: int, m: int, n: int, k: int, dtype: str, device: Device, seed: int = 0):
@@ -193,7 +259,7 @@ class BatchedGemm:
         return torch.bmm(self.a_BMK, self.b_BKN, out=self.c_BMN)
 
     def measure(self, *, cold: bool = True, time_limit_s: float = 5.0) -> tuple[Timing, Verification]:
-        """Time the products, then verify the output that the calls left: first, middle and last of the batch."""
+        """Time the products, then verify the first, middle and last output of the batch."""
         self.c_BMN.fill_(float("nan"))
         with matmul_precision(self.format):
             timing = time_function(self, self.device, cold=cold, time_limit_s=time_limit_s)

@@ -1,5 +1,4 @@
-"""What launching costs: the host's time to enqueue a kernel, the device's between kernels of a graph, and the smallest kernel
-that is worth it."""
+"""Measure launch overhead: of eager calls, within a graph, and the size at which a copy takes as long as its launch."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,27 +12,27 @@ from hyperion.measure.clock.clocks import WallClock
 from hyperion.measure.clock.repeated import RepeatedCalls
 from hyperion.measure.clock.timing import Timing, time_function
 from hyperion.measure.clock.verify import Verification
-from hyperion.measure.memory.cache_sweep import CachePoint
+from hyperion.measure.traffic.cache_sweep import CachePoint
 from hyperion.results import Estimate, estimates_of_medians
 
-# Half of the 1,024 launches that CUDA lets wait: one more and the host would wait for the device.
+# Half of CUDA's queue of 1,024 launches: if the queue were full, the host would wait for the device.
 _EAGER_CALLS = 500
 _GRAPH_KERNELS = 1000
 
 
 @dataclass(frozen=True)
 class LaunchCost:
-    """The cost of launching one trivially small kernel (add 1 to one number), called from Python.
+    """The launch overhead of a minimal kernel (add 1 to one number) from Python.
 
     Args:
-        eager: host seconds to enqueue one; on a CPU, where a call has done its work when it returns, those of the whole call:
-            what the dispatcher takes for an operator with nothing to do.
-        eager_calls: calls in a row behind one sample of `eager`.
-        graph: device seconds from one such kernel to the next within a replayed CUDA or HIP graph; None without graphs.
-        graph_kernels: kernels in that graph, 0 without.
+        eager: host seconds to enqueue one kernel. On a CPU, where a call is synchronous, seconds of the whole call: the time
+            of the dispatcher for an operator without work.
+        eager_calls: calls per sample of `eager`.
+        graph: device seconds per kernel in a replayed CUDA or HIP graph; None without graphs.
+        graph_kernels: kernels in the graph; 0 without graphs.
         graph_reason: why `graph` is None, else "".
-        asynchronous: whether a call returns before its work is done, so that host and device work at the same time.
-        verification: every call did its work once: the number counts them, eager and replayed.
+        asynchronous: whether a call returns before its work is done.
+        verification: check that every call, eager and replayed, did its work once.
     """
 
     eager: Timing
@@ -47,13 +46,13 @@ class LaunchCost:
 
 @dataclass(frozen=True)
 class WorthwhileSize:
-    """The smallest kernel that is worth its launch.
+    """The size of the copy that takes as long as its launch.
 
     Args:
-        bytes: read plus written by a copy that works as long as launching it eagerly takes, interpolated between measured
-            sizes; None with the reason. A smaller kernel, launched eagerly, spends most of its time being launched.
+        bytes: bytes read plus bytes written by this copy, interpolated between measured sizes; None for the reason in
+            `reason`. Smaller eager copies are launch-bound.
         reason: why `bytes` is None, else "".
-        basis: what was set equal, in words.
+        basis: the compared times.
     """
 
     bytes: Estimate | None
@@ -62,10 +61,10 @@ class WorthwhileSize:
 
 
 def measure_launch(device: Device, *, time_limit_s: float = 1.0) -> LaunchCost:
-    """Time launches of one kernel that adds 1 to one number: eagerly, and 1,000 of them in a graph where the device has any.
+    """Time launches of a kernel that adds 1 to one number: eagerly, and 1,000 of them in a graph if supported.
 
     Args:
-        time_limit_s: for each of the two.
+        time_limit_s: seconds for each of the two.
     """
     counter = torch.zeros(1, dtype=torch.int64, device=device.torch_device)
 
@@ -82,16 +81,16 @@ def measure_launch(device: Device, *, time_limit_s: float = 1.0) -> LaunchCost:
 
 
 def worthwhile_size(cost: LaunchCost, copies: Sequence[CachePoint]) -> WorthwhileSize:
-    """From which size on a copy works longer than launching it takes.
+    """Return the size at which a copy takes as long as its launch.
 
-    On a GPU the time of a copy within a graph is set equal to that of an eager launch: a loop of larger copies keeps the
-    device busy, one of smaller copies the host. On a CPU, where a call's time holds both, the whole call is set equal to
-    twice the launch.
+    On a GPU, the time of a copy in a graph equals the time of an eager launch at this size: a loop of larger copies is limited by
+    the device, a loop of smaller copies by the host. On a CPU, whose call time contains both, the whole call equals twice the
+    launch. Between measured sizes, size and time are interpolated on logarithmic scales. The interval is a bootstrap over all
+    timings, limited to the measured sizes.
 
     Args:
-        copies: points of `measure_cache_sweep("copy", …)` in order of size, at least two. Above the last point at which the
-            copy is the shorter, size and time are interpolated on logarithmic scales. The interval comes from resampling all
-            timings; it ends where the measured sizes end.
+        cost: result of `measure_launch`.
+        copies: at least two points of `measure_cache_sweep("copy", …)` in order of size.
     """
     factor, basis = 1.0, "a copy's time on the device = the host's time to launch a kernel eagerly"
     if not cost.asynchronous:
@@ -114,7 +113,7 @@ def worthwhile_size(cost: LaunchCost, copies: Sequence[CachePoint]) -> Worthwhil
 
 
 def _crossing(target: float, times: np.ndarray, sizes: Sequence[int]) -> float:
-    """The size at which times, in order of size, pass the target for the last time; an end of the sizes where they do not."""
+    """Return the largest size at which the times cross the target; the first or last size if they do not."""
     below = np.flatnonzero(np.asarray(times) <= target)
     if len(below) == 0:
         return float(sizes[0])
@@ -127,7 +126,7 @@ def _crossing(target: float, times: np.ndarray, sizes: Sequence[int]) -> float:
 
 
 class _EnqueueClock(WallClock):
-    """The monotonic clock around `calls` calls in a row on an idle device, not waiting for the work that they enqueue."""
+    """The monotonic clock around `calls` calls in a row that start on an idle device, without waiting for their work."""
 
     def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
         samples: list[list[float]] = [[] for _ in functions]
@@ -142,7 +141,7 @@ class _EnqueueClock(WallClock):
 
 
 def _verify_counts(counter: torch.Tensor, call: Callable[[], None], repeated: RepeatedCalls) -> Verification:
-    """Does the number count the calls? As many eager ones as a sample has, then one replay."""
+    """Check that the counter equals the number of calls: those of one eager sample, then one replay."""
     counter.zero_()
     for _ in range(_EAGER_CALLS):
         call()

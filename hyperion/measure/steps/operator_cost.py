@@ -1,15 +1,14 @@
-"""What the host pays for a training step: for each operator, Python, autograd, dispatch and launch together, for each part
-that was compiled by itself, and once a step.
+"""Measure the host time of a training step: per operator (Python, autograd, dispatch and launch), per compiled block, and per
+step.
 
-A device that is asked to do next to nothing waits for the host all the time, so that a step of a network of tiny tensors
-lasts as long as the host needs for it. Large models are held up in the same way wherever their kernels are shorter than that.
+In a step of a network with tiny tensors, the device always waits for the host, so the time of the step is the host time. Large
+models are limited by the host in the same way wherever their kernels are shorter.
 
-Operators are not alike. A convolution and a batch norm are done by a library (cuDNN, MIOpen) that looks up a plan for every
-call, and each of them enqueues several kernels; so they have a cost of their own, beside that of all other operators.
+Convolutions and batch norms have a separate cost, because a library (cuDNN, MIOpen) looks up a plan for every call and enqueues
+several kernels.
 
-Every step also pays for what it does once, whatever its size: the optimizer's Python, the start of autograd, the clearing of
-gradients. Shared out among the operators of one tiny step that would make each of them far too dear, most of all in a step of
-few. So each cost is what a longer step takes beyond a shorter one of the same kind.
+Each step also has a fixed cost: the optimizer's Python code, the start of autograd, clearing the gradients. To exclude it, the
+cost per operator is the difference between a longer and a shorter step of the same kind.
 """
 
 from collections.abc import Callable
@@ -28,32 +27,31 @@ from hyperion.measure.steps.compilation import measure_first_calls
 from hyperion.results import Estimate, estimates_of_medians
 
 _WIDTH = 16
-_SEQUENCES, _IMAGES = (2, 16, _WIDTH), (2, _WIDTH, 2, _WIDTH)  # of one batch; images have their channels first
-# A compiler fuses by shape, so that the blocks it gets are like those of a model: two heads of 64, an MLP four times as wide,
-# and above all many rows. Each sum over rows, of which a backward pass has one for every bias and for every weight and bias
-# of a norm, is one kernel for up to 32 rows and two beyond (`Reduction.num_splits` of PyTorch 2.13's Inductor). Counted in
-# what it schedules for a GPU of 132 units, a layer of 32 rows has 17 kernels forward and 26 backward, that of 512 rows 17 and
-# 34, 128 wide as well as 512 wide.
+_SEQUENCES, _IMAGES = (2, 16, _WIDTH), (2, _WIDTH, 2, _WIDTH)  # shapes of one batch; images are channels first
+# The compiler fuses depending on shapes, so compiled blocks have realistic shapes: two heads of 64, an MLP four times as wide,
+# and many rows. A sum over rows (one per bias and per norm parameter in the backward pass) is one kernel for up to 32 rows and
+# two kernels for more (`Reduction.num_splits` in the Inductor of PyTorch 2.13). For a GPU with 132 units, Inductor schedules 17
+# forward and 26 backward kernels for a layer of 32 rows, and 17 and 34 for 512 rows, for widths of 128 and 512 alike.
 _COMPILED_WIDTH, _COMPILED_HEADS = 128, 2
 _COMPILED_SEQUENCES = (32, 16, _COMPILED_WIDTH)
-_IN_A_ROW = 3  # steps behind one sample
+_IN_A_ROW = 3  # steps per sample
 _FEW_LAYERS, _MANY_LAYERS = 1, 3
 _FEW_CONVOLUTIONS, _MANY_CONVOLUTIONS = 2, 6
 _FEW_BLOCKS, _MANY_BLOCKS = 2, 6
 _PARITY_STEPS = 200
-# 16-bit kernels round elsewhere. Trainings of these layers with other rounding scatter by 7e-4 on an H200 (standard deviation
-# of 8, bf16), so a false alarm is rarer than 1 in 1,000,000.
+# Compiled 16-bit kernels round differently. On an H200, runs of these layers with different rounding scatter by 7e-4 (standard
+# deviation of 8 runs, bf16), so a false alarm is rarer than 1 in 1,000,000.
 _PARITY_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
 class TinyTiming:
-    """A timed step of tiny tensors, and what it dispatches that moves memory; views ride along.
+    """The timing of a step with tiny tensors, and the number of operators that move memory (without views).
 
     Args:
-        parts: layers, or convolutions with batch norm and activation.
-        plain, convolutions: operators that are none of `is_convolution`'s, and those that are.
-        timing: of the whole step, by the host's clock, steps in a row.
+        parts: number of layers, or of convolutions with batch norm and activation.
+        plain, convolutions: number of operators that are not `is_convolution`, and that are.
+        timing: time of the whole step by the host's clock, steps in a row.
     """
 
     parts: int
@@ -64,11 +62,11 @@ class TinyTiming:
 
 @dataclass(frozen=True)
 class OperatorCost:
-    """Four timed steps of tiny tensors, done in turn: of few and of many transformer layers, and of convolutions.
+    """The host cost of operators, from four steps timed in turn: few and many transformer layers, few and many convolutions.
 
     Args:
         layers, convolving: (few, many).
-        verification: all four lowered their loss.
+        verification: check that the loss decreased in all four.
     """
 
     layers: tuple[TinyTiming, TinyTiming]
@@ -77,42 +75,42 @@ class OperatorCost:
 
     @property
     def operators(self) -> int:
-        """Of the layers that the longer step has more."""
+        """Number of operators by which the two steps of layers differ."""
         few, many = self.layers
         return many.plain - few.plain
 
     @property
-    def beside(self) -> int:
-        """Operators that are no convolution of the parts that the longer step of convolutions has more."""
+    def other_operators(self) -> int:
+        """Number of other operators by which the two steps of convolutions differ."""
         few, many = self.convolving
         return many.plain - few.plain
 
     @property
     def convolutions(self) -> int:
-        """Convolutions and batch norms of these parts."""
+        """Number of convolutions and batch norms by which the two steps of convolutions differ."""
         few, many = self.convolving
         return many.convolutions - few.convolutions
 
     @property
     def time_s(self) -> Estimate:
-        """Host seconds for each operator that moves memory and is no convolution."""
+        """Host seconds per operator that moves memory and is not a convolution."""
         return self._estimates()[0]
 
     @property
     def convolution_time_s(self) -> Estimate:
-        """Host seconds for each convolution or batch norm: what more of them take beyond the operators beside them."""
+        """Host seconds per convolution or batch norm, without the other operators of the same parts."""
         return self._estimates()[1]
 
     @property
     def once_s(self) -> Estimate:
-        """Host seconds that a step takes beyond all its operators; below zero where that is less than the noise."""
+        """Fixed host seconds of a step beyond its operators; can be negative if it is below the noise."""
         return self._estimates()[2]
 
     def _estimates(self) -> list[Estimate]:
         def costs(medians) -> list[float]:
             few, many, few_convolving, many_convolving = medians
             operator = (many - few) / self.operators
-            convolution = (many_convolving - few_convolving - self.beside * operator) / self.convolutions
+            convolution = (many_convolving - few_convolving - self.other_operators * operator) / self.convolutions
             return [operator, convolution, few - self.layers[0].plain * operator]
 
         return estimates_of_medians([step.timing.samples_s for step in (*self.layers, *self.convolving)], costs)
@@ -120,14 +118,16 @@ class OperatorCost:
 
 @dataclass(frozen=True)
 class BlockCost:
-    """Timed steps with a few and with many compiled blocks, done in turn. Each block is a small transformer layer.
+    """The host cost of a compiled block, from steps with few and many blocks timed in turn.
+
+    Each block is a small transformer layer.
 
     Args:
-        kernels: two for each product of a block, forward and backward: what `predict_step` counts for it.
-        blocks: of the many beyond the few.
-        few, many: whole steps, by the host's clock, steps in a row.
-        compile_time_s: the first calls beyond as many settled ones; the blocks share what was compiled.
-        verification: the mean loss of the first 200 steps lies where that of the same steps lies uncompiled.
+        kernels: kernels per block as `predict_step` counts them: two per product, forward and backward.
+        blocks: number of blocks by which the two steps differ.
+        few, many: time of whole steps by the host's clock, steps in a row.
+        compile_time_s: compile time in seconds; all blocks share the compiled code.
+        verification: check of the mean loss of the first 200 steps against eager mode.
     """
 
     kernels: int
@@ -139,44 +139,44 @@ class BlockCost:
 
     @property
     def time_s(self) -> Estimate:
-        """Host seconds for one more compiled block, forward and backward, its kernels' launches included."""
+        """Host seconds per compiled block, forward and backward, including the launches of its kernels."""
         series = [self.few.samples_s, self.many.samples_s]
         return estimates_of_medians(series, lambda medians: [(medians[1] - medians[0]) / self.blocks])[0]
 
 
 def is_convolution(call: Call) -> bool:
-    """Whether an operator is a convolution or a batch norm, forward or backward."""
+    """Return whether an operator is a convolution or a batch norm, forward or backward."""
     return "convolution" in call.name or "batch_norm" in call.name
 
 
 def measure_operator_cost(device: Device, *, time_limit_s: float = 2.0) -> OperatorCost:
-    """Time eager training steps, forward, backward and update, of networks whose tensors are tiny.
+    """Measure the host cost of operators with eager training steps of networks with tiny tensors.
 
     Args:
-        time_limit_s: of sampling all four; warming each up takes at most half as long.
+        time_limit_s: seconds of sampling for all four steps; each warm-up takes at most half as long.
     """
     layers, convolving = (_FEW_LAYERS, _MANY_LAYERS), (_FEW_CONVOLUTIONS, _MANY_CONVOLUTIONS)
     steps = [_TinyStep(device, _layers(count), _SEQUENCES) for count in layers]
     steps += [_TinyStep(device, _convolutions(count), _IMAGES) for count in convolving]
     for step in steps:
-        step()  # makes the optimizer's state, which no later step makes again
+        step()  # creates the state of the optimizer, which later steps do not
     calls = [[call for call in dispatched(step) if call.moves] for step in steps]
     apart = [sum(map(is_convolution, some)) for some in calls]
     timings = _timed(steps, device, time_limit_s)
-    found = [
+    steps_timed = [
         TinyTiming(parts, len(some) - convolutions, convolutions, timing)
         for parts, some, convolutions, timing in zip((*layers, *convolving), calls, apart, timings, strict=True)
     ]
     learned = Verification("last loss / first loss", max(float(s.losses[-1] / s.losses[0]) for s in steps), 1.0)
-    return OperatorCost((found[0], found[1]), (found[2], found[3]), learned)
+    return OperatorCost((steps_timed[0], steps_timed[1]), (steps_timed[2], steps_timed[3]), learned)
 
 
 def measure_block_cost(device: Device, dtype: str = "fp32", *, time_limit_s: float = 2.0) -> BlockCost:
-    """Compile small transformer layers, each by itself, and time training steps with a few and with many of them.
+    """Measure the host cost of compiled blocks: small transformer layers, each compiled separately.
 
     Args:
-        dtype: fp32, or what autocast takes: bf16, fp16.
-        time_limit_s: as in `measure_operator_cost`; the compilation, with cold caches, comes on top.
+        dtype: fp32, or bf16 or fp16 with autocast.
+        time_limit_s: as in `measure_operator_cost`; compilation with empty caches is not included.
 
     Raises:
         torch._dynamo.exc.TorchDynamoException: the compiler failed.
@@ -185,10 +185,10 @@ def measure_block_cost(device: Device, dtype: str = "fp32", *, time_limit_s: flo
     one, two = (sum(products_of(call) is not None for call in dispatched(step)) for step in eager)
     steps = [_block_step(device, count, dtype, compiled=True) for count in (_FEW_BLOCKS, _MANY_BLOCKS)]
     compile_time_s = measure_first_calls(lambda: [step() for step in steps], device)
-    beside = abs(steps[0].mean_loss(_PARITY_STEPS) / eager[1].mean_loss(_PARITY_STEPS) - 1)
-    parity = Verification(f"loss beside eager, mean of {_PARITY_STEPS} steps", beside, _PARITY_TOLERANCE)
+    deviation = abs(steps[0].mean_loss(_PARITY_STEPS) / eager[1].mean_loss(_PARITY_STEPS) - 1)
+    parity = Verification(f"loss beside eager, mean of {_PARITY_STEPS} steps", deviation, _PARITY_TOLERANCE)
     few, many = _timed(steps, device, time_limit_s)
-    torch._dynamo.reset()  # what was compiled refers to the networks
+    torch._dynamo.reset()  # compiled code holds references to the networks
     kernels = 2 * (two - one) // (_FEW_BLOCKS - 1)
     return BlockCost(kernels, _MANY_BLOCKS - _FEW_BLOCKS, few, many, compile_time_s, parity)
 
@@ -208,8 +208,7 @@ def _layers(count: int, width: int = _WIDTH, heads: int = 2, hidden: int = _WIDT
 
 def _convolutions(count: int) -> Callable[[], list[nn.Module]]:
     def part() -> nn.Module:
-        # No bias before a batch norm, as in any network of these: a library adds one, and sums up its gradient, in kernels
-        # of their own.
+        # No bias before a batch norm, as usual: a bias would add kernels of its own.
         convolution = nn.Conv2d(_WIDTH, _WIDTH, 3, padding=1, bias=False)
         return nn.Sequential(convolution, nn.BatchNorm2d(_WIDTH), nn.ReLU())
 
@@ -217,15 +216,15 @@ def _convolutions(count: int) -> Callable[[], list[nn.Module]]:
 
 
 class _TinyStep:
-    """A training step of a network of small tensors on one batch, the same weights and batch each time one is made.
+    """A training step of a small network on one batch; weights and batch are the same for every instance.
 
     Args:
-        parts: makes the network's parts. Before them stands a linear layer: as in a model, their input has a gradient.
-        shape: of the batch.
-        compiled: each part by itself, forward and backward.
+        parts: returns the parts of the network. A linear layer precedes them, so that their input has a gradient.
+        shape: shape of the batch.
+        compiled: whether each part is compiled separately.
 
     Attributes:
-        losses: of every step, scalars on the device.
+        losses: loss of every step, scalars on the device.
     """
 
     def __init__(
@@ -236,7 +235,7 @@ class _TinyStep:
         dtype: str = "fp32",
         compiled: bool = False,
     ):
-        # Drawn on the host: its random numbers alone go on as if nothing had been drawn here.
+        # Drawn on the host in a fork of its generator, so that the caller's random numbers do not change.
         with torch.random.fork_rng([]):
             torch.default_generator.manual_seed(0)
             blocks, inputs = parts(), torch.randn(shape)
@@ -258,7 +257,7 @@ class _TinyStep:
         self.losses.append(loss.detach())
 
     def mean_loss(self, count: int) -> float:
-        """Of the first `count` steps; those that are still to be done are done now."""
+        """Return the mean loss of the first `count` steps; missing steps run now."""
         while len(self.losses) < count:
             self()
         return float(torch.stack(self.losses[:count]).double().mean())

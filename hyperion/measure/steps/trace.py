@@ -1,15 +1,17 @@
-"""Steps under PyTorch's profiler, as events of a few kinds: what the device did, and which part of the step the host was in.
+"""Run steps under PyTorch's profiler, and classify its events and every moment of the steps.
 
-No tool of a vendor is needed: the profiler's own trace names every kernel's interval on the device's timeline (through CUPTI
-or roctracer), and every operator's on the host's.
+No vendor tool is needed: the profiler's trace has the interval of every kernel on the device (through CUPTI or roctracer) and of
+every operator on the host. Interval arithmetic is in integer nanoseconds, so that parts add up exactly.
 """
 
 import contextlib
 import json
 import re
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -17,7 +19,96 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
-from hyperion.measure.steps.intervals import Event, innermost
+
+NOBODY = "unexplained"
+
+
+@dataclass(frozen=True)
+class Event:
+    """A kernel, operator or region with its interval.
+
+    Args:
+        name: name of the kernel, operator or region.
+        start_ns, end_ns: interval on a clock common to all events.
+        stream: stream or thread.
+        kind: the part of the step that it counts as.
+    """
+
+    name: str
+    start_ns: int
+    end_ns: int
+    stream: int | str
+    kind: str
+
+
+def partition(events: Iterable[Event], start_ns: int, end_ns: int, order: Sequence[str]) -> dict[str, int]:
+    """Return the nanoseconds of each kind within a window. Each moment counts for the active kind that is first in `order`.
+
+    Moments without an active event are `unexplained`. The values add up to the window exactly, also if events overlap.
+
+    Args:
+        events: events with kinds in `order`.
+        start_ns, end_ns: the window.
+        order: all kinds by priority.
+
+    Raises:
+        ValueError: an event has an unknown kind or ends before it starts.
+    """
+    changes: dict[int, Counter] = {start_ns: Counter(), end_ns: Counter()}
+    for event in events:
+        if event.kind not in order or event.end_ns < event.start_ns:
+            raise ValueError(f"{event} has a kind outside of {tuple(order)}, or ends before it starts")
+        first, last = max(event.start_ns, start_ns), min(event.end_ns, end_ns)
+        if first < last:
+            changes.setdefault(first, Counter())[event.kind] += 1
+            changes.setdefault(last, Counter())[event.kind] -= 1
+    parts = dict.fromkeys((*order, NOBODY), 0)
+    active: Counter = Counter()
+    for moment, following in pairwise(sorted(changes)):
+        active.update(changes[moment])
+        parts[next((kind for kind in order if active[kind] > 0), NOBODY)] += following - moment
+    return parts
+
+
+def innermost(events: Iterable[Event]) -> list[Event]:
+    """Split the events of each stream so that each moment belongs to the event that started last.
+
+    The pieces of an operator are its own time, without the operators that it calls.
+    """
+    pieces: list[Event] = []
+    streams: dict[int | str, list[Event]] = {}
+    for event in events:
+        streams.setdefault(event.stream, []).append(event)
+    for nested in streams.values():
+        pieces += _cut(sorted(nested, key=lambda event: (event.start_ns, -event.end_ns)))
+    return pieces
+
+
+def _cut(events: list[Event]) -> list[Event]:
+    pieces: list[Event] = []
+    open_events: list[Event] = []
+    covered = events[0].start_ns
+
+    def give_to_last(until: int) -> None:
+        nonlocal covered
+        if covered < until:
+            pieces.append(replace(open_events[-1], start_ns=covered, end_ns=until))
+            covered = until
+
+    def close_all_before(moment: float) -> None:
+        while open_events and open_events[-1].end_ns <= moment:
+            give_to_last(open_events[-1].end_ns)
+            open_events.pop()
+
+    for event in events:
+        close_all_before(event.start_ns)
+        if open_events:
+            give_to_last(event.start_ns)
+        covered = max(covered, event.start_ns)
+        open_events.append(event)
+    close_all_before(float("inf"))
+    return pieces
+
 
 DATA, GAPS, COMMUNICATION, COPIES, MEMORY, GEMM = (
     "data wait",
@@ -27,8 +118,8 @@ DATA, GAPS, COMMUNICATION, COPIES, MEMORY, GEMM = (
     "memory-bound kernels",
     "GEMM",
 )
-# Of what goes on at once, the first takes the moment. On a GPU waiting for data matters only while the device is idle; on
-# a CPU the operators that make a batch are part of making it.
+# Priorities of simultaneous events. On a GPU, waiting for data matters only while the device is idle. On a CPU, the operators
+# that create a batch are part of the data wait.
 GPU_ORDER = (GEMM, MEMORY, COMMUNICATION, COPIES, DATA, GAPS)
 CPU_ORDER = (DATA, GEMM, MEMORY, COMMUNICATION, COPIES, GAPS)
 
@@ -45,14 +136,14 @@ _PRODUCT = re.compile(
     r"|flash|fmha|attn_fwd|attn_bwd|attention",
     re.IGNORECASE,
 )
-# What Inductor fuses around a product or a collective bears its name as well: triton_poi_fused_convolution_relu_3.
+# Kernels that Inductor fuses contain the names of neighbouring products: triton_poi_fused_convolution_relu_3.
 _FUSED = re.compile(r"^triton_(?!tem_)[a-z]+_fused_")
 _PRODUCT_OPERATOR = re.compile(
     r"^(aten|mkldnn|mkl|quantized|onednn)::_?(mm|addmm|bmm|baddbmm|mv|addmv|dot|vdot|linear|addbmm|int_mm|scaled_mm|grouped_mm"
     r"|scaled_grouped_mm|mkl_linear|linear_pointwise|.*conv.*|.*scaled_dot_product.*attention.*)$"
 )
 _GLUE = re.compile(r"^autograd::|Backward\d*$|^torch::autograd::")
-# Work of a CPU that is noted as a region, not as an operator: what a compiler fused, and collectives on threads of their own.
+# Work on a CPU that is recorded as a region, not as an operator: compiled code, and collectives on separate threads.
 _WORK_NOTED = re.compile(r"CompiledFxGraph|^gloo:")
 _HOST_COPY = re.compile(r"HtoD|DtoH|HostToDevice|DeviceToHost|Host ?-> ?Device|Device ?-> ?Host", re.IGNORECASE)
 
@@ -62,9 +153,9 @@ class Trace:
     """Profiled steps.
 
     Args:
-        events: kernels, copies, operators and regions of the host, by kind.
-        start_ns, end_ns: from the first step's begin to the moment the device had done the last one.
-        steps: how many there are in between.
+        events: kernels, copies, operators and regions of the host.
+        start_ns, end_ns: from the start of the first step until the device has finished the last one.
+        steps: number of steps in this window.
     """
 
     events: list[Event]
@@ -74,13 +165,16 @@ class Trace:
 
 
 def trace_steps(step: Callable[[], object], data: Callable[[], object] | None, device: Device, steps: int) -> Trace:
-    """Run steps in a row under the profiler, three times, and sort what it saw the time of median length.
+    """Run three windows of steps under the profiler and return the events of the window of median length.
 
     Args:
-        step: one step; takes what `data` delivers, where that is given.
+        step: one step; takes the batch if `data` is given.
+        data: returns a batch.
+        device: device of the step.
+        steps: number of steps in a window.
 
     Raises:
-        HyperionError: the profiler saw no kernel of the GPU.
+        HyperionError: the profiler recorded no kernel on the GPU.
     """
     gpu = device.kind != "cpu"
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if gpu else [])
@@ -92,7 +186,7 @@ def trace_steps(step: Callable[[], object], data: Callable[[], object] | None, d
         wait()
 
     with profile(activities=activities, acc_events=True):
-        some(1)  # starting a GPU's tracer takes seconds the first time
+        some(1)  # the first start of the GPU tracer takes seconds
     wait()
     with profile(activities=activities, acc_events=True) as profiler:
         for _ in range(_WINDOWS):
@@ -107,15 +201,15 @@ def trace_steps(step: Callable[[], object], data: Callable[[], object] | None, d
     events = (gpu_events(raw, torch.device(device.torch_device).index) if gpu else cpu_events(raw)) + _regions(raw)
     if gpu and not any(event.kind in (GEMM, MEMORY) for event in events):
         raise HyperionError(
-            "the profiler saw no kernel on the GPU",
+            "the profiler recorded no kernel on the GPU",
             where=f"torch {torch.__version__}, {device.name}",
-            next_step="let the step run on it, detach other profilers, and see that CUPTI or roctracer may be used",
+            next_step="run the step on the GPU, detach other profilers, and check the permissions of CUPTI or roctracer",
         )
     return Trace(events, start, end, steps)
 
 
-def run_step(step: Callable, data: Callable[[], object] | None, region=contextlib.nullcontext) -> None:
-    """One step with its batch, each within a named region."""
+def run_step(step: Callable, data: Callable[[], object] | None, region: Callable = contextlib.nullcontext) -> None:
+    """Run one step with its batch, each in a named region."""
     batch = ()
     if data is not None:
         with region("hyperion: data"):
@@ -125,7 +219,7 @@ def run_step(step: Callable, data: Callable[[], object] | None, region=contextli
 
 
 def kernel_kind(name: str) -> str:
-    """What a kernel counts as, by its name: a collective, a product (convolution and attention too), else memory-bound."""
+    """Return the kind of a kernel by its name: communication, GEMM (including convolution and attention), else memory."""
     if _FUSED.match(name):
         return MEMORY
     if _COLLECTIVE.search(name):
@@ -134,7 +228,7 @@ def kernel_kind(name: str) -> str:
 
 
 def operator_kind(name: str) -> str:
-    """The same for an operator on a CPU; autograd's own work between operators is a gap."""
+    """Return the kind of an operator on a CPU; autograd's own work between operators is a launch gap."""
     if _COLLECTIVE.search(name):
         return COMMUNICATION
     if _GLUE.search(name):
@@ -143,11 +237,11 @@ def operator_kind(name: str) -> str:
 
 
 def gpu_events(raw: list[dict], index: int | None) -> list[Event]:
-    """Kernels, copies and fills of one GPU in a trace of the profiler; of every GPU where `index` is None."""
+    """Return the kernels, copies and fills of one GPU in a trace, or of all GPUs if `index` is None."""
     work = [event for event in raw if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    # Tracers number devices in ways of their own; one that is alone must be the one.
+    # Tracers can number devices differently; a single device must be the right one.
     alone = len({event["args"].get("device") for event in work}) < 2
-    found = []
+    events = []
     for event in work:
         category, about = event["cat"], event["args"]
         if not alone and index is not None and about.get("device") != index:
@@ -157,12 +251,12 @@ def gpu_events(raw: list[dict], index: int | None) -> list[Event]:
             kind = kernel_kind(event["name"])
         elif category == "gpu_memcpy" and _HOST_COPY.search(event["name"]):
             kind = COPIES
-        found.append(Event(event["name"], *_ends(event), about.get("stream", 0), kind))
-    return found
+        events.append(Event(event["name"], *_ends(event), about.get("stream", 0), kind))
+    return events
 
 
 def cpu_events(raw: list[dict]) -> list[Event]:
-    """Operators' own times on each thread, those of the operators they call taken out."""
+    """Return the operators of each thread, without the time of the operators that they call."""
     operators = [
         Event(event["name"], *_ends(event), event["tid"], operator_kind(event["name"]))
         for event in raw

@@ -17,7 +17,8 @@ from hyperion.experiments.baselines.plain_loops import (
     with_weights_of,
 )
 from hyperion.hardware import detect_cpu
-from hyperion.models import TransformerConfig, TransformerLM, padded_classes, resnet18
+from hyperion.kernels.token_loss import padded_classes
+from hyperion.models import TransformerConfig, TransformerLM, resnet18
 from hyperion.training import ImageEngine, LanguageEngine, Precision, WarmupCosine, adamw, sgd_nesterov
 
 CPU, FP32 = detect_cpu(), Precision("fp32", "test")

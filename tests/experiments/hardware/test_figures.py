@@ -6,8 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from hyperion.experiments.hardware.figures import bandwidth, gemm, gemm_rows, roofline
-from hyperion.experiments.hardware.intensity import gemm_intensity, stream_intensity
+from hyperion.experiments.hardware.figures import bandwidth, gemm, gemm_intensity, gemm_rows, roofline, stream_intensity
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
 from hyperion.results import Run
@@ -57,7 +56,7 @@ def test_only_clocks_that_were_held_down_for_a_reason_are_dotted(tmp_path, mater
         sorted(100 * row.fraction_of_limit for row in slowed)
     )
     assert [text.get_text() for text in figure.axes[1].get_legend().get_texts()] == ["hw thermal, power cap"]
-    assert "more than 2 %, most of all to 1,500 MHz" in texts(figure)
+    assert "more than 2 %, at the lowest to 1,500 MHz" in texts(figure)
 
 
 def test_without_a_lowered_clock_there_are_no_dots(material, cpu_material):

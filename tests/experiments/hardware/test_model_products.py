@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from hyperion.chapter import experiment_named
-from hyperion.chapter.product_rows import maf_row
+from hyperion.chapter.rows import maf_row
 from hyperion.errors import HyperionError
 from hyperion.measure.products.product_formulas import products_of
 from hyperion.models import flops_per_token, named_config
 from hyperion.results import Row
-from hyperion.workloads.captured_steps import captured_step
+from hyperion.workloads.step_forecasts import captured_step
 from tests.chapter.toy import perform, toy_context
 
 MODEL, LANGUAGE = "encoder_d128_h2_l2", "lm_d64_h4_l2"
@@ -137,5 +137,5 @@ def test_a_step_in_bf16_has_products_in_bf16():
 
 
 def test_a_step_in_tf32_is_not_captured_as_one_in_bf16():
-    with pytest.raises(HyperionError, match="tf32 is nothing that a step is captured in"):
+    with pytest.raises(HyperionError, match="a step cannot be captured in tf32"):
         captured_step(MODEL, 2, "tf32")

@@ -72,7 +72,7 @@ def test_no_profile_takes_more_than_a_quarter_of_a_cpus_memory(context, monkeypa
         raise HyperionError("asked")
 
     monkeypatch.setattr(transfers, "largest_allocation", remember)
-    transfers._allocation_row(replace(context, sizes=SIZES | {"cpu_cap_gib": 10**6}))
+    transfers._allocation_row(context, transfers.TransfersOptions.parse(SIZES | {"cpu_cap_gib": 10**6}, "transfers"))
     assert asked == [pytest.approx(context.device.memory_bytes / 2**30 / 4)]
 
 
@@ -88,7 +88,7 @@ def test_what_earlier_experiments_left_in_cycles_is_freed_before_the_largest_ten
     monkeypatch.setattr(transfers, "largest_allocation", lambda *args, **options: no_gpu() if alive() is None else None)
     gc.disable()
     try:
-        assert "not even 64 MiB" in transfers._allocation_row(context).value_reason
+        assert "not even 64 MiB" in transfers._allocation_row(context, transfers.TransfersOptions.of(context)).value_reason
     finally:
         gc.enable()
 

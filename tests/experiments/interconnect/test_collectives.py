@@ -7,10 +7,9 @@ import pytest
 
 from hyperion.chapter import Context, load_profile
 from hyperion.experiments.interconnect import collectives
-from hyperion.experiments.interconnect.collectives import EXPERIMENT, cells
+from hyperion.experiments.interconnect.collectives import EXPERIMENT, CollectivesOptions, cells
 from hyperion.measure import ALL_COLLECTIVES
-from hyperion.measure.collectives.collective_kernels import algorithm_of
-from hyperion.measure.collectives.collectives import WrongValueError
+from hyperion.measure.collectives.collectives import WrongValueError, algorithm_of
 from hyperion.results import Row
 
 SIZES = {
@@ -30,8 +29,8 @@ def context(tmp_path, upstream=(), **sizes) -> Context:
     return Context(notebook="toy", experiment="collectives", sizes=SIZES | sizes, workspace=tmp_path, upstream=list(upstream))
 
 
-def test_cells_are_each_collective_in_each_size_that_ranks_can_share(tmp_path):
-    found = [(c.name, dtype, size) for c, dtype, size in cells(context(tmp_path), 4)]
+def test_cells_are_each_collective_in_each_size_that_ranks_can_share():
+    found = [(c.name, dtype, size) for c, dtype, size in cells(CollectivesOptions.parse(SIZES, "collectives"), 4)]
     assert len(found) == len(set(found))
     assert [size for name, dtype, size in found if (name, dtype) == ("all_reduce", "fp32")] == [16, 1008, 1 << 20, 1 << 22]
     # Eight and sixteen bytes are one int64 for each of four ranks; in bf16 they differ.
@@ -40,10 +39,10 @@ def test_cells_are_each_collective_in_each_size_that_ranks_can_share(tmp_path):
 
 
 @pytest.mark.parametrize("profile", ["smoke", "full", "study"])
-def test_profiles_sweep_one_format_and_touch_all_others(tmp_path, profile):
-    sizes = load_profile(profile).sizes("collectives")
-    dtypes = {dtype for _, dtype, _ in cells(context(tmp_path, **sizes), 4)}
-    assert {"fp32", "bf16", "fp16", "fp64", "int64"} == dtypes and len(sizes["bytes"]) >= 3
+def test_profiles_sweep_one_format_and_touch_all_others(profile):
+    options = CollectivesOptions.parse(load_profile(profile).sizes("collectives"), "collectives")
+    dtypes = {dtype for _, dtype, _ in cells(options, 4)}
+    assert {"fp32", "bf16", "fp16", "fp64", "int64"} == dtypes and len(options.bytes) >= 3
 
 
 @pytest.fixture(scope="module")

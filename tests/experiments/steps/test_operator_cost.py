@@ -4,8 +4,8 @@ import pytest
 
 from hyperion.chapter import experiment_named
 from hyperion.experiments.steps.operator_cost import BLOCK, CONVOLUTION, ONCE, PLAIN
-from hyperion.experiments.steps.step_variants import StepVariant
 from hyperion.results import Row
+from hyperion.workloads.reference_steps import StepVariant
 from hyperion.workloads.step_forecasts import compiled_host, forecast_reference_step, operator_time, step_ceilings
 from tests.chapter.toy import by_params, perform, toy_context
 from tests.experiments.hardware.test_model_products import streams, upstream

@@ -10,12 +10,12 @@ import torch
 from hyperion.chapter import Context
 from hyperion.errors import HyperionError
 from hyperion.experiments.steps import model_steps as experiment
-from hyperion.experiments.steps.model_steps import parity_rows
-from hyperion.experiments.steps.reference_steps import TrainingStep, forecast_step, least_memory_gib, step_rows, timed, update_of
-from hyperion.experiments.steps.step_variants import StepVariant, cells_of
+from hyperion.experiments.steps.batch_scaling import forecast_on_device
+from hyperion.experiments.steps.model_steps import ModelStepsOptions, cells_of, parity_rows
 from hyperion.hardware import detect, detect_cpu
 from hyperion.models import reference_model
 from hyperion.results import Row, RowError
+from hyperion.workloads.reference_steps import StepVariant, TrainingStep, least_memory_gib, step_rows, timed, update_of
 from tests.experiments.hardware.test_model_products import upstream
 from tests.hardware.machines import facts
 
@@ -82,9 +82,12 @@ def test_without_a_product_of_the_format_there_is_no_share_of_the_fastest(contex
     assert row.value is None and "no product in fp32" in row.value_reason
 
 
+def options(models, variants):
+    return ModelStepsOptions.parse(SIZES | {"models": models, "variants": variants}, "model_steps")
+
+
 def told(models, variants, device):
-    sizes = {"models": models, "variants": variants}
-    return [(str(cell.variant), cell.absent.partition(":")[0]) for cell in cells_of(sizes, device)]
+    return [(str(cell.variant), cell.absent.partition(":")[0]) for cell in cells_of(options(models, variants), device)]
 
 
 def test_a_variant_that_a_device_or_a_model_has_not_says_why(context):
@@ -94,7 +97,8 @@ def test_a_variant_that_a_device_or_a_model_has_not_says_why(context):
         ("fp32 channels_last", "no variant"),
         ("bf16 compiled", "left out by this profile, for time"),
     ]
-    rows = [experiment._absent(context, cell) for cell in cells_of(context.sizes, detect_cpu()) if cell.absent]
+    asked = ModelStepsOptions.of(context)
+    rows = [experiment._absent(context, asked, cell) for cell in cells_of(asked, detect_cpu()) if cell.absent]
     assert [(row.dtype, row.value) for row in rows] == [("tf32", None)] and "TF32" in rows[0].value_reason
 
 
@@ -120,14 +124,15 @@ def test_what_does_not_fit_is_a_row_with_the_reason(context, monkeypatch):
 
 
 def test_a_compiled_step_with_other_losses_is_refused(context):
-    [cell] = cells_of(SIZES | {"variants": [{"dtype": "fp32", "compiled": True}]}, detect_cpu())
+    asked = options([NAME], [{"dtype": "fp32", "compiled": True}])
+    [cell] = cells_of(asked, detect_cpu())
     eager = np.linspace(7.0, 1.0, 200)
     steps = range(1, 201)
     twins = pd.concat(pd.DataFrame({"twin": twin, "step": steps, "loss": eager * (1 + 1e-3 * (-1) ** twin)}) for twin in range(8))
-    early, late = parity_rows(context, cell, 1.005 * eager, eager, twins)
+    early, late = parity_rows(context, asked, cell, 1.005 * eager, eager, twins)
     early.validate()
     late.validate()
-    early, late = parity_rows(context, cell, np.full(200, 7.0), eager, twins)  # one that trains nothing
+    early, late = parity_rows(context, asked, cell, np.full(200, 7.0), eager, twins)  # one that trains nothing
     with pytest.raises(RowError, match="mean loss of steps 151 to 200"):
         late.validate()
 
@@ -194,7 +199,7 @@ def test_the_least_memory_is_weights_gradients_moments_and_batch():
 
 
 def test_forecasts_come_from_the_measured_ceilings_and_fit_the_rows(context):
-    assert forecast_step(context, NAME, 2, "fp32")[0].estimate is None
+    assert forecast_on_device(context, NAME, 2, "fp32").estimate is None
     shared = {
         "notebook": "hw",
         "dtype": "fp32",
@@ -216,7 +221,7 @@ def test_forecasts_come_from_the_measured_ceilings_and_fit_the_rows(context):
         **shared,
     )
     context.upstream.extend([gemm, stream])
-    forecast = forecast_step(context, NAME, 2, "fp32")[0]
+    forecast = forecast_on_device(context, NAME, 2, "fp32")
     model = reference_model(NAME)
     products = 2 * model.flops.forward_backward / 0.1e12
     traffic = (28 * model.parameter_count + 2 * 12 * 4 * model.activations) / 10e9

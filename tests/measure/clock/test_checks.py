@@ -58,7 +58,7 @@ def test_the_interval_of_drifting_samples_reaches_from_end_to_end():
 def test_calls_in_a_row_are_asked_again_before_a_clock_is_blamed():
     seen = iter([1.0, 1.0, 1.0, 0.02])
     require_whole_work(0.01, lambda calls: next(seen), again=lambda calls: 0.01)
-    with pytest.raises(HarnessError, match="10 ms a call, but 2 calls in a row take 1000 ms"):
+    with pytest.raises(HarnessError, match="10 ms per call, but 2 calls in a row take 1000 ms"):
         require_whole_work(0.01, lambda calls: 1.0, again=lambda calls: 0.01)
 
 
@@ -122,7 +122,7 @@ def test_a_label_says_how_samples_were_taken_or_is_refused(label, cold, told):
 def test_flops_are_counted_from_shapes_whatever_the_format(dtype):
     a, b = torch.zeros(3, 5, dtype=dtype), torch.zeros(7, 5, dtype=dtype).T
     require_product_flops(2 * 3 * 5 * 7, a, b)
-    with pytest.raises(HarnessError, match="105 FLOPs are claimed of a product"):
+    with pytest.raises(HarnessError, match="105 FLOPs are claimed for a product"):
         require_product_flops(3 * 5 * 7, a, b)
 
 

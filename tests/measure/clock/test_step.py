@@ -71,7 +71,7 @@ def test_a_phase_entered_twice_is_summed(cpu):
 
 
 def test_a_step_without_phases_and_one_whose_phases_change_are_refused(cpu):
-    with pytest.raises(HyperionError, match="a step without phases"):
+    with pytest.raises(HyperionError, match="the step has no phases"):
         time_step(lambda phase: None, cpu, **QUICK)
     calls = []
 
@@ -80,7 +80,7 @@ def test_a_step_without_phases_and_one_whose_phases_change_are_refused(cpu):
         with phase(f"phase {len(calls) % 2}"):
             time.sleep(1e-4)
 
-    with pytest.raises(HyperionError, match="phases differ from step to step"):
+    with pytest.raises(HyperionError, match="the phases differ between steps"):
         time_step(changing, cpu, **QUICK)
 
 

@@ -64,7 +64,7 @@ def test_blocks_of_calls_in_a_row_give_the_mean_call_and_alternate(cpu):
 
 
 def test_calls_in_a_row_cannot_each_find_a_cold_cache(cpu):
-    with pytest.raises(HyperionError, match="as the call before left it"):
+    with pytest.raises(HyperionError, match="cannot start with a cold cache"):
         time_function(lambda: None, cpu, back_to_back=3)
 
 

@@ -99,8 +99,8 @@ def test_given_operands_are_copied(cpu):
 @pytest.mark.parametrize(
     ("a_MK", "b_KN", "words"),
     [
-        (torch.ones(3, 4), torch.ones(3, 4), "have no product"),
-        (torch.ones(2, 3, 4), torch.ones(4, 5), "have no product"),
+        (torch.ones(3, 4), torch.ones(3, 4), "cannot be multiplied"),
+        (torch.ones(2, 3, 4), torch.ones(4, 5), "cannot be multiplied"),
         (torch.full((3, 4), float("nan")), torch.ones(4, 5), "NaN or infinity"),
         (torch.ones(3, 4), torch.full((4, 5), float("inf")), "NaN or infinity"),
     ],
@@ -111,6 +111,6 @@ def test_operands_without_a_product_are_refused(cpu, a_MK, b_KN, words):
 
 
 def test_an_unknown_distribution_is_refused_and_activations_are_asked_for(cpu):
-    with pytest.raises(HyperionError, match="'activations' is no distribution") as refusal:
+    with pytest.raises(HyperionError, match="'activations' is not a distribution") as refusal:
         Gemm(8, 8, 8, "fp32", cpu, data="activations")
     assert "Gemm.of" in refusal.value.next_step

@@ -127,7 +127,7 @@ def test_fp8_is_the_format_that_the_device_has_or_an_error_with_the_reason(machi
 def test_a_cpu_has_no_fp8_and_says_what_would_happen_instead(cpu):
     with pytest.raises(HyperionError, match="unsupported: this CPU has no fp8 instructions"):
         Gemm(16, 16, 16, "fp8", cpu)
-    with pytest.raises(HyperionError, match="'fp4' is no number format"):
+    with pytest.raises(HyperionError, match="'fp4' is not a supported number format"):
         Gemm(16, 16, 16, "fp4", cpu)
 
 

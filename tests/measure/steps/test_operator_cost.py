@@ -26,7 +26,9 @@ def made_up(timing, *seconds):
 
 def test_each_operator_costs_the_host_something_here(cost):
     assert cost.operators == 2 * 44, "of two layers more: four linear, two norms, attention, relu, and their gradients"
-    assert (cost.convolutions, cost.beside) == (4 * 4, 4 * 3), "and a counter, relu and its gradient in each of four parts"
+    assert (cost.convolutions, cost.other_operators) == (4 * 4, 4 * 3), (
+        "and a counter, relu and its gradient in each of four parts"
+    )
     for few, many in (cost.layers, cost.convolving):  # at their fastest: on shared cores medians of so few steps may swap
         assert few.timing.samples_s.min() < many.timing.samples_s.min()
     for found in (cost.time_s, cost.convolution_time_s, cost.once_s):

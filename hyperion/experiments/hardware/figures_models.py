@@ -1,0 +1,286 @@
+"""Figures of the products of our models: peak, MAF and TAF, and each product under the measured roofline."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import pi
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from hyperion.errors import not_none
+from hyperion.figures.formats import number, percent
+from hyperion.figures.material import Material, measured, values
+from hyperion.figures.style import COLOURS, INK, MARKERS, MUTED, add_notes, errors_of, log_ticks, look, new_figure, spread_labels
+from hyperion.results import Row
+
+_MODELS = (0, 2, 4, 3, 5, 1)  # colours of models, in the order of the rows
+_KINDS = {"matmul": 0, "convolution": 2, "attention": 3}
+_WHOLE, _SMALLEST = 1500.0, 14.0  # area of a mark in square points: added for all FLOPs, and with none
+_NAMED = 3
+
+
+def model_products(material: Material) -> Figure | None:
+    """Bars of each format: the data sheet's peak, the fastest product, and the TAF of each model."""
+    tafs, shares = material.of("model_products", metric="taf_tflops"), material.of("model_products", metric="share")
+    dtypes = list(dict.fromkeys(row.dtype for row in measured(tafs)))
+    if not dtypes:
+        return None
+    bars = max(len([row for row in measured(tafs) if row.dtype == dtype]) for dtype in dtypes) + 2
+    lines = (len(dtypes) + 1) // 2
+    figure, panels = new_figure(
+        "Peak, MAF and TAF",
+        material.machine("model_products"),
+        min(2, len(dtypes)),
+        lines=lines,
+        height=1.3 + lines * (0.5 + 0.36 * bars),
+    )
+    models = list(dict.fromkeys(row.variant for row in tafs))
+    for axes, dtype in zip(panels, dtypes, strict=False):
+        _draw_bars(axes, dtype, [row for row in measured(tafs) if row.dtype == dtype], shares, models)
+    for axes in panels[len(dtypes) :]:
+        axes.set_visible(False)
+    add_notes(figure, _notes(tafs, shares))
+    return figure
+
+
+def products_roofline(material: Material) -> Figure | None:
+    """A panel for each model: its products at their intensity, below the ceilings of this run."""
+    rows = measured(material.of("model_products", metric="gemm_tflops"))
+    slope = _slope_gb_s(material)
+    panels_of = {name: _kernels([row for row in rows if row.variant == name]) for name in dict.fromkeys(r.variant for r in rows)}
+    if not rows or slope is None:
+        return None
+    lines = (len(panels_of) + 1) // 2
+    figure, panels = new_figure(
+        "Products of our models under the roofline",
+        material.machine("model_products"),
+        min(2, len(panels_of)),
+        lines=lines,
+        height=1.2 + 3.0 * lines,
+    )
+    ceilings = _ceilings(material)
+    notes = [
+        "Lines: ceilings measured on this machine. A mark is a product, timed alone with a cold cache; its area is its share "
+        "of the model's FLOPs. A cache serves a mark above the slope."
+    ]
+    for axes, (name, (precision, kernels)) in zip(panels, panels_of.items(), strict=False):
+        draw_kernels(axes, kernels, {k.dtype: ceilings.get(k.dtype, k.tflops) for k in kernels}, slope)
+        axes.set_title(f"{name}, {precision}: {percent(sum(kernel.share for kernel in kernels))} % of its FLOPs")
+        notes.append(f"{name}: {named_kernels(kernels)}.")
+    for axes in panels[len(panels_of) :]:
+        axes.set_visible(False)
+    _legend(figure, panels[: len(panels_of)])
+    add_notes(figure, notes)
+    return figure
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A product of a model, as a point of the roofline.
+
+    Args:
+        name: its kind, sizes and dtype as text.
+        kind: matmul, convolution or attention.
+        intensity: FLOP per byte of memory traffic.
+        tflops: the measured rate.
+        share: its share of the model's FLOPs, 0 to 1.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    intensity: float
+    tflops: float
+    share: float
+
+
+def draw_kernels(axes: Axes, kernels: Sequence[Kernel], tflops: Mapping[str, float], bandwidth_gb_s: float) -> None:
+    """Draw ceilings and marks into one panel, with letters at the products that have most FLOPs.
+
+    Args:
+        tflops: measured arithmetic ceiling of each dtype.
+        bandwidth_gb_s: measured memory ceiling.
+    """
+    used = [dtype for dtype in tflops if any(kernel.dtype == dtype for kernel in kernels)]
+    ends = _ends(kernels, [tflops[dtype] for dtype in used], bandwidth_gb_s)
+    labels = _draw_ceilings(axes, {dtype: tflops[dtype] for dtype in used}, bandwidth_gb_s, ends)
+    for kind in dict.fromkeys(kernel.kind for kernel in kernels):
+        _draw_kind(axes, kind, [kernel for kernel in kernels if kernel.kind == kind], several=len(used) > 1)
+    for letter, kernel in zip("abc", _largest(kernels), strict=False):
+        axes.annotate(
+            letter,
+            (kernel.intensity, kernel.tflops),
+            xytext=(4 + (_area(kernel) / pi) ** 0.5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=9,
+            fontweight="bold",
+            zorder=4,
+        )
+    axes.set(
+        xscale="log", yscale="log", xlim=ends, ylabel="TFLOPS", xlabel="arithmetic intensity, FLOP per byte of memory traffic"
+    )
+    axes.set_ylim(min(kernel.tflops for kernel in kernels) / 2.5, axes.get_ylim()[1] * 1.3)
+    log_ticks(axes.xaxis)
+    log_ticks(axes.yaxis)
+    spread_labels(axes, labels)
+
+
+def named_kernels(kernels: Sequence[Kernel]) -> str:
+    """Return the meaning of a panel's letters."""
+    return "; ".join(f"{letter}: {k.name}, {percent(k.share)} %" for letter, k in zip("abc", _largest(kernels), strict=False))
+
+
+def _largest(kernels: Sequence[Kernel]) -> list[Kernel]:
+    return sorted(kernels, key=lambda kernel: -kernel.share)[:_NAMED]
+
+
+def _ends(kernels: Sequence[Kernel], ceilings: list[float], bandwidth_gb_s: float) -> tuple[float, float]:
+    """Return the ends of the horizontal axis, which shows all marks and ridges."""
+    ridges = [ceiling * 1e3 / bandwidth_gb_s for ceiling in ceilings]
+    places = [kernel.intensity for kernel in kernels]
+    return min(places + ridges) / 4, max(places + ridges) * 4
+
+
+def _draw_ceilings(axes: Axes, tflops: dict[str, float], bandwidth_gb_s: float, ends: tuple[float, float]) -> list[tuple]:
+    """Draw the roofs; return their labels as (y, text, colour) for the right edge."""
+    labels = []
+    for dtype, ceiling in tflops.items():
+        colour = look(dtype)["color"]
+        axes.plot([ceiling * 1e3 / bandwidth_gb_s, ends[1]], [ceiling] * 2, color=colour, linewidth=1.6)
+        labels.append((ceiling, f"{dtype} {number(ceiling)}", colour))
+    ridge = max([ceiling * 1e3 / bandwidth_gb_s for ceiling in tflops.values()], default=ends[1])
+    axes.plot([ends[0], ridge], [ends[0] * bandwidth_gb_s / 1e3, ridge * bandwidth_gb_s / 1e3], color=INK, linewidth=1.6)
+    axes.annotate(
+        f"{number(bandwidth_gb_s)} GB/s",
+        (ends[0] * 1.5, ends[0] * 1.5 * bandwidth_gb_s / 1e3),
+        xytext=(8, -2),
+        textcoords="offset points",
+        va="top",
+        fontsize=8.5,
+    )
+    return labels
+
+
+def _draw_kind(axes: Axes, kind: str, points: list[Kernel], several: bool) -> None:
+    """Draw the marks of one kind in its shape. With several dtypes a mark has its dtype's colour, else its kind's."""
+    index = _KINDS.get(kind, len(_KINDS) + 1)
+    colours = [look(point.dtype)["color"] if several else COLOURS[index] for point in points]
+    axes.scatter(
+        [point.intensity for point in points],
+        [point.tflops for point in points],
+        [_area(point) for point in points],
+        colours,
+        marker=MARKERS[index],
+        edgecolors="white",
+        linewidths=0.6,
+        zorder=3,
+    )
+    axes.plot([], [], linestyle="none", marker=MARKERS[index], color=INK if several else COLOURS[index], label=kind)
+
+
+def _area(kernel: Kernel) -> float:
+    return _SMALLEST + _WHOLE * kernel.share
+
+
+def _draw_bars(axes: Axes, dtype: str, rows: list[Row], shares: list[Row], models: list[str]) -> None:
+    maf, peak = _maf(dtype, rows, shares), _peak(dtype, shares)
+    names, place = [], 0
+    for name, rate, colour in (("data sheet", peak, INK), ("fastest product (MAF)", maf, MUTED)):
+        if rate is not None:
+            axes.barh(place, rate, height=0.62, color=colour)
+            _label(axes, place, rate, number(rate) if name == "data sheet" or peak is None else _share(rate, peak, "peak"))
+            names, place = [*names, name], place + 1
+    for row in rows:
+        colour = COLOURS[_MODELS[models.index(row.variant) % len(_MODELS)]]
+        rate = not_none(row.value)
+        axes.barh(place, rate, xerr=errors_of([row]), height=0.62, color=colour, ecolor=INK)
+        _label(axes, place, not_none(row.ci_high), number(rate) if maf is None else _share(rate, maf, "MAF"))
+        names, place = [*names, row.variant], place + 1
+    axes.set_yticks(range(len(names)), names)
+    widest = max([rate for rate in (peak, maf) if rate is not None] + values(rows))
+    axes.set(title=dtype, xlabel="TFLOPS", xlim=(0, 1.5 * widest), ylim=(len(names) - 0.4, -0.6))
+    axes.grid(axis="y", visible=False)
+
+
+def _label(axes: Axes, place: int, end: float, text: str) -> None:
+    axes.annotate(text, (end, place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5, color=INK)
+
+
+def _share(rate: float, whole: float, name: str) -> str:
+    return f"{number(rate)}, {100 * rate / whole:.0f} % of {name}"
+
+
+def _maf(dtype: str, rows: list[Row], shares: list[Row]) -> float | None:
+    """Return the TFLOPS of the fastest product: a model's TAF divided by its share of the MAF."""
+    rates = {row.variant: not_none(row.value) for row in rows}
+    return next(
+        (
+            rates[row.variant] / not_none(row.value)
+            for row in measured(shares)
+            if (row.dtype, row.params.get("what")) == (dtype, "TAF / MAF") and row.variant in rates
+        ),
+        None,
+    )
+
+
+def _peak(dtype: str, shares: list[Row]) -> float | None:
+    found = [row for row in measured(shares) if (row.dtype, row.params.get("what")) == (dtype, "MAF / peak")]
+    return found[0].params["peak_tflops"] if found else None
+
+
+def _notes(tafs: list[Row], shares: list[Row]) -> list[str]:
+    """Return the timed share of each model, the source of the MAF, and the reasons of missing values."""
+    notes = ["TAF: products of one training step, each timed alone, weighted by FLOPs."]
+    for dtype in dict.fromkeys(row.dtype for row in measured(tafs)):
+        rows = [row for row in measured(tafs) if row.dtype == dtype]
+        timed = {
+            row.variant: not_none(row.value) for row in shares if (row.dtype, row.params.get("what")) == (dtype, "FLOPs timed")
+        }
+        covered = ", ".join(f"{row.variant} {100 * timed[row.variant]:.0f} %" for row in rows if row.variant in timed)
+        notes += [f"Share of the FLOPs that was timed in {dtype}: {covered}."] if covered else []
+    origins = {row.params["maf"] for row in measured(shares) if "maf" in row.params}
+    if origins == {"gemm"}:
+        notes.append("MAF: the fastest square product of this run, which has no search over shapes.")
+    missing: dict[str, dict[str, None]] = {}
+    for row in [*tafs, *shares]:
+        if row.value is None:
+            missing.setdefault(row.value_reason, {})[row.dtype] = None
+    return notes + [f"{', '.join(dtypes)}: {reason}." for reason, dtypes in missing.items()]
+
+
+def _kernels(rows: list[Row]) -> tuple[str, list[Kernel]]:
+    """Return (the last, narrowest precision in which a model's step was captured, its products)."""
+    precision = rows[-1].params["precision"]
+    kernels = []
+    for row in (row for row in rows if row.params["precision"] == precision):
+        p = row.params
+        batch = f"{p['products']} of " if p["products"] > 1 else ""
+        name = f"{p['kind']} {batch}{p['m']} x {p['n']} x {p['k']} {row.dtype}"
+        kernels.append(Kernel(name, p["kind"], row.dtype, p["intensity"], not_none(row.value), p["share"]))
+    return precision, kernels
+
+
+def _ceilings(material: Material) -> Mapping[str, float]:
+    """Return the TFLOPS of the fastest product of each format in this run, with cold caches."""
+    ceilings: dict[str, float] = {}
+    for row in measured([*material.of("gemm", metric="gemm_tflops"), *material.of("best_products", metric="gemm_tflops")]):
+        if not row.hot:
+            ceilings[row.dtype] = max(not_none(row.value), ceilings.get(row.dtype, 0.0))
+    return ceilings
+
+
+def _slope_gb_s(material: Material) -> float | None:
+    """Return the rate of the fastest stream among the largest arrays, the memory ceiling of the roofline in chapter 1.1."""
+    streams = [row for row in measured(material.of("bandwidth", metric="bandwidth_gb_s")) if not row.hot]
+    largest = max((row.params["elements"] for row in streams), default=None)
+    return max(values(row for row in streams if row.params["elements"] == largest), default=None)
+
+
+def _legend(figure: Figure, panels: list[Axes]) -> None:
+    """Draw one legend for all panels into the first one, with every kind of product that is drawn."""
+    kinds = {}
+    for axes in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            kinds.setdefault(label, handle)
+    panels[0].legend(kinds.values(), kinds.keys(), loc="lower right")
