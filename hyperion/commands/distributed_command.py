@@ -30,8 +30,7 @@ from hyperion.processes import Job, RankError, process_group, run_ranks, world
 from hyperion.processes.group import choose_device, rank_info
 from hyperion.results import Run, new_run_folder, set_latest
 from hyperion.training import Interrupted, train
-from hyperion.workloads.recipe import Recipe
-from hyperion.workloads.recipes import set_up
+from hyperion.workloads.recipes import Recipe, set_up
 from hyperion.workloads.training_rows import loss_curve
 
 TRAINING, SCALING = ("05_distributed_training", "distributed_training"), ("08_scaling_analysis", "scaling")

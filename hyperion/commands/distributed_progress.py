@@ -7,7 +7,7 @@ import pandas as pd
 from hyperion.processes import World
 from hyperion.results import Run
 from hyperion.training import EpochRecord
-from hyperion.workloads.recipe import Recipe, Training
+from hyperion.workloads.recipes import Recipe, Training
 
 LINE_EVERY_S = 5.0
 _RATES, _PEAKS = ("tokens_per_s", "images_per_s"), ("peak_memory_gib", "peak_rss_gib")

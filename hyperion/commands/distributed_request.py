@@ -24,7 +24,7 @@ from hyperion.paths import results_folder
 from hyperion.results import Run, find_run
 from hyperion.training import choose_precision
 from hyperion.workloads.llama_setup import require_llama
-from hyperion.workloads.recipe import Recipe
+from hyperion.workloads.recipes import Recipe
 
 _STRATEGY = {"cifar": "ddp", "llama": "fsdp"}
 _USUAL_VOCABULARY = 50257  # GPT-2's, which the instruction rows are tokenized with

@@ -15,8 +15,7 @@ from hyperion.processes import world
 from hyperion.results import Row, proportion_estimate
 from hyperion.training import EpochRecord, History, choose_precision, mean_over_ranks, train
 from hyperion.workloads import datasets
-from hyperion.workloads.recipe import Recipe, Training
-from hyperion.workloads.recipes import set_up
+from hyperion.workloads.recipes import Recipe, Training, set_up
 from hyperion.workloads.training_rows import ADAMW_BYTES_A_PARAMETER, loss_curve, step_forecasts
 
 _NO_LIMIT = "no limit: loading is part of it; the steady step of chapter 2.8 has one"

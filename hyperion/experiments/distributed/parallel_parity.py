@@ -11,8 +11,7 @@ from hyperion.parallel import differing_parameters, full_parameter_bytes, is_rep
 from hyperion.processes import world
 from hyperion.results import Row
 from hyperion.workloads import datasets
-from hyperion.workloads.recipe import Recipe
-from hyperion.workloads.recipes import set_up
+from hyperion.workloads.recipes import Recipe, set_up
 from hyperion.workloads.twins import SCATTER_FP32
 
 TOLERANCE = 1e-4

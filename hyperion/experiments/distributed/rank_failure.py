@@ -17,8 +17,7 @@ from hyperion.processes import RankError, world
 from hyperion.processes.child_process import has_ended
 from hyperion.training import train
 from hyperion.workloads import datasets
-from hyperion.workloads.recipe import Recipe
-from hyperion.workloads.recipes import set_up
+from hyperion.workloads.recipes import Recipe, set_up
 from hyperion.workloads.twins import SCATTER_FP32
 
 SOON_S = 60.0

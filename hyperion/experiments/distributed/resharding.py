@@ -15,8 +15,7 @@ from hyperion.processes import world
 from hyperion.results import Row
 from hyperion.training import Plan, train
 from hyperion.workloads import datasets
-from hyperion.workloads.recipe import Recipe, Training
-from hyperion.workloads.recipes import set_up
+from hyperion.workloads.recipes import Recipe, Training, set_up
 from hyperion.workloads.twins import SCATTER_FP32
 
 TOLERANCE = 1e-4
