@@ -18,10 +18,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeVar
 
 from hyperion.errors import HyperionError
+from hyperion.units import MIB
 
 DEEPEST = 100  # levels of nesting in a JSON document; ours have fewer than ten
-DOCUMENT_BYTES = 64 * 2**20  # a JSON, CSV or TOML document of ours is a few MiB; more is not ours
-_PIECE_BYTES = 1 << 20
+DOCUMENT_BYTES = 64 * MIB  # a JSON, CSV or TOML document of ours is a few MiB; more is not ours
+_PIECE_BYTES = MIB
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 Error = TypeVar("Error", bound=HyperionError)
 
@@ -88,7 +89,7 @@ def read_bounded(path: Path, error: type[Error], next_step: str, limit_bytes: in
         while piece := file.read(_PIECE_BYTES):
             content += piece
             if len(content) > limit_bytes:
-                raise error(f"the file is larger than {limit_bytes / 2**20:g} MiB", where=path, next_step=next_step)
+                raise error(f"the file is larger than {limit_bytes / MIB:g} MiB", where=path, next_step=next_step)
     return bytes(content)
 
 

@@ -31,7 +31,7 @@ ROOMS = (
     "cli",
 )
 # For everybody: they import no room. `install` works before there is an environment: it needs Python alone.
-GROUND = ("errors", "paths", "untrusted", "locks", "terminal", "compat", "dependencies", "install")
+GROUND = ("errors", "paths", "untrusted", "locks", "terminal", "compat", "dependencies", "units", "install")
 ENTRANCES = ("__init__", "__main__")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
