@@ -39,6 +39,7 @@ class HyperionError(Exception):
 
 
 Error = TypeVar("Error", bound=HyperionError)
+Value = TypeVar("Value")
 LARGEST_SEED = 2**32 - 1  # numpy's generators take no larger one
 
 
@@ -107,3 +108,14 @@ def require_number(
     raise HyperionError(
         f"{name} is {value!r:.80}", where=where, next_step=f"give a {'whole' if whole else 'finite'} number {within}".rstrip()
     )
+
+
+def not_none(value: Value | None) -> Value:
+    """Return a value that is not None where the caller knows it, which a type checker does not.
+
+    Raises:
+        ValueError: it is None.
+    """
+    if value is None:
+        raise ValueError("a value that must be there is None")
+    return value

@@ -20,7 +20,8 @@ from hyperion.book.plots import draw, plots_of
 from hyperion.chapter import Context, default_profile, experiment_named, load_profile, run_information
 from hyperion.checkpoints.weights import read_weights
 from hyperion.errors import HyperionError, require_seed
-from hyperion.experiments.compilation.compilation_subjects import IMAGENET_STEM, fitted, misfits
+from hyperion.experiments.compilation.compilation import CompilationOptions
+from hyperion.experiments.compilation.compilation_models import IMAGENET_STEM, ModelSpec, fit_to_weights, weight_faults
 from hyperion.experiments.compilation.compilation_table import compilation_csv, compilation_json, compilation_table
 from hyperion.figures.material import Material
 from hyperion.hardware import detect
@@ -39,7 +40,7 @@ def main(given: Sequence[str] | None = None) -> int:
     arguments = parsed(given)
     try:
         specs = specifications(arguments)
-        run = measured(arguments, specs)
+        run = measure(arguments, specs)
         written = write_results(run, arguments.base_dir / "results" / "benchmarks" / "compilation")
     except HyperionError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
@@ -63,8 +64,8 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
-def specifications(arguments: argparse.Namespace) -> list[dict]:
-    """What is to be measured. With a checkpoint only the models that its weights fit.
+def specifications(arguments: argparse.Namespace) -> list[ModelSpec]:
+    """Return the models and modes to measure; with a checkpoint only the models that its weights fit.
 
     Raises:
         HyperionError: a seed out of range, a model that there is not, an unreadable checkpoint, or one that fits no model.
@@ -73,38 +74,43 @@ def specifications(arguments: argparse.Namespace) -> list[dict]:
     asked = {"dtype": arguments.dtype, "batch": arguments.batch}
     asked |= {"modes": [mode for mode in MODES if mode == EAGER or mode in (arguments.mode or MODES)]}
     named = [(IMAGES if name.startswith("resnet18") else LANGUAGE) | {"model": name} for name in arguments.model or ()]
-    specs = [spec | {k: v for k, v in asked.items() if v} for spec in named or profile_sizes()["models"]]
+    profile = [spec.model_dump(exclude_defaults=True) for spec in profile_options().models]
+    given = {name: value for name, value in asked.items() if value}
+    specs = [ModelSpec.model_validate(spec | given, strict=False) for spec in named or profile]
     if arguments.checkpoint is None:
         for spec in specs:
-            misfits(spec, {})  # builds it without storage: a wrong name is told before anything is measured
+            weight_faults(spec, {})  # builds it without storage: an unknown name is refused before any measurement
         return specs
     weights = read_weights(arguments.checkpoint.resolve())
     print(f"{weights.path}: {len(weights.tensors)} tensors, sha256 {weights.sha256}")
     origin = {"checkpoint": str(weights.path), "weights": f"{weights.path.name}, sha256 {weights.sha256[:16]}"}
     faults = {}
-    for spec in [fitted(spec, weights.tensors) | origin for spec in specs]:
-        if found := misfits(spec, weights.tensors):
-            faults[spec["model"]] = found[0]
-            print(f"{spec['model']} is left out: {found[0]}")
-    fitting = [fitted(spec, weights.tensors) | origin for spec in specs if spec["model"] not in faults]
+    fitting = []
+    for spec in [fit_to_weights(spec, weights.tensors).model_copy(update=origin) for spec in specs]:
+        if found := weight_faults(spec, weights.tensors):
+            faults[spec.model] = found[0]
+            print(f"{spec.model} is skipped: {found[0]}")
+        else:
+            fitting.append(spec)
     if not fitting:
-        told = "; ".join(f"{model}: {fault}" for model, fault in faults.items())
+        reasons = "; ".join(f"{model}: {fault}" for model, fault in faults.items())
         remedy = "name the model it was saved from with --model"
-        raise HyperionError(f"the checkpoint fits none of the models: {told}", where=weights.path, next_step=remedy)
+        raise HyperionError(f"the checkpoint fits none of the models: {reasons}", where=weights.path, next_step=remedy)
     return fitting
 
 
-def profile_sizes() -> dict:
-    """What the chapter measures on this kind of device."""
-    return load_profile(default_profile(detect().kind)).sizes(CHAPTER, EXPERIMENT)
+def profile_options() -> CompilationOptions:
+    """Return the options of the chapter on this kind of device."""
+    return CompilationOptions.parse(load_profile(default_profile(detect().kind)).sizes(EXPERIMENT), EXPERIMENT)
 
 
-def measured(arguments: argparse.Namespace, specs: list[dict]) -> Run:
-    """A run folder with the rows and samples of every mode."""
+def measure(arguments: argparse.Namespace, specs: list[ModelSpec]) -> Run:
+    """Measure every mode and return the run."""
     samples = max(arguments.repeat, FEWEST_SAMPLES)
     if samples > arguments.repeat:
         print(f"--repeat {arguments.repeat}: {samples} samples are taken, the fewest that a speed-up is reported from")
-    sizes = profile_sizes() | {"models": specs, "samples": samples}
+    options = profile_options().model_copy(update={"models": tuple(specs), "samples": samples})
+    sizes = options.model_dump(mode="json", exclude_defaults=True)
     run = Run.create(
         new_run_folder(EXPERIMENT, arguments.base_dir / "results"), run_information("script", "none", arguments.seed)
     )

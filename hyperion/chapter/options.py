@@ -20,7 +20,7 @@ class Options(BaseModel):
     # Strict: a profile's "8" is no number, and 8.0 no count.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    timeout_s: float = Field(3600.0, gt=0)
+    timeout_s: float = Field(default=3600.0, gt=0)
 
     @classmethod
     def of(cls, context: Context) -> Self:

@@ -1,8 +1,9 @@
-"""The options of run_distributed.py: read, and held against each other."""
+"""Parse the options of run_distributed.py and check them for contradictions."""
 
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from hyperion.data.store.sources import SOURCES
 from hyperion.errors import HyperionError, require_seed
@@ -20,12 +21,12 @@ _OF_TRAININGS = ("epochs", "steps", "batch_size", "strategy")
 
 
 class OptionError(HyperionError):
-    """Options that mean nothing, contradict each other, or ask for what this machine cannot do."""
+    """Options that have no effect, contradict each other, or that this machine cannot meet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What was asked for; None (False for lora) where nothing was said. JSON-able.
+    """The options as given; None (False for lora) where not given. JSON-able.
 
     Args:
         base_dir, run: absolute paths.
@@ -48,14 +49,14 @@ class Options:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises what it would print: of many ranks only one shall say it."""
+    """A parser that raises its errors instead of printing them, because only one rank must print them."""
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         raise OptionError(message, where=f"options of {COMMAND}.py", next_step=f"see {COMMAND}.py --help")
 
 
 def parsed(given: Sequence[str] | None, description: str) -> Options:
-    """The options of a command line.
+    """Return the options of a command line.
 
     Raises:
         OptionError: an unknown option, or a value that it does not take.
@@ -95,18 +96,18 @@ def parsed(given: Sequence[str] | None, description: str) -> Options:
 
 
 def with_defaults(options: Options) -> Options:
-    """What was not said, said."""
-    defaults = {"model": TRAININGS[0], "precision": "auto", "data_source": "auto", "seed": 0}
+    """Return the options with defaults for those that were not given."""
+    defaults: dict[str, str | int] = {"model": TRAININGS[0], "precision": "auto", "data_source": "auto", "seed": 0}
     if options.model != SCALING and options.steps is None:
         defaults["epochs"] = EPOCHS
     return replace(options, **{name: value for name, value in defaults.items() if getattr(options, name) is None})
 
 
 def require_sense(options: Options) -> None:
-    """Refuse what contradicts itself, whatever the machine.
+    """Raise if the options contradict each other, on any machine.
 
     Raises:
-        OptionError: names the option, and the remedy.
+        OptionError: names the option and the next step.
         HyperionError: the seed is out of range.
     """
     require_seed(0 if options.seed is None else options.seed)
@@ -119,7 +120,7 @@ def require_sense(options: Options) -> None:
             f"--model_id {options.model_id} with --model {model}: it names the weights of a Llama",
             "add --model llama, or leave it out",
         )
-    own = LANGUAGE.get(model)
+    own = LANGUAGE.get(model or "")
     if options.strategy is not None and own not in (None, options.strategy):
         raise refused(
             f"--strategy {options.strategy} contradicts --model {model}",
@@ -142,7 +143,7 @@ def require_sense(options: Options) -> None:
 
 
 def refused(what: str, next_step: str) -> OptionError:
-    """An option's refusal."""
+    """Return the error of an option."""
     return OptionError(what, where=f"options of {COMMAND}.py", next_step=next_step)
 
 
@@ -164,6 +165,6 @@ def _folder(text: str) -> str:
 
 
 def _existing(text: str) -> str:
-    """A folder's absolute path; any other name as it is."""
+    """Return the absolute path of a folder, any other name unchanged."""
     path = expanded(text)
     return str(path.resolve()) if path.is_dir() else text

@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 
 import pandas as pd
 
-from hyperion.errors import HyperionError
+from hyperion.errors import HyperionError, not_none
 from hyperion.figures.machines import machine_name, replayed_from
 from hyperion.results import Prediction, Row, Run
 
@@ -55,6 +55,15 @@ def select(rows: Iterable[Row], **wanted) -> list[Row]:
 def measured(rows: Iterable[Row]) -> list[Row]:
     """Rows that have a value."""
     return [row for row in rows if row.value is not None]
+
+
+def values(rows: Iterable[Row]) -> list[float]:
+    """Return the values of measured rows.
+
+    Raises:
+        ValueError: a row has no value.
+    """
+    return [not_none(row.value) for row in rows]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 import io
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -49,7 +50,7 @@ _STYLE = {
 }
 
 
-def look(name: str, position: int = 0) -> dict[str, str]:
+def look(name: str, position: int = 0) -> dict[str, Any]:
     """Colour and marker of a named series; dtypes and memory operations look the same in every figure."""
     index = _FIXED.get(name.split("_")[0], position)
     # Past the last colour the pairing shifts, so that an eighth series does not look like the first.
@@ -79,11 +80,19 @@ def add_notes(figure: Figure, notes: Iterable[str], size: float = 8) -> None:
         figure.supxlabel("\n".join(lines), x=0.012, ha="left", fontsize=size, color=MUTED)
 
 
-def errors_of(rows: list[Row]) -> list[list[float]] | None:
-    """Distances below and above the values for error bars, None when a row has no interval."""
-    if any(row.ci_low is None or row.ci_high is None for row in rows):
-        return None
-    return [[row.value - row.ci_low for row in rows], [row.ci_high - row.value for row in rows]]
+def errors_of(rows: Sequence[Row], factor: float = 1.0) -> list[list[float]] | None:
+    """Return the distances below and above the values for error bars, None when a row has no interval.
+
+    Args:
+        factor: converts the rows' unit to that of the axis.
+    """
+    low, high = [], []
+    for row in rows:
+        if row.value is None or row.ci_low is None or row.ci_high is None:
+            return None
+        low.append(factor * (row.value - row.ci_low))
+        high.append(factor * (row.ci_high - row.value))
+    return [low, high]
 
 
 def limit_line(axes: Axes, value: float, label: str, colour: str, size: float = 8) -> None:

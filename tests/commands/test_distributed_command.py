@@ -22,7 +22,7 @@ from hyperion.commands.distributed_command import TRAINING, main, train_all
 from hyperion.processes import process_group
 from hyperion.results import Run
 from hyperion.workloads import datasets
-from hyperion.workloads.recipe import Recipe
+from hyperion.workloads.recipes import Recipe
 from hyperion.workloads.recipes import set_up
 
 ROOT = Path(hyperion.__file__).resolve().parents[1]
