@@ -10,13 +10,14 @@
 export PROFILE ONLY TIME_BUDGET CELL_TIMEOUT NOTEBOOK_TIMEOUT RUN DATA_SOURCE SEED REPLAY_OF PYTHON TORCH
 
 enter = sh hyperion/install/enter.sh
+pytest = $(enter) --extra test run pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help reproduce test setup fetch lab report lint clean
+.PHONY: help reproduce test test-fast test-book setup fetch lab report lint clean
 
 help: ## this list
 	@echo "make reproduce    sets up if needed, then runs the notebooks;   make test    sets up if needed, then tests"
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 	@sed -n 's/^#   /  /p' Makefile
 
 reproduce: ## run every notebook, keep rows and reports in results/, go on where the last call stopped
@@ -25,8 +26,14 @@ reproduce: ## run every notebook, keep rows and reports in results/, go on where
 		$${CELL_TIMEOUT:+--cell-timeout "$$CELL_TIMEOUT"} $${NOTEBOOK_TIMEOUT:+--notebook-timeout "$$NOTEBOOK_TIMEOUT"} \
 		$${DATA_SOURCE:+--data-source "$$DATA_SOURCE"}
 
-test: ## run the tests
-	@$(enter) --extra test run pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+test: ## run the tests, except those of test-book
+	@$(pytest) -m "not book"
+
+test-fast: ## run the tests that take at most five seconds and start no processes
+	@$(pytest) -m "not slow and not process and not book"
+
+test-book: ## run the README's `make reproduce` commands, which execute the whole book in the smoke profile
+	@$(pytest) -m book
 
 setup: ## make or repair the environment, nothing else; with PYTHON=, what reproduce needs (lab, test, lint add theirs)
 	@$(enter) setup

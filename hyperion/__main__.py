@@ -1,4 +1,4 @@
-"""`python -m hyperion`: the hyperion command, also where no console script is installed (PYTHON=…)."""
+"""`python -m hyperion`: the `hyperion` command, also where its console script is not installed (PYTHON=…)."""
 
 import sys
 

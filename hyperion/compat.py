@@ -1,10 +1,9 @@
-"""Repairs for third-party packages known not to import beside a matching torch, applied as narrowly as possible.
+"""Workarounds for third-party packages that fail to import, as narrow as possible.
 
-torchvision's wheel on PyPI is linked against CUDA. Beside a CPU build of torch its operator library cannot be loaded,
-and `import torchvision` then dies with "operator torchvision::nms does not exist" while it registers shapes for two
-operators that the library would have declared. transformers and peft import torchvision when it is installed, so they
-die with it. Declaring the two schemas first lets all three import; calling the operators still raises torchvision's
-own explanation.
+torchvision's wheel on PyPI is linked against CUDA. With a CPU build of torch, its operator library cannot be loaded, and
+`import torchvision` fails with "operator torchvision::nms does not exist" when it registers shapes for two operators of that
+library. transformers and peft import torchvision if it is installed, so they fail too. If the two schemas are declared first,
+all three can be imported; a call of the operators still raises torchvision's own error.
 """
 
 import ctypes
@@ -24,20 +23,20 @@ _SCHEMAS = (
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
 _CUDA_LIBRARIES = ("libtorch_cuda.so", "libc10_cuda.so", "libcudart.so")
-_declared: list = []  # torch.library.Library objects: the schemas live as long as these
+_declared: list = []  # torch.library.Library objects; the schemas exist as long as these
 
 
 def prepare_torchvision(package_folders: Sequence[str] | None = None) -> bool:
-    """Declare torchvision's two missing schemas when its CUDA library sits beside a torch without CUDA.
+    """Declare torchvision's two missing schemas if torchvision is built for CUDA and torch is not.
 
-    Does nothing where torchvision is absent or its operator library loads, and nothing where it fails for any other
-    reason: that failure is real and must surface at `import torchvision`.
+    Does nothing if torchvision is not installed, or its operator library loads, or it fails for another reason, which
+    `import torchvision` must report.
 
     Args:
-        package_folders: torchvision's package folders, found on sys.path when left out.
+        package_folders: torchvision's package folders; the default is its folders on sys.path.
 
     Returns:
-        True when the schemas stand declared by this module.
+        True if this module has declared the schemas.
     """
     if _declared:
         return True
@@ -59,7 +58,7 @@ def prepare_torchvision(package_folders: Sequence[str] | None = None) -> bool:
 
 
 def _wants_cuda(library: Path) -> bool:
-    """Whether the library cannot be loaded for want of CUDA, and for no other reason."""
+    """Return True if the library cannot be loaded because CUDA is missing."""
     try:
         ctypes.CDLL(str(library))
     except OSError as error:
@@ -68,9 +67,11 @@ def _wants_cuda(library: Path) -> bool:
 
 
 class _TorchvisionFinder:
-    """Import hook that runs `prepare_torchvision` just before torchvision's own code, whoever imports it."""
+    """Import hook that runs `prepare_torchvision` just before torchvision's own code."""
 
-    def find_spec(self, name: str, path=None, target=None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name != "torchvision":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
@@ -87,20 +88,20 @@ class _TorchvisionFinder:
 
 
 def watch_torchvision() -> None:
-    """Make every later import of torchvision in this process, also one inside transformers or peft, prepared.
+    """Prepare every later import of torchvision in this process, including those inside transformers and peft.
 
-    Costs nothing until torchvision is imported (torch is not loaded before). Called by `import hyperion`, so that
-    notebook kernels, ranks and test processes are all covered.
+    Costs nothing until torchvision is imported, and does not import torch. `import hyperion` calls it, which covers notebook
+    kernels, ranks and test processes.
     """
     if not any(isinstance(finder, _TorchvisionFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _TorchvisionFinder())
 
 
 def import_torchvision() -> ModuleType:
-    """The torchvision module, prepared.
+    """Prepare and import torchvision, and return the module.
 
     Raises:
-        HyperionError: it is missing, or broken for a reason that `prepare_torchvision` does not know.
+        HyperionError: it is missing, or fails for a reason that `prepare_torchvision` does not handle.
     """
     prepare_torchvision()
     try:

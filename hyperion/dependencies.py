@@ -1,4 +1,4 @@
-"""Which files does a module reach through its imports, and what is their hash?
+"""Find the files that a module imports, directly or indirectly, and hash them.
 
 Static: imports are read from the syntax tree, nothing is executed. A change in a file that an experiment never imports leaves
 its results fresh. A name imported from a package's public face (an `__init__.py` of imports alone) leads to the module that
@@ -82,7 +82,7 @@ def imported_modules(source: str, package: str = "", packages: frozenset[str] = 
 
 @functools.cache
 def _imports(source: str, package: str) -> tuple[Import, ...]:
-    """The imports of a source. Cached by the text: chapters share most files, and parsing is slow."""
+    """Return the imports of a source. Cached by the text: chapters share most files, and parsing is slow."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -97,7 +97,7 @@ def _imports(source: str, package: str) -> tuple[Import, ...]:
 
 
 def _defining_modules(module: str, name: str) -> list[str]:
-    """The module that `from module import name` executes code of: a submodule, what a face leads to, or the module itself."""
+    """Return the module that defines a name: a submodule, the origin of a name in a public face, or the module itself."""
     if name and _module_file(f"{module}.{name}"):
         return [f"{module}.{name}"]
     path = _module_file(module)
@@ -111,7 +111,7 @@ def _defining_modules(module: str, name: str) -> list[str]:
 
 @functools.cache
 def _is_face(source: str) -> bool:
-    """Whether a source holds a docstring, imports and `__all__` alone."""
+    """Return True if a source consists of a docstring, imports and `__all__` only."""
 
     def passive(node: ast.stmt) -> bool:
         if isinstance(node, ast.Assign):
@@ -124,7 +124,7 @@ def _is_face(source: str) -> bool:
 
 
 def _module_file(name: str) -> Path | None:
-    """The file of a module; its package is located, not executed."""
+    """Return the file of a module; its package is located, not executed."""
     first, *rest = name.split(".")
     base = _package_folder(first)
     if base is None:
@@ -142,7 +142,7 @@ def _package_folder(name: str) -> Path | None:
 
 
 def _place(path: Path) -> str:
-    """The file's path below the folder of its topmost package."""
+    """Return the file's path below the folder of its topmost package."""
     if path.is_relative_to(_PACKAGE):
         return str(path.relative_to(_PACKAGE))
     top = path.parent

@@ -1,18 +1,18 @@
-"""One exception type for everything a user can put right: what was wrong, where, and the next step."""
+"""The exception for errors that a user can correct: what is wrong, where, and the next step. Checks of arguments."""
 
 import errno
 import math
 import numbers
-from typing import TypeVar
+from typing import Any, TypeVar
 
 
 class HyperionError(Exception):
-    """An error with a remedy.
+    """An error that a user can correct.
 
     Args:
-        what: the fault in one sentence, with the offending value.
-        where: the file, record, cell or device it was found in.
-        next_step: what the reader should do now, as a command or an instruction.
+        what: the error in one sentence, with the wrong value.
+        where: the file, record, cell or device.
+        next_step: what to do now, as a command or an instruction.
     """
 
     exit_code = 2
@@ -30,24 +30,24 @@ class HyperionError(Exception):
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, str | None]:
-        """The error's parts, JSON-able, for a process that passes it on."""
+        """Return the parts of the error, JSON-able, to pass it to another process."""
         return {"what": self.what, "where": None if self.where is None else str(self.where), "next_step": self.next_step}
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows in a notebook: the error in its own words. Its way through the library helps no reader."""
+        """Return what IPython shows in a notebook: the message without a traceback through the library."""
         return [f"{type(self).__name__}: {self}"]
 
 
 Error = TypeVar("Error", bound=HyperionError)
 Value = TypeVar("Value")
-LARGEST_SEED = 2**32 - 1  # numpy's generators take no larger one
+LARGEST_SEED = 2**32 - 1  # the limit of numpy's generators
 
 
 def require_seed(seed: int) -> int:
-    """Return `seed` if Python's, numpy's and torch's generators all take it.
+    """Return `seed` if the generators of Python, numpy and torch accept it.
 
     Raises:
-        HyperionError: it is no whole number from 0 to 2^32 - 1.
+        HyperionError: it is no integer from 0 to 2^32 - 1.
     """
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed <= LARGEST_SEED:
         raise HyperionError(
@@ -59,12 +59,12 @@ def require_seed(seed: int) -> int:
 
 
 def refused_write(error: OSError, kind: type[Error], *, action: str, kept: str, where: object, elsewhere: str) -> Error:
-    """The system's refusal to write, in words: a full disk apart from a place that may not be written to.
+    """Return an error for a failed write: a full disk, a read-only file system, or missing permissions.
 
     Args:
-        kind: class of the error to make.
-        action: what could not be done ("cannot write").
-        kept: what the refusal left as it was ("nothing was changed").
+        kind: class of the returned error.
+        action: what failed ("cannot write").
+        kept: what is unchanged ("nothing was changed").
         where: the file or folder.
         elsewhere: how to choose another place, as the end of a sentence ("name another one with …").
     """
@@ -89,20 +89,20 @@ def require_number(
     at_most: float = math.inf,
     below: float = math.inf,
 ) -> None:
-    """Refuse an argument that is not a finite number within bounds; True and False are no numbers.
+    """Check that an argument is a finite number within bounds; True and False are no numbers.
 
     Args:
-        name: of the argument, for the message.
-        where: the function or class that takes it.
-        whole: integers alone, NumPy's among them.
+        name: name of the argument, for the message.
+        where: the function or class of the argument.
+        whole: accept integers only, including NumPy's.
 
     Raises:
         HyperionError: with the value and the bounds.
     """
-    kind = numbers.Integral if whole else numbers.Real
-    number = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
-    if number and at_least <= value <= at_most and above < value < below:
-        return
+    if isinstance(value, numbers.Integral if whole else numbers.Real) and not isinstance(value, bool) and math.isfinite(value):
+        number: Any = value  # numbers.Real declares no comparison with float
+        if at_least <= number <= at_most and above < number < below:
+            return
     bounds = {"from": at_least, "above": above, "to": at_most, "below": below}
     within = " ".join(f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound))
     raise HyperionError(

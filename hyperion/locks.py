@@ -1,7 +1,7 @@
-"""Locks between processes: flock where the file system has it, else a lock file made by exclusive creation.
+"""Locks between processes: flock where the file system supports it, else a lock file made by exclusive creation.
 
 Some cluster file systems refuse flock (ENOSYS, ENOLCK, EOPNOTSUPP). There the lock is a second file, `<name>.exclusive`,
-that only one process can create; it names its owner, so that a dead owner's lock is taken over.
+that only one process can create. It names its owner, so that another process can take over the lock of a dead owner.
 
 Standard library only: `hyperion.install` uses it before there is an environment.
 """
@@ -22,15 +22,15 @@ _UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP)
 _POLL_S = 0.05
 _LONGEST_OWNER = 512  # bytes: a host name of at most 64 characters and two numbers
 _NOTICE_AFTER_S = 5.0
-_UNNAMED_S = 60.0  # a lock file without an owner for so long was left by a process that died
+_UNNAMED_S = 60.0  # a lock file without an owner for this long belongs to a process that died
 _noticed: set[Path] = set()
 
 
 class FileLock:
-    """A lock that one process at a time holds; the system, or the next caller, frees it when that process has ended.
+    """A lock that one process at a time holds; the system or the next caller frees it when that process has ended.
 
     Args:
-        path: the lock file; it is created if missing and stays there.
+        path: the lock file; it is created if missing and never removed.
     """
 
     def __init__(self, path: Path):
@@ -45,14 +45,14 @@ class FileLock:
         Raises:
             OSError: the lock file cannot be created or opened, or is a link, a named pipe or another special file.
         """
-        # A folder of somebody else may hold a link in the lock's place: creating its target would write elsewhere.
+        # In another user's folder, the lock file may be a link; opening it would create a file elsewhere.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        self._descriptor = os.open(self.path, flags, 0o666)
-        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+        self._descriptor = descriptor = os.open(self.path, flags, 0o666)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             self.release()
             raise OSError(errno.EINVAL, "the lock is no regular file", str(self.path))
         try:
-            taken = self._flock(wait)
+            taken = self._flock(descriptor, wait)
         except BaseException:
             self.release()
             raise
@@ -69,9 +69,9 @@ class FileLock:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _flock(self, wait: bool) -> bool:
+    def _flock(self, descriptor: int, wait: bool) -> bool:
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             return True
         except BlockingIOError:
             return False
@@ -102,7 +102,7 @@ class FileLock:
             return True
 
     def _take_over(self) -> bool:
-        """Remove the lock file of a process of this host that has ended, or died before it wrote its name."""
+        """Remove the lock file of a process of this host that has ended; return True if the caller may try again."""
         owner = _read(self._exclusive)
         if not (_ended(owner) or _is_abandoned(self._exclusive)):
             return False
@@ -111,7 +111,7 @@ class FileLock:
             os.rename(self._exclusive, aside)
         except FileNotFoundError:
             return True
-        # Between reading and renaming another process may have taken the lock: then it gets its file back.
+        # Between reading and renaming, another process may have taken the lock; then restore its file.
         if _read(aside) != owner:
             with contextlib.suppress(FileExistsError):
                 os.link(aside, self._exclusive)
@@ -135,7 +135,7 @@ def file_lock(path: Path) -> Iterator[None]:
 
 
 def _owner(pid: int) -> str:
-    """Host, process and its start time: a process number alone is given out again."""
+    """Return host, process number and start time, because process numbers are reused."""
     return f"{socket.gethostname()} process {pid} started {_start_ticks(pid)}"
 
 
@@ -154,7 +154,7 @@ def _start_ticks(pid: int) -> str:
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Return True for an empty file that nobody has written an owner into for _UNNAMED_S."""
+    """Return True for a file that has been empty for _UNNAMED_S: its process died before it wrote its name."""
     try:
         facts = path.lstat()
     except OSError:
@@ -164,7 +164,7 @@ def _is_abandoned(path: Path) -> bool:
 
 def _read(path: Path) -> str:
     try:
-        # It may be a named pipe or a device in a folder of somebody else; reading waits for neither.
+        # In another user's folder, it may be a named pipe or a device, which must not block.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
             return (file.read(_LONGEST_OWNER) or b"").decode(errors="replace")

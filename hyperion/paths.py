@@ -1,4 +1,4 @@
-"""Where Hyperion reads and writes: the one place that knows the folder names."""
+"""The folders that Hyperion reads and writes."""
 
 import contextlib
 import os
@@ -9,15 +9,15 @@ import hyperion
 from hyperion.errors import HyperionError
 
 HOME = "HYPERION_HOME"
-NO_HOME = "/nonexistent"  # Debian's home folder of users that have none
+NO_HOME = "/nonexistent"  # home folder of Debian's users without one
 SILENT_HOSTS = "HYPERION_SILENT_HOSTS"
 
 
 def project_root() -> Path:
-    """Return the folder that holds data/ and results/.
+    """Return the folder of data/ and results/.
 
-    HYPERION_HOME where it is set; else the checkout around the working folder; else the checkout that `hyperion` is imported
-    from. Installed without a checkout, the working folder: site-packages is never the root.
+    HYPERION_HOME if it is set; else the checkout around the working folder; else the checkout that `hyperion` is imported
+    from. Without a checkout, the working folder: site-packages is never the root.
 
     Raises:
         HyperionError: HYPERION_HOME names no folder, or the working folder was removed.
@@ -41,25 +41,25 @@ def is_checkout(folder: Path) -> bool:
 
 
 def results_folder() -> Path:
-    """Folder of all runs: HYPERION_RESULTS, else results/ below `project_root()`."""
+    """Return the folder of all runs: HYPERION_RESULTS, else results/ below `project_root()`."""
     named = os.environ.get("HYPERION_RESULTS")
     return expanded(named) if named else project_root() / "results"
 
 
 def data_folder() -> Path:
-    """Folder of staged and processed data: HYPERION_DATA, else data/ below `project_root()`."""
+    """Return the folder of staged and processed data: HYPERION_DATA, else data/ below `project_root()`."""
     named = os.environ.get("HYPERION_DATA")
     return expanded(named) if named else project_root() / "data"
 
 
 def silent_hosts_folder() -> Path | None:
-    """Folder in which the processes of one `make reproduce` tell each other which hosts are silent; None outside of one."""
+    """Return the folder where the processes of one `make reproduce` record unreachable hosts; None outside `make reproduce`."""
     named = os.environ.get(SILENT_HOSTS)
     return Path(named) if named else None
 
 
 def reference_folder() -> Path:
-    """Folder of the committed reference results, one folder a machine."""
+    """Return the folder of the committed reference results, with one folder for each machine."""
     return project_root() / "results" / "reference"
 
 
@@ -67,7 +67,7 @@ def expanded(name: str) -> Path:
     """Return the path with a leading ~ replaced by the home folder.
 
     Raises:
-        HyperionError: the home folder is not known: HOME is not set and the user has no entry in the password file.
+        HyperionError: the home folder is unknown: HOME is not set and the user has no entry in the password file.
     """
     with contextlib.suppress(RuntimeError):
         path = Path(name).expanduser()
@@ -79,7 +79,7 @@ def expanded(name: str) -> Path:
 
 
 def home_folder() -> Path:
-    """Return the user's home folder; where it is not known, the folder of temporary files."""
+    """Return the user's home folder; if it is unknown, the folder of temporary files."""
     with contextlib.suppress(RuntimeError):
         if Path.home() != Path(NO_HOME):
             return Path.home()

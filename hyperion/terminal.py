@@ -1,9 +1,10 @@
-"""The command line's streams: print what is safe to print, and end without a traceback whatever the streams are.
+"""Standard streams of the commands: print text safely, and end without a traceback even if a stream is closed.
 
 Standard library only: `hyperion.install` uses it before there is an environment.
 """
 
 import functools
+import io
 import os
 import select
 import sys
@@ -17,24 +18,24 @@ INTERRUPTED, READER_GONE = 130, 141  # as shells report SIGINT and SIGPIPE
 
 
 def say(text: str) -> None:
-    """Print a line that may hold text of files or of other users: control characters are escaped."""
+    """Print a line with control characters escaped: it may contain text from files or other users."""
     print(printable(text), flush=True)
 
 
 @functools.cache
 def notice(text: str) -> None:
-    """Print a notice to standard error, control characters escaped; the same text once a process."""
+    """Print a notice to standard error with control characters escaped, each text once per process."""
     _print_error(f"hyperion: NOTICE: {text}")
 
 
 def run_command(command: Callable[[], int], prefix: str = "hyperion") -> int:
     """Run a command line and return its exit code; errors that a user can correct are printed with their next step.
 
-    Closed streams lead to os.devnull. Characters that the terminal's encoding lacks are printed as escapes. A reader of
-    standard output that ends first (`| head -1`) ends the command silently, with exit code 141.
+    Closed streams are replaced by os.devnull. Characters that the terminal's encoding lacks are printed as escapes. If the
+    reader of standard output ends first (`| head -1`), the command ends silently with exit code 141.
 
     Args:
-        prefix: of error messages.
+        prefix: start of error messages.
     """
     _prepare_streams()
     _prepare_home()
@@ -62,7 +63,7 @@ def _print_error(text: str) -> None:
 
 
 def _prepare_streams() -> None:
-    # The next files opened would get the numbers of closed streams, and children would print into them.
+    # Files opened later would get the numbers of closed streams, and child processes would print into them.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -72,12 +73,12 @@ def _prepare_streams() -> None:
             setattr(sys, name, stream)
             setattr(sys, f"__{name}__", stream)
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # not where a test or a notebook put an object of its own
+        if isinstance(stream, io.TextIOWrapper):  # tests and notebooks replace the streams by other objects
             stream.reconfigure(errors="backslashreplace")
 
 
 def _prepare_home() -> None:
-    """Without HOME and without an entry in the password file, Jupyter's and other libraries fail when they are imported."""
+    """Set HOME if it is unknown: otherwise the import of Jupyter and other libraries fails."""
     if os.path.expanduser("~") == "~":
         os.environ["HOME"] = NO_HOME
 
@@ -89,7 +90,7 @@ def _reader_gone() -> bool:
 
 
 def _drop_output() -> None:
-    """Python flushes standard output once more when it ends: what cannot be written must not fail again there."""
+    """Redirect standard output to os.devnull if it cannot be flushed: Python flushes it again at exit and would fail again."""
     try:
         sys.stdout.flush()
     except OSError:

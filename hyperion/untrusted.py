@@ -1,8 +1,8 @@
-"""Read files that somebody else may have written: names stay in their folder, reads are bounded, text is safe to print.
+"""Read files from other people safely: names stay in their folder, reads are bounded, text is safe to print.
 
-A run folder, a checkpoint, a passport or a data mirror may come from another machine or another person. Every reader of
-such files goes through this module, so that none of them follows a name out of its folder, waits for ever on a named pipe
-or a device, or fills the memory.
+A run folder, a checkpoint, a passport or a data mirror may come from another machine or another person. All readers of such
+files use this module, so that no reader follows a name out of its folder, blocks on a named pipe or a device, or exhausts the
+memory.
 
 Standard library only: `hyperion.install` uses it before there is an environment.
 """
@@ -20,26 +20,25 @@ from typing import Any, BinaryIO, TypeVar
 from hyperion.errors import HyperionError
 from hyperion.units import MIB
 
-DEEPEST = 100  # levels of nesting in a JSON document; ours have fewer than ten
-DOCUMENT_BYTES = 64 * MIB  # a JSON, CSV or TOML document of ours is a few MiB; more is not ours
+DEEPEST = 100  # levels of nesting in a JSON document; Hyperion writes fewer than ten
+DOCUMENT_BYTES = 64 * MIB  # Hyperion writes JSON, CSV and TOML documents of a few MiB
 _PIECE_BYTES = MIB
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 Error = TypeVar("Error", bound=HyperionError)
 
 
 def inner_path(folder: Path, name: object, error: type[Error], next_step: str, links: bool = False) -> Path:
-    """Return `folder / name`, for a name that a file gave us.
+    """Return `folder / name` for a name that was read from a file.
 
     Args:
-        folder: the folder that the name must stay in; it may itself be reached through a link.
+        folder: the folder that the name must stay in; the folder itself may be a link.
         name: a relative POSIX path such as "samples/03.gemm.parquet".
         error: class of the error to raise.
-        next_step: what the user should do with a folder that holds such a name.
-        links: symbolic links are followed: for reading a folder that the user named, such as a Hugging Face cache, whose
-            files are links.
+        next_step: what the user should do with a folder that contains a bad name.
+        links: allow symbolic links, to read a folder that the user named, such as a Hugging Face cache, whose files are links.
 
     Raises:
-        error: the name is no string, is empty or absolute, has a component "", "." or "..", holds a control character, or
+        error: the name is no string, is empty or absolute, has a component "", "." or "..", contains a control character, or
             one of its components is a symbolic link.
     """
     where = Path(folder)
@@ -57,13 +56,13 @@ def inner_path(folder: Path, name: object, error: type[Error], next_step: str, l
 
 
 def open_regular(path: Path, error: type[Error], next_step: str) -> BinaryIO:
-    """Open a regular file for reading in binary mode, without waiting.
+    """Open a regular file for reading in binary mode, without blocking.
 
     Raises:
         error: it is a named pipe, a device, a socket or a folder.
-        OSError: there is no such file, or it may not be read.
+        OSError: the file is missing or may not be read.
     """
-    # Without O_NONBLOCK, opening a named pipe waits until somebody writes to it.
+    # Without O_NONBLOCK, opening a named pipe blocks until a process writes to it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         mode = os.fstat(descriptor).st_mode
@@ -80,12 +79,12 @@ def read_bounded(path: Path, error: type[Error], next_step: str, limit_bytes: in
 
     Raises:
         error: it is not a regular file, or it is larger.
-        OSError: there is no such file, or it may not be read.
+        OSError: the file is missing or may not be read.
     """
     content = bytearray()
     with open_regular(path, error, next_step) as file:
-        # Not by the file's size: a file in /proc has none, and one may grow. In pieces, since a read of the whole limit takes
-        # that much memory for the smallest file.
+        # The file's size does not help: files in /proc have none, and a file may grow. In pieces, because a single read of the
+        # limit allocates that much memory even for a small file.
         while piece := file.read(_PIECE_BYTES):
             content += piece
             if len(content) > limit_bytes:
@@ -104,7 +103,7 @@ def parse_json(content: bytes | str, error: type[Error], next_step: str, where: 
         document = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
         _require_shallow(document)
         if _SURROGATE.search(text):
-            # Half of a surrogate pair is a text that can be neither written nor printed.
+            # Text with half of a surrogate pair can be neither written nor printed. encode() raises a ValueError.
             json.dumps(document, ensure_ascii=False).encode()
         return document
     except RecursionError:
@@ -118,15 +117,15 @@ def read_json(path: Path, error: type[Error], next_step: str, limit_bytes: int =
 
     Raises:
         error: as both of them.
-        OSError: there is no such file, or it may not be read.
+        OSError: the file is missing or may not be read.
     """
     return parse_json(read_bounded(path, error, next_step, limit_bytes), error, next_step, where=path)
 
 
 def is_private(folder: Path) -> bool:
-    """Make a folder with mode 0700 if nothing has its name; return True if nobody but this user can write to it.
+    """Make a folder with mode 0700 if it does not exist; return True if only this user can write to it.
 
-    A link, a file, a folder of another owner and one that its group or others may write to are not private.
+    A link, a file, a folder of another owner, and a folder that its group or others may write to are not private.
 
     Raises:
         OSError: the folder cannot be made.
@@ -138,14 +137,14 @@ def is_private(folder: Path) -> bool:
 
 
 def printable(text: str) -> str:
-    """Return `text` with control characters escaped (\\x1b, \\u202e), so that a terminal shows them and obeys none.
+    """Return `text` with control characters escaped (\\x1b, \\u202e), so that a terminal shows them and does not obey them.
 
-    Newlines and tabs are kept. Characters that reorder text are escaped too, and bytes that were no UTF-8.
+    Newlines and tabs are kept. Characters that reorder text and bytes that are no UTF-8 are escaped too.
     """
-    return "".join(map(_shown, text))
+    return "".join(map(_escaped, text))
 
 
-def _shown(character: str) -> str:
+def _escaped(character: str) -> str:
     if character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf", "Cs"):
         return character
     return character.encode("unicode_escape", "surrogatepass").decode()
@@ -156,7 +155,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(document) < len(pairs):
         seen: set[str] = set()
         doubled = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ValueError(f"key {doubled!r} stands twice in one object")
+        raise ValueError(f"key {doubled!r} occurs twice in one object")
     return document
 
 
@@ -168,7 +167,7 @@ def _finite(text: str) -> float:
 
 
 def _require_shallow(document: Any) -> None:
-    # Level by level: what is nested more deeply would end some later recursive reader.
+    # Level by level, because recursion itself would fail on deep nesting, as would later recursive readers.
     level = [document]
     for _ in range(DEEPEST):
         containers = [node for node in level if isinstance(node, dict | list)]

@@ -9,13 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hyperion.processes.starting import fork_server_running
-
 # Tests share the cores with each other: OpenMP threads that spin while they wait would slow all of them several times.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# As in `make reproduce`, so that one fork server serves workers and kernels alike.
-os.environ.setdefault("PYTHONNOUSERSITE", "1")
-
 
 # The README's commands run the whole book, and the others start many processes: a worker is not to begin them last.
 _LONGEST = ("test_readme.py", "test_readme_commands.py", "test_driver.py", "test_bad_input.py", "test_distributed_command.py")
@@ -25,13 +20,6 @@ def pytest_collection_modifyitems(items):
     """Files of the longest tests begin first, so that the workers end together."""
     place = {name: number for number, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(_LONGEST)))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def fork_server() -> Iterator[None]:
-    """Workers are forked from a process that has imported PyTorch, as in `make reproduce`: hundreds begin in these tests."""
-    with fork_server_running():
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ ROOMS = (
     "processes",
     "measure",
     "data",
+    "kernels",
     "models",
     "parallel",
     "checkpoints",

@@ -12,9 +12,10 @@ import pytest
 from hyperion.chapter.context import Context
 from hyperion.chapter.isolated import run_isolated
 from hyperion.processes import JobError
-from hyperion.processes.starting import SOCKET
 from hyperion.results import Run
 from tests.reproduce.small_book import recording, write_notebook
+
+pytestmark = pytest.mark.process
 
 LIBRARY = Path(__file__).resolve().parents[1]
 
@@ -33,7 +34,7 @@ def hyperion(checkout, tmp_path):
     """The command in the small checkout, with results, data and variables of its own, and no network."""
 
     def call(*arguments: str, **variables: object) -> subprocess.CompletedProcess:
-        ours = [name for name in os.environ if name.startswith("HYPERION_") and not name.startswith(SOCKET)]
+        ours = [name for name in os.environ if name.startswith("HYPERION_")]
         clean = {name: value for name, value in os.environ.items() if name not in ours}
         environment = clean | {"PYTHONPATH": str(LIBRARY), "OMP_NUM_THREADS": "1", "HYPERION_OFFLINE": "1"}
         environment |= {"HYPERION_DATA": str(tmp_path / "data"), "HYPERION_RESULTS": str(tmp_path / "results")}

@@ -10,6 +10,8 @@ import pytest
 from hyperion.data.store.staging import staged
 from hyperion.results import Row, Run
 
+pytestmark = pytest.mark.process
+
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 

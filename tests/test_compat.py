@@ -19,6 +19,7 @@ def run_fresh(code: str, *extra_path: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=180)
 
 
+@pytest.mark.process
 def test_torchvision_transformers_and_peft_import_and_a_model_runs():
     done = run_fresh("""
         from hyperion import compat
@@ -35,6 +36,7 @@ def test_torchvision_transformers_and_peft_import_and_a_model_runs():
     assert done.stdout.strip() == "(2, 10)"
 
 
+@pytest.mark.process
 def test_the_watcher_alone_covers_a_plain_import():
     done = run_fresh("""
         from hyperion import compat
@@ -46,6 +48,7 @@ def test_the_watcher_alone_covers_a_plain_import():
     assert done.stdout.strip() == "torchvision", done.stderr
 
 
+@pytest.mark.process
 def test_a_missing_operator_still_raises_torchvisions_own_reason():
     done = run_fresh("""
         from hyperion import compat
@@ -60,6 +63,7 @@ def test_a_missing_operator_still_raises_torchvisions_own_reason():
     assert done.stdout.strip() in ("True True", "False [0, 1]"), done.stdout + done.stderr
 
 
+@pytest.mark.process
 def test_a_torchvision_broken_otherwise_is_reported_with_its_cause(tmp_path):
     package = tmp_path / "torchvision"
     package.mkdir()

@@ -29,6 +29,7 @@ def count_up(path, times):
             path.write_text(str(number + 1))
 
 
+@pytest.mark.process
 def test_one_holder_at_a_time(tmp_path, file_system):
     counter = tmp_path / "counter"
     counter.write_text("0")
@@ -55,6 +56,7 @@ def die_holding(path):
     os._exit(0)
 
 
+@pytest.mark.process
 def test_a_dead_holders_lock_is_taken_over(tmp_path, file_system):
     worker = multiprocessing.get_context("fork").Process(target=die_holding, args=(tmp_path / "lock",))
     worker.start()

@@ -221,6 +221,7 @@ def test_this_machine_gets_a_passport_in_seconds(tmp_path):
     assert content["floors"]["unknown"].startswith("no floor is known for")
 
 
+@pytest.mark.process
 def test_the_command_checks_files_and_names_what_is_wrong(tmp_path):
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     good.write_text(json.dumps(GOOD))

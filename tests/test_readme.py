@@ -8,6 +8,8 @@ import pytest
 from hyperion.results import Run
 from tests.readme import commands, folders, needs_the_book, run
 
+pytestmark = pytest.mark.book
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):

@@ -33,6 +33,7 @@ def quick(command: str) -> bool:
     return not needs_the_book(command) and not command.startswith(("make test", "make lab", "torchrun", "python "))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("command", [c for c in commands() if quick(c)])
 def test_commands_that_need_no_run(command, place):
     done = run(command, place)
@@ -43,6 +44,7 @@ def test_commands_that_need_no_run(command, place):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("command", [c for c in commands() if c.startswith(("torchrun", "python "))])
 def test_the_distributed_commands_run_on_two_ranks(command, place):
     done = run(shortened(command), place)
@@ -61,6 +63,7 @@ def adapters_are_saved(said: str, results: Path) -> None:
     assert sorted(str(row.rank) for row in losses) == ["0", "1", "None"]
 
 
+@pytest.mark.process
 def test_make_lab_serves_on_loopback_with_a_token(place):
     server = subprocess.Popen(
         ["make", "lab"], cwd=ROOT, env=place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -83,6 +86,7 @@ def test_make_lab_serves_on_loopback_with_a_token(place):
         server.wait(30)
 
 
+@pytest.mark.process
 def test_python_blocks_run(place):
     for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
         done = subprocess.run([sys.executable, "-c", block], cwd=ROOT, env=place, capture_output=True, text=True)

@@ -60,16 +60,19 @@ def unknown_user(tmp_path):
     return {"PYTHONPATH": f"{tmp_path / 'nobody'}:{CHECKOUT}", "HOME": None, "USER": None, "LOGNAME": None}
 
 
+@pytest.mark.process
 def test_a_reader_that_ends_first_ends_the_command_silently(shell):
     done = shell("set -o pipefail; hyperion env | true")
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.process
 def test_a_full_device_for_output_is_an_error_with_a_next_step(shell):
     done = shell("hyperion env > /dev/full")
     assert done.returncode == 2 and "No space left" in done.stderr and "next:" in done.stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
 def test_closed_streams_do_not_stop_a_command(shell, tmp_path, closed):
     assert shell(f"hyperion env {closed}").returncode == 0
@@ -77,12 +80,14 @@ def test_closed_streams_do_not_stop_a_command(shell, tmp_path, closed):
     assert not list(tmp_path.glob("results/*"))
 
 
+@pytest.mark.process
 def test_characters_that_the_terminal_lacks_are_escaped(shell):
     done = shell("hyperion --help; hyperion verify 'r×n'", **ASCII)
     assert done.returncode == 2 and "no run 'r" in done.stderr
     assert shell("hyperion doctor > out; test $? -le 1", **ASCII).returncode == 0
 
 
+@pytest.mark.process
 def test_a_user_without_a_password_entry_and_without_a_home(shell, unknown_user):
     assert shell("hyperion env", **unknown_user).returncode == 0
     done = shell("hyperion verify nope", **{**unknown_user, "HYPERION_RESULTS": "~/results"})
@@ -93,11 +98,13 @@ def finished(book: Path) -> bool:
     return (book / "results/latest/notebooks/01_first.html").is_file()
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_chapter_runs_for_a_user_without_a_home_and_with_closed_streams(shell, book, unknown_user):
     assert shell("hyperion reproduce <&- >&- 2>&-", **unknown_user).returncode == 0 and finished(book)
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_chapter_runs_in_an_ascii_locale_with_a_home_that_cannot_be_written(shell, book):
     done = shell("hyperion reproduce", **ASCII, HOME="/proc/1", RANK="abc", WORLD_SIZE="-1")
@@ -105,12 +112,14 @@ def test_a_chapter_runs_in_an_ascii_locale_with_a_home_that_cannot_be_written(sh
     assert done.stdout.isascii()
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_a_reader_that_ends_first_ends_a_run_with_a_code_of_its_own(shell, book):
     done = shell("set -o pipefail; hyperion reproduce | true")
     assert (done.returncode, done.stderr) == (141, "") and not finished(book)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "variables", [{"RANK": "abc"}, {"RANK": "0", "WORLD_SIZE": "-1"}, {"LOCAL_RANK": "x"}, {"WORLD_SIZE": "1", "LOCAL_RANK": "y"}]
 )
@@ -118,6 +127,7 @@ def test_variables_of_torchrun_that_make_no_sense_do_not_matter_to_one_process(s
     assert shell("hyperion env", **variables).returncode == 0
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize(("variables", "told"), [({"RANK": "abc"}, "WORLD_SIZE"), ({"LOCAL_RANK": "x"}, "seed is -1")])
 def test_a_training_names_the_variable_or_the_seed_that_makes_no_sense(shell, variables, told):

@@ -4,7 +4,7 @@ from matplotlib.figure import Figure
 
 from hyperion.figures.material import Material
 from hyperion.figures.style import GRID, INK, add_notes, log_ticks, look, new_figure
-from hyperion.results import Prediction, Row, metric_named
+from hyperion.results import Prediction, Row
 
 _ARROWS = {"higher": " ↑", "lower": " ↓", "none": ""}
 _NOTE = (
@@ -26,8 +26,8 @@ def predictions(material: Material) -> Figure | None:
     axes.axhline(1, color=INK, linewidth=1)
     for position, metric in enumerate(metrics):
         points = [row for row in rows if row.metric == metric]
-        x, y = [row.value for row in points], [_promised(metric, row.predicted, row.value) for row in points]
-        axes.plot(x, y, linestyle="none", alpha=0.75, label=_label(metric), **look(metric, position))
+        x, y = [row.value for row in points], [_promised(row, row.predicted) for row in points]
+        axes.plot(x, y, linestyle="none", alpha=0.75, label=_label(points[0]), **look(metric, position))
     guesses = _guesses(material.predictions, rows)
     if guesses:
         axes.plot(*zip(*guesses, strict=True), linestyle="none", marker="*", markersize=11, color=INK, label="reader's guess")
@@ -45,15 +45,14 @@ def scored(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row.predicted and row.value and row.predicted > 0 and row.value > 0]
 
 
-def _promised(metric: str, foretold: float, measured: float) -> float:
-    """How many times better was foretold than came; of a metric that has no better, how many times more."""
-    return measured / foretold if metric_named(metric).direction == "lower" else foretold / measured
+def _promised(row: Row, predicted: float) -> float:
+    """Return the optimism of a prediction, above 1 if too optimistic; predicted / measured for a metric without direction."""
+    return row.value / predicted if row.definition.direction == "lower" else predicted / row.value
 
 
-def _label(metric: str) -> str:
-    known = metric_named(metric)
-    unit = "" if known.unit in ("1", "fraction") else f" [{known.unit}]"
-    return f"{metric}{unit}{_ARROWS[known.direction]}"
+def _label(row: Row) -> str:
+    unit = "" if row.unit in ("1", "fraction") else f" [{row.unit}]"
+    return f"{row.metric}{unit}{_ARROWS[row.definition.direction]}"
 
 
 def _guesses(written: list[Prediction], rows: list[Row]) -> list[tuple[float, float]]:
@@ -62,11 +61,5 @@ def _guesses(written: list[Prediction], rows: list[Row]) -> list[tuple[float, fl
     def key(entry: Prediction | Row) -> tuple:
         return (entry.experiment, entry.variant, entry.dtype, entry.metric, sorted(entry.params.items()))
 
-    measured = [(key(row), row.value) for row in rows]
-    return [
-        (value, _promised(p.metric, p.guess, value))
-        for p in written
-        if p.guess
-        for row_key, value in measured
-        if row_key == key(p)
-    ]
+    measured = [(key(row), row) for row in rows]
+    return [(row.value, _promised(row, p.guess)) for p in written if p.guess for row_key, row in measured if row_key == key(p)]

@@ -1,14 +1,17 @@
-"""Experiments: one module each, and the chapter through which a notebook predicts, runs and keeps them."""
+"""A chapter: how a notebook predicts, runs and keeps experiments, and how subjects and profiles are found."""
 
 from hyperion.chapter.chapter import Chapter, open_chapter, run_information
-from hyperion.chapter.context import Context, Forecast, Result
+from hyperion.chapter.context import Context, Experiment, Forecast, Result
+from hyperion.chapter.options import Options
 from hyperion.chapter.profiles import default_profile, load_profile, profile_names
 from hyperion.chapter.registry import experiment_named, experiment_names
 
 __all__ = [
     "Chapter",
     "Context",
+    "Experiment",
     "Forecast",
+    "Options",
     "Result",
     "default_profile",
     "experiment_named",

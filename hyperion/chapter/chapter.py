@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from tqdm.auto import tqdm
@@ -87,8 +88,16 @@ class Chapter:
         else:
             print(f"WARNING: undecided: {told} is not within {low:g} to {high:g} for certain. More samples would decide.")
 
+    def options(self, experiment: str) -> Any:
+        """Return an experiment's options, an instance of its own class of `Options`; see `sizes`.
+
+        Raises:
+            HyperionError: an unknown, missing or invalid option, by name.
+        """
+        return experiment_named(experiment).options.parse(self.sizes(experiment), experiment)
+
     def sizes(self, experiment: str) -> dict:
-        """What the profile says of an experiment; in replay, what it was measured with."""
+        """Return what the profile states for an experiment; in replay, what it was measured with."""
         if self.reference is not None:
             provenance, _ = measured_under(self.reference, self.notebook, experiment)
             return provenance["sizes"]

@@ -9,7 +9,7 @@ from hyperion.chapter.variants import run_variant
 
 def run_isolated(context: Context, report: Callable[[int, int, str], object]) -> Result:
     """Run the context's experiment in a worker process; its timeout is the profile's `timeout_s`, an hour unless named."""
-    return run_variant(context, report, "hyperion.chapter.isolated:run_experiment")
+    return run_variant(context, report, run_experiment)
 
 
 def run_experiment(context: Context, report: Callable[[int, int, str], object]) -> Result:

@@ -26,6 +26,7 @@ from types import ModuleType
 
 import hyperion
 from hyperion.errors import HyperionError
+from hyperion.results.metrics import register_metric
 
 ENTRY_POINTS = "hyperion.subjects"
 VARIABLE = "HYPERION_SUBJECTS"
@@ -38,7 +39,7 @@ class Subject:
 
     Args:
         name: name of its folder.
-        package: its dotted name, "hyperion.experiments.scaling".
+        package: its dotted name, "hyperion.experiments.scaling.scaling".
         folder: where its files are.
     """
 
@@ -94,8 +95,6 @@ def subjects() -> tuple[Subject, ...]:
                 next_step="rename the folder of one of them",
             )
         for metric in subject.module("metrics").METRICS if "metrics" in subject.modules else ():
-            from hyperion.results.metrics import register_metric
-
             register_metric(metric)
     return tuple(by_name.values())
 

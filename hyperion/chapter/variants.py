@@ -1,6 +1,5 @@
 """Variants of one experiment, each in a process of its own, so that no variant's memory or settings reach another."""
 
-import importlib
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -10,24 +9,19 @@ import pandas as pd
 from hyperion.chapter.context import Context, Result
 from hyperion.chapter.subjects import subjects
 from hyperion.processes import Job, report_progress, run_job, run_ranks
+from hyperion.processes.job import entry_of, load_entry
 from hyperion.results import rows_from_csv, rows_to_csv
+from hyperion.results.rows import own_metrics, own_metrics_from_json, own_metrics_to_json
 
 Report = Callable[[int, int, str], object]
 
-# Slow libraries, for `preload`.
-COMPILER = ("torch._inductor.compile_fx",)
-LLAMA = ("transformers.models.llama.modeling_llama", "peft")
 
-
-def run_variant(
-    context: Context, report: Report, function: str, params: dict | None = None, preload: tuple[str, ...] = ()
-) -> Result:
+def run_variant(context: Context, report: Report, function: Callable[..., Result], params: dict | None = None) -> Result:
     """Call `function(context, report, **params) -> Result` in a fresh process.
 
     Args:
-        function: "package.module:name".
+        function: defined at the top level of a module, from which the worker imports it.
         params: JSON-able keyword arguments.
-        preload: as in `Job`.
 
     Raises:
         JobError: the variant raised, was killed, or ran past the profile's `timeout_s` (an hour unless named).
@@ -35,22 +29,21 @@ def run_variant(
     context.workspace.mkdir(parents=True, exist_ok=True)
     samples_file = context.workspace / "samples.parquet"
     job = Job(
-        "hyperion.chapter.variants:run_in_worker",
-        {"context": packed(context), "function": function, "params": params or {}, "samples_file": str(samples_file)},
+        run_in_worker,
+        {"context": packed(context), "function": entry_of(function), "params": params or {}, "samples_file": str(samples_file)},
         timeout_s=context.sizes.get("timeout_s", 3600.0),
-        preload=preload,
     )
     answer = run_job(job, on_progress=report)
     return unpacked(answer, samples_file, context.experiment)
 
 
 def run_on_ranks(
-    context: Context, report: Report, function: str, params: dict | None = None, *, ranks: int, preload: tuple[str, ...] = ()
+    context: Context, report: Report, function: Callable[..., Result], params: dict | None = None, *, ranks: int
 ) -> list[Result]:
     """Call `function(context, report, **params) -> Result` on every rank of a process group; the results in rank order.
 
     Args:
-        function, params, preload: as in `run_variant`. A rank finds its place with `hyperion.processes.world()`, and
+        function, params: as in `run_variant`. A rank finds its place with `hyperion.processes.world()`, and
             `context.device` is its device.
         ranks: from 1.
 
@@ -60,13 +53,12 @@ def run_on_ranks(
     context.workspace.mkdir(parents=True, exist_ok=True)
     samples_file = context.workspace / "samples.parquet"
     job = Job(
-        "hyperion.chapter.variants:run_on_rank",
-        {"context": packed(context), "function": function, "params": params or {}, "samples_file": str(samples_file)},
+        run_on_rank,
+        {"context": packed(context), "function": entry_of(function), "params": params or {}, "samples_file": str(samples_file)},
         timeout_s=context.sizes.get("timeout_s", 3600.0),
         ranks=ranks,
-        preload=preload,
     )
-    answers = run_ranks(job, on_progress=report, log_folder=context.workspace / "logs" / function.rpartition(":")[2])
+    answers = run_ranks(job, on_progress=report, log_folder=context.workspace / "logs" / function.__name__)
     return [unpacked(answer, _of_rank(samples_file, rank), context.experiment) for rank, answer in enumerate(answers)]
 
 
@@ -79,31 +71,37 @@ def merged(results: list[Result]) -> Result:
 
 
 def packed(context: Context) -> dict:
-    """A context as JSON-able values."""
-    return asdict(context) | {"workspace": str(context.workspace), "upstream": rows_to_csv(context.upstream)}
+    """Return a context as JSON-able values; the definitions of the upstream rows' own metrics go with them."""
+    metrics = own_metrics_to_json(own_metrics(context.upstream))
+    upstream = {"upstream": rows_to_csv(context.upstream), "upstream_metrics": metrics}
+    return asdict(context) | {"workspace": str(context.workspace)} | upstream
 
 
 def restored(settings: dict) -> Context:
     """The context that `packed` made values of."""
-    upstream = rows_from_csv(settings["upstream"], where="upstream rows")
-    return Context(**settings | {"workspace": Path(settings["workspace"]), "upstream": upstream})
+    metrics = own_metrics_from_json(settings["upstream_metrics"], where="upstream rows")
+    upstream = rows_from_csv(settings["upstream"], where="upstream rows", metrics=metrics)
+    others = {name: value for name, value in settings.items() if name != "upstream_metrics"}
+    return Context(**others | {"workspace": Path(settings["workspace"]), "upstream": upstream})
 
 
 def unpacked(answer: dict, samples_file: Path, experiment: str) -> Result:
     """The Result that a worker answered with; its samples file is taken away."""
     samples = pd.read_parquet(samples_file)
     samples_file.unlink()
-    rows = rows_from_csv(answer["rows"], where=f"answer of {experiment}", validated=False)
+    where = f"answer of {experiment}"
+    metrics = own_metrics_from_json(answer["metrics"], where)
+    rows = rows_from_csv(answer["rows"], where, validated=False, metrics=metrics)
     return Result(rows, samples, answer["source"])
 
 
 def run_in_worker(context: dict, function: str, params: dict, samples_file: str) -> dict:
     """The worker's entry: the variant's rows as CSV text, its samples in `samples_file`."""
     subjects()  # a function of a subject outside of the library is found by it
-    module, name = function.split(":")
-    result = getattr(importlib.import_module(module), name)(restored(context), report_progress, **params)
+    result = load_entry(function)(restored(context), report_progress, **params)
     result.samples.to_parquet(samples_file, index=False)
-    return {"rows": rows_to_csv(result.rows), "source": result.source}
+    metrics = own_metrics_to_json(own_metrics(result.rows))
+    return {"rows": rows_to_csv(result.rows), "metrics": metrics, "source": result.source}
 
 
 def run_on_rank(context: dict, function: str, params: dict, samples_file: str) -> dict:

@@ -1,10 +1,11 @@
-"""Folders step-00000100/ with a manifest: written whole or not at all, verified by size and sha256 before use.
+"""Checkpoint folders step-00000100/ with a manifest: written completely or not at all, verified by size and sha256.
 
-Whoever saves writes any files into the folder that `saving` yields (one state, or the many files of a sharded
-checkpoint); the hashes, the manifest and the rename that makes it a checkpoint happen here.
+`save` and `load` handle one state per process. For anything else, such as the many files of a sharded checkpoint, write the
+files into the folder that `saving` yields. This module computes the hashes, writes the manifest, and renames the folder,
+which makes it a checkpoint.
 
-With a process group up, every rank calls these functions together: rank 0 makes, seals and verifies the folder, and an
-error on any rank is raised on all.
+With a process group, all ranks call these functions together: rank 0 creates, seals and verifies the folder, and an error
+on one rank is raised on all.
 """
 
 import contextlib
@@ -20,11 +21,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hyperion.checkpoints.ranks import agreed, on_rank_0, rank_and_size
-from hyperion.checkpoints.states import EARLIER, CheckpointError
+from hyperion.checkpoints.states import EARLIER, CheckpointError, read_state, write_state
 from hyperion.errors import refused_write, require_number
 from hyperion.untrusted import inner_path, open_regular, printable, read_json
 
@@ -38,53 +40,102 @@ _NAME = re.compile(r"step-([0-9]{8,})")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint.
+
+    Attributes:
+        path: its folder.
+        step: optimizer steps done when it was saved.
+        state: the saved state, with tensors on the CPU.
+    """
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+
+
+def save(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
+    """Save a nested dict of tensors and JSON values as folder/step-<step>, and keep the newest `keep` checkpoints.
+
+    On many ranks the state of rank 0 is saved.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        CheckpointError: the state cannot be stored, or the folder cannot be written; earlier checkpoints are unchanged.
+    """
+    with saving(folder, step, keep) as new:
+        on_rank_0(lambda: write_state(new, state))
+    return checkpoint_path(folder, step)
+
+
+def load(path: Path) -> Checkpoint:
+    """Verify and read one checkpoint folder.
+
+    Raises:
+        CheckpointError: it does not match its manifest, or a file is malformed.
+    """
+    manifest = verify(path)
+    return Checkpoint(Path(path), int(manifest["step"]), agreed(lambda: read_state(path)))
+
+
+def load_latest(folder: Path) -> Checkpoint | None:
+    """Return the newest valid checkpoint of a folder, None if there is no checkpoint (see `newest_good` for refusals)."""
+    return newest_good(folder, load)
+
+
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Return the folder of the checkpoint of that step: step-00000100, with more digits from step 10^8 on."""
+    """Return the folder of the checkpoint of that step, such as step-00000100; steps from 10^8 on have more digits."""
     return Path(folder) / f"step-{step:08d}"
 
 
 def step_of(name: str) -> int | None:
-    """Return the step of a checkpoint folder's name; None for every name that `checkpoint_path` does not give."""
-    found = _NAME.fullmatch(name)
-    step = int(found[1]) if found else None
+    """Return the step in the name of a checkpoint folder, None for a name that `checkpoint_path` does not return."""
+    match = _NAME.fullmatch(name)
     # step-0000000001 would be a second name of step 1.
-    return step if found and checkpoint_path(Path(), step).name == name else None
+    return int(match[1]) if match and checkpoint_path(Path(), int(match[1])).name == name else None
 
 
 @contextmanager
 def saving(folder: Path, step: int, keep: int = 2) -> Iterator[Path]:
-    """A new folder to write a checkpoint's files into; it becomes folder/step-<step> when the block ends without an
-    error on every rank.
+    """Yield a new folder for a checkpoint's files; rename it to folder/step-<step> if the block succeeds on every rank.
 
-    Until then, and after any error, the checkpoints that were there are untouched. Afterwards the new one and the newest
-    `keep - 1` others remain. Only checkpoints are removed: folders of the exact name whose manifest names the same step.
-    A folder of checkpoints belongs to one run at a time: what an earlier, killed save left unfinished is removed.
+    Until then, and after an error, existing checkpoints are unchanged. Afterwards the new one and the newest `keep - 1`
+    others remain. Only checkpoints are removed: folders with the exact name, whose manifest has the same step. Only one
+    run may use a folder of checkpoints at a time: unfinished folders of an earlier, killed save are removed.
 
-    Within the block each rank writes files of its own. What can fail on one rank while others go on to a collective
-    belongs into `agreed` (write_sharded sees to that): the others would wait for the one that left.
+    Inside the block each rank writes its own files. Wrap code that may fail on one rank while others enter a collective in
+    `agreed` (write_sharded does so): the others would wait forever for the failed rank.
 
     Raises:
-        HyperionError: a step or `keep` out of range.
-        CheckpointError: the folder cannot be written (full disk, no permission), or is not one folder for all ranks;
-            names it, the cause and the failing rank.
+        HyperionError: `step` or `keep` is out of range.
+        CheckpointError: the folder cannot be written (full disk, no permission), or is not shared by all ranks; names the
+            folder, the cause and the failing rank.
     """
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
         require_number(name, value, "saving a checkpoint", whole=True, at_least=least)
     folder, step, keep = Path(folder), int(step), int(keep)
     target = checkpoint_path(folder, step)
     new = folder / f"{UNFINISHED}{target.name}"
+    error: Exception | None = None
+
+    def raise_error() -> None:
+        if error is not None:
+            raise error
+
     try:
         on_rank_0(lambda: _begin(new, step))
         agreed(lambda: _require_shared(new))
-        fault = None
         try:
-            with _explained(folder, step):
+            with _explain_os_errors(folder, step):
                 yield new
-        except Exception as error:
-            if getattr(error, "on_all_ranks", False):
+        except Exception as raised:
+            if getattr(raised, "on_all_ranks", False):
                 raise
-            fault = error
-        agreed(lambda: _raise(fault))
+            error = raised
+        agreed(raise_error)  # an error on one rank is raised on all
         on_rank_0(lambda: _finish(new, target, step, keep))
     except BaseException:
         if rank_and_size()[0] == 0:
@@ -93,10 +144,10 @@ def saving(folder: Path, step: int, keep: int = 2) -> Iterator[Path]:
 
 
 def require_writable(folder: Path) -> None:
-    """Make the folder if it is missing, and write a file into it: what a first checkpoint would find out hours later.
+    """Create the folder if it is missing and write a test file, so that training does not fail at its first checkpoint.
 
     Raises:
-        CheckpointError: it cannot be made or written to, or is not one folder for all ranks.
+        CheckpointError: it cannot be created or written to, or is not shared by all ranks.
     """
     folder = Path(folder)
 
@@ -110,9 +161,9 @@ def require_writable(folder: Path) -> None:
                 error,
                 CheckpointError,
                 where=folder,
-                elsewhere="name another checkpoint folder",
-                action="no checkpoint could be written",
-                kept="nothing was trained",
+                elsewhere="choose another checkpoint folder",
+                action="cannot write checkpoints",
+                kept="training has not started",
             ) from error
 
     on_rank_0(attempt)
@@ -120,20 +171,21 @@ def require_writable(folder: Path) -> None:
 
 
 def newest_good(folder: Path, read: Callable[[Path], T]) -> T | None:
-    """What `read` returns for the newest checkpoint it accepts; stderr names each newer one that it refused, and why.
+    """Return `read(path)` of the newest checkpoint that `read` accepts.
+
+    Prints each newer checkpoint that was refused, and the reason, to stderr.
 
     Args:
-        read: on many ranks it returns on all or raises the same CheckpointError on all, as `verify` and `read_sharded`
-            do.
+        read: returns on all ranks or raises the same CheckpointError on all, as `verify` and `read_sharded` do.
 
     Returns:
-        None when there is no checkpoint at all.
+        None if there is no checkpoint.
 
     Raises:
-        CheckpointError: there are checkpoints, and `read` refused every one; or the folder cannot be listed.
+        CheckpointError: `read` refused every checkpoint, or the folder cannot be listed.
     """
     refused = []
-    for path in on_rank_0(lambda: _found(Path(folder))):
+    for path in on_rank_0(lambda: _checkpoint_paths(Path(folder))):
         try:
             on_rank_0(lambda path=path: _require_folder(path))
             return read(path)
@@ -143,23 +195,23 @@ def newest_good(folder: Path, read: Callable[[Path], T]) -> T | None:
                 print(printable(f"WARNING: checkpoint refused: {path}. {error}"), file=sys.stderr)
     if refused:
         raise CheckpointError(
-            f"none of {len(refused)} checkpoints can be used; the newest: {refused[0].what}",
+            f"none of the {len(refused)} checkpoints can be used; the newest: {refused[0].what}",
             where=refused[0].where,
-            next_step=f"restore {folder} from a copy, or remove it to start from the beginning",
+            next_step=f"restore {folder} from a copy, or remove it to train from the beginning",
         )
     return None
 
 
 def verify(path: Path) -> dict:
-    """Check one checkpoint folder against its manifest: every file, no other file, sizes, sha256.
+    """Check that a checkpoint folder holds exactly the files of its manifest, with their sizes and sha256.
 
-    On many ranks rank 0 reads the files, once; every rank gets its answer.
+    On many ranks only rank 0 reads the files; all ranks get the result.
 
     Returns:
         The manifest.
 
     Raises:
-        CheckpointError: names the file and what is wrong with it.
+        CheckpointError: names the file and the problem.
     """
     return on_rank_0(lambda: _verified(Path(path)))
 
@@ -170,59 +222,63 @@ def _verified(path: Path) -> dict:
         entries, present = manifest["files"], _files(path)
         for name in sorted(present | entries.keys()):
             if name not in entries:
-                raise CheckpointError("a file that the manifest does not list", where=path / name, next_step=EARLIER)
+                raise CheckpointError("the manifest does not list this file", where=path / name, next_step=EARLIER)
             if name not in present:
-                raise CheckpointError("a file that the manifest lists is missing", where=path / name, next_step=EARLIER)
+                raise CheckpointError("a file listed in the manifest is missing", where=path / name, next_step=EARLIER)
             size = entries[name]["bytes"]
-            if (found := (path / name).lstat().st_size) != size:
-                raise CheckpointError(f"{found} bytes instead of {size}: cut off or edited", where=path / name, next_step=EARLIER)
+            if (present_size := (path / name).lstat().st_size) != size:
+                raise CheckpointError(
+                    f"the file has {present_size} bytes instead of {size}: truncated or modified",
+                    where=path / name,
+                    next_step=EARLIER,
+                )
         for name, digest in _digests(path, sorted(entries)).items():
             if digest != entries[name]["sha256"]:
                 raise CheckpointError(
-                    "the sha256 differs from the manifest's: edited or damaged", where=path / name, next_step=EARLIER
+                    "the sha256 differs from the manifest: modified or damaged", where=path / name, next_step=EARLIER
                 )
     except OSError as error:
-        raise CheckpointError(f"it cannot be read: {error}", where=path, next_step=EARLIER) from error
+        raise CheckpointError(f"the checkpoint cannot be read: {error}", where=path, next_step=EARLIER) from error
     return manifest
 
 
 def _manifest(path: Path) -> dict:
-    """The manifest of one checkpoint folder, with every field of its type and the step that the folder's name says.
+    """Return the manifest of a checkpoint folder, after checking the type of every field and the step.
 
     Raises:
-        CheckpointError: it is missing, or is not a manifest of this folder.
+        CheckpointError: it is missing, malformed, or of another folder.
     """
     place = inner_path(path, MANIFEST, CheckpointError, EARLIER)
 
-    def refused(what: str) -> CheckpointError:
+    def refusal(what: str) -> CheckpointError:
         return CheckpointError(what, where=place, next_step=EARLIER)
 
     try:
         manifest = read_json(place, CheckpointError, EARLIER)
     except (OSError, CheckpointError) as error:
-        told = error.what if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        raise refused(f"the manifest cannot be read ({told})") from error
+        reason = error.what if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        raise refusal(f"the manifest cannot be read ({reason})") from error
     if not isinstance(manifest, dict):
-        raise refused("the manifest cannot be read (it is no JSON object)")
-    if (found := manifest.get("format")) != FORMAT:
-        raise refused(f"format {found!r} is not {FORMAT}")
+        raise refusal("the manifest cannot be read (not a JSON object)")
+    if manifest.get("format") != FORMAT:
+        raise refusal(f"the format is {manifest.get('format')!r}, not {FORMAT!r}")
     if manifest.keys() != {"format", "step", "files"}:
-        raise refused(f"the manifest has the fields {sorted(manifest)} instead of files, format and step")
+        raise refusal(f"the manifest has the fields {sorted(manifest)} instead of files, format and step")
     step, files = manifest["step"], manifest["files"]
     if not _is_count(step):
-        raise refused(f"the manifest's step is {step!r}, not a whole number from 0")
+        raise refusal(f"the manifest's step is {step!r}, not a whole number of 0 or more")
     if (named := step_of(path.name)) is not None and named != step:
-        raise refused(f"the folder is named {path.name}, and its manifest is of step {step}")
+        raise refusal(f"the folder is named {path.name}, but its manifest is of step {step}")
     if not isinstance(files, dict):
-        raise refused("the manifest's files are no JSON object")
+        raise refusal("the manifest's files are not a JSON object")
     for name, entry in files.items():
         inner_path(path, name, CheckpointError, EARLIER)
         if not isinstance(entry, dict) or entry.keys() != {"bytes", "sha256"}:
-            raise refused(f"the manifest's entry of {name!r} is not an object of bytes and sha256")
+            raise refusal(f"the manifest's entry for {name!r} is not an object with bytes and sha256")
         if not _is_count(entry["bytes"]):
-            raise refused(f"the manifest's entry of {name!r} has bytes {entry['bytes']!r}")
+            raise refusal(f"the manifest's entry for {name!r} has bytes {entry['bytes']!r}")
         if not isinstance(entry["sha256"], str) or not _SHA256.fullmatch(entry["sha256"]):
-            raise refused(f"the manifest's entry of {name!r} has no sha256 of 64 hexadecimal digits")
+            raise refusal(f"the manifest's entry for {name!r} has no sha256 of 64 hexadecimal digits")
     return manifest
 
 
@@ -231,8 +287,8 @@ def _is_count(value: object) -> bool:
 
 
 def _begin(new: Path, step: int) -> None:
-    """An empty folder to write into; what a killed save left is gone."""
-    with _explained(new.parent, step):
+    """Create an empty folder, after cleaning up what a killed save left."""
+    with _explain_os_errors(new.parent, step):
         _put_back(new.parent)
         for left_over in _ours(new.parent, UNFINISHED):
             shutil.rmtree(left_over)
@@ -240,7 +296,7 @@ def _begin(new: Path, step: int) -> None:
 
 
 def _put_back(folder: Path) -> None:
-    """A checkpoint that was being replaced by one of the same step when the process was killed gets its name again."""
+    """Restore the name of a checkpoint whose replacement by one of the same step was interrupted by a kill."""
     for replaced in _ours(folder, REPLACED):
         target = folder / replaced.name.removeprefix(REPLACED)
         if _is_checkpoint(target):
@@ -252,19 +308,14 @@ def _put_back(folder: Path) -> None:
 def _require_shared(new: Path) -> None:
     if not new.is_dir():
         raise CheckpointError(
-            "this rank does not see the folder that rank 0 made",
+            "this rank does not see the folder that rank 0 created",
             where=new,
-            next_step="name a checkpoint folder on a file system that all ranks share",
+            next_step="choose a checkpoint folder on a file system that all ranks share",
         )
 
 
-def _raise(fault: Exception | None) -> None:
-    if fault is not None:
-        raise fault
-
-
 @contextmanager
-def _explained(folder: Path, step: int) -> Iterator[None]:
+def _explain_os_errors(folder: Path, step: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -272,24 +323,24 @@ def _explained(folder: Path, step: int) -> Iterator[None]:
             error,
             CheckpointError,
             where=folder,
-            elsewhere="name another checkpoint folder",
-            action=f"the checkpoint of step {step} could not be written",
-            kept=f"the checkpoint of step {step} was not written, those before it are untouched",
+            elsewhere="choose another checkpoint folder",
+            action=f"cannot write the checkpoint of step {step}",
+            kept=f"the checkpoint of step {step} was not written; earlier ones are unchanged",
         ) from error
 
 
 def _finish(new: Path, target: Path, step: int, keep: int) -> None:
-    """Vouch for the files, give the folder its name, and remove what it replaces."""
+    """Write the manifest, rename the folder to its final name, and remove the checkpoints it replaces."""
     folder = target.parent
-    with _explained(folder, step):
+    with _explain_os_errors(folder, step):
         _seal(new, step)
         replaced = None
-        if _is_checkpoint(target):  # the same step again, after a resume: a folder cannot be renamed over another
+        if _is_checkpoint(target):  # the same step again, after a resume; a folder cannot be renamed onto another
             replaced = target.rename(folder / f"{REPLACED}{target.name}")
         elif os.path.lexists(target):
             _set_aside(target)
         new.rename(target)
-        for place in (folder, folder.parent):  # the folder itself may be new
+        for place in (folder, folder.parent):  # folder.parent, because the folder itself may be new
             _flush(place)
         others = [path for path in _newest_first(folder) if path != target and _is_checkpoint(path)]
         for old in ([replaced] if replaced else []) + others[keep - 1 :]:
@@ -297,14 +348,14 @@ def _finish(new: Path, target: Path, step: int, keep: int) -> None:
 
 
 def _set_aside(path: Path) -> None:
-    """Rename what has a checkpoint's name and is none, or none any more: it may be somebody's, and is not removed."""
+    """Rename something that has a checkpoint's name but is not a valid checkpoint; it may be wanted, so do not remove it."""
     aside = next(name for number in itertools.count(1) if not os.path.lexists(name := Path(f"{path}.aside-{number}")))
     path.rename(aside)
-    print(printable(f"WARNING: {path} is no checkpoint that can be read; it is {aside.name} now"), file=sys.stderr)
+    print(printable(f"WARNING: {path} is not a readable checkpoint; it was renamed to {aside.name}"), file=sys.stderr)
 
 
 def _seal(new: Path, step: int) -> None:
-    """Write the manifest of all files below, and force everything to the disk."""
+    """Write the manifest of all files in the folder, and flush everything to the disk."""
     digests = _digests(new, sorted(_files(new)))
     files = {name: {"bytes": (new / name).stat().st_size, "sha256": digest} for name, digest in digests.items()}
     manifest = {"format": FORMAT, "step": step, "files": files}
@@ -314,10 +365,10 @@ def _seal(new: Path, step: int) -> None:
 
 
 def _files(path: Path) -> set[str]:
-    """Relative names of all files of a checkpoint but its manifest.
+    """Return the relative names of all files of a checkpoint except its manifest.
 
     Raises:
-        CheckpointError: something is there that is neither a regular file nor a folder: a link, a named pipe.
+        CheckpointError: an entry is neither a regular file nor a folder: a link, a named pipe.
         OSError: a folder cannot be listed.
     """
     names, folders = set(), [path]
@@ -328,12 +379,12 @@ def _files(path: Path) -> set[str]:
             elif entry.is_file(follow_symlinks=False):
                 names.add(Path(entry.path).relative_to(path).as_posix())
             else:
-                raise CheckpointError("neither a regular file nor a folder", where=entry.path, next_step=EARLIER)
+                raise CheckpointError("this is neither a regular file nor a folder", where=entry.path, next_step=EARLIER)
     return names - {MANIFEST}
 
 
-def _found(folder: Path) -> list[Path]:
-    with contextlib.suppress(OSError):  # a folder that may only be read
+def _checkpoint_paths(folder: Path) -> list[Path]:
+    with contextlib.suppress(OSError):  # the folder may be read-only
         _put_back(folder)
     try:
         return _newest_first(folder)
@@ -341,17 +392,17 @@ def _found(folder: Path) -> list[Path]:
         raise CheckpointError(
             f"the folder of checkpoints cannot be listed: {error}",
             where=folder,
-            next_step="make it readable, or name another checkpoint folder",
+            next_step="make it readable, or choose another checkpoint folder",
         ) from error
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    """Everything that has a checkpoint's name, whatever it is."""
-    return sorted(_named(folder, ""), key=lambda path: step_of(path.name), reverse=True)
+    """Return every entry with a checkpoint's name, valid or not, the highest step first."""
+    return sorted(_named(folder, ""), key=lambda path: step_of(path.name) or 0, reverse=True)
 
 
 def _ours(folder: Path, prefix: str) -> list[Path]:
-    """Folders (links to folders are not) whose name is `prefix` and a checkpoint's name."""
+    """Return the folders (not links to folders) whose name is `prefix` followed by a checkpoint's name."""
     return [path for path in _named(folder, prefix) if stat.S_ISDIR(path.lstat().st_mode)]
 
 
@@ -364,7 +415,7 @@ def _named(folder: Path, prefix: str) -> list[Path]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether this library wrote it: a folder, not a link to one, with a manifest of the step that its name says."""
+    """Return True if this is a folder, not a link to one, with a manifest of the step in its name."""
     try:
         _require_folder(path)
         _manifest(path)
@@ -375,23 +426,25 @@ def _is_checkpoint(path: Path) -> bool:
 
 def _require_folder(path: Path) -> None:
     if os.path.islink(path) or not os.path.isdir(path):
-        what = "a symbolic link" if os.path.islink(path) else "a file"
-        raise CheckpointError(f"{what} where the folder of a checkpoint is expected", where=path, next_step="move it elsewhere")
+        kind = "a symbolic link" if os.path.islink(path) else "a file"
+        raise CheckpointError(f"this is {kind}, not the folder of a checkpoint", where=path, next_step="move it elsewhere")
 
 
 def _digests(path: Path, names: list[str]) -> dict[str, str]:
-    """sha256 by name; several files at once, because one core hashes slower than a disk array reads."""
+    """Return the sha256 of files by name; in threads, because one core hashes more slowly than a disk array reads."""
     with ThreadPoolExecutor(HASHING_THREADS) as threads:
-        return dict(zip(names, threads.map(lambda name: _sha256(path / name), names), strict=True))
+        return dict(zip(names, threads.map(lambda name: sha256_of(path / name, EARLIER), names), strict=True))
 
 
-def _sha256(path: Path) -> str:
-    with open_regular(path, CheckpointError, EARLIER) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256_of(path: Path, next_step: str) -> str:
+    """Return the sha256 of a regular file; an error names `next_step`."""
+    with open_regular(path, CheckpointError, next_step) as file:
+        # typeshed lacks BinaryIO here.
+        return hashlib.file_digest(file, "sha256").hexdigest()  # pyright: ignore[reportArgumentType]
 
 
 def _flush(path: Path) -> None:
-    """fsync a file, or a folder's entries."""
+    """fsync a file or the entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

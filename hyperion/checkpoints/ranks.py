@@ -1,10 +1,10 @@
-"""What one rank does for all, and faults of one rank that all ranks learn of: nobody waits for a rank that gave up.
+"""Work of one rank on behalf of all, and errors of one rank raised on all ranks, so that no rank waits for a failed one.
 
-On one process, without torch.distributed, everything here is a plain call.
+In a single process, without torch.distributed, these functions are plain calls.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -12,15 +12,17 @@ from hyperion.checkpoints.states import CheckpointError
 from hyperion.errors import HyperionError
 
 T = TypeVar("T")
+# The arguments of a HyperionError, which travel between ranks; exceptions themselves do not always survive pickling.
+Fault = dict[str, str | None]
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This rank and the number of ranks; 0 of 1 without a process group."""
+    """Return this rank and the number of ranks; (0, 1) without a process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
 def gathered(value: T) -> list[T]:
-    """The values of all ranks in rank order, on every rank. All ranks call it."""
+    """Return the values of all ranks in rank order, on every rank. All ranks call it."""
     _, size = rank_and_size()
     if size == 1:
         return [value]
@@ -30,70 +32,73 @@ def gathered(value: T) -> list[T]:
 
 
 def agreed(work: Callable[[], T]) -> T:
-    """Do this rank's own work, then learn how it went everywhere. All ranks call it.
+    """Run `work` on this rank, then exchange errors with all ranks. All ranks call it.
 
     Args:
-        work: holds no collective, so that an error within it leaves no other rank waiting.
+        work: contains no collective, so that an error inside does not leave other ranks waiting.
 
     Raises:
-        Exception: what `work` raised, on one process.
-        CheckpointError: on many ranks, the same one on all: the first failing rank's, with the ranks named unless all
-            failed alike.
+        Exception: in a single process, the exception of `work`.
+        CheckpointError: on many ranks, the same on all: the error of the first failing rank. It names the failing ranks
+            unless all failed with the same error.
     """
-    result, fault = None, None
+    result, error = None, None
     try:
         result = work()
-    except Exception as error:
+    except Exception as raised:
         if rank_and_size()[1] == 1:
             raise
-        fault = error
-    told = gathered(None if fault is None else _told(fault))
-    if any(told):
-        raise _one_error(told) from fault
-    return result
+        error = raised
+    faults = gathered(None if error is None else _fault(error))
+    if any(faults):
+        raise _first_fault(faults) from error
+    return cast(T, result)
 
 
 def on_rank_0(work: Callable[[], T]) -> T:
-    """Let rank 0 do the work; every rank gets its result (picklable), or its error as a CheckpointError. All ranks
-    call it.
+    """Run `work` on rank 0 and return its result (picklable) on every rank. All ranks call it.
+
+    Raises:
+        Exception: in a single process, the exception of `work`.
+        CheckpointError: on many ranks, the error of rank 0, on all ranks.
     """
     rank, size = rank_and_size()
     if size == 1:
         return work()
-    outcome, fault = None, None
+    outcome: tuple[T | None, Fault | None] = None, None
+    error = None
     if rank == 0:
         try:
-            outcome = (work(), None)
-        except Exception as error:
-            fault = error
-            outcome = (None, _told(error))
+            outcome = work(), None
+        except Exception as raised:
+            error = raised
+            outcome = None, _fault(raised)
     box = [outcome]
     dist.broadcast_object_list(box, src=0)
-    result, told = box[0]
-    if told is not None:
-        raise _everywhere(told) from fault
-    return result
+    result, fault = box[0]
+    if fault is not None:
+        raise _error_on_all(fault) from error
+    return cast(T, result)
 
 
-def _told(error: Exception) -> dict[str, str | None]:
-    """An error's parts as they travel between ranks; exceptions themselves do not always survive pickling."""
+def _fault(error: Exception) -> Fault:
     if isinstance(error, HyperionError):
         return error.as_dict()
     return {"what": f"{type(error).__name__}: {error}", "where": None, "next_step": "read that rank's traceback"}
 
 
-def _one_error(told: list[dict | None]) -> CheckpointError:
-    """The first failing rank's error in words that name the ranks."""
-    failed = [rank for rank, fault in enumerate(told) if fault is not None]
-    first = told[failed[0]]
-    if len(failed) == len(told) and all(fault == first for fault in told):
-        return _everywhere(first)
-    alike = [rank for rank in failed if told[rank]["what"] == first["what"]]
-    named = f"rank {alike[0]}" if len(alike) == 1 else f"ranks {', '.join(map(str, alike))}"
-    return _everywhere(first | {"what": f"{named} of {len(told)}: {first['what']}"})
+def _first_fault(faults: list[Fault | None]) -> CheckpointError:
+    """Return the error of the first failing rank, with the failing ranks named."""
+    failed = {rank: fault for rank, fault in enumerate(faults) if fault is not None}
+    first = next(iter(failed.values()))
+    if len(failed) == len(faults) and all(fault == first for fault in failed.values()):
+        return _error_on_all(first)
+    same = [rank for rank, fault in failed.items() if fault["what"] == first["what"]]
+    ranks = f"rank {same[0]}" if len(same) == 1 else f"ranks {', '.join(map(str, same))}"
+    return _error_on_all(first | {"what": f"{ranks} of {len(faults)}: {first['what']}"})
 
 
-def _everywhere(told: dict) -> CheckpointError:
-    error = CheckpointError(**told)
+def _error_on_all(fault: Fault) -> CheckpointError:
+    error = CheckpointError(str(fault["what"]), where=fault["where"], next_step=fault["next_step"])
     error.on_all_ranks = True
     return error

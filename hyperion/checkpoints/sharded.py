@@ -1,28 +1,30 @@
-"""A nested state of many ranks: each rank writes its own shards as safetensors, rank 0 everything else as JSON.
+"""A nested state of many ranks: each rank writes its shards as safetensors, rank 0 writes everything else as JSON.
 
-The shards are those of torch.distributed.checkpoint (DCP) in its safetensors form, which one process writes too: there is
-one format, whatever the number of ranks and the layout of the tensors, and each can be loaded into any other. DCP's usual
-form has its index in a pickle and its objects in torch.save files, which can run code; this one has neither.
+The shards are written by torch.distributed.checkpoint (DCP) in its safetensors format, also by a single process. So there is
+one format for every number of ranks and every layout of the tensors, and any layout can be loaded into any other. DCP's
+default format contains a pickled index and torch.save files, which can run code; this format contains neither.
 """
 
 import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from hyperion.checkpoints.ranks import agreed, on_rank_0, rank_and_size
-from hyperion.checkpoints.states import EARLIER, STATE, CheckpointError, looks_like, read_tree, reading, to_tree, write_tree
+from hyperion.checkpoints.states import EARLIER, STATE, CheckpointError, describe, read_tree, reading, to_tree, write_tree
 from hyperion.errors import refused_write
 from hyperion.untrusted import inner_path, open_regular
 
@@ -30,113 +32,112 @@ SHARDS = "*.safetensors"
 
 
 def write_sharded(folder: Path, state: dict[str, Any]) -> None:
-    """Write a state of this layout into an existing, empty folder. All ranks call it with states of the same structure.
+    """Write a state into an existing, empty folder. All ranks call it with states of the same structure.
 
     Args:
-        folder: one for all ranks; not made durable here (see `saving`).
-        state: as for write_state; tensors may be DTensors, of which each rank writes its shard. Plain tensors are taken
-            to be the same on all ranks and written once.
+        folder: shared by all ranks; not flushed to the disk here (see `saving`).
+        state: as for write_state. Of a DTensor each rank writes its shard. Plain tensors must be the same on all ranks and
+            are written once.
 
     Raises:
-        CheckpointError: on all ranks alike; names the rank that could not write, and why.
+        CheckpointError: on all ranks; names the rank that failed and the reason.
     """
     tensors: dict[str, Tensor] = {}
     storages: set[int] = set()
-    tree = agreed(lambda: to_tree(state, tensors, lambda tensor: _apart(tensor.detach(), storages)))
+    tree = agreed(lambda: to_tree(state, tensors, lambda tensor: _separate(tensor.detach(), storages)))
     writer = _Writer(str(folder), save_distributed=True)
-    _collectively(lambda alone: dcp.save(tensors, storage_writer=writer, no_dist=alone), folder)
-    agreed(writer.outcome)
+    _call_dcp(lambda alone: save(tensors, storage_writer=writer, no_dist=alone), folder)
+    agreed(writer.raise_error)
     on_rank_0(lambda: write_tree(folder, tree))
 
 
 def read_sharded(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Fill the tensors of a state of this layout from a folder that any other layout may have written. All ranks call
-    it.
+    """Read a state that any layout may have written into the tensors of `state`. All ranks call it.
 
     Args:
-        state: as write_sharded would be given it here and now; its tensors are overwritten.
+        state: the state of the present layout, as for write_sharded; its tensors are overwritten.
 
     Returns:
         The stored state, with the tensors of `state`.
 
     Raises:
-        CheckpointError: on all ranks alike: a file is missing or not of its format, or names, shapes or types of the
-            tensors differ. Nothing was overwritten unless a file broke while it was read.
+        CheckpointError: on all ranks: a file is missing or malformed, or names, shapes or dtypes of the tensors differ.
+            Nothing is overwritten unless a file changes while it is read.
     """
     tensors: dict[str, Tensor] = {}
     to_tree(state, tensors, Tensor.detach)
     stored = agreed(lambda: _stored_state(folder, tensors))
     reader = _Reader(str(folder))
-    _collectively(lambda alone: dcp.load(tensors, storage_reader=reader, no_dist=alone), folder)
-    agreed(reader.outcome)
+    _call_dcp(lambda alone: load(tensors, storage_reader=reader, no_dist=alone), folder)
+    agreed(reader.raise_error)
     return stored
 
 
-class _KeepsItsError:
-    """What fails on one rank within DCP travels to the others as a pickle, which not every error survives. It is kept
-    here instead, and told by `agreed` once all ranks have left DCP.
+class _StoresError:
+    """Stores an error of this rank until all ranks have left DCP; then `raise_error` raises it inside `agreed`.
+
+    DCP would send the error to the other ranks as a pickle, which not every exception survives.
     """
 
-    fault: Exception | None = None
+    error: Exception | None = None
 
     def attempt(self, work: Callable[[], Future]) -> Future:
         try:
             return work()
         except Exception as error:
-            self.fault = error
-            nothing: Future = Future()
-            nothing.set_result([])
-            return nothing
+            self.error = error
+            empty: Future = Future()
+            empty.set_result([])
+            return empty
 
 
-class _Writer(_KeepsItsError, HuggingFaceStorageWriter):
-    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future:
+class _Writer(_StoresError, HuggingFaceStorageWriter):
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future:
         return self.attempt(lambda: super(_Writer, self).write_data(plan, planner))
 
-    def outcome(self) -> None:
-        """Raises what went wrong on this rank."""
-        if isinstance(self.fault, OSError):
+    def raise_error(self) -> None:
+        if isinstance(self.error, OSError):
             raise refused_write(
-                self.fault,
+                self.error,
                 CheckpointError,
                 where=self.path,
-                elsewhere="name another checkpoint folder",
-                action="the tensors could not be written",
-                kept="no checkpoint was made",
-            ) from self.fault
-        if self.fault is not None:
-            raise self.fault
+                elsewhere="choose another checkpoint folder",
+                action="cannot write the tensors",
+                kept="no checkpoint was written",
+            ) from self.error
+        if self.error is not None:
+            raise self.error
 
 
-class _Reader(_KeepsItsError, HuggingFaceStorageReader):
-    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future:
+class _Reader(_StoresError, HuggingFaceStorageReader):
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future:
         return self.attempt(lambda: super(_Reader, self).read_data(plan, planner))
 
-    def outcome(self) -> None:
-        """Raises what went wrong on this rank."""
-        if self.fault is not None:
-            raise CheckpointError(
-                f"the tensors could not be read: {self.fault}", where=self.path, next_step=EARLIER
-            ) from self.fault
+    def raise_error(self) -> None:
+        if self.error is not None:
+            raise CheckpointError(f"cannot read the tensors: {self.error}", where=self.path, next_step=EARLIER) from self.error
 
 
-def _collectively(work: Callable[[bool], object], folder: Path) -> None:
-    """Call DCP, told whether this process is alone. Its own errors are raised on all ranks, but not as Exceptions."""
+def _call_dcp(call: Callable[[bool], object], folder: Path) -> None:
+    """Call torch.distributed.checkpoint with `no_dist=True` in a single process.
+
+    DCP raises its own errors on all ranks, as a CheckpointException, which is not an Exception.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         try:
-            work(rank_and_size()[1] == 1)
+            call(rank_and_size()[1] == 1)
         except CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
-            told = CheckpointError(
+            fault = CheckpointError(
                 f"rank {rank}: {type(cause).__name__}: {cause}", where=folder, next_step="read the traceback of that rank"
             )
-            told.on_all_ranks = True
-            raise told from error
+            fault.on_all_ranks = True
+            raise fault from error
 
 
-def _apart(tensor: Tensor, storages: set[int]) -> Tensor:
-    """The tensor as safetensors wants it: contiguous, and in a storage that no other tensor of the state is in."""
+def _separate(tensor: Tensor, storages: set[int]) -> Tensor:
+    """Return the tensor as safetensors needs it: contiguous, in a storage that no other tensor of the state uses."""
     tensor = tensor.contiguous()
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     place = local.untyped_storage().data_ptr()
@@ -147,36 +148,36 @@ def _apart(tensor: Tensor, storages: set[int]) -> Tensor:
 
 
 def _stored_state(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The stored state with these tensors in it, once every name, shape and type fits."""
+    """Return the stored state with these tensors, after checking that every name, shape and dtype matches."""
     stored = stored_tensors(folder)
     for name in sorted(set(stored) | set(tensors)):
         if name not in tensors:
-            raise _misfit(f"{name} is in the checkpoint, and this model and optimizer have none", folder)
+            raise _mismatch(f"{name} is in the checkpoint, but not in this model and optimizer", folder)
         if name not in stored:
-            raise _misfit(f"{name} is not in the checkpoint", folder)
-        found, wanted = (stored[name].size, stored[name].properties.dtype), (tensors[name].shape, tensors[name].dtype)
-        if found != wanted:
-            raise _misfit(f"{name} is {_described(*found)} there and {_described(*wanted)} here", folder)
+            raise _mismatch(f"{name} is not in the checkpoint", folder)
+        theirs, ours = (stored[name].size, stored[name].properties.dtype), (tensors[name].shape, tensors[name].dtype)
+        if theirs != ours:
+            raise _mismatch(f"{name} is {_format(*theirs)} in the checkpoint and {_format(*ours)} here", folder)
     return read_tree(folder, tensors)
 
 
 def stored_tensors(folder: Path, others: tuple[str, ...] = (STATE,)) -> dict[str, TensorStorageMetadata]:
-    """Shape and type of each tensor of a folder that write_sharded wrote, from the headers of its files.
+    """Return shape and dtype of each tensor of a folder that write_sharded wrote, from the headers of its files.
 
     Args:
-        others: names of the files that belong there and hold no tensors.
+        others: names of the files in the folder that hold no tensors.
 
     Raises:
-        CheckpointError: another file is there, one is damaged, or the shards of a tensor do not make it up: they overlap,
-            leave a part out, or have different types.
+        CheckpointError: there is another file, a file is damaged, or the shards of a tensor overlap, leave a gap, or have
+            different dtypes.
     """
     with reading(folder, "holds no shards"):
-        found = sorted(folder.iterdir())
-    if strange := [path for path in found if path.name not in others and not path.match(SHARDS)]:
+        files = sorted(folder.iterdir())
+    if unknown := [path for path in files if path.name not in others and not path.match(SHARDS)]:
         raise CheckpointError(
-            f"a file that is no part of a checkpoint: {looks_like(strange[0])}", where=strange[0], next_step=EARLIER
+            f"this file is not part of a checkpoint: {describe(unknown[0])}", where=unknown[0], next_step=EARLIER
         )
-    for path in found:
+    for path in files:
         inner_path(folder, path.name, CheckpointError, EARLIER)
         with reading(path, "holds no tensors"):
             open_regular(path, CheckpointError, EARLIER).close()
@@ -185,18 +186,19 @@ def stored_tensors(folder: Path, others: tuple[str, ...] = (STATE,)) -> dict[str
                     pass
     with reading(folder, "holds no shards of tensors"):
         metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
-        stored = metadata.state_dict_metadata
+        # safetensors files hold tensors only.
+        stored = cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)
         for index, piece in metadata.storage_data.items():
             if piece.dtype != stored[index.fqn].properties.dtype:
-                raise ValueError(f"the shards of {index.fqn} have different types")
+                raise ValueError(f"the shards of {index.fqn} have different dtypes")
         for name, whole in stored.items():
             if not _tile(whole):
-                raise ValueError(f"the shards of {name} overlap, or leave out a part of {list(whole.size)}")
+                raise ValueError(f"the shards of {name} overlap, or leave a gap in its shape {list(whole.size)}")
     return stored
 
 
 def _tile(whole: TensorStorageMetadata) -> bool:
-    """Whether the shards cover a tensor once: as many elements as it has, and no two shards meet."""
+    """Return True if the shards cover a tensor exactly once: as many elements as it has, and no two shards overlap."""
     shards = sorted((tuple(c.offsets), tuple(c.sizes)) for c in whole.chunks if math.prod(c.sizes))
     if any(len(offset) != len(size) or min(offset, default=0) < 0 for offset, size in shards):
         return False
@@ -205,19 +207,19 @@ def _tile(whole: TensorStorageMetadata) -> bool:
     for number, (offset, size) in enumerate(shards):
         for other, other_size in shards[number + 1 :]:
             if offset and other[0] >= offset[0] + size[0]:
-                break  # sorted by the first axis, which FSDP2 shards: the shards after it begin no earlier
+                break  # sorted by the first axis, which FSDP2 shards: later shards start no earlier
             if all(a < b + m and b < a + n for a, n, b, m in zip(offset, size, other, other_size, strict=True)):
                 return False
     return True
 
 
-def _described(shape: torch.Size, dtype: torch.dtype) -> str:
+def _format(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
-def _misfit(what: str, folder: Path) -> CheckpointError:
+def _mismatch(what: str, folder: Path) -> CheckpointError:
     return CheckpointError(
         f"the checkpoint does not fit this model and optimizer: {what}",
         where=folder,
-        next_step="use the configuration it was saved with, or another checkpoint folder",
+        next_step="use the configuration it was saved with, or choose another checkpoint folder",
     )

@@ -1,5 +1,6 @@
-"""A nested state as two files of one process: tensors as safetensors, everything else as JSON. Neither format can
-execute code.
+"""A nested state of one process in two files: tensors as safetensors, everything else as JSON.
+
+Neither format can execute code.
 """
 
 import contextlib
@@ -17,17 +18,17 @@ from hyperion.errors import HyperionError
 from hyperion.untrusted import inner_path, open_regular, read_json
 
 STATE = "state.json"
-STATE_BYTES = 2**28  # numbers and text: a history of millions of steps is a tenth of it
+STATE_BYTES = 2**28  # limit of state.json; the history of a million steps takes a tenth of it
 TENSORS = "tensors.safetensors"
-TENSOR_MARK = "$tensor"  # {"$tensor": name} in the JSON stands for the tensor of that name
-EARLIER = "remove this checkpoint; the one before it is used when there is one"
+TENSOR_MARK = "$tensor"  # {"$tensor": name} in the JSON refers to the tensor of that name
+EARLIER = "remove this checkpoint; the next start uses the one before it, if there is one"
 
 
 class CheckpointError(HyperionError):
-    """A checkpoint that cannot be written, or must not be used.
+    """A checkpoint cannot be written, or must not be used.
 
     Attributes:
-        on_all_ranks: every rank raised it at the same place, so that none waits for another.
+        on_all_ranks: True if every rank raised this error at the same place, so that no rank waits for another.
     """
 
     on_all_ranks = False
@@ -36,73 +37,75 @@ class CheckpointError(HyperionError):
 def write_state(folder: Path, state: dict[str, Any]) -> None:
     """Write state.json and tensors.safetensors into an existing folder.
 
+    The files are not flushed to the disk here; `saving` does that.
+
     Args:
-        folder: where to; not made here and not made durable here (see `saving`).
-        state: dicts with string keys, lists, tuples (read back as lists), None, bool, int, finite float, str and
-            tensors, nested.
+        state: nested dicts with string keys, lists, tuples (read back as lists), None, bool, int, finite float, str and
+            tensors.
 
     Raises:
-        CheckpointError: a value is none of these, or a float is not finite.
+        CheckpointError: a value has another type, a float is not finite, or the tensors cannot be written.
     """
     tensors: dict[str, torch.Tensor] = {}
-    # A copy of its own of each: safetensors refuses tensors that share storage, and training goes on while bytes are
-    # written.
+    # Copy each tensor, because safetensors refuses tensors that share storage.
     write_tree(folder, to_tree(state, tensors, own_copy))
     path = folder / TENSORS
     try:
         save_file(tensors, path)
-    except SafetensorError as error:  # a full disk arrives as this, not as OSError
+    except SafetensorError as error:  # raised for a full disk too, instead of OSError
         raise CheckpointError(
-            f"the tensors could not be written: {error}", where=path, next_step="free space, then start again"
+            f"cannot write the tensors: {error}", where=path, next_step="free disk space, then start again"
         ) from error
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The state that write_state wrote, tensors on the CPU.
+    """Return the state that write_state wrote, with tensors on the CPU.
 
     Raises:
-        CheckpointError: a file is missing or is not of its format, or the two do not belong together; the file and what
-            it looks like are named.
+        CheckpointError: a file is missing or malformed, or the two do not match; names the file and the problem.
     """
     return read_tree(folder, read_tensors(inner_path(folder, TENSORS, CheckpointError, EARLIER)))
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a safetensors file by name, on the CPU.
+    """Return all tensors of a safetensors file by name, on the CPU.
 
     Raises:
-        CheckpointError: it is missing, is not a regular file, or is damaged.
+        CheckpointError: the file is missing, not a regular file, or damaged.
     """
     with reading(path, "holds no tensors"):
-        open_regular(path, CheckpointError, EARLIER).close()  # load_file would wait for the writer of a named pipe
+        open_regular(path, CheckpointError, EARLIER).close()  # load_file would block on a named pipe
         return load_file(path)
 
 
 @contextlib.contextmanager
 def reading(path: Path, what: str) -> Iterator[None]:
-    """Raise a CheckpointError that says what the file looks like for whatever goes wrong inside.
+    """Turn any exception inside into a CheckpointError that describes the file.
 
-    A file that somebody has edited makes the readers of PyTorch, safetensors and JSON fail in any way: MemoryError,
-    RecursionError, KeyError, OverflowError. Calls of these readers alone belong inside, no code of the caller.
+    A modified file can make the readers of PyTorch, safetensors and JSON raise anything: MemoryError, RecursionError,
+    KeyError, OverflowError. Put only calls of these readers inside, none of the caller's own code.
+
+    Args:
+        what: the problem, as the predicate of a sentence about the file ("holds no tensors").
     """
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"{path.name} {what}: {looks_like(path, error)}", where=path, next_step=EARLIER) from error
+        raise CheckpointError(f"{path.name} {what}: {describe(path, error)}", where=path, next_step=EARLIER) from error
 
 
 def write_tree(folder: Path, tree: Any) -> None:
-    """Write what to_tree made as state.json.
+    """Write the result of to_tree as state.json.
 
     Raises:
-        CheckpointError: it is larger than what read_tree accepts.
+        CheckpointError: it is larger than read_tree accepts.
     """
     content = json.dumps(tree, allow_nan=False).encode()
     if len(content) > STATE_BYTES:
         raise CheckpointError(
-            f"numbers and text of {len(content) / 2**20:.0f} MiB, more than {STATE_BYTES / 2**20:.0f} MiB",
+            f"numbers and text take {len(content) / 2**20:.0f} MiB, more than {STATE_BYTES / 2**20:.0f} MiB",
             where=folder / STATE,
             next_step="store long series as tensors",
         )
@@ -110,10 +113,11 @@ def write_tree(folder: Path, tree: Any) -> None:
 
 
 def read_tree(folder: Path, tensors: dict[str, torch.Tensor]) -> Any:
-    """The state of state.json with these tensors in their places, each in exactly one.
+    """Return the state of state.json with the given tensors inserted, each at exactly one place.
 
     Raises:
-        CheckpointError: it is missing, is no JSON object, holds a number that is not finite, or names other tensors.
+        CheckpointError: the file is missing, is not a JSON object, contains a number that is not finite, or refers to
+            other tensors.
     """
     path = inner_path(folder, STATE, CheckpointError, EARLIER)
     placed: set[str] = set()
@@ -121,31 +125,35 @@ def read_tree(folder: Path, tensors: dict[str, torch.Tensor]) -> Any:
         tree = read_json(path, CheckpointError, EARLIER, STATE_BYTES)
         state = _from_tree(tree, tensors, placed, "")
     if not isinstance(state, dict):
-        raise _refused(path, f"holds a {type(state).__name__} instead of an object")
+        raise _refusal(path, f"holds a {type(state).__name__} instead of an object")
     if unnamed := sorted(tensors.keys() - placed):
-        raise _refused(path, f"names no place for the tensor {unnamed[0]!r}, which is stored")
+        raise _refusal(path, f"does not refer to the stored tensor {unnamed[0]!r}")
     return state
 
 
-def _refused(path: Path, what: str) -> CheckpointError:
+def _refusal(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{path.name} {what}", where=path, next_step=EARLIER)
 
 
-def to_tree(value: Any, tensors: dict[str, torch.Tensor], keep: Callable[[torch.Tensor], torch.Tensor], name: str = "") -> Any:
-    """`value` as JSON; `keep` of each of its tensors goes into `tensors` under the path that leads to it."""
+def to_tree(value: Any, tensors: dict[str, torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor], name: str = "") -> Any:
+    """Return `value` as JSON values, and put `copy(tensor)` of each tensor into `tensors` under the path to the tensor.
+
+    Raises:
+        CheckpointError: a value or key cannot be stored.
+    """
     if isinstance(value, torch.Tensor):
         if not name or name in tensors:  # the keys "a/b" and "a", "b" give one path
-            raise CheckpointError(f"two tensors of one path {name!r}", where="state", next_step="use keys without '/'")
-        tensors[name] = keep(value)
+            raise CheckpointError(f"two tensors have the path {name!r}", where="state", next_step="use keys without '/'")
+        tensors[name] = copy(value)
         return {TENSOR_MARK: name}
     if isinstance(value, dict):
         if wrong := [key for key in value if not isinstance(key, str) or key == TENSOR_MARK]:
             raise CheckpointError(
                 f"key {wrong[0]!r} cannot be stored", where=name or "state", next_step="use other strings as keys"
             )
-        return {key: to_tree(item, tensors, keep, f"{name}/{key}" if name else key) for key, item in value.items()}
+        return {key: to_tree(item, tensors, copy, f"{name}/{key}" if name else key) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [to_tree(item, tensors, keep, f"{name}/{index}") for index, item in enumerate(value)]
+        return [to_tree(item, tensors, copy, f"{name}/{index}") for index, item in enumerate(value)]
     if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value
     raise CheckpointError(
@@ -154,16 +162,16 @@ def to_tree(value: Any, tensors: dict[str, torch.Tensor], keep: Callable[[torch.
 
 
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy on the CPU that shares storage with nothing."""
+    """Return a contiguous copy on the CPU that shares its storage with no other tensor."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _from_tree(tree: Any, tensors: dict[str, torch.Tensor], placed: set[str], path: str) -> Any:
-    """`tree` with tensors for their marks; the names of these tensors are added to `placed`."""
+    """Return `tree` with marks replaced by tensors, and add the names of these tensors to `placed`."""
     if isinstance(tree, dict):
         if TENSOR_MARK in tree:
             if tree != {TENSOR_MARK: path}:  # to_tree names each tensor by the path that leads to it
-                raise ValueError(f"the place {path!r} holds {tree!r}, not the tensor of its name")
+                raise ValueError(f"{path!r} holds {tree!r}, not the tensor of that name")
             if path not in tensors:
                 raise ValueError(f"the tensor {path!r} is not stored")
             placed.add(path)
@@ -172,20 +180,20 @@ def _from_tree(tree: Any, tensors: dict[str, torch.Tensor], placed: set[str], pa
     if isinstance(tree, list):
         return [_from_tree(item, tensors, placed, f"{path}/{index}") for index, item in enumerate(tree)]
     if isinstance(tree, float) and not math.isfinite(tree):
-        raise ValueError(f"{path!r} is no finite number")  # 1e999 is JSON
+        raise ValueError(f"{path!r} is not a finite number")  # 1e999 is valid JSON
     return tree
 
 
-def looks_like(path: Path, error: Exception | None = None) -> str:
-    """What a file that could not be read is, in words."""
-    told = f"{type(error).__name__}: {error}" if error else "of an unknown format; it was not opened"
+def describe(path: Path, error: Exception | None = None) -> str:
+    """Return a description of a file that could not be read: missing, a pickle, or the error."""
+    description = f"{type(error).__name__}: {error}" if error else "the format is unknown; it was not opened"
     try:
         with open_regular(path, CheckpointError, EARLIER) as file:
             start = file.read(4)
     except FileNotFoundError:
         return "the file is missing"
-    except (OSError, CheckpointError):  # a folder, a named pipe, or nothing that may be read
-        return told
+    except (OSError, CheckpointError):  # a folder, a named pipe, or an unreadable file
+        return description
     if start[:1] == b"\x80" or start == b"PK\x03\x04":
-        return "it is a pickle (or a zip around one), which could run code; it was not opened"
-    return told
+        return "it is a pickle (or a zip with one), which could run code; it was not opened"
+    return description

@@ -1,23 +1,80 @@
-"""A model's weights from whatever file holds them: safetensors, a checkpoint of this library, or a state dict of torch.save."""
+"""Weights of a whole model in one file: export them for other programs, and read them from any usual format."""
 
-import hashlib
+import os
 import pickle
+import tempfile
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import torch
-import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
 
-from hyperion.checkpoints.folders import MANIFEST, verify
+from hyperion.checkpoints.folders import MANIFEST, sha256_of, verify
+from hyperion.checkpoints.ranks import on_rank_0
 from hyperion.checkpoints.sharded import stored_tensors
-from hyperion.checkpoints.states import STATE, CheckpointError, read_tensors, reading
-from hyperion.untrusted import open_regular
+from hyperion.checkpoints.states import STATE, CheckpointError, own_copy, read_tensors, reading
+from hyperion.errors import refused_write
+from hyperion.parallel import average_statistics
 
 _MODEL = "model/"
 _NESTED = ("model", "state_dict", "model_state_dict")
+_NAME_A_FILE = "name a file of weights or a checkpoint folder"
+
+
+def full_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return all tensors of the model by name on rank 0's CPU, without wrappers' prefixes; an empty dict on other ranks.
+
+    Gathering is a collective: all ranks call it.
+    """
+    average_statistics(model)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return cast(dict[str, Tensor], state)
+
+
+def export_model(model: nn.Module, path: Path) -> Path:
+    """Write the whole model as one safetensors file, completely or not at all. All ranks call it; rank 0 writes.
+
+    Args:
+        path: the file, usually with the suffix ".safetensors"; `model.load_state_dict(safetensors.torch.load_file(path))`
+            reads it without this library.
+
+    Raises:
+        CheckpointError: on all ranks: the file cannot be written.
+    """
+    path = Path(path)
+    state = full_state(model)
+    on_rank_0(lambda: _write_file(state, path))
+    return path
+
+
+def _write_file(state: dict[str, Tensor], path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # In a private folder: another user could place a link at a predictable name.
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as private:
+            new = Path(private) / path.name
+            save_file({name: own_copy(tensor) for name, tensor in state.items()}, new, metadata={"format": "pt"})
+            with new.open("rb") as file:
+                os.fsync(file.fileno())
+            new.replace(path)
+    except (OSError, SafetensorError) as error:
+        cause = error if isinstance(error, OSError) else OSError(str(error))  # a full disk raises SafetensorError
+        raise refused_write(
+            cause,
+            CheckpointError,
+            where=path,
+            elsewhere="choose another file",
+            action="cannot export the model",
+            kept="nothing was changed",
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -25,79 +82,73 @@ class Weights:
     """Tensors by name, on the CPU.
 
     Attributes:
-        path: the file or checkpoint folder that they were read from.
-        sha256: of the file; of a checkpoint folder that of its manifest, which holds the hash of every file.
+        path: the file or checkpoint folder they were read from.
+        sha256: of the file; for a checkpoint folder, of its manifest, which contains the hash of every file.
     """
 
     path: Path
     sha256: str
-    tensors: dict[str, torch.Tensor] = field(repr=False)
+    tensors: dict[str, Tensor] = field(repr=False)
 
 
 def read_weights(path: Path) -> Weights:
     """Read a model's weights. Nothing in the file is executed.
 
     Args:
-        path: a .safetensors file; a checkpoint folder (step-00000100), whose files are verified first and of which the
-            model is read and the optimizer left alone; any other file is taken for a state dict that torch.save wrote.
+        path: a .safetensors file; a checkpoint folder (step-00000100), which is verified first and of which only the model
+            is read; or any other file, which must be a state dict written by torch.save.
 
     Raises:
-        CheckpointError: it is missing, damaged, or holds something other than tensors.
+        CheckpointError: the file is missing or damaged, or contains anything but tensors.
     """
     path = Path(path)
     if path.is_dir():
         verify(path)
-        return Weights(path, _sha256(path / MANIFEST), _of_checkpoint(path))
+        return Weights(path, sha256_of(path / MANIFEST, _NAME_A_FILE), _read_checkpoint(path))
     if not path.is_file():
         raise CheckpointError("there is no such file", where=path, next_step="name a file or a checkpoint folder")
-    return Weights(path, _sha256(path), _of_safetensors(path) if path.suffix == ".safetensors" else _of_pickle(path))
+    read = _read_safetensors if path.suffix == ".safetensors" else _read_pickle
+    return Weights(path, sha256_of(path, _NAME_A_FILE), read(path))
 
 
-def _refused(path: Path, why: str) -> CheckpointError:
-    remedy = "save the model's state_dict(), as safetensors if you can"
-    return CheckpointError(f"{path.name} holds no weights: {why}", where=path, next_step=remedy)
-
-
-def _of_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
-    stored = {name: told for name, told in stored_tensors(folder, (STATE, MANIFEST)).items() if name.startswith(_MODEL)}
-    if not stored:
-        raise CheckpointError("the checkpoint holds no model", where=folder, next_step="name one of a training run")
+def _read_checkpoint(folder: Path) -> dict[str, Tensor]:
+    stored = stored_tensors(folder, (STATE, MANIFEST))
+    metadata = {name: tensor for name, tensor in stored.items() if name.startswith(_MODEL)}
+    if not metadata:
+        raise CheckpointError("the checkpoint holds no model", where=folder, next_step="name the checkpoint of a training run")
     with warnings.catch_warnings(), reading(folder, "holds no weights"):
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        wanted = {name: torch.empty(told.size, dtype=told.properties.dtype) for name, told in stored.items()}
+        tensors = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in metadata.items()}
         try:
-            dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-        except CheckpointException as error:  # no Exception, but PyTorch's collection of those of all ranks
+            load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+        except CheckpointException as error:  # not an Exception, but PyTorch's collection of the exceptions of all ranks
             raise ValueError(str(error)) from error
-    return {name.removeprefix(_MODEL): tensor for name, tensor in wanted.items()}
+    return {name.removeprefix(_MODEL): tensor for name, tensor in tensors.items()}
 
 
-def _of_safetensors(path: Path) -> dict[str, torch.Tensor]:
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return read_tensors(path)
     except CheckpointError as error:
-        raise _refused(path, error.what) from error
+        raise _refusal(path, error.what) from error
 
 
-def _of_pickle(path: Path) -> dict[str, torch.Tensor]:
+def _read_pickle(path: Path) -> dict[str, Tensor]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise _refused(path, "it is no pickle of tensors alone; nothing in it was executed") from error
-    except Exception as error:  # a file that is no pickle at all makes the unpickler fail in any way
-        raise _refused(path, f"it cannot be read as a state dict ({type(error).__name__}: {error})") from error
-    for _ in _NESTED:  # a pickle can hold itself
+        raise _refusal(path, "the pickle contains more than tensors; nothing in it was executed") from error
+    except Exception as error:  # the unpickler can raise anything on a file that is not a pickle
+        raise _refusal(path, f"it cannot be read as a state dict ({type(error).__name__}: {error})") from error
+    for _ in _NESTED:  # a fixed number of times, because a pickle can contain itself
         if isinstance(state, dict) and (nested := next((name for name in _NESTED if name in state), None)):
             state = state[nested]
-    if not isinstance(state, dict) or not state or not all(map(_is_named_tensor, state.items())):
-        raise _refused(path, "it is no state dict: a dictionary of tensors was expected")
+    named = isinstance(state, dict) and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in state.items())
+    if not named or not state:
+        raise _refusal(path, "it is not a state dict (a dictionary of tensors)")
     return state
 
 
-def _is_named_tensor(item: tuple[object, object]) -> bool:
-    return isinstance(item[0], str) and isinstance(item[1], torch.Tensor)
-
-
-def _sha256(path: Path) -> str:
-    with open_regular(path, CheckpointError, "name a file of weights or a checkpoint folder") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _refusal(path: Path, why: str) -> CheckpointError:
+    remedy = "save the model's state_dict(), preferably as safetensors"
+    return CheckpointError(f"{path.name} holds no weights: {why}", where=path, next_step=remedy)

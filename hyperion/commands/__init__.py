@@ -1,1 +1,4 @@
-"""What commands print, and their exit codes; `hyperion.cli` has their options."""
+"""The commands, with their options: those that `hyperion.cli` assembles, and the programs of phase2_development.
+
+Modules that `hyperion.cli` imports must start fast, so they import PyTorch and other slow packages inside functions only.
+"""

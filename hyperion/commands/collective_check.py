@@ -22,9 +22,8 @@ from hyperion.experiments.interconnect.collective_rows import devices_of
 from hyperion.hardware import detect
 from hyperion.hardware.topology import topology_lines
 from hyperion.measure import Collective, CollectiveMeasurement, collective_bytes, fit_latency_bandwidth, measure_collective
-from hyperion.measure.collectives.bucket_size import recommended_bucket
-from hyperion.measure.collectives.collective_kernels import algorithm_of, kernels_of_collectives
-from hyperion.measure.collectives.collectives import ALL_COLLECTIVES, DTYPES, memory_needed
+from hyperion.measure.collectives.collectives import ALL_COLLECTIVES, DTYPES, algorithm_of, kernels_of_collectives, memory_needed
+from hyperion.measure.collectives.latency_bandwidth import recommended_bucket
 from hyperion.measure.collectives.overlap import measure_overlap
 from hyperion.processes import Job, RankError, RollCall, World, process_group, roll_call, run_ranks, world
 
@@ -106,7 +105,7 @@ def command(
 
 def launch(check: Check, ranks: int) -> None:
     """Start the ranks on this host and wait for their verdict."""
-    run_ranks(Job("hyperion.commands.collective_check:on_rank", {"check": asdict(check)}, ranks=ranks))
+    run_ranks(Job(on_rank, {"check": asdict(check)}, ranks=ranks))
 
 
 def on_rank(check: dict) -> dict:

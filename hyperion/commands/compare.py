@@ -1,28 +1,76 @@
-"""`hyperion compare`: what changed between two runs or sets of launches, as a table, and under which circumstances."""
+"""`hyperion compare` and `hyperion relaunch`: compare stored runs, and compare two versions of a user's code."""
 
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from hyperion.commands.console import console
-from hyperion.results import VERDICTS, Comparison, circumstances, compare, relaunches, sensitivity, why_indicative
 from hyperion.untrusted import printable
+
+if TYPE_CHECKING:
+    from hyperion.measure import Relaunched
+    from hyperion.results import Comparison
 
 _COLUMNS = ("variant", "metric", "A", "B", "change", "spread", "p (corrected)", "power at 3 %", "verdict")
 # Lines of a list without --all; the total is always printed.
 _LINES = 20
 
 
+def compare(
+    a: Annotated[str, typer.Argument(help="The earlier run, or a folder of launches.")],
+    b: Annotated[str, typer.Argument(help="The later run, or a folder of launches.")],
+    everything: Annotated[bool, typer.Option("--all", help="List everything: unchanged values, and long lists.")] = False,
+    allow_missing: Annotated[
+        bool, typer.Option("--allow-missing", help="A value that only one side has is no regression.")
+    ] = False,
+) -> None:
+    """Compare two runs, metric by metric; exit code 1 on a confirmed regression or a missing value.
+
+    Circumstances that differ (device, versions, profile, data, seed, sizes, throttling, clocks) come first, values that a
+    run lacks come last. Only launches of one call of `hyperion relaunch`, five on each side, confirm a change: it exceeds
+    3 %, and a randomization test over whole launches, corrected for all metrics, finds it at 5 %. In other runs a change is
+    "indicative" and does not affect the exit code. The power is the probability of confirming a change of 3 %.
+    """
+    raise typer.Exit(print_comparison(a, b, everything, allow_missing))
+
+
+def relaunch(
+    work: Annotated[Path, typer.Argument(help="A Python file whose work() returns functions to time, by name.")],
+    a: Annotated[Path, typer.Argument(help="The earlier code: the folder that its launches import from first.")],
+    b: Annotated[Path, typer.Argument(help="The later code; the same folder again shows the noise.")],
+    launches: Annotated[int, typer.Option(min=1, help="Launches of each side; fewer than five confirm nothing.")] = 5,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Total sampling time of a function in one launch.")] = 0.6,
+) -> None:
+    """Find out if a change made your code slower: launches of both versions take turns, then `compare` judges.
+
+    The file imports from A or B and from installed packages, not from its own folder. All launches are alive at once (on a
+    GPU, memory must suffice for all of them) and are sampled in short slices in random order, so that both versions see the
+    same state of the machine. Typical calls are compared, not the slowest. Each launch becomes a run under results/. Exit
+    code 1 on a regression.
+    """
+    raise typer.Exit(print_relaunch(work, a, b, launches, seconds))
+
+
 def print_comparison(a: str, b: str, everything: bool, allow_missing: bool = False) -> int:
-    """Print what changed from A to B, with `everything` also what did not.
+    """Print the changes from A to B; with `everything`, also the unchanged values.
 
     Args:
-        allow_missing: values that a run lacks are listed, but do not count as a regression.
+        allow_missing: missing values are listed but are no regression.
 
     Returns:
         1 on a confirmed regression, or on a missing value unless these are allowed; else 0.
     """
+    from hyperion.results import VERDICTS, circumstances, relaunches, sensitivity, why_indicative
+    from hyperion.results import compare as compare_runs
+
     side_a, side_b = relaunches(a), relaunches(b)
-    compared, output = compare(side_a, side_b), console()
+    compared, output = compare_runs(side_a, side_b), console()
     _print_list(
         "different circumstances", [f"{one.name}: A {one.a}; B {one.b}" for one in circumstances(side_a, side_b)], everything
     )
@@ -32,25 +80,26 @@ def print_comparison(a: str, b: str, everything: bool, allow_missing: bool = Fal
     absent = [f"{c.name} {c.metric}, {c.reason}" for c in compared if c.verdict == "missing"]
     _print_list("missing values", absent, everything)
     counts = {verdict: sum(c.verdict == verdict for c in compared) for verdict in VERDICTS}
-    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    output.print(f"{len(compared)} values, {len(side_a)} against {len(side_b)} launches: {told}", markup=False)
-    if words := sensitivity(compared):
-        output.print(words, markup=False)
-    if why := why_indicative(side_a, side_b):
-        output.print(f"indicative only: {why}; to confirm a change: hyperion relaunch WORK A B", markup=False)
+    summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    output.print(f"{len(compared)} values, {len(side_a)} against {len(side_b)} launches: {summary}", markup=False)
+    if power := sensitivity(compared):
+        output.print(power, markup=False)
+    if reason := why_indicative(side_a, side_b):
+        output.print(f"indicative only: {reason}; to confirm a change: hyperion relaunch WORK A B", markup=False)
     failed = bool(counts["regression"] or (absent and not allow_missing))
     output.print(f"exit code {int(failed)}: {_conclusion(counts, allow_missing)}", markup=False)
     return int(failed)
 
 
-def _table(compared: list[Comparison], everything: bool) -> Table:
+def _table(compared: "list[Comparison]", everything: bool) -> Table:
     table = Table(*_COLUMNS, pad_edge=False)
     for c in compared:
         if c.verdict == "missing" or (c.verdict == "same" and not everything):
             continue
         p, power = ("", "") if c.p_value is None else (f"{c.p_value:.2g}", f"{c.power:.0%}")
         spread = "" if c.spread is None else f"{c.spread:.1%}"
-        verdict = f"indicative: {'better' if c.change > 0 else 'worse'}" if c.verdict == "indicative" else c.verdict
+        better = c.change is not None and c.change > 0
+        verdict = f"indicative: {'better' if better else 'worse'}" if c.verdict == "indicative" else c.verdict
         numbers = (f"{c.value_a:.5g}", f"{c.value_b:.5g}", f"{c.change:+.1%}", spread, p, power)
         table.add_row(escape(printable(c.name)), c.metric, *numbers, verdict)
     return table
@@ -76,3 +125,63 @@ def _conclusion(counts: dict[str, int], allow_missing: bool) -> str:
     if counts["indicative"]:
         parts.append(f"{counts['indicative']} indicative (never a failure)")
     return ", ".join(parts)
+
+
+def print_relaunch(work: Path, folder_a: Path, folder_b: Path, launches: int, seconds: float) -> int:
+    """Time the file's functions in launches of both sides, store them, and print their comparison.
+
+    Returns:
+        1 on a confirmed regression, else 0.
+
+    Raises:
+        HyperionError: a path is wrong, or the file or a launch fails; no files remain then.
+    """
+    from hyperion.measure import relaunch as measure_launches
+    from hyperion.results import new_run_folder
+
+    place = new_run_folder("relaunch")
+    try:
+        with _progress() as report:
+            relaunched = measure_launches(work, folder_a, folder_b, launches=launches, seconds=seconds, report=report)
+    except BaseException:
+        place.rmdir()
+        raise
+    return print_launches(relaunched, work, (folder_a, folder_b), place)
+
+
+def print_launches(relaunched: "Relaunched", work: Path, folders: tuple[Path, Path], place: Path) -> int:
+    """Store launches in the folder `place`, print their comparison and return its exit code."""
+    from hyperion.chapter.relaunched_runs import record_launches
+
+    sides, sources = record_launches(relaunched, work, folders, place), [relaunched.of(side)[0].source for side in "AB"]
+    code, output = print_comparison(*map(str, sides), everything=False), console()
+    if sources[0] == sources[1]:
+        output.print("A and B imported the same files: any difference is noise, unless they read other files", markup=False)
+    output.print(f"again, with every value:  hyperion compare --all {sides[0]} {sides[1]}", markup=False, soft_wrap=True)
+    return code
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
+    """Yield a function (done, total, note) that draws a bar on a terminal, or prints a line for each phase in a log."""
+    output = console()
+    if not output.is_terminal:
+        phases: list[str] = []
+
+        def print_phase(done: int, total: int, note: str) -> None:
+            if note not in phases:
+                phases.append(note)
+                output.print(f"{note} ({total})" if done < total else note, markup=False)
+
+        yield print_phase
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=output, transient=True) as progress:
+        bar = progress.add_task("launching", total=None)
+
+        def update_bar(done: int, total: int, note: str) -> None:
+            if progress.tasks[bar].description != note:
+                progress.reset(bar)  # the remaining time is that of one phase
+            progress.update(bar, description=note, completed=done, total=total)
+
+        yield update_bar

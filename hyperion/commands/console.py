@@ -1,25 +1,65 @@
-"""Where commands print to."""
+"""The console that commands print to, and the call of typer applications with Hyperion's exit codes."""
 
 import errno
+import io
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
+from hyperion.terminal import INTERRUPTED
 from hyperion.untrusted import printable
+
+# The base class of errors in options. It is click's own class, or that of the copy of click inside newer versions of typer.
+UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
 class PlainTextConsole(Console):
-    """A console on which strings cannot control the terminal: control characters in them are escaped."""
+    """A console that escapes control characters, so that printed strings cannot control the terminal."""
 
-    def render_str(self, text: str, **options) -> Text:
+    def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text), **options)
 
     def on_broken_pipe(self) -> None:
-        # The base class exits with code 1, which would say that a notebook failed, or that a regression was confirmed.
+        # The base class exits with code 1, which means a failed notebook or a confirmed regression here.
         raise BrokenPipeError(errno.EPIPE, "the reader of standard output has ended")
 
 
 def console() -> Console:
-    """Standard output; where it is no terminal, wide enough for its tables."""
+    """Return a console on standard output; without a terminal it is wide enough for the tables."""
     terminal = PlainTextConsole()
     return terminal if terminal.is_terminal else PlainTextConsole(width=160)
+
+
+def one_of(choices: Sequence[str]) -> Callable[[Any], Any]:
+    """Return the callback of a typer option that refuses other values."""
+
+    def check(given: Any) -> Any:
+        for value in given if isinstance(given, list | tuple) else (given,):
+            if value is not None and value not in choices:
+                raise typer.BadParameter(f"{value!r} is not one of {', '.join(choices)}")
+        return given
+
+    return check
+
+
+def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:
+    """Run a typer application and return its exit code; wrong options are printed to standard error."""
+    command = typer.main.get_command(app)
+    try:
+        # Not app(): it turns a closed standard output into exit code 1, which means a regression here.
+        with command.make_context(program, list(arguments)) as context:
+            command.invoke(context)
+    except typer.Exit as ending:
+        return ending.exit_code
+    except typer.Abort:
+        return INTERRUPTED
+    except UsageError as error:
+        shown = io.StringIO()
+        error.show(shown)
+        print(printable(shown.getvalue()), end="", file=sys.stderr)
+        return error.exit_code
+    return 0

@@ -29,11 +29,10 @@ from hyperion.experiments.scaling import scaling
 from hyperion.hardware import collect_facts, detect
 from hyperion.parallel import assert_ranks_agree
 from hyperion.processes import Job, RankError, process_group, run_ranks, world
-from hyperion.processes.group import choose_device, place_of
+from hyperion.processes.group import choose_device, rank_info
 from hyperion.results import Run, new_run_folder, set_latest
 from hyperion.training import Interrupted, train
-from hyperion.workloads.recipes import Recipe
-from hyperion.workloads.recipes import set_up
+from hyperion.workloads.recipes import Recipe, set_up
 from hyperion.workloads.training_rows import loss_curve
 
 TRAINING, SCALING = ("05_distributed_training", "distributed_training"), ("08_scaling_analysis", "scaling")
@@ -56,10 +55,10 @@ def main(description: str, export: Callable[[Run], object], given: Sequence[str]
         saved.
     """
     try:
-        place = place_of(os.environ)
+        info = rank_info(os.environ)
     except HyperionError as error:
         return _leave(error, 0)
-    rank = place.rank if place else 0
+    rank = info.rank if info else 0
     with contextlib.redirect_stdout(open(os.devnull, "w")) if rank else contextlib.nullcontext():
         try:
             options = parsed(given, description)
@@ -79,12 +78,12 @@ def this_machine() -> Machine:
     Raises:
         HyperionError: torchrun started more ranks than there are devices, or a device cannot be opened.
     """
-    place, facts = place_of(os.environ), collect_facts()
+    info, facts = rank_info(os.environ), collect_facts()
     devices = len(facts.gpus) or CPU_RANKS
-    if place is None:
+    if info is None:
         return Machine(device=detect(facts), devices=devices, ranks=devices, launched=False)
-    _, device = choose_device(place, None, facts)
-    return Machine(device=device, devices=devices, ranks=place.size, launched=True)
+    _, device = choose_device(info, None, facts)
+    return Machine(device=device, devices=devices, ranks=info.size, launched=True)
 
 
 def train_all(context: Context) -> dict[str, str]:
@@ -174,12 +173,7 @@ def _launched(request: Request, machine: Machine, export: Callable[[Run], object
         lines.append(line)
         print(line, flush=True)
 
-    job = Job(
-        "hyperion.commands.distributed_command:on_rank",
-        {"context": packed(_context(request, run.folder))},
-        timeout_s=_LONGEST_S,
-        ranks=machine.ranks,
-    )
+    job = Job(on_rank, {"context": packed(_context(request, run.folder))}, timeout_s=_LONGEST_S, ranks=machine.ranks)
     try:
         failures = run_ranks(job, on_line=show, log_folder=run.folder / "logs")[0]["failures"]
     except RankError as error:

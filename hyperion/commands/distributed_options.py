@@ -1,10 +1,13 @@
-"""Parse the options of run_distributed.py and check them for contradictions."""
+"""The options of run_distributed.py: read, and held against each other."""
 
-import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Annotated
 
+import typer
+
+from hyperion.commands.console import UsageError, one_of
 from hyperion.data.store.sources import SOURCES
 from hyperion.errors import HyperionError, require_seed
 from hyperion.paths import expanded
@@ -21,12 +24,12 @@ _OF_TRAININGS = ("epochs", "steps", "batch_size", "strategy")
 
 
 class OptionError(HyperionError):
-    """Options that have no effect, contradict each other, or that this machine cannot meet."""
+    """Options that mean nothing, contradict each other, or ask for what this machine cannot do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options as given; None (False for lora) where not given. JSON-able.
+    """What was asked for; None (False for lora) where nothing was said. JSON-able.
 
     Args:
         base_dir, run: absolute paths.
@@ -48,66 +51,155 @@ class Options:
     run: str | None = None
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that raises its errors instead of printing them, because only one rank must print them."""
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise typer.BadParameter(f"{text!r} is no whole number above 0")
+    return value
 
-    def error(self, message: str) -> NoReturn:
-        raise OptionError(message, where=f"options of {COMMAND}.py", next_step=f"see {COMMAND}.py --help")
+
+def _folder(text: str) -> str:
+    path = expanded(text).resolve()
+    if not path.is_dir():
+        raise typer.BadParameter(f"{text!r} is no folder: make it, or name another")
+    return str(path)
+
+
+def _existing(text: str) -> str:
+    """Return a folder's absolute path, and any other name unchanged."""
+    path = expanded(text)
+    return str(path.resolve()) if path.is_dir() else text
 
 
 def parsed(given: Sequence[str] | None, description: str) -> Options:
-    """Return the options of a command line.
+    """Read a command line.
 
     Raises:
-        OptionError: an unknown option, or a value that it does not take.
+        OptionError: an unknown option or a bad value. It is not printed here: one rank of many shall print it.
+        SystemExit: after `--help`.
     """
-    parser = _Parser(prog=f"{COMMAND}.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    say = parser.add_argument
-    say(
-        "--model",
-        choices=MODELS,
-        help="what to train (language_ddp); `all`: the first four in one launch; `scaling`: chapter 2.8 on 1, 2, 4 … devices",
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command(help="\b\n" + description.replace("\n\n", "\n\n\b\n"))(_options)
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context(f"{COMMAND}.py", list(sys.argv[1:] if given is None else given)) as context:
+            return command.invoke(context)
+    except typer.Exit as ending:
+        raise SystemExit(ending.exit_code) from None
+    except UsageError as error:
+        raise refused(error.format_message(), f"see {COMMAND}.py --help") from error
+
+
+def _options(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            callback=one_of(MODELS),
+            help=f"What to train: {', '.join(MODELS)}. `all`: the first four in one launch; `scaling`: chapter 2.8 on 1, 2, 4 … "
+            "devices.",
+            show_default=TRAININGS[0],
+        ),
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option("--epochs", parser=_count, help="Passes over the data.", show_default=str(EPOCHS))
+    ] = None,
+    steps: Annotated[int | None, typer.Option("--steps", parser=_count, help="Optimizer steps instead of epochs.")] = None,
+    base_dir: Annotated[
+        str | None,
+        typer.Option(
+            "--base_dir", parser=_folder, help="Folder of results/.", show_default="the repository, or HYPERION_RESULTS"
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--batch_size", parser=_count, help="Examples of a step, of all ranks together.", show_default="by model and device"
+        ),
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            "--precision",
+            callback=one_of(_PRECISIONS),
+            help=f"{', '.join(_PRECISIONS)}. auto: bf16 where matrix units support it, else fp32.",
+            show_default="auto",
+        ),
+    ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            "--strategy", callback=one_of(("ddp", "fsdp")), help="How the ranks share cifar (ddp) or llama (fsdp): ddp, fsdp."
+        ),
+    ] = None,
+    lora: Annotated[bool, typer.Option("--lora", help=f"llama: train adapters of rank {RANK} on frozen weights.")] = False,
+    model_id: Annotated[
+        str | None,
+        typer.Option(
+            "--model_id",
+            parser=_existing,
+            help="llama: a folder of weights, an id on the hub, or a random configuration.",
+            show_default="the folder llama/ of the mirror or the cache, else random weights",
+        ),
+    ] = None,
+    scaling_gpus: Annotated[
+        str | None,
+        typer.Option("--scaling_gpus", help="scaling: numbers of devices, as 1,2,4.", show_default="1, 2, 4 … and all"),
+    ] = None,
+    data_source: Annotated[
+        str | None,
+        typer.Option(
+            "--data_source",
+            callback=one_of(SOURCES),
+            help=f"{', '.join(SOURCES)}. auto: the first of mirror, cache, download and, on a CPU, synthetic.",
+            show_default="auto",
+        ),
+    ] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Seed of all random numbers.", show_default="0")] = None,
+    # torchrun reads --run as an abbreviation of its own --run-path, even after the program's name.
+    run: Annotated[
+        str | None,
+        typer.Option(
+            "--resume",
+            "--run",
+            help="Continue this run: its folder, or its name under results/; other options need no repeating. Under torchrun, "
+            "only --resume works.",
+        ),
+    ] = None,
+) -> Options:
+    return Options(
+        model=model,
+        epochs=epochs,
+        steps=steps,
+        base_dir=base_dir,
+        batch_size=batch_size,
+        precision=precision,
+        strategy=strategy,
+        lora=lora,
+        model_id=model_id,
+        scaling_gpus=scaling_gpus,
+        data_source=data_source,
+        seed=seed,
+        run=run,
     )
-    say("--epochs", type=_count, help=f"passes over the data ({EPOCHS})")
-    say("--steps", type=_count, help="optimizer steps, in the place of epochs: for a short try")
-    say("--base_dir", type=_folder, help="results/ is made in it (the repository, or what HYPERION_RESULTS says)")
-    say("--batch_size", type=_count, help="examples of a step, of all ranks together (by model and device)")
-    say("--precision", choices=_PRECISIONS, help="auto: bf16 where matrix units have it, else fp32")
-    say("--strategy", choices=("ddp", "fsdp"), help="how the ranks share cifar (ddp) or llama (fsdp)")
-    say("--lora", action="store_true", help=f"llama: train adapters of rank {RANK} on frozen weights")
-    say(
-        "--model_id",
-        type=_existing,
-        help="llama: a folder of weights, an id on the hub, or a random configuration (the "
-        "folder llama/ of the mirror or the cache, else random weights)",
-    )
-    say("--scaling_gpus", help="scaling: numbers of devices, as 1,2,4 (1, 2, 4 … and all)")
-    say("--data_source", choices=SOURCES, help="auto: the first of mirror, cache, download and, on a CPU, synthetic")
-    say("--seed", type=int, help="seeds all that is drawn (0)")
-    # torchrun takes --run for an abbreviation of its own --run-path, wherever it stands.
-    say(
-        "--resume",
-        "--run",
-        dest="run",
-        help="go on with this run: its folder, or its name under results/; other options "
-        "need no repeating. Under torchrun only --resume is understood",
-    )
-    return Options(**vars(parser.parse_args(given)))
 
 
 def with_defaults(options: Options) -> Options:
-    """Return the options with defaults for those that were not given."""
-    defaults: dict[str, str | int] = {"model": TRAININGS[0], "precision": "auto", "data_source": "auto", "seed": 0}
+    """What was not said, said."""
+    defaults = {"model": TRAININGS[0], "precision": "auto", "data_source": "auto", "seed": 0}
     if options.model != SCALING and options.steps is None:
         defaults["epochs"] = EPOCHS
     return replace(options, **{name: value for name, value in defaults.items() if getattr(options, name) is None})
 
 
 def require_sense(options: Options) -> None:
-    """Raise if the options contradict each other, on any machine.
+    """Refuse what contradicts itself, whatever the machine.
 
     Raises:
-        OptionError: names the option and the next step.
+        OptionError: names the option, and the remedy.
         HyperionError: the seed is out of range.
     """
     require_seed(0 if options.seed is None else options.seed)
@@ -143,28 +235,5 @@ def require_sense(options: Options) -> None:
 
 
 def refused(what: str, next_step: str) -> OptionError:
-    """Return the error of an option."""
+    """An option's refusal."""
     return OptionError(what, where=f"options of {COMMAND}.py", next_step=next_step)
-
-
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
-    return value
-
-
-def _folder(text: str) -> str:
-    path = expanded(text).resolve()
-    if not path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is no folder: make it, or name another")
-    return str(path)
-
-
-def _existing(text: str) -> str:
-    """Return the absolute path of a folder, any other name unchanged."""
-    path = expanded(text)
-    return str(path.resolve()) if path.is_dir() else text

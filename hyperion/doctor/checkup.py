@@ -1,11 +1,12 @@
-"""Runs all checks, in the order in which one explains the next."""
+"""Run all checks, in the order in which one explains the next."""
 
 from collections.abc import Callable
 
 from hyperion.doctor import software, storage, torch_checks
 from hyperion.doctor.result import CheckResult
 
-CHECKS: tuple[Callable[[], CheckResult], ...] = (
+# Each check has parameters for its tests, all of them with defaults.
+CHECKS: tuple[Callable[..., CheckResult], ...] = (
     software.check_python,
     torch_checks.check_torch_build,
     torch_checks.check_accelerator,
@@ -19,13 +20,13 @@ CHECKS: tuple[Callable[[], CheckResult], ...] = (
 )
 
 
-def run_checks(checks: tuple[Callable[[], CheckResult], ...] = CHECKS) -> list[CheckResult]:
-    """Every check's result. A check that breaks is itself a failure, and the rest still run."""
+def run_checks(checks: tuple[Callable[..., CheckResult], ...] = CHECKS) -> list[CheckResult]:
+    """Run each check and return its result. A check that raises counts as failed, and the others still run."""
     results = []
     for check in checks:
         try:
             results.append(check())
-        except Exception as error:  # any cause: the doctor's visit goes on and reports it
+        except Exception as error:  # of any kind: it is reported, and the next check runs
             name = check.__name__.removeprefix("check_")
             evidence = f"the check itself broke: {type(error).__name__}: {error}"
             results.append(CheckResult(name, "fail", evidence, "report this message with all that `hyperion doctor` prints"))

@@ -162,12 +162,12 @@ def keeps_its_word(trials: list[Trial]) -> bool:
 
 def _tried(slowdown: float, planted: str) -> Trial:
     with tempfile.TemporaryDirectory(prefix="hyperion-comparison-") as made:
-        sides = [Path(made) / side for side in ("as-is", "planted")]
+        sides = Path(made) / "as-is", Path(made) / "planted"
         for side, share in zip(sides, (0.0, slowdown), strict=True):
             side.mkdir()
             operations = {name: OPERATIONS + round(OPERATIONS * share * (name == planted)) for name in FUNCTIONS}
             (side / "planted.py").write_text(f"OPERATIONS = {operations}\n")
         work = Path(comparison_work.__file__)
-        launched = record_launches(relaunch(work, *sides), work, tuple(sides), Path(made))
+        launched = record_launches(relaunch(work, *sides), work, sides, Path(made))
         compared = compare(*(relaunches(str(side)) for side in launched))
     return Trial(slowdown, planted, tuple(compared), sensitivity(compared))

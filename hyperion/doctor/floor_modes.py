@@ -16,7 +16,7 @@ from hyperion.doctor.machine_rows import all_reduce_row, gemm_rows, named, strea
 from hyperion.hardware import Device, Floor
 from hyperion.hardware.readers import gcd_position
 from hyperion.processes import Job, roll_call, run_ranks, world
-from hyperion.processes.meeting import Meetings
+from hyperion.processes.group import StoreBarrier
 from hyperion.results import Row
 
 ONE, MODULE, ALL = "one device", "both dies of a module", "all devices"
@@ -54,7 +54,7 @@ def measure_floors(
         "time_limit_s": time_limit_s,
         "heat_s": 2.0,
     }
-    job = Job("hyperion.doctor.floor_modes:measure_on_rank", params, timeout_s=900.0, ranks=len(devices))
+    job = Job(measure_on_rank, params, timeout_s=900.0, ranks=len(devices))
     answers = run_ranks(job, on_line=on_line)
     return [Row(**row) for answer in answers for row in answer["rows"]]
 
@@ -66,15 +66,15 @@ def measure_on_rank(floors: list[dict], modes: dict[str, list[int]], time_limit_
         heat_s: how long a device does the work before it is timed: clocks and power need a while to settle.
     """
     here, todo = world(), [Floor(**floor) for floor in floors]
-    meetings, rows = Meetings(), []
+    barrier, rows = StoreBarrier(), []
     for mode, ranks in modes.items():
         for number, floor in enumerate(todo if here.rank in ranks else ()):
             if floor.quantity != "all_reduce":
                 if here.rank == 0:
                     print(f"{mode}: {floor.quantity} {floor.dtype}", flush=True)
-                together = _Together(meetings, f"{mode}/{number}", len(ranks))
+                together = _Together(barrier, f"{mode}/{number}", len(ranks))
                 rows += named(together.measured(_measurement(floor, here.device, time_limit_s), heat_s), here.rank, mode=mode)
-        meetings.meet(f"{mode}/end", here.size)
+        barrier.wait(f"{mode}/end", here.size)
     rows += named(_all_reduces(todo, time_limit_s), rank=here.rank, mode=list(modes)[-1])
     return {"rows": [asdict(row) for row in rows]}
 
@@ -94,7 +94,7 @@ def _measurement(floor: Floor, device: Device, time_limit_s: float) -> Callable[
 class _Together:
     """Ranks that measure one thing at once."""
 
-    meetings: Meetings
+    barrier: StoreBarrier
     name: str
     ranks: int
 
@@ -103,10 +103,10 @@ class _Together:
         started = time.monotonic()
         while time.monotonic() - started < heat_s:
             measure()
-        self.meetings.meet(f"{self.name}/start", self.ranks)
+        self.barrier.wait(f"{self.name}/start", self.ranks)
         rows = measure()
-        self.meetings.arrive(f"{self.name}/done")
-        while not self.meetings.complete(f"{self.name}/done", self.ranks):
+        self.barrier.arrive(f"{self.name}/done")
+        while not self.barrier.is_complete(f"{self.name}/done", self.ranks):
             measure()
         return rows
 

@@ -1,11 +1,13 @@
 """Is this machine healthy? What was measured, now or in a run, held against the floors that are known for its device."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Floor, collect_facts, detect, facts_of, floors_for
 from hyperion.results import Row, Run, find_run
+from hyperion.units import GIB
 
 MET, NOT_MET, NOT_MEASURED = "met", "not met", "not measured"
 # Failed measurements: they say nothing about the floor, and nothing good about the machine.
@@ -145,17 +147,23 @@ def _verdict(floor: Floor, rows: list[Row], mode: str) -> Verdict:
         return Verdict(floor, NOT_MEASURED, note=reason, mode=mode)
     best = [_best(floor, of_device) for of_device in by_device.values()]
     for row in best:
+        error, tolerance = _number(row.check_error), _number(row.check_tolerance)
         # Not `error > tolerance`: a NaN must fail.
-        if row.check and not row.check_error <= row.check_tolerance:
-            return Verdict(floor, WRONG, row, f"{row.check}: off by {row.check_error:.2g}", mode)
-        if row.limit is not None and row.value > row.limit:
+        if row.check and not error <= tolerance:
+            return Verdict(floor, WRONG, row, f"{row.check}: off by {error:.2g}", mode)
+        if row.limit is not None and _number(row.value) > row.limit:
             return Verdict(floor, IMPOSSIBLE, row, f"limit {row.limit:.6g}: a failed measurement", mode)
-    slowest = min(best, key=lambda row: row.value)
-    met = slowest.value >= floor.value
+    slowest = min(best, key=lambda row: _number(row.value))
+    met = _number(slowest.value) >= floor.value
     notes = [_otherwise(floor, slowest)]
-    if slowest.ci_low is not None and slowest.ci_low < floor.value <= slowest.ci_high:
+    if _number(slowest.ci_low) < floor.value <= _number(slowest.ci_high):
         notes.append("the interval includes the floor: measure it again")
     return Verdict(floor, MET if met else NOT_MET, slowest, "; ".join(filter(None, notes)), mode)
+
+
+def _number(value: float | None) -> float:
+    """Return the value, NaN where a row has none: no comparison holds for it."""
+    return math.nan if value is None else value
 
 
 def _otherwise(floor: Floor, row: Row) -> str:
@@ -185,13 +193,15 @@ def _best(floor: Floor, rows: list[Row]) -> Row:
     if floor.metric == "bandwidth_gb_s":
         largest = max(row.params["elements"] for row in rows)
         rows = [row for row in rows if row.params["elements"] == largest]
-    return max(rows, key=lambda row: row.value)
+    return max(rows, key=lambda row: _number(row.value))
 
 
 def _absent(floor: Floor, rows: list[Row]) -> str:
     if floor.quantity == "all_reduce":
-        ranks = sorted({row.params.get("ranks") for row in rows if row.metric == floor.metric} - {None})
+        ranks = sorted(
+            {row.params["ranks"] for row in rows if row.metric == floor.metric and row.params.get("ranks") is not None}
+        )
         others = f", there are some of {', '.join(map(str, ranks))}" if ranks and floor.ranks not in ranks else ""
-        return f"no all-reduce of {floor.size / 2**30:g} GiB on {floor.ranks} devices{others}"
+        return f"no all-reduce of {floor.size / GIB:g} GiB on {floor.ranks} devices{others}"
     size = f" of {floor.size} x {floor.size} x {floor.size}" if floor.quantity == "gemm" else ""
     return f"no row of {floor.quantity}{size} in {floor.dtype}"

@@ -6,8 +6,7 @@ from rich.table import Table
 
 from hyperion.doctor.harness_faults import ALL_FAULTS
 from hyperion.hardware import detect
-from hyperion.measure.faults.planted_faults import run_self_test
-from hyperion.measure.faults.self_test import FaultResult
+from hyperion.measure.faults.planted_faults import FaultResult, run_self_test
 
 
 def self_test() -> list[FaultResult]:

@@ -7,8 +7,7 @@ from hyperion.chapter.rows import sample_frame
 from hyperion.experiments.steps.exercises import stand_in
 from hyperion.hardware import Device
 from hyperion.measure import time_function
-from hyperion.measure.faults.planted_faults import FAULTS
-from hyperion.measure.faults.self_test import Believe, Fault
+from hyperion.measure.faults.planted_faults import FAULTS, Believe, Fault
 from hyperion.models.reference import VisionTransformer
 
 
@@ -38,5 +37,5 @@ def _hot_labelled_cold(device: Device, broken: bool, believe: Believe) -> None:
 ALL_FAULTS: tuple[Fault, ...] = (
     *FAULTS,
     Fault("samples of a warm cache labelled cold", "checks.require_cache_label", "labelled cold", _hot_labelled_cold),
-    Fault("a substituted model", "ReferenceModel.build", "what was built has 212,328", _substituted_model),
+    Fault("a substituted model", "ReferenceModel.build", "the built model has 212,328", _substituted_model),
 )

@@ -20,10 +20,11 @@ from hyperion.measure import (
     measure_transfer,
 )
 from hyperion.measure.collectives.collectives import memory_needed
-from hyperion.measure.memory.transfer import transfer_refusal
 from hyperion.measure.products.gemm import RefusedProduct
+from hyperion.measure.traffic.transfer import transfer_refusal
 from hyperion.processes import RollCall, World
 from hyperion.results import Estimate, Row
+from hyperion.units import GIB
 
 NOTEBOOK = "machine"
 PRODUCT = "torch.mm"
@@ -130,7 +131,7 @@ def all_reduce_row(here: World, roll: RollCall, dtype: str, size_bytes: int, *, 
         params={"bytes": size_bytes, "ranks": here.size, "backend": here.backend},
     )
     if (needed := memory_needed(size_bytes)) > device.memory_bytes:
-        there = f"needs {needed / 2**30:.1f} GiB, the device has {device.memory_bytes / 2**30:.1f}"
+        there = f"needs {needed / GIB:.1f} GiB, the device has {device.memory_bytes / GIB:.1f}"
         return replace(row, value_reason=there)
     measured = measure_collective(collective, size_bytes, dtype, here, roll, time_limit_s=time_limit_s)
     rate = measured.timing.estimate.map(measured.busbw_gb_s)

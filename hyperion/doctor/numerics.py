@@ -126,6 +126,7 @@ def _first_step(case: Case, engine: TorchEngine) -> tuple[np.ndarray, dict[str, 
         (loss * _SCALE).backward()
     gradients = {}
     for name, parameter in engine.model.named_parameters():
+        assert parameter.grad is not None, name
         gradient = parameter.grad.double() / _SCALE
         gradients[name] = sampled(name, gradient), gradient.norm().item()
     engine.optimizer.zero_grad()

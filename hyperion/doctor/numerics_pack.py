@@ -55,7 +55,7 @@ def _reference(case: Case) -> dict[str, np.ndarray]:
         optimizer.zero_grad()
         loss.backward()
         losses.append(loss.item())
-        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
         norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
         if step == 0:
             found["logits"] = logits.detach().numpy()

@@ -10,7 +10,7 @@ from hyperion.errors import HyperionError
 from hyperion.install.plan import MINIMUM_PYTHON
 
 
-def check_python(version: Sequence[int] = sys.version_info, executable: str = sys.executable) -> CheckResult:
+def check_python(version: Sequence[int | str] = sys.version_info, executable: str = sys.executable) -> CheckResult:
     """Python is new enough."""
     evidence = f"Python {'.'.join(map(str, version[:3]))}, {executable}"
     if tuple(version[:2]) >= MINIMUM_PYTHON:

@@ -7,7 +7,7 @@ import torch
 
 from hyperion.doctor.result import CheckResult
 from hyperion.errors import HyperionError
-from hyperion.install.machine import Machine, collect_facts, decide
+from hyperion.install.machine import DetectedAccelerator, collect_facts, decide
 from hyperion.install.plan import Build, check_build, choose
 
 
@@ -16,7 +16,9 @@ def installed_build() -> Build:
     return Build(str(torch.__version__), torch.version.cuda, torch.version.hip)
 
 
-def check_torch_build(build: Build | None = None, machine: Machine | None = None, override: str | None = None) -> CheckResult:
+def check_torch_build(
+    build: Build | None = None, machine: DetectedAccelerator | None = None, override: str | None = None
+) -> CheckResult:
     """torch is in range and built for the GPU that this machine has."""
     build, machine = build or installed_build(), machine or decide(collect_facts())
     try:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from hyperion.errors import HyperionError
 from hyperion.figures.formats import number, percent
 from hyperion.figures.tables import prediction_error
-from hyperion.results import Row, metric_named
+from hyperion.results import Row
 
 
 def pick(rows: Iterable[Row], metric: str, best: bool = False, **wanted) -> Row:
@@ -29,7 +29,7 @@ def pick(rows: Iterable[Row], metric: str, best: bool = False, **wanted) -> Row:
         )
     if len(chosen) > 1 and not best:
         raise HyperionError(f"{len(chosen)} rows of {asked}", next_step="say which by a column or parameter, or best=True")
-    lowest = metric_named(metric).direction == "lower"
+    lowest = chosen[0].definition.direction == "lower"
     return (min if lowest else max)(chosen, key=lambda row: row.value)
 
 

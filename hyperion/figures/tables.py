@@ -13,7 +13,7 @@ import pandas as pd
 from hyperion.errors import HyperionError
 from hyperion.figures.formats import interval, number, number_within, percent
 from hyperion.figures.material import made_from_rows
-from hyperion.results import Row, metric_named
+from hyperion.results import Row
 from hyperion.untrusted import printable
 
 
@@ -59,7 +59,7 @@ def metric_table(rows: Iterable[Row], metric: str) -> pd.DataFrame:
     chosen = [row for row in rows if row.metric == metric]
     if not chosen:
         raise HyperionError(f"no row of {metric}", next_step="run the experiment that produces it")
-    unit = metric_named(metric).unit
+    unit = chosen[0].unit
     identity = pd.DataFrame([_identity(row) for row in chosen], dtype=object)
     differing = [c for c in identity if identity[c].map(text_of).nunique() > 1 or len(chosen) == 1 and c == "variant"]
     values = pd.DataFrame([_value_columns(row, metric, unit_mark(unit)) for row in chosen])
@@ -90,7 +90,7 @@ def epoch_table(rows: Iterable[Row]) -> pd.DataFrame:
         named = {"model": row.variant, "epoch": row.params["epoch"]}
         named |= {} if row.rank is None else {"rank": str(row.rank)}  # a column with gaps would make floats of numbers
         line = lines.setdefault((row.variant, row.params["epoch"], row.rank), named)
-        unit = metric_named(row.metric).unit
+        unit = row.unit
         header = row.metric + ("" if unit == "fraction" else unit_mark(unit))
         line[header] = number_within(row.value, row.ci_low, row.ci_high) if row.value is not None else row.value_reason
     return pd.DataFrame(lines.values()).fillna("")
@@ -170,7 +170,7 @@ def tables_of(rows: list[Row]) -> list[tuple[str, pd.DataFrame]]:
     order = metrics_of(rows)
     for (metric, *_), chosen in sorted(groups.items(), key=lambda group: order.index(group[0][0])):
         shared = shared_identity(chosen)
-        caption = f"{metric}: {metric_named(metric).meaning}" + (f" ({shared})" if shared else "")
+        caption = f"{metric}: {chosen[0].definition.meaning}" + (f" ({shared})" if shared else "")
         tables.append((caption, metric_table(chosen, metric)))
     return tables
 

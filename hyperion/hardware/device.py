@@ -1,12 +1,35 @@
-"""Which device is this: one frozen description for NVIDIA GPUs, AMD GPUs (an MI250X shows its two dies) and CPUs."""
+"""One device, the number formats that it multiplies, and which of its peaks limits a matrix product of each.
 
-import re
+Sources: the vendors' instruction set references; AMD, "Data types and precision support" (rocm.docs.amd.com, 2025-10).
+"""
+
 from dataclasses import dataclass
 
 from hyperion.errors import HyperionError
-from hyperion.hardware import precision
-from hyperion.hardware.facts import Facts, GpuFacts, collect_facts
-from hyperion.hardware.specs import data_sheet_cache_bytes
+
+PATHS = ("fp64_vector", "fp64_matrix", "fp32_vector", "fp32_matrix", "tf32", "fp16", "bf16", "fp8", "int8")
+FP8_OCP = ("fp8_e4m3fn", "fp8_e5m2")
+FP8_FNUZ = ("fp8_e4m3fnuz", "fp8_e5m2fnuz")
+DTYPES = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", *FP8_OCP, *FP8_FNUZ, "int8")
+
+_ALIASES = {
+    "float64": "fp64",
+    "double": "fp64",
+    "float32": "fp32",
+    "float": "fp32",
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "fp8_e4m3fn",
+    "float8_e5m2": "fp8_e5m2",
+    "float8_e4m3fnuz": "fp8_e4m3fnuz",
+    "float8_e5m2fnuz": "fp8_e5m2fnuz",
+}
+
+# GPUs whose matrix units take fp64 and fp32 operands; elsewhere those products run on the vector units.
+_FP64_MATRIX = {"sm_80", "sm_90", "sm_100", "sm_103", "gfx90a", "gfx940", "gfx941", "gfx942", "gfx950"}
+_FP32_MATRIX = {"gfx908", "gfx90a", "gfx940", "gfx941", "gfx942", "gfx950"}
+_CDNA3 = {"gfx940", "gfx941", "gfx942"}
 
 # No processor that PyTorch runs on lies outside; a clock given in kHz or GHz does.
 _CLOCKS_MHZ = (50, 20_000)
@@ -57,84 +80,100 @@ class Device:
                 )
 
     def supports(self, dtype_name: str) -> tuple[bool, str]:
-        """Whether matrix products of this type run here, with the reason; see `precision.supports`."""
-        return precision.supports(self, dtype_name)
+        """Whether matrix products of this type run here, with the reason."""
+        return supports(self, dtype_name)
 
 
-def parse_gcn_arch(name: str) -> str:
-    """'gfx90a:sramecc+:xnack-' -> 'gfx90a'. Raises HardwareError when it is no gfx name."""
-    base = name.split(":", 1)[0]
-    if not re.fullmatch(r"gfx[0-9a-f]{3,5}", base):
-        raise HardwareError(
-            f"{name!r} is not an AMD architecture name.",
-            where="gcnArchName of the torch device properties",
-            next_step="Check that this is a ROCm build: python -c 'import torch; print(torch.version.hip)'",
-        )
-    return base
+def canonical_dtype(name: str) -> str:
+    """One spelling per data type: 'torch.bfloat16' and 'bfloat16' become 'bf16'. Raises HyperionError if unknown."""
+    short = str(name).removeprefix("torch.").lower()
+    short = _ALIASES.get(short, short)
+    if short not in DTYPES:
+        raise HyperionError(f"Unknown data type {name!r}.", next_step=f"Use one of {', '.join(DTYPES)}.")
+    return short
 
 
-def detect(facts: Facts | None = None, index: int = 0) -> Device:
-    """The device this machine would compute on: GPU number `index` where torch sees GPUs, else the CPU.
-
-    Args:
-        facts: what was read from torch and the system; None reads this machine.
-        index: PyTorch's device number, counted after CUDA_VISIBLE_DEVICES and its kin.
-    Raises HardwareError when the index does not exist or a GPU is there but cannot be opened.
-    """
-    facts = facts or collect_facts()
-    if facts.gpu_error:
-        raise HardwareError(
-            f"PyTorch sees a GPU but cannot open it: {facts.gpu_error}",
-            where=f"torch {facts.torch}, driver {facts.driver}",
-            next_step="Check the driver with nvidia-smi or rocm-smi, and that its version suits this PyTorch build.",
-        )
-    if not facts.gpus:
-        return detect_cpu(facts)
-    if not 0 <= index < len(facts.gpus):
-        raise HardwareError(
-            f"There is no GPU number {index}: PyTorch sees {len(facts.gpus)}.",
-            where=f"visible-device variables: {facts.visible_devices or 'none set'}",
-            next_step=f"Choose an index from 0 to {len(facts.gpus) - 1}, or change the visible-device variable.",
-        )
-    return _detect_gpu(facts, facts.gpus[index], index)
+def supports(device: Device, dtype_name: str) -> tuple[bool, str]:
+    """Whether the device multiplies matrices of this type, and why (or why not). 'fp8' asks for any fp8 format."""
+    dtype = canonical_dtype(dtype_name)
+    rules = {"cuda": _cuda_supports, "rocm": _rocm_supports, "cpu": _cpu_supports}
+    return rules[device.kind](device, dtype)
 
 
-def detect_cpu(facts: Facts | None = None) -> Device:
-    """The CPU of this machine as a device, also where there are GPUs."""
-    cpu = (facts or collect_facts()).cpu
-    return Device(
-        kind="cpu",
-        index=0,
-        name=cpu.name,
-        arch=cpu.machine,
-        memory_bytes=cpu.memory_bytes,
-        compute_units=cpu.cores,
-        last_level_cache_bytes=cpu.last_level_cache_bytes,
-        torch_device="cpu",
-        max_clock_mhz=cpu.max_clock_mhz,
-        nominal_clock_mhz=cpu.nominal_clock_mhz,
-        isa=cpu.flags,
-        vendor=cpu.vendor,
-        family=cpu.family,
-    )
+def fp8_format(device: Device) -> str | None:
+    """The 4-bit-exponent fp8 type the device multiplies: 'fp8_e4m3fn' (OCP), 'fp8_e4m3fnuz' (CDNA 3), or None."""
+    for dtype in ("fp8_e4m3fn", "fp8_e4m3fnuz"):
+        if supports(device, dtype)[0]:
+            return dtype
+    return None
 
 
-def _detect_gpu(facts: Facts, gpu: GpuFacts, index: int) -> Device:
-    rocm = bool(facts.hip)
-    arch = parse_gcn_arch(gpu.gcn_arch_name or "") if rocm else f"sm_{gpu.major}{gpu.minor}"
-    # torch knows the L2 only; an Infinity Cache behind it (256 MiB on MI300X) must be flushed as well.
-    caches = [size for size in (gpu.l2_cache_bytes, data_sheet_cache_bytes(gpu.name, arch)) if size]
-    return Device(
-        kind="rocm" if rocm else "cuda",
-        index=index,
-        name=gpu.name,
-        arch=arch,
-        memory_bytes=gpu.total_memory_bytes,
-        compute_units=gpu.multi_processor_count,
-        last_level_cache_bytes=max(caches, default=None),
-        torch_device=f"cuda:{index}",
-        max_clock_mhz=gpu.max_clock_mhz,
-        uuid=gpu.uuid,
-        pci_address=gpu.pci_address,
-        vendor="AMD" if rocm else "NVIDIA",
-    )
+def gemm_path(dtype_name: str, device: Device) -> str:
+    """The peak, one of PATHS, that limits a matrix product of this type on this device: fp32 runs on the matrix units
+    of CDNA (where a GCD may beat its vector peak), and on the vector units of NVIDIA GPUs, Radeon cards and CPUs."""
+    dtype = canonical_dtype(dtype_name)
+    if dtype == "fp64":
+        return "fp64_matrix" if device.arch in _FP64_MATRIX else "fp64_vector"
+    if dtype == "fp32":
+        return "fp32_matrix" if device.arch in _FP32_MATRIX else "fp32_vector"
+    return "fp8" if dtype.startswith("fp8") else dtype
+
+
+def _cuda_supports(device: Device, dtype: str) -> tuple[bool, str]:
+    capability = int(device.arch.removeprefix("sm_"))
+    if dtype in ("fp64", "fp32"):
+        return True, "native"
+    if dtype in FP8_FNUZ:
+        return False, "fnuz fp8 formats exist on AMD CDNA 3 only; NVIDIA GPUs multiply float8_e4m3fn and float8_e5m2"
+    first = {"fp16": 70, "int8": 75, "bf16": 80, "tf32": 80}.get(dtype, 89)
+    if capability >= first:
+        return True, f"tensor cores of {device.arch}"
+    if dtype in ("fp16", "bf16") and capability >= 53:
+        return True, f"without tensor cores on {device.arch} (they take {dtype} from sm_{first} on)"
+    return False, f"{device.arch} has no {dtype} tensor cores (from sm_{first} on)"
+
+
+def _rocm_supports(device: Device, dtype: str) -> tuple[bool, str]:
+    arch = device.arch
+    matrix = arch in _FP32_MATRIX or arch.startswith(("gfx11", "gfx12"))
+    if dtype in ("fp64", "fp32"):
+        return True, "native"
+    if dtype == "tf32":
+        if arch in _CDNA3:
+            return True, "XF32 matrix instructions of CDNA 3"
+        why = "CDNA 4 removed the XF32 instructions" if arch == "gfx950" else f"{arch} has no TF32 or XF32 instructions"
+        return False, f"{why}; the product runs in fp32 or is emulated in bf16"
+    if dtype.startswith("fp8"):
+        return _rocm_fp8(arch, dtype)
+    if not matrix and dtype in ("bf16", "int8"):
+        return dtype == "bf16", f"no {dtype} matrix instructions on {arch}" + ("; emulated" if dtype == "bf16" else "")
+    return True, f"matrix instructions of {arch}" if matrix else f"packed vector instructions of {arch}"
+
+
+def _rocm_fp8(arch: str, dtype: str) -> tuple[bool, str]:
+    if arch in _CDNA3:
+        if dtype in FP8_OCP:
+            return False, f"{arch} multiplies the fnuz fp8 formats; use float8_e4m3fnuz or float8_e5m2fnuz"
+        return True, f"fnuz fp8 matrix instructions of {arch}"
+    if arch == "gfx950" or arch.startswith("gfx12"):
+        if dtype in FP8_FNUZ:
+            return False, f"{arch} multiplies the OCP fp8 formats; use float8_e4m3fn or float8_e5m2"
+        return True, f"OCP fp8 matrix instructions of {arch}"
+    return False, f"{arch} has no fp8 matrix instructions"
+
+
+def _cpu_supports(device: Device, dtype: str) -> tuple[bool, str]:
+    flags = set(device.isa)
+    if dtype in ("fp64", "fp32"):
+        return True, "native"
+    if dtype == "tf32":
+        return False, "TF32 is a format of GPU matrix units; a CPU multiplies in fp32"
+    if dtype.startswith("fp8"):
+        return (False, "this CPU has no fp8 instructions: PyTorch would convert the operands to fp32, which measures fp32")
+    native = {
+        "bf16": ("amx_bf16", "avx512_bf16", "bf16"),
+        "fp16": ("amx_fp16", "avx512_fp16"),
+        "int8": ("amx_int8", "avx512_vnni", "avx_vnni", "i8mm"),
+    }[dtype]
+    present = [flag for flag in native if flag in flags]
+    return True, f"native ({present[0]})" if present else "emulated: converted to wider types first"

@@ -7,14 +7,10 @@ page where that misprints; a bound of ours bears that name, and never a vendor's
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from hyperion.hardware.precision import DTYPES, gemm_path
+from hyperion.hardware.device import DTYPES, Device, gemm_path
 from hyperion.hardware.schema import SchemaFault, Source
 from hyperion.hardware.specs import Specification, load_file, load_specifications, lookup
-
-if TYPE_CHECKING:
-    from hyperion.hardware.device import Device
 
 FLOORS_FILE = Path(__file__).with_name("floors.toml")
 STREAMS = ("copy", "scale", "add", "triad", "dot")
@@ -120,7 +116,7 @@ class Floor:
         return self.source.startswith(OURS)
 
 
-def floors_for(device: "Device", devices: int = 1) -> tuple[list[Floor], str]:
+def floors_for(device: Device, devices: int = 1) -> tuple[list[Floor], str]:
     """(floors of this device in the file's order, ''), or ([], why none is known).
 
     Args:
@@ -155,7 +151,7 @@ def _published(entry: FloorEntry, file: FloorFile) -> Floor:
     )
 
 
-def _sanity(entry: SanityEntry, device: "Device", sheet: Specification, devices: int) -> Floor | None:
+def _sanity(entry: SanityEntry, device: Device, sheet: Specification, devices: int) -> Floor | None:
     """A bound of ours, None where the data sheet has no value to take a share of."""
     ranks = None
     if entry.of == "memory bandwidth":

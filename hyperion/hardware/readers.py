@@ -8,12 +8,9 @@ import importlib.util
 import os
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from hyperion.hardware.device import Device
 from hyperion.hardware.telemetry import Reader, Telemetry, from_raw, unreadable
-
-if TYPE_CHECKING:
-    from hyperion.hardware.device import Device
 
 # NVML's clock event bits that mean a slow-down; idling and clocks set by an application are none.
 NVML_SLOWDOWNS = {
@@ -28,7 +25,7 @@ MI250_PCI_IDS = ("0x7408", "0x740c")
 AMD_NOT_AVAILABLE = 0xFFFF  # gpu_metrics' value for a field that this device does not fill
 
 
-def nvml_reader(device: "Device") -> Reader:
+def nvml_reader(device: Device) -> Reader:
     """Reader of an NVIDIA GPU, found by its UUID, else by its PCI address."""
     try:
         import pynvml
@@ -45,7 +42,7 @@ def nvml_reader(device: "Device") -> Reader:
     return lambda: _read_nvml(pynvml, handle)
 
 
-def _nvml_handle(pynvml, device: "Device"):
+def _nvml_handle(pynvml, device: Device):
     if device.uuid:
         uuid = device.uuid if device.uuid.startswith(("GPU-", "MIG-")) else f"GPU-{device.uuid}"
         return pynvml.nvmlDeviceGetHandleByUUID(uuid)
@@ -75,15 +72,16 @@ def nvml_throttle(bits: int) -> str:
     return "+".join(name for bit, name in NVML_SLOWDOWNS.items() if bits & bit) or "none"
 
 
-def amd_reader(device: "Device", root: Path = Path("/")) -> Reader:
+def amd_reader(device: Device, root: Path = Path("/")) -> Reader:
     """Reader of an AMD GPU: amdsmi's metrics where ROCm's library is there, sysfs for what they lack."""
-    if not device.pci_address:
+    address = device.pci_address
+    if not address:
         return lambda: unreadable("torch reports no PCI address to find the GPU by")
-    metrics = _amdsmi_metrics(device.pci_address)
+    metrics = _amdsmi_metrics(address)
     position = gcd_position(device, root)
 
     def read() -> Telemetry:
-        raw = read_amd_sysfs(device.pci_address, root)
+        raw = read_amd_sysfs(address, root)
         if metrics is not None:
             raw.update({name: value for name, value in metrics().items() if value is not None})
         return interpret_amd(raw, position)
@@ -102,7 +100,7 @@ def interpret_amd(raw: dict[str, float | str | None], position: str) -> Telemetr
     return from_raw(raw, "the driver does not report it for this GPU", power_scope=scope)
 
 
-def gcd_position(device: "Device", root: Path = Path("/")) -> str:
+def gcd_position(device: Device, root: Path = Path("/")) -> str:
     """'first' or 'second' die of an MI250(X) module by the order of PCI addresses, 'device' for any other GPU."""
     if device.arch != "gfx90a" or "MI250" not in device.name:
         return "device"
@@ -143,7 +141,7 @@ def _amdsmi_metrics(pci_address: str):
     library = Path(os.environ.get("ROCM_PATH", "/opt/rocm")) / "lib" / "libamd_smi.so"
     if not library.is_file() or importlib.util.find_spec("amdsmi") is None:
         return None
-    import amdsmi
+    import amdsmi  # pyright: ignore[reportMissingImports]  # part of ROCm, not of our requirements
 
     try:
         amdsmi.amdsmi_init()
@@ -171,8 +169,9 @@ def interpret_amdsmi_energy(count: dict) -> float | None:
     """Joules of amdsmi's energy counter: ticks times the microjoules of one; ROCm 5 called the ticks 'power'."""
     ticks = count.get("energy_accumulator", count.get("power"))
     resolution_uj = count.get("counter_resolution")
-    numbers = isinstance(ticks, int | float) and isinstance(resolution_uj, int | float)
-    return ticks * resolution_uj * 1e-6 if numbers and ticks > 0 and resolution_uj > 0 else None
+    if not isinstance(ticks, int | float) or not isinstance(resolution_uj, int | float):
+        return None
+    return ticks * resolution_uj * 1e-6 if ticks > 0 and resolution_uj > 0 else None
 
 
 def interpret_amdsmi(metrics: dict) -> dict[str, float | str | None]:
@@ -196,7 +195,7 @@ def interpret_amdsmi(metrics: dict) -> dict[str, float | str | None]:
     }
 
 
-def cpu_reader(device: "Device", root: Path = Path("/")) -> Reader:
+def cpu_reader(device: Device, root: Path = Path("/")) -> Reader:
     """Reader of the CPU's clock: cpufreq, else /proc/cpuinfo. A virtual machine shows a constant there: unreadable."""
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     files = [root / f"sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_cur_freq" for cpu in cpus]

@@ -5,14 +5,18 @@ import re
 import types
 import typing
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from hyperion.hardware.precision import PATHS
+from hyperion.hardware.device import PATHS
 
 AGREEMENT = 0.01  # published and derived value of a cell agree within this, or a note says why not
 
 
+Form = TypeVar("Form")
+
+
 class SchemaFault(ValueError):
-    """What is wrong with a table, and at which place in the file."""
+    """A fault of a table: what is wrong, and at which place in the file."""
 
     def __init__(self, what: str, place: str):
         super().__init__(what)
@@ -99,7 +103,8 @@ class Link:
         known = self.gb_s is not None and self.to is not None and self.reason is None
         unknown = self.gb_s is None and self.to is None and self.reason is not None
         _require(known or unknown, "a link has gb_s and to, or a reason")
-        shared = self.per_peer_gb_s is None or known and not self.one_peer and self.per_peer_gb_s <= self.gb_s
+        whole = self.gb_s or 0.0
+        shared = self.per_peer_gb_s is None or known and not self.one_peer and self.per_peer_gb_s <= whole
         _require(shared and (known or not self.one_peer), "per_peer_gb_s is a part of gb_s, and not of a link to one peer")
 
 
@@ -137,7 +142,7 @@ class DeviceEntry:
     def _check_value(self, path: str, cell: Cell) -> None:
         if cell.clock_mhz and self.max_clock_mhz:
             _require(cell.clock_mhz <= self.max_clock_mhz, f"{path}: clock_mhz is above the device's max_clock_mhz")
-        if cell.clock_mhz and cell.published:
+        if cell.ops and cell.clock_mhz and cell.published:
             derived = self.compute_units * cell.ops * cell.clock_mhz / 1e6
             agrees = abs(derived / cell.published - 1) <= AGREEMENT
             _require(agrees, f"{path}: units x ops x clock gives {derived:.1f}, not {cell.published:g}")
@@ -197,10 +202,20 @@ class CpuRules:
         return max(fitting, key=lambda rule: rule.ops[path], default=None)
 
 
-def build(form, value, place: str = ""):
-    """`value` from TOML as `form` (a dataclass above, list, dict, bool, int, float or str, or one of them | None).
+@typing.overload
+def build(form: type[Form], value: object, place: str = "") -> Form: ...
+@typing.overload
+def build(form: Any, value: object, place: str = "") -> Any: ...
+def build(form: Any, value: Any, place: str = "") -> Any:
+    """Return `value`, as `tomllib` returned it, as `form`.
 
-    Numbers must be above 0 and texts not empty. Raises SchemaFault with the place of the first fault.
+    Args:
+        form: a dataclass above, list, dict, bool, int, float or str, or one of them | None.
+        place: where the value is in the file, for the error.
+
+    Raises:
+        SchemaFault: the first fault: a field that is unknown, missing or of another type, a number that is not above 0, or an
+            empty text.
     """
     if isinstance(form, types.UnionType):
         return build(typing.get_args(form)[0], value, place)
@@ -224,7 +239,7 @@ def build(form, value, place: str = ""):
     return form(value)
 
 
-def _build_table(form, value, place: str):
+def _build_table(form: Any, value: Any, place: str) -> Any:
     _expect(isinstance(value, dict), "must be a table", place)
     fields = {field.name: field for field in dataclasses.fields(form)}
     hints = typing.get_type_hints(form)
@@ -239,7 +254,7 @@ def _build_table(form, value, place: str):
         raise SchemaFault(fault.what, place) from None
 
 
-def _label(item, index: int):
+def _label(item: object, index: int) -> str | int:
     return item["name"] if isinstance(item, dict) and isinstance(item.get("name"), str) else index
 
 

@@ -8,17 +8,15 @@ import functools
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from hyperion.errors import HyperionError
-from hyperion.hardware.precision import PATHS
+from hyperion.hardware.device import PATHS, Device
 from hyperion.hardware.schema import Cell, CpuRules, DeviceEntry, SchemaFault, SpecificationFile, build
-
-if TYPE_CHECKING:
-    from hyperion.hardware.device import Device
 
 SPECS_FILE = Path(__file__).with_name("specs.toml")
 CPU_SPECS_FILE = Path(__file__).with_name("cpu_specs.toml")
+Form = TypeVar("Form")
 MEMORY_TOLERANCE = 0.06  # drivers and ECC keep a few percent of the data sheet's memory
 
 
@@ -85,24 +83,24 @@ class Specification:
         return reached, f"{self.link}; {self.link_source}"
 
     def peak(self, path: str) -> Peak:
-        """The peak of one of precision.PATHS; a limit of None has its reason. Raises HyperionError for another path."""
+        """The peak of one of device.PATHS; a limit of None has its reason. Raises HyperionError for another path."""
         if path not in self.peaks:
             raise HyperionError(f"Unknown peak {path!r}.", next_step=f"Use one of {', '.join(PATHS)}.")
         return self.peaks[path]
 
 
-def specification(device: "Device") -> Specification | None:
+def specification(device: Device) -> Specification | None:
     """The device's data sheet, or None for an unknown or altered device; `lookup` also gives the reason."""
     return lookup(device)[0]
 
 
-def peak(device: "Device", path: str) -> Peak:
+def peak(device: Device, path: str) -> Peak:
     """The device's peak on this path. Always a Peak: for an unknown device an empty one that carries the reason."""
     found, reason = lookup(device)
     return Peak(path, reason=reason) if found is None else found.peak(path)
 
 
-def lookup(device: "Device") -> tuple[Specification | None, str]:
+def lookup(device: Device) -> tuple[Specification | None, str]:
     """(data sheet, '') for a known device, else (None, why there is none)."""
     if device.kind == "cpu":
         return _cpu_specification(device, load_cpu_rules()), ""
@@ -139,7 +137,7 @@ def load_cpu_rules(path: Path = CPU_SPECS_FILE) -> CpuRules:
     return load_file(path, CpuRules)
 
 
-def load_file(path: Path, form):
+def load_file(path: Path, form: type[Form]) -> Form:
     """A TOML file of ours as the dataclass `form`. Raises SpecificationError naming file, entry and field."""
     try:
         return build(form, tomllib.loads(path.read_text(encoding="utf-8")))
@@ -163,7 +161,7 @@ def _same_name(name: str, entry: DeviceEntry) -> bool:
     return any(_plain(name) == _plain(match) for match in entry.matches)
 
 
-def _difference(device: "Device", entry: DeviceEntry) -> str | None:
+def _difference(device: Device, entry: DeviceEntry) -> str | None:
     """What sets this device apart from the entry of its name, or None when they are the same."""
     if device.kind != entry.kind or device.arch != entry.arch:
         return f"architecture {device.arch}, expected {entry.arch}"
@@ -175,7 +173,7 @@ def _difference(device: "Device", entry: DeviceEntry) -> str | None:
     return None
 
 
-def _gpu_specification(device: "Device", entry: DeviceEntry, entries: SpecificationFile) -> Specification:
+def _gpu_specification(device: Device, entry: DeviceEntry, entries: SpecificationFile) -> Specification:
     memory = entry.memory
     memory_source = entries.sources[memory.source or entry.source]
     return Specification(
@@ -192,7 +190,7 @@ def _gpu_specification(device: "Device", entry: DeviceEntry, entries: Specificat
     )
 
 
-def _gpu_peak(device: "Device", entry: DeviceEntry, path: str, cell: Cell, entries: SpecificationFile) -> Peak:
+def _gpu_peak(device: Device, entry: DeviceEntry, path: str, cell: Cell, entries: SpecificationFile) -> Peak:
     if cell.ops is None:
         return Peak(path, reason=cell.reason)
     source = entries.sources[cell.source or entry.source]
@@ -212,7 +210,7 @@ def _gpu_peak(device: "Device", entry: DeviceEntry, path: str, cell: Cell, entri
     )
 
 
-def _cpu_specification(device: "Device", rules: CpuRules) -> Specification:
+def _cpu_specification(device: Device, rules: CpuRules) -> Specification:
     """A CPU's peaks: cores x operations per cycle of its instruction set x clock; no memory bandwidth."""
     return Specification(
         name=device.name,
@@ -225,7 +223,7 @@ def _cpu_specification(device: "Device", rules: CpuRules) -> Specification:
     )
 
 
-def _cpu_peak(device: "Device", rules: CpuRules, path: str) -> Peak:
+def _cpu_peak(device: Device, rules: CpuRules, path: str) -> Peak:
     rule = rules.best(path, device.isa, device.vendor, device.family)
     if rule is None:
         native = path in ("fp32_vector", "fp64_vector", "bf16", "fp16", "int8")

@@ -1,15 +1,9 @@
 """Clock, power, temperature and throttling of a device, now or over a region. What is unreadable is None, never 0."""
 
-import functools
 import statistics
-import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from hyperion.hardware.device import Device
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 QUANTITIES = ("clock_mhz", "memory_clock_mhz", "power_w", "temperature_c", "throttle")
 
@@ -49,72 +43,11 @@ def unreadable(reason: str, samples: int = 1) -> Telemetry:
 
 def from_raw(raw: dict[str, float | str | None], reason: str, power_scope: str = "device") -> Telemetry:
     """A reading from what a library returned; zeros and missing values become None with `reason`."""
-    values = {name: raw.get(name) or None for name in QUANTITIES}
+    values: dict[str, Any] = {name: raw.get(name) or None for name in QUANTITIES}
     missing = {name: reason for name, value in values.items() if value is None}
     scope = power_scope if values["power_w"] else None
-    return Telemetry(**values, power_scope=scope, unreadable=missing, energy_j=raw.get("energy_j") or None)
-
-
-def read(device: "Device") -> Telemetry:
-    """The device's state now. Never raises for an unreadable quantity: it is None and named in `unreadable`."""
-    return reader_for(device)()
-
-
-@functools.cache
-def reader_for(device: "Device") -> Reader:
-    """The open connection (NVML, amdsmi, sysfs, cpufreq) that reads this device."""
-    from hyperion.hardware import readers
-
-    return {"cuda": readers.nvml_reader, "rocm": readers.amd_reader, "cpu": readers.cpu_reader}[device.kind](device)
-
-
-class Sampler:
-    """Reads a device about `1 / interval_s` times a second beside the code in its `with` block.
-
-        with Sampler(device) as sampler:
-            work()
-        sampler.telemetry            # medians over the block
-
-    At least one reading is taken however short the block. An error in the reader is raised when the block ends.
-    """
-
-    def __init__(self, device: "Device", interval_s: float = 0.1, reader: Reader | None = None):
-        self._read = reader or reader_for(device)
-        self._interval_s = interval_s
-        self._readings: list[Telemetry] = []
-        self._moments_s: list[float] = []
-        self._stop = threading.Event()
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
-
-    def __enter__(self) -> "Sampler":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._stop.set()
-        self._thread.join()
-        if self._error is not None and exception[0] is None:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            while True:
-                reading = self._read()
-                self._moments_s.append(time.monotonic())
-                self._readings.append(reading)
-                if self._stop.wait(self._interval_s):
-                    return
-        except Exception as error:  # handed to the caller's thread by __exit__
-            self._error = error
-
-    @property
-    def telemetry(self) -> Telemetry:
-        """Medians over the readings so far; throttle joins every reason seen."""
-        readings = list(self._readings)
-        moments_s = self._moments_s[: len(readings)]
-        window_s = moments_s[-1] - moments_s[0] if readings else 0.0
-        return replace(median_of(readings), window_s=window_s, interval_s=self._interval_s)
+    energy_j = cast(float | None, raw.get("energy_j") or None)
+    return Telemetry(**values, power_scope=scope, unreadable=missing, energy_j=energy_j)
 
 
 def median_of(readings: list[Telemetry]) -> Telemetry:

@@ -163,7 +163,8 @@ def _amd(devices: Sequence[Device], root: Path) -> Topology | None:
         ends = gpu_of.get(str(link.get("node_from"))), gpu_of.get(str(link.get("node_to")))
         if None in ends or ends[0] == ends[1]:
             continue
-        word = {_KFD_XGMI: "XGMI", _KFD_PCIE: "PCIe"}.get(link.get("type"), f"type {link.get('type')}")
+        kind = link.get("type", -1)
+        word = {_KFD_XGMI: "XGMI", _KFD_PCIE: "PCIe"}.get(kind, f"type {kind}")
         if word == "XGMI" and link.get("max_bandwidth"):
             word = f"XGMI{link['max_bandwidth'] // 1000}"
             meanings[word] = f"xGMI, {link['max_bandwidth'] / 1000:g} GB/s by the driver's account"

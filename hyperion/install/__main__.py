@@ -17,12 +17,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Set up if needed; with `run`, become the named module in the environment. Returns an exit code on failure."""
+    """Set up if needed; with `run`, replace this process by the named module. Return an exit code on failure."""
     options = parse(arguments)
-    return run_command(lambda: _obey(options), "hyperion: set-up failed")
+    return run_command(lambda: _execute(options), "hyperion: set-up failed")
 
 
-def _obey(options: argparse.Namespace) -> int:
+def _execute(options: argparse.Namespace) -> int:
     try:
         python, variables = set_up(options.python, options.torch, options.extra, quiet=options.command == "run")
     except KeyboardInterrupt:
@@ -31,11 +31,12 @@ def _obey(options: argparse.Namespace) -> int:
     if options.command == "setup":
         return 0
     sys.stdout.flush()
-    # exec, not a child: signals, the terminal and the exit code are the command's own.
+    # exec, not a child: signals, the terminal and the exit code are those of the command.
     os.execve(python, [str(python), "-m", *options.module], variables)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line. argparse, since there may be no typer yet."""
     parser = argparse.ArgumentParser(prog="python3 -m hyperion.install", description=__doc__)
     parser.add_argument("--python", default=os.environ.get("PYTHON", ""), help="use this environment instead of .venv")
     parser.add_argument("--torch", default=os.environ.get("TORCH", ""), help="cpu, cuda, rocm, or rocm7.2")
@@ -49,14 +50,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def set_up(python: str, torch: str, extras: list[str], quiet: bool = False) -> tuple[Path, dict[str, str]]:
-    """An environment that fits this machine: its interpreter and the variables to run it with."""
+    """Make or check the environment for this machine; return its interpreter and the variables to run it with."""
     machine = decide(collect_facts())
     choice = choose(machine, torch)
     if not quiet:
         say(f"hyperion: {machine.evidence}; build {choice.label}{' (TORCH=)' if choice.explicit else ''}")
     if machine.note and not choice.explicit:
         print(f"hyperion: {machine.note}", file=sys.stderr)
-    with _alone():
+    with _one_set_up():
         if python:
             # abspath, not resolve: a virtual environment's python is a link to one without its packages.
             chosen = Path(os.path.abspath(python))
@@ -70,8 +71,8 @@ def set_up(python: str, torch: str, extras: list[str], quiet: bool = False) -> t
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """One set-up at a time in this checkout: a second one waits, then finds the work done."""
+def _one_set_up() -> Iterator[None]:
+    """Allow one set-up at a time in this checkout: a second one waits, then finds the environment complete."""
     lock = FileLock(ROOT / ".setup.lock")
     if not lock.acquire(wait=False):
         print("hyperion: another set-up is running here, waiting for it", file=sys.stderr, flush=True)

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Finds a Python >= 3.11 and hands over to hyperion.install. PYTHON= names the environment to use instead of .venv.
+# Find a Python >= 3.11 and run hyperion.install with it. PYTHON= names the environment to use instead of .venv.
 cd "$(dirname "$0")/../.." || exit 2
 new_enough='import sys; sys.exit(sys.version_info < (3, 11))'
 
@@ -12,7 +12,7 @@ if [ -n "${PYTHON:-}" ]; then
     export PYTHON
     exec "$PYTHON" -m hyperion.install "$@"
 fi
-# The environment's own Python first: it stays the right one when another python3 comes first in PATH some day.
+# The environment's own Python first: which python3 comes first in PATH may change.
 for candidate in .venv/bin/python python3 python3.14 python3.13 python3.12 python3.11 python; do
     if "$candidate" -c "$new_enough" 2>/dev/null; then
         exec "$candidate" -m hyperion.install "$@"

@@ -1,4 +1,4 @@
-"""Hyperion's own environment, .venv in the checkout: made whole, kept when nothing changed, repaired when broken."""
+"""Hyperion's own environment, .venv in the checkout: made, updated when its requirements change, repaired when broken."""
 
 import hashlib
 import json
@@ -9,17 +9,17 @@ import sys
 from pathlib import Path
 
 from hyperion.errors import HyperionError
-from hyperion.install import interpreter, pip
-from hyperion.install.machine import Machine
+from hyperion.install import interpreter
+from hyperion.install.machine import DetectedAccelerator
 from hyperion.install.plan import ROCM_WHEELS, TORCH, TORCHVISION, Choice, check_build, plan_packages
 
 STAMP = "hyperion-setup.json"
-# On disk after installation (CPU 2.1 GB seen; GPU builds several times that) with room for pip's temporary copies.
+# Size on disk with room for pip's temporary copies: the CPU environment takes 2.1 GB, GPU builds several times that.
 NEEDED_GB = {"cpu": 4, "cuda": 14, "rocm": 24}
 
 
-def ensure_environment(root: Path, machine: Machine, choice: Choice) -> Path:
-    """The Python of a complete .venv for this choice; made, updated or repaired when it has to be.
+def ensure_environment(root: Path, machine: DetectedAccelerator, choice: Choice) -> Path:
+    """Make, update or repair .venv for this choice if needed, and return its Python.
 
     Raises:
         HyperionError: the environment cannot be made, or does not fit the machine.
@@ -44,12 +44,12 @@ def ensure_environment(root: Path, machine: Machine, choice: Choice) -> Path:
 
 
 def base_facts(root: Path, choice: Choice) -> dict:
-    """What an environment cannot change in place: its interpreter, its location (scripts hold it), its torch build."""
+    """Return what cannot change in place: the interpreter, the location (scripts contain it) and the torch build."""
     return {"python": list(sys.version_info[:3]), "base": sys.base_prefix, "root": str(root), "choice": choice.label}
 
 
 def fingerprint(root: Path, choice: Choice) -> str:
-    """sha256 over everything that decides what gets installed."""
+    """Return the sha256 of everything that determines what is installed."""
     texts = {name: (root / name).read_text(encoding="utf-8") for name in ("requirements.txt", "pyproject.toml")}
     pins = [TORCH, TORCHVISION, sorted((list(key), list(value)) for key, value in ROCM_WHEELS.items())]
     facts = json.dumps([texts, pins, base_facts(root, choice)], sort_keys=True)
@@ -57,7 +57,7 @@ def fingerprint(root: Path, choice: Choice) -> str:
 
 
 def read_stamp(folder: Path) -> dict:
-    """Return the stamp of an environment or overlay; empty when there is none, or none that can be read: both are made anew."""
+    """Return the stamp of an environment or overlay; empty if it is missing or unreadable, so that both are made anew."""
     try:
         stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -66,6 +66,7 @@ def read_stamp(folder: Path) -> dict:
 
 
 def write_stamp(folder: Path, content: dict) -> None:
+    """Write the stamp of an environment or overlay, completely or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f"{STAMP}.{os.getpid()}"
     temporary.write_text(json.dumps(content), "utf-8")
@@ -73,19 +74,23 @@ def write_stamp(folder: Path, content: dict) -> None:
 
 
 def site_entries(folder: Path) -> list[str]:
-    """Names in site-packages, enough to notice a package deleted later."""
+    """Return the names in site-packages, which show if a package is deleted later."""
     return sorted(entry.name for site in folder.glob("lib/python*/site-packages") for entry in site.iterdir())
 
 
 def is_intact(folder: Path, stamp: dict) -> bool:
-    """Whether a finished environment still has its interpreter and all that was installed."""
+    """Return True if a finished environment still has its interpreter and all installed packages."""
     if stamp.get("state") != "complete" or not (folder / "bin/python").exists():
         return False
     return set(stamp["entries"]) <= set(site_entries(folder))
 
 
 def create(folder: Path, stamp: dict, choice: Choice) -> None:
-    """An empty environment in place of a broken, half-finished or unfitting one of ours."""
+    """Make an empty environment; an earlier one that `make setup` made is removed.
+
+    Raises:
+        HyperionError: another environment is there, the disk is too full, or Python cannot make environments.
+    """
     if folder.exists() and any(folder.iterdir()) and not (folder / STAMP).exists():
         raise HyperionError(
             "there is an environment here that `make setup` did not make",
@@ -102,10 +107,10 @@ def create(folder: Path, stamp: dict, choice: Choice) -> None:
             where=folder.parent,
             next_step="free some space, or check out on another disk",
         )
-    # sys.executable may be the link that was just removed with the old environment.
+    # sys.executable may be a link inside the environment that was just removed.
     base_python = getattr(sys, "_base_executable", sys.executable)
     folder.mkdir()
-    write_stamp(folder, {"state": "building"})  # before anything else, so that an interrupted one is known as ours
+    write_stamp(folder, {"state": "building"})  # first, so that the next call may remove an interrupted one
     done = subprocess.run([base_python, "-m", "venv", str(folder)], capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         raise HyperionError(
@@ -126,29 +131,33 @@ def _reason(folder: Path, stamp: dict, choice: Choice) -> str:
 
 
 def install_packages(root: Path, python: Path, choice: Choice) -> None:
-    """torch from its own source, then the pinned rest from pip's configuration, then Hyperion itself."""
+    """Install torch from its own source, then the other pinned packages from pip's configuration, then Hyperion itself."""
     requirements = str(root / "requirements.txt")
-    packages = plan_packages(choice, lambda wanted: pip.report(python, ["--no-deps", *wanted])[0])
-    # PyTorch's indexes hold few versions of the common packages: there, pins would find nothing and are applied after.
+    packages = plan_packages(choice, lambda wanted: interpreter.pip_report(python, ["--no-deps", *wanted])[0])
+    # PyTorch's indexes hold few versions of other packages, so pins fail there; they are applied afterwards.
     source = ["--index-url", packages.index] if packages.index else ["--constraint", requirements]
     purpose = f"torch for {choice.label} from {packages.reason}"
-    pip.install(python, [*packages.requirements, *source], purpose, progress=True)
+    interpreter.pip_install(python, [*packages.requirements, *source], purpose, progress=True)
     pins = ["--requirement", requirements, *packages.requirements]
-    pip.install(python, pins, "the pinned packages of requirements.txt (1 to 3 minutes)")
-    pip.install(python, ["--no-deps", "--no-build-isolation", "--editable", str(root)], "hyperion, editable")
+    interpreter.pip_install(python, pins, "the pinned packages of requirements.txt (1 to 3 minutes)")
+    interpreter.pip_install(python, ["--no-deps", "--no-build-isolation", "--editable", str(root)], "hyperion, editable")
 
 
-def verify(python: Path, machine: Machine, choice: Choice) -> None:
-    """The installed build fits the machine and, where a GPU is expected here, opens it."""
+def verify(python: Path, machine: DetectedAccelerator, choice: Choice) -> None:
+    """Check that the installed build fits the machine and opens its GPU.
+
+    Raises:
+        HyperionError: torch is missing, has another build, or opens no GPU.
+    """
     build = interpreter.inspect(python).torch
     if build is None:
-        raise HyperionError("torch is not there after installation", where=python, next_step="make clean, then again")
+        raise HyperionError("torch is missing after installation", where=python, next_step="make clean, then again")
     check_build(build, machine, choice)
     if choice.kind != "cpu" and not choice.staged:
-        interpreter.check_gpu_opens(python, pip.clean_environment(), build)
+        interpreter.check_gpu_opens(python, interpreter.pip_environment(), build)
 
 
 def environment_variables() -> dict[str, str]:
-    """For a process in .venv: complete in itself, so neither the user's packages nor a module's path are seen."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    return kept | {"PYTHONNOUSERSITE": "1"}
+    """Return the environment of processes in .venv: without the user's packages and without PYTHONPATH."""
+    others = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    return others | {"PYTHONNOUSERSITE": "1"}

@@ -1,16 +1,20 @@
-"""What a Python environment holds, asked from its own interpreter without importing torch."""
+"""Another Python environment: what it contains, without importing torch there, and calls of its pip."""
 
 import json
 import os
 import re
 import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hyperion.errors import HyperionError
 from hyperion.install.plan import MINIMUM_PYTHON, Build
 
-# torch/version.py is executed instead of `import torch`: milliseconds, and it works when the libraries do not load.
+# Executes torch/version.py instead of `import torch`: this takes milliseconds, and works when torch's libraries do not load.
 _INSPECT = """
 import importlib.metadata, importlib.util, json, os, sys
 found = {"version": sys.version_info[:3], "base": sys.base_prefix, "torch": None, "torchvision": False, "packages": {}}
@@ -27,29 +31,37 @@ for distribution in importlib.metadata.distributions():
         found["packages"].setdefault(name.lower().replace("_", "-").replace(".", "-"), distribution.version)
 print(json.dumps(found))
 """
-_USE = "import json, torch; print(json.dumps([torch.cuda.is_available(), torch.cuda.device_count()]))"
+_OPEN_GPU = "import json, torch; print(json.dumps([torch.cuda.is_available(), torch.cuda.device_count()]))"
+# Without an answer, fail within seconds. Downloads use pip's own timeouts.
+_DRY_RUN = ("--dry-run", "--quiet", "--retries", "1", "--timeout", "8")
 
 
 @dataclass(frozen=True)
 class Interpreter:
+    """A Python environment.
+
+    Args:
+        python: its interpreter.
+        base: the installation that a virtual environment was made from.
+        packages: version by normalized name.
+    """
+
     python: Path
     version: tuple[int, ...]
-    base: str  # the installation a virtual environment was made from
+    base: str
     torch: Build | None
     torchvision: bool
-    packages: dict[str, str]  # normalized name -> version
+    packages: dict[str, str]
 
 
 def inspect(python: Path) -> Interpreter:
-    """Ask an interpreter what it holds.
+    """Run an interpreter and return what its environment contains.
 
     Raises:
         HyperionError: it does not run, or is older than Python 3.11.
     """
-    environment = os.environ | {"PYTHONNOUSERSITE": "1"}
     try:
-        command = [str(python), "-c", _INSPECT]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
+        done = _run([str(python), "-c", _INSPECT], os.environ | {"PYTHONNOUSERSITE": "1"})
     except OSError as error:
         raise HyperionError(
             f"{python} cannot be run: {error.strerror}", next_step="name a Python >= 3.11: PYTHON=/path/to/python3"
@@ -65,33 +77,76 @@ def inspect(python: Path) -> Interpreter:
 
 
 def check_gpu_opens(python: Path, environment: dict[str, str], build: Build) -> None:
-    """Import torch there once and see whether it opens the GPU its build is for.
+    """Import torch in that environment and check that it opens the GPU that its build is for.
 
     Raises:
-        HyperionError: with torch's own words, such as a driver too old for its CUDA.
+        HyperionError: with torch's own message, such as a driver too old for its CUDA.
     """
-    command = [str(python), "-c", _USE]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
+    done = _run([str(python), "-c", _OPEN_GPU], environment)
     lines = done.stdout.splitlines()
     if done.returncode == 0 and lines and json.loads(lines[-1])[0]:
         return
     masks = {name: os.environ[name] for name in os.environ if name.endswith("_VISIBLE_DEVICES")}
-    words = done.stderr.strip()[-600:] or "torch.cuda.is_available() is False"
+    message = done.stderr.strip()[-600:] or "torch.cuda.is_available() is False"
     raise HyperionError(
-        f"{build} is installed but opens no GPU: {words}",
+        f"{build} is installed but opens no GPU: {message}",
         where=f"{python}; device masks set: {masks or 'none'}",
         next_step="update the GPU driver to what this build needs, clear the masks, or run on the CPU with TORCH=cpu",
     )
 
 
-def release(version: str) -> tuple[int, ...]:
-    """The release numbers of a version: '2.13.0+cpu' -> (2, 13, 0)."""
+def pip_install(python: Path, arguments: Sequence[str], purpose: str, progress: bool = False) -> None:
+    """Run `pip install` and show its errors; with `progress` on a terminal, show all of its output.
+
+    Args:
+        purpose: what is installed, for the user.
+
+    Raises:
+        HyperionError: pip failed; its own message is above on the terminal.
+    """
+    print(f"hyperion: {purpose}", flush=True)
+    volume = [] if progress and sys.stdout.isatty() else ["-qq"]
+    command = [str(python), "-m", "pip", "install", *volume, *arguments]
+    done = subprocess.run(command, env=pip_environment(), check=False)
+    if done.returncode:
+        raise HyperionError(
+            f"pip could not install: {purpose}",
+            where=" ".join(command),
+            next_step="read pip's message above; without a network, set up where there is one, or use an existing "
+            "environment: make reproduce PYTHON=/path/to/python",
+        )
+
+
+def pip_report(python: Path, arguments: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """Return what `pip install` would do: its JSON report, empty when it finds no solution, and its messages."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.json"
+        command = [str(python), "-m", "pip", "install", *_DRY_RUN, "--report", str(path), *arguments]
+        done = _run(command, pip_environment())
+        if done.returncode or not path.is_file():
+            return {}, done.stderr
+        return json.loads(path.read_text(encoding="utf-8")), done.stderr
+
+
+def pip_environment() -> dict[str, str]:
+    """Return this process's environment without variables that make pip install elsewhere or see the user's packages."""
+    dropped = ("PYTHONPATH", "PYTHONHOME", "PIP_TARGET", "PIP_USER", "PIP_PREFIX")
+    others = {name: value for name, value in os.environ.items() if name not in dropped}
+    return others | {"PYTHONNOUSERSITE": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+
+
+def in_range(version: str, requirement: str) -> bool:
+    """Return True if a version satisfies one of pyproject.toml's requirements, which are all `name>=lower`."""
+    lower, actual = _release(requirement.partition(">=")[2]), _release(version)
+    width = max(len(lower), len(actual))
+    return actual + (0,) * (width - len(actual)) >= lower + (0,) * (width - len(lower))
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return the release numbers of a version: '2.13.0+cpu' gives (2, 13, 0)."""
     match = re.match(r"(?:\d+!)?(\d+(?:\.\d+)*)", version)
     return tuple(int(part) for part in match[1].split(".")) if match else ()
 
 
-def in_range(version: str, requirement: str) -> bool:
-    """Whether a version satisfies one of pyproject.toml's requirements, which are all `name>=lower`."""
-    lower, got = release(requirement.partition(">=")[2]), release(version)
-    width = max(len(lower), len(got))
-    return got + (0,) * (width - len(got)) >= lower + (0,) * (width - len(lower))
+def _run(command: list[str], environment: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)

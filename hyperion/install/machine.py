@@ -1,4 +1,4 @@
-"""Which accelerator a machine has, read from the kernel's own files: no torch, no vendor tool is needed or run."""
+"""Detect the accelerator of this machine from the kernel's files, without torch or a vendor's tool."""
 
 import os
 import platform
@@ -9,7 +9,7 @@ from pathlib import Path
 AMD, NVIDIA = "0x1002", "0x10de"
 # PCI display classes (PCI Code and ID Assignment): VGA 0x0300, 3D 0x0302, other display 0x0380, accelerator 0x1200.
 DISPLAY_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
-COMPUTE_CLASSES = ("0x0302", "0x0380", "0x1200")  # data-centre cards: nobody has one by accident
+COMPUTE_CLASSES = ("0x0302", "0x0380", "0x1200")  # of data-centre cards
 
 # Architectures in PyTorch's ROCm wheels: PYTORCH_ROCM_ARCH in pytorch/pytorch, .ci/docker/manywheel/build.sh (2026).
 ROCM_WHEEL_ARCHS = {
@@ -32,7 +32,7 @@ ROCM_WHEEL_ARCHS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """What was read. Paths are relative to the root that was searched."""
+    """What the kernel's files say."""
 
     system: str = "Linux"
     amd_archs: tuple[str, ...] = ()  # of the GPUs that the amdgpu driver lists, e.g. ("gfx90a", "gfx90a")
@@ -43,19 +43,19 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """The decision: kind is 'rocm', 'cuda' or 'cpu'."""
+class DetectedAccelerator:
+    """The accelerator that torch must support on this machine."""
 
-    kind: str
+    kind: str  # rocm | cuda | cpu
     evidence: str
     rocm_version: tuple[int, int] | None = None
-    note: str | None = None  # something the reader should know, such as a second vendor's GPU
-    problem: str | None = None  # a GPU is there and cannot be used: the cause
+    note: str | None = None  # for the user, such as a second vendor's GPU
+    problem: str | None = None  # why the GPU that is present cannot be used
     remedy: str | None = None
 
 
 def collect_facts(root: Path = Path("/"), system: str | None = None) -> Facts:
-    """Read the facts below `root`, which a test may point at a folder of its own."""
+    """Read the facts below `root`; the default is this machine."""
     return Facts(
         system=system or platform.system(),
         amd_archs=_kfd_archs(root),
@@ -67,7 +67,7 @@ def collect_facts(root: Path = Path("/"), system: str | None = None) -> Facts:
 
 
 def _read(path: Path) -> str:
-    """The file's text, or nothing when this machine does not have it or does not let us read it."""
+    """Return the file's text; "" if it is missing or unreadable."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -75,14 +75,14 @@ def _read(path: Path) -> str:
 
 
 def _kfd_archs(root: Path) -> tuple[str, ...]:
-    """Architectures in the amdgpu driver's topology: a node with SIMDs is a GPU, 90010 reads gfx90a (step in hex)."""
-    found = []
+    """Return the architectures in the amdgpu driver's topology: a node with SIMDs is a GPU, and 90010 means gfx90a."""
+    archs = []
     for properties in sorted(root.glob("sys/class/kfd/kfd/topology/nodes/*/properties")):
         values = dict(line.split(None, 1) for line in _read(properties).splitlines() if " " in line)
         version = int(values.get("gfx_target_version", "0"))
         if int(values.get("simd_count", "0")) and version:
-            found.append(f"gfx{version // 10000}{version // 100 % 100}{version % 100:x}")
-    return tuple(found)
+            archs.append(f"gfx{version // 10000}{version // 100 % 100}{version % 100:x}")  # the stepping is hexadecimal
+    return tuple(archs)
 
 
 def _kfd_access(path: Path) -> str:
@@ -92,7 +92,7 @@ def _kfd_access(path: Path) -> str:
 
 
 def _rocm_version(root: Path) -> tuple[int, int] | None:
-    """Major and minor of the newest ROCm below /opt."""
+    """Return major and minor version of the newest ROCm below /opt."""
     texts = [_read(path) for path in root.glob("opt/rocm*/.info/version")]
     versions = [match for match in (re.match(r"(\d+)\.(\d+)", text) for text in texts) if match]
     return max(((int(match[1]), int(match[2])) for match in versions), default=None)
@@ -106,22 +106,22 @@ def _nvidia_driver(root: Path) -> str | None:
 
 
 def _pci_displays(root: Path) -> tuple[tuple[str, str], ...]:
-    found = []
+    displays = []
     for device in sorted(root.glob("sys/bus/pci/devices/*")):
         vendor, kind = _read(device / "vendor").strip(), _read(device / "class").strip()[:6]
         if vendor in (AMD, NVIDIA) and kind in DISPLAY_CLASSES:
-            found.append((vendor, kind))
-    return tuple(found)
+            displays.append((vendor, kind))
+    return tuple(displays)
 
 
-def decide(facts: Facts) -> Machine:
-    """Turn facts into the build this machine needs. An unusable data-centre GPU is a problem, not a CPU."""
+def decide(facts: Facts) -> DetectedAccelerator:
+    """Decide which accelerator to use. A data-centre GPU that cannot be used is a problem, not a reason to use the CPU."""
     if facts.system != "Linux":
-        return Machine("cpu", f"{facts.system}: GPU builds are set up on Linux only")
+        return DetectedAccelerator("cpu", f"{facts.system}: GPU builds are set up on Linux only")
     usable = sorted({arch for arch in facts.amd_archs if arch in ROCM_WHEEL_ARCHS})
     if facts.nvidia_driver is not None:
         note = f"an AMD GPU ({', '.join(usable)}) is there too: TORCH=rocm chooses it" if usable else None
-        return Machine("cuda", f"NVIDIA driver {facts.nvidia_driver or 'loaded'}".strip(), note=note)
+        return DetectedAccelerator("cuda", f"NVIDIA driver {facts.nvidia_driver or 'loaded'}".strip(), note=note)
     if usable:
         return _decide_amd(facts, f"{len(facts.amd_archs)} AMD GPU(s), {', '.join(usable)}")
     note = None
@@ -130,7 +130,7 @@ def decide(facts: Facts) -> Machine:
     return _decide_without_driver(facts, note)
 
 
-def _decide_amd(facts: Facts, evidence: str) -> Machine:
+def _decide_amd(facts: Facts, evidence: str) -> DetectedAccelerator:
     problem = remedy = None
     if facts.kfd == "denied":
         problem = "the AMD GPU's /dev/kfd may not be opened by this user"
@@ -138,15 +138,15 @@ def _decide_amd(facts: Facts, evidence: str) -> Machine:
     elif facts.kfd == "absent":
         problem = "the amdgpu driver lists an AMD GPU, but /dev/kfd is not here"
         remedy = "start the container with --device=/dev/kfd --device=/dev/dri; or run on the CPU with TORCH=cpu"
-    return Machine("rocm", evidence, rocm_version=facts.rocm_version, problem=problem, remedy=remedy)
+    return DetectedAccelerator("rocm", evidence, rocm_version=facts.rocm_version, problem=problem, remedy=remedy)
 
 
-def _decide_without_driver(facts: Facts, note: str | None) -> Machine:
-    """No driver is loaded: a data-centre card on the PCI bus is a fault to name, a desktop's display is only noted."""
+def _decide_without_driver(facts: Facts, note: str | None) -> DetectedAccelerator:
+    """Decide without a loaded driver: a data-centre card on the PCI bus is a problem, a desktop's display only a note."""
     for vendor, kind in facts.pci:
         name, flags = ("AMD", "--device=/dev/kfd --device=/dev/dri") if vendor == AMD else ("NVIDIA", "--gpus all")
         if kind in COMPUTE_CLASSES and not facts.amd_archs:
-            return Machine(
+            return DetectedAccelerator(
                 "rocm" if vendor == AMD else "cuda",
                 f"PCI device of vendor {vendor}, class {kind}",
                 rocm_version=facts.rocm_version,
@@ -154,4 +154,4 @@ def _decide_without_driver(facts: Facts, note: str | None) -> Machine:
                 remedy=f"load the driver, or start the container with {flags}; or run on the CPU with TORCH=cpu",
             )
         note = note or f"an {name} display is on the PCI bus without a compute driver: using the CPU"
-    return Machine("cpu", "no AMD or NVIDIA GPU with a driver", note=note)
+    return DetectedAccelerator("cpu", "no AMD or NVIDIA GPU with a driver", note=note)

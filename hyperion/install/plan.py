@@ -1,6 +1,6 @@
-"""Which build of torch to install, from where, and whether an installed build fits the machine.
+"""Choose the build of torch to install and its source, and check if an installed build fits the machine.
 
-The only file that knows PyTorch's package indexes and the pinned versions of torch and torchvision.
+Only this file contains PyTorch's package indexes and the pinned versions of torch and torchvision.
 """
 
 import platform
@@ -9,35 +9,35 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hyperion.errors import HyperionError
-from hyperion.install.machine import Machine
+from hyperion.install.machine import DetectedAccelerator
 
 TORCH, TORCHVISION = "2.13.0", "0.28.0"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 ROCM_INDEX = "https://download.pytorch.org/whl/rocm{major}.{minor}"
-# A wheel brings its own ROCm libraries; they work with amdgpu drivers about a year older or newer than they are (AMD's
-# user and kernel-space support matrix). So: the newest wheel at or below the machine's ROCm, else the oldest of its
-# major version.
+# A wheel contains its own ROCm libraries, which work with amdgpu drivers about a year older or newer (AMD's user and
+# kernel-space support matrix). Hence: the newest wheel at or below the machine's ROCm, else the oldest of its major version.
 ROCM_WHEELS = {(7, 2): (TORCH, TORCHVISION), (7, 1): (TORCH, TORCHVISION), (6, 4): ("2.9.1", "0.24.1")}
 MINIMUM_TORCH, MINIMUM_PYTHON = (2, 9), (3, 11)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What is wanted. Two machines with equal choices can share an environment."""
+    """The chosen build of torch. Machines with equal choices can share an environment."""
 
     kind: str  # cpu | cuda | rocm
     version: tuple[int, int] | None = None  # of ROCm; of CUDA only where TORCH= names it
-    explicit: bool = False  # named by TORCH=, so a build without GPU support is consented to
-    staged: bool = False  # TORCH= names the version as well: set up here for a machine with that GPU
+    explicit: bool = False  # requested with TORCH=, so that a build without GPU support is accepted
+    staged: bool = False  # TORCH= names a version: set up here for another machine with that GPU
 
     @property
     def label(self) -> str:
+        """The build as TORCH= names it: cpu, cuda, rocm7.2."""
         return self.kind + (".".join(map(str, self.version)) if self.version else "")
 
 
 @dataclass(frozen=True)
 class Build:
-    """An installed torch, as its torch/version.py tells."""
+    """An installed torch, from its torch/version.py."""
 
     version: str
     cuda: str | None = None
@@ -45,6 +45,7 @@ class Build:
 
     @property
     def kind(self) -> str:
+        """rocm, cuda or cpu."""
         return "rocm" if self.hip else "cuda" if self.cuda else "cpu"
 
     def __str__(self) -> str:
@@ -54,18 +55,18 @@ class Build:
 
 @dataclass(frozen=True)
 class Packages:
-    """What to hand to pip: exact requirements, and the one index to use instead of pip's own configuration."""
+    """Arguments for pip: exact requirements, and the index to use instead of pip's own configuration, if any."""
 
     requirements: tuple[str, ...]
     index: str | None
     reason: str
 
 
-def choose(machine: Machine, override: str = "") -> Choice:
-    """The build for this machine, or the one that TORCH= asks for.
+def choose(machine: DetectedAccelerator, override: str = "") -> Choice:
+    """Choose the build for this machine, or the one that TORCH= requests.
 
     Raises:
-        HyperionError: TORCH= is not a build, or the hardware it needs is not here or not usable.
+        HyperionError: TORCH= is not a build, or the hardware it needs is missing or not usable.
     """
     if not override:
         if machine.problem:
@@ -90,14 +91,14 @@ def choose(machine: Machine, override: str = "") -> Choice:
     return _explicit_gpu(machine, kind)
 
 
-def _explicit_gpu(machine: Machine, kind: str) -> Choice:
-    """TORCH=cuda or TORCH=rocm: asked for, so the hardware must be here to tell which version fits."""
+def _explicit_gpu(machine: DetectedAccelerator, kind: str) -> Choice:
+    """Choose for TORCH=cuda or TORCH=rocm without a version, which depends on the hardware of this machine."""
     second_vendor = machine.note is not None and f"TORCH={kind}" in machine.note
     if machine.kind != kind and not second_vendor:
         name = {"rocm": "AMD", "cuda": "NVIDIA"}[kind]
         example = "rocm7.2" if kind == "rocm" else "cuda13.0"
         raise HyperionError(
-            f"TORCH={kind} was asked for, but this machine shows no {name} GPU with a driver",
+            f"TORCH={kind} was requested, but this machine has no {name} GPU with a driver",
             where=machine.evidence,
             next_step=f"leave TORCH out; to set up on a login node for a GPU node, name the version: TORCH={example}",
         )
@@ -107,7 +108,7 @@ def _explicit_gpu(machine: Machine, kind: str) -> Choice:
 
 
 def _wheel_for(installed: tuple[int, int] | None) -> tuple[int, int]:
-    """The ROCm wheel for the machine's ROCm; the newest of all when it does not tell its version."""
+    """Return the ROCm wheel for the machine's ROCm; the newest one if that version is unknown."""
     if installed is None:
         return max(ROCM_WHEELS)
     same_major = [wheel for wheel in ROCM_WHEELS if wheel[0] == installed[0]]
@@ -125,18 +126,19 @@ def _wheel_for(installed: tuple[int, int] | None) -> tuple[int, int]:
 
 
 def plan_packages(choice: Choice, resolve: Callable[[tuple[str, ...]], dict]) -> Packages:
-    """The packages for a choice.
+    """Return the packages of a choice.
 
     Args:
-        choice: the wanted build.
-        resolve: given requirements, returns pip's installation report for them under pip's own configuration
+        resolve: returns pip's installation report of requirements under pip's own configuration
             (`pip install --dry-run --no-deps --report`), or an empty dict when pip finds none.
     """
-    torch, torchvision = ROCM_WHEELS[choice.version] if choice.kind == "rocm" else (TORCH, TORCHVISION)
-    requirements = (f"torch=={torch}", f"torchvision=={torchvision}")
     if choice.kind == "rocm":
+        assert choice.version is not None, "choose() gives every choice of ROCm a version"
+        torch, torchvision = ROCM_WHEELS[choice.version]
         major, minor = choice.version
-        return Packages(requirements, ROCM_INDEX.format(major=major, minor=minor), f"ROCm {major}.{minor} wheels")
+        index = ROCM_INDEX.format(major=major, minor=minor)
+        return Packages((f"torch=={torch}", f"torchvision=={torchvision}"), index, f"ROCm {major}.{minor} wheels")
+    requirements = (f"torch=={TORCH}", f"torchvision=={TORCHVISION}")
     if choice.kind == "cuda":
         return Packages(requirements, None, "pip's own configuration, whose torch for Linux is a CUDA build")
     if platform.system() != "Linux" or is_cpu_build(resolve(requirements[:1])):
@@ -145,7 +147,7 @@ def plan_packages(choice: Choice, resolve: Callable[[tuple[str, ...]], dict]) ->
 
 
 def is_cpu_build(report: dict) -> bool:
-    """Whether pip's report names a torch without GPU packages: local version +cpu, or none of NVIDIA's or ROCm's."""
+    """Return True if the torch in pip's report is a CPU build: it has local version +cpu, or needs no GPU packages."""
     for item in report.get("install", ()):
         metadata = item["metadata"]
         if metadata["name"] != "torch":
@@ -158,20 +160,21 @@ def is_cpu_build(report: dict) -> bool:
     return False
 
 
-def check_build(build: Build, machine: Machine, choice: Choice) -> None:
-    """Refuse a build that does not match the hardware.
+def check_build(build: Build, machine: DetectedAccelerator, choice: Choice) -> None:
+    """Check that a build matches the hardware.
 
     Raises:
-        HyperionError: with the build, the hardware seen and the way out.
+        HyperionError: names the build, the detected hardware and the next step.
     """
     version = tuple(int(part) for part in re.findall(r"\d+", build.version)[:2])
     if version < MINIMUM_TORCH:
         raise HyperionError(f"{build} is older than torch 2.9", next_step="use an environment with torch >= 2.9")
     if choice.staged:
-        got = build.hip if choice.kind == "rocm" else build.cuda
-        if build.kind != choice.kind or not (got or "").startswith(".".join(map(str, choice.version))):
+        installed = (build.hip if choice.kind == "rocm" else build.cuda) or ""
+        requested = choice.label.removeprefix(choice.kind)
+        if build.kind != choice.kind or not installed.startswith(requested):
             raise HyperionError(
-                f"TORCH={choice.label} was asked for, but what is installed is {build}",
+                f"TORCH={choice.label} was requested, but {build} is installed",
                 next_step="look at `pip config list` for a find-links or index that gives another build of torch",
             )
         return
@@ -180,14 +183,14 @@ def check_build(build: Build, machine: Machine, choice: Choice) -> None:
     if choice.kind == "cpu":
         missing = "AMD" if build.kind == "rocm" else "NVIDIA"
         raise HyperionError(
-            f"{build}, but this machine shows no {missing} GPU with a driver",
+            f"{build}, but this machine has no {missing} GPU with a driver",
             where=machine.evidence,
-            next_step="run on a GPU node, or say that the CPU is meant: TORCH=cpu",
+            next_step="run on a GPU node, or use the CPU: TORCH=cpu",
         )
     name = "AMD" if choice.kind == "rocm" else "NVIDIA"
     raise HyperionError(
         f"{build} cannot use this machine's {name} GPU",
         where=machine.evidence,
         next_step=f"with PYTHON=, name an environment with a {choice.kind} build; without, look at `pip config list` "
-        "for a find-links or index that gives another build; or say that the CPU is meant: TORCH=cpu",
+        "for a find-links or index that gives another build; or use the CPU: TORCH=cpu",
     )

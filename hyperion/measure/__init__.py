@@ -1,20 +1,25 @@
 """Measure: one timing core, and gemm, bandwidth, caches, copies, launches, collectives, steps, memory and roofline on it."""
 
 from hyperion.measure.api.answers import ComparisonAnswer, TimeAnswer
-from hyperion.measure.api.answers_counted import FlopsAnswer, MemoryAnswer, Uncounted
+from hyperion.measure.api.counting import FlopsAnswer, MemoryAnswer, Uncounted
 from hyperion.measure.api.explain import Explanation, Part, explain
 from hyperion.measure.api.functions import compare, flops, memory, time
 from hyperion.measure.api.outputs import OutputMismatchError
+from hyperion.measure.api.relaunching import SIDES, Launched, Relaunched, relaunch
 from hyperion.measure.clock.checks import Drift, HarnessError
 from hyperion.measure.clock.dtypes import FORMATS, NumberFormat, format_of, matmul_precision
-from hyperion.measure.clock.energy import Energy, energy_of
 from hyperion.measure.clock.ranks_clock import RanksClock
 from hyperion.measure.clock.repeated import RepeatedCalls
 from hyperion.measure.clock.step import Phase, StepTiming, time_step
-from hyperion.measure.clock.timing import Timing, time_function, time_interleaved
-from hyperion.measure.clock.verify import Verification, relative_error, verify_elementwise, verify_product
-from hyperion.measure.clock.verify_whole import verify_bits, verify_sum
-from hyperion.measure.collectives.bucket_size import BucketSize, recommended_bucket
+from hyperion.measure.clock.timing import Energy, Timing, energy_of, time_function, time_interleaved
+from hyperion.measure.clock.verify import (
+    Verification,
+    relative_error,
+    verify_bits,
+    verify_elementwise,
+    verify_product,
+    verify_sum,
+)
 from hyperion.measure.collectives.collectives import (
     ALL_COLLECTIVES,
     COLLECTIVES,
@@ -24,13 +29,53 @@ from hyperion.measure.collectives.collectives import (
     collective_bytes,
     measure_collective,
 )
-from hyperion.measure.collectives.latency_bandwidth import LatencyBandwidth, fit_latency_bandwidth, half_rate_size
+from hyperion.measure.collectives.latency_bandwidth import (
+    BucketSize,
+    LatencyBandwidth,
+    fit_latency_bandwidth,
+    half_rate_size,
+    recommended_bucket,
+)
 from hyperion.measure.collectives.overlap import Overlap, measure_overlap
-from hyperion.measure.faults.planted_faults import run_self_test
-from hyperion.measure.faults.self_test import FaultResult
-from hyperion.measure.memory.allocation import LargestAllocation, largest_allocation
-from hyperion.measure.memory.bandwidth import OPERATIONS, REDUCTIONS, BandwidthMeasurement, measure_bandwidth
-from hyperion.measure.memory.cache_sweep import (
+from hyperion.measure.faults.planted_faults import FaultResult, run_self_test
+from hyperion.measure.memory_use.allocation import (
+    LargestAllocation,
+    NoMemoryCap,
+    allocator_refusal,
+    largest_allocation,
+    memory_cap,
+)
+from hyperion.measure.memory_use.peak import PeakMemory, PeakMemoryRegion
+from hyperion.measure.memory_use.tensor_memory import SavedForBackward, TensorMemory, bytes_of, state_of
+from hyperion.measure.products.dispatch import shapes_only
+from hyperion.measure.products.gap import Gap, NominalPeak, explain_gap, nominal_peak
+from hyperion.measure.products.gemm import Gemm, RefusedProduct, blas_backend
+from hyperion.measure.products.gemm_search import Finalist, GemmSearch, search_gemm, time_shapes
+from hyperion.measure.products.operands import DISTRIBUTIONS, distinct_share, verify_data
+from hyperion.measure.products.product_formulas import Ceilings, Product
+from hyperion.measure.products.taf import (
+    BatchedGemm,
+    CapturedGemms,
+    Taf,
+    TimedProduct,
+    capture_gemms,
+    measure_products,
+    measure_taf,
+    taf,
+)
+from hyperion.measure.steps.launch import LaunchCost, WorthwhileSize, measure_launch, worthwhile_size
+from hyperion.measure.steps.operator_cost import BlockCost, OperatorCost, measure_block_cost, measure_operator_cost
+from hyperion.measure.steps.step_prediction import (
+    CompiledHost,
+    MemoryStream,
+    ProductRates,
+    StepCeilings,
+    StepPrediction,
+    predict_step,
+    training_calls,
+)
+from hyperion.measure.traffic.bandwidth import OPERATIONS, REDUCTIONS, BandwidthMeasurement, measure_bandwidth
+from hyperion.measure.traffic.cache_sweep import (
     SWEEPS,
     CacheCapacity,
     CachePoint,
@@ -39,10 +84,7 @@ from hyperion.measure.memory.cache_sweep import (
     measure_cache_sweep,
     sweep_sizes,
 )
-from hyperion.measure.memory.memory import PeakMemory, PeakMemoryRegion
-from hyperion.measure.memory.memory_cap import NoMemoryCap, allocator_refusal, memory_cap
-from hyperion.measure.memory.tensor_memory import SavedForBackward, TensorMemory, bytes_of, state_of
-from hyperion.measure.memory.transfer import (
+from hyperion.measure.traffic.transfer import (
     DIRECTIONS,
     CopyMeasurement,
     measure_between,
@@ -51,27 +93,6 @@ from hyperion.measure.memory.transfer import (
     peer_pairs,
     peer_refusal,
     transfer_refusal,
-)
-from hyperion.measure.products.captured_gemms import CapturedGemms, capture_gemms
-from hyperion.measure.products.dispatch import shapes_only
-from hyperion.measure.products.gap import Gap, NominalPeak, explain_gap, nominal_peak
-from hyperion.measure.products.gemm import Gemm, RefusedProduct, blas_backend
-from hyperion.measure.products.gemm_search import Finalist, GemmSearch, search_gemm, time_shapes
-from hyperion.measure.products.operands import DISTRIBUTIONS, distinct_share, verify_data
-from hyperion.measure.products.product_formulas import Product
-from hyperion.measure.products.product_rates import ProductRates
-from hyperion.measure.products.roofline import Ceilings
-from hyperion.measure.products.taf import BatchedGemm, Taf, TimedProduct, measure_products, measure_taf, taf
-from hyperion.measure.relaunch.relaunching import SIDES, Launched, Relaunched, relaunch
-from hyperion.measure.steps.launch import LaunchCost, WorthwhileSize, measure_launch, worthwhile_size
-from hyperion.measure.steps.operator_cost import BlockCost, OperatorCost, measure_block_cost, measure_operator_cost
-from hyperion.measure.steps.step_prediction import (
-    CompiledHost,
-    MemoryStream,
-    StepCeilings,
-    StepPrediction,
-    predict_step,
-    training_calls,
 )
 
 __all__ = [

@@ -1,7 +1,6 @@
-"""Pure `nn.Module`s that know no device, precision or parallelism; each exports its layout as data."""
+"""Models: plain `nn.Module`s that know no device, precision or parallelism. Each exports its layout as data."""
 
-from hyperion.models.activations import ActivationBytes, image_activations, language_activations
-from hyperion.models.layout import Layout, ModelFlops, parameter_count
+from hyperion.models.layout import Layout, ModelFlops, layout_of, parameter_count
 from hyperion.models.llama import (
     LlamaLM,
     LlamaShape,
@@ -15,12 +14,10 @@ from hyperion.models.llama import (
 from hyperion.models.llama_files import llama_folder, load_llama, local_llama, verify_llama_folder
 from hyperion.models.reference import REFERENCE_MODELS, ReferenceModel, reference_model
 from hyperion.models.resnet import ResNet18, flops_per_image, resnet18
-from hyperion.models.token_loss import padded_classes
 from hyperion.models.transformer import TransformerConfig, TransformerLM, flops_per_token, named_config
 
 __all__ = [
     "REFERENCE_MODELS",
-    "ActivationBytes",
     "Layout",
     "LlamaLM",
     "LlamaShape",
@@ -31,8 +28,7 @@ __all__ = [
     "TransformerLM",
     "flops_per_image",
     "flops_per_token",
-    "image_activations",
-    "language_activations",
+    "layout_of",
     "llama_flops_per_token",
     "llama_folder",
     "llama_lora_parameter_count",
@@ -40,7 +36,6 @@ __all__ = [
     "load_llama",
     "local_llama",
     "named_config",
-    "padded_classes",
     "parameter_count",
     "random_llama_config",
     "random_llama_shape",

@@ -2,8 +2,8 @@
 
 Shape suffixes: B batch, C channels, Y rows, X columns, T positions of a sequence, D width, K classes.
 
-A configuration knows its model's name, shapes, parameters and work before anything is built, and refuses a model that
-turns out to be another one. A smaller configuration bears a name of its own: `resnet50_w16_64px` is not ResNet-50.
+A configuration knows name, shapes, parameters and FLOPs of its model without building it, and checks the model that it
+builds. A smaller configuration has its own name: `resnet50_w16_64px` is not ResNet-50.
 """
 
 from abc import ABC, abstractmethod
@@ -18,66 +18,66 @@ from hyperion.compat import import_torchvision
 from hyperion.errors import HyperionError
 from hyperion.models.layout import Layout, ModelFlops, parameter_count
 
-HEAD_WIDTH = 64  # features of one attention head, in ViT-B/16 and in the encoder alike
+HEAD_WIDTH = 64  # features of one attention head, in ViT-B/16 and in the encoder
 PATCH = 16  # pixels on a side of a ViT's patch
 _BOTTLENECKS = (3, 4, 6, 3)
 _EXPANSION = 4  # a bottleneck block's last convolution has four times the channels of its stage's base width
 
 
 class _Reference(ABC):
-    """What the three have in common; each adds its shapes, its counts and `_make`."""
+    """Common part of the three models; each adds its shapes, its counts and `_make`."""
 
     name: str
     parameter_count: int
 
     def build(self) -> nn.Module:
-        """The model, initialised from torch's current seed, on the current default device.
+        """Return the model, initialised from torch's current seed on the current default device.
 
         Raises:
-            HyperionError: torchvision is missing or broken, or what was built has another number of parameters.
+            HyperionError: torchvision is missing or broken, or the built model has another number of parameters.
         """
         model = self._make()
         built = parameter_count(model)
         if built != self.parameter_count:
             raise HyperionError(
-                f"{self.name} has {self.parameter_count:,} parameters, but what was built has {built:,}",
+                f"{self.name} has {self.parameter_count:,} parameters, but the built model has {built:,}",
                 where=type(model).__module__,
-                next_step="install a torchvision that matches this torch; nothing else stands in for the model",
+                next_step="install a torchvision that matches this torch; no other model is used instead",
             )
         return model
 
     @abstractmethod
     def _make(self) -> nn.Module:
-        """The model as its library builds it."""
+        """Build the model with its library."""
 
 
 class _Classifier(_Reference):
-    """Images in, logits of classes out, scored by cross-entropy."""
+    """Image classifier, trained with cross-entropy."""
 
     image_size: int
     classes: int
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
-        """Shape of one input: colours, rows, columns."""
+        """Shape of one input: channels, rows, columns."""
         return 3, self.image_size, self.image_size
 
     def targets(self, inputs_BCYX: Tensor, generator: torch.Generator) -> Tensor:
-        """One class for each image, int64 [B]: drawn once, so that a model that learns can learn them by heart."""
+        """Return one random class per image, int64 [B]. They are fixed, so that a model can memorise them."""
         shape = (len(inputs_BCYX),)
         return torch.randint(self.classes, shape, generator=generator, device=inputs_BCYX.device)
 
     def loss(self, outputs_BK: Tensor, targets_B: Tensor) -> Tensor:
-        """Mean cross-entropy in nats, in float32."""
+        """Return the mean cross-entropy in nats, in float32."""
         return F.cross_entropy(outputs_BK.float(), targets_B)
 
 
 @dataclass(frozen=True)
 class ResNet50(_Classifier):
-    """ResNet-50 (He et al. 2015, arXiv 1512.03385; the stride on the 3 x 3 convolution, as torchvision has it).
+    """ResNet-50 (He et al. 2015, arXiv 1512.03385), with the stride on the 3 x 3 convolution as in torchvision.
 
     Args:
-        width: channels of the first stage's 3 x 3 convolutions; 64 is the published net.
+        width: channels of the first stage's 3 x 3 convolutions; 64 in the published net.
         image_size: pixels on a side, a multiple of 32.
         classes: K.
     """
@@ -96,13 +96,13 @@ class ResNet50(_Classifier):
         return resnet.ResNet(resnet.Bottleneck, list(_BOTTLENECKS), num_classes=self.classes, width_per_group=self.width)
 
     def layout(self) -> Layout:
-        """The stem, the sixteen bottleneck blocks, and the classifier."""
+        """Return the names of the stem, the sixteen bottleneck blocks and the classifier."""
         blocks = (f"layer{stage + 1}.{block}" for stage, count in enumerate(_BOTTLENECKS) for block in range(count))
         return Layout(stem=("conv1", "bn1"), blocks=tuple(blocks), head=("fc",))
 
     @property
     def parameter_count(self) -> int:
-        """25,557,032 at the published width. Each convolution has a BatchNorm of two parameters a channel behind it."""
+        """25,557,032 at the published width. Each convolution is followed by a BatchNorm with two parameters per channel."""
         kernels = sum(out * (inputs * size**2 + 2) for inputs, out, size, _ in self._convolutions())
         return kernels + (self._features + 1) * self.classes
 
@@ -123,7 +123,7 @@ class ResNet50(_Classifier):
         return 512 * _EXPANSION
 
     def _convolutions(self) -> Iterator[tuple[int, int, int, int]]:
-        """(channels in, channels out, kernel size, side of the output) of every convolution, the stem's first."""
+        """Yield (channels in, channels out, kernel size, side of the output) of every convolution, the stem first."""
         yield 3, 64, 7, self.image_size // 2
         channels, side = 64, self.image_size // 4
         for stage, blocks in enumerate(_BOTTLENECKS):
@@ -172,13 +172,13 @@ class VisionTransformer(_Classifier):
         )
 
     def layout(self) -> Layout:
-        """The patch projection, the blocks, and norm and classifier; class token and positions belong to no block."""
+        """Return the names of patch projection, blocks, norm and classifier; class token and positions are in no block."""
         blocks = tuple(f"encoder.layers.encoder_layer_{i}" for i in range(self.layers))
         return Layout(stem=("conv_proj",), blocks=blocks, head=("encoder.ln", "heads"))
 
     @property
     def positions(self) -> int:
-        """T: the patches of an image and the class token."""
+        """T: number of patches of an image, plus the class token."""
         return (self.image_size // PATCH) ** 2 + 1
 
     @property
@@ -203,10 +203,10 @@ class VisionTransformer(_Classifier):
 
 @dataclass(frozen=True)
 class Encoder(_Reference):
-    """torch.nn.TransformerEncoder: post-norm, ReLU, four times wider MLP (Vaswani et al. 2017), without dropout.
+    """torch.nn.TransformerEncoder: post-norm, ReLU, MLP four times as wide (Vaswani et al. 2017), without dropout.
 
-    It has no positions, so what it computes does not depend on their order: each position is to report the mean of its
-    sequence, which it can learn and which takes attention.
+    It has no position embeddings, so its output does not depend on the order of positions. The task is to output the mean of
+    the sequence at every position: it can be learned, and it needs attention.
 
     Args:
         width, layers, positions: D, the number of blocks, and T.
@@ -218,7 +218,7 @@ class Encoder(_Reference):
 
     @property
     def name(self) -> str:
-        """Width, heads, layers; the sequence is a matter of the input, not of the model."""
+        """Name with width, heads and layers; the length of the sequence belongs to the input, not to the model."""
         return f"encoder_d{self.width}_h{self.width // HEAD_WIDTH}_l{self.layers}"
 
     def _make(self) -> nn.Module:
@@ -226,7 +226,7 @@ class Encoder(_Reference):
         return nn.TransformerEncoder(layer, self.layers, enable_nested_tensor=False)
 
     def layout(self) -> Layout:
-        """The blocks; there is nothing before or behind them."""
+        """Return the names of the blocks; there is no stem and no head."""
         return Layout(stem=(), blocks=tuple(f"layers.{i}" for i in range(self.layers)), head=())
 
     @property
@@ -235,12 +235,12 @@ class Encoder(_Reference):
         return self.positions, self.width
 
     def targets(self, inputs_BTD: Tensor, generator: torch.Generator) -> Tensor:
-        """The mean over each sequence, at every position, scaled to unit variance for standard normal inputs."""
+        """Return the mean of each sequence at every position, scaled to unit variance for standard normal inputs."""
         mean_B1D = inputs_BTD.mean(dim=1, keepdim=True) * self.positions**0.5
         return mean_B1D.expand_as(inputs_BTD).contiguous()
 
     def loss(self, outputs_BTD: Tensor, targets_BTD: Tensor) -> Tensor:
-        """Mean squared error, in float32."""
+        """Return the mean squared error, in float32."""
         return F.mse_loss(outputs_BTD.float(), targets_BTD)
 
     @property
@@ -261,12 +261,12 @@ class Encoder(_Reference):
 
 
 def _block_parameters(width: int, layers: int) -> int:
-    """Attention (4 D^2 + 4 D), MLP (8 D^2 + 5 D) and two LayerNorms (4 D) a block."""
+    """Return the parameters of all blocks, each with attention (4 D^2 + 4 D), MLP (8 D^2 + 5 D) and two norms (4 D)."""
     return layers * (12 * width**2 + 13 * width)
 
 
 def _block_flops(width: int, layers: int, positions: int) -> int:
-    """Per sample: projections 24 T D^2 and the two products of attention 4 T^2 D a block."""
+    """Return the FLOPs of all blocks per sample, each with projections (24 T D^2) and attention's two products (4 T^2 D)."""
     return layers * (24 * positions * width**2 + 4 * positions**2 * width)
 
 
@@ -285,10 +285,10 @@ REFERENCE_MODELS: dict[str, ReferenceModel] = {
 
 
 def reference_model(name: str) -> ReferenceModel:
-    """The configuration of that name.
+    """Return the configuration of that name.
 
     Raises:
-        HyperionError: there is none; another model is never taken in its place.
+        HyperionError: there is none. No other model is used instead.
     """
     if name not in REFERENCE_MODELS:
         raise HyperionError(

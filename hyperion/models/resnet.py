@@ -1,9 +1,11 @@
-"""ResNet-18 with the CIFAR stem: a 3x3 first convolution of stride 1 and no max-pool, for 32 x 32 images.
+"""ResNet-18 with the CIFAR stem, for 32 x 32 images: a 3x3 first convolution of stride 1 and no max-pool.
+
+Basic blocks [2, 2, 2, 2] of widths w, 2w, 4w, 8w. The ImageNet stem (7x7, stride 2, max-pool) would reduce a CIFAR image to
+8 x 8 pixels before the first block.
 
 Shape suffixes: B batch, C channels, Y rows, X columns, K classes.
 
-He et al. 2015 (arXiv 1512.03385), basic blocks [2, 2, 2, 2] of widths w, 2w, 4w, 8w. The ImageNet stem (7x7, stride 2,
-max-pool) would leave 8 x 8 pixels of a CIFAR image before the first block.
+Source: He et al. 2015, arXiv 1512.03385.
 """
 
 from collections.abc import Iterator
@@ -46,15 +48,15 @@ class ResNet18(nn.Module):
     """ResNet-18 for small images (see the module's docstring).
 
     Attributes:
-        name: `resnet18` at the published width of 64, else `resnet18_w<width>`: a narrower net never bears the full
-            name.
+        name: `resnet18` at the published width of 64, else `resnet18_w<width>`, so that a narrower net is never reported as
+            ResNet-18.
     """
 
     def __init__(self, num_classes: int, width: int):
         super().__init__()
         if num_classes < 1 or width < 1:
             raise HyperionError(
-                f"num_classes is {num_classes} and width is {width}", where="resnet18", next_step="give 1 or more of each"
+                f"num_classes is {num_classes} and width is {width}", where="resnet18", next_step="make both at least 1"
             )
         self.name = "resnet18" if width == 64 else f"resnet18_w{width}"
         self.conv1 = _conv3x3(3, width)
@@ -64,26 +66,27 @@ class ResNet18(nn.Module):
         self.initialize()
 
     def initialize(self) -> None:
-        """He's normal initialisation for ReLU, by fan-out; BatchNorm and the classifier keep torch's defaults."""
+        """Use He's normal initialisation for ReLU, by fan-out; BatchNorm and the classifier keep torch's defaults."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, images_BCYX: Tensor) -> Tensor:
-        """Class logits_BK of normalised float images [B, 3, 32, 32] (other sizes of 8 pixels or more work too)."""
+        """Return logits_BK for normalised float images [B, 3, 32, 32]; other sizes of at least 8 pixels work too."""
         x_BCYX = F.relu(self.norm1(self.conv1(images_BCYX)))
         for block in self.blocks:
             x_BCYX = block(x_BCYX)
         return self.classifier(x_BCYX.mean(dim=(2, 3)))
 
     def layout(self) -> Layout:
-        """Names of the stem, the eight residual blocks and the head."""
+        """Return the names of the stem, the eight residual blocks and the head."""
         return Layout(stem=("conv1", "norm1"), blocks=tuple(f"blocks.{i}" for i in range(len(self.blocks))), head=("classifier",))
 
 
 def block_shapes(width: int) -> Iterator[tuple[int, int, int]]:
-    """(channels in, channels out, stride) of each block: every stage but the first halves the image and doubles the
-    width.
+    """Yield (channels in, channels out, stride) of each block.
+
+    Every stage except the first halves the image and doubles the width.
     """
     channels = width
     for stage, blocks in enumerate(BLOCKS_PER_STAGE):
@@ -94,15 +97,15 @@ def block_shapes(width: int) -> Iterator[tuple[int, int, int]]:
 
 
 def resnet18(num_classes: int = 10, width: int = 64) -> ResNet18:
-    """ResNet-18 with the CIFAR stem: 11,173,962 parameters at width 64 and 10 classes."""
+    """Return a ResNet-18 with the CIFAR stem: 11,173,962 parameters at width 64 and 10 classes."""
     return ResNet18(num_classes, width)
 
 
 def flops_per_image(num_classes: int = 10, width: int = 64, image_size: int = IMAGE_SIZE) -> ModelFlops:
-    """FLOPs per image of convolutions and the classifier (a multiply-add is 2): 1.1108e9 forward at width 64.
+    """Return the FLOPs per image of convolutions and classifier (a multiply-add is 2): 1.1108e9 forward at width 64.
 
-    The backward pass forms two products for each of the forward pass, but no gradient of the image itself. Norms, ReLU
-    and pooling are not counted. Agrees with torch's FlopCounterMode (tested).
+    The backward pass computes two products for each one of the forward pass, except the gradient of the image. Norms, ReLU
+    and pooling are not counted. Equals torch's FlopCounterMode (tested).
     """
     first = 2 * 9 * 3 * width * image_size**2
     forward, side = first, image_size

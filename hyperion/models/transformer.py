@@ -4,9 +4,9 @@ Shape suffixes: B batch, T positions of a sequence, D width, N heads, H width of
 tokens of a batch or of one chunk of it; L is the number of layers.
 
 Token and learned position embeddings, L pre-norm blocks (causal self-attention, then a GELU MLP, each added to the
-residual stream), a last LayerNorm, and a head that shares the token embedding's weight. Dropout, where there is any, stands
-where GPT-2 has it, except within attention: every kernel for that stays as fast as it is. With `gpt2_124m` it has GPT-2's
-124,439,808 parameters and computes what `transformers.GPT2LMHeadModel` computes (a test compares their logits).
+residual stream), a final LayerNorm, and a head that shares the token embedding's weight. Dropout is where GPT-2 has it,
+except inside attention, so fused kernels still apply. `gpt2_124m` has GPT-2's 124,439,808 parameters and computes the same
+logits as `transformers.GPT2LMHeadModel` (tested).
 """
 
 import math
@@ -19,22 +19,26 @@ from torch.utils.checkpoint import checkpoint
 
 from hyperion.data.batches.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError, require_number
-from hyperion.models import block_gradients
-from hyperion.models.block_layers import CausalSelfAttention, FeedForward, LayerNorm, autocasts_to_bf16, dropped
+from hyperion.kernels import block_gradients
+from hyperion.kernels.token_loss import token_loss
 from hyperion.models.layout import Layout, ModelFlops
-from hyperion.models.token_loss import token_loss
 
-# Logits exist for at most this many tokens at once: 6.6 GB in bfloat16 at V = 50257. Without gradients smaller pieces cost
-# nothing.
+# Logits exist for at most this many tokens at once: 6.6 GB in bfloat16 at V = 50257. Without gradients nothing is
+# recomputed, so smaller chunks cost nothing.
 LOSS_CHUNK_TOKENS, EVALUATED_TOKENS = 65536, 16384
-# A loss draws nothing at random; a generator that is asked for its state cannot be part of a recorded step.
-_RECOMPUTED = {"use_reentrant": False, "preserve_rng_state": False}
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Shape of a TransformerLM: `context` is the longest sequence in tokens, `width` is D; the MLP is 4 D wide. `dropout` is
-    the share of numbers that training zeroes in the embeddings and in what each branch adds to the residual stream.
+    """Shape of a TransformerLM; its MLP is 4 D wide.
+
+    Attributes:
+        vocab_size: V.
+        context: longest sequence, in tokens.
+        width: D.
+        heads: N; it divides the width.
+        layers: L.
+        dropout: probability of zeroing an element of the embeddings or of a branch's output in training.
     """
 
     vocab_size: int
@@ -44,7 +48,7 @@ class TransformerConfig:
     layers: int
     dropout: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("vocab_size", "context", "width", "heads", "layers"):
             require_number(name, getattr(self, name), "TransformerConfig", whole=True, at_least=1)
         require_number("dropout", self.dropout, "TransformerConfig", at_least=0, below=1)
@@ -52,7 +56,7 @@ class TransformerConfig:
             raise HyperionError(
                 f"width {self.width} is not a multiple of heads {self.heads}",
                 where="TransformerConfig",
-                next_step="choose a width that every head gets an equal part of",
+                next_step="choose a width that is a multiple of heads",
             )
 
     @property
@@ -80,7 +84,7 @@ NAMED_CONFIGS = {
 
 
 def named_config(name: str, **changes: float) -> TransformerConfig:
-    """The configuration of that name, with fields such as vocab_size or context changed.
+    """Return the configuration of that name, with the given fields replaced (vocab_size, context, …).
 
     Raises:
         HyperionError: no configuration has that name.
@@ -94,38 +98,12 @@ def named_config(name: str, **changes: float) -> TransformerConfig:
     return replace(NAMED_CONFIGS[name], **changes)
 
 
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout of what is added.
-
-    Compiled for a GPU under bfloat16 (hyperion.models.block_gradients), hooks of the layers within are passed by; the block's
-    own are not.
-    """
-
-    def __init__(self, width: int, heads: int, dropout: float = 0.0):
-        super().__init__()
-        self.dropout = dropout
-        self.attention_norm = LayerNorm(width)
-        self.attention = CausalSelfAttention(width, heads)
-        self.mlp_norm = LayerNorm(width)
-        self.mlp = FeedForward(width)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        last = self.attention.output, self.mlp.down
-        # Dropout would come between a bias and the sum that the norm's kernel makes for it.
-        plain = all(type(layer) is nn.Linear for layer in last) and not (self.dropout and self.training)
-        detached = plain and block_gradients.applies_to(x_BTD)
-        x_BTD, normed_BTD = self.attention_norm.fork(x_BTD)
-        x_BTD = x_BTD + dropped(self.attention(normed_BTD, detached), self.dropout, self.training)
-        x_BTD, normed_BTD = self.mlp_norm.fork(x_BTD, *[layer.bias for layer in last if detached])
-        return x_BTD + dropped(self.mlp(normed_BTD, detached), self.dropout, self.training)
-
-
 class TransformerLM(nn.Module):
     """Causal language model over token ids (see the module's docstring).
 
     Args:
-        loss_chunk_tokens: the loss of more tokens is computed in chunks, whose logits are computed again in the backward
-            pass.
+        loss_chunk_tokens: with more tokens, the training loss is computed in chunks of this size, whose logits are
+            recomputed in the backward pass.
     """
 
     def __init__(self, config: TransformerConfig, loss_chunk_tokens: int = LOSS_CHUNK_TOKENS):
@@ -140,12 +118,13 @@ class TransformerLM(nn.Module):
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """GPT-2's initialisation: normal(0, 0.02), biases zero.
+        """Initialise as GPT-2 does: normal(0, 0.02), biases zero.
 
-        The 2 L layers that write to the residual stream get 0.02 / sqrt(2 L), so that its variance does not grow with
+        The 2 L layers that write to the residual stream use 0.02 / sqrt(2 L), so that its variance does not grow with
         depth.
         """
-        residual = {id(layer) for block in self.blocks for layer in (block.attention.output, block.mlp.down)}
+        blocks = [module for module in self.modules() if isinstance(module, Block)]
+        residual = {id(layer) for block in blocks for layer in (block.attention.output, block.mlp.down)}
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 std = 0.02 / math.sqrt(2 * self.config.layers) if id(module) in residual else 0.02
@@ -154,60 +133,63 @@ class TransformerLM(nn.Module):
                 module.bias.zero_()
 
     def forward(self, inputs_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """Logits of the next token, or the negative log-likelihood of given targets.
+        """Return the logits of the next token or, with targets, the negative log-likelihood of each target.
+
+        Training and evaluation both use this one method, so that wrappers (DDP, FSDP) see every use.
 
         Args:
             inputs_BT: int64 token ids, T <= context.
-            targets_BT: int64 ids of the tokens that follow; IGNORE_INDEX is not scored.
+            targets_BT: int64 ids of the next tokens; IGNORE_INDEX is not scored.
 
         Returns:
-            logits_BTV in the precision of the head when there are no targets; else float32 nll_BT in nats, zero where
-            the target is IGNORE_INDEX. Training and evaluation both pass through this one call, so that wrappers see
-            every use.
+            Without targets logits_BTV in the dtype of the head; else float32 nll_BT in nats, zero where the target is
+            IGNORE_INDEX.
+
+        Raises:
+            HyperionError: the sequence is longer than the context.
         """
         T = inputs_BT.shape[1]
         if self.config.context < T:
             raise HyperionError(
                 f"a sequence of {T} tokens is longer than the model's context of {self.config.context}",
                 where="TransformerLM.forward",
-                next_step="cut the sequence or build the model with a longer context",
+                next_step="shorten the sequence or build the model with a longer context",
             )
         positions_T = torch.arange(T, device=inputs_BT.device)
-        x_BTD, positions_TD = self.token_embedding(inputs_BT), self.position_embedding(positions_T)
-        half = autocasts_to_bf16(x_BTD.device.type)
-        if half and block_gradients.applies_to(x_BTD, torch.float32):
-            x_BTD = block_gradients.with_positions(x_BTD, positions_TD)
-        else:
-            x_BTD = x_BTD + positions_TD
-            # The residual stream too: sums with float32 would be float32 all along, twice the bytes of every read.
-            x_BTD = x_BTD.bfloat16() if half else x_BTD
-        x_BTD = dropped(x_BTD, self.config.dropout, self.training)
+        x_BTD = block_gradients.add_positions(self.token_embedding(inputs_BT), self.position_embedding(positions_T))
+        x_BTD = _dropout(x_BTD, self.config.dropout, self.training)
         for block in self.blocks:
             x_BTD = block(x_BTD)
         x_BTD = self.final_norm(x_BTD)
         if targets_BT is None:
             return F.linear(x_BTD, self.token_embedding.weight)
-        # A tensor of its own: a caller may change it in place, and hooks on outputs (FSDP2's) stay with it.
+        # clone() because a view would lose FSDP2's hooks on outputs, and a caller may modify the result in place.
         return self._nll(x_BTD.flatten(0, 1), targets_BT.flatten()).view_as(targets_BT).clone()
 
     def _nll(self, x_MD: Tensor, targets_M: Tensor) -> Tensor:
-        """Negative log-likelihood per token in float32, chunk by chunk.
+        """Return the negative log-likelihood per token in float32, computed chunk by chunk.
 
-        More than one chunk in training recomputes each chunk's logits in the backward pass instead of keeping them.
+        In training with more than one chunk, the backward pass recomputes the logits of each chunk.
         """
         weight_VD = self.token_embedding.weight
         size = self.loss_chunk_tokens if torch.is_grad_enabled() else EVALUATED_TOKENS
         chunks = list(zip(x_MD.split(size), targets_M.split(size), strict=True))
         if len(chunks) == 1 or not torch.is_grad_enabled():
             return torch.cat([token_loss(x, weight_VD, targets) for x, targets in chunks])
-        return torch.cat([checkpoint(token_loss, x, weight_VD, targets, **_RECOMPUTED) for x, targets in chunks])
+        # The loss uses no random numbers, and reading a generator's state would make a CUDA graph impossible.
+        return torch.cat(
+            [
+                checkpoint(token_loss, x, weight_VD, targets, use_reentrant=False, preserve_rng_state=False)
+                for x, targets in chunks
+            ]
+        )
 
     def loss(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Mean negative log-likelihood in nats over the targets that are not IGNORE_INDEX (float32 scalar)."""
+        """Return the mean negative log-likelihood in nats over targets that are not IGNORE_INDEX (float32 scalar)."""
         return self(inputs_BT, targets_BT).sum() / (targets_BT != IGNORE_INDEX).sum()
 
     def layout(self) -> Layout:
-        """Names of the stem, the blocks and the head; the head's matrix is the token embedding's."""
+        """Return the names of the stem, the blocks and the head; the head uses the token embedding's weight."""
         return Layout(
             stem=("token_embedding", "position_embedding"),
             blocks=tuple(f"blocks.{i}" for i in range(self.config.layers)),
@@ -217,13 +199,111 @@ class TransformerLM(nn.Module):
 
 
 def flops_per_token(config: TransformerConfig, sequence_length: int | None = None) -> ModelFlops:
-    """FLOPs per token at that sequence length (default: the whole context).
+    """Return the FLOPs per token at that sequence length (default: the whole context).
 
-    forward = L (24 D^2 + 4 T D) + 2 V D: the weights of the blocks, two T x T products per head (counted whole,
-    as the field does, though a causal kernel may skip half), and the head. The backward pass forms two products for
-    each one of the forward pass. Norms, GELU, softmax and lookups are not counted. Agrees with torch's FlopCounterMode
-    (tested).
+    forward = L (24 D^2 + 4 T D) + 2 V D: the weights of the blocks, two T x T products per head (counted in full by
+    convention, though a causal kernel may skip half), and the head. The backward pass computes two products for each one
+    of the forward pass. Norms, GELU, softmax and lookups are not counted. Equals torch's FlopCounterMode (tested).
     """
     D, T = config.width, sequence_length or config.context
     forward = config.layers * (24 * D * D + 4 * T * D) + 2 * config.vocab_size * D
     return ModelFlops(forward, 3 * forward)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on each branch.
+
+    Where the fused operations of hyperion.kernels.block_gradients apply, the block reads the weights of its inner layers
+    directly, so hooks on inner layers are bypassed; hooks on the block itself still run.
+    """
+
+    def __init__(self, width: int, heads: int, dropout: float = 0.0):
+        super().__init__()
+        self.dropout = dropout
+        self.attention_norm = LayerNorm(width)
+        self.attention = CausalSelfAttention(width, heads)
+        self.mlp_norm = LayerNorm(width)
+        self.mlp = FeedForward(width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        last = self.attention.output, self.mlp.down
+        # With dropout, the gradient of a bias is not the gradient that the norm's kernel sums for it.
+        plain = all(type(layer) is nn.Linear for layer in last) and not (self.dropout and self.training)
+        detached = plain and block_gradients.applies_to(x_BTD)
+        x_BTD, normed_BTD = self.attention_norm.fork(x_BTD)
+        x_BTD = x_BTD + _dropout(self.attention(normed_BTD, detached), self.dropout, self.training)
+        x_BTD, normed_BTD = self.mlp_norm.fork(x_BTD, *[layer.bias for layer in last if detached])
+        return x_BTD + _dropout(self.mlp(normed_BTD, detached), self.dropout, self.training)
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention in which position t attends to positions 0..t only.
+
+    Query, key and value are separate layers and the number of heads follows from their output, as a column-parallel split
+    over heads needs it. Compiled, they are one product with concatenated weights, which bypasses the layers' hooks: one
+    product with three times the columns keeps a GPU busier than three. Replaced layers (fp8, LoRA) stay separate.
+    """
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.head_width = width // heads
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+        self.output = nn.Linear(width, width)
+
+    def forward(self, x_BTD: Tensor, detached_bias: bool = False) -> Tensor:
+        """Return the attention output [B, T, D]; with `detached_bias` the output layer's bias gets its gradient elsewhere."""
+        layers = self.query, self.key, self.value
+        if torch.compiler.is_compiling() and all(type(layer) is nn.Linear for layer in layers):
+            weight_ED, bias_E = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
+            if block_gradients.applies_to(x_BTD):
+                projected = block_gradients.joint_projection(x_BTD, weight_ED, bias_E)
+            else:
+                projected = F.linear(x_BTD, weight_ED, bias_E).chunk(3, -1)
+        else:
+            projected = (layer(x_BTD) for layer in layers)
+        q_BNTH, k_BNTH, v_BNTH = (part_BTD.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for part_BTD in projected)
+        y_BNTH = F.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, is_causal=True)
+        y_BTD = y_BNTH.transpose(1, 2).flatten(-2)
+        return block_gradients.projection(y_BTD, self.output) if detached_bias else self.output(y_BTD)
+
+
+class LayerNorm(nn.LayerNorm):
+    """nn.LayerNorm that reads and writes the dtype of its input, also under autocast (see block_gradients.layer_norm)."""
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return block_gradients.layer_norm(x_BTD, self)
+
+    def fork(self, x_BTD: Tensor, *biases_D: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x for the residual stream and LayerNorm(x) for the branch.
+
+        Args:
+            biases_D: none, or the biases of the layers before and after, whose gradients are computed here.
+        """
+        # Biases given here are detached in their own layers: this is the only place that computes their gradients.
+        if biases_D or block_gradients.applies_to(x_BTD):
+            return block_gradients.forked_norm(x_BTD, self, *biases_D)
+        return x_BTD, self(x_BTD)
+
+
+class FeedForward(nn.Module):
+    """MLP: D -> 4 D -> D with GELU."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x_BTD: Tensor, detached_bias: bool = False) -> Tensor:
+        """Return the MLP output [B, T, D]; with `detached_bias` the last layer's bias gets its gradient elsewhere."""
+        if type(self.up) is nn.Linear and block_gradients.applies_to(x_BTD):
+            hidden_BTE = block_gradients.gelu_projection(x_BTD, self.up)
+        else:
+            hidden_BTE = block_gradients.gelu(self.up(x_BTD))
+        return block_gradients.projection(hidden_BTE, self.down) if detached_bias else self.down(hidden_BTE)
+
+
+def _dropout(x: Tensor, probability: float, training: bool) -> Tensor:
+    # F.dropout draws random numbers even for a probability of 0.
+    return F.dropout(x, probability) if probability and training else x

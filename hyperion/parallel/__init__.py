@@ -1,6 +1,5 @@
-"""One model on many devices: `parallelize(model, plan, world)`, LoRA, and the invariants of ranks."""
+"""One model on many devices: `parallelize(model, plan, world)`, LoRA, and checks that ranks agree."""
 
-from hyperion.parallel.batch_norm import average_statistics
 from hyperion.parallel.invariants import (
     DesyncError,
     assert_ranks_agree,
@@ -9,11 +8,11 @@ from hyperion.parallel.invariants import (
     full_parameter_bytes,
     local_parameter_bytes,
 )
-from hyperion.parallel.layouts import layout_of
 from hyperion.parallel.lora import add_lora, expected_lora_parameters, trainable_parameter_count
 from hyperion.parallel.parallelize import parallelize
 from hyperion.parallel.plan import ParallelPlan
 from hyperion.parallel.reductions import (
+    average_statistics,
     clip_gradients,
     is_replicated,
     is_sharded,
@@ -37,7 +36,6 @@ __all__ = [
     "full_parameter_bytes",
     "is_replicated",
     "is_sharded",
-    "layout_of",
     "local_gradient_norm",
     "local_parameter_bytes",
     "parallelize",

@@ -1,29 +1,30 @@
-"""LoRA: a low-rank, trainable change beside each frozen target layer (Hu et al. 2021, arXiv 2106.09685)."""
+"""LoRA: a trainable low-rank update added to each frozen target layer (Hu et al. 2021, arXiv 2106.09685)."""
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
 from hyperion.errors import HyperionError
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")  # the projections of attention, as transformers' Llama names them
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")  # attention's projections in transformers' Llama
 
 
 def add_lora(
     model: nn.Module, rank: int = 16, alpha: float = 32, targets: Sequence[str] = ATTENTION, dropout: float = 0.0
 ) -> nn.Module:
-    """The model with LoRA adapters from peft in place, everything else frozen.
+    """Add LoRA adapters from peft to the model and freeze everything else. Call it before `parallelize`.
 
     A target layer W of shape [d_out, d_in] computes W x + (alpha / r) B A x, with A [r, d_in] random and B [d_out, r]
-    zero: before the first step the outputs are those of the base model. Trainable parameters are A and B alone:
+    zero, so that before the first step the outputs are those of the base model. Only A and B are trainable:
 
         sum over target layers of r (d_in + d_out)
 
-    Adapters of a base in 16 bits are float32, as AdamW's small updates need. Call it before `parallelize`.
+    parameters. Adapters of a 16-bit base are float32, because AdamW's updates are too small for 16 bits.
 
     Args:
-        model: holds the target layers, as nn.Linear; it is changed in place.
+        model: contains the target layers, as nn.Linear; it is modified in place.
         rank: r; at most the smaller side of every target layer.
         alpha: numerator of the scale alpha / r.
         targets: last parts of the names of the target layers.
@@ -33,39 +34,41 @@ def add_lora(
         The peft model around `model`.
 
     Raises:
-        HyperionError: no layer bears a target's name, the rank does not fit, or peft trains other parameters than the
-            formula counts.
+        HyperionError: a target names no layer, the rank does not fit, or the number of trainable parameters differs from
+            the formula.
     """
     expected = expected_lora_parameters(model, rank, targets)
-    from peft import LoraConfig, get_peft_model  # slow to import, and needed nowhere else
+    from peft import LoraConfig, get_peft_model  # slow to import, and used only here
 
-    # peft's class for causal language models adds generate(), and asks the model for what transformers' models have.
+    # peft's class for causal language models adds generate(), and needs the methods of a transformers model.
     task = "CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), lora_dropout=dropout, task_type=task)
+    scale: Any = alpha  # peft annotates int, and computes with any number
+    config = LoraConfig(r=rank, lora_alpha=scale, target_modules=list(targets), lora_dropout=dropout, task_type=task)
     with warnings.catch_warnings():
-        # peft asks transformers for a property by its old name: nothing that a reader could act on.
+        # peft uses a property of transformers by its deprecated name; users cannot fix that.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
         adapted = get_peft_model(model, config)
     trainable = trainable_parameter_count(adapted)
     if trainable != expected:
         raise HyperionError(
-            f"{trainable:,} parameters are trainable where sum r (d_in + d_out) is {expected:,}",
+            f"{trainable:,} parameters are trainable, but sum r (d_in + d_out) is {expected:,}",
             where=f"add_lora, rank {rank} on {', '.join(targets)}",
-            next_step="freeze what else is trainable, or give targets whose names belong to nn.Linear layers only",
+            next_step="freeze all other parameters, or name targets that are nn.Linear layers only",
         )
     return adapted
 
 
 def expected_lora_parameters(model: nn.Module, rank: int, targets: Sequence[str] = ATTENTION) -> int:
-    """Trainable parameters of LoRA: sum over target layers of r (d_in + d_out); A is [r, d_in], B is [d_out, r].
+    """Return LoRA's number of trainable parameters: the sum over target layers of r (d_in + d_out).
 
     Args:
-        model: a base model, or one that has adapters already.
+        model: a base model, or one that already has adapters.
 
     Raises:
-        HyperionError: a target's name is that of no layer, or a layer is narrower than the rank.
+        HyperionError: a target names no layer, or a layer is smaller than the rank.
     """
-    layers = {
+    # peft's LoRA layers are not nn.Linear, but have the same attributes.
+    layers: dict[str, Any] = {
         name: module
         for name, module in model.named_modules()
         if name.rpartition(".")[2] in targets and hasattr(module, "in_features")
@@ -74,7 +77,7 @@ def expected_lora_parameters(model: nn.Module, rank: int, targets: Sequence[str]
         raise HyperionError(
             f"no linear layer is named {', '.join(missing)}",
             where=f"LoRA targets in {type(model).__name__}",
-            next_step="name layers of this model; print(model) shows them",
+            next_step="name layers of this model; print(model) lists them",
         )
     for name, layer in layers.items():
         if not 1 <= rank <= min(layer.in_features, layer.out_features):
@@ -87,5 +90,5 @@ def expected_lora_parameters(model: nn.Module, rank: int, targets: Sequence[str]
 
 
 def trainable_parameter_count(model: nn.Module) -> int:
-    """Parameters that training changes, whole ones where they are sharded."""
+    """Return the number of trainable parameters; sharded parameters count in full."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

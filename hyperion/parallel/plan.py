@@ -1,4 +1,4 @@
-"""How a model is to be laid over the ranks: one frozen, JSON-able choice."""
+"""How a model is distributed over ranks: one frozen, JSON-able set of options."""
 
 from dataclasses import dataclass
 
@@ -11,23 +11,24 @@ NONE, EVERY_BLOCK, SELECTIVE, BUDGET = CHECKPOINTING = ("none", "every block", "
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """What `parallelize` does to a model.
+    """Options of `parallelize`.
 
     Attributes:
         strategy: 'single' (one device), 'ddp' (each rank holds the whole model, gradients are averaged) or 'fsdp'
-            (parameters, gradients and optimizer state are sharded over the ranks, gathered block by block).
-        param_dtype: FSDP only: the type that parameters are gathered and used in. None keeps their own; 'bf16' halves
-            the traffic, while the shards that the optimizer updates and the sum of gradients stay float32. A
-            `Precision` of bf16 (autocast) is another thing and goes with every strategy.
-        checkpointing: what the forward pass keeps for the backward pass, which computes the rest again. 'none': all that
-            autograd asks for. 'every block': the inputs of blocks alone. 'selective': beside them the results of matrix
-            products, convolutions and attention, so that only cheap operations are done twice. 'budget': of the first
-            `checkpointed_blocks` blocks their inputs alone, of the others all.
-        checkpointed_blocks: 'budget' only: how many. hyperion.training.fewest_checkpointed finds the fewest that a memory
-            asks for. The first ones, because they are computed again last, when all others have given back their memory.
-        compile_blocks: compile each block by itself; blocks that are alike share one compilation.
+            (parameters, gradients and optimizer state are sharded over the ranks and gathered block by block).
+        param_dtype: FSDP only: dtype in which parameters are gathered and used. None keeps their own dtype; 'bf16' halves
+            the traffic, while the optimizer's shards and the sum of gradients stay float32. Independent of a `Precision`
+            of bf16 (autocast), which works with every strategy.
+        checkpointing: what the forward pass saves; the backward pass recomputes the rest. 'none': everything. 'every
+            block': only the inputs of blocks. 'selective': also the results of matrix products, convolutions and
+            attention, so that only cheap operations are repeated. 'budget': only the inputs for the first
+            `checkpointed_blocks` blocks, everything for the others.
+        checkpointed_blocks: 'budget' only: number of checkpointed blocks; hyperion.training.fewest_checkpointed computes
+            the smallest that fits a memory. The first blocks are chosen because they are recomputed last, when all others
+            have freed their memory.
+        compile_blocks: compile each block separately; blocks of the same structure share one compilation.
         reshard_after_forward: FSDP only: free a gathered block after its forward pass and gather it again in the
-            backward pass. False keeps it: more memory, less traffic.
+            backward pass. False uses more memory and less traffic.
     """
 
     strategy: str = "single"
@@ -37,7 +38,7 @@ class ParallelPlan:
     compile_blocks: bool = False
     reshard_after_forward: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, choices in (("strategy", STRATEGIES), ("param_dtype", PARAM_DTYPES), ("checkpointing", CHECKPOINTING)):
             if (value := getattr(self, name)) not in choices:
                 raise HyperionError(
@@ -50,7 +51,7 @@ class ParallelPlan:
             raise HyperionError(
                 f"param_dtype and reshard_after_forward belong to strategy 'fsdp', not to {self.strategy!r}",
                 where="ParallelPlan",
-                next_step="leave them out; for bf16 with every strategy give the engine a Precision of bf16",
+                next_step="remove them; for bf16 with any strategy give the engine a Precision of bf16",
             )
         blocks = self.checkpointed_blocks
         is_count = isinstance(blocks, int) and not isinstance(blocks, bool) and blocks >= 0
@@ -58,5 +59,5 @@ class ParallelPlan:
             raise HyperionError(
                 f"checkpointing {self.checkpointing!r} with checkpointed_blocks {blocks!r}",
                 where="ParallelPlan",
-                next_step=f"give a number from 0 with {BUDGET!r}, and none with the others",
+                next_step=f"give a number of 0 or more with {BUDGET!r}, and None with the other policies",
             )

@@ -152,7 +152,7 @@ def _all_reduces(floors: list[Floor], devices: int, device: Device, on_line: Cal
         return [replace(row, params={"ranks": 1}, value_reason="one device: a collective takes at least two ranks")]
     sizes = {_ALL_REDUCE_BYTES} | {f.size for f in floors if f.quantity == "all_reduce" and f.ranks == devices}
     on_line(f"all-reduce on {devices} devices")
-    job = Job("hyperion.passport.measure:all_reduces_on_rank", {"sizes": sorted(sizes)}, timeout_s=240.0, ranks=devices)
+    job = Job(all_reduces_on_rank, {"sizes": sorted(sizes)}, timeout_s=240.0, ranks=devices)
     try:
         answers = run_ranks(job, on_line=on_line)
     except RankError as error:

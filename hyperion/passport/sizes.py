@@ -8,7 +8,7 @@ import torch
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
 from hyperion.measure import FORMATS, Gemm, matmul_precision
-from hyperion.measure.memory.bandwidth import OPERATIONS, REDUCTIONS
+from hyperion.measure.traffic.bandwidth import OPERATIONS, REDUCTIONS
 
 _LARGEST_GEMM, _SMALLEST_GEMM = 8192, 256
 # Warm-up and thirty samples, each with a cache flush of about the same size.

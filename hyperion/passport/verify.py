@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from hyperion.chapter.rows import bandwidth_limit, gemm_limit
 from hyperion.doctor import judge
@@ -11,9 +12,9 @@ from hyperion.hardware import Device, Floor, detect, facts_of, floors_for, looku
 from hyperion.hardware.floors import METRICS
 from hyperion.measure import FORMATS
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES
-from hyperion.measure.memory.bandwidth import OPERATIONS, REDUCTIONS
+from hyperion.measure.traffic.bandwidth import OPERATIONS, REDUCTIONS
 from hyperion.passport.form import SCHEMA, FloorSection, FloorVerdict, hashes_of, private_text
-from hyperion.results import Row, RowError, metric_named
+from hyperion.results import Row, RowError
 from hyperion.results.rows import COLUMNS
 from hyperion.results.typed import from_json
 from hyperion.untrusted import read_json
@@ -130,8 +131,8 @@ def _row(entry: dict, place: str, device: Device) -> Row:
     if row.value is None:
         return row
     _require(row.value > 0, f"{place}.value", f"is {row.value:g}")
-    if metric_named(row.metric).needs_interval:
-        _require(row.n >= MINIMUM_SAMPLES, f"{place}.n", f"is {row.n}, at least {MINIMUM_SAMPLES} samples are due")
+    if row.definition.needs_interval:
+        _require((row.n or 0) >= MINIMUM_SAMPLES, f"{place}.n", f"is {row.n}, at least {MINIMUM_SAMPLES} samples are due")
     known = _known_limit(row, place, device)
     if known is not None:
         bound = known * _ROUNDING
@@ -144,8 +145,8 @@ def _row(entry: dict, place: str, device: Device) -> Row:
 def _verify_params(row: Row, place: str) -> None:
     for name, value in row.params.items():
         _require(name in _PARAMS, f"{place}.{name}", "is an unknown field")
-        value = from_json(_PARAMS[name], value, f"{place}.{name}")
-        _require(_PARAMS[name] is not int or value >= 0, f"{place}.{name}", f"is {value}")
+        checked: Any = from_json(_PARAMS[name], value, f"{place}.{name}")
+        _require(_PARAMS[name] is not int or checked >= 0, f"{place}.{name}", f"is {value}")
 
 
 def _known_limit(row: Row, place: str, device: Device) -> float | None:
@@ -155,6 +156,7 @@ def _known_limit(row: Row, place: str, device: Device) -> float | None:
         return gemm_limit(device, row.dtype)[0]
     if row.metric == "busbw_gb_s":
         sheet, ranks = lookup(device)[0], from_json(int, row.params.get("ranks"), f"{place}.params.ranks")
+        _require(ranks >= 2, f"{place}.params.ranks", f"is {ranks}, a collective takes at least two")
         link = sheet.link_limit_gb_s(ranks)[0] if sheet else None
         # A switch that adds sends each byte once instead of almost twice; whether it did is not in the fingerprint.
         return None if link is None else link * max(1.0, 2 * (ranks - 1) / ranks)

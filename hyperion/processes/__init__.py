@@ -1,12 +1,17 @@
-"""Processes: the Job contract, the torchrun launcher, process groups, and the roll call of ranks that stand still.
+"""Processes: jobs in fresh worker processes, ranks under torchrun, process groups, and hang detection.
 
-What needs torch is loaded when it is first asked for: a launcher and a plain worker may do without.
+Names that need torch are imported at first use: a launcher and a plain worker start without it.
 """
 
-from hyperion.processes.job import Job, JobError, run_job
-from hyperion.processes.output import report_progress
+from typing import TYPE_CHECKING
+
+from hyperion.processes.job import Job, JobError, report_progress, run_job
+from hyperion.processes.rank_errors import RankError
 from hyperion.processes.ranks import run_ranks
-from hyperion.processes.verdict import RankError
+
+if TYPE_CHECKING:
+    from hyperion.processes.group import World, process_group, world
+    from hyperion.processes.hang_detection import RollCall, roll_call, wait_for_peers
 
 _NEED_TORCH = ("RollCall", "World", "process_group", "roll_call", "wait_for_peers", "world")
 __all__ = [
@@ -28,7 +33,7 @@ __all__ = [
 def __getattr__(name: str):
     if name not in _NEED_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # No module is named like what it exports: its import would put the module in the place of that.
-    from hyperion.processes import group, standstill
+    # No submodule may have the name of a function here: its import would replace the function.
+    from hyperion.processes import group, hang_detection
 
-    return getattr(group, name, None) or getattr(standstill, name)
+    return getattr(group, name, None) or getattr(hang_detection, name)

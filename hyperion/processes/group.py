@@ -1,7 +1,7 @@
-"""Process groups: who this process is among its ranks, and torch.distributed set up for it and taken down again.
+"""Process groups: this process's rank and device, and setting up and taking down torch.distributed.
 
-torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT …) say who the ranks are, whoever started
-them; without these variables a process is alone, and its group has one rank.
+torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT …) define the ranks, whoever started them.
+Without these variables a process is alone, and its group has one rank.
 """
 
 import atexit
@@ -11,6 +11,7 @@ import functools
 import itertools
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -18,17 +19,23 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+# Documented names, which torch's __all__ lacks.
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.rendezvous import rendezvous
+
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device, Facts, collect_facts, detect, detect_cpu
 from hyperion.hardware.facts import VISIBLE_DEVICE_VARIABLES
 
 BACKENDS = ("nccl", "gloo")
-# A group that gave up is taken down within this time, or left to the end of the process.
+# Time to take down a group after an error. If it takes longer, the group is left until the process ends.
 _ABANDON_S = 5.0
+_CONNECT_S = 30.0
+_POLL_S = 0.002
 
 
 class GroupError(HyperionError):
-    """A process group that cannot be made as asked."""
+    """A process group cannot be set up."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +45,10 @@ class World:
     Args:
         rank: number of this process, from 0.
         size: number of processes.
-        local_rank: its number on this node, which is the number of its device.
+        local_rank: number of this process on its node, which is the index of its device.
         backend: "nccl" (RCCL on AMD) or "gloo"; "" without a process group.
         device: the device of this rank.
-        group: what its collectives run in; None for the default group.
+        group: process group of its collectives; None for the default group.
     """
 
     rank: int
@@ -52,14 +59,17 @@ class World:
     group: dist.ProcessGroup | None = None
 
     def alone(self) -> "World":
-        """This process in a group of its own, where the same program has nobody to talk to. Every rank calls it."""
+        """Return a world of one rank with its own group, to run the same program without communication.
+
+        A collective call: every rank calls it.
+        """
         group, _ = dist.new_subgroups(1)
         return replace(self, rank=0, size=1, group=group)
 
 
 @dataclass(frozen=True)
-class Place:
-    """What torchrun's variables say about this process; `local_size` counts the ranks of this node."""
+class RankInfo:
+    """What torchrun's variables say about this process; `local_size` is the number of ranks on this node."""
 
     rank: int
     size: int
@@ -68,120 +78,109 @@ class Place:
 
 
 def world() -> World:
-    """This process among its ranks: rank 0 of 1, backend "", when no process group is up."""
+    """Return this process among its ranks: rank 0 of 1 with backend "" if there is no process group."""
     if not dist.is_initialized():
         return World(0, 1, 0, "", _device(0))
-    place, backend = place_of(os.environ), dist.get_backend()
-    local_rank = place.local_rank if place else 0
+    info, backend = rank_info(os.environ), dist.get_backend()
+    local_rank = info.local_rank if info else 0
     device = _device(local_rank) if "nccl" in backend else detect_cpu(_facts())
     return World(dist.get_rank(), dist.get_world_size(), local_rank, backend, device)
 
 
 @contextlib.contextmanager
 def process_group(timeout_s: float = 600.0, backend: str | None = None) -> Iterator[World]:
-    """Context manager: torch.distributed is up inside, on this rank's device, and down afterwards.
+    """Context manager that sets up torch.distributed on this rank's device, and takes it down on exit.
 
-    Under torchrun every rank enters it; a process that nobody gave a rank gets a group of its own, which DDP and FSDP2
-    need, without opening a port. It can be entered again after it was left. After an exception the group is abandoned
-    rather than taken down in order: nothing waits for peers that may be dead.
+    Under torchrun every rank enters it. A process without torchrun's variables gets a group of one rank, which DDP and FSDP2
+    need, without opening a port. It can be entered again after it was left. After an exception the group is aborted, so that
+    nothing waits for peers that may be dead.
 
     Args:
-        timeout_s: seconds a rank waits for its peers: at the start, and in every collective.
-        backend: "nccl", or "gloo", whose ranks compute on the CPU also where there are GPUs. None: nccl on GPUs, gloo
-            on a CPU.
+        timeout_s: seconds that a rank waits for its peers, at the start and in every collective.
+        backend: "nccl" or "gloo". With gloo the ranks compute on the CPU even if there are GPUs. None: nccl on GPUs, gloo on
+            a CPU.
 
     Raises:
-        GroupError: a group is up already, torchrun's variables are incomplete, this node has more ranks than GPUs, the
-            backend does not suit the machine, or a peer did not come.
+        GroupError: a group already exists, torchrun's variables are incomplete, this node has more ranks than GPUs, the
+            machine does not support the backend, or a peer did not join in time.
     """
-    _require_none_up()
-    place = place_of(os.environ)
-    backend, device = choose_device(place, backend, _facts())
+    _require_no_group()
+    info = rank_info(os.environ)
+    backend, device = choose_device(info, backend, _facts())
     torch_device = torch.device(device.torch_device)
     if torch_device.type != "cpu":
         torch.cuda.set_device(torch_device)
-    _initialize(place or Place(0, 1, 0, 1), backend, torch_device, timedelta(seconds=timeout_s), alone=place is None)
+    _initialize(info or RankInfo(0, 1, 0, 1), backend, torch_device, timedelta(seconds=timeout_s), alone=info is None)
     try:
         yield world()
     except BaseException:
-        _abandon(backend)
+        _abort(backend)
         raise
     else:
-        # The code inside may have ended the group itself.
+        # The code inside may have destroyed the group itself.
         if dist.is_initialized():
             if backend == "gloo":
-                _ended.extend(dist.distributed_c10d._world.pg_map)
+                _old_groups.extend(dist.distributed_c10d._world.pg_map)
             dist.destroy_process_group()
 
 
-def place_of(environment: Mapping[str, str]) -> Place | None:
-    """The place that torchrun's variables give a process; None when they give none.
+def rank_info(environment: Mapping[str, str]) -> RankInfo | None:
+    """Parse torchrun's variables; None if RANK and WORLD_SIZE are not set.
 
     Raises:
-        GroupError: some of the variables are missing, or are no numbers that fit together.
+        GroupError: variables are missing, are not whole numbers, or contradict each other.
     """
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return None
-    size = environment.get("WORLD_SIZE")
-    needed = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] + ["LOCAL_RANK"] * (size != "1")
+    needed = ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    needed += ["LOCAL_RANK"] * (environment.get("WORLD_SIZE") != "1")
     if missing := [name for name in needed if not environment.get(name)]:
-        raise _misled(f"{', '.join(missing)} not set, though other variables of torchrun are")
-    _require_port(environment["MASTER_PORT"])
-    rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
-    local_rank = _number(environment, "LOCAL_RANK", 0)
-    local_size = _number(environment, "LOCAL_WORLD_SIZE", local_rank + 1)
+        raise _environment_error(f"{', '.join(missing)} not set, though other variables of torchrun are")
+    _parse_port(environment["MASTER_PORT"])
+    rank, size = _parse_number(environment, "RANK"), _parse_number(environment, "WORLD_SIZE")
+    local_rank = _parse_number(environment, "LOCAL_RANK", 0)
+    local_size = _parse_number(environment, "LOCAL_WORLD_SIZE", local_rank + 1)
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
-        raise _misled(f"rank {rank} of {size} ranks, {local_rank} of {local_size} on this node: these do not fit together")
-    return Place(rank, size, local_rank, local_size)
+        raise _environment_error(f"rank {rank} of {size} ranks contradicts local rank {local_rank} of {local_size} on this node")
+    return RankInfo(rank, size, local_rank, local_size)
 
 
-def meeting_place(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Address and port of the job's store, from MASTER_ADDR and MASTER_PORT.
-
-    Raises:
-        GroupError: one is missing, or the port is none.
-    """
-    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]:
-        raise _misled(f"{', '.join(missing)} not set")
-    return environment["MASTER_ADDR"], _require_port(environment["MASTER_PORT"])
-
-
-def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _parse_number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environment.get(name) or str(default)
     if not text.isascii() or not text.isdecimal() or len(text) > 9:
-        raise _misled(f"{name} is {text!r}, not a whole number from 0")
+        raise _environment_error(f"{name} is {text!r}, not a whole number from 0")
     return int(text)
 
 
-def _require_port(text: str) -> int:
-    port = _number({"MASTER_PORT": text}, "MASTER_PORT")
+def _parse_port(text: str) -> int:
+    port = _parse_number({"MASTER_PORT": text}, "MASTER_PORT")
     if port > 65535:
-        raise _misled(f"MASTER_PORT is {port}, above 65535")
+        raise _environment_error(f"MASTER_PORT is {port}, above 65535")
     return port
 
 
-def choose_device(place: Place | None, backend: str | None, facts: Facts) -> tuple[str, Device]:
-    """The backend and the device of a rank: each has a GPU to itself where there are GPUs.
+def choose_device(info: RankInfo | None, backend: str | None, facts: Facts) -> tuple[str, Device]:
+    """Return the backend and the device of a rank. On a machine with GPUs each rank has its own.
 
     Raises:
-        GroupError: no such backend, nccl without a GPU, or more ranks on this node than GPUs.
+        GroupError: the backend is unknown, nccl has no GPU, or this node has more ranks than GPUs.
     """
     if backend not in (None, *BACKENDS):
         raise GroupError(f"there is no backend {backend!r}", where="process_group", next_step=f"choose {' or '.join(BACKENDS)}")
-    # A GPU that torch sees and cannot open is an error, told by `detect`, and not a reason to compute on the CPU.
+    # If torch sees a GPU that it cannot open, `detect` raises: do not compute on the CPU instead.
     gpus = bool(facts.gpus or facts.gpu_error)
     if backend == "gloo" or not gpus:
         if backend == "nccl":
-            raise GroupError("nccl needs GPUs, and PyTorch sees none", where="process_group", next_step="leave the backend out")
+            raise GroupError("nccl needs GPUs, and PyTorch sees none", where="process_group", next_step="omit the backend")
         return "gloo", detect_cpu(facts)
-    index, ranks = (place.local_rank, place.local_size) if place else (0, 1)
+    index, ranks = (info.local_rank, info.local_size) if info else (0, 1)
     if facts.gpus and ranks > len(facts.gpus):
         raise more_ranks_than_devices(ranks, len(facts.gpus))
     return "nccl", detect(facts, index)
 
 
 def more_ranks_than_devices(ranks: int, devices: int) -> GroupError:
-    """The refusal of two ranks on one GPU, which NCCL would refuse later and less clearly."""
+    """Return the error for several ranks on one GPU. NCCL would raise it later, with a message that is harder to read."""
     hiding = ", ".join(f"{name}={os.environ[name]}" for name in VISIBLE_DEVICE_VARIABLES if name in os.environ)
     return GroupError(
         f"{ranks} ranks on a node where PyTorch sees {devices} GPU{'s' * (devices != 1)}",
@@ -190,40 +189,99 @@ def more_ranks_than_devices(ranks: int, devices: int) -> GroupError:
     )
 
 
-def _initialize(place: Place, backend: str, device: torch.device, timeout: timedelta, alone: bool) -> None:
-    """Each group of a process gets names of its own in the store: what an earlier one left there leads nobody astray."""
+class StoreBarrier:
+    """Barriers of the ranks of a job, through the job's store. Each name is used once.
+
+    NCCL's barrier is a kernel that spins on every GPU until all ranks arrive, and so disturbs ranks that measure. Here a rank
+    that waits sleeps.
+
+    Args:
+        timeout_s: seconds that `wait` waits for the other ranks.
+    """
+
+    def __init__(self, timeout_s: float = 600.0):
+        self._store = job_store("barriers")
+        self._timeout_s = timeout_s
+
+    def arrive(self, name: str) -> None:
+        """Count this rank as arrived, without waiting."""
+        self._store.add(name, 1)
+
+    def is_complete(self, name: str, ranks: int) -> bool:
+        """Return True if this many ranks have arrived."""
+        return self._store.add(name, 0) >= ranks
+
+    def wait(self, name: str, ranks: int) -> None:
+        """Arrive, and wait until this many ranks have.
+
+        Raises:
+            HyperionError: the timeout passed.
+        """
+        self.arrive(name)
+        deadline = time.monotonic() + self._timeout_s
+        while not self.is_complete(name, ranks):
+            if time.monotonic() > deadline:
+                arrived = self._store.add(name, 0)
+                raise HyperionError(
+                    f"{arrived} of {ranks} ranks arrived at barrier {name!r} within {self._timeout_s:g} s",
+                    where="StoreBarrier.wait",
+                    next_step="see the logs of the other ranks",
+                )
+            time.sleep(_POLL_S)
+
+
+def job_store(prefix: str) -> Store:
+    """Open a new connection to the job's store, at MASTER_ADDR and MASTER_PORT, for keys below a prefix.
+
+    Raises:
+        GroupError: a variable is missing, or the port is not valid.
+    """
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise _environment_error(f"{', '.join(missing)} not set")
+    store = connect_store(os.environ["MASTER_ADDR"], _parse_port(os.environ["MASTER_PORT"]), _CONNECT_S)
+    # A restarted job must not see the keys of its earlier start.
+    return PrefixStore(f"hyperion/{prefix}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def connect_store(host: str, port: int, timeout_s: float) -> Store:
+    """Connect to a TCPStore that another process serves."""
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def _initialize(info: RankInfo, backend: str, device: torch.device, timeout: timedelta, alone: bool) -> None:
+    """Initialize torch.distributed. Each group of a process has its own prefix, so it sees no keys of an earlier one."""
     try:
-        store = dist.HashStore() if alone else _common_store(place, timeout)
+        store = HashStore() if alone else _shared_store(info, timeout)
         store.set_timeout(timeout)
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(f"hyperion/{next(_groups)}", store),
-            rank=place.rank,
-            world_size=place.size,
+            store=PrefixStore(f"hyperion/{next(_group_numbers)}", store),
+            rank=info.rank,
+            world_size=info.size,
             timeout=timeout,
             device_id=None if device.type == "cpu" else device,
         )
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise GroupError(
-            f"rank {place.rank} of {place.size} met no peers within {timeout.total_seconds():g} s: {error}",
+            f"rank {info.rank} of {info.size} found no peers within {timeout.total_seconds():g} s: {error}",
             where=f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={os.environ.get('MASTER_PORT')}",
-            next_step="see that all ranks were started and that this address is reached from every node",
+            next_step="check that all ranks were started and that every node reaches this address",
         ) from error
 
 
-# Groups of gloo that were left stay referenced until the process ends. A DDP model can outlive its group; were it the last
-# to hold it, gloo's threads would be joined while Python's lock is held, which they need to let go of the last all-reduce
-# (seen with PyTorch 2.13: a process that made such models stood still within fifty groups).
-_ended: list[dist.ProcessGroup] = []
-_groups = itertools.count()
-_stores: dict[tuple[Place, str, str], dist.Store] = {}
+# References to gloo groups that were left, until the process ends. A DDP model can outlive its group. If it held the last
+# reference, gloo's threads would be joined while Python's lock is held, which they need to release the last all-reduce
+# (seen with PyTorch 2.13: a process that made such models hung within fifty groups).
+_old_groups: list[dist.ProcessGroup] = []
+_group_numbers = itertools.count()
+_stores: dict[tuple[RankInfo, str, str], Store] = {}
 
 
-def _common_store(place: Place, timeout: timedelta) -> dist.Store:
-    """The ranks' meeting place, one a process: rank 0 could not open its port a second time."""
-    address = (place, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+def _shared_store(info: RankInfo, timeout: timedelta) -> Store:
+    """Return the job's store; one per process, because rank 0 cannot open its port a second time."""
+    address = (info, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     if address not in _stores:
-        _stores[address], _, _ = next(dist.rendezvous("env://", place.rank, place.size, timeout=timeout))
+        _stores[address], _, _ = next(rendezvous("env://", info.rank, info.size, timeout=timeout))
     return _stores[address]
 
 
@@ -237,16 +295,16 @@ def _device(index: int) -> Device:
     return detect(_facts(), index)
 
 
-def _require_none_up() -> None:
+def _require_no_group() -> None:
     if dist.is_initialized():
         raise GroupError(
-            "a process group is up already",
+            "there is already a process group",
             where=f"rank {dist.get_rank()} of {dist.get_world_size()}",
-            next_step="ask hyperion.processes.world() about it, or leave it first",
+            next_step="call hyperion.processes.world() to use it, or leave it first",
         )
 
 
-def _misled(what: str) -> GroupError:
+def _environment_error(what: str) -> GroupError:
     return GroupError(
         what,
         where="environment of this process",
@@ -254,18 +312,21 @@ def _misled(what: str) -> GroupError:
     )
 
 
-def _abandon(backend: str) -> None:
-    """End the group without its peers. Gloo cannot: it waits for what was begun, and so would the end of the process."""
+def _abort(backend: str) -> None:
+    """Take the group down without its peers.
+
+    Gloo has no abort: its destructor waits for collectives in progress, and so would the end of the process.
+    """
     if not dist.is_initialized():
         return
     abort = dist.distributed_c10d._abort_process_group if backend == "nccl" else dist.destroy_process_group
-    ending = threading.Thread(target=abort, daemon=True, name="hyperion-abandon-group")
-    ending.start()
-    ending.join(_ABANDON_S)
-    if ending.is_alive():
+    aborting = threading.Thread(target=abort, daemon=True, name="hyperion-abort-group")
+    aborting.start()
+    aborting.join(_ABANDON_S)
+    if aborting.is_alive():
         atexit.register(_end_process_soon)
 
 
 def _end_process_soon() -> None:
-    """Let the other exit handlers do their work, then end the process, though gloo's threads still wait for a peer."""
+    """Let the other exit handlers run, then end the process, even if gloo's threads still wait for a peer."""
     faulthandler.dump_traceback_later(_ABANDON_S, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115 - until the end

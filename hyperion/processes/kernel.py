@@ -1,18 +1,17 @@
-"""A notebook's kernel that does not outlive its launcher: `python -m hyperion.processes.kernel LAUNCHER arguments`."""
+"""A notebook's kernel that ends with its launcher: `python -m hyperion.processes.kernel LAUNCHER arguments`."""
 
 import os
 import runpy
 import sys
 
-from hyperion.processes.lifeline import die_with
-from hyperion.processes.share import keep_to_share
+from hyperion.processes.child_process import die_with, pin_to_cores
 
 
 def main() -> None:
-    """Tie this process to the launcher of that number, and be an IPython kernel with the other arguments."""
+    """Tie this process to the launcher of that process number, then run ipykernel with the other arguments."""
     die_with(int(sys.argv.pop(1)))
-    keep_to_share()
-    # ipykernel looks at its parent too, where Linux does not: here that may be the fork server.
+    pin_to_cores()
+    # With it ipykernel watches its parent, for systems where `die_with` gets no signal.
     os.environ["JPY_PARENT_PID"] = str(os.getppid())
     runpy.run_module("ipykernel_launcher", run_name="__main__", alter_sys=True)
 

@@ -1,75 +1,77 @@
-"""torchrun and the ranks it started on this node, from their start to the death of the last of them."""
+"""torchrun and its ranks on this node, from start to the death of the last process. The launcher's side."""
 
 import os
 import signal
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from subprocess import Popen, TimeoutExpired
 
 import psutil
 
-from hyperion.processes.job import INTERRUPTED, Job
-from hyperion.processes.lifeline import GRACE_S, child_environment, kill_session, lives
-from hyperion.processes.notes import Notes, log_of, log_of_torchrun, read, write
-from hyperion.processes.output import Listener
-from hyperion.processes.starting import Forked, start
-from hyperion.processes.verdict import End, Standing, standing
+from hyperion.processes.child_process import GRACE_S, child_environment, is_alive, kill_session, start
+from hyperion.processes.job import INTERRUPTED, Job, OutputHandler
+from hyperion.processes.job_folder import JobFolder, rank_log, read_json, torchrun_log, write_json
+from hyperion.processes.rank_errors import RankExit, RankStack, read_stack
 
 _POLL_S = 0.1
-# Ranks that lost a peer cannot go on, nor save: torchrun asks them to end, and this long after the loss they are killed.
+# When a rank fails, torchrun sends SIGTERM to its peers. They cannot continue or save, and are killed after this time.
 _PEERS_GRACE_S = 5.0
 _STACKS_S = 2.0
 _REAP_S = 10.0
 
 
 class Torchrun:
-    """torchrun as a subprocess of this process, in a session of its own.
+    """torchrun as a subprocess in its own session.
 
     Args:
-        folder: for what the processes tell each other.
-        logs: for one log a rank, and torchrun's own.
-        listener: hears rank 0.
+        folder: for the files that the processes exchange (`JobFolder`).
+        logs: folder for one log per rank, and torchrun's own.
+        output: handles the lines of rank 0.
     """
 
-    def __init__(self, job: Job, folder: Path, logs: Path, listener: Listener):
-        self.job, self.notes, self.logs, self.listener = job, Notes(folder), logs, listener
+    def __init__(self, job: Job, folder: Path, logs: Path, output: OutputHandler):
+        self.job, self.files, self.logs, self.output = job, JobFolder(folder), logs, output
         self.ranks: dict[int, psutil.Process] = {}
-        self._swept: set[int] = set()
-        self._lost_first: set[int] = set()
-        self._lost_since = float("inf")
-        self._asked = False
-        self._heard, self._rest = 0, b""
-        self.agent: Popen | Forked | None = None
+        self.agent: Popen[str] | None = None
+        self._killed: set[int] = set()
+        self._failed_first: set[int] = set()
+        self._failed_at = float("inf")
+        self._terminating = False
+        self._bytes_read, self._partial_line = 0, b""
+
+    @property
+    def exit_code(self) -> int | None:
+        """torchrun's exit code; None while it runs."""
+        return None if self.agent is None else self.agent.returncode
 
     def start(self) -> None:
-        """Start torchrun; its ranks follow within seconds."""
-        write(self.notes.request, asdict(self.job) | {"launcher": os.getpid(), "logs": str(self.logs)})
-        with open(log_of_torchrun(self.logs), "w", encoding="utf-8") as log:
+        """Start torchrun. Its ranks follow within seconds."""
+        write_json(self.files.request, self.job.request() | {"launcher": os.getpid(), "logs": str(self.logs)})
+        with open(torchrun_log(self.logs), "w", encoding="utf-8") as log:
             self.agent = start(
                 self.job.python,
                 "hyperion.processes.rank_agent",
-                [str(self.notes.folder)],
-                child_environment(self.job.preload),
+                [str(self.files.folder)],
+                child_environment(),
                 stdout=log,
                 new_session=True,
             )
 
     def follow(self, timeout_s: float) -> bool:
-        """Pass on what rank 0 prints until torchrun ends; whether `timeout_s` passed before that."""
+        """Pass rank 0's output on until torchrun ends. Return True if `timeout_s` passed before."""
         deadline = time.monotonic() + timeout_s
-        while self.agent.poll() is None:
+        while self._agent_runs():
             if time.monotonic() > deadline:
                 return True
-            self._look_after_ranks()
+            self._poll_ranks()
             time.sleep(_POLL_S)
-        self._look_after_ranks()
+        self._poll_ranks()
         return False
 
-    def ask_to_end(self) -> None:
-        """SIGTERM for every rank: time to save."""
-        self._asked = True
+    def terminate(self) -> None:
+        """Send SIGTERM to every rank, through torchrun: they save their state."""
+        self._terminating = True
         if self.agent is not None:
             self.agent.terminate()
 
@@ -78,87 +80,96 @@ class Torchrun:
         if self.agent is None:
             return
         try:
-            if self.agent.poll() is None:
-                self.ask_to_end()
+            if self._agent_runs():
+                self.terminate()
             deadline = time.monotonic() + GRACE_S
-            while (self.agent.poll() is None or any(map(lives, self.ranks.values()))) and time.monotonic() < deadline:
-                self._look_after_ranks()
+            while (self._agent_runs() or any(map(is_alive, self.ranks.values()))) and time.monotonic() < deadline:
+                self._poll_ranks()
                 time.sleep(_POLL_S)
         finally:
             self._find_ranks()
             self._kill_ranks()
-            with suppress(TimeoutExpired):  # it reaps them and ends
+            with suppress(TimeoutExpired):  # torchrun reads the exit codes of its ranks and ends
                 self.agent.wait(_PEERS_GRACE_S)
             self.agent.kill()
             self.agent.wait()
             deadline = time.monotonic() + _REAP_S
-            while any(map(lives, self.ranks.values())) and time.monotonic() < deadline:
+            while any(map(is_alive, self.ranks.values())) and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
-            self._hear()
+            self._read_output()
 
-    def ask_where_they_stand(self) -> None:
-        """With a signal that a hung process answers too; `standings` are the answers."""
-        asked = {rank: process for rank, process in self.ranks.items() if lives(process)}
-        for process in asked.values():
+    def request_stacks(self) -> None:
+        """Send SIGUSR1 to every rank; `stacks` reads the answers. A rank that hangs in C++ answers too."""
+        alive = {rank: process for rank, process in self.ranks.items() if is_alive(process)}
+        for process in alive.values():
             process.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + _STACKS_S
-        while not all(map(self._stack, asked)) and time.monotonic() < deadline:
+        while not all(map(self._stack, alive)) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        time.sleep(_POLL_S)  # it is written frame by frame
+        time.sleep(_POLL_S)  # faulthandler writes frame by frame: wait for the last ones
 
-    def standings(self) -> list[Standing]:
-        """Where each rank of this node stood when it was last asked."""
-        return [standing(rank, self._stack(rank), "answer" in (self._record(rank) or {})) for rank in self._local_ranks()]
+    def stacks(self) -> list[RankStack]:
+        """Return the stack of each rank of this node at its last signal."""
+        return [read_stack(rank, self._stack(rank), "answer" in (self._record(rank) or {})) for rank in self._local_ranks()]
 
-    def ends(self) -> list[End]:
-        """How each rank of this node ended, as far as anybody knows."""
-        codes = (read(self.notes.ends) or {}).get("ends", {})
+    def exits(self) -> list[RankExit]:
+        """Return how each rank of this node ended, as far as is known."""
+        codes = (read_json(self.files.ends) or {}).get("ends", {})
         return [
-            End(rank, self._record(rank), **codes.get(str(rank), {}), swept=rank in self._swept, first=rank in self._lost_first)
+            RankExit(
+                rank,
+                self._record(rank),
+                **codes.get(str(rank), {}),
+                killed_by_launcher=rank in self._killed,
+                failed_first=rank in self._failed_first,
+            )
             for rank in self._local_ranks()
         ]
 
     def refusal(self) -> dict | None:
-        """The error with which torchrun's side refused to start ranks."""
-        return (read(self.notes.ends) or {}).get("error")
+        """Return the error with which the agent refused to start ranks; None if it did not."""
+        return (read_json(self.files.ends) or {}).get("error")
 
     def answers(self) -> list[dict] | None:
-        """The answers of all ranks of all nodes in rank order; None when one is missing."""
+        """Return the answers of all ranks of all nodes in rank order; None if one is missing."""
         records = [self._record(rank) for rank in self._local_ranks()]
-        if not records or not all(record and "answer" in record for record in records):
+        answers = [record["answer"] for record in records if record and "answer" in record]
+        if not answers or len(answers) < len(records):
             return None
-        return read(self.notes.answers) or [record["answer"] for record in records]
+        return read_json(self.files.answers) or answers
 
     def _local_ranks(self) -> list[int]:
-        if self.job.nodes == 1:
-            return list(range(self.job.ranks))
-        return sorted(self.ranks)
+        return list(range(self.job.ranks_per_node)) if self.job.nodes == 1 else sorted(self.ranks)
 
-    def _look_after_ranks(self) -> None:
+    def _agent_runs(self) -> bool:
+        return self.agent is not None and self.agent.poll() is None
+
+    def _poll_ranks(self) -> None:
+        """Read rank 0's output, and kill the peers of a failed rank when their time is over."""
         self._find_ranks()
-        self._hear()
-        if not self._lost_first:
-            self._lost_first = set(filter(self._is_lost, self.ranks))
-            self._lost_since = time.monotonic() if self._lost_first else float("inf")
-        if not self._asked and time.monotonic() - self._lost_since > _PEERS_GRACE_S:
-            self._sweep()
+        self._read_output()
+        if not self._failed_first:
+            self._failed_first = set(filter(self._has_failed, self.ranks))
+            self._failed_at = time.monotonic() if self._failed_first else float("inf")
+        if not self._terminating and time.monotonic() - self._failed_at > _PEERS_GRACE_S:
+            self._kill_peers()
 
-    def _sweep(self) -> None:
-        left = {rank for rank, process in self.ranks.items() if lives(process)}
-        if left:
-            self.ask_where_they_stand()
-            self._swept |= left
+    def _kill_peers(self) -> None:
+        alive = {rank for rank, process in self.ranks.items() if is_alive(process)}
+        if alive:
+            self.request_stacks()
+            self._killed |= alive
             self._kill_ranks()
 
     def _find_ranks(self) -> None:
-        for rank, pid in self.notes.pids().items():
+        for rank, pid in self.files.pids().items():
             if rank not in self.ranks:
                 with suppress(psutil.NoSuchProcess):
                     self.ranks[rank] = psutil.Process(pid)
 
-    def _is_lost(self, rank: int) -> bool:
-        """Whether a rank ended otherwise than it should: with an answer, or saved as it was asked to."""
-        if lives(self.ranks[rank]):
+    def _has_failed(self, rank: int) -> bool:
+        """Return True if the rank ended without an answer and without saving its state after SIGTERM."""
+        if is_alive(self.ranks[rank]):
             return False
         record = self._record(rank)
         return record is None or ("answer" not in record and record["exit_code"] != INTERRUPTED)
@@ -167,21 +178,21 @@ class Torchrun:
         for process in self.ranks.values():
             kill_session(process.pid, ours=process.is_running())
 
-    def _hear(self) -> None:
-        log = log_of(self.logs, 0)
+    def _read_output(self) -> None:
+        log = rank_log(self.logs, 0)
         if not log.exists():
             return
         with open(log, "rb") as file:
-            file.seek(self._heard)
+            file.seek(self._bytes_read)
             new = file.read()
-        self._heard += len(new)
-        *lines, self._rest = (self._rest + new).split(b"\n")
+        self._bytes_read += len(new)
+        *lines, self._partial_line = (self._partial_line + new).split(b"\n")
         for line in lines:
-            self.listener.hear(line.decode(errors="replace") + "\n")
+            self.output.handle(line.decode(errors="replace") + "\n")
 
     def _stack(self, rank: int) -> str:
-        file = self.notes.stack(rank)
+        file = self.files.stack(rank)
         return file.read_text(errors="replace") if file.exists() else ""
 
     def _record(self, rank: int) -> dict | None:
-        return read(self.notes.record(rank))
+        return read_json(self.files.record(rank))

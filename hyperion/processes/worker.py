@@ -1,24 +1,22 @@
-"""The worker's side of a Job: `python -m hyperion.processes.worker REQUEST ANSWER`."""
+"""The worker process of a plain job: `python -m hyperion.processes.worker REQUEST ANSWER`."""
 
-import importlib
 import json
 import sys
 from pathlib import Path
 
 from hyperion.errors import HyperionError
-from hyperion.processes.lifeline import die_with
-from hyperion.processes.share import keep_to_share
+from hyperion.processes.child_process import die_with, pin_to_cores
+from hyperion.processes.job import load_entry
 from hyperion.results.files import write_atomically
 
 
 def main(request_file: str, answer_file: str) -> None:
-    """Do the request, write the answer whole or not at all."""
+    """Call the job's function and write its result, or its HyperionError, to the answer file."""
     request = json.loads(Path(request_file).read_text(encoding="utf-8"))
     die_with(request["launcher"])
-    keep_to_share()
-    module, function = request["entry"].split(":")
+    pin_to_cores()
     try:
-        answer = getattr(importlib.import_module(module), function)(**request["params"])
+        answer = load_entry(request["entry"])(**request["params"])
     except HyperionError as error:
         write_atomically(Path(answer_file), json.dumps({"error": error.as_dict()}).encode())
         sys.exit(error.exit_code)

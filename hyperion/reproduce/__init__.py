@@ -1,11 +1,14 @@
-"""Reproduce: execute the book's notebooks, keep what they made, and do again only what failed or changed."""
+"""Execute the book's notebooks, store their results, and run again only what failed or changed."""
 
 import sys
+from types import ModuleType
+from typing import cast
 
 from hyperion.reproduce.driver import Request, reproduce
 from hyperion.reproduce.notebooks import Notebook, read_book, select
 
-# nbformat's schema checker would build a grammar for a kind of address that no notebook holds: a second of every call.
-sys.modules.setdefault("rfc3987_syntax", None)
+# Keeps nbformat's schema checker from building a grammar of internationalized addresses, which no notebook needs: it takes a
+# second of every call. None makes the import of that module fail.
+sys.modules.setdefault("rfc3987_syntax", cast(ModuleType, None))
 
 __all__ = ["Notebook", "Request", "read_book", "reproduce", "select"]

@@ -1,9 +1,11 @@
-"""Execute one notebook with papermill and say what came of it."""
+"""Execute one notebook with papermill and report the result."""
 
+import asyncio
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hyperion.reproduce.kernels import KERNEL, kernel_manager_class
 from hyperion.reproduce.lanes import Interruption
@@ -14,13 +16,13 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 @dataclass(frozen=True)
-class Fault:
+class NotebookFailure:
     """Why a notebook failed.
 
     Args:
-        summary: what went wrong; the first line says it in short.
-        cell: number of the cell as the executed copy shows it, In [n]; None when no cell is to blame.
-        traceback: text of the kernel's traceback, "" when there is none or the summary says it all.
+        summary: the error; its first line is a short form.
+        cell: number of the failed cell as the executed copy shows it, In [n]; None when no cell failed.
+        traceback: text of the kernel's traceback; "" when there is none or it only repeats the summary.
     """
 
     summary: str
@@ -30,15 +32,16 @@ class Fault:
 
 @dataclass(frozen=True)
 class Outcome:
-    """An executed notebook and its fault, if it had one.
+    """An executed notebook.
 
     Args:
-        document: an nbformat node, None when the kernel never started.
-        not_evaluated: what cells could not say because an unexpected row lacks its value, a sentence each.
+        document: an nbformat node; None when the kernel never started.
+        failure: why it failed; None when it did not.
+        not_evaluated: one sentence for each cell that could not be evaluated because a refused row has no value.
     """
 
     document: object | None
-    fault: Fault | None
+    failure: NotebookFailure | None
     not_evaluated: tuple[str, ...] = ()
 
 
@@ -59,16 +62,16 @@ def execute(
     Args:
         parameters: values for the cell tagged `parameters`.
         scratch: node-local folder for the kernel's files.
-        environment: variables that the kernel gets besides this process's own.
-        on_cell: called before each cell with the number of code cells done.
-        on_line: called with each line of output that a reader of the driver's output must see.
-        interruption: ends it from another thread.
-        limits: end it, in the middle of a cell if need be.
-        lacks_rows: whether an unexpected row has lost its value so far. From then on a cell that raises is one that cannot be
-            evaluated, and the notebook goes on.
+        environment: variables of the kernel in addition to this process's.
+        on_cell: called before each cell with the number of finished code cells.
+        on_line: called with each line of output that the driver must show.
+        interruption: stops the execution from another thread.
+        limits: time limits; they end the notebook even in the middle of a cell.
+        lacks_rows: returns True once an unexpected row has lost its value. From then on, a cell that raises counts as one
+            that cannot be evaluated, and the notebook continues.
 
     Raises:
-        BudgetSpent: the deadline of `limits` is past.
+        BudgetSpent: the deadline of `limits` has passed.
     """
     import papermill
     from jupyter_core.utils import ensure_event_loop
@@ -78,16 +81,16 @@ def execute(
     copy = scratch / notebook.path.name
     done = 0
     loop = ensure_event_loop()
-    loop.set_exception_handler(_pass_over_abandoned)
+    loop.set_exception_handler(_ignore_abandoned_tasks)
     interruption.reaches(loop)
     alarm, not_evaluated = Alarm(limits, loop), []
 
-    def cell_starts(cell, cell_index: int) -> None:
+    def cell_starts(cell: Any, cell_index: int) -> None:
         on_cell(done)
         if cell.cell_type == "code" and cell.source.strip():
             alarm.set(done + 1)
 
-    def cell_executed(cell, cell_index: int, execute_reply) -> None:
+    def cell_executed(cell: Any, cell_index: int, execute_reply: dict[str, Any]) -> None:
         nonlocal done
         alarm.cancel()
         done += 1
@@ -96,7 +99,7 @@ def execute(
             error = f"{reply['ename']}: {reply['evalue']}".partition("\n")[0]
             not_evaluated.append(f"cell [{done}] cannot be evaluated without the values that were refused: {error}")
             on_line(f"UNEXPECTED: {not_evaluated[-1]}")
-            _pass_as_text(cell)
+            _turn_errors_into_text(cell)
 
     try:
         papermill.execute_notebook(
@@ -113,26 +116,27 @@ def execute(
             on_cell_executed=cell_executed,
             on_notebook_error=lambda notebook: alarm.cancel(),
         )
-        fault = None
+        failure = None
     except PapermillExecutionError as error:
         trace = _COLOURS.sub("", "\n".join(error.traceback))
         summary = f"{error.ename}: {error.evalue}".strip()
-        # An error in its own words (hyperion.errors) comes as its traceback, too.
-        fault = Fault(summary, error.exec_count, "" if trace.strip() == summary else trace)
+        # A HyperionError has no traceback in a notebook but its message (see hyperion.errors).
+        failure = NotebookFailure(summary, error.exec_count, "" if trace.strip() == summary else trace)
     except LimitExceeded as limit:
-        fault = Fault(str(limit))
+        failure = NotebookFailure(str(limit))
     except (DeadKernelError, CellTimeoutError) as error:
-        fault = Fault(f"the kernel died: {error}. Out of memory? `dmesg` and the batch system's log tell.", done + 1)
-    except RuntimeError as error:  # nbclient: the kernel did not come up
-        fault = Fault(f"the kernel did not start: {error}")
-    return Outcome(_read(copy), fault, tuple(not_evaluated))
+        text = f"the kernel died: {error}. If memory ran out, `dmesg` and the batch system's log show it."
+        failure = NotebookFailure(text, done + 1)
+    except RuntimeError as error:  # from nbclient: the kernel did not start
+        failure = NotebookFailure(f"the kernel did not start: {error}")
+    return Outcome(_read(copy), failure, tuple(not_evaluated))
 
 
 class LineFilter:
-    """Takes a cell's output as it comes and passes on the lines that must not drown in the executed copy.
+    """A file-like object that passes on the important lines of a cell's output.
 
-    These are lines that start with BANNER, WARNING or UNEXPECTED, and blocks fenced by lines of `=`, as the data room
-    announces its source.
+    These are lines that start with BANNER, WARNING or UNEXPECTED, and blocks between lines of `=`, which announce the data
+    source.
     """
 
     def __init__(self, on_line: Callable[[str], object]):
@@ -147,14 +151,14 @@ class LineFilter:
             self._fenced = self._fenced != fence
 
     def flush(self) -> None:
-        """Nothing is held back but an unfinished line."""
+        """Do nothing: complete lines are passed on at once."""
 
 
-def _pass_as_text(cell) -> None:
-    """Let papermill go on after a cell that raised: its traceback stays in the executed copy, as what the cell printed."""
+def _turn_errors_into_text(cell: Any) -> None:
+    """Let papermill continue after a cell that raised: turn the cell's traceback into printed output."""
     import nbformat
 
-    # nbclient looks for this tag once the cell has ended, papermill for outputs of the kind `error` at the very end.
+    # After the cell, nbclient looks for this tag; at the end of the notebook, papermill looks for outputs of type `error`.
     cell.metadata["tags"] = [*cell.metadata.get("tags", []), "raises-exception"]
     for number, output in enumerate(cell.outputs):
         if output.output_type == "error":
@@ -162,8 +166,8 @@ def _pass_as_text(cell) -> None:
             cell.outputs[number] = nbformat.v4.new_output("stream", name="stderr", text=_COLOURS.sub("", text))
 
 
-def _pass_over_abandoned(loop, context: dict) -> None:
-    """A stop abandons the task that waits for the cell; that the kernel died under it is then no news."""
+def _ignore_abandoned_tasks(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Report no errors of abandoned tasks: a stop abandons the task that waits for the cell, then ends its kernel."""
     if "never retrieved" not in context.get("message", ""):
         loop.default_exception_handler(context)
 

@@ -1,4 +1,4 @@
-"""When is a notebook's earlier result still its result? Decided by hashes of all it depends on, never by times."""
+"""Hashes of everything that a notebook's result depends on: a result is stale when its hash changes. File times do not count."""
 
 import ast
 import hashlib
@@ -12,11 +12,11 @@ from hyperion.results import Run, rows_to_csv
 
 
 def notebook_hash(notebook: Notebook, parameters: Mapping, upstream: Mapping[str, str | None]) -> str:
-    """Hash of the notebook's text, the library files it reaches, its parameters and its upstream rows; 16 hex digits.
+    """Return the hash of a notebook's text, the library files it imports, its parameters and its upstream rows; 16 hex digits.
 
     Args:
-        parameters: what it is called with, the profile's sizes for it included (JSON-able, no paths).
-        upstream: digest of the rows of every chapter it builds on, None where there are none.
+        parameters: its parameters and its sizes in the profile (JSON-able, no paths).
+        upstream: digest of the rows of every chapter it needs, None where there are none.
     """
     depends = {
         "cells": notebook.cells,
@@ -29,28 +29,28 @@ def notebook_hash(notebook: Notebook, parameters: Mapping, upstream: Mapping[str
 
 
 def library_modules(notebook: Notebook) -> set[str]:
-    """Modules of the library that the notebook starts from: those its cells import, and its experiments by name."""
+    """Return the library modules that the notebook uses directly: those its cells import, and its experiments."""
     modules = {module_of(experiment) for experiment in notebook.produces}
     for source in notebook.code:
         plain = "\n".join(line for line in source.splitlines() if not line.lstrip().startswith(("%", "!")))
         try:
             ast.parse(plain)
         except SyntaxError:
-            continue  # imports nothing; its text is in the hash, and executing it will name the mistake
+            continue  # the cell's text is in the hash, and executing the cell will report the error
         modules |= imported_modules(plain)
     return modules
 
 
 def data_changed(run: Run, notebook: Notebook, data_source: str) -> bool:
-    """Whether the files that a notebook's experiments were made from have other contents now, or lie elsewhere."""
-    from hyperion.data.prepare.identity import data_identity  # numpy and tokenizers, which a call may not need
+    """Return True if the data of a notebook's experiments have other contents, or another location, than when they ran."""
+    from hyperion.data.prepare.identity import data_identity  # imports numpy and tokenizers, which not every call needs
 
-    taken = [(run.finished(notebook.stem, experiment) or {}).get("data") for experiment in notebook.produces]
-    return any(data and data_identity(data, data_source) != data for data in taken)
+    identities = [(run.finished(notebook.stem, experiment) or {}).get("data") for experiment in notebook.produces]
+    return any(data and data_identity(data, data_source) != data for data in identities)
 
 
 def rows_digest(run: Run, notebook: str) -> str | None:
-    """Digest of the rows that a notebook left in a run; None where it left none."""
+    """Return the digest of a notebook's rows in a run; None without rows."""
     rows = run.rows(notebook)
     if not rows:
         return None

@@ -1,7 +1,7 @@
-"""What `hyperion clean` removes: caches of a checkout, and when asked the runs and the data that Hyperion wrote.
+"""Find what `hyperion clean` removes: caches of a checkout and, on request, the runs and the data that Hyperion wrote.
 
-Nothing else: each folder must hold a mark of Hyperion's (the checkout's pyproject.toml, a run's manifest, a data folder's
-list of files), and no file that the mark does not list. Symbolic links are never followed.
+A folder is removed only if it has a mark of Hyperion (the checkout's pyproject.toml, a run's manifest, a data folder's list of
+files) and no file that the mark does not list. Symbolic links are never followed.
 """
 
 import os
@@ -20,12 +20,12 @@ from hyperion.reproduce.runs import in_use
 from hyperion.results import Run
 
 _CACHES = (".pytest_cache", ".ruff_cache", ".hypothesis", "build", "dist", "hyperion.egg-info")
-# Files that no manifest lists: the manifest itself, locks, and what a writer leaves behind that was killed.
+# Files that no manifest lists: the manifest itself, locks, and temporary files of a writer that was killed.
 _UNLISTED = re.compile(r"MANIFEST(\.pending)?|\.(lock|driver\.lock|writer\.lock)(\.exclusive)?|(.+/)?\.[^/]+\.[0-9a-f]+\.tmp")
-_WORKSPACES = ("checkpoints", "adapters", "logs")  # of trainings: many files, which no manifest of the run lists
+_WORKSPACES = ("checkpoints", "adapters", "logs")  # folders of trainings, whose many files no manifest lists
 _CHECKPOINT = re.compile(r"step-\d{8,}")
-_IN_WORKSPACES = (".json", ".safetensors", ".npz", ".parquet", ".log", ".lock")  # of the files that trainings write there
-_SETTLED_S = 3600.0  # a run that changed since is taken for one that is still worked in
+_IN_WORKSPACES = (".json", ".safetensors", ".npz", ".parquet", ".log", ".lock")  # suffixes of the files in them
+_SETTLED_S = 3600.0  # a run that changed more recently may still be in use
 _STORES = ("raw", "processed")
 _IN_STORES = ("hub", QUARANTINE)
 _QUARANTINED = re.compile(r".+\.[0-9a-f]{8}")
@@ -33,16 +33,16 @@ _SHOWN = 20
 
 
 def removable(root: Path, results: Path, data: Path, *, runs: bool = False, staged_data: bool = False) -> list[Path]:
-    """Return what would be removed; nothing of it is in git.
+    """Return the paths to remove; no file in git is among them.
 
     Args:
         root: the checkout; in any other folder no caches are removed.
-        results: folder of all runs; with `runs` every run but those that a call works in or that changed within the last hour,
-            never reference/.
-        data: folder of data; with `staged_data` all it holds but its README.md.
+        results: folder of all runs; with `runs`, all of them except reference/, those in use, and those that changed within
+            the last hour.
+        data: folder of data; with `staged_data`, everything in it except README.md.
 
     Raises:
-        HyperionError: a run, or the data folder, also holds something that Hyperion did not write; nothing is removed then.
+        HyperionError: a run or the data folder contains a file that Hyperion did not write; nothing is removed then.
     """
     found, foreign = list(_caches(root)), []
     if runs and results.is_dir():
@@ -58,9 +58,9 @@ def removable(root: Path, results: Path, data: Path, *, runs: bool = False, stag
         if len(foreign) > _SHOWN:
             shown.append(f"and {len(foreign) - _SHOWN} more")
         raise HyperionError(
-            "not everything here was written by Hyperion, or it was changed since; nothing was removed",
+            "some files were not written by Hyperion, or were changed since; nothing was removed",
             where="\n         ".join(shown),
-            next_step="move what is yours to another folder and call again, or remove by hand what you do not need",
+            next_step="move your files to another folder and call again, or remove by hand what you do not need",
         )
     return found
 
@@ -104,7 +104,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _runs(results: Path) -> Iterator[Path]:
-    """Runs, folders of relaunches, and the link to the latest run."""
+    """Yield the runs, folders of relaunches, and the link to the latest run."""
     for path in sorted(results.iterdir()):
         if path.is_symlink():
             if path.name == "latest":
@@ -114,9 +114,9 @@ def _runs(results: Path) -> Iterator[Path]:
 
 
 def _is_live(folder: Path) -> bool:
-    """Return True if a call of `make reproduce` works in the run, or anything in it changed within the last hour.
+    """Return True if a call of `make reproduce` works in the run, or a file in it changed within the last hour.
 
-    A notebook in JupyterLab and the training commands take no lock for as long as they run.
+    The lock alone is not enough: a notebook in JupyterLab and the training commands hold none.
     """
     newest = max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
     return in_use(folder) or time.time() - newest < _SETTLED_S
@@ -127,13 +127,13 @@ def _is_run(folder: Path) -> bool:
 
 
 def _launches(folder: Path) -> list[Path]:
-    """Runs in a folder of relaunches: those of a side lie in a folder, both sides' in one folder."""
+    """Return the runs in a folder of relaunches, which has one folder of runs for each side, A and B."""
     sides = [folder / side for side in "AB" if _is_folder(folder / side)]
     return sorted(path for side in sides for path in side.iterdir() if _is_folder(path) and _is_run(path))
 
 
 def _foreign_in_run(folder: Path) -> list[Path]:
-    """Files of a run, or of a folder of relaunches, that no manifest lists or that no longer have its hash."""
+    """Return the files of a run, or of a folder of relaunches, that no manifest lists or that have another hash."""
     if launches := _launches(folder):
         others = [path for path in folder.iterdir() if path.name not in ("A", "B") or not _is_folder(path)]
         others += [path for side in {path.parent for path in launches} for path in side.iterdir() if path not in launches]
@@ -153,8 +153,7 @@ def _foreign_in_run(folder: Path) -> list[Path]:
 
 
 def _foreign_in_workspace(folder: Path) -> list[Path]:
-    """Links, files of kinds that a training does not write, and folders named like a checkpoint that it does not write: copies
-    such as step-best are the user's."""
+    """Return links, files with suffixes that trainings do not write, and the user's copies of checkpoints, such as step-best."""
     entries = [Path(place, name) for place, folders, files in os.walk(folder) for name in sorted(folders + files)]
 
     def is_foreign(path: Path) -> bool:
@@ -165,7 +164,7 @@ def _foreign_in_workspace(folder: Path) -> list[Path]:
 
 
 def _foreign_in_store(folder: Path) -> list[Path]:
-    """What no mark covers in raw/, processed/ and the folders in them."""
+    """Return what no mark covers in raw/, processed/ and the folders in them."""
     if not _is_folder(folder):
         return [folder]
     foreign = []
@@ -173,9 +172,9 @@ def _foreign_in_store(folder: Path) -> list[Path]:
         if entry.name in _IN_STORES:
             foreign += _foreign_in_store(entry)
         elif folder.name == QUARANTINE and _QUARANTINED.fullmatch(entry.name) and _is_file(entry):
-            continue  # a download that was refused: it came from the network, under a name that Hyperion gave it
-        elif not (WORKING.fullmatch(entry.name) and _is_folder(entry)):  # which a staging that was killed leaves behind
-            quarantined = folder.name == QUARANTINE  # there because something in it was cut or changed
+            continue  # a refused download, under a name that Hyperion gave it
+        elif not (WORKING.fullmatch(entry.name) and _is_folder(entry)):  # that is left by a killed staging
+            quarantined = folder.name == QUARANTINE  # its files may be truncated or changed
             reason = entry / REASON_FILE if quarantined else None
             foreign += [path for path in strangers(entry, names_alone=quarantined) if path != reason]
     return foreign

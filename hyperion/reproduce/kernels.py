@@ -1,10 +1,11 @@
-"""The kernel a notebook runs in: this very interpreter and this checkout, whatever else the machine has installed."""
+"""The kernel of a notebook: this interpreter and this checkout, whatever else is installed on the machine."""
 
 import json
 import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import hyperion
 from hyperion.paths import SILENT_HOSTS
@@ -19,10 +20,9 @@ _SILENT_HOSTS = "silent-hosts"
 
 
 def library_environment() -> dict[str, str]:
-    """This process's whole environment, with this checkout importable, the user's own site packages left out, and
-    assertions switched on.
+    """Return this process's environment with this checkout importable, without the user's site packages, with assertions.
 
-    UTF-8 mode makes the processes independent of the locale: what they read, write and print is UTF-8.
+    UTF-8 mode makes the processes independent of the locale: they read, write and print UTF-8.
     """
     checkout = str(Path(hyperion.__file__).resolve().parent.parent)
     path = os.pathsep.join(filter(None, [checkout, os.environ.get("PYTHONPATH")]))
@@ -30,12 +30,12 @@ def library_environment() -> dict[str, str]:
 
 
 def with_assertions(environment: dict[str, str]) -> dict[str, str]:
-    """The environment without the variable that has Python leave out every `assert`."""
+    """Return the environment without PYTHONOPTIMIZE, which removes every `assert`."""
     return {name: value for name, value in environment.items() if name != OPTIMIZE}
 
 
 def scratch_folder() -> tempfile.TemporaryDirectory:
-    """A folder on this node, for this call only: sockets, Jupyter's run-time files, the executed copy in the making."""
+    """Return a folder on this node for this call only: sockets, Jupyter's run-time files, the unfinished executed copy."""
     base = tempfile.gettempdir()
     return tempfile.TemporaryDirectory(
         prefix="hyperion-", dir=base if len(base) < _LONGEST_FOLDER - 20 else "/tmp", ignore_cleanup_errors=True
@@ -43,14 +43,14 @@ def scratch_folder() -> tempfile.TemporaryDirectory:
 
 
 def kernel_manager_class(scratch: Path, environment: dict[str, str], folder: Path) -> type:
-    """A kernel manager that knows one kernel, this interpreter, and talks to it over Unix sockets in `scratch`.
+    """Return a kernel manager whose only kernel is this interpreter, reached through Unix sockets in `scratch`.
 
-    Sockets in a private folder, unlike TCP ports, neither collide with another call's nor are open to a shared node's
-    other users.
+    Unlike TCP ports, sockets in a private folder do not collide with those of another call, and other users of a shared node
+    cannot connect to them.
 
     Args:
-        environment: variables that the kernel gets besides this process's own.
-        folder: it works in; this process stays where it is, as other kernels are started from it at the same time.
+        environment: variables of the kernel in addition to this process's.
+        folder: working folder of the kernel. This process keeps its own: it starts other kernels at the same time.
     """
     from jupyter_client.kernelspec import KernelSpecManager
     from jupyter_client.manager import AsyncKernelManager
@@ -77,7 +77,7 @@ def kernel_manager_class(scratch: Path, environment: dict[str, str], folder: Pat
         def _in_scratch(self) -> str:
             return str(scratch / "kernel.json")
 
-        async def start_kernel(self, **kwargs) -> None:
+        async def start_kernel(self, **kwargs: Any) -> None:
             await super().start_kernel(**{"cwd": str(folder)} | kwargs)
 
     return ThisInterpreter
@@ -98,7 +98,7 @@ def _specification(scratch: Path, environment: dict[str, str], provisioner: str)
         **environment,
     }
     return {
-        # ipykernel's own log: on a stop it tells of sockets it was about to close. What cells print is not its log.
+        # Silences ipykernel's own log, which reports closed sockets on a stop. The output of cells is not part of it.
         "argv": [sys.executable, "-s", "-m", "ipykernel_launcher", "--log-level=CRITICAL", "-f", "{connection_file}"],
         "display_name": "Python 3 (ipykernel)",
         "language": "python",
@@ -109,16 +109,16 @@ def _specification(scratch: Path, environment: dict[str, str], provisioner: str)
 
 
 def _node_local_caches(scratch: Path) -> dict[str, str]:
-    """Folders for compilers' caches, on this node, where the user named none.
+    """Return variables that put the caches of compilers on this node, for those that the user has not set.
 
-    They outlive this call, so their folder has a fixed name, which another user of the node can take first. Compilers execute
-    what they find there: a folder that others can write to is not used, and this call gets caches of its own.
+    The caches outlive this call, so their folder has a fixed name, which another user of the node can create first. Compilers
+    execute files from their caches: if others can write to the folder, this call uses caches in `scratch`.
     """
     folder = Path(tempfile.gettempdir()) / f"hyperion-{os.getuid()}"
     if not is_private(folder):
         notice(
             f"{folder} is not used for compilers' caches: it is a link, no folder, or open to other users; "
-            "remove it, or name folders of your own: TRITON_CACHE_DIR=, TORCHINDUCTOR_CACHE_DIR="
+            "remove it, or name other folders: TRITON_CACHE_DIR=, TORCHINDUCTOR_CACHE_DIR="
         )
         folder = scratch / "caches"
     names = {

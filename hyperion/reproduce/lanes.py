@@ -1,8 +1,7 @@
-"""Notebooks side by side: where a machine has several devices, those that need one share them out, each with its part of the
-cores; those that use all devices run alone.
+"""Run several notebooks at the same time, each with one device of the machine and its share of the cores.
 
-Each notebook is executed in a thread of the driver, which only passes on what its kernel says: the kernel and its workers
-are processes of their own.
+Notebooks that use all devices run alone. A thread of the driver executes each notebook; it only relays messages, because the
+kernel and its workers are separate processes.
 """
 
 import asyncio
@@ -14,18 +13,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hyperion.processes.share import CORES
+from hyperion.processes.child_process import CORES
 from hyperion.reproduce.notebooks import Notebook
 from hyperion.reproduce.stopping import SHUTDOWN_S, Stopped
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a notebook gets of the machine.
+    """The part of the machine that a notebook uses.
 
     Args:
-        number: from 0; places of one number are never taken twice at a time.
-        environment: variables that show its kernel no more than that; none for all of the machine.
+        number: from 0; one notebook at a time uses the place of a number.
+        environment: variables that restrict its kernel to this part; empty for the whole machine.
     """
 
     number: int
@@ -33,25 +32,26 @@ class Place:
 
 
 class Interruption:
-    """Ends what another thread executes as a signal ends the main thread: `Stopped` is raised inside its event loop."""
+    """Stops a notebook in another thread as a signal stops the main thread: raises `Stopped` inside its event loop."""
 
     def __init__(self):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: Stopped | None = None
 
     def reaches(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The executing thread's loop; a stop that came before is raised here."""
+        """Set the event loop of the executing thread; raise a stop that was requested earlier."""
         self._loop = loop
         if self._stop is not None:
             raise self._stop
 
     def __call__(self, stop: Stopped) -> None:
-        self._stop = Stopped(stop.number)
+        self._stop = own = Stopped(stop.number)  # an exception object must not be raised in two threads
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._raise)
+            self._loop.call_soon_threadsafe(_raise, own)
 
-    def _raise(self) -> None:
-        raise self._stop
+
+def _raise(stop: Stopped) -> None:
+    raise stop
 
 
 Work = Callable[[Place, Interruption], object]
@@ -66,10 +66,10 @@ class _Going:
 
 
 class Lanes:
-    """The places of a machine and the notebooks in them.
+    """The places of a machine and the notebooks that run in them.
 
     Args:
-        masks: variables that show a process one device, for each device; fewer than two leave one place, the whole machine.
+        masks: for each device, the variables that make it the only visible one; with fewer than two, the machine is one place.
     """
 
     def __init__(self, masks: Sequence[dict[str, str]] = ()):
@@ -79,24 +79,25 @@ class Lanes:
 
     @property
     def stems(self) -> set[str]:
-        """The notebooks that run."""
+        """The running notebooks."""
         return set(self._going)
 
     def pick(self, waiting: Sequence[Notebook], expected_s: Callable[[Notebook], float]) -> Notebook | None:
-        """Which of the waiting notebooks starts now; None: wait until one has ended.
+        """Return the waiting notebook to start now; None if one must end first.
 
-        One can start once the chapters that it builds on have ended. In the book's order where there is one place; else
-        those of one device first, the longest before the others.
+        A notebook can start once the chapters that it needs have ended. With one place, notebooks start in the book's order;
+        else those that use one device start first, the longest before the others.
         """
         return self._next(waiting, [going.notebook for going in self._going.values()], expected_s)
 
     def lasting_s(self, notebooks: Sequence[Notebook], expected_s: dict[str, float]) -> float:
-        """Seconds until all of them have ended, if each takes what is expected of it."""
-        waiting, ends, now = list(notebooks), {}, 0.0
+        """Return the seconds until all notebooks have ended, if each takes its expected time."""
+        waiting, now = list(notebooks), 0.0
+        ends: dict[Notebook, float] = {}
         while waiting or ends:
             notebook = self._next(waiting, list(ends), lambda notebook: expected_s[notebook.stem])
             if notebook is None:
-                first = min(ends, key=ends.get)
+                first = min(ends, key=lambda notebook: ends[notebook])
                 now = ends.pop(first)
             else:
                 waiting.remove(notebook)
@@ -118,7 +119,7 @@ class Lanes:
         return None if going else ready[0]
 
     def start(self, notebook: Notebook, work: Work) -> None:
-        """Do the work in a thread, at a place that is free."""
+        """Start the work of a notebook in a thread, at a free place."""
         place = Place(0)
         if notebook.devices == "one" and len(self.places) > 1:
             taken = {going.place.number for going in self._going.values()}
@@ -128,7 +129,7 @@ class Lanes:
         def run() -> None:
             try:
                 result = work(place, interruption)
-            except BaseException as end:  # it is told where the notebook's end is waited for
+            except BaseException as end:  # `wait` returns it
                 result = end
             self._ended.put((notebook.stem, result))
 
@@ -137,14 +138,14 @@ class Lanes:
         self._going[notebook.stem] = _Going(notebook, place, interruption, thread)
 
     def wait(self) -> tuple[Notebook, object]:
-        """The next notebook that ends, and what its work returned or raised."""
+        """Wait for the next notebook that ends; return it, and what its work returned or raised."""
         stem, result = self._ended.get()
         going = self._going.pop(stem)
         going.thread.join()
         return going.notebook, result
 
     def stop(self, stop: Stopped) -> list[tuple[Notebook, object]]:
-        """End all that run; the notebooks that did, and what the work of each returned or raised."""
+        """Stop all running notebooks; return each of them, and what its work returned or raised."""
         for going in self._going.values():
             going.interruption(stop)
         deadline = time.monotonic() + SHUTDOWN_S
@@ -159,13 +160,14 @@ class Lanes:
 
 
 def places_of(masks: Sequence[dict[str, str]], cores: set[int] | None = None, sys: Path = Path("/sys")) -> list[Place]:
-    """A place for each device with its part of the cores; one, for all of the machine, where there are fewer than two devices
-    or not a core for each. Threads of one core and cores of one package stay together: neighbours that shared a core would
-    slow each other.
+    """Return a place for each device with its share of the cores.
+
+    The machine is a single place if it has fewer than two devices or fewer cores than devices. Hardware threads of one core
+    and cores of one package stay together, because notebooks that share a core slow each other down.
 
     Args:
-        cores: that this process may use, asked when left out.
-        sys: where Linux tells of them.
+        cores: numbers of the cores to share; the default is those that this process may use.
+        sys: folder of Linux's sysfs.
     """
     if cores is None:
         cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
@@ -178,7 +180,7 @@ def places_of(masks: Sequence[dict[str, str]], cores: set[int] | None = None, sy
 
 
 def _in_order(number: int, sys: Path) -> tuple[int, int, int]:
-    """(package, core in it, number), as Linux tells them; where it does not, by number alone."""
+    """Return (package, core in it, number) from Linux; if it is unknown, sort by number alone."""
     topology = sys / f"devices/system/cpu/cpu{number}/topology"
     try:
         package, core = (int((topology / name).read_text()) for name in ("physical_package_id", "core_id"))
@@ -188,7 +190,7 @@ def _in_order(number: int, sys: Path) -> tuple[int, int, int]:
 
 
 def scratch_of(place: Place, scratch: Path) -> Path:
-    """A folder for the files of the kernel at a place."""
+    """Make and return a folder for the files of the kernel at a place."""
     folder = scratch / str(place.number)
     folder.mkdir(exist_ok=True)
     return folder

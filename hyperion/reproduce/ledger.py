@@ -1,8 +1,9 @@
-"""What a run remembers of each notebook, so that the next call knows what is left to do."""
+"""The ledger of a run: the status of each notebook, from which the next call decides what is left to do."""
 
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import cast
 
 from hyperion.errors import HyperionError
 from hyperion.results import Run, StoreError
@@ -13,17 +14,17 @@ from hyperion.untrusted import inner_path, read_json
 
 @dataclass(frozen=True)
 class Entry:
-    """One notebook's latest go in a run.
+    """The latest execution of a notebook in a run.
 
     Args:
         status: done, unexpected, failed, interrupted or unfinished.
-        hash: what the result depends on, as `hashes.notebook_hash` gives it.
-        seconds: wall time of that go.
-        rows: rows it left in the run.
-        note: one line on a failure.
-        remeasure: whether something was unexpected, so that the next go must not keep the measurements behind it.
-        unexpected: what was unexpected in that go, a sentence each.
-        whole_s: wall time of the latest go that measured all of its experiments, this one or an earlier one.
+        hash: hash of everything that the result depends on, from `hashes.notebook_hash`.
+        seconds: wall time of this execution.
+        rows: number of its rows in the run.
+        note: one line about a failure.
+        remeasure: the next execution measures its experiments anew, because a result was unexpected.
+        unexpected: the unexpected results, one sentence each.
+        whole_s: wall time of the latest execution that measured all experiments, this one or an earlier one.
     """
 
     status: str
@@ -44,40 +45,41 @@ class _Content:
 
 
 class Ledger:
-    """The notebooks of one run and the setting they share; each change is one transaction with its files."""
+    """The entries of a run's notebooks and the setting they share; an entry and its files are written in one transaction."""
 
     def __init__(self, run: Run, setting: dict, entries: dict[str, Entry], exported: str = ""):
         self.run, self.setting, self.entries = run, setting, entries
-        self.exported = exported  # digest of the rows and the code that the tables and pictures were last made from
+        self.exported = exported  # digest of the rows and the code of the tables and pictures
 
     @classmethod
     def new(cls, run: Run, setting: dict) -> "Ledger":
+        """Create and store the ledger of a new run."""
         ledger = cls(run, setting, {})
         run.write({LEDGER: ledger._content()})
         return ledger
 
     @classmethod
     def of(cls, run: Run) -> "Ledger":
-        """The ledger of an existing run.
+        """Read the ledger of an existing run.
 
         Raises:
-            HyperionError: it was edited, or has another form.
+            HyperionError: it was edited or is malformed.
         """
-        content = from_json(_Content, run.document(LEDGER), LEDGER)
+        content = cast(_Content, from_json(_Content, run.document(LEDGER), LEDGER))
         return cls(run, content.setting, content.notebooks, content.exported)
 
     def keep(self, stem: str, entry: Entry, files: dict[str, bytes] | None = None) -> None:
-        """Write a notebook's entry together with its executed copy."""
+        """Store a notebook's entry together with its executed copy."""
         self.entries[stem] = entry
         self.run.write({**(files or {}), LEDGER: self._content()})
 
     def keep_exported(self, digest: str) -> None:
-        """Write down what the tables and pictures were made from."""
+        """Store the digest of the rows and the code of the tables and pictures."""
         self.exported = digest
         self.run.write({LEDGER: self._content()})
 
     def is_done(self, stem: str, digest: str) -> bool:
-        """Whether the notebook finished in this run and nothing it depends on has changed since."""
+        """Return True if the notebook finished in this run and what it depends on is unchanged."""
         entry = self.entries.get(stem)
         return entry is not None and (entry.status, entry.hash) == ("done", digest)
 
@@ -88,7 +90,7 @@ class Ledger:
 
 
 def peek(folder: Path) -> dict:
-    """A run's ledger as it stands on disk, for choosing among runs; nothing is verified yet.
+    """Read a run's ledger without verifying the run, to choose among runs.
 
     Raises:
         StoreError: it is no ledger.
@@ -96,7 +98,7 @@ def peek(folder: Path) -> dict:
     remedy = "start afresh with RUN=new, or delete that run"
     path = inner_path(folder, LEDGER, StoreError, remedy)
     try:
-        content = from_json(_Content, read_json(path, StoreError, remedy), LEDGER)
+        content = cast(_Content, from_json(_Content, read_json(path, StoreError, remedy), LEDGER))
     except (HyperionError, OSError) as error:
         raise StoreError(f"edited or damaged: {error}", where=path, next_step=remedy) from error
     return {"setting": content.setting, "notebooks": {stem: asdict(entry) for stem, entry in content.notebooks.items()}}

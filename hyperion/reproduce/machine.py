@@ -1,4 +1,4 @@
-"""What this machine is, asked in a process of its own: the driver must hold no accelerator while notebooks measure."""
+"""Examine this machine in a separate process: the driver must hold no accelerator while notebooks measure."""
 
 import json
 import os
@@ -14,15 +14,15 @@ _MARK = "hyperion-machine:"
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Answers that need torch.
+class MachineProfile:
+    """The resolved profile, and facts about this machine that need torch.
 
     Args:
-        profile: the profile asked for, or the machine's own where `auto` was asked for.
+        profile: the requested profile; for `auto`, the default profile of the machine.
         settings: what rows depend on in that profile: {"sizes": {experiment: sizes}, "synthetic", "allow_synthetic"}.
-        setting: device and versions; a run made under another setting is not continued.
+        setting: device and versions; a run with another setting is not continued.
         information: contents of a new run's run.json.
-        masks: variables that show a process one accelerator, for each of those that notebooks may use side by side.
+        masks: for each accelerator that notebooks may use at the same time, the variables that make it the only visible one.
     """
 
     profile: str
@@ -32,7 +32,7 @@ class Machine:
     masks: tuple[dict[str, str], ...] = ()
 
 
-def ask_machine(profile: str, data_source: str, seed: int) -> Machine:
+def examine_machine(profile: str, data_source: str, seed: int) -> MachineProfile:
     """Detect the device and resolve the profile.
 
     Raises:
@@ -52,7 +52,7 @@ def ask_machine(profile: str, data_source: str, seed: int) -> Machine:
     if "error" in content:
         error = content["error"]
         raise HyperionError(error["what"], where=error["where"], next_step=error["next_step"])
-    return Machine(**content)
+    return MachineProfile(**content)
 
 
 def _answer(profile: str, data_source: str, seed: int) -> dict:
@@ -60,14 +60,16 @@ def _answer(profile: str, data_source: str, seed: int) -> dict:
 
     from hyperion.chapter.chapter import run_information
     from hyperion.chapter.profiles import default_profile, load_profile
+    from hyperion.chapter.registry import require_valid_sizes
     from hyperion.data.store.sources import require_known_source
     from hyperion.hardware import detect
-    from hyperion.hardware.visibility import one_at_a_time
+    from hyperion.hardware.detect import one_at_a_time
 
     require_known_source(data_source)
     device = detect()
     name = default_profile(device.kind) if profile == "auto" else profile
     chosen = load_profile(name)
+    require_valid_sizes(chosen)
     setting = {"device": device.name, "arch": device.arch, "torch": torch.__version__, "hyperion": hyperion.__version__}
     return {
         "profile": name,

@@ -1,4 +1,4 @@
-"""The book: which notebooks there are, in which order, and what each needs and produces."""
+"""The notebooks of the book, their order, and what each needs and produces."""
 
 import json
 import re
@@ -12,25 +12,25 @@ _REMEDY = (
     'give the notebook metadata {"hyperion": {"needs": [], "optional": [], "produces": [...], "time_budget_s": {...}, '
     '"devices": "one"}}'
 )
-# What a notebook is expected to take where its metadata name no time for the profile (a replay, say).
+# Expected time of a notebook whose metadata name none for the profile, such as replay.
 DEFAULT_SECONDS = 60.0
 
 
 class BookError(HyperionError):
-    """A notebook that cannot be read or placed in the book, or a chapter that does not exist."""
+    """A notebook that cannot be read or ordered, or a chapter that does not exist."""
 
 
 @dataclass(frozen=True)
 class Notebook:
-    """One chapter as it lies in the checkout.
+    """One chapter of the checkout.
 
     Args:
         path: the .ipynb file.
         needs: stems of the notebooks that must have finished before.
-        optional: stems of notebooks whose rows are used when they are there.
-        produces: experiments whose rows it must leave behind.
-        time_budget_s: seconds it may take, by profile.
-        devices: "one": of several devices it uses one, and runs beside others; "all".
+        optional: stems of notebooks whose rows are used if they exist.
+        produces: experiments whose rows it must leave in the run.
+        time_budget_s: expected seconds, by profile.
+        devices: "one" if it uses a single device, so that other notebooks can run on the others; else "all".
         cells: (cell type, source) in order.
     """
 
@@ -48,20 +48,20 @@ class Notebook:
 
     @property
     def code(self) -> list[str]:
-        """Sources of the code cells that have any."""
+        """Sources of the code cells that are not empty."""
         return [source for kind, source in self.cells if kind == "code" and source.strip()]
 
     def budget_s(self, profile: str) -> float:
-        """Seconds the metadata give it in a profile."""
+        """Return the seconds that the metadata name for a profile."""
         return float(self.time_budget_s.get(profile, DEFAULT_SECONDS))
 
 
 def read_book(root: Path) -> list[Notebook]:
-    """Return the notebooks in the book's order: the checkout's phase by phase, each by file name, then those of added subjects.
+    """Return the notebooks in the book's order: those of the checkout by phase and file name, then those of added subjects.
 
     Raises:
-        BookError: no notebook, one that is no JSON or lacks its metadata, two of the same name, or a need that is
-            unknown or stands later in the book.
+        BookError: there is no notebook, one is no JSON or lacks its metadata, two have the same name, or one needs a chapter
+            that is unknown or comes later in the book.
     """
     paths = sorted(root.glob("phase*/[0-9][0-9]_*.ipynb"), key=lambda path: (_phase_number(path), path.name))
     paths += [path for subject in subjects() for path in subject.notebooks]
@@ -78,7 +78,7 @@ def read_book(root: Path) -> list[Notebook]:
             raise BookError(f"two notebooks are called {notebook.stem}", where=notebook.path, next_step="rename one of them")
         for need in (*notebook.needs, *notebook.optional):
             if need not in seen:
-                remedy = f"name a chapter that stands before it: {', '.join(seen) or 'there is none'}"
+                remedy = f"name an earlier chapter: {', '.join(seen) or 'there is none'}"
                 raise BookError(
                     f"{notebook.stem} builds on {need!r}, which is no earlier chapter", where=notebook.path, next_step=remedy
                 )
@@ -87,10 +87,10 @@ def read_book(root: Path) -> list[Notebook]:
 
 
 def read_notebook(path: Path) -> Notebook:
-    """One notebook with its metadata.
+    """Read one notebook with its metadata.
 
     Raises:
-        BookError: the file is no notebook, or its metadata lack what the book needs to know.
+        BookError: the file is no notebook, or its metadata are incomplete.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -116,18 +116,18 @@ def read_notebook(path: Path) -> Notebook:
 
 def _one_or_all(devices: object) -> str:
     if devices not in ("one", "all"):
-        raise ValueError(f'devices is {devices!r}, and "one" or "all" is known')
-    return devices
+        raise ValueError(f'devices is {devices!r}, not "one" or "all"')
+    return str(devices)
 
 
 def select(book: list[Notebook], only: str | None) -> list[Notebook]:
-    """The whole book, or one chapter and all it needs, in the book's order.
+    """Return the whole book, or one chapter and all it needs, in the book's order.
 
     Args:
-        only: a chapter's stem; its file name or path will do as well.
+        only: a chapter's stem, file name or path.
 
     Raises:
-        BookError: no such chapter; the message lists them.
+        BookError: there is no such chapter; the message lists all chapters.
     """
     if not only:
         return book

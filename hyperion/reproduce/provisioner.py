@@ -1,31 +1,32 @@
-"""How jupyter_client starts and ends a kernel of ours: forked from the fork server where one is at hand, ended with all that
-it started."""
+"""Start a notebook's kernel in a session of its own, and end it with all processes that it started."""
 
 import contextlib
 import os
 import sys
 from importlib.metadata import EntryPoint
+from typing import Any
 
 import psutil
 from jupyter_client.connect import KernelConnectionInfo
-from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvisioner
+from jupyter_client.provisioning.factory import KernelProvisionerFactory
+from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 
-from hyperion.processes.lifeline import GRACE_S, processes_below
-from hyperion.processes.starting import start
+from hyperion.processes.child_process import GRACE_S, descendants, start
 from hyperion.reproduce.kernels import with_assertions
 
 NAME = "hyperion-provisioner"
 
 
-class ForkingProvisioner(LocalProvisioner):
-    """A local kernel that need not import PyTorch again, ends with this process, and leaves no process of its own behind.
+class SessionProvisioner(LocalProvisioner):
+    """Starts a local kernel that ends with this process, and ends all processes that the kernel started.
 
-    Its command is `python … -m module arguments`, where the module is ipykernel's.
+    The command is `python … -m module arguments`, where the module is ipykernel's.
     """
 
-    async def launch_kernel(self, cmd: list[str], **kwargs) -> KernelConnectionInfo:
-        """Start the kernel as the leader of a session, whose group signals are sent to; what it prints past its cells goes
-        to this process's stderr.
+    async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:
+        """Start the kernel as the leader of a session, so that signals reach its whole process group.
+
+        Output of the kernel outside of cells goes to this process's standard error.
         """
         arguments = [str(os.getpid()), *cmd[cmd.index("-m") + 2 :]]
         self.cwd = kwargs.get("cwd") or os.getcwd()
@@ -35,7 +36,7 @@ class ForkingProvisioner(LocalProvisioner):
             "hyperion.processes.kernel",
             arguments,
             with_assertions(kwargs["env"]),
-            stdout=sys.__stderr__,
+            stdout=sys.__stderr__ or sys.stderr,
             new_session=True,
             folder=os.fspath(self.cwd),
         )
@@ -43,16 +44,16 @@ class ForkingProvisioner(LocalProvisioner):
         return self.connection_info
 
     async def send_signal(self, signum: int) -> None:
-        """Signal the kernel's process group. A kernel is interrupted first, so this sees all that it has started."""
+        """Signal the kernel's process group, and record its descendants: once it has ended, they cannot be found."""
         if self.process is not None:
-            self.below = list({*self.below, *processes_below(self.pid)})
+            self.below = list({*self.below, *descendants(self.pid)})
         await super().send_signal(signum)
 
     async def cleanup(self, restart: bool = False) -> None:
-        """End what the kernel has started and left, though it ignore SIGTERM; the kernel itself has ended.
+        """End the processes that the kernel started; the kernel itself has ended.
 
-        What is still in its session was interrupted with it and is killed. What has a session of its own, as launchers have,
-        gets `GRACE_S` after SIGTERM to save.
+        Processes in the kernel's session were interrupted with it and are killed. Processes in sessions of their own, such as
+        launchers, get SIGTERM and `GRACE_S` seconds to save, then are killed.
         """
         await super().cleanup(restart)
         left, self.below = [process for process in self.below if process.is_running()], []
@@ -71,6 +72,6 @@ def _session(process: psutil.Process) -> int:
 
 
 def register() -> None:
-    """Let jupyter_client find it by its name, without an installed package's entry points."""
-    found = EntryPoint(NAME, f"{__name__}:{ForkingProvisioner.__name__}", KernelProvisionerFactory.GROUP_NAME)
-    KernelProvisionerFactory.instance().provisioners[NAME] = found
+    """Register the provisioner with jupyter_client, which otherwise finds only entry points of installed packages."""
+    entry = EntryPoint(NAME, f"{__name__}:{SessionProvisioner.__name__}", KernelProvisionerFactory.GROUP_NAME)
+    KernelProvisionerFactory.instance().provisioners[NAME] = entry

@@ -1,23 +1,77 @@
-"""Which run folder does this call work in? Its own, whole, and no other live call's."""
+"""What a call was asked for, and the run folder that it works in: no other live call works in the same folder."""
 
 import contextlib
+import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from hyperion.errors import HyperionError
 from hyperion.locks import FileLock
+from hyperion.paths import expanded
 from hyperion.reproduce.ledger import LEDGER, Ledger, peek
+from hyperion.reproduce.machine import MachineProfile
 from hyperion.results import Run, StoreError, new_run_folder
 from hyperion.results.files import make_folder
 from hyperion.results.folders import checked_name
 
 NEW = "new"
+REPLAY = "replay"
 _DRIVER_LOCK = ".driver.lock"
+_MIRROR = "HYPERION_DATA_MIRROR"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the caller asked for.
+
+    Args:
+        profile: auto, smoke, full, study or replay.
+        data_source: auto, mirror, cache, download or synthetic.
+        only: one chapter, run with all it needs; None runs the book.
+        run: None continues the newest run of this setting, `new` starts one, another name continues or starts that run.
+        time_budget_s: stop cleanly after this time; None has no limit.
+        cell_timeout_s, notebook_timeout_s: seconds after which a cell or a notebook fails; None takes the profile's.
+        seed: seed of all random numbers.
+        replay_of: the reference machine to replay; None takes the first that holds the notebook.
+    """
+
+    profile: str = "auto"
+    data_source: str = "auto"
+    only: str | None = None
+    run: str | None = None
+    time_budget_s: float | None = None
+    seed: int = 0
+    replay_of: str | None = None
+    cell_timeout_s: float | None = None
+    notebook_timeout_s: float | None = None
+
+
+def require_mirror(request: Request) -> None:
+    """Check, before anything runs, that the data mirror named by HYPERION_DATA_MIRROR exists if the request uses it.
+
+    Raises:
+        HyperionError: it is no folder.
+    """
+    named = os.environ.get(_MIRROR)
+    if request.data_source not in ("auto", "mirror") or request.profile == REPLAY or not named:
+        return
+    if not expanded(named).is_dir():
+        remedy = f"correct {_MIRROR}, or unset it to use the cache, a download or synthetic data"
+        raise HyperionError(f"{_MIRROR} names no folder", where=named, next_step=remedy)
+
+
+def setting_of(request: Request, machine: MachineProfile) -> dict:
+    """Return what all notebooks of a run share; a run with another setting is not continued."""
+    # `auto` means other data with a mirror than without one.
+    mirror = request.data_source in ("auto", "mirror") and bool(os.environ.get(_MIRROR))
+    requested = {"profile": machine.profile, "data_source": request.data_source, "mirror": mirror, "seed": request.seed}
+    return requested | {"replay_of": request.replay_of} | machine.setting
 
 
 @contextlib.contextmanager
 def claimed_run(results: Path, name: str | None, setting: dict, information: dict) -> Iterator[tuple[Ledger, bool]]:
-    """Continue a run or start one, and keep every other call out of it until the end.
+    """Continue a run or start one, and lock it for the duration of the block.
 
     Args:
         results: folder of all runs.
@@ -26,7 +80,7 @@ def claimed_run(results: Path, name: str | None, setting: dict, information: dic
         information: run.json of a new run.
 
     Yields:
-        The run's ledger, and whether the run was there before.
+        The run's ledger, and whether the run existed before.
 
     Raises:
         HyperionError: the named run is in use or has another setting.
@@ -36,24 +90,22 @@ def claimed_run(results: Path, name: str | None, setting: dict, information: dic
     if name and name != NEW:
         folder, lock = _claim_named(results / checked_name(name))
     else:
-        folder, lock = _claim_newest(results, setting) if name is None else (None, None)
-        if folder is None:
-            folder = new_run_folder(setting["profile"], results)
-            lock = _try_lock(folder)
+        newest = _claim_newest(results, setting) if name is None else None
+        folder, lock = newest or _claim_named(new_run_folder(setting["profile"], results))
     try:
         existed = (folder / "run.json").is_file()
-        yield (_continued(folder, setting) if existed else _started(folder, setting, information)), existed
+        yield (_continue_run(folder, setting) if existed else _start_run(folder, setting, information)), existed
     finally:
         lock.release()
 
 
 def earlier_seconds(results: Path, setting: dict, stem: str) -> float | None:
-    """What a notebook took in the newest run of this setting in which one go measured all of it; None without one."""
+    """Return a notebook's seconds in the newest run of this setting that measured all of it at once; None without one."""
     for path in _newest_first(results):
         try:
             ledger = peek(path.parent)
         except StoreError:
-            continue  # another run's damage: it is refused where that run is to be continued, not where time is guessed
+            continue  # a damaged run is refused where it would be continued, not where a duration is estimated
         entry = ledger["notebooks"].get(stem)
         if ledger["setting"] == setting and entry is not None and entry.get("whole_s") is not None:
             return entry["whole_s"]
@@ -61,7 +113,7 @@ def earlier_seconds(results: Path, setting: dict, stem: str) -> float | None:
 
 
 def in_use(folder: Path) -> bool:
-    """Whether a live call works in this run folder."""
+    """Return True if a live call works in this run folder."""
     if not (folder / _DRIVER_LOCK).exists():
         return False
     lock = _try_lock(folder)
@@ -80,25 +132,23 @@ def _claim_named(folder: Path) -> tuple[Path, FileLock]:
     return folder, lock
 
 
-def _claim_newest(results: Path, setting: dict) -> tuple[Path | None, FileLock | None]:
-    """The newest run of this setting that no live call works in."""
+def _claim_newest(results: Path, setting: dict) -> tuple[Path, FileLock] | None:
+    """Return the newest run of this setting that no live call works in."""
     for path in _newest_first(results):
-        if peek(path.parent)["setting"] == setting:
-            lock = _try_lock(path.parent)
-            if lock is not None:
-                return path.parent, lock
-    return None, None
+        if peek(path.parent)["setting"] == setting and (lock := _try_lock(path.parent)):
+            return path.parent, lock
+    return None
 
 
 def _newest_first(results: Path) -> list[Path]:
-    """Ledgers of whole runs: a folder that lost its run.json is none."""
+    """Return the ledgers of all runs; a folder without run.json is no run."""
     runs = [path for path in results.glob("*/run.json") if not path.parent.is_symlink()]
     newest_first = sorted(runs, key=lambda path: path.stat().st_mtime_ns, reverse=True)
     return [path.with_name(LEDGER) for path in newest_first if path.with_name(LEDGER).is_file()]
 
 
 def _try_lock(folder: Path) -> FileLock | None:
-    """A lock that is free again when this process ends, however it ends. None when another call holds it.
+    """Lock a run; None when another call holds the lock. The system frees the lock when this process ends.
 
     Raises:
         StoreError: the lock file is a link or no regular file, or it cannot be created.
@@ -111,11 +161,11 @@ def _try_lock(folder: Path) -> FileLock | None:
         raise StoreError(f"cannot lock the run: {error.strerror}", where=lock.path, next_step=remedy) from error
 
 
-def _started(folder: Path, setting: dict, information: dict) -> Ledger:
+def _start_run(folder: Path, setting: dict, information: dict) -> Ledger:
     try:
         return Ledger.new(Run.create(folder, information), setting)
     except BaseException:
-        # A folder without a run in it would only puzzle; what else is in it is not ours.
+        # Leave no folder without a run. rmdir fails, as it should, if the folder holds other files.
         with contextlib.suppress(OSError):
             for name in (_DRIVER_LOCK, ".lock"):
                 (folder / name).unlink(missing_ok=True)
@@ -123,7 +173,7 @@ def _started(folder: Path, setting: dict, information: dict) -> Ledger:
         raise
 
 
-def _continued(folder: Path, setting: dict) -> Ledger:
+def _continue_run(folder: Path, setting: dict) -> Ledger:
     run = Run.open(folder)
     try:
         run.verify()
@@ -135,6 +185,6 @@ def _continued(folder: Path, setting: dict) -> Ledger:
     ledger = Ledger.of(run)
     differing = [key for key in setting if ledger.setting.get(key) != setting[key]]
     if differing:
-        told = ", ".join(f"{key} {ledger.setting.get(key)!r} there, {setting[key]!r} now" for key in differing)
-        raise HyperionError(f"the run has another setting: {told}", where=folder, next_step="name another run, or RUN=new")
+        values = ", ".join(f"{key} {ledger.setting.get(key)!r} there, {setting[key]!r} now" for key in differing)
+        raise HyperionError(f"the run has another setting: {values}", where=folder, next_step="name another run, or RUN=new")
     return ledger

@@ -1,4 +1,4 @@
-"""How a call, or one notebook of it, ends before its end: signals, a budget of time, limits of a cell and of a notebook."""
+"""Stop a call or one of its notebooks early: signals, the time budget, and the time limits of cells and notebooks."""
 
 import asyncio
 import contextlib
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from hyperion.errors import HyperionError
 
-# Longer than a kernel takes to end after it was interrupted, asked and killed.
+# Longer than a kernel takes to end: it is interrupted, then asked to shut down, then killed.
 SHUTDOWN_S = 10.0
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal asked this call to stop. A KeyboardInterrupt, because that is what asyncio lets out of its callbacks."""
+    """A signal asked this call to stop. A KeyboardInterrupt, because asyncio lets this exception out of its callbacks."""
 
     def __init__(self, number: int):
         self.number = number
@@ -34,17 +34,17 @@ class BudgetSpent(KeyboardInterrupt):
 
 
 class LimitExceeded(KeyboardInterrupt):
-    """A cell, or a notebook, took longer than it may. A KeyboardInterrupt for the same reason as `Stopped`."""
+    """A cell or a notebook exceeded its time limit. A KeyboardInterrupt for the same reason as `Stopped`."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a notebook and each of its cells may take.
+    """Time limits of a notebook and each of its cells.
 
     Args:
-        cell_s: seconds of one cell.
-        notebook_s: seconds of all cells together.
-        deadline: end of the call's time budget, on the clock of `time.monotonic`; None without one.
+        cell_s: seconds for one cell.
+        notebook_s: seconds for all cells together.
+        deadline: end of the call's time budget, on the clock of `time.monotonic`; None without a budget.
     """
 
     cell_s: float
@@ -52,7 +52,7 @@ class Limits:
     deadline: float | None = None
 
 
-# (cell, notebook) by profile: at least four times what the slowest chapter of the book is expected to take in it.
+# (cell, notebook) by profile: at least four times the expected time of the slowest chapter.
 _LIMITS_S = {
     "smoke": (15 * 60, 30 * 60),
     "full": (20 * 60, 40 * 60),
@@ -62,28 +62,29 @@ _LIMITS_S = {
 
 
 def limits_of(profile: str, cell_s: float | None, notebook_s: float | None, deadline: float | None) -> Limits:
-    """The limits asked for; where none is, the profile's own."""
+    """Return the requested limits, and those of the profile where none is requested."""
     own_cell_s, own_notebook_s = _LIMITS_S[profile]
-    # A cell that may take longer than its notebook may asks for a longer notebook.
+    # A cell limit above the notebook's limit extends the notebook's limit.
     return Limits(cell_s or own_cell_s, notebook_s or max(own_notebook_s, cell_s or 0.0), deadline)
 
 
 class Alarm:
-    """Ends a notebook in the middle of a cell: raises `LimitExceeded` or `BudgetSpent` inside the loop that waits for it."""
+    """A timer that raises `LimitExceeded` or `BudgetSpent` inside the event loop that waits for a cell."""
 
     def __init__(self, limits: Limits, loop: asyncio.AbstractEventLoop):
-        self._limits, self._loop, self._timer = limits, loop, None
+        self._limits, self._loop = limits, loop
+        self._timer: asyncio.TimerHandle | None = None
         self._ends = time.monotonic() + limits.notebook_s
 
     def set(self, cell: int) -> None:
-        """The cell of this number starts.
+        """Start the timer for the cell with this number.
 
         Raises:
-            LimitExceeded, BudgetSpent: there is no time left for it.
+            LimitExceeded, BudgetSpent: there is no time left.
         """
         self.cancel()
         now, limits = time.monotonic(), self._limits
-        ends = [
+        ends: list[tuple[float, BaseException]] = [
             (now + limits.cell_s, _exceeded(f"cell [{cell}]", limits.cell_s, "CELL_TIMEOUT")),
             (self._ends, _exceeded(f"the notebook, in cell [{cell}],", limits.notebook_s, "NOTEBOOK_TIMEOUT")),
         ]
@@ -95,7 +96,7 @@ class Alarm:
         self._timer = self._loop.call_later(at - now, self._raise, end)
 
     def cancel(self) -> None:
-        """The cell has ended."""
+        """Stop the timer: the cell has ended."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -106,22 +107,22 @@ class Alarm:
 
 def _exceeded(what: str, limit_s: float, variable: str) -> LimitExceeded:
     return LimitExceeded(
-        f"{what} exceeded its limit of {told(limit_s)}\nRows of finished experiments stay, and the next call goes on from "
-        f"them. If it needs more time, set {variable}, as {variable}=2h."
+        f"{what} exceeded its limit of {format_duration(limit_s)}\n"
+        "Rows of finished experiments are kept, and the next call continues from them. "
+        f"If it needs more time, set {variable}, as {variable}=2h."
     )
 
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """Turn SIGINT or SIGTERM into `Stopped`; those that follow at once are ignored while the kernel is being shut down."""
+    """Turn SIGINT and SIGTERM into `Stopped`; further ones are ignored for `SHUTDOWN_S`, while kernels are shut down."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may handle signals: whoever runs a call elsewhere keeps its own handling
+        yield  # Python handles signals in the main thread only
         return
     numbers = (signal.SIGINT, signal.SIGTERM)
-
     first = -math.inf
 
-    def stop(number: int, frame) -> None:
+    def stop(number: int, frame: object) -> None:
         nonlocal first
         if time.monotonic() - first > SHUTDOWN_S:
             first = time.monotonic()
@@ -138,14 +139,14 @@ def stoppable() -> Iterator[None]:
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
 
 
-def seconds_of(text: str, variable: str) -> float:
-    """Seconds of a duration written as 90, 90s, 6m, 1.5h or 1h30m.
+def parse_duration(text: str, variable: str) -> float:
+    """Return the seconds of a duration written as 90, 90s, 6m, 1.5h or 1h30m.
 
     Args:
-        variable: where it was given, for the message.
+        variable: name of the option or variable, for the error message.
 
     Raises:
-        HyperionError: it is written otherwise, or is not positive.
+        HyperionError: it is malformed or not positive.
     """
     match = _DURATION.fullmatch(text.strip().lower())
     parts = [float(part) if part else 0.0 for part in match.groups()] if match else [0.0]
@@ -157,8 +158,8 @@ def seconds_of(text: str, variable: str) -> float:
     return seconds
 
 
-def told(seconds: float) -> str:
-    """A duration for people: '25 s', '4.2 min', '1.5 h'."""
+def format_duration(seconds: float) -> str:
+    """Return a duration as text: '25 s', '4.2 min', '1.5 h'."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

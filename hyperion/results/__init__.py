@@ -6,7 +6,7 @@ from hyperion.results.evidence import verify_run
 from hyperion.results.execution import must_remeasure
 from hyperion.results.files import StoreError, write_atomically
 from hyperion.results.folders import find_run, new_run_folder, set_latest
-from hyperion.results.metrics import REGISTRY, Metric, metric_named
+from hyperion.results.metrics import REGISTRY, Metric, metric_named, register_metric
 from hyperion.results.rows import SCHEMA_VERSION, Row, RowError, rows_from_csv, rows_to_csv
 from hyperion.results.statistics import (
     Estimate,
@@ -44,6 +44,7 @@ __all__ = [
     "new_run_folder",
     "proportion_estimate",
     "ratio_estimate",
+    "register_metric",
     "relaunches",
     "rows_from_csv",
     "rows_to_csv",

@@ -9,7 +9,6 @@ import numpy as np
 from hyperion.errors import HyperionError
 from hyperion.results.circumstances import require_distinct
 from hyperion.results.folders import find_run
-from hyperion.results.metrics import metric_named
 from hyperion.results.power import Power, log_deviations
 from hyperion.results.rows import Row
 from hyperion.results.statistics import DIVISIONS, fenced, randomization_test
@@ -94,7 +93,14 @@ def compare(runs_a: list[Run], runs_b: list[Run]) -> list[Comparison]:
     rows = [_by_identity(run) for run in runs]
     values = _values(rows)
     absent = [_missing(key, rows[: len(runs_a)], rows[len(runs_a) :]) for key in values if len(values[key]) < len(runs)]
-    shared = [key for key, of_runs in values.items() if len(of_runs) == len(runs) and metric_named(key[-1]).direction != "none"]
+    shared: dict[tuple, float] = {}  # 1 where higher is better, -1 where lower is
+    for key in (key for key in values if len(values[key]) == len(runs)):
+        # A package may have changed the unit or the direction of its metric between two runs.
+        forms = sorted({(of_run[key].definition.unit, of_run[key].definition.direction) for of_run in rows})
+        if len(forms) > 1:
+            absent.append(_incomparable(key, values[key], len(runs_a), forms))
+        elif forms[0][1] != "none":
+            shared[key] = 1.0 if forms[0][1] == "higher" else -1.0
     if not shared:
         raise HyperionError(
             "the two sides share no comparable value",
@@ -102,11 +108,14 @@ def compare(runs_a: list[Run], runs_b: list[Run]) -> list[Comparison]:
             next_step="compare runs of the same profile and data source",
         )
     table = np.array([values[key] for key in shared], dtype=np.float64).T
-    positive = (table > 0).all(axis=0)
+    positive = np.all(table > 0, axis=0).tolist()
     confirming = not why_indicative(runs_a, runs_b)
-    compared = _by_ratio([k for k, p in zip(shared, positive, strict=True) if p], table[:, positive], len(runs_a), confirming)
-    compared += [_by_difference(key, table[:, place], len(runs_a)) for place, key in enumerate(shared) if not positive[place]]
-    return sorted(compared, key=lambda c: c.change) + sorted(absent, key=lambda c: (len(c.launches_b), c.name, c.metric))
+    ratios = {key: shared[key] for key, p in zip(shared, positive, strict=True) if p}
+    compared = _by_ratio(ratios, table[:, positive], len(runs_a), confirming)
+    compared += [
+        _by_difference(key, shared[key], table[:, place], len(runs_a)) for place, key in enumerate(shared) if not positive[place]
+    ]
+    return sorted(compared, key=lambda c: c.change or 0.0) + sorted(absent, key=lambda c: (len(c.launches_b), c.name, c.metric))
 
 
 def why_indicative(runs_a: list[Run], runs_b: list[Run]) -> str:
@@ -123,7 +132,7 @@ def sensitivity(compared: list[Comparison]) -> str:
     seen = [c for c in compared if c.power is not None]
     if not seen:
         return ""
-    powers = [c.power for c in seen]
+    powers = [c.power for c in seen if c.power is not None]
     changes = sorted(float("inf") if c.detectable is None else c.detectable for c in seen)
     middle = changes[(len(changes) - 1) // 2]
     confirmed = "none, for half of the values" if middle == float("inf") else f"{middle:.1%}"
@@ -201,11 +210,24 @@ def _missing(key: tuple, *sides: list[dict[tuple, Row]]) -> Comparison:
     )
 
 
-def _by_ratio(keys: list[tuple], table: np.ndarray, launches_a: int, confirming: bool) -> list[Comparison]:
-    """Comparisons of positive values by their ratio; table of shape (launches, keys), the launches of A first."""
+def _incomparable(key: tuple, values: list[float], launches_a: int, forms: list[tuple[str, str]]) -> Comparison:
+    """A metric of a package whose definition is not the same in all runs; listed as missing."""
+    stated = ", ".join(f"[{unit}] {'no direction' if better == 'none' else f'{better} is better'}" for unit, better in forms)
+    a, b = tuple(values[:launches_a]), tuple(values[launches_a:])
+    reason = f"the runs define the metric differently: {stated}"
+    return Comparison(_name(key), key[-1], None, None, None, None, None, "missing", reason=reason, launches_a=a, launches_b=b)
+
+
+def _by_ratio(keys: dict[tuple, float], table: np.ndarray, launches_a: int, confirming: bool) -> list[Comparison]:
+    """Compare positive values by their ratio.
+
+    Args:
+        keys: 1 where higher is better, -1 where lower is, by key.
+        table: values of shape (launches, keys), the launches of A first.
+    """
     if not keys:
         return []
-    better = np.array([1.0 if metric_named(key[-1]).direction == "higher" else -1.0 for key in keys])
+    better = np.array(list(keys.values()))
     logs = fenced(np.log(table), launches_a)
     means = [side.mean(axis=0) for side in (logs[:launches_a], logs[launches_a:])]
     changes, deviations = np.expm1(better * (means[1] - means[0])), log_deviations(logs, launches_a)
@@ -222,22 +244,21 @@ def _by_ratio(keys: list[tuple], table: np.ndarray, launches_a: int, confirming:
         if test
         else None
     )
-    compared = []
+    compared: list[Comparison] = []
     for place, key in enumerate(keys):
         change, p_value = float(changes[place]), float(test.p_values[place]) if test else None
-        seen = (None, None)
-        if power:
-            seen = power.chance(deviations[place], SMALLEST_CHANGE), power.detectable(deviations[place])
         compared.append(
             Comparison(
                 _name(key),
                 key[-1],
-                *(float(np.exp(mean[place])) for mean in means),
+                float(np.exp(means[0][place])),
+                float(np.exp(means[1][place])),
                 change,
                 float(np.expm1(deviations[place])) if len(table) > 2 else None,
                 p_value,
                 _verdict(change, p_value),
-                *seen,
+                power.chance(deviations[place], SMALLEST_CHANGE) if power else None,
+                power.detectable(deviations[place]) if power else None,
                 launches_a=tuple(table[:launches_a, place].tolist()),
                 launches_b=tuple(table[launches_a:, place].tolist()),
             )
@@ -245,10 +266,9 @@ def _by_ratio(keys: list[tuple], table: np.ndarray, launches_a: int, confirming:
     return compared
 
 
-def _by_difference(key: tuple, values: np.ndarray, launches_a: int) -> Comparison:
+def _by_difference(key: tuple, better: float, values: np.ndarray, launches_a: int) -> Comparison:
     """A comparison of values without a logarithm (no graph break, a loss below its floor): never confirmed."""
     a, b = values[:launches_a], values[launches_a:]
-    better = 1.0 if metric_named(key[-1]).direction == "higher" else -1.0
     mean_a, mean_b = float(a.mean()), float(b.mean())
     largest = max(abs(mean_a), abs(mean_b))
     change = better * (mean_b - mean_a) / largest if largest else 0.0

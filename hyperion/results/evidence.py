@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import pandas as pd
@@ -72,18 +73,19 @@ def _sample_groups(samples: pd.DataFrame, experiment: str) -> dict[tuple, np.nda
     """Seconds by (variant, dtype, params as JSON, phase), of the samples that name them."""
     if not {"variant", "dtype", "params", "time_s"} <= set(samples.columns):
         return {}
-    timed = samples[samples["params"].notna() & samples["time_s"].notna()]
-    named = timed[["variant", "dtype", "params"]].fillna("").astype(str)
+    timed = samples.loc[samples["params"].notna() & samples["time_s"].notna()]
+    named = timed.loc[:, ["variant", "dtype", "params"]].fillna("").astype(str)
     named["phase"] = timed["phase"].fillna("").astype(str) if "phase" in timed else ""
     groups = {}
-    for (variant, dtype, params, phase), group in timed.groupby([named[column] for column in named], sort=False):
+    for names, group in timed.groupby([named[column] for column in named], sort=False):
+        variant, dtype, params, phase = cast(tuple[str, str, str, str], names)
         parsed = parse_json(params, StoreError, _NEXT, where=f"params of the samples of {experiment}")
-        groups[variant, dtype, _key(parsed), phase] = _numbers(group["time_s"], experiment)
+        groups[variant, dtype, _key(parsed), phase] = _numbers(cast(pd.Series, group["time_s"]), experiment)
     return groups
 
 
 def _numbers(column: pd.Series, experiment: str) -> np.ndarray:
-    numbers = pd.to_numeric(column, errors="coerce").to_numpy(dtype=np.float64)
+    numbers = np.asarray(pd.to_numeric(column, errors="coerce"), dtype=np.float64)
     if not np.isfinite(numbers).all() or (numbers <= 0).any():
         raise StoreError("samples of time that are no seconds above 0", where=experiment, next_step=_NEXT)
     return numbers
@@ -96,7 +98,7 @@ def _recomputed(row: Row, groups: dict[tuple, np.ndarray], where: str) -> str:
         StoreError: the samples say something else than the row.
     """
     function = _function_of(row)
-    if function is None or None in (row.value, row.n, row.ci_low, row.ci_high):
+    if function is None or row.value is None or None in (row.n, row.ci_low, row.ci_high):
         return ""
     phase = row.metric.removesuffix("_time_s")
     phases = ("", phase if phase in _PHASES else "step")
@@ -109,7 +111,10 @@ def _recomputed(row: Row, groups: dict[tuple, np.ndarray], where: str) -> str:
     named = f"{row.metric} of {row.variant} {row.dtype} {row.params}".strip()
     if row.n != estimate.n:
         raise StoreError(f"{named} says n = {row.n}, there are {estimate.n} samples", where=where, next_step=_NEXT)
-    forms = [form.map(lambda time_s: factor * function(time_s)) for form in (estimate, _drifting(estimate, found[0]))]
+    forms = [
+        form.map(lambda time_s, function=function: factor * function(time_s))
+        for form in (estimate, _drifting(estimate, found[0]))
+    ]
     if not any(_agree(row, form) for form in forms):
         fault = f"{named} is {row.value:.9g} [{row.ci_low:.9g}, {row.ci_high:.9g}], its samples give {forms[0]}"
         raise StoreError(fault, where=where, next_step=_NEXT)
@@ -146,7 +151,8 @@ def _drifting(estimate: Estimate, samples: np.ndarray) -> Estimate:
 
 
 def _agree(row: Row, form: Estimate) -> bool:
-    return bool(np.allclose((row.value, row.ci_low, row.ci_high), (form.value, form.ci_low, form.ci_high), _SAME, 0.0))
+    stated = np.array([row.value, row.ci_low, row.ci_high], dtype=np.float64)
+    return bool(np.allclose(stated, (form.value, form.ci_low, form.ci_high), _SAME, 0.0))
 
 
 def _strangers(run: Run, names: list[str]) -> list[str]:

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import glob
 import hashlib
+import io
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from hyperion.errors import HyperionError, refused_write
 from hyperion.locks import file_lock
@@ -68,7 +69,9 @@ class Manifest:
             StoreError: as `read`.
         """
         with self._opened(name) as file:
-            self._check(name, os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
+            self._check(
+                name, os.fstat(file.fileno()).st_size, hashlib.file_digest(cast(io.BufferedReader, file), "sha256").hexdigest()
+            )
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[BinaryIO]:

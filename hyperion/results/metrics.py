@@ -1,23 +1,38 @@
-"""The metric registry: each metric's name, unit, direction, and what a row of it must carry. One table, nothing else."""
+"""Metrics: name, unit and direction of each, and what a row of it must carry.
 
-from dataclasses import dataclass
+The built-in metrics are in one table below. A package adds its own with `register_metric`. A run stores the definitions of
+the added metrics that its rows use, so that it can be read where the package is not installed.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Literal
 
 from hyperion.errors import HyperionError
+from hyperion.untrusted import printable
+
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,79}")
+_UNIT = re.compile(r"[\w%°/·.^*() -]{1,40}")
+_LONGEST_MEANING = 300
 
 
 @dataclass(frozen=True)
 class Metric:
-    """What a metric means and what a row must bring along to be stored.
+    """The definition of a metric: what it means, and which columns its rows must fill.
 
     Args:
-        name: the field's term, units included where they are not obvious.
+        name: the field's term in lower case, units included where they are not obvious.
         unit: the unit of `value`, `limit`, `predicted` and the confidence interval.
         direction: which way is better. A limit bounds the good side: a maximum for "higher", a minimum for "lower".
         needs_limit: the row states a limit, or in `limit_source` the reason why it has none.
         needs_interval: the row states n and a 95 % confidence interval of the value.
         needs_check: the row names a check with its error and tolerance.
-        meaning: one line for tables and reports.
+        meaning: one line for tables and reports, at most 300 characters.
+
+    Raises:
+        HyperionError: the name, the unit, the direction or the meaning does not have this form.
     """
 
     name: str
@@ -27,6 +42,24 @@ class Metric:
     needs_limit: bool = False
     needs_interval: bool = False
     needs_check: bool = False
+
+    def __post_init__(self):
+        for field, form, allowed in (
+            ("name", _NAME, "a lower-case letter, then lower-case letters, digits and '_', 80 at most"),
+            ("unit", _UNIT, "1 to 40 letters, digits, spaces and % ° / · . ^ * ( ) - _, '1' for a number without unit"),
+        ):
+            text = getattr(self, field)
+            if not isinstance(text, str) or not form.fullmatch(text):
+                raise self._fault(f"{field} is {text!r:.100}", f"use {allowed}")
+        if self.direction not in ("higher", "lower", "none"):
+            raise self._fault(f"direction is {self.direction!r:.100}", "use 'higher', 'lower' or 'none'")
+        text = self.meaning
+        one_line = isinstance(text, str) and 0 < len(text) <= _LONGEST_MEANING and "\n" not in text and printable(text) == text
+        if not one_line:
+            raise self._fault(f"meaning is {text!r:.100}", f"use one line of at most {_LONGEST_MEANING} characters")
+
+    def _fault(self, what: str, next_step: str) -> HyperionError:
+        return HyperionError(f"metric {what}", where=f"definition of metric {self.name!r:.100}", next_step=next_step)
 
 
 _METRICS = (
@@ -103,19 +136,66 @@ _METRICS = (
     Metric("channel_mean", "fraction", "none", "mean pixel value of a colour channel, 0 to 1", needs_check=True),
 )
 
-REGISTRY: dict[str, Metric] = {metric.name: metric for metric in _METRICS}
+BUILT_IN: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _METRICS})
+_registered: dict[str, Metric] = dict(BUILT_IN)
+# All metrics of this process by name: the built-in ones and those that packages registered.
+REGISTRY: Mapping[str, Metric] = MappingProxyType(_registered)
+
+
+def register_metric(metric: Metric) -> Metric:
+    """Make a metric available to the rows of this process, and return it. Call it when the module that uses it is imported.
+
+    Registering the same definition again changes nothing.
+
+    Raises:
+        HyperionError: the name already has another definition.
+    """
+    known = _registered.setdefault(metric.name, metric)
+    if known != metric:
+        raise HyperionError(
+            f"metric {metric.name!r} has two definitions: {_differences(known, metric)}",
+            where=f"{'built-in' if metric.name in BUILT_IN else 'registered'}: {known}; new: {metric}",
+            next_step="give the new metric another name, or register the same definition",
+        )
+    return known
 
 
 def metric_named(name: str) -> Metric:
-    """The registered metric.
+    """Return the metric of this name: a built-in one or one that this process registered.
 
     Raises:
-        HyperionError: no such metric; the message lists the close ones.
+        HyperionError: no such metric; the message lists those there are.
     """
     if name not in REGISTRY:
         raise HyperionError(
             f"unknown metric {name!r}",
             where="hyperion/results/metrics.py",
-            next_step=f"use one of {', '.join(sorted(REGISTRY))}, or register the new metric with its unit and direction",
+            next_step=f"use one of {', '.join(sorted(REGISTRY))}, or add it: hyperion.results.register_metric(Metric(…))",
         )
     return REGISTRY[name]
+
+
+def require_one_definition(metrics: Iterable[Metric], where: object) -> dict[str, Metric]:
+    """Return the metrics by name.
+
+    Raises:
+        HyperionError: two metrics have the same name and different definitions, or one redefines a built-in metric.
+    """
+    by_name: dict[str, Metric] = {}
+    for metric in metrics:
+        known = BUILT_IN.get(metric.name) or by_name.setdefault(metric.name, metric)
+        if known != metric:
+            owner = "built-in metric" if metric.name in BUILT_IN else "metric"
+            raise HyperionError(
+                f"{owner} {metric.name!r} has two definitions: {_differences(known, metric)}",
+                where=where,
+                next_step="give one of them another name",
+            )
+    return by_name
+
+
+def _differences(known: Metric, new: Metric) -> str:
+    """Return the fields in which two definitions differ, with both values."""
+    names = [field.name for field in fields(Metric)]
+    pairs = [(name, getattr(known, name), getattr(new, name)) for name in names]
+    return ", ".join(f"{name} {old!r} and {now!r}" for name, old, now in pairs if old != now)

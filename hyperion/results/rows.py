@@ -7,11 +7,13 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from hyperion.errors import HyperionError
-from hyperion.results.metrics import metric_named
+from hyperion.results.metrics import BUILT_IN, Metric, metric_named, require_one_definition
+from hyperion.results.typed import from_json
 from hyperion.untrusted import parse_json
 
 SCHEMA_VERSION = 1
@@ -57,6 +59,8 @@ class Row:
         check, check_error, check_tolerance: what was verified, how far off it was, how far it may be.
         data_source: mirror, cache, download, synthetic, or "" where no data set is involved.
         clock_mhz, power_w, throttle: the device's state during the samples; None when unreadable.
+        own_metric: the metric's definition in the run that the row was read from; None for a metric that is built in or
+            registered in this process. No column, and no part of a row's identity.
     """
 
     notebook: str
@@ -81,10 +85,24 @@ class Row:
     clock_mhz: float | None = None
     power_w: float | None = None
     throttle: str | None = None
+    own_metric: Metric | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def definition(self) -> Metric:
+        """The metric's definition: built in, else the one of the row's run, else the one registered in this process.
+
+        Raises:
+            HyperionError: the metric is unknown.
+        """
+        own = self.own_metric
+        if self.metric not in BUILT_IN and own is not None and own.name == self.metric:
+            return own
+        return metric_named(self.metric)
 
     @property
     def unit(self) -> str:
-        return metric_named(self.metric).unit
+        """The unit of the value, the limit, the prediction and the interval."""
+        return self.definition.unit
 
     @property
     def key(self) -> tuple:
@@ -99,7 +117,7 @@ class Row:
     @property
     def fraction_of_limit(self) -> float | None:
         """How near the value is to its limit, at most 1: value/limit where higher is better, limit/value where lower is."""
-        direction = metric_named(self.metric).direction
+        direction = self.definition.direction
         if self.value is None or self.limit is None or direction == "none":
             return None
         best, other = (self.limit, self.value) if direction == "higher" else (self.value, self.limit)
@@ -119,7 +137,7 @@ class Row:
             RowError: the row breaks another rule of its metric, which is a fault of the code and not of the measurement.
         """
         failure = self._failure()
-        if not failure:
+        if not failure or self.value is None:
             return self
         known_error = self.check_error is None or math.isfinite(self.check_error)
         if math.isfinite(self.value) and known_error:
@@ -147,7 +165,7 @@ class Row:
 
     def _validate_form(self) -> None:
         """All rules but those that the measured numbers themselves can break."""
-        metric = metric_named(self.metric)
+        metric = self.definition
         for name in ("notebook", "experiment", "variant"):
             self._demand(bool(getattr(self, name)), f"{name} is empty", "name where the value comes from")
         self._demand(isinstance(self.params, dict), f"has params that are no JSON object: {self.params!r:.60}", "use a dict")
@@ -179,8 +197,9 @@ class Row:
         if metric.needs_interval:
             known = None not in (self.n, self.ci_low, self.ci_high)
             self._demand(known, "lacks n or the 95 % confidence interval", "measure at least 30 samples")
-        if None not in (self.ci_low, self.ci_high):
-            self._demand(self.ci_low <= self.value <= self.ci_high, "lies outside its own interval", "recompute it")
+        if self.ci_low is not None and self.ci_high is not None:
+            inside = self.ci_low <= self.value <= self.ci_high
+            self._demand(inside, "lies outside its own interval", "recompute it")
         self._demand((self.ci_low is None) == (self.ci_high is None), "has an interval with one end", "store both ends")
         if metric.needs_check:
             self._demand(bool(self.check), "lacks its check", "verify the output and name the check")
@@ -194,11 +213,10 @@ class Row:
             return ""
         if not math.isfinite(self.value):
             return "is not finite"
-        checked = bool(self.check) and None not in (self.check_error, self.check_tolerance)
-        if checked and not self.check_error <= self.check_tolerance:  # NaN fails, too
-            error, tolerance = f"error {self.check_error:.4g}", f"tolerance {self.check_tolerance:.4g}"
-            return f"failed its check {self.check!r}: {error} above {tolerance}"
-        direction = metric_named(self.metric).direction
+        error, tolerance = self.check_error, self.check_tolerance
+        if self.check and error is not None and tolerance is not None and not error <= tolerance:  # NaN fails, too
+            return f"failed its check {self.check!r}: error {error:.4g} above tolerance {tolerance:.4g}"
+        direction = self.definition.direction
         if self.limit is None or direction == "none":
             return ""
         beyond = self.value > self.limit if direction == "higher" else self.value < self.limit
@@ -243,6 +261,7 @@ COLUMNS = (
     "power_w",
     "throttle",
 )
+_METRIC_CELLS = tuple(map(COLUMNS.index, ("notebook", "experiment", "metric")))
 
 
 def rows_to_csv(rows: Iterable[Row]) -> str:
@@ -257,23 +276,72 @@ def _line(cells: Iterable[str]) -> str:
     return text.getvalue().removesuffix("\r\n") + "\n"
 
 
-def rows_from_csv(text: str, where: object = "rows.csv", *, validated: bool = True) -> list[Row]:
+OwnMetrics = Mapping[str, Iterable[Metric]]
+
+
+def own_metrics(rows: Iterable[Row]) -> dict[str, list[Metric]]:
+    """Return the definitions of the metrics of the rows that are not built in, by "notebook/experiment".
+
+    Raises:
+        HyperionError: two rows of an experiment have a metric of the same name with different definitions.
+    """
+    found: dict[str, list[Metric]] = {}
+    for row in rows:
+        if row.metric not in BUILT_IN:
+            found.setdefault(f"{row.notebook}/{row.experiment}", []).append(row.definition)
+    unique = {name: require_one_definition(metrics, where=f"rows of {name}") for name, metrics in found.items()}
+    return {name: [metrics[metric] for metric in sorted(metrics)] for name, metrics in unique.items()}
+
+
+def own_metrics_to_json(metrics: OwnMetrics) -> dict[str, list[dict]]:
+    """Return definitions as JSON-able values; `own_metrics_from_json` reads them."""
+    return {name: [asdict(metric) for metric in of_experiment] for name, of_experiment in metrics.items()}
+
+
+def own_metrics_from_json(document: object, where: object) -> dict[str, list[Metric]]:
+    """Return the definitions that `own_metrics_to_json` wrote, by "notebook/experiment".
+
+    Args:
+        where: the file, for the error.
+
+    Raises:
+        HyperionError: the document has another form, defines a metric of an experiment twice, or redefines a built-in one.
+    """
+    try:
+        metrics = from_json(dict[str, list[Metric]], document, "metrics")
+        for name, of_experiment in metrics.items():
+            if len(require_one_definition(of_experiment, where)) < len(of_experiment):
+                raise RowError(f"metrics.{name} defines a metric twice")
+    except HyperionError as error:
+        remedy = "restore the file from where it was copied, or read it with the version of Hyperion that wrote it"
+        raise RowError(error.what, where=where, next_step=remedy) from error
+    return metrics
+
+
+def rows_from_csv(
+    text: str, where: object = "rows.csv", *, validated: bool = True, metrics: OwnMetrics | None = None
+) -> list[Row]:
     """Rows of a CSV text.
 
     Args:
         validated: hold each row against its metric's rules. False for rows on their way from a worker: a failed check must
             not cost the others, and `Run.record` validates whatever is stored.
+        metrics: the definitions of all metrics of the rows that are not built in, by "notebook/experiment", as
+            `own_metrics` returns them; this process's own are not used then. None: use those that this process registered.
 
     Raises:
-        RowError: another header, a missing cell, a number that is none, a unit that is not the metric's, a broken rule.
+        RowError: another header, a missing cell, a number that is none, an unknown metric, a unit that is not the metric's,
+            a broken rule.
     """
-    return list(_parsed(text, str(where), validated))
+    known = None if metrics is None else frozenset((name, metric) for name in metrics for metric in metrics[name])
+    return list(_parsed(text, str(where), validated, known))
 
 
 @functools.lru_cache(maxsize=4)
-def _parsed(text: str, where: str, validated: bool) -> tuple[Row, ...]:
+def _parsed(text: str, where: str, validated: bool, metrics: frozenset[tuple[str, Metric]] | None) -> tuple[Row, ...]:
     # Kept by the text: one call asks for the same rows a hundred times, and rows do not change.
     reader = csv.reader(io.StringIO(text), strict=True)
+    own = None if metrics is None else {(name, metric.name): metric for name, metric in metrics}
     rows: list[Row] = []
     try:
         header = next(reader, None)
@@ -282,7 +350,7 @@ def _parsed(text: str, where: str, validated: bool) -> tuple[Row, ...]:
             fault = f"header is not that of schema {SCHEMA_VERSION}: {header!r:.200}"
             raise RowError(fault, where=where, next_step=remedy)
         for number, cells in enumerate(reader, 1):
-            rows.append(_parse(cells, f"{where}, row {number}", validated))
+            rows.append(_parse(cells, f"{where}, row {number}", validated, own))
     except csv.Error as error:
         fault = f"no CSV of ours after row {len(rows)}: {error}"
         raise RowError(fault, where=where, next_step="run the experiment again") from error
@@ -293,11 +361,18 @@ def _parsed(text: str, where: str, validated: bool) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _parse(cells: list[str], where: str, validated: bool) -> Row:
+def _parse(cells: list[str], where: str, validated: bool, own: dict[tuple[str, str], Metric] | None) -> Row:
     if len(cells) != len(COLUMNS):
         raise RowError(f"{len(cells)} cells instead of {len(COLUMNS)}", where=where, next_step="run the experiment again")
+    notebook, experiment, metric = (cells[place] for place in _METRIC_CELLS)
+    definition = None
+    if own is not None and metric not in BUILT_IN:
+        definition = own.get((f"{notebook}/{experiment}", metric))
+        if definition is None:
+            remedy = "restore the run from where it was copied, or measure the experiment again"
+            raise RowError(f"unknown metric {metric!r:.100}: the run does not define it", where=where, next_step=remedy)
     try:
-        row, unit = _row_and_unit(tuple(cells), validated)
+        row, unit = _row_and_unit(tuple(cells), validated, definition)
     except ValueError as error:
         raise RowError(f"unreadable cell: {error}", where=where, next_step="run the experiment again") from error
     if unit != row.unit:
@@ -306,11 +381,12 @@ def _parse(cells: list[str], where: str, validated: bool) -> Row:
 
 
 @functools.lru_cache(maxsize=8192)
-def _row_and_unit(cells: tuple[str, ...], validated: bool) -> tuple[Row, str]:
+def _row_and_unit(cells: tuple[str, ...], validated: bool, definition: Metric | None) -> tuple[Row, str]:
     # Kept by the line: with each experiment that is recorded the file is another one, and almost all its lines are the same.
     named = dict(zip(COLUMNS, cells, strict=True))
     unit = named.pop("unit")
-    row = Row(**{name: _typed(name, text) for name, text in named.items()})
+    columns: dict[str, Any] = {name: _typed(name, text) for name, text in named.items()}
+    row = Row(**columns, own_metric=definition)
     if validated:
         row.validate()
     return row, unit

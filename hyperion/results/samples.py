@@ -66,8 +66,9 @@ def _table(content: bytes, where: object):
 def _text_bytes(chunk) -> int:
     import pyarrow.compute as compute
 
-    lengths = compute.binary_length(chunk.dictionary)
-    return compute.sum(lengths.take(chunk.indices).cast("int64")).as_py() or 0
+    # pyarrow makes these functions when it is imported, so that a type checker does not see them.
+    lengths = compute.call_function("binary_length", [chunk.dictionary])
+    return compute.call_function("sum", [lengths.take(chunk.indices).cast("int64")]).as_py() or 0
 
 
 def _plain(kind) -> bool:

@@ -21,13 +21,24 @@ from hyperion.results.files import (
     verify_folder,
     vouched_names,
 )
-from hyperion.results.rows import SCHEMA_VERSION, Row, RowError, require_file_names, rows_from_csv, rows_to_csv
+from hyperion.results.metrics import Metric
+from hyperion.results.rows import (
+    SCHEMA_VERSION,
+    Row,
+    RowError,
+    own_metrics,
+    own_metrics_from_json,
+    own_metrics_to_json,
+    require_file_names,
+    rows_from_csv,
+    rows_to_csv,
+)
 from hyperion.results.samples import read_samples
 from hyperion.results.typed import from_json
 from hyperion.untrusted import DOCUMENT_BYTES, parse_json
 
 ROWS, RUN, EXPERIMENTS, PREDICTIONS = "rows.csv", "run.json", "experiments.json", "predictions.json"
-ENVIRONMENTS = "environments.json"
+ENVIRONMENTS, METRICS = "environments.json", "metrics.json"
 _ANEW = "restore the file from where it was copied, or delete the run and measure again"
 
 
@@ -170,12 +181,23 @@ class Run:
         Raises:
             RowError: a row breaks its metric's rules, or two rows have the same key.
         """
-        rows = rows_from_csv(_text(read_verified(self.folder, ROWS), self.folder / ROWS), where=self.folder / ROWS)
+        text = _text(read_verified(self.folder, ROWS), self.folder / ROWS)
+        rows = rows_from_csv(text, where=self.folder / ROWS, metrics=self.own_metrics())
         return [
             row
             for row in rows
             if (notebook is None or row.notebook == notebook) and (experiment is None or row.experiment == experiment)
         ]
+
+    def own_metrics(self) -> dict[str, list[Metric]]:
+        """Return the definitions of the metrics in this run that are not built in, by "notebook/experiment".
+
+        Only rows of this run use them: this process's registered metrics stay as they are, and do not count here.
+
+        Raises:
+            HyperionError: the file is damaged, has another form, or redefines a built-in metric.
+        """
+        return own_metrics_from_json(self._json_of(METRICS), self.folder / METRICS)
 
     def samples(self, notebook: str, experiment: str) -> pd.DataFrame:
         """Return the raw samples and curves of an experiment, as it recorded them.
@@ -224,9 +246,9 @@ class Run:
             read_samples(buffer.getvalue(), samples_name(notebook, experiment))  # what cannot be read is not stored
             self.write(
                 files
+                | self._rows_files(notebook, experiment, rows)
                 | {
                     samples_name(notebook, experiment): buffer.getvalue(),
-                    ROWS: rows_to_csv(self._rows_beside(notebook, experiment) + rows).encode(),
                     EXPERIMENTS: _json(self.experiments() | {f"{notebook}/{experiment}": entry}),
                 }
             )
@@ -237,7 +259,7 @@ class Run:
         rows = _checked(notebook, experiment, rows)
         with locked(self.folder, WRITER_LOCK, create=True):
             if rows != self.rows(notebook, experiment):
-                self.write({ROWS: rows_to_csv(self._rows_beside(notebook, experiment) + rows).encode()})
+                self.write(self._rows_files(notebook, experiment, rows))
         note_experiment(notebook, experiment, KEPT)
 
     def finished(self, notebook: str, experiment: str) -> dict | None:
@@ -324,6 +346,11 @@ class Run:
         """
         names = verify_folder(self.folder)
         rows, experiments, environments = self.rows(), self.experiments(), self.environments()
+        used = {(f"{row.notebook}/{row.experiment}", row.metric) for row in rows}
+        for name, metrics in self.own_metrics().items():
+            if unused := [metric.name for metric in metrics if (name, metric.name) not in used]:
+                fault = f"{METRICS} defines {unused[0]} for {name!r:.200}, which has no row of it in {ROWS}"
+                raise StoreError(fault, where=self.folder / METRICS, next_step=_ANEW)
         self.information(), self.predictions()
         counted = Counter(f"{row.notebook}/{row.experiment}" for row in rows)
         for name, entry in experiments.items():
@@ -339,8 +366,13 @@ class Run:
             raise StoreError(fault, where=self.folder / ROWS, next_step=_ANEW)
         return names
 
-    def _rows_beside(self, notebook: str, experiment: str) -> list[Row]:
-        return [row for row in self.rows() if (row.notebook, row.experiment) != (notebook, experiment)]
+    def _rows_files(self, notebook: str, experiment: str, rows: list[Row]) -> dict[str, bytes]:
+        """Return rows.csv with these rows of an experiment in place of its earlier ones, and the metrics that they define."""
+        rows = [row for row in self.rows() if (row.notebook, row.experiment) != (notebook, experiment)] + rows
+        metrics, files = own_metrics(rows), {ROWS: rows_to_csv(rows).encode()}
+        if metrics or METRICS in vouched_names(self.folder):
+            files[METRICS] = _json(own_metrics_to_json(metrics))
+        return files
 
     def experiments(self) -> dict[str, dict]:
         """Return what `finished` tells of every stored experiment, by "notebook/experiment".

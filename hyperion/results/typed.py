@@ -1,24 +1,31 @@
-"""Dataclasses read back from JSON that others wrote: every field known, present and of its type, or refused by name."""
+"""Read dataclasses from JSON that others wrote; a field that is unknown, missing or of another type is named."""
 
 import dataclasses
 import sys
 import types
 import typing
+from typing import Any, TypeVar
 
 from hyperion.errors import HyperionError
+
+Form = TypeVar("Form")
 
 
 class FieldError(HyperionError):
     """A field that is unknown, missing or of another type."""
 
 
-def from_json(form, value, place: str, extra: bool = False):
-    """Return `value`, as `json.loads` gave it (or with tuples for lists, as `asdict` did), as `form`.
+@typing.overload
+def from_json(form: type[Form], value: object, place: str, extra: bool = False) -> Form: ...
+@typing.overload
+def from_json(form: Any, value: object, place: str, extra: bool = False) -> Any: ...
+def from_json(form: Any, value: Any, place: str, extra: bool = False) -> Any:
+    """Return `value`, as `json.loads` or `dataclasses.asdict` returned it, as `form`.
 
     Args:
-        form: a dataclass of such fields, tuple[X, ...], list[X], dict[str, X], dict, X | None, or bool, int, float, str.
-        place: the name of the value, for the error; its fields are named behind it.
-        extra: leave out fields that a dataclass does not have instead of refusing them.
+        form: a dataclass of such fields, tuple[X, ...], list[X], dict[str, X], dict, X | None, Literal, or bool, int, float, str.
+        place: the name of the value, for the error; the field follows it.
+        extra: ignore fields that a dataclass does not have instead of refusing them.
 
     Raises:
         FieldError: an unknown or missing field, a value of another type, a number that is not finite.
@@ -34,6 +41,9 @@ def from_json(form, value, place: str, extra: bool = False):
     if origin is dict:
         _require(isinstance(value, dict), place, "an object", value)
         return {key: from_json(arguments[1], item, f"{place}.{key}", extra) for key, item in value.items()}
+    if origin is typing.Literal:
+        _require(value in arguments, place, f"one of {', '.join(map(repr, arguments))}", value)
+        return value
     if form is float:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         # A whole number of JSON may have thousands of digits, more than a float can hold.
@@ -44,7 +54,7 @@ def from_json(form, value, place: str, extra: bool = False):
     return value
 
 
-def _one_of(forms: tuple, value, place: str, extra: bool):
+def _one_of(forms: tuple, value: Any, place: str, extra: bool) -> Any:
     if value is None and types.NoneType in forms:
         return None
     for form in (candidates := [form for form in forms if form is not types.NoneType]):
@@ -56,7 +66,7 @@ def _one_of(forms: tuple, value, place: str, extra: bool):
     raise AssertionError(f"no form to read {place} as")
 
 
-def _dataclass(form, value, place: str, extra: bool):
+def _dataclass(form: Any, value: Any, place: str, extra: bool) -> Any:
     _require(isinstance(value, dict), place, "an object", value)
     fields, hints = {field.name: field for field in dataclasses.fields(form)}, typing.get_type_hints(form)
     if (unknown := sorted(value.keys() - fields.keys())) and not extra:
@@ -69,7 +79,7 @@ def _dataclass(form, value, place: str, extra: bool):
     return form(**{name: from_json(hints[name], item, f"{place}.{name}", extra) for name, item in known.items()})
 
 
-def _require(holds: bool, place: str, words: str, value) -> None:
+def _require(holds: bool, place: str, words: str, value: object) -> None:
     if not holds:
         raise _error(f"{place} must be {words}, not {value!r:.60}")
 

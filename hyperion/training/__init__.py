@@ -1,23 +1,23 @@
-"""Training: a loop over an Engine, with precision, schedules, optimizers, seeds and evaluation."""
+"""Training: a loop over an Engine, with precision, optimizers, learning-rate schedules, seeds and evaluation."""
 
+from hyperion.training.activations import ActivationBytes, image_activations, language_activations
 from hyperion.training.baseline_engines import ImageEngine, LanguageEngine
-from hyperion.training.compiling import compile_options
+from hyperion.training.captured import compile_options
 from hyperion.training.engine import Engine, StepMetrics, TorchEngine
 from hyperion.training.evaluate import ImageEvaluation, LanguageEvaluation, evaluate_images, evaluate_language
 from hyperion.training.history import EpochRecord, History, mean_over_ranks
-from hyperion.training.loop import Batches, train
+from hyperion.training.loop import Batches, Plan, train
 from hyperion.training.memory_estimate import MemoryEstimate, estimate_memory, fewest_checkpointed, largest_batch
 from hyperion.training.nonfinite import NonFiniteError
-from hyperion.training.optimizers import adamw, decay_groups, sgd_nesterov
-from hyperion.training.plan import Plan
+from hyperion.training.optimizers import WarmupCosine, adamw, decay_groups, sgd_nesterov
 from hyperion.training.precision import TRAINING_DTYPES, LossScaler, Precision, choose_precision
-from hyperion.training.schedules import WarmupCosine
 from hyperion.training.seeds import rng_state, seed_everything, set_rng_state
-from hyperion.training.signals import EXIT_CODE, Interrupted, StopFlag
+from hyperion.training.stopping import EXIT_CODE, Interrupted, StopFlag
 
 __all__ = [
     "EXIT_CODE",
     "TRAINING_DTYPES",
+    "ActivationBytes",
     "Batches",
     "Engine",
     "EpochRecord",
@@ -44,6 +44,8 @@ __all__ = [
     "evaluate_images",
     "evaluate_language",
     "fewest_checkpointed",
+    "image_activations",
+    "language_activations",
     "largest_batch",
     "mean_over_ranks",
     "rng_state",

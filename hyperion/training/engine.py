@@ -1,11 +1,14 @@
-"""Engines: what turns a batch into an optimizer step. The loop drives any Engine and knows nothing of what is
-inside.
+"""Engines: an Engine turns a batch into an optimizer step. The training loop works with any Engine.
+
+TorchEngine is the one for PyTorch modules; baseline_engines.py adds what a batch of tokens or of images is.
 """
 
 import contextlib
+import ctypes
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,10 +27,16 @@ from hyperion.checkpoints import CheckpointError, agreed, read_sharded, write_sh
 from hyperion.checkpoints.states import EARLIER
 from hyperion.errors import HyperionError, require_number
 from hyperion.hardware import Device
-from hyperion.parallel import average_statistics, clip_gradients, is_sharded, local_gradient_norm, ranks_of, start_sum
+from hyperion.parallel import (
+    average_statistics,
+    clip_gradients,
+    is_sharded,
+    local_gradient_norm,
+    ranks_of,
+    start_sum,
+    without_exchange,
+)
 from hyperion.processes import World
-from hyperion.training.accumulation import micro_batches
-from hyperion.training.allocator import keep_freed_memory
 from hyperion.training.captured import CapturedStep, same_tensors, why_not_captured
 from hyperion.training.nonfinite import NonFiniteError, require_finite
 from hyperion.training.precision import Precision
@@ -35,16 +44,16 @@ from hyperion.training.precision import Precision
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Numbers of one optimizer step. The tensors stay on the device: reading one would wait for it.
+    """Metrics of one optimizer step. The tensors are on the device; reading one waits for the device.
 
     Attributes:
         loss: scalar, nats per token or image over the whole batch, before the step.
         gradient_norm: scalar, L2 norm over all gradients of the whole batch before clipping.
-        items: scalar, tokens or images of the whole batch, padding not counted.
+        items: scalar, tokens or images of the whole batch, without padding.
         learning_rate: of this step.
-        rank_loss: as loss, of this rank's part of the batch; loss itself on one device.
-        rank_items: items of this rank's part; items itself on one device.
-        skipped: scalar, whether the update was left out because a gradient overflowed in fp16 (its norm is not finite).
+        rank_loss: loss of this rank's part of the batch; equal to `loss` on one device.
+        rank_items: items of this rank's part; equal to `items` on one device.
+        skipped: bool scalar, True if the update was skipped because a gradient overflowed in fp16 (its norm is not finite).
     """
 
     loss: Tensor
@@ -57,11 +66,11 @@ class StepMetrics:
 
 
 class Engine(Protocol):
-    """What the training loop needs.
+    """Interface that the training loop needs.
 
     Attributes:
-        device: where it computes.
-        item: 'token' or 'image': what is counted.
+        device: the device it computes on.
+        item: 'token' or 'image': the unit of the item counts.
         tokens_seen: items of all steps so far (images for an image engine); reading it waits for the device.
     """
 
@@ -72,42 +81,44 @@ class Engine(Protocol):
     def tokens_seen(self) -> int: ...
 
     def train_step(self, batch: Any) -> StepMetrics:
-        """One optimizer step on one batch of the loader."""
+        """Run one optimizer step on one batch of the loader."""
+        ...
 
     def evaluate(self, batches: Iterable) -> dict[str, float]:
-        """Numbers of held-out data by name, 'loss' among them; changes nothing that training uses."""
+        """Return metrics of held-out data by name, including 'loss'; leaves the training state unchanged."""
+        ...
 
     def save(self, folder: Path) -> None:
         """Write the whole state into an existing, empty folder."""
 
     def load(self, folder: Path) -> None:
-        """Take over the state that `save` wrote. Raises CheckpointError when it is bad or not of this model."""
+        """Restore the state that `save` wrote. Raises CheckpointError if it is bad or of another model."""
 
 
 class TorchEngine(ABC):
-    """A module, an optimizer and a schedule on one device or on one of many ranks; subclasses say what a batch is.
+    """A module, an optimizer and a schedule, on one device or on each of many ranks; subclasses define the batch.
 
-    On many ranks each gets its part of the batch, parts need not have the same number of items, and the step is the one
-    that one device would make with the whole batch. Two small sums over the ranks run beside the forward pass and the
-    backward pass; the host waits for neither.
+    On many ranks each rank gets its part of the batch. Parts may have different numbers of items: the step is the one that a
+    single device would make with the whole batch. Two small sums over the ranks overlap with the forward and the backward
+    pass; the host waits for neither.
 
     Args:
-        model: on the device already; on many ranks what hyperion.parallel.parallelize returned.
-        optimizer: over the model's parameters; its learning rate is set from the schedule at every step.
-        schedule: learning rate of a step counted from 1.
-        precision: what the forward pass computes in.
-        clip_norm: gradients are scaled down to this L2 norm; math.inf for never.
-        world: the ranks that share each batch; those of this process's group when left out.
-        capture: record the whole step as one graph of the device at the first batch, and replay it for every batch of its
-            shapes; where there is no such graph, steps are done as ever and `uncaptured` says why.
-        micro_batches: parts that a rank takes its batch in, one after the other, in a fraction of the memory. It is the same
-            step up to rounding: each item weighs the same, whatever part it is in. (But dropout draws others, and a batch
-            norm sees one part at a time.)
+        model: on the device already; on many ranks the result of hyperion.parallel.parallelize.
+        optimizer: of the model's parameters; its learning rate is set from the schedule at every step.
+        schedule: learning rate as a function of the step, counted from 1.
+        precision: number format of the forward pass.
+        clip_norm: gradients are scaled down to this L2 norm; math.inf disables clipping.
+        world: the ranks that share each batch; default: the process group of this process.
+        capture: capture the whole step as a CUDA (HIP) graph at the first batch, and replay it for every batch of the same
+            shapes. If that is not possible, steps run normally and `uncaptured` says why.
+        micro_batches: number of parts that a rank splits its batch into, to use a fraction of the memory. Each item has the
+            same weight in every part, so the step is the same up to rounding. (Exceptions: dropout draws other numbers, and
+            a batch norm sees one part at a time.)
 
     Attributes:
-        scaler: what keeps fp16 gradients from vanishing; it is part of the engine's state.
-        uncaptured: why steps are not replayed, "" where they are.
-        unchecked: the first batch has still to be checked by `check_batch`.
+        scaler: the loss scale of fp16; part of the engine's state.
+        uncaptured: why steps are not replayed; "" if they are.
+        unchecked: True until `check_batch` has checked the first batch.
     """
 
     item: str
@@ -124,17 +135,17 @@ class TorchEngine(ABC):
         capture: bool = False,
         micro_batches: int = 1,
     ):
-        _require_settings(schedule, clip_norm, micro_batches, type(self).__name__)
+        _check_arguments(schedule, clip_norm, micro_batches, type(self).__name__)
         self.model, self.optimizer, self.schedule = model, optimizer, schedule
         self.precision, self.device, self.clip_norm = precision, device, clip_norm
         self.scaler, self.micro_batches = precision.loss_scaler(device), micro_batches
         self.steps, self.ranks = 0, ranks_of(model)
         if self.ranks != (sharing := (world or processes.world()).size):
             raise HyperionError(
-                f"{sharing} ranks are to share a batch, and this {type(model).__name__} is laid over {self.ranks}",
+                f"{sharing} ranks share each batch, but this {type(model).__name__} is distributed over {self.ranks}",
                 where=type(self).__name__,
-                next_step="give it what hyperion.parallel.parallelize returned, or, to train alone beside other ranks, the "
-                "world of one rank",
+                next_step="pass the result of hyperion.parallel.parallelize as model; to train on one of several ranks alone, "
+                "pass a world of one rank",
             )
         self.uncaptured = why_not_captured(device, self.ranks, precision.dtype) if capture else "not asked for"
         self._captured: CapturedStep | None = None
@@ -145,40 +156,39 @@ class TorchEngine(ABC):
 
     @property
     def tokens_seen(self) -> int:
-        """Tokens (or images) of all steps so far."""
+        """Tokens (or images) of all steps so far; reading it waits for the device."""
         return int(self._items_seen)
 
     @property
     def capture_time_s(self) -> float | None:
-        """Seconds that recording the step took, None before; the first step waits for it."""
+        """Seconds that capturing the step took, None before the capture; the first step includes them."""
         return None if self._captured is None else self._captured.time_s
 
     def capture(self) -> None:
-        """Record the step at the next batch, where it can be recorded, and replay it from then on."""
+        """Capture the step at the next batch, if possible, and replay it from then on."""
         self.uncaptured = why_not_captured(self.device, self.ranks, self.precision.dtype)
 
     @abstractmethod
     def count_items(self, batch: Any) -> Tensor:
-        """Items of this rank's batch that the loss is taken over (int64 scalar, made on the device)."""
+        """Return the number of items of this rank's batch in the loss (int64 scalar, created on the device)."""
 
     @abstractmethod
     def summed_loss(self, batch: Any) -> Tensor:
-        """Sum of the losses of this rank's items (scalar with gradient)."""
+        """Return the sum of the losses of this rank's items (scalar with gradient)."""
 
     @abstractmethod
     def check_batch(self, batch: Any) -> None:
-        """Refuse a batch that the model would take and that is not in the engine's form; called before the first step
-        alone, because it waits for the device.
+        """Check the form of a batch. Called before the first step only, because it waits for the device.
 
         Raises:
-            HyperionError: says what form is expected.
+            HyperionError: the batch has another form; says which form is expected.
         """
 
     def train_step(self, batch: Any) -> StepMetrics:
-        """Forward, backward, clip, update. All ranks call it.
+        """Run forward pass, backward pass, clipping and update. All ranks call it.
 
         Raises:
-            HyperionError: the first batch, or a batch's loss, is not in the engine's form (see `check_batch`).
+            HyperionError: the first batch, or the loss of a batch, has the wrong form (see `check_batch`).
         """
         if self.unchecked:
             self.check_batch(batch)
@@ -186,34 +196,36 @@ class TorchEngine(ABC):
         learning_rate = self.schedule(self.steps + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        if not self.model.training:  # telling all modules takes the host as long as some kernels do
+        if not self.model.training:  # train() visits all modules, which takes the host as long as some kernels
             self.model.train()
         if not self.uncaptured and self._captured is None:
             counters = (self._items_seen,)
             self._captured = CapturedStep(self._step, batch, self.model, self.optimizer, counters, self.device)
-        # A batch of other shapes, such as the last of an epoch, is done as ever.
-        replayed = self._captured is not None and self._captured.fits(batch)
-        loss, norm, items, rank_loss, rank_items, skipped = (
-            self._captured(batch, learning_rate) if replayed else self._step(batch)
-        )
+        # A batch of other shapes, such as the last one of an epoch, runs without the graph.
+        captured = self._captured if self._captured is not None and self._captured.fits(batch) else None
+        metrics = self._step(batch) if captured is None else captured(batch, learning_rate)
+        loss, norm, items, rank_loss, rank_items, skipped = metrics
         self.steps += 1
         return StepMetrics(loss, norm, items, learning_rate, rank_loss, rank_items, skipped)
 
     def _step(self, batch: Any) -> tuple[Tensor, ...]:
-        """All that a step does on the device, at the learning rate of the optimizer's groups. Nothing here waits for the
-        device or asks for a value, so that it can be recorded.
+        """Run all work of a step on the device, at the learning rate of the optimizer's groups.
+
+        Nothing here waits for the device or reads a value, so that the step can be captured.
         """
         rank_items = self.count_items(batch)
-        finish_count = start_sum(rank_items, self.ranks)  # runs beside the forward pass
-        sums, items = [], None
+        finish_count = start_sum(rank_items, self.ranks)  # overlaps with the forward pass
+        sums: list[Tensor] = []
+        items = rank_items
         with self.precision.products():
-            for part, exchange in micro_batches(batch, self.micro_batches, self.model):
+            for index, (part, exchange) in enumerate(_micro_batches(batch, self.micro_batches, self.model)):
                 with exchange:
                     with self.precision.autocast(self.device):
                         total = self.summed_loss(part)
-                    items = finish_count() if items is None else items
-                    share = total / items  # of the mean over the whole batch: those of all parts and ranks add up to it
-                    # DDP and FSDP average the ranks' gradients, where the gradient of the mean is their sum.
+                    if index == 0:
+                        items = finish_count()
+                    share = total / items  # the mean over the whole batch is the sum of the shares of all parts and ranks
+                    # DDP and FSDP average gradients over ranks, but the gradient of the mean is the sum.
                     self.scaler.backward(share if self.ranks == 1 else share * self.ranks)
                 sums.append(total.detach())
         total = sums[0] if len(sums) == 1 else torch.stack(sums).sum()
@@ -230,7 +242,7 @@ class TorchEngine(ABC):
         return loss, norm, items, rank_loss, rank_items, skipped
 
     def _norm_and_loss(self, share: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-        """Norm of the gradient of the whole batch, and a function that gives the loss of the whole batch."""
+        """Return the gradient norm of the whole batch, and a function that returns the loss of the whole batch."""
         norm = local_gradient_norm(self.model)
         if self.ranks == 1 or not is_sharded(self.model):  # each rank holds the whole gradient
             return norm, start_sum(share, self.ranks)
@@ -238,30 +250,31 @@ class TorchEngine(ABC):
         return squared.sqrt(), lambda: loss
 
     def save(self, folder: Path) -> None:
-        """Model and optimizer state by parameter name, each rank its shards: any layout of the same model can read it.
-        All ranks call it.
+        """Write model and optimizer state by parameter name, each rank its shards. All ranks call it.
+
+        Any layout of the same model can read it.
 
         Raises:
-            NonFiniteError: a weight or moment is infinite or no number (CheckpointError on many ranks): a checkpoint with
-                it would be one that nobody can go on from. Nothing was written.
+            NonFiniteError: a weight or optimizer state is infinite or NaN (CheckpointError on many ranks). Training could
+                not resume from such a checkpoint, so nothing is written.
         """
         average_statistics(self.model)  # buffers are stored once, so they must be the same on all ranks
         state = self._state()
-        advice = "nothing was saved; start again: the run goes on from the checkpoint before, or train more carefully"
+        advice = "nothing was saved; start again to resume from the checkpoint before, or lower the learning rate"
         agreed(lambda: require_finite(state, f"after step {self.steps}", NonFiniteError, advice))
         write_sharded(folder, state)
 
     def load(self, folder: Path) -> None:
-        """Take over the state that `save` wrote on any number of ranks. All ranks call it.
+        """Restore the state that `save` wrote on any number of ranks. All ranks call it.
 
         Raises:
-            CheckpointError: on all ranks: the files are bad, hold a number that is none, or belong to a model or optimizer
-                of another shape.
+            CheckpointError: on all ranks: a file is bad, a number is not finite, or the state is of another model or
+                optimizer.
         """
         here = self._state()
         state = read_sharded(folder, here)
         agreed(lambda: require_finite(state, folder, CheckpointError, EARLIER))
-        agreed(lambda: _require_fitting(state, here, folder))
+        agreed(lambda: _require_same_structure(state, here, folder))
         set_model_state_dict(self.model, state["model"])
         with contextlib.nullcontext() if self._captured is None else same_tensors(self.optimizer):
             set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
@@ -279,62 +292,107 @@ class TorchEngine(ABC):
         }
 
 
-def _require_settings(schedule: Any, clip_norm: float, micro_batches: int, where: str) -> None:
-    def refused(what: str, next_step: str) -> HyperionError:
+def keep_freed_memory() -> bool:
+    """Make the C library reuse large freed buffers instead of returning them to the kernel.
+
+    glibc maps every buffer of 32 MiB or more anew, and the kernel zeroes it page by page. A step of the small language
+    model has logits of 206 MB; it takes 0.34 s with this call and 0.66 s without (fp32, 1024 tokens, 2 cores). The process
+    keeps its peak memory until it ends.
+
+    Returns:
+        True if it took effect: only glibc has the call.
+    """
+    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of glibc's <malloc.h>
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(mmap_max, 0)) and bool(mallopt(trim_threshold, 2**31 - 1))
+
+
+def _micro_batches(
+    batch: Sequence[Tensor], count: int, model: nn.Module
+) -> Iterator[tuple[Sequence[Tensor], AbstractContextManager]]:
+    """Yield the batch in `count` parts of nearly equal length, each with the context of its forward and backward pass.
+
+    Ranks exchange gradients only in the last part.
+
+    Args:
+        batch: tensors [B, ...] of the same B.
+
+    Raises:
+        HyperionError: the batch has fewer than `count` examples.
+    """
+    if count == 1:
+        yield batch, contextlib.nullcontext()
+        return
+    if (examples := len(batch[0])) < count:
+        raise HyperionError(
+            f"a batch of {examples} examples cannot be split into {count} parts",
+            where="gradient accumulation",
+            next_step="use a larger batch, drop the last, smaller one, or use fewer micro-batches",
+        )
+    parts = list(zip(*(tensor.tensor_split(count) for tensor in batch), strict=True))
+    for part in parts[:-1]:
+        yield part, without_exchange(model)
+    yield parts[-1], contextlib.nullcontext()
+
+
+def _check_arguments(schedule: Any, clip_norm: float, micro_batches: int, where: str) -> None:
+    def refusal(what: str, next_step: str) -> HyperionError:
         return HyperionError(what, where=where, next_step=next_step)
 
     if not callable(schedule):
-        raise refused(
+        raise refusal(
             f"the schedule is {schedule!r:.80}, not a function of the step",
-            "give WarmupCosine(…), or lambda step: 1e-3 for a constant rate",
+            "pass WarmupCosine(…), or lambda step: 1e-3 for a constant rate",
         )
     rate = schedule(1)
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
-        raise refused(f"the schedule gives the learning rate {rate!r} for step 1", "make it a finite number from 0")
+        raise refusal(f"the schedule returns the learning rate {rate!r} for step 1", "return a finite number of 0 or more")
     if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not clip_norm > 0:
-        raise refused(f"clip_norm is {clip_norm!r}", "give a number above 0, or math.inf to clip nothing")
+        raise refusal(f"clip_norm is {clip_norm!r}", "pass a number above 0, or math.inf to disable clipping")
     require_number("micro_batches", micro_batches, where, whole=True, at_least=1)
 
 
-def _require_fitting(state: dict[str, Any], here: dict[str, Any], folder: Path) -> None:
-    """Raises CheckpointError unless a stored state can be loaded where `here` is the state."""
+def _require_same_structure(state: dict[str, Any], here: dict[str, Any], folder: Path) -> None:
+    """Raise a CheckpointError if a stored state has another structure than the present state `here`."""
     if state.get("scaler") and here["scaler"]:
-        misfit = _misfit(state, here, "")
-    else:  # one of them has no scale: LossScaler says that the precisions differ
-        misfit = _misfit({**state, "scaler": {}}, {**here, "scaler": {}}, "") if "scaler" in state else "scaler is missing"
-        misfit = misfit or ("" if isinstance(state["scaler"], dict) else "scaler is no object")
+        difference = _difference(state, here, "")
+    elif "scaler" not in state:
+        difference = "scaler is missing"
+    else:  # one of them has no loss scale; LossScaler.load_state_dict reports that the precisions differ
+        difference = _difference({**state, "scaler": {}}, {**here, "scaler": {}}, "")
+        difference = difference or ("" if isinstance(state["scaler"], dict) else "scaler is not an object")
     for name in ("steps", "items_seen"):
-        if not misfit and (type(state[name]) is not int or not 0 <= state[name] < 2**63):
-            misfit = f"{name} is {state[name]!r}"
-    if misfit:
+        if not difference and (type(state[name]) is not int or not 0 <= state[name] < 2**63):
+            difference = f"{name} is {state[name]!r}"
+    if difference:
         raise CheckpointError(
-            f"the checkpoint does not fit this model and optimizer: {misfit}",
+            f"the checkpoint does not fit this model and optimizer: {difference}",
             where=folder,
-            next_step="use the configuration it was saved with, or another checkpoint folder",
+            next_step="use the configuration it was saved with, or choose another checkpoint folder",
         )
 
 
-def _misfit(stored: Any, here: Any, path: str) -> str:
-    """Where two nested states differ in keys, lengths, kinds of values or texts; "" where they do not.
+def _difference(stored: Any, here: Any, path: str) -> str:
+    """Return the first difference of two nested states in keys, lengths, types or strings; "" if there is none.
 
-    Tensors were compared by read_sharded. Versions of PyTorch give groups of parameters other options: those that are in
-    both are compared.
+    read_sharded has compared the tensors. Versions of PyTorch differ in the options of parameter groups; only options that
+    are in both are compared.
     """
     if isinstance(here, dict) and isinstance(stored, dict):
         options = path.startswith("optimizer/param_groups/") and "params" in stored
         if not options and (others := sorted(stored.keys() ^ here.keys())):
-            return f"{path or 'the state'} has not the same entries: {others[0]}"
+            return f"{path or 'the state'} has other entries: {others[0]} is only in one of the two"
         pairs = [(f"{path}/{key}" if path else key, stored[key], here[key]) for key in here if key in stored]
     elif isinstance(here, list | tuple) and isinstance(stored, list) and len(here) == len(stored):
         pairs = [(f"{path}/{index}", *pair) for index, pair in enumerate(zip(stored, here, strict=True))]
     elif isinstance(here, Tensor) or isinstance(stored, Tensor):
         fits = isinstance(here, Tensor) and isinstance(stored, Tensor)
-        return "" if fits else f"{path} is a tensor in one of the two only"
+        return "" if fits else f"{path} is a tensor in only one of the two"
     else:
         fits = _kind(stored) == _kind(here) or None in (stored, here)
         fits = fits and not isinstance(stored, dict | list) and (not isinstance(here, str) or stored == here)
-        return "" if fits else f"{path} is {stored!r:.80} there and {here!r:.80} here"
-    return next((found for name, theirs, ours in pairs if (found := _misfit(theirs, ours, name))), "")
+        return "" if fits else f"{path} is {stored!r:.80} in the checkpoint and {here!r:.80} here"
+    return next((difference for name, theirs, ours in pairs if (difference := _difference(theirs, ours, name))), "")
 
 
 def _kind(value: Any) -> type:

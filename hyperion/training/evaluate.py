@@ -1,7 +1,7 @@
-"""Evaluation on held-out data: every token or image once, sums in float64.
+"""Evaluation on held-out data: every token or image once, with sums in float64.
 
-On many ranks each evaluates its turn of the batches, and the sums are those of all ranks: the batches are the whole
-split's, the same on every rank (loaders with rank 0 of 1), and so are the results.
+On many ranks all ranks iterate over the same batches of the whole split (loaders with rank 0 of 1). Each evaluates every
+n-th batch, and the sums over all ranks are the result on every rank.
 """
 
 import math
@@ -27,8 +27,8 @@ class LanguageEvaluation:
 
     Attributes:
         total_nll_nats: sum over all scored tokens.
-        tokens: tokens scored.
-        standard_error_nats: of the mean per token, from the spread of the tokens taken as independent.
+        tokens: number of scored tokens.
+        standard_error_nats: standard error of the mean per token, with tokens regarded as independent.
     """
 
     total_nll_nats: float
@@ -42,11 +42,15 @@ class LanguageEvaluation:
 
     @property
     def perplexity_token(self) -> float:
-        """exp(loss): depends on the tokenizer."""
+        """Perplexity per token, exp(loss); depends on the tokenizer."""
         return math.exp(self.loss)
 
     def perplexity_word(self, words: int) -> float:
-        """exp(total / words), comparable between tokenizers; `words` counts one <eos> per line."""
+        """Return the perplexity per word, exp(total / words), which is comparable between tokenizers.
+
+        Args:
+            words: number of words, including one <eos> per line.
+        """
         return math.exp(self.total_nll_nats / words)
 
 
@@ -66,11 +70,11 @@ def evaluate_language(
 ) -> LanguageEvaluation:
     """Score windows (inputs_BT, targets_BT) of token ids.
 
-    Targets of IGNORE_INDEX (overlap between windows, padding) are context only. That each token is a target exactly
-    once is up to the windows (hyperion.data.evaluation_windows).
+    Targets of IGNORE_INDEX (overlap between windows, padding) are context only. The windows must contain each token as a
+    target exactly once (see hyperion.data.batches.loaders.evaluation_windows).
 
     Raises:
-        HyperionError: no window has a target, or the model returns something else than nll_BT.
+        HyperionError: no window has a target, or the model does not return nll_BT.
     """
     sums = torch.zeros(3, dtype=torch.float64, device=device.torch_device)  # nll, its square, tokens
     with _evaluating(model):
@@ -93,10 +97,10 @@ def evaluate_language(
 def evaluate_images(
     model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], precision: Precision, device: Device
 ) -> ImageEvaluation:
-    """Loss and accuracy over batches (images_BCYX, labels_B).
+    """Return loss and accuracy over batches (images_BCYX, labels_B).
 
     Raises:
-        HyperionError: there is no image, or labels are not classes int64 [B].
+        HyperionError: there is no image, or labels are not int64 classes [B].
     """
     sums = torch.zeros(3, dtype=torch.float64, device=device.torch_device)  # loss, correct, images
     with _evaluating(model):
@@ -116,10 +120,10 @@ def evaluate_images(
 
 
 def require_nll(nll_BT: Tensor, targets_BT: Tensor) -> None:
-    """Refuse what a language model returned for targets unless it is one number for each target.
+    """Check that a language model returned one number for each target.
 
     Raises:
-        HyperionError: it is a mean loss, logits, an object of another library.
+        HyperionError: it returned something else, such as a mean loss, logits, or an object of another library.
     """
     if isinstance(nll_BT, Tensor) and nll_BT.shape == targets_BT.shape and nll_BT.is_floating_point():
         return
@@ -128,7 +132,7 @@ def require_nll(nll_BT: Tensor, targets_BT: Tensor) -> None:
         f"the model returned {form} for targets {list(targets_BT.shape)}",
         where="LanguageEngine",
         next_step="return the negative log-likelihood of each target in nats, [B, T], zero where it is not scored: "
-        "F.cross_entropy(…, reduction='none'); the engine takes the mean over the whole batch",
+        "F.cross_entropy(…, reduction='none'); the engine computes the mean over the whole batch",
     )
 
 
@@ -137,13 +141,13 @@ def _require_classes(logits_BK: Tensor, labels_B: Tensor) -> None:
         raise HyperionError(
             f"labels are {labels_B.dtype} {list(labels_B.shape)} for logits {list(logits_BK.shape)}",
             where="evaluate_images",
-            next_step="give one class for each image, int64 [B]; argmax(dim=1) of one-hot labels",
+            next_step="pass one class per image, int64 [B]; use argmax(dim=1) for one-hot labels",
         )
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, with the same running statistics on all ranks."""
+    """Switch to evaluation mode, with the same running statistics on all ranks."""
     was_training = model.training
     average_statistics(model)
     model.eval()
@@ -155,22 +159,22 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _own(batches: Iterable, ranks: int) -> Iterator[tuple[tuple[Tensor, Tensor], bool]]:
-    """This rank's batches, each with whether it counts.
+    """Yield this rank's batches, each with True if it counts.
 
-    A forward pass may be collective (FSDP2), so that each rank makes the same number of them: where the last batches do
-    not go round, a rank without one repeats a batch that does not count.
+    A forward pass may contain collectives (FSDP2), so all ranks must run the same number of them. If the last batches are
+    fewer than the ranks, a rank without one repeats a batch that does not count.
     """
     rank = dist.get_rank() if ranks > 1 else 0
-    turn: list = []
+    group: list = []
     for batch in batches:
-        turn.append(batch)
-        if len(turn) == ranks:
-            yield turn[rank], True
-            turn = []
-    if turn:
-        yield turn[min(rank, len(turn) - 1)], rank < len(turn)
+        group.append(batch)
+        if len(group) == ranks:
+            yield group[rank], True
+            group = []
+    if group:
+        yield group[min(rank, len(group) - 1)], rank < len(group)
 
 
 def _require_some(count: int, what: str) -> None:
     if count == 0:
-        raise HyperionError(f"there are no {what} to evaluate", where="evaluation", next_step="pass a split that is not empty")
+        raise HyperionError(f"there are no {what} to evaluate", where="evaluation", next_step="use a split that is not empty")

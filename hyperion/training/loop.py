@@ -1,43 +1,73 @@
-"""The training loop: it drives an Engine over batches, measures, evaluates, saves and resumes.
+"""The training loop: drives an Engine over batches, measures, evaluates, saves and resumes.
 
-It knows no optimizer, wrapper or model. Losses stay on the device and are read some steps at once (see Pulse), which is
-also when many ranks agree whether to stop.
+It knows no optimizer, wrapper or model. Losses stay on the device and are read for several steps at once (see Pulse); at the
+same moment the ranks agree whether to stop.
 """
 
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
 from hyperion.checkpoints import agreed, checkpoint_path, gathered, newest_good, rank_and_size, require_writable
 from hyperion.checkpoints.states import to_tree
-from hyperion.errors import HyperionError
+from hyperion.errors import HyperionError, require_number
 from hyperion.training.engine import Engine, StepMetrics
-from hyperion.training.history import EpochRecord, History
-from hyperion.training.meter import EpochMeter
+from hyperion.training.history import EpochMeter, EpochRecord, History
 from hyperion.training.nonfinite import NonFiniteError, is_finite, non_finite
-from hyperion.training.plan import Plan
-from hyperion.training.pulse import Pulse
 from hyperion.training.seeds import rng_state, seed_rank, set_rng_state
-from hyperion.training.signals import Interrupted, StopFlag
 from hyperion.training.snapshots import read_run, write_run
+from hyperion.training.stopping import Interrupted, Pulse, StopFlag
+
+Report = Callable[[int, int, str], object]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long to train, and when to evaluate and save.
+
+    Attributes:
+        epochs: passes over the loader; give either epochs or steps.
+        steps: optimizer steps.
+        evaluate_every: epochs between evaluations; the last epoch is always evaluated.
+        checkpoint_every: steps between checkpoints; None saves only at the end, or when asked to stop.
+        keep: number of checkpoints to keep.
+    """
+
+    epochs: int | None = None
+    steps: int | None = None
+    evaluate_every: int = 1
+    checkpoint_every: int | None = None
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        if (self.epochs is None) == (self.steps is None):
+            raise HyperionError("give either epochs or steps", where="Plan", next_step="for example Plan(epochs=3)")
+        for name in ("epochs", "steps", "evaluate_every", "checkpoint_every", "keep"):
+            if (value := getattr(self, name)) is not None:
+                require_number(name, value, "Plan", whole=True, at_least=1)
+
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Return the optimizer steps of the whole plan."""
+        return self.steps if self.steps is not None else (self.epochs or 0) * steps_per_epoch
 
 
 class Batches(Protocol):
-    """A resumable loader: each iteration yields what is left of an epoch (or a whole next one where nothing is
-    left).
-    """
+    """A resumable loader. Each iteration yields the rest of the current epoch, or a whole epoch if nothing is left."""
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Return the number of batches of a whole epoch."""
+        ...
 
     def __iter__(self) -> Iterator: ...
 
     def state_dict(self) -> dict:
-        """Position after the batch that was yielded last, the same on all ranks: tensors and JSON values."""
+        """Return the position after the last yielded batch, the same on all ranks: tensors and JSON values."""
+        ...
 
     def load_state_dict(self, state: dict) -> None: ...
 
@@ -50,99 +80,112 @@ def train(
     validation: Callable[[], Iterable] | None = None,
     folder: Path | None = None,
     on_epoch: Sequence[Callable[[EpochRecord], object]] = (),
-    report: Callable[[int, int, str], object] = lambda done, total, note: None,
+    report: Report = lambda done, total, note: None,
 ) -> History:
-    """Train as planned; resume when `folder` holds a checkpoint, with the same losses as an uninterrupted run.
+    """Train as planned. If `folder` holds a checkpoint, resume from it, with the same losses as an uninterrupted run.
 
-    On many ranks (a process group is up) all of them call it alike, each with an engine and a loader of its own part.
-    Rank 0 alone reports and calls `on_epoch`. Each rank draws random numbers of its own. A checkpoint of as many ranks
-    is continued bit for bit; on another number of ranks the loader goes on where it was and the losses agree to
-    rounding, except that random generators (dropout) are seeded anew, which stderr says.
+    On many ranks all of them call it with the same arguments, except that each engine and loader handles its rank's part of
+    the batch. Only rank 0 reports and calls `on_epoch`. Each rank has its own random numbers. On the same number of ranks a
+    resumed run is bitwise equal. On another number of ranks the loader continues where it was and losses agree up to
+    rounding, except that random generators (dropout) are seeded anew; a warning on stderr says so.
 
     Args:
-        validation: makes a fresh iterable of held-out batches for engine.evaluate.
-        folder: of this run's checkpoints, one for all ranks; None saves nothing.
-        on_epoch: called with each epoch's record.
-        report: told (steps done, steps in all, the newest loss) whenever losses are read.
+        engine: runs the steps.
+        batches: training data.
+        plan: how long to train, and when to evaluate and save.
+        validation: returns a new iterable of held-out batches for engine.evaluate.
+        folder: for the checkpoints of this run, shared by all ranks; None saves nothing.
+        on_epoch: functions called with each epoch's record.
+        report: called with (steps done, steps in total, the newest loss) whenever losses are read.
 
     Returns:
-        The history of the whole run, earlier parts included; the same on all ranks.
+        The history of the whole run, including the parts before an interruption; the same on all ranks.
 
     Raises:
-        NonFiniteError: a loss or gradient was not finite, on all ranks; the batch is in the file it names. Or the loss of an
-            evaluation, or a weight when it was to be saved.
-        Interrupted: SIGTERM came to some rank; the state was saved first, and all ranks leave. Its exit_code is 75.
-            One process stops after the step in progress; many stop after the same step, when losses are read next.
+        NonFiniteError: on all ranks: a loss or gradient is not finite (the error names the file with the batch), or the loss
+            of an evaluation, or a weight to be saved.
+        Interrupted: a rank received SIGTERM. The state is saved first, and all ranks stop. Its exit_code is 75. A single
+            process stops after the step in progress; many ranks stop after the same step, when losses are read next.
         HyperionError: before the first step: the engine, the loader, `validation` or a callback lacks what the run needs.
-        CheckpointError: no checkpoint of the folder can be used, or one could not be written; before the first step: the
-            folder is not writable, or the loader's state cannot be stored.
+        CheckpointError: no checkpoint in the folder can be used, or one cannot be written. Before the first step: the folder
+            is not writable, or the loader's state cannot be stored.
     """
     with StopFlag() as stop:
         return _Run(engine, batches, plan, validation, folder, on_epoch, stop, report).run()
 
 
 class _Run:
-    """The state of one call of `train` on one rank."""
+    """State of one call of `train` on one rank."""
 
-    def __init__(self, engine, batches, plan, validation, folder, on_epoch, stop: StopFlag, report):
+    def __init__(
+        self,
+        engine: Engine,
+        batches: Batches,
+        plan: Plan,
+        validation: Callable[[], Iterable] | None,
+        folder: Path | None,
+        on_epoch: Sequence[Callable[[EpochRecord], object]],
+        stop: StopFlag,
+        report: Report,
+    ):
         self.rank, self.ranks = rank_and_size()
         self.engine, self.batches, self.plan = engine, batches, plan
         self.validation, self.folder, self.stop = validation, folder, stop
         self.on_epoch, self.report = (on_epoch, report) if self.rank == 0 else ((), lambda done, total, note: None)
-        agreed(self.require_parts)
+        agreed(self.check_arguments)
         self.total_steps = plan.total_steps(len(batches))
         self.history = History(engine.item)
         self.pulse = Pulse(engine.device)
         self.seed = torch.initial_seed()
         self.step = self.steps_in_epoch = self.saved_at = 0
         self.learning_rate = 0.0
-        self.leaving = False  # whether all ranks know that one of them was asked to stop
+        self.stopping = False  # True once all ranks know that one of them was asked to stop
         self.evaluated = 0  # held-out batches
         self.begin_epoch()
-        # Steps whose numbers are still on the device, with their batches.
+        # Steps whose metrics are still on the device, with their batches.
         self.unread: list[tuple[StepMetrics, Any]] = []
 
-    def require_parts(self) -> None:
-        """Everything that is needed at the end is asked for before the first step.
+    def check_arguments(self) -> None:
+        """Check everything that the run will need, before the first step.
 
         Raises:
-            HyperionError: a part lacks what it needs for this run.
+            HyperionError: an argument lacks what this run needs.
             CheckpointError: the loader's state cannot be stored.
         """
         saves = ("state_dict", "load_state_dict") if self.folder is not None else ()
-        for what, part, needed in (
+        for name, part, methods in (
             ("the engine", self.engine, ("train_step", "evaluate", "save", "load")),
             ("the loader", self.batches, ("__len__", "__iter__", *saves)),
         ):
-            if lacking := [name for name in needed if not callable(getattr(part, name, None))]:
+            if missing := [method for method in methods if not callable(getattr(part, method, None))]:
                 raise HyperionError(
-                    f"{what}, a {type(part).__name__}, has no {' and no '.join(lacking)}",
+                    f"{name}, a {type(part).__name__}, has no {' and no '.join(missing)}",
                     where="train",
-                    next_step="give a resumable loader, such as LanguageBatches, ImageBatches or torchdata's "
+                    next_step="use a resumable loader, such as LanguageBatches, ImageBatches or torchdata's "
                     "StatefulDataLoader, or no checkpoint folder"
                     if part is self.batches
-                    else "give a LanguageEngine, an ImageEngine or your own TorchEngine",
+                    else "use a LanguageEngine, an ImageEngine or your own TorchEngine",
                 )
         if len(self.batches) < 1:
-            raise HyperionError("the loader holds no batch", where="train", next_step="use a smaller batch size or more data")
+            raise HyperionError("the loader has no batch", where="train", next_step="use a smaller batch size or more data")
         functions = [("validation", self.validation), ("report", self.report), *(("on_epoch", f) for f in self.on_epoch)]
         for name, function in functions:
             if function is not None and not callable(function):
                 raise HyperionError(
                     f"{name} is a {type(function).__name__}, which cannot be called",
                     where="train",
-                    next_step=f"give a function, for example {name}=lambda: batches"
+                    next_step=f"pass a function, for example {name}=lambda: batches"
                     if name == "validation"
-                    else f"give functions as {name}",
+                    else f"pass functions as {name}",
                 )
         if self.folder is not None:
             to_tree({"batches": self.batches.state_dict()}, {}, torch.Tensor.detach)
 
     def begin_epoch(self, warmed_up: bool = False) -> None:
-        """Nothing was trained on yet."""
+        """Reset everything that is counted per epoch."""
         self.meter = EpochMeter(self.engine.device, warmed_up)
         self.rank_losses: list[float] = []
-        self.earlier_items = 0  # of this epoch, seen by another number of ranks before a resume
+        self.earlier_items = 0  # items of this epoch that another number of ranks trained on before a resume
         self.steps_in_epoch = 0
 
     def run(self) -> History:
@@ -154,13 +197,13 @@ class _Run:
             self.finish_epoch()
         if self.folder is not None and self.saved_at != self.step:
             self.save()
-        self.leaving, _ = self.pulse.agree(self.stop.requested, False, 0)
-        if self.leaving:
-            self.save_and_leave()
+        self.stopping, _ = self.pulse.agree(self.stop.requested, False, 0)
+        if self.stopping:
+            self.save_and_stop()
         return self.history
 
     def train_epoch(self) -> None:
-        """What is left of the epoch; nothing when it was interrupted after its last step."""
+        """Train on the rest of the epoch. Nothing is left if the run was interrupted after the last step of the epoch."""
         left = min(len(self.batches) - self.steps_in_epoch, self.total_steps - self.step)
         if left == 0:
             return
@@ -176,8 +219,8 @@ class _Run:
             if len(self.unread) >= self.pulse.steps:
                 self.read_losses()
                 self.report(self.step, self.total_steps, f"loss {self.history.losses[-1]:.4f}")
-            if self.leaving or (self.ranks == 1 and self.stop.requested):
-                self.save_and_leave()
+            if self.stopping or (self.ranks == 1 and self.stop.requested):
+                self.save_and_stop()
             if left and self.plan.checkpoint_every and self.step % self.plan.checkpoint_every == 0:
                 self.save()
                 self.start_clocks()
@@ -186,7 +229,9 @@ class _Run:
         self.meter.pause()
         if left:
             raise HyperionError(
-                f"the loader ended {left} batches early", where=f"step {self.step}", next_step="make its len() what it yields"
+                f"the loader ended {left} batches early",
+                where=f"step {self.step}",
+                next_step="make its len() equal to the number of batches it yields",
             )
 
     def start_clocks(self) -> None:
@@ -194,24 +239,15 @@ class _Run:
         self.pulse.start()
 
     def finish_epoch(self) -> None:
-        """Evaluate when it is time to, and record the epoch."""
+        """Evaluate if the plan says so, record the epoch, and save if a checkpoint is due."""
         self.read_losses()
-        if self.leaving:
-            self.save_and_leave()
+        if self.stopping:
+            self.save_and_stop()
         number = len(self.history.epochs) + 1
         last = self.step >= self.total_steps
         evaluation = None
         if self.validation is not None and (last or number % self.plan.evaluate_every == 0):
-            try:
-                evaluation = self.engine.evaluate(self.stop.watch(self.validation(), self.stop_evaluating))
-            except Interrupted:
-                self.save_and_leave()
-            if not math.isfinite(evaluation["loss"]):  # the same on all ranks
-                raise NonFiniteError(
-                    f"evaluation after step {self.step}: loss {evaluation['loss']}; training stopped",
-                    where=self.folder,
-                    next_step="start again: it goes on from the checkpoint before; if it returns, look at the held-out data",
-                )
+            evaluation = self.evaluate(self.validation)
         part = EpochRecord(
             epoch=number,
             step=self.step,
@@ -230,30 +266,48 @@ class _Run:
         if self.folder is not None and self.plan.checkpoint_every and self.step % self.plan.checkpoint_every == 0:
             self.save()
 
-    def stop_evaluating(self) -> bool:
-        """Asked before each held-out batch; many ranks agree every so many of them, all after the same one."""
+    def evaluate(self, validation: Callable[[], Iterable]) -> dict[str, float]:
+        """Return the metrics of the held-out data; on SIGTERM save and raise Interrupted.
+
+        Raises:
+            NonFiniteError: the loss is not finite.
+        """
+        try:
+            evaluation = self.engine.evaluate(self.stop.watch(validation(), self.must_stop_evaluation))
+        except Interrupted:
+            self.save_and_stop()
+        if not math.isfinite(evaluation["loss"]):  # the same on all ranks
+            raise NonFiniteError(
+                f"evaluation after step {self.step}: loss {evaluation['loss']}; training stopped",
+                where=self.folder,
+                next_step="start again to resume from the checkpoint before; if it happens again, check the held-out data",
+            )
+        return evaluation
+
+    def must_stop_evaluation(self) -> bool:
+        """Called before each held-out batch. Many ranks agree only every `pulse.steps` batches, all before the same one."""
         self.evaluated += 1
         if self.ranks > 1 and self.evaluated % self.pulse.steps:
             return False
-        self.leaving, _ = self.pulse.agree(self.stop.requested, False, self.pulse.steps)
-        return self.leaving
+        self.stopping, _ = self.pulse.agree(self.stop.requested, False, self.pulse.steps)
+        return self.stopping
 
     def read_losses(self) -> None:
-        """Fetch the losses of the steps since the last call, all at once; on many ranks also agree whether to stop.
+        """Read the losses of all steps since the last call at once; many ranks also agree whether to stop.
 
         Raises:
-            NonFiniteError: names the first bad step; its batch is written to a file.
+            NonFiniteError: a loss or gradient is not finite; names the first bad step and the file with its batch.
         """
         if not self.unread:
             return
-        # A step that fp16 made overflow was skipped, and its loss scale halved: nothing is wrong with the training.
         steps = [step for step, _ in self.unread]
         losses, norms, rank_losses, skipped = (
             torch.stack([getattr(step, name) for step in steps]) for name in ("loss", "gradient_norm", "rank_loss", "skipped")
         )
+        # A step whose fp16 gradients overflowed was skipped and its loss scale halved: training is healthy, so ignore its norm.
         numbers = torch.stack((losses, norms.masked_fill(skipped, 0.0), rank_losses), dim=1).tolist()
         bad = not all(map(is_finite, numbers))
-        self.leaving, any_bad = self.pulse.agree(self.stop.requested, bad, len(numbers))
+        self.stopping, any_bad = self.pulse.agree(self.stop.requested, bad, len(numbers))
         if any_bad:
             first = self.step - len(numbers) + 1
             raise non_finite(self.folder, first, numbers, [batch for _, batch in self.unread])
@@ -261,7 +315,7 @@ class _Run:
         self.rank_losses += [loss for _, _, loss in numbers]
         self.unread.clear()
 
-    def save_and_leave(self) -> None:
+    def save_and_stop(self) -> NoReturn:
         """Save, and raise Interrupted."""
         if self.folder is None:
             raise Interrupted(
@@ -272,11 +326,11 @@ class _Run:
         raise Interrupted(
             f"stopped by SIGTERM after step {self.step} of {self.total_steps}; the state was saved",
             where=checkpoint_path(self.folder, self.step),
-            next_step="start the same again: it goes on from there",
+            next_step="start the same command again to resume from this step",
         )
 
     def save(self) -> None:
-        """A checkpoint of everything that the rest of the run depends on."""
+        """Save everything that the rest of the run depends on."""
         self.meter.pause()
         self.read_losses()
         if self.folder is None:
@@ -299,15 +353,15 @@ class _Run:
         self.saved_at = self.step
 
     def restore(self) -> None:
-        """Go on from the newest good checkpoint, if there is one."""
-        found = None
+        """Resume from the newest valid checkpoint, if there is one."""
+        checkpoint = None
         if self.folder is not None:
-            found = newest_good(self.folder, lambda path: read_run(path, self.engine, self.total_steps))
-        if found is None:
+            checkpoint = newest_good(self.folder, lambda path: read_run(path, self.engine, self.total_steps))
+        if checkpoint is None:
             if self.ranks > 1:
                 seed_rank(self.seed, self.step, self.rank)
             return
-        shared, own = found
+        shared, own = checkpoint
         self.batches.load_state_dict(shared["batches"])
         self.step, self.steps_in_epoch = shared["step"], shared["steps_in_epoch"]
         self.learning_rate, self.saved_at, self.seed = shared["learning_rate"], shared["step"], shared["seed"]
@@ -322,13 +376,13 @@ class _Run:
             set_rng_state(own["rng"])
 
     def change_ranks(self, before: int) -> None:
-        """What one rank had of its own has no heir on another number of ranks."""
+        """Start new per-rank state: it cannot be carried over to another number of ranks."""
         seed_rank(self.seed, self.step, self.rank)
         if self.rank == 0:
             print(
-                f"WARNING: the checkpoint of step {self.step} was saved on {before} rank(s) and goes on on {self.ranks}. "
-                "Random generators are seeded anew from (seed, step, rank): the next losses agree to rounding, and only "
-                "where nothing random, such as dropout, is in the model.",
+                f"WARNING: the checkpoint of step {self.step} was saved on {before} rank(s) and is resumed on {self.ranks}. "
+                "Random generators are seeded anew from (seed, step, rank). The next losses agree up to rounding, unless the "
+                "model uses random numbers, such as dropout.",
                 file=sys.stderr,
             )
 

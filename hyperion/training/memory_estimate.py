@@ -1,14 +1,14 @@
-"""The memory of a training step before it is run: the engine's own step, on tensors that have a shape and no memory.
+"""Estimate the memory of a training step before it runs: run the engine's own step on fake tensors.
 
-PyTorch's fake tensors go through the same Python, autograd, autocast, checkpointing, loss in chunks and optimizer as real
-ones, operator by operator, and nothing is computed. So the order of events, which makes the peak, is that of the code that
-will run, not that of a formula. What a GPU adds is named beside: blocks of its allocator, and what kernels and libraries
-keep for themselves.
+PyTorch's fake tensors have a shape and no memory. They go through the same Python code, autograd, autocast, checkpointing,
+chunked loss and optimizer as real tensors, operator by operator, without computing anything. So the order of allocations,
+which determines the peak, is that of the code that will run. A GPU's additional memory is added: blocks of its allocator,
+and workspaces of kernels and libraries.
 """
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,22 +20,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
-from hyperion.measure.memory.memory_timeline import MemoryHistory, MemoryTimeline
-from hyperion.measure.memory.tensor_memory import state_of
+from hyperion.measure.memory_use.tensor_memory import state_of
+from hyperion.measure.memory_use.timeline import MemoryHistory, MemoryTimeline
 from hyperion.training.engine import TorchEngine
 
-BLOCK_BYTES = 512  # PyTorch's caching allocator rounds up to these
-_IS_CUDA = torch.Tensor.is_cuda.__get__
+BLOCK_BYTES = 512  # PyTorch's caching allocator rounds up to multiples of this
+_IS_CUDA = vars(torch._C.TensorBase)["is_cuda"].__get__
 Make = Callable[[Device], tuple[TorchEngine, Any]]
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Of one training step in the steady state, on one device.
+    """Memory of one training step in the steady state, on one device.
 
-    Args:
-        history: every piece of memory of the step.
-        library_bytes: what matrix libraries keep for themselves from the first product on.
+    Attributes:
+        history: every allocation of the step.
+        library_bytes: workspaces that matrix libraries keep from the first product on.
     """
 
     history: MemoryHistory
@@ -43,52 +43,53 @@ class MemoryEstimate:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is allocated at once."""
+        """Peak of allocated memory."""
         return self.history.peak_bytes + self.library_bytes
 
     @property
     def parts(self) -> dict[str, int]:
-        """Most bytes of each kind of tensor at any moment; not all kinds are at their most in the same one."""
+        """Peak bytes of each kind of tensor; kinds may have their peaks at different moments."""
         return self.history.parts
 
     @property
     def at_peak(self) -> dict[str, int]:
-        """Bytes by kind in the fullest moment."""
+        """Bytes by kind at the moment of the overall peak."""
         return self.history.at(self.history.fullest())
 
     @property
     def phase(self) -> str:
-        """In which the fullest moment is."""
+        """Phase of the step that contains the overall peak."""
         return self.history.phase_of(self.history.fullest())
 
 
 def estimate_memory(make: Make, device: Device, ask: bool = False) -> MemoryEstimate:
-    """Foretell the memory of a training step.
+    """Estimate the memory of a training step.
 
     Args:
-        make: builds the engine and one batch on the device that it is given; it is called with fake tensors, which live on
-            `torch_device` "cpu" whatever the device is.
-        device: that the step will run on. It need not be there.
-        ask: it is there: ask its libraries what they keep (two small layers) and need (each distinct convolution, once).
+        make: builds the engine and one batch on the given device. It runs under fake tensors, whose `torch_device` is always
+            "cpu".
+        device: the device that the step will run on. It need not be present.
+        ask: the device is present: measure the workspaces of its libraries (two small layers, and each distinct convolution
+            once).
     """
     accelerator = device.kind != "cpu"
     kernels = _KernelBytes(device if ask else None) if accelerator else None
-    with FakeTensorMode() as fake, _AsOnGpu() if accelerator else contextlib.nullcontext():
-        with _Forgetful(fake):
+    with FakeTensorMode() as fake, _PretendCuda() if accelerator else contextlib.nullcontext():
+        with _WithoutMemo(fake):
             engine, batch = make(replace(device, torch_device="cpu"))
-        engine.uncaptured = "tensors without memory are not recorded"
-        engine.unchecked = False  # nor have they values
-        _make_state(engine)
-        standing = state_of(engine.model, engine.optimizer) | {"batch": batch}
-        timeline = MemoryTimeline(engine.model, standing, BLOCK_BYTES if accelerator else 1, kernels, in_place=True)
-        with timeline, _autocast_told(engine) if accelerator else contextlib.nullcontext():
+        engine.uncaptured = "fake tensors cannot be captured"
+        engine.unchecked = False  # fake tensors have no values to check
+        _create_optimizer_state(engine)
+        persistent: dict[str, Iterable[Tensor]] = {**state_of(engine.model, engine.optimizer), "batch": batch}
+        timeline = MemoryTimeline(engine.model, persistent, BLOCK_BYTES if accelerator else 1, kernels, in_place=True)
+        with timeline, _cuda_autocast(engine) if accelerator else contextlib.nullcontext():
             engine.train_step(batch)
         history = timeline.history()
     return MemoryEstimate(history, library_bytes(device) if ask else 0)
 
 
-def _make_state(engine: TorchEngine) -> None:
-    """What the optimizer makes in its first step, without the rest of that step."""
+def _create_optimizer_state(engine: TorchEngine) -> None:
+    """Allocate what the optimizer allocates in its first step, without the rest of that step."""
     for parameter in engine.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     engine.optimizer.step()
@@ -96,9 +97,9 @@ def _make_state(engine: TorchEngine) -> None:
 
 
 def library_bytes(device: Device) -> int:
-    """What matrix libraries keep on a device for good, seen by two small layers and their backward passes: 0 on a CPU.
+    """Return the bytes that matrix libraries keep allocated on a device, measured with two small layers; 0 on a CPU.
 
-    PyTorch gives each thread that multiplies, the caller's and that of the backward pass, a workspace of its own.
+    PyTorch allocates one workspace per thread that multiplies: the caller's and the one of the backward pass.
     """
     if device.kind == "cpu":
         return 0
@@ -114,50 +115,51 @@ def library_bytes(device: Device) -> int:
 
 
 def largest_batch(peak: Callable[[int], float], memory: float, at_most: int = 2**20) -> int:
-    """The largest batch whose step fits into a memory; 0 when not even one item does.
+    """Return the largest batch whose step fits into a memory; 0 if a single item does not fit.
 
     Args:
-        peak: of a step with a batch of that many items; must not fall as the batch grows.
-        memory: that there is, in the unit of the peak.
-        at_most: where to stop looking.
+        peak: returns the peak memory of a step with a batch of that many items; must not decrease with the batch.
+        memory: available memory, in the unit of the peak.
+        at_most: upper bound of the search.
     """
-    fits, held = 1, peak(1)
-    if held > memory:
+    fits, used = 1, peak(1)
+    if used > memory:
         return 0
-    fails, an_item, halve = at_most + 1, 0, False
+    fails, per_item, halve = at_most + 1, 0, False
     while fails - fits > 1:
-        # Memory grows nearly in proportion to the batch: a few estimates find it, where halving would take many.
-        guess = fits + int((memory - held) / an_item) if an_item else 2 * fits
+        # Memory is nearly linear in the batch, so a few interpolations find the limit; bisection needs many more.
+        guess = fits + int((memory - used) / per_item) if per_item else 2 * fits
         guess = (fits + fails) // 2 if halve else min(max(guess, fits + 1), fails - 1)
         needed = peak(guess)
-        an_item = (needed - held) / (guess - fits)
+        per_item = (needed - used) / (guess - fits)
         if needed <= memory:
-            fits, held, halve = guess, needed, False
+            fits, used, halve = guess, needed, False
         else:
             halve, fails = fails <= at_most, guess
     return fits
 
 
 def fewest_checkpointed(peak_bytes: Callable[[int], int], blocks: int, memory_bytes: int) -> int:
-    """The fewest blocks to checkpoint so that a step fits into a memory, see ParallelPlan's 'budget'.
+    """Return the smallest number of checkpointed blocks with which a step fits into a memory (ParallelPlan's 'budget').
 
     Args:
-        peak_bytes: of a step with that many blocks checkpointed; must not rise with their number.
-        blocks: how many the model has.
+        peak_bytes: returns the peak memory of a step with that many blocks checkpointed; must not increase with the number.
+        blocks: number of blocks of the model.
+        memory_bytes: available memory.
 
     Raises:
-        HyperionError: it does not fit with all of them.
+        HyperionError: the step does not fit with all blocks checkpointed.
     """
     if (most := peak_bytes(0)) <= memory_bytes:
         return 0
     if (least := peak_bytes(blocks)) > memory_bytes:
         raise HyperionError(
-            f"the step needs {least} bytes with every one of {blocks} blocks checkpointed, and {memory_bytes} there are",
+            f"the step needs {least} bytes with all {blocks} blocks checkpointed, but only {memory_bytes} are available",
             where="fewest_checkpointed",
-            next_step="take a smaller batch (largest_batch says which fits), or a larger memory",
+            next_step="use a smaller batch (largest_batch computes one that fits), or more memory",
         )
     fails, fits = 0, blocks
-    guess = math.ceil(blocks * (most - memory_bytes) / (most - least))  # blocks that are alike save alike
+    guess = math.ceil(blocks * (most - memory_bytes) / (most - least))  # equal blocks save equal amounts
     while fits - fails > 1:
         guess = min(max(guess, fails + 1), fits - 1)
         if peak_bytes(guess) <= memory_bytes:
@@ -167,34 +169,34 @@ def fewest_checkpointed(peak_bytes: Callable[[int], int], blocks: int, memory_by
     return fits
 
 
-class _Forgetful(TorchDispatchMode):
-    """Lets parameters change their memory layout: `Module.to` refuses while the fake mode's memo refers to them."""
+class _WithoutMemo(TorchDispatchMode):
+    """Clear the fake mode's memo after each operator: `Module.to` cannot swap parameters while the memo refers to them."""
 
     def __init__(self, fake: FakeTensorMode):
         super().__init__()
         self._memo = fake.fake_tensor_converter.meta_converter.tensor_memo
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         returned = func(*args, **kwargs or {})
         self._memo.clear()
         return returned
 
 
-class _AsOnGpu(TorchFunctionMode):
-    """Lets code that asks a tensor whether it is on a GPU take the way that it will take there."""
+class _PretendCuda(TorchFunctionMode):
+    """Make `Tensor.is_cuda` True, so that code takes the same branches as on a GPU."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return True if func == _IS_CUDA else func(*args, **kwargs or {})
 
 
 @contextlib.contextmanager
-def _autocast_told(engine: TorchEngine) -> Iterator[None]:
-    """Lets code that asks what autocast does on a GPU hear it; no tensor here is on one, so that nothing else changes."""
+def _cuda_autocast(engine: TorchEngine) -> Iterator[None]:
+    """Give CUDA's autocast the engine's settings, for code that reads them; fake tensors use those of the CPU."""
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     with engine.precision.autocast(engine.device):
-        told = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    torch.set_autocast_enabled("cuda", told[0])
-    torch.set_autocast_dtype("cuda", told[1])
+        enabled, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    torch.set_autocast_enabled("cuda", enabled)
+    torch.set_autocast_dtype("cuda", dtype)
     try:
         yield
     finally:
@@ -203,10 +205,10 @@ def _autocast_told(engine: TorchEngine) -> Iterator[None]:
 
 
 class _KernelBytes:
-    """What kernels of a GPU need for themselves while they run, by operator and shapes.
+    """Workspace bytes of a GPU's kernels, by operator and shapes.
 
     Args:
-        ask: the device whose convolutions are asked, each distinct one once; None where it is not there, and they count as 0.
+        ask: the device on which each distinct convolution is measured once; None if it is not present: they count as 0.
     """
 
     def __init__(self, ask: Device | None):
@@ -216,7 +218,7 @@ class _KernelBytes:
     def __call__(self, operator: Any, arguments: tuple) -> int:
         name = operator._schema.name
         if "scaled_dot_product" in name and name.endswith(("_backward", "_backward_for_cpu")):
-            # Flash attention adds up the gradient of the queries in float32, beside one sum for each query.
+            # Flash attention accumulates the gradient of the queries in float32, and one more sum per query.
             query = arguments[1]
             return 4 * query.numel() + 4 * query.numel() // query.shape[-1]
         if self._ask is None or not name.startswith("aten::convolution"):
@@ -234,7 +236,7 @@ def _signature(argument: Any) -> Any:
 
 
 def _workspace_bytes(operator: Any, arguments: tuple, device: Device) -> int:
-    """Bytes beside input and output while a library's kernel runs; only the library knows, and it chooses by shape."""
+    """Measure the workspace of a library's kernel, which depends on the algorithm that the library chooses for the shapes."""
     where = device.torch_device
     with unset_fake_temporarily():
         real = [

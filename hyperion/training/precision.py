@@ -1,4 +1,4 @@
-"""The number format of a training run, chosen with a reason that is printed and stored, and the loss scale that fp16 needs."""
+"""The number format of a training run, chosen with a printed and stored reason, and the loss scale of fp16."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,47 +15,47 @@ from hyperion.measure import FORMATS, matmul_precision
 
 TRAINING_DTYPES = ("fp32", "tf32", "bf16", "fp16")
 FP8 = "fp8"
-# fp8 is for linear layers that were replaced (hyperion.training.float8); the rest computes in bf16 then.
+# fp8 applies to linear layers replaced by hyperion.training.float8; everything else then computes in bf16.
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, FP8: torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What matrix products and convolutions compute in; weights, optimizer state and losses are float32 in each case.
+    """Number format of matrix products and convolutions; weights, optimizer state and losses are always float32.
 
     Attributes:
-        dtype: 'fp32' (no TF32 anywhere), 'tf32', 'bf16', 'fp16', or 'fp8' for a model that went through
+        dtype: 'fp32' (without TF32), 'tf32', 'bf16', 'fp16', or 'fp8' for a model converted by
             hyperion.training.float8.to_float8.
-        reason: why this one.
+        reason: why this format was chosen.
     """
 
     dtype: str
     reason: str
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.dtype not in (*TRAINING_DTYPES, FP8):
             raise HyperionError(
                 f"dtype is {self.dtype!r}", where="Precision", next_step=f"choose one of {', '.join((*TRAINING_DTYPES, FP8))}"
             )
 
     def products(self) -> AbstractContextManager:
-        """The context of a whole step, backward pass included: whether float32 products may use TF32 units.
+        """Return the context of a whole step, including the backward pass: sets whether float32 products may use TF32.
 
-        It is a switch of the process, so engines of different precision may take turns in one.
+        The setting belongs to the process, so engines of different precision can alternate in one process.
         """
-        # The 16-bit formats leave hardly any float32 product, and keep the switches as they find them.
+        # With a 16-bit format hardly any product is float32, so the setting is left unchanged.
         return contextlib.nullcontext() if self.dtype in _AUTOCAST else matmul_precision(FORMATS[self.dtype])
 
     @contextlib.contextmanager
     def autocast(self, device: Device) -> Iterator[None]:
-        """The context in which a forward pass runs."""
+        """Return the context of a forward pass."""
         where = torch.device(device.torch_device).type
         dtype = _AUTOCAST.get(self.dtype, torch.bfloat16)
         with self.products(), torch.autocast(where, dtype, enabled=self.dtype in _AUTOCAST):
             yield
 
     def loss_scaler(self, device: Device) -> "LossScaler":
-        """What multiplies the loss: a scale that adapts itself for fp16, nothing for the others."""
+        """Return the loss scaler: an adaptive scale for fp16, disabled for other formats."""
         return LossScaler(device, enabled=self.dtype == "fp16")
 
     def __str__(self) -> str:
@@ -63,15 +63,16 @@ class Precision:
 
 
 class LossScaler:
-    """Keeps fp16 gradients from vanishing: the loss is multiplied by a scale, the gradients are divided by it again.
+    """Loss scale that keeps fp16 gradients from underflow: multiply the loss by a scale, divide the gradients by it.
 
-    A gradient below 2^-24 is zero in fp16; times 65536 it is not. A scale that is too large makes gradients overflow
-    instead: then the step is skipped and the scale halved; after 2000 steps without overflow it is doubled. Source:
-    Micikevicius et al., Mixed Precision Training, 2018; torch.amp.GradScaler does the arithmetic, without waiting for the
-    device.
+    A gradient below 2^-24 is zero in fp16; multiplied by 65536 it is not. If the scale is too large, gradients overflow:
+    then the step is skipped and the scale halved. After 2000 steps without overflow the scale is doubled. torch's GradScaler
+    does the arithmetic without waiting for the device.
+
+    Source: Micikevicius et al., Mixed Precision Training, 2018.
 
     Args:
-        enabled: False multiplies by nothing, skips nothing and has no state.
+        enabled: False uses no scale, skips no step and has no state.
     """
 
     def __init__(self, device: Device, enabled: bool):
@@ -80,36 +81,36 @@ class LossScaler:
 
     @property
     def scale(self) -> float:
-        """The factor of the next step, 1 when disabled; reading it waits for the device."""
+        """Scale of the next step, 1 if disabled; reading it waits for the device."""
         return self._scaler.get_scale()
 
     @property
     def skipped_steps(self) -> int:
-        """Steps so far that changed no weight because a gradient overflowed; reading it waits for the device."""
+        """Number of steps skipped because a gradient overflowed; reading it waits for the device."""
         return int(self._skipped)
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients of the loss times the scale."""
+        """Compute the gradients of the loss multiplied by the scale."""
         self._scaler.scale(loss).backward()
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale: before they are clipped or looked at."""
+        """Divide the gradients by the scale. Call it before clipping or reading them."""
         self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, gradient_norm: Tensor) -> Tensor:
-        """Update the weights, unless a gradient overflowed, and adapt the scale.
+        """Update the weights unless a gradient overflowed, and adapt the scale.
 
         Args:
             gradient_norm: L2 norm of the gradients after `unscale`, scalar.
 
         Returns:
-            Whether the update was left out because the scale was too large (bool scalar on the device). With the scale
-            below 1 it was not too large: then the gradients themselves are infinite or no numbers.
+            True if the update was skipped because the scale was too large (bool scalar on the device). A scale below 1 is
+            not too large: then the gradients themselves are infinite or NaN.
         """
         if not self._scaler.is_enabled():
             optimizer.step()
             return torch.zeros((), dtype=torch.bool, device=self._skipped.device)
-        _begin_momentum(optimizer)
+        _initialize_momentum(optimizer)
         self._scaler.step(optimizer)
         overflowed = ~torch.isfinite(gradient_norm) & (self._scaler.scale(torch.ones_like(gradient_norm)) >= 1)
         self._scaler.update()
@@ -117,32 +118,32 @@ class LossScaler:
         return overflowed
 
     def state_dict(self) -> dict:
-        """For a checkpoint; empty when disabled."""
+        """Return the state for a checkpoint; empty if disabled."""
         return self._scaler.state_dict() | {"skipped_steps": self.skipped_steps} if self._scaler.is_enabled() else {}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on with the scale that `state_dict` described.
+        """Restore a state of `state_dict`.
 
         Raises:
-            CheckpointError: the state is that of another precision.
+            CheckpointError: the state is from another precision.
         """
         if bool(state) != self._scaler.is_enabled():
             saved, here = ("fp16", "another precision") if state else ("another precision than fp16", "fp16")
             raise CheckpointError(
-                f"the checkpoint was made in {saved}, this run trains in {here}",
+                f"the checkpoint was saved in {saved}, but this run trains in {here}",
                 where="loss scale",
-                next_step="resume in the precision of the checkpoint, or name another checkpoint folder",
+                next_step="resume in the precision of the checkpoint, or choose another checkpoint folder",
             )
         if state:
             self._scaler.load_state_dict(state)
             self._skipped.fill_(state["skipped_steps"])
 
 
-def _begin_momentum(optimizer: torch.optim.Optimizer) -> None:
-    """Momentum of zero before the first step of an SGD, which leads to the very same first step.
+def _initialize_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Give SGD a momentum of zero before its first step, which leads to the same first step.
 
-    PyTorch's fused SGD (2.11, 2.13) allocates its momentum without writing to it and leaves the writing to the first
-    update. When that is skipped, the next one takes what happened to lie in memory for momentum.
+    PyTorch's fused SGD (2.11, 2.13) allocates its momentum uninitialised and relies on the first update to write it. If that
+    update is skipped, the next one uses uninitialised memory.
     """
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
         for parameter in group["params"] if group["momentum"] else ():
@@ -151,14 +152,14 @@ def _begin_momentum(optimizer: torch.optim.Optimizer) -> None:
 
 
 def choose_precision(device: Device, requested: str = "auto") -> Precision:
-    """The precision to train in on this device.
+    """Return the precision to train in on this device.
 
     Args:
         requested: 'auto', 'fp32', 'tf32', 'bf16', 'fp16' or 'fp8'. 'auto' is bf16 on a GPU with matrix units for it, else
             fp32.
 
     Raises:
-        HyperionError: another name, or a type that the device does not multiply.
+        HyperionError: an unknown name, or a format that the device does not support.
     """
     if requested == "auto":
         return _automatic(device)

@@ -1,5 +1,6 @@
-"""A run's checkpoint: the engine's shards, what all ranks share, and what each rank has of its own."""
+"""The checkpoint of a training run: the engine's shards, the state shared by all ranks, and the state of each rank."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hyperion.training.history import History
 from hyperion.training.seeds import require_rng_state
 
 _NUMBER = (int, float)
-# What the loop and each rank store, by type; whole numbers and times are not negative.
+# Types of the fields that the loop and each rank store. Numbers other than losses are not negative.
 _SHARED = {
     "step": int,
     "ranks": int,
@@ -58,8 +59,11 @@ def write_run(folder: Path, step: int, keep: int, engine: Engine, shared: dict, 
     """Save a run. All ranks call it.
 
     Args:
-        shared: the same on all ranks; rank 0's is stored.
-        own: this rank's.
+        folder: of the run's checkpoints.
+        step: optimizer steps done.
+        keep: number of checkpoints to keep.
+        shared: state that is the same on all ranks; rank 0 writes it.
+        own: state of this rank.
 
     Raises:
         CheckpointError: see `saving`.
@@ -77,61 +81,61 @@ def read_run(path: Path, engine: Engine, total_steps: int) -> tuple[dict, dict |
     """Verify one checkpoint and load it into the engine. All ranks call it.
 
     Returns:
-        What all ranks share, with "step" and "ranks", and a History as "history"; and what this rank stored of its own,
-        None where another number of ranks saved.
+        The shared state, with "step", "ranks" and a History as "history"; and the state of this rank, None if another number
+        of ranks saved the checkpoint.
 
     Raises:
-        CheckpointError: on all ranks: it is bad, of another model, or beyond the plan's end.
+        CheckpointError: on all ranks: the checkpoint is bad, of another model, or after the end of the plan.
     """
     manifest = verify(path)
-    shared = agreed(lambda: _shared(path / "loop", manifest["step"], engine.item))
+    shared = agreed(lambda: _read_shared(path / "loop", manifest["step"], engine.item))
     if shared["step"] > total_steps:
         raise CheckpointError(
-            f"it is at step {shared['step']}, after the end of the plan at {total_steps}",
+            f"the checkpoint is at step {shared['step']}, after the end of the plan at {total_steps}",
             where=path,
-            next_step="train longer, or name another checkpoint folder",
+            next_step="train longer, or choose another checkpoint folder",
         )
     rank, size = rank_and_size()
-    own = agreed(lambda: _own(path / _rank_folder(rank), shared)) if shared["ranks"] == size else None
+    own = agreed(lambda: _read_own(path / _rank_folder(rank), shared)) if shared["ranks"] == size else None
     engine.load(path / "engine")
     return shared, own
 
 
-def _shared(folder: Path, step: int, item: str) -> dict[str, Any]:
-    """What all ranks share, once every value is of its type and the numbers of steps agree."""
+def _read_shared(folder: Path, step: int, item: str) -> dict[str, Any]:
+    """Return the shared state, after checking the type of every value and that the numbers of steps agree."""
     shared, place = read_state(folder), folder / STATE
     _require_fields(shared, _SHARED, "the state of the loop", place)
     history = shared["history"]
     _require_fields(history, _HISTORY, "the history", place)
     with reading(place, "holds no history"):
-        shared["history"] = found = History.from_state_dict(history)
-    for record in [*found.epochs, *found.rank_epochs]:
+        shared["history"] = parsed = History.from_state_dict(history)
+    for record in [*parsed.epochs, *parsed.rank_epochs]:
         _require_fields(asdict(record), _RECORD, "a record of the history", place)
     losses = history["losses"]
-    for what, sound in (
-        (f"step {shared['step']}, and the manifest's is {step}", shared["step"] == step),
-        (f"a history of {found.item!r}, and the engine counts {item!r}", found.item == item),
+    for what, valid in (
+        (f"step {shared['step']}, but the manifest has step {step}", shared["step"] == step),
+        (f"a history of {parsed.item!r}, but the engine counts {item!r}", parsed.item == item),
         (f"{losses.numel()} losses of {step} steps", losses.dtype == torch.float64 and losses.shape == (step,)),
         ("a loss that is not finite", bool(losses.isfinite().all())),
-        (f"resumed_at {found.resumed_at!r}", all(type(at) is int and 0 <= at <= step for at in found.resumed_at)),
-        (f"an epoch that ended after step {step}", all(0 < record.step <= step for record in found.epochs)),
+        (f"resumed_at {parsed.resumed_at!r}", all(type(at) is int and 0 <= at <= step for at in parsed.resumed_at)),
+        (f"an epoch that ended after step {step}", all(0 < record.step <= step for record in parsed.epochs)),
         (f"{shared['steps_in_epoch']} steps in the epoch", shared["steps_in_epoch"] <= step),
         ("0 ranks", shared["ranks"] > 0),
     ):
-        if not sound:
+        if not valid:
             raise CheckpointError(f"the state of the loop has {what}", where=place, next_step=EARLIER)
     return shared
 
 
-def _own(folder: Path, shared: dict) -> dict[str, Any]:
-    """What this rank stored of its own, once every value is of its type and the generators accept theirs."""
+def _read_own(folder: Path, shared: dict) -> dict[str, Any]:
+    """Return the state of this rank, after checking the type of every value and the states of the random generators."""
     own, place = read_state(folder), folder / STATE
     _require_fields(own, _OWN, "the state of the rank", place)
     _require_fields(own["meter"], _METER, "the state of the meter", place)
     losses = own["losses"]
     if len(losses) > shared["steps_in_epoch"] or not all(type(loss) in _NUMBER for loss in losses):
         raise CheckpointError(
-            f"{len(losses)} losses of the {shared['steps_in_epoch']} steps in the epoch, or some that are no numbers",
+            f"there are {len(losses)} losses of the {shared['steps_in_epoch']} steps in the epoch, or one is not a number",
             where=place,
             next_step=EARLIER,
         )
@@ -140,12 +144,13 @@ def _own(folder: Path, shared: dict) -> dict[str, Any]:
     return own
 
 
-def _require_fields(found: dict, fields: dict[str, type | tuple[type, ...]], what: str, where: Path) -> None:
-    if found.keys() != fields.keys():
-        wrong = sorted(found.keys() ^ fields.keys())[0]
-        raise CheckpointError(f"{what} has the field {wrong!r} too much or lacks it", where=where, next_step=EARLIER)
+def _require_fields(state: dict, fields: Mapping[str, type | tuple[type, ...]], what: str, where: Path) -> None:
+    if state.keys() != fields.keys():
+        wrong = sorted(state.keys() ^ fields.keys())[0]
+        problem = "has the unknown field" if wrong in state else "lacks the field"
+        raise CheckpointError(f"{what} {problem} {wrong!r}", where=where, next_step=EARLIER)
     for name, kinds in fields.items():
-        value = found[name]
+        value = state[name]
         negative = isinstance(value, int | float) and value < 0 and name != "loss"
         if isinstance(value, bool) or not isinstance(value, kinds) or negative:
             raise CheckpointError(f"{name} of {what} is {value!r:.80}", where=where, next_step=EARLIER)

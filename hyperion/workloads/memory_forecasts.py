@@ -8,7 +8,8 @@ from dataclasses import replace
 from torch import nn
 
 from hyperion.hardware import Device
-from hyperion.parallel import ParallelPlan, layout_of, parallelize
+from hyperion.models import layout_of
+from hyperion.parallel import ParallelPlan, parallelize
 from hyperion.parallel.plan import BUDGET, EVERY_BLOCK, NONE
 from hyperion.processes import world
 from hyperion.training import TorchEngine

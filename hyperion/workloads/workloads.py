@@ -15,26 +15,26 @@ from hyperion.data.batches.loaders import LanguageBatches
 from hyperion.data.images.device_images import ImageBatches
 from hyperion.hardware import Device
 from hyperion.models import (
-    ActivationBytes,
     ModelFlops,
     TransformerConfig,
     TransformerLM,
     flops_per_image,
     flops_per_token,
-    image_activations,
-    language_activations,
     named_config,
     parameter_count,
     resnet18,
 )
 from hyperion.models.resnet import IMAGE_SIZE
 from hyperion.training import (
+    ActivationBytes,
     ImageEngine,
     LanguageEngine,
     TorchEngine,
     WarmupCosine,
     adamw,
     choose_precision,
+    image_activations,
+    language_activations,
     seed_everything,
     sgd_nesterov,
 )
@@ -151,7 +151,7 @@ def _language(sizes: dict, vocabulary: int, layers: int) -> Workload:
         if value != usual
     )
     items, causal = sizes["batch_size"] * length, flops_per_token(config, length // 2)
-    kept = language_activations(config, sizes["batch_size"], length, sixteen_bit=False).kept()
+    kept = language_activations(config, sizes["batch_size"], length, sixteen_bit=False).saved()
     moved = {
         "optimizer": ADAMW_BYTES_A_PARAMETER * config.parameter_count,
         "logits": items * config.vocab_size * _LOGIT_BYTES,
@@ -178,7 +178,7 @@ def _image(sizes: dict) -> Workload:
     width, batch = sizes["width"], sizes["batch_size"]
     model, flops = resnet18(CLASSES, width), flops_per_image(CLASSES, width)
     parameters, stem = parameter_count(model), 2 * 9 * 3 * width * IMAGE_SIZE**2
-    kept = image_activations(width, batch, sixteen_bit=False).kept()
+    kept = image_activations(width, batch, sixteen_bit=False).saved()
     return Workload(
         kind="image",
         name=model.name,

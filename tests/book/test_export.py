@@ -3,11 +3,14 @@
 import json
 import shutil
 
+import pytest
+
 from hyperion.book.export import export_run
 from hyperion.book.plots import results_folder
 from hyperion.results import Row, Run, rows_from_csv
 
 
+@pytest.mark.slow
 def test_csv_and_json_hold_the_same_rows_and_pictures_lie_beside(run, material, tmp_path):
     copy = Run.open(shutil.copytree(run.folder, tmp_path / "copy"))
     names = export_run(copy)

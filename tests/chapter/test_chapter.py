@@ -181,7 +181,7 @@ def test_a_row_that_fails_in_a_worker_comes_back_with_the_others(tmp_path):
         for number, error in enumerate((0.0, 0.5, math.nan))
     ]
     pd.DataFrame({"x": [1]}).to_parquet(tmp_path / "samples.parquet")
-    answer = {"rows": rows_to_csv(rows), "source": ""}
+    answer = {"rows": rows_to_csv(rows), "metrics": {}, "source": ""}
     result = unpacked(answer, tmp_path / "samples.parquet", "e")
     assert [row.without_failed_value().value for row in result.rows] == [1.0, None, None]
 

@@ -69,6 +69,7 @@ def ceilings(folder):
     return gemm, bandwidth
 
 
+@pytest.mark.slow
 def test_gemm_leaves_a_row_for_each_cell_and_a_reason_where_there_is_none(ceilings):
     rows = [row for row in ceilings[0].rows if row.variant == "torch.mm"]
     assert {(row.dtype, row.params["m"]) for row in rows} == {(d, m) for d in ("fp32", "tf32", "bf16") for m in (64, 96)}
@@ -78,6 +79,7 @@ def test_gemm_leaves_a_row_for_each_cell_and_a_reason_where_there_is_none(ceilin
     assert len(measured) == 8 and all(row.n >= 30 and row.check == "float64 slice" for row in measured)
 
 
+@pytest.mark.slow
 def test_gemm_is_held_against_a_plain_loop_at_every_size(ceilings):
     ratios = [row for row in ceilings[0].rows if row.metric == "speedup"]
     assert [row.params["m"] for row in ratios] == [64, 96]
@@ -87,11 +89,13 @@ def test_gemm_is_held_against_a_plain_loop_at_every_size(ceilings):
         assert row.value == pytest.approx(rates["harness", m] / rates["plain loop", m])
 
 
+@pytest.mark.slow
 def test_bandwidth_in_a_cache_has_no_limit_and_says_why(ceilings):
     assert {row.variant for row in ceilings[1].rows} == {"copy", "scale", "add", "triad"}
     assert all(row.limit is None and row.limit_source.startswith("no limit: ") for row in ceilings[1].rows)
 
 
+@pytest.mark.slow
 def test_roofline_ridge_is_the_quotient_of_the_measured_ceilings(ceilings, folder):
     upstream = ceilings[0].rows + ceilings[1].rows
     result, _ = perform("roofline", {}, folder, upstream)
@@ -291,6 +295,7 @@ def test_a_compiled_classifier_is_evaluated_uncompiled_and_computes_the_same():
     assert calls == ["compiled"]
 
 
+@pytest.mark.slow
 def test_image_classifier_tests_once_a_seed_and_knows_the_best_possible(folder):
     sizes = {
         "width": 4,

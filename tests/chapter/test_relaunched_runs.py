@@ -4,11 +4,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from hyperion.commands.relaunch import print_launches, print_relaunch
+from hyperion.commands.compare import print_launches, print_relaunch
 from hyperion.hardware import detect_cpu
 from hyperion.hardware.telemetry import Telemetry
 from hyperion.measure import Launched, Relaunched, TimeAnswer, Timing
-from hyperion.measure.relaunch.relaunching import Plan
+from hyperion.measure.api.relaunching import Plan
 from hyperion.results import compare, relaunches
 
 WORK = """
@@ -37,6 +37,7 @@ def sides(tmp_path, monkeypatch):
     return tmp_path / "bench.py", tmp_path / "old", tmp_path / "new"
 
 
+@pytest.mark.process
 @pytest.mark.slow
 def test_real_launches_become_runs_that_compare_reads(sides, tmp_path, capsys):
     assert print_relaunch(*sides, launches=2, seconds=0.05) == 0  # two launches confirm nothing

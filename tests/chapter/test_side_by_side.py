@@ -11,8 +11,6 @@ from hyperion.chapter.side_by_side import run_counted, run_side_by_side
 from hyperion.processes import JobError
 from tests.chapter.toy import toy_context
 
-HERE = "tests.chapter.test_side_by_side:variant"
-
 
 def variant(context, report, name: str) -> Result:
     """What a variant leaves: a row with its process and threads, or an error."""
@@ -22,18 +20,21 @@ def variant(context, report, name: str) -> Result:
     return Result([context.row(name, "count", 1.0, params=params)], pd.DataFrame({"name": [name]}))
 
 
-def test_a_failing_variant_raises_with_its_own_words(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+@pytest.mark.process
+def test_a_failing_variant_raises_with_its_own_words(tmp_path):
     told = []
     with pytest.raises(JobError, match="a variant that fails"):
         run_side_by_side(
-            toy_context("toy", {}, tmp_path), lambda *report: told.append(report), HERE, [{"name": "sound"}, {"name": "broken"}]
+            toy_context("toy", {}, tmp_path),
+            lambda *report: told.append(report),
+            variant,
+            [{"name": "sound"}, {"name": "broken"}],
         )
     assert len(told) <= 1
 
 
 def test_on_a_cpu_what_is_counted_runs_here_in_order(tmp_path):
     variants = [{"name": "first"}, {"name": "second"}]
-    results = run_counted(toy_context("toy", {}, tmp_path), lambda *report: None, HERE, variants)
+    results = run_counted(toy_context("toy", {}, tmp_path), lambda *report: None, variant, variants)
     assert [result.rows[0].variant for result in results] == ["first", "second"]
     assert {result.rows[0].params["process"] for result in results} == {os.getpid()}

@@ -68,8 +68,8 @@ def test_the_hash_is_the_bases_with_or_without_adapters_and_sees_one_bit(trained
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"rank": 2}, "has r 4, the model's adapters 2"),
-        ({"alpha": 16}, "has lora_alpha 8, the model's adapters 16"),
+        ({"rank": 2}, "has r 4, but the model's adapters have 2"),
+        ({"alpha": 16}, "has lora_alpha 8, but the model's adapters have 16"),
         ({"targets": ("q_proj", "v_proj")}, "has target_modules"),
     ],
 )
@@ -106,7 +106,7 @@ def test_an_adapter_of_another_shape_or_base_is_refused(saved, tmp_path):
             ],
             "adapter_model.bin is a pickle",
         ),
-        (lambda f: [(f / "manifest.json").unlink(), (f / "adapter_config.json").write_text("[]")], "no JSON object"),
+        (lambda f: [(f / "manifest.json").unlink(), (f / "adapter_config.json").write_text("[]")], "not a JSON object"),
         (
             lambda f: [(f / "manifest.json").unlink(), (f / "adapter_config.json").write_text(json.dumps({"peft_type": "LOHA"}))],
             "has peft_type LOHA",

@@ -67,7 +67,7 @@ FORMS = {"single": (write_single, read_single), "sharded": (write_shards, read_s
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory):
-    """Two checkpoints of each form, and beside them a file that nobody may touch."""
+    """Two checkpoints of each form, and a file next to them that must not change."""
     made = {}
     for form, (write, _) in FORMS.items():
         made[form] = tmp_path_factory.mktemp(form) / "run"
@@ -436,7 +436,7 @@ def test_an_edited_checkpoint_alone_is_an_error(originals, form, tmp_path, capsy
     with copy_of(originals, form, tmp_path) as run:
         shutil.rmtree(run / "step-00000001")
         text_of_tree(deep(200_000))(newest(run))
-        with pytest.raises(CheckpointError, match="none of 1 checkpoints can be used; .*nested too deeply") as caught:
+        with pytest.raises(CheckpointError, match="none of the 1 checkpoints can be used; .*nested too deeply") as caught:
             FORMS[form][1](run)
         assert caught.value.where.name == "state.json"
 
@@ -696,8 +696,7 @@ def test_an_error_of_the_engines_own_code_is_raised_as_it_is(tmp_path):
 
 def write_run_of(folder: Path, engine) -> None:
     from hyperion.training import rng_state
-    from hyperion.training.history import History
-    from hyperion.training.meter import EpochMeter
+    from hyperion.training.history import EpochMeter, History
 
     shared = {
         "steps_in_epoch": 0,

@@ -76,10 +76,10 @@ def one_less(tensors):
 
 
 MISFITS = {
-    other_shape: "slice is float32 [4] there and float32 [5] here",
-    other_type: "half is bfloat16 [5] there and float32 [5] here",
+    other_shape: "slice is float32 [4] in the checkpoint and float32 [5] here",
+    other_type: "half is bfloat16 [5] in the checkpoint and float32 [5] here",
     one_more: "bias is not in the checkpoint",
-    one_less: "step is in the checkpoint, and this model and optimizer have none",
+    one_less: "step is in the checkpoint, but not in this model and optimizer",
 }
 
 
@@ -140,7 +140,7 @@ def test_a_file_that_may_not_be_written_is_told_in_the_systems_words(tmp_path):
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
     try:
-        with pytest.raises(CheckpointError, match="the tensors could not be written: File too large"):
+        with pytest.raises(CheckpointError, match="cannot write the tensors: File too large"):
             write_sharded(tmp_path, state_of())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -106,10 +106,10 @@ def test_a_missing_file_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ('{"x": {"$tensor": "y"}}', "not the tensor of its name"),
-        ('{"x": {"$tensor": ["x"]}}', "not the tensor of its name"),
+        ('{"x": {"$tensor": "y"}}', "not the tensor of that name"),
+        ('{"x": {"$tensor": ["x"]}}', "not the tensor of that name"),
         ('{"x": {"$tensor": "x"}, "y": {"$tensor": "y"}}', "the tensor 'y' is not stored"),
-        ("{}", "names no place for the tensor 'x'"),
+        ("{}", "does not refer to the stored tensor 'x'"),
         ('{"x": {"$tensor": "x"}, "y": 1e999}', "1e999 is too large for a number"),
         ('{"x": {"$tensor": "x"}, "x": {"$tensor": "x"}}', "twice"),
         ("[1]", "list"),
@@ -126,7 +126,7 @@ def test_a_state_that_does_not_belong_to_its_tensors_is_refused(tmp_path, conten
 
 
 def test_two_tensors_of_one_path_are_refused_instead_of_one_being_lost(tmp_path):
-    with pytest.raises(CheckpointError, match="two tensors of one path 'a/b'"):
+    with pytest.raises(CheckpointError, match="two tensors have the path 'a/b'"):
         write_state(tmp_path, {"a/b": torch.ones(2), "a": {"b": torch.zeros(2)}})
 
 

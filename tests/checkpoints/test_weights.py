@@ -4,9 +4,10 @@ import hashlib
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch import nn
 
-from hyperion.checkpoints import CheckpointError, save
+from hyperion.checkpoints import CheckpointError, export_model, save
 from hyperion.checkpoints.folders import saving
 from hyperion.checkpoints.sharded import write_sharded
 from hyperion.checkpoints.weights import read_weights
@@ -101,7 +102,33 @@ def test_what_holds_no_tensors_is_refused_by_name(tmp_path, name, content, why):
 
 
 def test_other_objects_and_missing_files_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="no state dict"):
+    with pytest.raises(CheckpointError, match="not a state dict"):
         read_weights(pickled(tmp_path, [1, 2]))
     with pytest.raises(CheckpointError, match="no such file"):
         read_weights(tmp_path / "nowhere.pt")
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.norm = nn.BatchNorm1d(3)
+
+
+def test_the_file_is_a_plain_state_dict(tmp_path):
+    model = Tied()
+    path = export_model(model, tmp_path / "deep" / "model.safetensors")
+    other = Tied()
+    other.load_state_dict(load_file(path))
+    assert other.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+    assert [file.name for file in path.parent.iterdir()] == ["model.safetensors"]
+
+
+def test_a_refused_export_leaves_the_file_that_was_there(tmp_path):
+    path = export_model(Tied(), tmp_path / "model.safetensors")
+    before = path.read_bytes()
+    with pytest.raises(CheckpointError, match="cannot export the model: File exists"):
+        export_model(Tied(), path / "below")
+    assert path.read_bytes() == before

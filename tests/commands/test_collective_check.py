@@ -17,6 +17,7 @@ from hyperion.hardware.telemetry import unreadable
 from hyperion.measure import CollectiveMeasurement, Timing, Verification
 from hyperion.measure.collectives.collectives import ALL_COLLECTIVES
 from hyperion.processes import Job, RankError, run_ranks
+from tests.measure import collective_ranks
 
 ROOT = Path(hyperion.__file__).resolve().parent.parent
 SCRIPT = ROOT / "phase2_development" / "test_nccl.py"
@@ -31,6 +32,7 @@ def torchrun(words: list[str], folder: Path, **environment) -> tuple[subprocess.
     return done, time.monotonic() - started
 
 
+@pytest.mark.process
 def test_the_command_runs_as_printed_from_any_directory(tmp_path):
     done, _ = torchrun([str(SCRIPT), "--sizes", "8,20K", "--dtypes", "bf16", "--overlap", "64K"], tmp_path, PYTHONPATH="")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -46,21 +48,23 @@ def test_the_command_runs_as_printed_from_any_directory(tmp_path):
     assert verdict.startswith("ok: 14 collectives, every value right on each of 2 ranks")
 
 
+@pytest.mark.process
 def test_a_rank_that_hangs_is_named_with_the_place_where_it_stands(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
     started = time.monotonic()
     with pytest.raises(RankError) as ended:
-        job = Job("tests.measure.collective_ranks:hangs", {"name": "send_recv"}, timeout_s=100, ranks=2)
+        job = Job(collective_ranks.hangs, {"name": "send_recv"}, timeout_s=100, ranks=2)
         run_ranks(job, on_line=lambda line: None)
     assert time.monotonic() - started < 60
     assert ended.value.rank == 1
     told = ended.value.what
-    assert re.search(r"rank 1 did not arrive: the last it entered was collective \d+ \(", told)
-    assert "rank 0 arrived at collective" in told and "rank 0 did not arrive" not in told
-    assert "rank 1 stands at:" in told and "time.sleep(600)" in told
+    assert re.search(r"rank 1 is missing: the last it entered was collective \d+ \(", told)
+    assert "rank 0 reached collective" in told and "rank 0 is missing" not in told
+    assert "stack of rank 1:" in told and "time.sleep(600)" in told
 
 
+@pytest.mark.process
 def test_a_rank_that_dies_is_named_with_its_signal():
     done, seconds = torchrun(["-m", "tests.measure.collective_ranks", "reduce"], ROOT)
     assert done.returncode != 0 and seconds < 60
@@ -93,6 +97,7 @@ def test_the_size_that_is_large_enough_is_told_for_every_sweep_of_three_sizes():
     assert second.startswith("bf16 all_gather: 90% of its bandwidth from 68.7 MiB on") and "36 M parameters" in second
 
 
+@pytest.mark.process
 def test_what_does_not_fit_into_memory_is_left_out_and_said(monkeypatch, capsys):
     """An all-reduce of an exbibyte is not tried, and the others are."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

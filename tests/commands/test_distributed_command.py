@@ -71,6 +71,7 @@ def stopped(place):
     return "".join(said), command.wait(120), next((folder / "results").glob("*-run_distributed-language_fsdp"))
 
 
+@pytest.mark.process
 def test_sigterm_saves_and_says_how_to_go_on(stopped):
     said, code, run = stopped
     assert code == 75, said
@@ -82,6 +83,7 @@ def test_sigterm_saves_and_says_how_to_go_on(stopped):
     assert not (run.parent / "latest").exists()
 
 
+@pytest.mark.process
 def test_torchrun_goes_on_with_it_and_every_rank_has_its_row(stopped, place, capsys):
     _, _, folder = stopped
     done = call(place, [*TORCHRUN, "--resume", str(folder)])
@@ -106,6 +108,7 @@ def test_torchrun_goes_on_with_it_and_every_rank_has_its_row(stopped, place, cap
     assert f"--steps 9, and the run was started with {STEPS}" in capsys.readouterr().err
 
 
+@pytest.mark.process
 def test_of_two_ranks_one_tells_why_nothing_begins(place):
     done = call(place, [*TORCHRUN, "--batch_size", "5", "--base_dir", "."])
     assert done.returncode != 0
@@ -149,6 +152,7 @@ def test_one_training_that_fails_does_not_end_the_others(tmp_path, monkeypatch, 
     assert (tested.n, tested.params["split"], tested.params["step"]) == (20, "test", 2)
 
 
+@pytest.mark.process
 def test_the_shell_script_starts_a_rank_for_each_device(tmp_path):
     interpreter = tmp_path / "python"  # says what it was started with, and ends with a code of its own
     interpreter.write_text('#!/bin/sh\n[ "$1" = -c ] && echo 3 && exit\nprintf "%s\\n" "$@"\nexit 41\n')

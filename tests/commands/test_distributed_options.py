@@ -91,14 +91,14 @@ def test_random_weights_are_said_aloud_and_fit_the_device():
         ("--steps -1", "'-1' is no whole number above 0", "--help"),
         ("--batch_size many", "'many' is no whole number above 0", "--help"),
         ("--precision tf32", "cannot train in tf32", "choose auto or fp32"),
-        ("--precision int4", "invalid choice: 'int4'", "--help"),
-        ("--model gpt5", "invalid choice: 'gpt5'", "--help"),
+        ("--precision int4", "'int4' is not one of auto, fp32", "--help"),
+        ("--model gpt5", "'gpt5' is not one of language_ddp", "--help"),
         ("--batch_size 5", "2 ranks do not divide a batch of 5", "a multiple of 2"),
         ("--model all --batch_size 5", "2 ranks do not divide a batch of 5", "a multiple of 2"),
         ("--model llama --model_id random_llama_7b", "no random Llama is named 'random_llama_7b'", "random_llama_1b"),
         ("--base_dir /no/such/place", "is no folder", "--help"),
         ("--run nothing", "no run 'nothing'", "name one of"),
-        ("--frobnicate", "unrecognized arguments: --frobnicate", "--help"),
+        ("--frobnicate", "No such option: --frobnicate", "--help"),
     ],
 )
 def test_what_means_nothing_is_refused_with_reason_and_next_step(line, why, remedy):

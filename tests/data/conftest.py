@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from tests.data.cifar10_files import LABELS_SHA256, numbered_pictures, write_layout
 
 

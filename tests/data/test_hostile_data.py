@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.data.cifar10_files import binary_batch, numbered_pictures, python_batch, write_layout
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,6 +43,7 @@ from hyperion.data.text.corpus import count_non_empty, count_words_with_eos
 from hyperion.data.text.tokenizer import train_tokenizer
 from hyperion.data.text.wikitext2 import synthetic_corpus
 from hyperion.errors import HyperionError
+from tests.data.cifar10_files import binary_batch, numbered_pictures, python_batch, write_layout
 from tests.hostile import determined, watched
 
 SPLITS = ("train", "valid", "test")

@@ -1,8 +1,11 @@
 """The whole visit: every check answers, and one that breaks does not end it."""
 
+import pytest
+
 from hyperion.doctor import CHECKS, CheckResult, run_checks
 
 
+@pytest.mark.process
 def test_every_check_answers_on_this_machine():
     results = run_checks()
     assert [result.id for result in results] == [check.__name__.removeprefix("check_") for check in CHECKS]

@@ -2,8 +2,10 @@
 
 from dataclasses import asdict, replace
 
+import pytest
+
 from hyperion.doctor import judge
-from hyperion.doctor.floor_modes import ALL, MODULE, ONE, modes_of
+from hyperion.doctor.floor_modes import ALL, MODULE, ONE, measure_on_rank, modes_of
 from hyperion.doctor.floors import MET
 from hyperion.hardware import Floor, detect
 from hyperion.processes import Job, run_ranks
@@ -36,6 +38,7 @@ def test_other_gpus_have_no_modules(tmp_path):
     assert modes_of([detect(h200, index) for index in range(2)], tmp_path) == {ONE: [0], ALL: [0, 1]}
 
 
+@pytest.mark.process
 def test_processes_measure_alone_and_at_once_and_reduce_together():
     small = [
         Floor("gemm", "fp32", 64, 1e-9, "TFLOPS", "small", "ours"),
@@ -43,7 +46,7 @@ def test_processes_measure_alone_and_at_once_and_reduce_together():
         Floor("all_reduce", "fp32", 1 << 16, 1e-6, "GB/s", "small", "ours", ranks=2),
     ]
     params = {"floors": [asdict(floor) for floor in small], "modes": {ONE: [0], ALL: [0, 1]}, "time_limit_s": 0.05, "heat_s": 0.0}
-    job = Job("hyperion.doctor.floor_modes:measure_on_rank", params, timeout_s=100, ranks=2)
+    job = Job(measure_on_rank, params, timeout_s=100, ranks=2)
     rows = [Row(**entry) for answer in run_ranks(job, on_line=lambda line: None) for entry in answer["rows"]]
     for measured in rows:
         measured.validate()

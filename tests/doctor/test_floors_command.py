@@ -3,11 +3,14 @@
 from dataclasses import replace
 
 import pandas as pd
+import pytest
 
 from hyperion.hardware import detect_cpu, fingerprint
 from hyperion.results import Run
 from tests.doctor.test_floors import NODE, healthy
 from tests.test_cli import hyperion
+
+pytestmark = pytest.mark.process
 
 
 def stored(folder, **changes):

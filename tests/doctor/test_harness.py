@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from hyperion.cli import app
 from hyperion.doctor import harness
 from hyperion.measure.clock import checks
-from hyperion.measure.faults.self_test import FaultResult
+from hyperion.measure.faults.planted_faults import FaultResult
 
 
 def test_all_faults_are_caught_here_and_the_exit_code_is_0():

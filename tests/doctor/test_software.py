@@ -29,6 +29,7 @@ def test_a_broken_torchvision_is_reported_with_its_cause():
     assert (result.status, result.remedy) == ("fail", "make setup") and "undefined symbol" in result.evidence
 
 
+@pytest.mark.process
 def test_a_real_kernel_starts_in_this_interpreter():
     result = software.check_notebook_kernel()
     assert (result.status, result.evidence) == ("ok", f"a kernel started in {sys.executable}")

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from hyperion.doctor import torch_checks
-from hyperion.install.machine import Machine
+from hyperion.install.machine import DetectedAccelerator
 from hyperion.install.plan import Build
 
 CPU, CUDA, ROCM = Build("2.13.0+cpu"), Build("2.13.0", cuda="13.0"), Build("2.13.0+rocm7.2", hip="7.2.1")
-NO_GPU = Machine("cpu", "no AMD or NVIDIA GPU with a driver")
-AMD = Machine("rocm", "8 AMD GPU(s), gfx90a", rocm_version=(7, 2))
+NO_GPU = DetectedAccelerator("cpu", "no AMD or NVIDIA GPU with a driver")
+AMD = DetectedAccelerator("rocm", "8 AMD GPU(s), gfx90a", rocm_version=(7, 2))
 
 
 @pytest.mark.parametrize(
@@ -20,8 +20,8 @@ AMD = Machine("rocm", "8 AMD GPU(s), gfx90a", rocm_version=(7, 2))
         (CPU, AMD, "", "fail"),
         (CUDA, AMD, "", "fail"),
         (CPU, AMD, "cpu", "ok"),
-        (CPU, Machine("cpu", "no GPU", note="an AMD display without a driver"), "", "warn"),
-        (ROCM, Machine("rocm", "gfx90a", problem="may not be opened", remedy="join render"), "", "fail"),
+        (CPU, DetectedAccelerator("cpu", "no GPU", note="an AMD display without a driver"), "", "warn"),
+        (ROCM, DetectedAccelerator("rocm", "gfx90a", problem="may not be opened", remedy="join render"), "", "fail"),
     ],
 )
 def test_the_build_against_the_machine(build, machine, override, status):

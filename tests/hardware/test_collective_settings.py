@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from hyperion.hardware import fingerprint
-from hyperion.hardware.collective_settings import collective_settings
+from hyperion.hardware.facts import collective_settings
 
 
 def test_settings_of_every_vendor_are_kept_and_nothing_else():

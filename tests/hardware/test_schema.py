@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyperion.hardware.precision import PATHS
+from hyperion.hardware.device import PATHS
 from hyperion.hardware.schema import AGREEMENT, Cell, Link, Memory, SchemaFault, SpecificationFile, build
 from hyperion.hardware.specs import SPECS_FILE
 

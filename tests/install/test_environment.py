@@ -8,13 +8,13 @@ import pytest
 
 from hyperion.errors import HyperionError
 from hyperion.install import environment, interpreter
-from hyperion.install.machine import Machine
+from hyperion.install.machine import DetectedAccelerator
 from hyperion.install.plan import Build, Choice, choose
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU, CPU_CHOICE = Build("2.13.0+cpu"), Choice("cpu")
-NO_GPU = Machine("cpu", "no AMD or NVIDIA GPU with a driver")
-AMD = Machine("rocm", "8 AMD GPU(s), gfx90a", rocm_version=(7, 1))
+NO_GPU = DetectedAccelerator("cpu", "no AMD or NVIDIA GPU with a driver")
+AMD = DetectedAccelerator("rocm", "8 AMD GPU(s), gfx90a", rocm_version=(7, 1))
 
 
 @pytest.fixture
@@ -41,6 +41,7 @@ def checkout(tmp_path, monkeypatch):
 CPU_CHOICE = Choice("cpu")
 
 
+@pytest.mark.process
 def test_a_second_set_up_installs_nothing_and_changed_requirements_update_in_place(checkout):
     root, calls = checkout
     python = environment.ensure_environment(root, NO_GPU, CPU_CHOICE)
@@ -80,6 +81,7 @@ def test_damage_is_noticed(finished, tmp_path, damage):
     assert environment.is_intact(folder, environment.read_stamp(folder)) is (damage == "none")
 
 
+@pytest.mark.process
 def test_a_moved_environment_is_made_anew(checkout, tmp_path):
     root, calls = checkout
     environment.ensure_environment(root, NO_GPU, CPU_CHOICE)
@@ -90,6 +92,7 @@ def test_a_moved_environment_is_made_anew(checkout, tmp_path):
     assert not (root / ".venv/left over").exists()
 
 
+@pytest.mark.process
 def test_an_install_that_fails_leaves_no_finished_stamp(checkout, monkeypatch):
     root, calls = checkout
     works = environment.install_packages
@@ -113,6 +116,7 @@ def test_an_environment_of_the_readers_own_is_not_touched(checkout):
     assert "PYTHON=.venv/bin/python" in caught.value.next_step and not calls and (root / ".venv/bin/python").exists()
 
 
+@pytest.mark.process
 def test_a_build_that_pip_made_unfit_is_refused_and_not_stamped(checkout):
     root, _ = checkout
     with pytest.raises(HyperionError, match="cannot use this machine's AMD GPU"):

@@ -12,18 +12,21 @@ from hyperion.install import interpreter
 from hyperion.install.plan import Build
 
 
+@pytest.mark.process
 def test_inspection_reads_the_real_torch_without_importing_it():
     found = interpreter.inspect(Path(sys.executable))
     assert found.torch == Build(str(torch.__version__), torch.version.cuda, torch.version.hip)
     assert found.version == sys.version_info[:3] and found.torchvision and "numpy" in found.packages
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("python", "cause"), [("/no/such/python", "cannot be run"), ("/bin/false", "does not work")])
 def test_an_interpreter_that_does_not_run_is_named(python, cause):
     with pytest.raises(HyperionError, match=f"{python} {cause}"):
         interpreter.inspect(Path(python))
 
 
+@pytest.mark.process
 def test_an_old_python_is_refused(tmp_path):
     old = tmp_path / "python3"
     answer = '{"version": [3, 10, 13], "base": "/usr", "torch": null, "torchvision": false, "packages": {}}'
@@ -33,6 +36,7 @@ def test_an_old_python_is_refused(tmp_path):
         interpreter.inspect(old)
 
 
+@pytest.mark.process
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine's torch opens a GPU")
 def test_a_gpu_build_that_opens_no_gpu_is_refused_with_the_masks(monkeypatch):
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "7")

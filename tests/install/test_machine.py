@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from hyperion.errors import HyperionError
-from hyperion.install.machine import Facts, Machine, collect_facts, decide
+from hyperion.install.machine import DetectedAccelerator, Facts, collect_facts, decide
 from hyperion.install.plan import Choice, choose
 
-NO_GPU = Machine("cpu", "no AMD or NVIDIA GPU with a driver")
+NO_GPU = DetectedAccelerator("cpu", "no AMD or NVIDIA GPU with a driver")
 
 
 def write(root: Path, path: str, text: str = "") -> None:

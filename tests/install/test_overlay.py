@@ -10,13 +10,13 @@ import pytest
 
 from hyperion.errors import HyperionError
 from hyperion.install import environment, interpreter, overlay, plan
-from hyperion.install.machine import Machine
+from hyperion.install.machine import DetectedAccelerator
 from hyperion.install.plan import Choice, choose
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_CHOICE = Choice("cpu")
-NO_GPU = Machine("cpu", "no AMD or NVIDIA GPU with a driver")
-AMD = Machine("rocm", "8 AMD GPU(s), gfx90a", rocm_version=(7, 1))
+NO_GPU = DetectedAccelerator("cpu", "no AMD or NVIDIA GPU with a driver")
+AMD = DetectedAccelerator("rocm", "8 AMD GPU(s), gfx90a", rocm_version=(7, 1))
 
 
 def write(root: Path, path: str, text: str = "") -> None:
@@ -85,6 +85,7 @@ def listing(python: Path) -> list[str]:
     return environment.site_entries(python.parent.parent)
 
 
+@pytest.mark.process
 def test_missing_packages_are_laid_over_and_nothing_there_changes(site_python, offline, small_checkout):
     wheel(offline, "tinypack", "1.3", "numpy>=1.0")
     wheel(offline, "tinypack", "1.4", "numpy>=1.0")
@@ -100,6 +101,7 @@ def test_missing_packages_are_laid_over_and_nothing_there_changes(site_python, o
     assert variables["PYTHONNOUSERSITE"] == "1"
 
 
+@pytest.mark.process
 def test_the_first_call_already_finds_what_jupyter_needs(site_python, offline, small_checkout, monkeypatch):
     monkeypatch.setenv("JUPYTER_PATH", "/of/the/site")
     wheel(offline, "tinypack", "1.3", shared="jupyter/nbconvert/templates/lab/index.html.j2")
@@ -111,6 +113,7 @@ def test_the_first_call_already_finds_what_jupyter_needs(site_python, offline, s
     assert overlay.ensure_overlay(small_checkout, site_python, [], NO_GPU, CPU_CHOICE) == first
 
 
+@pytest.mark.process
 def test_a_second_call_fetches_nothing_and_extras_are_added_when_needed(site_python, offline, small_checkout):
     wheel(offline, "tinypack", "1.3")
     wheel(offline, "tinytest", "3.0")
@@ -121,6 +124,7 @@ def test_a_second_call_fetches_nothing_and_extras_are_added_when_needed(site_pyt
     assert subprocess.run([site_python, "-c", "import tinypack, tinytest"], env=variables).returncode == 0
 
 
+@pytest.mark.process
 def test_a_pin_that_conflicts_with_the_site_gives_way(site_python, offline, small_checkout):
     wheel(offline, "tinypack", "1.3", "numpy<2")
     wheel(offline, "tinypack", "1.2", "numpy>=2")
@@ -129,6 +133,7 @@ def test_a_pin_that_conflicts_with_the_site_gives_way(site_python, offline, smal
     assert subprocess.run([site_python, "-c", code], env=variables, capture_output=True, text=True).stdout == "1.2\n"
 
 
+@pytest.mark.process
 def test_without_a_network_the_missing_are_named_with_the_command(site_python, offline, small_checkout):
     with pytest.raises(HyperionError, match=r"lacks tinypack>=1\.2") as caught:
         overlay.ensure_overlay(small_checkout, site_python, [], NO_GPU, CPU_CHOICE)
@@ -136,6 +141,7 @@ def test_without_a_network_the_missing_are_named_with_the_command(site_python, o
     assert not list((small_checkout / ".overlay").glob("*/packages"))
 
 
+@pytest.mark.process
 def test_a_numpy_out_of_range_is_refused_not_replaced(site_python, offline, small_checkout):
     text = (small_checkout / "pyproject.toml").read_text().replace("numpy>=2.0", "numpy>=3.0")
     (small_checkout / "pyproject.toml").write_text(text)
@@ -143,11 +149,13 @@ def test_a_numpy_out_of_range_is_refused_not_replaced(site_python, offline, smal
         overlay.ensure_overlay(small_checkout, site_python, [], NO_GPU, CPU_CHOICE)
 
 
+@pytest.mark.process
 def test_a_site_build_that_does_not_fit_the_machine_is_refused(site_python, offline, small_checkout):
     with pytest.raises(HyperionError, match="cannot use this machine's AMD GPU"):
         overlay.ensure_overlay(small_checkout, site_python, [], AMD, choose(AMD))
 
 
+@pytest.mark.process
 def test_an_environment_without_torch_is_refused(tmp_path, small_checkout):
     venv.create(tmp_path / "bare", with_pip=False)
     with pytest.raises(HyperionError, match="has no torch"):

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from hyperion.errors import HyperionError
 from hyperion.install import environment, plan
-from hyperion.install.machine import Machine
+from hyperion.install.machine import DetectedAccelerator
 from hyperion.install.plan import Build, Choice, check_build, choose, plan_packages
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU, CUDA, ROCM = Build("2.13.0+cpu"), Build("2.13.0", cuda="13.0"), Build("2.13.0+rocm7.2", hip="7.2.53211")
-NO_GPU = Machine("cpu", "no AMD or NVIDIA GPU with a driver")
-AMD = Machine("rocm", "8 AMD GPU(s), gfx90a", rocm_version=(7, 1))
-NVIDIA = Machine("cuda", "NVIDIA driver 580.159.04")
+NO_GPU = DetectedAccelerator("cpu", "no AMD or NVIDIA GPU with a driver")
+AMD = DetectedAccelerator("rocm", "8 AMD GPU(s), gfx90a", rocm_version=(7, 1))
+NVIDIA = DetectedAccelerator("cuda", "NVIDIA driver 580.159.04")
 
 
 def report(version: str, needs: list[str] | None = None) -> dict:
@@ -132,10 +132,10 @@ def test_a_fitting_build_passes(build, machine, override):
         (CPU, AMD, "", r"cuda None, hip None.* cannot use this machine's AMD GPU"),
         (CPU, NVIDIA, "", "cannot use this machine's NVIDIA GPU"),
         (CUDA, AMD, "", r"cuda build.*cannot use this machine's AMD GPU"),
-        (CUDA, NO_GPU, "", "shows no NVIDIA GPU with a driver"),
-        (ROCM, NO_GPU, "", "shows no AMD GPU with a driver"),
-        (CPU, NO_GPU, "rocm7.2", r"TORCH=rocm7\.2 was asked for"),
-        (ROCM, NO_GPU, "rocm7.1", r"TORCH=rocm7\.1 was asked for"),
+        (CUDA, NO_GPU, "", "has no NVIDIA GPU with a driver"),
+        (ROCM, NO_GPU, "", "has no AMD GPU with a driver"),
+        (CPU, NO_GPU, "rocm7.2", r"TORCH=rocm7\.2 was requested"),
+        (ROCM, NO_GPU, "rocm7.1", r"TORCH=rocm7\.1 was requested"),
         (Build("2.8.0+cpu"), NO_GPU, "", "older than torch 2.9"),
     ],
 )

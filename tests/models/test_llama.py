@@ -8,6 +8,7 @@ from hyperion.data.batches.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError
 from hyperion.models import (
     LlamaLM,
+    layout_of,
     llama_flops_per_token,
     llama_lora_parameter_count,
     llama_parameter_count,
@@ -16,7 +17,7 @@ from hyperion.models import (
     random_llama_config,
     require_vocabulary,
 )
-from hyperion.parallel import add_lora, expected_lora_parameters, layout_of
+from hyperion.parallel import add_lora, expected_lora_parameters
 from hyperion.parallel.lora import ATTENTION
 
 NAME, V = "random_llama_d64_l2", 300
@@ -56,7 +57,7 @@ def test_flops_are_those_that_torch_counts(model, rank):
     with FlopCounterMode(display=False) as both:
         loss().backward()
     expected = llama_flops_per_token(model.config, 16, rank, ATTENTION if rank else ())
-    # Some versions of transformers form the rotary angles by a product too: 2 H T / 2 FLOPs a batch, which nobody counts.
+    # Some versions of transformers compute the rotary angles by a product too: 2 H T / 2 FLOPs per batch, not in the formula.
     assert forward.get_total_flops() == pytest.approx(48 * expected.forward, rel=1e-4)
     assert both.get_total_flops() == pytest.approx(48 * expected.forward_backward, rel=1e-4)
 
@@ -105,13 +106,13 @@ def test_the_same_seed_gives_the_same_weights():
 def test_a_tokenizer_of_another_model_is_refused(model):
     require_vocabulary(V, model)
     require_vocabulary(V - 10, model)  # rows beyond the tokenizer: padded to a round number
-    with pytest.raises(HyperionError, match=f"largest id is 50256, the model's embedding has {V} rows") as caught:
+    with pytest.raises(HyperionError, match=f"largest id is 50256, but the model's embedding has {V} rows") as caught:
         require_vocabulary(50257, model)
-    assert "tokenizer that lies beside" in caught.value.next_step
-    with pytest.raises(HyperionError, match="it was trained with another one"):
+    assert "tokenizer from the folder of the model" in caught.value.next_step
+    with pytest.raises(HyperionError, match="it was trained with another tokenizer"):
         require_vocabulary(32_000, load_llama(NAME, vocab_size=50257, device="meta"))
     model.config.vocab_size = V + 1
-    with pytest.raises(HyperionError, match=f"has {V} rows, the configuration states {V + 1}"):
+    with pytest.raises(HyperionError, match=f"has {V} rows, but the configuration says {V + 1}"):
         require_vocabulary(V, model)
 
 

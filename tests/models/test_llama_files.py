@@ -80,20 +80,20 @@ def remove_a_shard(folder):
     "spoil, message",
     [
         (remove_a_shard, r"the shard model-0000\d-of-0000\d.safetensors is missing"),
-        (cut, "is cut off or no safetensors"),
-        (drop_a_tensor, "lacks .*, which model.safetensors.index.json places there"),
-        (lambda f: edit(f / INDEX, weight_map={}), "no file holds the tensor model.embed_tokens.weight"),
-        (lambda f: edit(f / INDEX, weight_map=[]), "holds no weight_map"),
+        (cut, "is truncated or not in safetensors format"),
+        (drop_a_tensor, "lacks the tensor .* that model.safetensors.index.json lists"),
+        (lambda f: edit(f / INDEX, weight_map={}), "no file contains the tensor model.embed_tokens.weight"),
+        (lambda f: edit(f / INDEX, weight_map=[]), "has no weight_map"),
         (only_pickles, r"pickles \(pytorch_model.bin\)"),
-        (lambda f: [path.unlink() for path in f.glob("*safetensors*")], "no model.safetensors and no"),
+        (lambda f: [path.unlink() for path in f.glob("*safetensors*")], "neither model.safetensors nor"),
         (lambda f: edit(f / INDEX, weight_map={"lm_head.weight": "../elsewhere.safetensors"}), "leaves its folder"),
         (lambda f: edit(f / INDEX, weight_map={"lm_head.weight": 3}), "names no file"),
         (lambda f: (f / "config.json").write_text("[" * 100_000), "config.json cannot be read: .*nested too deeply"),
         (lambda f: edit(f / "config.json", model_type="mistral"), "type 'mistral', not 'llama'"),
-        (lambda f: edit(f / "config.json", vocab_size=299), r"shape \[300, 64\], config.json asks for \[299, 64\]"),
+        (lambda f: edit(f / "config.json", vocab_size=299), r"shape \[300, 64\], but config.json requires \[299, 64\]"),
         (lambda f: edit(f / "config.json", quantization_config={}), "quantised"),
         (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read"),
-        (lambda f: (f / "config.json").write_text("[]"), "no JSON object"),
+        (lambda f: (f / "config.json").write_text("[]"), "is not a JSON object"),
     ],
     ids=[
         "missing shard",
@@ -130,7 +130,7 @@ def test_one_file_and_tied_embeddings_are_enough(tmp_path):
 
 
 def test_names_that_are_nothing_and_a_silent_network_fail_at_once(tmp_path):
-    with pytest.raises(HyperionError, match="is no folder, no random configuration and no id"):
+    with pytest.raises(HyperionError, match="is not a folder, a random configuration, or an id"):
         load_llama(tmp_path / "absent")
     with pytest.raises(HyperionError, match="no network"):
         load_llama("organisation/model")
@@ -149,7 +149,7 @@ def test_the_hub_is_asked_once_and_what_came_is_verified(saved, tmp_path, serve,
     assert fetched == {path.name for path in saved.iterdir()}
     shutil.rmtree(site)
     assert torch.equal(load_llama("org/small").lm_head.weight, model.lm_head.weight)
-    with pytest.raises(HyperionError, match="the hub does not give out org/other: HTTP Error 404"):
+    with pytest.raises(HyperionError, match="the hub refuses to serve org/other: HTTP Error 404"):
         load_llama("org/other")
 
 

@@ -96,7 +96,7 @@ def test_a_smaller_model_never_bears_the_full_name():
 def test_another_model_is_refused(monkeypatch):
     convolutions = lambda self: torch.nn.Sequential(torch.nn.Conv2d(3, 64, 7), torch.nn.Linear(128, 1000))  # noqa: E731
     monkeypatch.setattr(VisionTransformer, "_make", convolutions)
-    with pytest.raises(HyperionError, match="vit_b_16 has 86,567,656 parameters, but what was built has 138,472"):
+    with pytest.raises(HyperionError, match="vit_b_16 has 86,567,656 parameters, but the built model has 138,472"):
         reference_model("vit_b_16").build()
 
 

@@ -169,7 +169,7 @@ def communication() -> dict[str, int]:
 
 
 def own_group() -> dict[str, list[float]]:
-    """Losses of a model that is this rank's alone, with weights that no other rank has: plainly, and laid over a group of one."""
+    """Losses of a model of this rank alone, with its own weights: plain, and distributed over a group of one."""
     here, losses = world().alone(), {}
     for name in ("alone", "ddp", "fsdp"):
         torch.manual_seed(10 + world().rank)
@@ -183,7 +183,7 @@ def own_group() -> dict[str, list[float]]:
 
 
 def agreement() -> dict[str, str]:
-    """Faults on one rank, as every rank is told of them."""
+    """Faults on one rank, as raised on every rank."""
     model = small.language_engine(PLANS["ddp"]).model
     found = {"clean": _error(lambda: assert_ranks_agree(model))}
     if world().rank == 1:

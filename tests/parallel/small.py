@@ -42,7 +42,7 @@ def tiny_llama(seed: int = 0) -> nn.Module:
 
 
 def here_or_alone(plan: ParallelPlan | None) -> World:
-    """The ranks of a plan; without one a device alone, also beside other ranks."""
+    """The ranks of a plan; without one a single device, even on one of several ranks."""
     return ALONE if plan is None else world()
 
 

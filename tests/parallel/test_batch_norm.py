@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hyperion.parallel import average_statistics
-from hyperion.parallel.batch_norm import frozen_statistics
+from hyperion.parallel.activation_checkpoints import frozen_statistics
 
 
 def statistics(norm: nn.BatchNorm1d) -> list:

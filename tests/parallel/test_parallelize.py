@@ -1,4 +1,4 @@
-"""A model laid over two ranks trains as it does on one device."""
+"""A model distributed over two ranks trains as on one device."""
 
 import copy
 import functools
@@ -30,6 +30,7 @@ def relative(curve, reference, column: int) -> float:
     return float(np.max(np.abs(found - expected) / np.abs(expected)))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("plan", SHARED)
 def test_a_transformer_trains_as_on_one_device(answers, plan):
     found, alone = answers[0]["language"][plan], answers[0]["language"]["alone"]
@@ -44,6 +45,7 @@ def test_a_transformer_trains_as_on_one_device(answers, plan):
     assert (parts[:, :, 4].sum(axis=0) == parts[0, :, 2]).all()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
 def test_ranks_with_different_numbers_of_tokens_make_one_devices_step(answers, plan):
     alone = answers[0]["uneven"]["alone"]
@@ -55,6 +57,7 @@ def test_ranks_with_different_numbers_of_tokens_make_one_devices_step(answers, p
     assert curves[0][0][3] == 0.0 and math.isfinite(curves[0][0][0]), "a rank without any target"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("plan", SHARED_IMAGES)
 def test_a_resnet_trains_as_on_one_device_that_normalises_by_parts(answers, plan):
     found, alone = answers[0]["images"][plan], answers[0]["images"]["alone"]
@@ -63,12 +66,14 @@ def test_a_resnet_trains_as_on_one_device_that_normalises_by_parts(answers, plan
     assert found["steps counted"] == small.IMAGE_STEPS, "checkpointing does not count a batch twice"
 
 
+@pytest.mark.process
 def test_running_statistics_are_the_same_with_and_without_checkpointing_and_on_all_ranks(answers):
     ddp, checkpointed = (answers[0]["images"][plan]["running"] for plan in SHARED_IMAGES)
     np.testing.assert_allclose(checkpointed, ddp, rtol=1e-9, atol=1e-12)
     assert answers[1]["images"]["ddp"]["running"] == ddp
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("task", "plan"), [*(("language", p) for p in SHARED), *(("images", p) for p in SHARED_IMAGES)])
 def test_evaluation_over_ranks_is_that_of_one_device(answers, task, plan):
     found = answers[0][task][plan]
@@ -81,6 +86,7 @@ def test_evaluation_over_ranks_is_that_of_one_device(answers, task, plan):
         assert found["evaluation"]["images"] == 50
 
 
+@pytest.mark.process
 def test_fsdp_gathers_block_by_block_and_holds_half(answers):
     for answer in answers:
         ddp, fsdp = answer["language"]["ddp"], answer["language"]["fsdp"]
@@ -90,11 +96,13 @@ def test_fsdp_gathers_block_by_block_and_holds_half(answers):
         assert len(answer["images"]["fsdp, checkpointed, kept"]["units"]) == 9
 
 
+@pytest.mark.process
 def test_a_step_of_fsdp_sums_twice_beside_what_it_must(answers):
     # Four units are gathered in the forward pass, and all but the last block and the root again in the backward pass.
     assert answers[0]["communication"] == {"allreduce_": 2, "_allgather_base_": 6, "_reduce_scatter_base_": 4}
 
 
+@pytest.mark.process
 def test_in_a_group_of_its_own_a_rank_trains_as_if_there_were_no_others(answers):
     mine, theirs = (answer["own group"] for answer in answers)
     assert abs(mine["alone"][0] - theirs["alone"][0]) > 1e-4
@@ -103,6 +111,7 @@ def test_in_a_group_of_its_own_a_rank_trains_as_if_there_were_no_others(answers)
         np.testing.assert_allclose(found["fsdp"], found["alone"], rtol=1e-6)
 
 
+@pytest.mark.process
 def test_all_ranks_skip_the_step_that_overflows_in_fp16(answers):
     alone = answers[0]["fp16"]["alone"]
     assert alone["skipped"] > 0
@@ -113,12 +122,14 @@ def test_all_ranks_skip_the_step_that_overflows_in_fp16(answers):
             assert relative(found["curve"], alone["curve"], 0) < 1e-3
 
 
+@pytest.mark.process
 def test_fsdp_in_bf16_keeps_float32_shards(answers):
     found, alone = answers[0]["bf16"], answers[0]["language"]["alone"]["curve"][:5]
     assert found["shards"] == ["torch.float32"]
     assert 0 < relative(found["curve"], alone, 0) < 2e-3
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("plan", ["ddp", "fsdp"])
 def test_lora_on_ranks_is_lora_on_one_device(answers, plan):
     found, alone = answers[0]["lora"][plan], answers[0]["lora"]["alone"]
@@ -127,6 +138,7 @@ def test_lora_on_ranks_is_lora_on_one_device(answers, plan):
     assert found["base stands still"]
 
 
+@pytest.mark.process
 def test_adapters_in_float32_share_a_unit_with_a_base_in_bf16(answers):
     found = answers[0]["lora bf16"]
     layers = "base_model.model.model.layers"
@@ -135,14 +147,15 @@ def test_adapters_in_float32_share_a_unit_with_a_base_in_bf16(answers):
     assert found["base stands still"]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("case", "message"),
     [
         ("single", "strategy 'single' on 2 ranks"),
         ("nothing", "over the 1 blocks of Sequential would shard nothing"),
         ("norms", "BatchNorm weights in bf16"),
-        ("world", "needs a process group of 1, and this process is in one of 2"),
-        ("engine", "2 ranks are to share a batch, and this TransformerLM is laid over 1"),
+        ("world", "needs a process group of size 1, but this process is in a group of 2"),
+        ("engine", "2 ranks share each batch, but this TransformerLM is distributed over 1"),
     ],
 )
 def test_what_does_not_suit_the_ranks_is_refused(answers, case, message):
@@ -151,7 +164,7 @@ def test_what_does_not_suit_the_ranks_is_refused(answers, case, message):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_without_a_process_group_there_is_one_device_only(strategy):
-    with pytest.raises(HyperionError, match="needs a process group of 1, and this process is in one of 0"):
+    with pytest.raises(HyperionError, match="needs a process group of size 1, but this process is in a group of 0"):
         parallelize(TransformerLM(small.CONFIG), ParallelPlan(strategy), small.ALONE)
 
 
@@ -268,7 +281,7 @@ class _OfBlocks(nn.Module):
         return Layout(stem=("stem",), blocks=("blocks.0",), head=(), tied=())
 
 
-_NUMBERS, _TORCHS = "is wrong: its L2 norm is .* and the difference", "cannot compute a block again: .*inplace"
+_NUMBERS, _TORCHS = "is wrong: its L2 norm is .* and the L2 norm of the difference", "cannot recompute a block: .*inplace"
 WRONG_WHEN_COMPUTED_AGAIN = [("selective", lambda: nn.GRU(8, 8, batch_first=True), _NUMBERS)]
 for _policy in ("every block", "selective"):
     WRONG_WHEN_COMPUTED_AGAIN += [(_policy, _Counting, _NUMBERS), (_policy, _Averaging, _NUMBERS)]
@@ -294,7 +307,7 @@ def test_a_checkpointed_block_is_refused_or_right(policy, block):
     checkpointed = parallelize(copy.deepcopy(plain), ParallelPlan(checkpointing=policy), small.ALONE)
     plain(x).backward()
     if policy == "selective" and isinstance(plain.blocks[0], nn.RNN):
-        with pytest.raises(HyperionError, match="cannot compute a block again: .*mutated"):
+        with pytest.raises(HyperionError, match="cannot recompute a block: .*mutated"):
             checkpointed(x).backward()
         return
     checkpointed(x).backward()

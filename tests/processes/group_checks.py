@@ -1,4 +1,4 @@
-"""What each of two ranks checks: `python -m tests.processes.group_checks`, under torchrun's variables."""
+"""The checks of each of two ranks: `python -m tests.processes.group_checks`, with torchrun's variables set."""
 
 import time
 
@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 from hyperion.processes import group, process_group, world
 
-PATIENCE_S = 1.0
+TIMEOUT_S = 1.0
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    # Entered again and again in one process: what an earlier group left in the store leads nobody astray.
+    # One process enters several groups in turn: keys of an earlier one in the store do no harm.
     for turn in range(3):
         with process_group(60.0, "gloo") as here:
             total = torch.tensor([here.rank + 1.0])
@@ -23,23 +23,23 @@ def main() -> None:
             if turn == 1 and here.rank == 0:
                 time.sleep(0.5)
         assert (world().size, world().backend) == (1, "")
-    _wait_no_longer_than_asked(here.rank)
+    _time_out(here.rank)
     _leave_a_collective_unfinished(here.rank)
 
 
-def _wait_no_longer_than_asked(rank: int) -> None:
-    """Rank 1 is there, and does not come to the collective."""
+def _time_out(rank: int) -> None:
+    """Rank 1 joins the group but not the collective."""
     if rank == 0:
-        with pytest.raises(RuntimeError, match="(?i)timed out"), process_group(PATIENCE_S, "gloo"):
+        with pytest.raises(RuntimeError, match="(?i)timed out"), process_group(TIMEOUT_S, "gloo"):
             dist.all_reduce(torch.ones(1))
-        print("patient no longer", flush=True)
+        print("timed out", flush=True)
     else:
-        with process_group(PATIENCE_S, "gloo"):
-            time.sleep(3 * PATIENCE_S)
+        with process_group(TIMEOUT_S, "gloo"):
+            time.sleep(3 * TIMEOUT_S)
 
 
 def _leave_a_collective_unfinished(rank: int) -> None:
-    """An error on rank 1 while a collective is under way: gloo waits for rank 0 as long as it lives, and must not."""
+    """Rank 1 raises during a collective. Gloo would wait for rank 0 as long as it lives; the process must end."""
     group._ABANDON_S = 0.5
     with process_group(600.0, "gloo"):
         if rank == 0:

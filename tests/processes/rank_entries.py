@@ -1,4 +1,4 @@
-"""Entries of the jobs that test_ranks.py launches."""
+"""Functions of the jobs that test_ranks.py runs."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ MARK = "HYPERION_TEST_RANKS"
 
 
 def total(values: list[float], names: list[str]) -> dict:
-    """A sum over ranks, and what each rank finds in its environment."""
+    """A sum over ranks, and variables of each rank's environment."""
     here = world()
     mine = torch.tensor([values[here.rank]])
     dist.all_reduce(mine)
@@ -44,15 +44,15 @@ def fails(how: str) -> dict:
 
 
 def waits(folder: str, saves: bool) -> dict:
-    """Says in FOLDER/ready which torchrun it belongs to, and waits; asked to end, it saves if it should."""
+    """Write the process number of torchrun to FOLDER/ready and wait. After SIGTERM save, if `saves`."""
     _child()
-    asked = []
+    received = []
     if saves:
-        signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+        signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     ready = Path(folder) / "ready"
     ready.with_suffix(".new").write_text(sys.argv[-1])
     ready.with_suffix(".new").rename(ready)
-    while not asked:
+    while not received:
         time.sleep(0.05)
     (Path(folder) / "saved").touch()
     raise _Interrupted("stopped on purpose; the state was saved", next_step="start again")
@@ -63,11 +63,11 @@ class _Interrupted(HyperionError):
 
 
 def _child() -> None:
-    """A process of the rank's own, as a data loader's worker is; it ignores SIGTERM."""
+    """Start a child of the rank, as a data loader does; it ignores SIGTERM."""
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    with contextlib.closing(child.stdout) as said:
-        said.readline()
+    with contextlib.closing(child.stdout) as output:
+        output.readline()
 
 
 def _turn_for_ever() -> None:

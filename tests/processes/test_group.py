@@ -1,4 +1,4 @@
-"""Process groups: who a process is, on which device, and that no group outlives its use or its peers."""
+"""Process groups: rank and device of a process, and that no group outlives its use or its peers."""
 
 import os
 import socket
@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hyperion.hardware import HardwareError
 from hyperion.processes import process_group, world
-from hyperion.processes.group import GroupError, Place, choose_device, place_of
-from hyperion.processes.meeting import Meetings
+from hyperion.processes.group import GroupError, RankInfo, StoreBarrier, choose_device, rank_info
 from tests.hardware.machines import facts, gpu
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
@@ -36,12 +35,12 @@ def plain_process(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_alone_there_is_no_group():
+def test_a_single_process_has_no_group():
     here = world()
     assert (here.rank, here.size, here.local_rank, here.backend) == (0, 1, 0, "")
 
 
-def test_a_plain_process_gets_a_group_of_its_own_as_often_as_it_likes():
+def test_a_plain_process_enters_its_own_group_repeatedly():
     for _ in range(2):
         with process_group() as here:
             assert world() == here and (here.rank, here.size) == (0, 1)
@@ -50,7 +49,7 @@ def test_a_plain_process_gets_a_group_of_its_own_as_often_as_it_likes():
     assert not dist.is_initialized()
 
 
-# Each model is let go of a moment after its last all-reduce, when gloo's thread is just about to let go of that.
+# Each model is freed just after its last all-reduce, while gloo's thread frees that.
 OUTLIVING = """
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -68,6 +67,7 @@ print("through")
 """
 
 
+@pytest.mark.process
 def test_a_model_that_outlives_its_group_does_not_stop_the_process():
     done = subprocess.run([sys.executable, "-c", OUTLIVING], capture_output=True, text=True, timeout=240)
     assert done.stdout == "through\n", done.stderr
@@ -82,20 +82,20 @@ def test_an_error_inside_passes_and_takes_the_group_down():
 
 
 def test_a_second_group_inside_the_first_is_refused():
-    with process_group(), pytest.raises(GroupError, match="up already"), process_group():
+    with process_group(), pytest.raises(GroupError, match="already a process group"), process_group():
         pass
 
 
-def test_torchruns_variables_say_who_a_process_is():
-    assert place_of(TORCHRUN) == Place(rank=5, size=8, local_rank=1, local_size=4)
-    assert place_of({"MASTER_ADDR": "a", "MASTER_PORT": "1"}) is None
-    assert place_of({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}) == Place(0, 1, 0, 1)
+def test_torchruns_variables_give_the_rank():
+    assert rank_info(TORCHRUN) == RankInfo(rank=5, size=8, local_rank=1, local_size=4)
+    assert rank_info({"MASTER_ADDR": "a", "MASTER_PORT": "1"}) is None
+    assert rank_info({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}) == RankInfo(0, 1, 0, 1)
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
 def test_incomplete_variables_are_named(missing):
     with pytest.raises(GroupError, match=f"^{missing} not set") as error:
-        place_of({name: value for name, value in TORCHRUN.items() if name != missing})
+        rank_info({name: value for name, value in TORCHRUN.items() if name != missing})
     assert "torchrun" in error.value.next_step
 
 
@@ -116,12 +116,12 @@ def test_incomplete_variables_are_named(missing):
 )
 def test_variables_that_are_no_numbers_are_named_with_a_next_step(changes, reason):
     with pytest.raises(GroupError, match=reason) as error:
-        place_of(TORCHRUN | changes)
+        rank_info(TORCHRUN | changes)
     assert "unset RANK and WORLD_SIZE" in error.value.next_step
 
 
 @pytest.mark.parametrize("changes", [{"RANK": "abc"}, {"WORLD_SIZE": "0"}, {"MASTER_PORT": "x"}, {"LOCAL_RANK": ""}])
-def test_a_process_with_such_variables_says_so_and_makes_no_group(changes, monkeypatch):
+def test_a_process_with_such_variables_raises_and_makes_no_group(changes, monkeypatch):
     for name, value in (TORCHRUN | changes).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(GroupError, match="|".join([*changes, "rank 5 of 0"])), process_group():
@@ -129,45 +129,45 @@ def test_a_process_with_such_variables_says_so_and_makes_no_group(changes, monke
 
 
 @pytest.mark.parametrize("changes", [{"MASTER_PORT": "x"}, {"MASTER_PORT": ""}, {"MASTER_ADDR": ""}])
-def test_a_meeting_without_a_place_says_so(changes, monkeypatch):
+def test_a_barrier_without_an_address_raises(changes, monkeypatch):
     for name, value in (TORCHRUN | changes).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(GroupError, match=next(iter(changes))):
-        Meetings()
+        StoreBarrier()
 
 
 @given(st.fixed_dictionaries({name: st.integers(-1, 9).map(str) | st.just("x") for name in list(TORCHRUN)[:4]}))
 def test_variables_fit_together_or_are_refused(numbers):
     try:
-        place = place_of(TORCHRUN | numbers)
+        info = rank_info(TORCHRUN | numbers)
     except GroupError:
         return
-    assert 0 <= place.rank < place.size and 0 <= place.local_rank < place.local_size <= place.size
+    assert 0 <= info.rank < info.size and 0 <= info.local_rank < info.local_size <= info.size
 
 
 @pytest.mark.parametrize(("machine", "kind"), [("H200", "cuda"), ("MI250X", "rocm")])
 def test_each_rank_has_a_gpu_to_itself(machine, kind):
     node = facts(gpus=(gpu(machine),) * 4)
-    backend, device = choose_device(Place(rank=6, size=8, local_rank=2, local_size=4), None, node)
+    backend, device = choose_device(RankInfo(rank=6, size=8, local_rank=2, local_size=4), None, node)
     assert (backend, device.kind, device.torch_device) == ("nccl", kind, "cuda:2")
 
 
 def test_more_ranks_than_gpus_are_refused():
     node = facts(gpus=(gpu("H200"),) * 4)
     with pytest.raises(GroupError, match="5 ranks on a node where PyTorch sees 4 GPUs") as error:
-        choose_device(Place(rank=0, size=5, local_rank=0, local_size=5), None, node)
+        choose_device(RankInfo(rank=0, size=5, local_rank=0, local_size=5), None, node)
     assert "at most 4 ranks" in error.value.next_step
 
 
 def test_the_backend_suits_the_device():
-    place = Place(rank=0, size=2, local_rank=0, local_size=2)
-    assert choose_device(place, None, facts())[0] == "gloo"
-    backend, device = choose_device(place, "gloo", facts("H200"))
+    info = RankInfo(rank=0, size=2, local_rank=0, local_size=2)
+    assert choose_device(info, None, facts())[0] == "gloo"
+    backend, device = choose_device(info, "gloo", facts("H200"))
     assert (backend, device.kind) == ("gloo", "cpu")
     with pytest.raises(GroupError, match="nccl needs GPUs"):
-        choose_device(place, "nccl", facts())
+        choose_device(info, "nccl", facts())
     with pytest.raises(GroupError, match="no backend 'mpi'"):
-        choose_device(place, "mpi", facts())
+        choose_device(info, "mpi", facts())
 
 
 def test_a_gpu_that_cannot_be_opened_is_no_cpu():
@@ -175,16 +175,17 @@ def test_a_gpu_that_cannot_be_opened_is_no_cpu():
         choose_device(None, None, facts(gpu_error="no device"))
 
 
-def test_a_rank_whose_peers_do_not_come_says_so(free_port, monkeypatch):
+def test_a_rank_whose_peers_do_not_join_raises(free_port, monkeypatch):
     variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(GroupError, match="rank 0 of 2 met no peers within 1 s"), process_group(timeout_s=1.0):
+    with pytest.raises(GroupError, match="rank 0 of 2 found no peers within 1 s"), process_group(timeout_s=1.0):
         pass
     assert not dist.is_initialized()
 
 
-def test_two_ranks_meet_part_and_give_up_on_each_other(free_port):
+@pytest.mark.process
+def test_two_ranks_join_leave_and_time_out(free_port):
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
@@ -197,10 +198,10 @@ def test_two_ranks_meet_part_and_give_up_on_each_other(free_port):
         for rank in range(2)
     ]
     try:
-        for rank, line in ((0, "patient no longer\n"), (1, "raising\n")):
+        for rank, line in ((0, "timed out\n"), (1, "raising\n")):
             assert ranks[rank].stdout.readline() == line, ranks[rank].communicate(timeout=60)
-        _, told = ranks[1].communicate(timeout=60)
-        assert "ArithmeticError: on purpose" in told and ranks[1].returncode != 0
+        _, errors = ranks[1].communicate(timeout=60)
+        assert "ArithmeticError: on purpose" in errors and ranks[1].returncode != 0
         assert ranks[0].poll() is None  # rank 1 ended while its peer was there
     finally:
         for rank in ranks:

@@ -1,122 +1,106 @@
 """Real worker processes: what they return, how they fail, and that none outlives its launcher."""
 
+import functools
 import os
 import signal
 import subprocess
 import sys
-import textwrap
 
 import pytest
 
+from hyperion.errors import HyperionError
 from hyperion.processes import Job, JobError, run_job
-from hyperion.processes.lifeline import has_ended
-from hyperion.processes.starting import SOCKET
+from hyperion.processes.child_process import has_ended
+from tests.processes import job_entries
 from tests.processes.waiting import wait_for
 
 GUARDED = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
 
 
-@pytest.fixture(params=["forked", "started"])
-def entries(request, tmp_path, monkeypatch):
-    """A module of entries that the worker can import; with a fork server at hand, and without one."""
-    if request.param == "started":
-        monkeypatch.delenv(SOCKET)
-    (tmp_path / "job_entries.py").write_text(
-        textwrap.dedent(
-            """
-            import os, signal, time
-            from hyperion.errors import HyperionError
-            from hyperion.processes import report_progress
-
-            def double(value):
-                print("doubling", value)
-                report_progress(1, 2, "half way")
-                return {"value": 2 * value}
-
-            def environment(names):
-                return {name: os.environ.get(name) for name in names}
-
-            def fail():
-                raise ValueError("the sum is wrong on purpose")
-
-            def refuse():
-                raise HyperionError("the file is damaged", where="a.bin", next_step="copy it again")
-
-            class Stopped(HyperionError):
-                exit_code = 75
-
-            def stop():
-                raise Stopped("the state was saved")
-
-            def die():
-                os.kill(os.getpid(), signal.SIGKILL)
-
-            def sleep(pid_file):
-                with open(pid_file, "w") as file:
-                    file.write(str(os.getpid()))
-                time.sleep(600)
-            """
-        )
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return "job_entries"
-
-
-def test_returns_the_answer_and_streams_lines_and_progress(entries):
+@pytest.mark.process
+def test_returns_the_answer_and_streams_lines_and_progress():
     lines, progress = [], []
-    answer = run_job(Job(f"{entries}:double", {"value": 21}), lines.append, lambda *report: progress.append(report))
+    answer = run_job(Job(job_entries.double, {"value": 21}), lines.append, lambda *report: progress.append(report))
     assert answer == {"value": 42}
     assert lines == ["doubling 21"]
     assert progress == [(1, 2, "half way")]
 
 
-def test_guarding_variables_reach_the_worker_and_torchruns_do_not(entries, monkeypatch):
+@pytest.mark.process
+def test_nccls_variables_reach_the_worker_and_torchruns_do_not(monkeypatch):
     for name in (*GUARDED, "RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "0")
-    found = run_job(Job(f"{entries}:environment", {"names": [*GUARDED, "RANK", "WORLD_SIZE"]}))
+    found = run_job(Job(job_entries.environment, {"names": [*GUARDED, "RANK", "WORLD_SIZE"]}))
     assert found == {**dict.fromkeys(GUARDED, "0"), "RANK": None, "WORLD_SIZE": None}
 
 
-def test_a_raising_worker_hands_over_its_traceback(entries):
+class _Entries:
+    def method(self):
+        return {}
+
+
+@pytest.mark.parametrize("function", [lambda: {}, _Entries().method, functools.partial(job_entries.double, 1)])
+def test_a_function_that_a_worker_cannot_import_is_refused(function):
+    with pytest.raises(HyperionError, match="a worker process cannot import"):
+        Job(function)
+
+
+def test_a_function_of_a_notebook_is_refused(monkeypatch):
+    monkeypatch.setattr(job_entries.double, "__module__", "__main__")
+    with pytest.raises(HyperionError, match="cannot import double from __main__"):
+        Job(job_entries.double)
+
+
+@pytest.mark.process
+def test_the_error_of_a_worker_that_raises_has_its_traceback():
     with pytest.raises(JobError, match="the sum is wrong on purpose") as error:
-        run_job(Job(f"{entries}:fail"), on_line=lambda line: None)
+        run_job(Job(job_entries.fail), on_line=lambda line: None)
     assert "Traceback" in error.value.what and "exit code 1" in error.value.what
 
 
-def test_what_a_worker_refuses_is_told_in_its_own_words(entries):
+@pytest.mark.process
+def test_a_workers_own_error_keeps_its_text():
     with pytest.raises(JobError) as error:
-        run_job(Job(f"{entries}:refuse"))
+        run_job(Job(job_entries.refuse))
     assert str(error.value) == "the file is damaged\n  where: a.bin\n  next:  copy it again"
 
 
-def test_a_worker_that_was_stopped_and_saved_is_told_by_its_exit_code(entries):
+@pytest.mark.process
+def test_a_worker_that_saved_after_sigterm_has_exit_code_75():
     with pytest.raises(JobError, match="the state was saved") as error:
-        run_job(Job(f"{entries}:stop"))
+        run_job(Job(job_entries.stop))
     assert error.value.exit_code == 75
 
 
-def test_a_job_of_ranks_is_refused(entries):
-    with pytest.raises(JobError, match="is to run on ranks"):
-        run_job(Job(f"{entries}:double", {"value": 1}, ranks=2))
+def test_a_job_with_ranks_is_refused():
+    with pytest.raises(JobError, match="asks for 2 ranks"):
+        run_job(Job(job_entries.double, {"value": 1}, ranks=2))
 
 
-def test_a_killed_worker_is_named_with_its_signal(entries):
+@pytest.mark.process
+def test_a_killed_worker_is_named_with_its_signal():
     with pytest.raises(JobError, match="SIGKILL") as error:
-        run_job(Job(f"{entries}:die"))
+        run_job(Job(job_entries.die))
     assert "memory" in error.value.next_step
 
 
-def test_timeout_ends_the_worker(entries, tmp_path):
+@pytest.mark.process
+def test_timeout_ends_the_worker(tmp_path):
     pid_file = tmp_path / "pid"
     with pytest.raises(JobError, match="timeout of 6 s"):
-        run_job(Job(f"{entries}:sleep", {"pid_file": str(pid_file)}, timeout_s=6))
+        run_job(Job(job_entries.sleep, {"pid_file": str(pid_file)}, timeout_s=6))
     assert has_ended(int(pid_file.read_text()))
 
 
-def test_a_worker_dies_with_its_launcher(entries, tmp_path):
+@pytest.mark.process
+def test_a_worker_dies_with_its_launcher(tmp_path):
     pid_file = tmp_path / "pid"
-    script = f"from hyperion.processes import *; run_job(Job('{entries}:sleep', {{'pid_file': {str(pid_file)!r}}}))"
-    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    script = f"""
+from hyperion.processes import Job, run_job
+from tests.processes.job_entries import sleep
+run_job(Job(sleep, {{"pid_file": {str(pid_file)!r}}}))
+"""
+    path = os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))
     launcher = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path})
     assert wait_for(lambda: pid_file.exists() and pid_file.read_text())
     worker = int(pid_file.read_text())

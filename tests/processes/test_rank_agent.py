@@ -1,4 +1,4 @@
-"""torchrun's side: its command line, and entries that are not there."""
+"""The torchrun agent: its command line, modules that are not found, and exit codes of ranks."""
 
 import signal
 import sys
@@ -9,10 +9,9 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from hyperion.errors import HyperionError
-from hyperion.processes.lifeline import child_environment
-from hyperion.processes.notes import Notes, read
-from hyperion.processes.rank_agent import _Ranks, _run, arguments, require_entry
-from hyperion.processes.starting import SOCKET
+from hyperion.processes.child_process import child_environment
+from hyperion.processes.job_folder import JobFolder, read_json
+from hyperion.processes.rank_agent import _Ranks, _run, arguments, require_module
 
 REQUEST = {"entry": "a:b", "params": {"x": 1}, "ranks": 4, "nodes": 1, "rendezvous": ""}
 
@@ -22,7 +21,7 @@ def test_one_node_needs_no_address():
     assert {"--standalone", "--nnodes=1", "--nproc-per-node=4", "--max-restarts=0"} <= set(words)
 
 
-def test_several_nodes_meet_under_a_name_of_their_own():
+def test_several_nodes_find_each_other_by_the_id_of_their_job():
     two = REQUEST | {"nodes": 2, "rendezvous": "node0:29500"}
     words = arguments(two, "/folder")
     assert {"--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=node0:29500"} <= set(words)
@@ -30,48 +29,11 @@ def test_several_nodes_meet_under_a_name_of_their_own():
     assert len(names) == 2
 
 
-MODULE = """
-import os
-from json import loads as parse
-if os.sep == "/":
-    CONSTANT = 1
-def plain(): local = 1
-class Callable: pass
-"""
-
-
-@pytest.fixture
-def module(tmp_path, monkeypatch):
-    """A module of entries."""
-    (tmp_path / "some_entries.py").write_text(MODULE)
-    (tmp_path / "all_of_them.py").write_text("from some_entries import *")
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    return tmp_path / "some_entries.py"
-
-
-@pytest.mark.parametrize("name", ["plain", "Callable", "CONSTANT", "parse"])
-def test_what_a_module_binds_is_an_entry_until_it_binds_it_no_more(module, name):
-    require_entry(f"some_entries:{name}")
-    require_entry(f"all_of_them:{name}")
-    module.write_text(MODULE.replace(name, "other"))
-    with pytest.raises(HyperionError, match=f"has no '{name}'"):
-        require_entry(f"some_entries:{name}")
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ("some_entries:nothing", "module 'some_entries' has no 'nothing'"),
-        ("some_entries:loads", "has no 'loads'"),
-        ("no_such_module:plain", "there is no module 'no_such_module'"),
-        ("no.such.module:plain", "there is no module 'no.such.module'"),
-        ("some_entries", "'some_entries' is no entry"),
-        (":plain", "':plain' is no entry"),
-    ],
-)
-def test_an_entry_that_is_not_there_is_refused(module, entry, message):
-    with pytest.raises(HyperionError, match=message):
-        require_entry(entry)
+@pytest.mark.parametrize("module", ["no_such_module", "no.such.module", "tests.processes.no_such_module"])
+def test_a_module_that_ranks_do_not_find_is_refused(module):
+    require_module("tests.processes.rank_entries")
+    with pytest.raises(HyperionError, match=f"there is no module '{module}'"):
+        require_module(module)
 
 
 RANK = """
@@ -82,19 +44,17 @@ time.sleep(600)
 """
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
-    ("way", "error", "told"),
+    ("error", "ends"),
     [
-        ("forked", ProcessLookupError("on purpose"), {"ends": {"1": {"code": -signal.SIGKILL}}}),
-        ("started", ProcessLookupError("on purpose"), {"ends": {"1": {"code": -signal.SIGKILL}}}),
-        # Asked to end, torchrun kills a rank that does not listen: that rank is not to blame for the end.
-        ("forked", SignalException("on purpose", signal.SIGTERM), None),
+        (ProcessLookupError("on purpose"), {"ends": {"1": {"code": -signal.SIGKILL}}}),
+        # After SIGTERM torchrun kills a rank that ignores it: that rank did not fail.
+        (SignalException("on purpose", signal.SIGTERM), None),
     ],
 )
-def test_how_ranks_ended_is_told_though_torchrun_itself_breaks(tmp_path, monkeypatch, capfd, way, error, told):
-    """Rank 0 still runs, 1 was killed, and 2 ended because it was asked to."""
-    if way == "started":
-        monkeypatch.delenv(SOCKET)
+def test_exit_codes_of_ranks_are_written_though_torchrun_itself_raises(tmp_path, monkeypatch, capfd, error, ends):
+    """Rank 0 still runs, 1 was killed, and 2 ended by SIGTERM."""
     (tmp_path / "some_rank.py").write_text(RANK)
     environment = child_environment() | {"PYTHONPATH": str(tmp_path)}
 
@@ -109,9 +69,9 @@ def test_how_ranks_ended_is_told_though_torchrun_itself_breaks(tmp_path, monkeyp
 
     monkeypatch.setattr(torchrun, "main", breaks)
     monkeypatch.setattr(SubprocessHandler, "_popen", None)
-    notes = Notes(tmp_path)
+    files = JobFolder(tmp_path)
     with capfd.disabled(), pytest.raises(type(error), match="on purpose"):
-        _run([], notes, _Ranks())
+        _run([], files, _Ranks())
     started[0].kill()
     started[0].wait(60)
-    assert read(notes.ends) == told
+    assert read_json(files.ends) == ends

@@ -1,4 +1,4 @@
-"""Real ranks under torchrun: what they answer, who is blamed when one fails, and that none outlives its launcher."""
+"""Real ranks under torchrun: their answers, the root cause of a failure, and that no rank outlives its launcher."""
 
 import json
 import os
@@ -16,14 +16,14 @@ import pytest
 
 from hyperion.errors import HyperionError
 from hyperion.processes import Job, JobError, RankError, run_ranks
-from hyperion.processes.lifeline import has_ended
-from hyperion.processes.refusals import require_launchable
-from hyperion.processes.starting import SOCKET
+from hyperion.processes.child_process import has_ended
+from hyperion.processes.ranks import require_launchable
+from tests.processes import rank_entries
 from tests.processes.rank_entries import MARK
 from tests.processes.waiting import wait_for
 
 GUARDED = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
-# What a launcher finds that runs under torchrun itself, as rank 3 of 4.
+# Variables of a launcher that is itself rank 3 of 4 under torchrun.
 TORCHRUN = {
     "RANK": "3",
     "WORLD_SIZE": "4",
@@ -39,12 +39,12 @@ TORCHRUN = {
 
 
 def job(function, timeout_s=120.0, ranks=2, **params):
-    return Job(f"tests.processes.rank_entries:{function}", params, timeout_s=timeout_s, ranks=ranks)
+    return Job(function, params, timeout_s=timeout_s, ranks=ranks)
 
 
 @dataclass
 class Finished:
-    """A job that went well, and what its launcher heard."""
+    """A job that succeeded, and the output that its launcher passed on."""
 
     answers: list[dict]
     lines: list[str]
@@ -55,7 +55,7 @@ class Finished:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """One launch for all that needs no failure, by a launcher that is a rank of torchrun itself."""
+    """One job for all tests without a failure. Its launcher is itself a rank under torchrun."""
     lines, progress, logs = [], [], tmp_path_factory.mktemp("logs")
     names = [*GUARDED, "OMP_NUM_THREADS", "WORLD_SIZE", "PET_NNODES"]
     with pytest.MonkeyPatch.context() as patch:
@@ -64,64 +64,66 @@ def finished(tmp_path_factory):
         patch.delenv("OMP_NUM_THREADS", raising=False)
         begun = time.monotonic()
         answers = run_ranks(
-            job("total", values=[3.0, 4.0], names=names), lines.append, lambda *report: progress.append(report), logs
+            job(rank_entries.total, values=[3.0, 4.0], names=names), lines.append, lambda *report: progress.append(report), logs
         )
     return Finished(answers, lines, progress, logs, time.monotonic() - begun)
 
 
 @pytest.fixture(scope="module")
 def hanging(finished):
-    """A job whose rank 1 never comes, begun beside the tests that ask for it. Its start may take as long as it likes to,
-    measured on this machine as busy as it is, before its timeout strikes."""
-    hangs = job("fails", how="hangs", timeout_s=3 * finished.took_s)
+    """A job whose rank 1 never joins, started in the background. Its timeout allows for the start, as measured on this
+    machine."""
+    hangs = job(rank_entries.fails, how="hangs", timeout_s=3 * finished.took_s)
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(run_ranks, hangs, on_line=lambda line: None)
 
 
+@pytest.mark.process
 def test_answers_come_in_rank_order(finished):
     assert [(answer["rank"], answer["total"]) for answer in finished.answers] == [(0, 7.0), (1, 7.0)]
 
 
-def test_rank_0_is_heard_and_each_rank_has_its_log(finished):
+@pytest.mark.process
+def test_rank_0s_output_is_passed_on_and_each_rank_has_its_log(finished):
     assert "rank 0 of 2" in finished.lines and "rank 1 of 2" not in finished.lines
     assert finished.progress == [(0, 2, "from 0")]
     assert "rank 1 of 2" in (finished.logs / "rank-1.log").read_text()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_environment_reaches_every_rank_without_the_launchers_own_place(finished, rank):
+def test_the_environment_reaches_every_rank_without_torchruns_variables_of_the_launcher(finished, rank):
     found = dict(finished.answers[rank]["environment"])
     assert [found.pop(name) for name in GUARDED] == ["0"] * 3
     assert int(found.pop("OMP_NUM_THREADS")) >= 1
     assert found == {"WORLD_SIZE": "2", "PET_NNODES": None}
 
 
-@pytest.mark.parametrize("way", ["forked", "started"])
-def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path, monkeypatch, way):
-    if way == "started":
-        monkeypatch.delenv(SOCKET)
+@pytest.mark.process
+def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.setenv(MARK, str(tmp_path))
     begun = time.monotonic()
     with pytest.raises(RankError, match="^rank 1 of 2 was killed by SIGKILL") as error:
-        run_ranks(job("fails", how="killed"))
+        run_ranks(job(rank_entries.fails, how="killed"))
     assert (error.value.rank, error.value.signal) == (1, "SIGKILL")
     assert "rank 1 stands alone" in error.value.what and "memory" in error.value.next_step
     assert time.monotonic() - begun < 60
     assert len(list(tmp_path.glob("pid-*"))) == 2 and not marked(tmp_path)
 
 
+@pytest.mark.process
 def test_the_traceback_is_that_of_the_rank_that_raised_and_not_of_its_peer():
     with pytest.raises(RankError, match="^rank 1 of 2 raised ValueError: the sum is wrong on purpose") as error:
-        run_ranks(job("fails", how="raised"), on_line=lambda line: None)
+        run_ranks(job(rank_entries.fails, how="raised"), on_line=lambda line: None)
     assert (error.value.rank, error.value.signal) == (1, "")
-    told = error.value.what
-    assert "Traceback" in told and "rank_entries.py" in told
-    assert "all_reduce" not in told and "ChildFailedError" not in told and "rank_worker.py" not in told
+    message = error.value.what
+    assert "Traceback" in message and "rank_entries.py" in message
+    assert "all_reduce" not in message and "ChildFailedError" not in message and "rank_worker.py" not in message
 
 
 @dataclass
 class Launched:
-    """A launcher of one waiting rank, in a process of its own."""
+    """A launcher process of one waiting rank."""
 
     folder: Path
     process: subprocess.Popen
@@ -132,61 +134,62 @@ class Launched:
         assert wait_for(ready.exists)
         return int(ready.read_text())
 
-    def told(self) -> str:
-        """What the launcher told at its end; by then, or soon after, nothing of its job is left."""
-        _, told = self.process.communicate(timeout=60)
-        # torchrun is forked, and a forked process does not show the environment that it was given.
+    def wait(self) -> str:
+        """Return the launcher's stderr after its end. Soon after, no process of its job is left."""
+        _, message = self.process.communicate(timeout=180)
         assert wait_for(lambda: has_ended(self.torchrun()) and not marked(self.folder))
-        return told
+        return message
 
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory, hanging):
-    """Launchers by what shall happen to them, begun together: most of their time they wait for imports."""
+    """Launchers by what will happen to them, started together: most of their time they wait for imports."""
     launchers = {}
-    fates = (("launcher killed", True), ("torchrun killed", False), ("launcher terminated", True))
-    for fate, saves in (*fates, ("launcher killed, nothing forked", True)):
+    for fate, saves in (("launcher killed", True), ("torchrun killed", False), ("launcher terminated", True)):
         folder = tmp_path_factory.mktemp("launched")
-        launchers[fate] = Launched(folder, launch(folder, saves, forked="nothing forked" not in fate))
+        launchers[fate] = Launched(folder, launch(folder, saves))
     yield launchers
     for launcher in launchers.values():
         launcher.process.kill()
 
 
-@pytest.mark.parametrize("fate", ["launcher killed", "launcher killed, nothing forked"])
-def test_ranks_end_with_their_launcher_and_save_first(launched, fate):
-    launcher = launched[fate]
+@pytest.mark.process
+def test_ranks_end_with_their_launcher_and_save_first(launched):
+    launcher = launched["launcher killed"]
     launcher.torchrun()
     launcher.process.kill()
-    launcher.told()
+    launcher.wait()
     assert (launcher.folder / "saved").exists()
 
 
+@pytest.mark.process
 def test_ranks_end_with_torchrun(launched):
     launcher = launched["torchrun killed"]
     os.kill(launcher.torchrun(), signal.SIGKILL)
-    told = launcher.told()
-    assert "torchrun, which kept the 1 ranks" in told and "SIGKILL" in told
+    message = launcher.wait()
+    assert "torchrun, the parent of the 1 ranks" in message and "SIGKILL" in message
 
 
+@pytest.mark.process
 def test_sigterm_reaches_the_ranks_which_save_and_say_so(launched):
     launcher = launched["launcher terminated"]
     launcher.torchrun()
     launcher.process.terminate()
-    assert "the state was saved" in launcher.told()
+    assert "the state was saved" in launcher.wait()
     assert launcher.process.returncode == 75 and (launcher.folder / "saved").exists()
 
 
-def test_a_hang_ends_with_the_timeout_and_shows_where_each_rank_stood(hanging):
-    with pytest.raises(RankError, match="ran past its timeout") as error:
+@pytest.mark.process
+def test_a_hang_ends_with_the_timeout_and_shows_each_ranks_stack(hanging):
+    with pytest.raises(RankError, match="exceeded its timeout") as error:
         hanging.result()
     rank_0, rank_1 = error.value.what.split("rank 0 ")[1].split("rank 1 ")
-    assert rank_0.startswith("waited for other ranks in all_reduce") and "fails (rank_entries.py" in rank_0
+    assert rank_0.startswith("was waiting for other ranks in all_reduce") and "fails (rank_entries.py" in rank_0
     assert rank_1.startswith("was in _turn_for_ever (rank_entries.py") and "fails (rank_entries.py" in rank_1
     assert error.value.rank == 1
 
 
-def launch(folder, saves, forked):
+def launch(folder, saves):
     """A process that runs one waiting rank and ends with the error's exit code, marked in its environment.
 
     It has threads, as a notebook's kernel has: when it is killed Linux signals its child for one after the other.
@@ -197,23 +200,22 @@ for _ in range(50):
     threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 from hyperion.errors import HyperionError
 from hyperion.processes import Job, run_ranks
+from tests.processes import rank_entries
+from tests.processes.rank_entries import waits
 try:
-    run_ranks(Job("tests.processes.rank_entries:waits", json.loads(sys.argv[1]), ranks=1), on_line=lambda line: None)
+    run_ranks(Job(waits, json.loads(sys.argv[1]), ranks=1), on_line=lambda line: None)
 except HyperionError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)
 """
     params = json.dumps({"folder": str(folder), "saves": saves})
-    environment = os.environ | {MARK: str(folder)} | ({} if forked else {SOCKET: ""})
+    environment = os.environ | {MARK: str(folder)}
     return subprocess.Popen([sys.executable, "-c", code, params], env=environment, stderr=subprocess.PIPE, text=True)
 
 
 def marked(folder) -> list[int]:
-    """Living processes, other than this one, that have the folder in their environment, or left their number in it: a
-    forked one does not show the environment that it was given.
-    """
-    left = (int(note.read_text()) for note in Path(folder).glob("pid-*"))
-    found = [pid for pid in left if not has_ended(pid)]
+    """Living processes, other than this one, that have the folder in their environment."""
+    found = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARK) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
@@ -223,16 +225,18 @@ def marked(folder) -> list[int]:
     return [pid for pid in found if pid != os.getpid()]
 
 
-def test_an_entry_that_does_not_exist_is_refused():
-    with pytest.raises(JobError, match="'tests.processes.rank_entries' has no 'nothing'"):
-        run_ranks(job("nothing"))
+@pytest.mark.process
+def test_a_function_of_a_module_that_the_ranks_do_not_find_is_refused(monkeypatch):
+    monkeypatch.setattr(rank_entries.total, "__module__", "no_such_module")
+    with pytest.raises(JobError, match="no module 'no_such_module'"):
+        run_ranks(job(rank_entries.total))
 
 
 def test_more_ranks_than_devices_are_refused():
     with pytest.raises(HyperionError, match="5 ranks on a node where PyTorch sees 4 GPUs"):
-        require_launchable(job("total", ranks=5), devices=4)
-    require_launchable(job("total", ranks=4), devices=4)
-    require_launchable(Job("a:b", ranks=8, nodes=2, rendezvous="localhost:0"), devices=4)
+        require_launchable(job(rank_entries.total, ranks=5), devices=4)
+    require_launchable(job(rank_entries.total, ranks=4), devices=4)
+    require_launchable(Job(rank_entries.total, ranks=8, nodes=2, rendezvous="localhost:0"), devices=4)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -240,21 +244,21 @@ def test_a_busy_port_is_refused(nodes):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(JobError, match=f"port {port} is taken by another process"):
-            run_ranks(Job("a:b", ranks=2, nodes=nodes, rendezvous=f"127.0.0.1:{port}"))
+            run_ranks(Job(rank_entries.total, ranks=2, nodes=nodes, rendezvous=f"127.0.0.1:{port}"))
 
 
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
-        ({"ranks": 0}, "asked for 0 ranks"),
-        ({"ranks": None}, "asked for None ranks"),
+        ({"ranks": 0}, "called with ranks=0"),
+        ({"ranks": None}, "called with ranks=None"),
         ({"ranks": 3, "nodes": 2}, "2 nodes cannot share 3 ranks evenly"),
-        ({"ranks": 2, "nodes": 2}, "no place to meet"),
+        ({"ranks": 2, "nodes": 2}, "2 nodes need a rendezvous"),
         ({"ranks": 2, "rendezvous": "localhost"}, "'localhost' is no rendezvous"),
         ({"ranks": 2, "rendezvous": "nowhere.invalid:29500"}, "has no address"),
-        ({"ranks": 2, "timeout_s": 0}, "a timeout of 0 s"),
+        ({"ranks": 2, "timeout_s": 0}, "the timeout is 0 s"),
     ],
 )
 def test_numbers_that_cannot_work_are_refused(numbers, message):
     with pytest.raises(JobError, match=message):
-        run_ranks(Job("a:b", **numbers))
+        run_ranks(Job(rank_entries.total, **numbers))

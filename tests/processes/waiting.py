@@ -1,12 +1,12 @@
-"""What tests of processes wait for, since none of it happens at once."""
+"""Waiting for what other processes do."""
 
 import time
 
 
-def wait_for(condition, seconds: float = 60) -> bool:
-    """True once the condition holds; one that does not come to hold in that time fails the test."""
+def wait_for(condition, seconds: float = 180) -> bool:
+    """Return True when the condition holds; fail the test if it does not within that time."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "the condition did not hold in time"
         time.sleep(0.05)
     return True

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from hyperion.reproduce.machine import Machine
+from hyperion.reproduce.machine import MachineProfile
 
 # One cell that records a row the way an experiment does; {value} may be any expression.
 RECORD = """
@@ -33,7 +33,7 @@ chapter = open_chapter("{stem}", profile=profile, data_source=data_source, outpu
 chapter.sizes = lambda experiment: {{}}
 counting = chapter.run("counting")
 """
-MACHINE = Machine("smoke", {}, {"device": "a CPU", "arch": "x86_64", "torch": "2"}, {"profile": "smoke"})
+MACHINE = MachineProfile("smoke", {"sizes": {}}, {"device": "a CPU", "arch": "x86_64", "torch": "2"}, {"profile": "smoke"})
 # One that shows its notebooks two devices, one each; what is tested is who gets what, which takes no device.
 TWO_DEVICES = replace(MACHINE, masks=({"CUDA_VISIBLE_DEVICES": "GPU-a"}, {"CUDA_VISIBLE_DEVICES": "GPU-b"}))
 

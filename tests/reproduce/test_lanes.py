@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hyperion.processes.lifeline import has_ended
-from hyperion.processes.share import CORES
+from hyperion.processes.child_process import CORES, has_ended
 from hyperion.reproduce import Request, reproduce
 from hyperion.reproduce.lanes import Lanes, Place, places_of
 from hyperion.reproduce.notebooks import Notebook
@@ -97,6 +96,7 @@ def test_the_longest_go_first_and_what_needs_all_devices_runs_alone():
     assert Lanes().pick([every, long], lambda notebook: 0.0) is every  # one place: the book's order
 
 
+@pytest.mark.process
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two places want two cores")
 def test_two_notebooks_of_one_device_run_at_once_and_a_third_waits_for_what_it_needs(root):
     phase = root / "phase1_hardware"
@@ -109,7 +109,7 @@ def test_two_notebooks_of_one_device_run_at_once_and_a_third_waits_for_what_it_n
     write_notebook(phase, "03_all", cells, needs=["01_first"])
     code, text = call()
     assert code == 0, text
-    assert "side by side, on 2 devices" in text and "predicted 10 s" in text  # 5 s each, two of them at once
+    assert "at the same time, on 2 devices" in text and "predicted 10 s" in text  # 5 s each, two of them at once
     devices = {stem: (root / stem).read_text().split() for stem in ("01_first", "02_second", "03_all")}
     assert {devices["01_first"][0], devices["02_second"][0]} == {"GPU-a", "GPU-b"} and devices["03_all"][0] == "all"
     cores = [set(devices[stem][1:]) for stem in ("01_first", "02_second")]
@@ -120,6 +120,7 @@ def test_two_notebooks_of_one_device_run_at_once_and_a_third_waits_for_what_it_n
     assert Path.cwd() == root
 
 
+@pytest.mark.process
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two places want two cores")
 def test_a_failure_beside_another_notebook_leaves_that_one_alone(root):
     phase = root / "phase1_hardware"
@@ -131,6 +132,7 @@ def test_a_failure_beside_another_notebook_leaves_that_one_alone(root):
     assert code == 1 and "ValueError: planted" in text and "blocked by 01_first" in text and "02_second: done" in text
 
 
+@pytest.mark.process
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two places want two cores")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_all_that_run_and_the_next_call_goes_on(root, number, code):
@@ -159,6 +161,7 @@ def test_a_signal_ends_all_that_run_and_the_next_call_goes_on(root, number, code
     assert call()[0] == 0 and len(the_run(root).rows()) == 4
 
 
+@pytest.mark.process
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two places want two cores")
 def test_the_time_budget_ends_each_of_them_between_two_cells(root):
     phase = root / "phase1_hardware"
@@ -169,6 +172,7 @@ def test_the_time_budget_ends_each_of_them_between_two_cells(root):
     assert code == 3 and text.count("unfinished, the time budget is spent") == 2 and the_run(root).rows() == []
 
 
+@pytest.mark.process
 def test_what_the_time_budget_is_too_short_for_stops_what_builds_on_it_and_nothing_else(root):
     phase = root / "phase1_hardware"
     write_notebook(phase, "01_long", [recording("01_long")], devices="one", time_budget_s={"smoke": 999})

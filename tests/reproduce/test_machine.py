@@ -1,27 +1,29 @@
 import pytest
 
 from hyperion.errors import HyperionError
-from hyperion.reproduce.machine import ask_machine
+from hyperion.reproduce.machine import examine_machine
+
+pytestmark = pytest.mark.process
 
 
 def test_the_machine_answers_with_profile_setting_and_run_information():
-    machine = ask_machine("auto", "synthetic", 3)
-    assert machine.profile in ("smoke", "full") and machine.sections
+    machine = examine_machine("auto", "synthetic", 3)
+    assert machine.profile in ("smoke", "full") and machine.settings["sizes"]
     assert set(machine.setting) == {"device", "arch", "torch", "hyperion"} and all(machine.setting.values())
-    settings = machine.sections["01_dataset_preparation"]
+    settings = machine.settings
     assert set(settings) == {"sizes", "synthetic", "allow_synthetic"} and settings["synthetic"]["lines"]
     assert machine.information["seed"] == 3 and machine.information["environment"]
 
 
 def test_an_unknown_profile_is_told_in_the_librarys_words():
     with pytest.raises(HyperionError, match="unknown profile 'nope'") as caught:
-        ask_machine("nope", "auto", 0)
+        examine_machine("nope", "auto", 0)
     assert "PROFILE=smoke" in caught.value.next_step
 
 
 def test_an_unknown_data_source_is_told_before_anything_runs():
     with pytest.raises(HyperionError, match="unknown data source 'internet'") as caught:
-        ask_machine("smoke", "internet", 0)
+        examine_machine("smoke", "internet", 0)
     assert "synthetic" in caught.value.next_step
 
 
@@ -29,5 +31,5 @@ def test_a_library_that_does_not_load_is_told_with_its_reason(tmp_path, monkeypa
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['torch'] = None\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(HyperionError, match="torch") as caught:
-        ask_machine("smoke", "auto", 0)
+        examine_machine("smoke", "auto", 0)
     assert "hyperion doctor" in caught.value.next_step

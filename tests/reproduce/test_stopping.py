@@ -9,25 +9,35 @@ import pytest
 from hyperion.chapter.profiles import profile_names
 from hyperion.errors import HyperionError
 from hyperion.reproduce.notebooks import read_book
-from hyperion.reproduce.stopping import Alarm, BudgetSpent, LimitExceeded, Limits, Stopped, limits_of, seconds_of, stoppable, told
+from hyperion.reproduce.stopping import (
+    Alarm,
+    BudgetSpent,
+    LimitExceeded,
+    Limits,
+    Stopped,
+    format_duration,
+    limits_of,
+    parse_duration,
+    stoppable,
+)
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"), [("90", 90), ("90s", 90), ("6m", 360), ("1h30m", 5400), ("1.5h", 5400), (" 2M ", 120), ("1m5s", 65)]
 )
 def test_durations(text, seconds):
-    assert seconds_of(text, "TIME_BUDGET") == seconds
+    assert parse_duration(text, "TIME_BUDGET") == seconds
 
 
 @pytest.mark.parametrize("text", ["", "0", "6x", "-5", "m", "1m2h", "nan"])
 def test_what_is_no_duration_is_an_error(text):
     with pytest.raises(HyperionError, match="no duration") as caught:
-        seconds_of(text, "CELL_TIMEOUT")
+        parse_duration(text, "CELL_TIMEOUT")
     assert caught.value.where == "CELL_TIMEOUT" and "CELL_TIMEOUT=6m" in caught.value.next_step
 
 
-def test_told():
-    assert [told(s) for s in (3, 90, 7200)] == ["3 s", "1.5 min", "2.0 h"]
+def test_format_duration():
+    assert [format_duration(s) for s in (3, 90, 7200)] == ["3 s", "1.5 min", "2.0 h"]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

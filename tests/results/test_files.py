@@ -91,6 +91,7 @@ def test_any_other_content_of_a_manifest_is_refused_by_name(tmp_path, name, cont
     assert str(tmp_path) in str(refusal.value)
 
 
+@pytest.mark.process
 def test_a_full_disk_is_explained_and_changes_nothing(small_disk):
     commit(small_disk, {"a": b"old", "sub/b": b"old"})
     before = contents(small_disk)
@@ -104,6 +105,7 @@ def test_a_full_disk_is_explained_and_changes_nothing(small_disk):
     assert contents(small_disk) == before
 
 
+@pytest.mark.process
 def test_a_disk_that_is_full_to_the_last_byte_still_reads(small_disk):
     commit(small_disk, {"a": b"old"})
     (small_disk / "filler").write_bytes(b"")
@@ -115,6 +117,7 @@ def test_a_disk_that_is_full_to_the_last_byte_still_reads(small_disk):
     assert read_verified(small_disk, "a") == b"old"
 
 
+@pytest.mark.process
 def test_a_read_only_folder_is_explained(tmp_path):
     folder = mounted(tmp_path / "disk", "-o", "size=256k")
     try:

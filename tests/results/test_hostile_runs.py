@@ -21,15 +21,17 @@ from hyperion.book.report import report_page
 from hyperion.errors import HyperionError
 from hyperion.figures.material import Material
 from hyperion.reproduce.ledger import LEDGER, Entry, Ledger
-from hyperion.results import Prediction, Row, Run, median_estimate, verify_run
+from hyperion.results import Metric, Prediction, Row, Run, median_estimate, verify_run
 from hyperion.results.files import MANIFEST, PENDING
 from hyperion.results.rows import COLUMNS
 from tests.hostile import JUNK, SPOILED, command, determined, refused, snapshot, spoil
 
-NOTEBOOK, OWN = "02_own_work", "own_steps"
+NOTEBOOK, OWN, SCORED = "02_own_work", "own_steps", "own_score"
 SAMPLES = f"samples/{NOTEBOOK}.{OWN}.parquet"
-FILES = ("run.json", "rows.csv", "experiments.json", "predictions.json", "environments.json", LEDGER, SAMPLES, MANIFEST)
-DOCUMENTS = ("run.json", "experiments.json", "predictions.json", "environments.json", LEDGER)
+SCORES = f"samples/{NOTEBOOK}.{SCORED}.parquet"
+DOCUMENTS = ("run.json", "experiments.json", "predictions.json", "environments.json", "metrics.json", LEDGER)
+FILES = (*DOCUMENTS, "rows.csv", SAMPLES, SCORES, MANIFEST)
+SCORE = Metric("own_score", "points", "higher", "a metric that only this run defines", needs_limit=True)
 HOSTILE_NAMES = (
     "/{root}/outside/file",
     "../outside/file",
@@ -90,6 +92,10 @@ def record(folder, experiment=OWN) -> Run:
     rows, samples = rows_and_samples(experiment)
     provenance = {"profile": "full", "seed": 0}
     run.record(NOTEBOOK, experiment, rows, samples, input_hash="h", provenance=provenance, environment=ENVIRONMENT)
+    if experiment == OWN:
+        named = {"notebook": NOTEBOOK, "experiment": SCORED, "variant": "small"}
+        row = Row(**named, metric=SCORE.name, value=3.0, limit=4.0, limit_source="four questions", own_metric=SCORE)
+        run.record(NOTEBOOK, SCORED, [row], pd.DataFrame({"points": [1.0, 2.0]}), input_hash="h")
     ledger = Ledger.new(run, {"profile": "full"})
     ledger.keep(NOTEBOOK, Entry("done", "h", 1.0, 4))
     return run
@@ -158,7 +164,7 @@ def test_the_sound_run_passes_every_reader(place, originals, monkeypatch, capsys
     folder = place()
     assert not drive(folder, originals / "own", monkeypatch, capsys)
     page = report_page(Material(Run.open(folder)))
-    assert "images_per_s" in page and "mirror" in page
+    assert "images_per_s" in page and "mirror" in page and SCORE.meaning in page
 
 
 @determined(40)
@@ -297,7 +303,9 @@ def edit_document(folder, name, change):
     rehash(folder, name)
 
 
-ENTRY = f"{NOTEBOOK}/{OWN}"
+ENTRY, ENTRY_SCORED = f"{NOTEBOOK}/{OWN}", f"{NOTEBOOK}/{SCORED}"
+# A built-in metric without its rules: rows that break them would pass.
+LENIENT = {"name": "step_time_s", "unit": "s", "direction": "none", "meaning": "one optimizer step, median"}
 
 
 @pytest.mark.parametrize(
@@ -311,6 +319,19 @@ ENTRY = f"{NOTEBOOK}/{OWN}"
         ("experiments.json", lambda d: d.update({"../../up/x": {"input_hash": "h", "rows": 0}}), "notebook is '..', which"),
         ("environments.json", lambda d: next(iter(d.values())).update(torch="9"), "is not the one of its digest"),
         ("run.json", lambda d: d.update(schema=2), "run has schema 2"),
+        ("metrics.json", lambda d: d.clear(), "unknown metric 'own_score': the run does not define it"),
+        ("metrics.json", lambda d: d.update({ENTRY: d.pop(ENTRY_SCORED)}), "unknown metric 'own_score'"),
+        ("metrics.json", lambda d: d.update({ENTRY: d[ENTRY_SCORED]}), f"defines own_score for '{ENTRY}', which has no row"),
+        ("metrics.json", lambda d: d[ENTRY_SCORED].append(d[ENTRY_SCORED][0]), "defines a metric twice"),
+        ("metrics.json", lambda d: d[ENTRY_SCORED][0].update(unit="s"), "unit 'points' where own_score has 's'"),
+        ("metrics.json", lambda d: d[ENTRY_SCORED][0].update(direction="lower"), "lies beyond its limit"),
+        ("metrics.json", lambda d: d[ENTRY_SCORED][0].update(direction="up"), "direction must be one of 'higher', 'lower'"),
+        ("metrics.json", lambda d: d[ENTRY_SCORED][0].update(needs_interval=True), "lacks n or the 95 % confidence interval"),
+        ("metrics.json", lambda d: d[ENTRY_SCORED][0].update(needs_check=1), "needs_check must be true or false"),
+        ("metrics.json", lambda d: d[ENTRY_SCORED][0].update(meaning="two\nlines"), "meaning is 'two\\nlines'"),
+        ("metrics.json", lambda d: d[ENTRY_SCORED][0].update(unit="<b>"), "metric unit is '<b>'"),
+        ("metrics.json", lambda d: d[ENTRY_SCORED][0].update(colour="red"), "unknown field"),
+        ("metrics.json", lambda d: d[ENTRY_SCORED].append({**LENIENT}), "'step_time_s' has two definitions: direction"),
         ("run.json", lambda d: d["environment"].update(gpus=[{"name": 1}]), "gpus[0].name must be a text"),
         ("predictions.json", lambda d: d[0].update(guess="fast"), "guess must be a finite number"),
     ],
@@ -410,6 +431,7 @@ def test_every_string_of_a_run_is_escaped_on_every_page(place):
     edit_cells(folder, {column: lambda cell, text=text: text for column, text in changes.items()} | {"limit": lambda cell: ""})
     edit_document(folder, "run.json", lambda d: d.update(profile=f"`{script}"))
     edit_document(folder, "run.json", lambda d: d["environment"]["cpu"].update(name=script))
+    edit_document(folder, "metrics.json", lambda d: d[ENTRY_SCORED][0].update(meaning=f"{script} ![](http://x)"))
     material = Material(Run.open(folder))
     html = report_page(material)
     assert "<script" not in html and html.count("&lt;script&gt;") >= 4 and '" onload="' not in html

@@ -174,6 +174,7 @@ def test_a_prediction_interrupted_among_its_renames_still_stands(new_run, monkey
     assert run.predictions() == [prediction()]
 
 
+@pytest.mark.process
 def test_killed_at_random_moments_the_run_stays_whole(new_run):
     run, moments = new_run(), random.Random(0)
     for round_ in range(6):
@@ -194,6 +195,7 @@ def test_killed_at_random_moments_the_run_stays_whole(new_run):
     assert not [name for name in json.loads((run.folder / MANIFEST).read_text())["files"] if ".tmp" in name]
 
 
+@pytest.mark.process
 def test_writers_side_by_side_lose_nothing(new_run):
     run = new_run()
     processes = [writer(run, name, 7) for name in "abcd"]

@@ -56,7 +56,7 @@ PLAN = Plan(steps=STEPS, checkpoint_every=3)
 
 
 def engine_of(strategy: str, seed: int = 0, kind: type[TransformerLM] = TransformerLM, **changes) -> LanguageEngine:
-    """The small run's engine, laid over the ranks."""
+    """The engine of the small run, distributed over the ranks."""
     seed_everything(seed)
     here = world()
     model = kind(TransformerConfig(vocab_size=19, context=8, width=16, heads=2, layers=2))
@@ -148,7 +148,7 @@ def check_a_truncated_shard_is_refused_by_all(place: Path) -> None:
     for step in (3, 6):
         shard = sorted((checkpoint_path(folder, step) / "engine").glob("*.safetensors"))[0]
         on_rank_0(lambda shard=shard: shard.write_bytes(shard.read_bytes()[:-9]))
-    with pytest.raises(CheckpointError, match="none of 2 checkpoints can be used") as caught:
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints can be used") as caught:
         train(engine_of("fsdp"), batches_of(), Plan(steps=6), folder=folder)
     assert str(caught.value.where) == str(shard)
 
@@ -160,10 +160,10 @@ def check_a_full_disk_on_one_rank_aborts_all(place: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if world().rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
-    with pytest.raises(CheckpointError, match="rank 1 of 2: the tensors could not be written: File too large") as caught:
+    with pytest.raises(CheckpointError, match="rank 1 of 2: cannot write the tensors: File too large") as caught:
         train(engine_of("fsdp", seed=1), batches_of(), Plan(steps=4), folder=folder)
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "name another checkpoint folder" in caught.value.next_step
+    assert "choose another checkpoint folder" in caught.value.next_step
     dist.barrier()
     assert [path.name for path in folder.iterdir()] == ["step-00000003"]
     again = train(engine_of("fsdp", seed=1), batches_of(), Plan(steps=4), folder=folder)
@@ -261,7 +261,7 @@ def check_an_export_is_the_whole_model(place: Path) -> None:
     names = {name: tensor.full_tensor() for name, tensor in engine.model.state_dict().items()}
     assert set(exported) == set(names)
     assert all(torch.equal(exported[name], tensor) for name, tensor in names.items())
-    with pytest.raises(CheckpointError, match="could not be exported"):
+    with pytest.raises(CheckpointError, match="cannot export the model"):
         export_model(engine.model, path / "below a file")
 
 

@@ -82,5 +82,5 @@ def test_there_is_one_update_a_batch_whatever_the_parts():
 
 
 def test_more_parts_than_examples_are_refused():
-    with pytest.raises(HyperionError, match="7 examples cannot be taken in 8 parts"):
+    with pytest.raises(HyperionError, match="7 examples cannot be split into 8 parts"):
         trained(8)

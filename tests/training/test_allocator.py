@@ -8,7 +8,7 @@ import pytest
 CHILD = """
 import resource
 import numpy as np
-from hyperion.training.allocator import keep_freed_memory
+from hyperion.training.engine import keep_freed_memory
 
 print(keep_freed_memory())
 for _ in range(3):
@@ -18,6 +18,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.process
 def test_a_large_buffer_is_reused_without_page_faults():
     child = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=True)
     took_effect, first, _, third = child.stdout.split()

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from hyperion.hardware import detect, detect_cpu
-from hyperion.training import ImageEngine, Precision, choose_precision, sgd_nesterov
-from hyperion.training.captured import WARM_UP_STEPS, same_tensors, undone, why_not_captured
+from hyperion.training import ImageEngine, Precision, choose_precision, compile_options, sgd_nesterov
+from hyperion.training.captured import WARM_UP_STEPS, restored, same_tensors, why_not_captured
 from hyperion.training.seeds import rng_state, set_rng_state
+from tests.hardware.machines import facts
 from tests.training.small import small_batches, small_engine
 from tests.training.test_engine import image_batches, image_engine
 
@@ -37,7 +38,7 @@ def test_warming_up_leaves_no_trace(make, batches, before):
         batch = loader.next_batch()
         places = [parameter.data_ptr() for parameter in engine.model.parameters()]
         if engine is warmed:
-            with undone(engine.model, engine.optimizer, (engine._items_seen,)):
+            with restored(engine.model, engine.optimizer, (engine._items_seen,)):
                 for _ in range(WARM_UP_STEPS):
                     engine._step(batch)
                 assert not torch.equal(_everything(engine)["seen"], torch.tensor(0))
@@ -149,3 +150,9 @@ def test_replays_drop_what_steps_one_by_one_would():
         assert again == pytest.approx([float(engine.train_step(batches[0]).loss) for _ in range(2)], rel=1e-5)
         assert again[0] != pytest.approx(again[1], rel=1e-5), "other numbers are dropped"
     assert told[True] == pytest.approx(told[False], rel=1e-3)
+
+
+def test_kernels_are_combined_on_nvidia_alone():
+    assert compile_options(detect(facts("H200"))) == {"combo_kernels": True}
+    assert compile_options(detect(facts("MI250X"))) is None, "there PyTorch 2.9 could store wrong scalars"
+    assert compile_options(detect_cpu()) is None

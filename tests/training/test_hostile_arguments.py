@@ -92,12 +92,12 @@ BAD_SETTINGS = {
     "state with a set": (lambda f: save(f, 3, {"x": {1, 2}}), "set .* cannot be stored"),
     "state with NaN": (lambda f: save(f, 3, {"x": math.nan}), "nan cannot be stored"),
     "state with a number as key": (lambda f: save(f, 3, {1: 2}), "key 1 cannot be stored"),
-    "state of two tensors of one path": (lambda f: save(f, 3, {"a/b": LABELS, "a": {"b": LABELS}}), "two tensors of one"),
+    "state of two tensors of one path": (lambda f: save(f, 3, {"a/b": LABELS, "a": {"b": LABELS}}), "two tensors have the path"),
     "no folder of a checkpoint": (lambda f: load(f / "absent"), "manifest cannot be read"),
     "no weights": (lambda f: read_weights(f / "absent"), "no such file"),
     "a file for a folder of checkpoints": (lambda f: load_latest(file_in(f)), "cannot be listed"),
-    "Plan of nothing": (lambda f: Plan(), "give epochs or steps"),
-    "Plan of both": (lambda f: Plan(epochs=1, steps=1), "give epochs or steps"),
+    "Plan of nothing": (lambda f: Plan(), "give either epochs or steps"),
+    "Plan of both": (lambda f: Plan(epochs=1, steps=1), "give either epochs or steps"),
     "Plan of 0 steps": (lambda f: Plan(steps=0), "steps is 0"),
     "Plan of half an epoch": (lambda f: Plan(epochs=0.5), "epochs is 0.5"),
     "Plan of text": (lambda f: Plan(steps="9"), "steps is '9'"),
@@ -242,17 +242,17 @@ def test_a_loss_that_is_not_one_number_a_token_is_refused_in_training_and_evalua
 
 
 IMAGE_BATCHES = {
-    "HWC": ((IMAGES.permute(0, 2, 3, 1), LABELS), r"\[6, 16, 16, 3\], and the model takes \[B, 3, Y, X\]"),
+    "HWC": ((IMAGES.permute(0, 2, 3, 1), LABELS), r"\[6, 16, 16, 3\], but the model takes \[B, 3, Y, X\]"),
     "one image": ((IMAGES[0], LABELS[:3]), r"float32 \[3, 16, 16\]"),
-    "bytes": (((IMAGES * 10).byte(), LABELS), "images uint8 .*whole numbers"),
+    "bytes": (((IMAGES * 10).byte(), LABELS), "images uint8 .*not floating-point"),
     "bytes as floats": ((torch.arange(6 * 3 * 256.0).view(6, 3, 16, 16) % 256, LABELS), "from 0 to 255"),
     "one-hot labels": ((IMAGES, F.one_hot(LABELS, 3).float()), r"labels float32 \[6, 3\]"),
     "float labels": ((IMAGES, LABELS.float()), "labels float32"),
     "int32 labels": ((IMAGES, LABELS.int()), "labels int32"),
-    "one label less": ((IMAGES, LABELS[1:]), r"labels int64 \[5\] of images"),
+    "one label less": ((IMAGES, LABELS[1:]), r"labels int64 \[5\] for images"),
     "a column of labels": ((IMAGES, LABELS[:, None]), r"labels int64 \[6, 1\]"),
-    "a class too many": ((IMAGES, LABELS + 1), r"returned float32 \[6, 3\], and labels go up to 3"),
-    "the label -100": ((IMAGES, LABELS.masked_fill(LABELS == 0, -100)), "a label of -100"),
+    "a class too many": ((IMAGES, LABELS + 1), r"returned float32 \[6, 3\], but labels go up to 3"),
+    "the label -100": ((IMAGES, LABELS.masked_fill(LABELS == 0, -100)), "a label is -100"),
     "labels first": ((LABELS, IMAGES), r"images int64 \[6\]"),
 }
 
@@ -275,7 +275,7 @@ def test_labels_in_another_form_are_refused_in_evaluation(labels):
 
 
 class Untouched:
-    """An engine's loader that must not be asked for a batch: what is wrong is to be found before."""
+    """A loader that must not be asked for a batch: the error must come earlier."""
 
     def __init__(self, **methods):
         self.batches = small_batches()
@@ -312,7 +312,7 @@ NEEDED_AT_THE_END = {
         {},
         "object .* cannot be stored",
     ),
-    "a loader without a batch": (Empty, {}, "the loader holds no batch"),
+    "a loader without a batch": (Empty, {}, "the loader has no batch"),
     "a loader for validation": (Resumable, {"validation": small_batches()}, "validation is a LanguageBatches"),
     "a number as callback": (Resumable, {"on_epoch": [3]}, "on_epoch is a int"),
     "a report that is no function": (Resumable, {"report": "print"}, "report is a str"),
@@ -337,11 +337,11 @@ def test_an_engine_that_cannot_end_does_not_begin(lacking, tmp_path):
 
 
 def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(tmp_path):
-    with pytest.raises(CheckpointError, match="no checkpoint could be written"):
+    with pytest.raises(CheckpointError, match="cannot write checkpoints"):
         train(small_engine(), Resumable(), Plan(steps=3), folder=file_in(tmp_path))
     (tmp_path / "read only").mkdir(mode=0o500)
     if os.geteuid():  # root may write anywhere
-        with pytest.raises(CheckpointError, match="no checkpoint could be written"):
+        with pytest.raises(CheckpointError, match="cannot write checkpoints"):
             train(small_engine(), Resumable(), Plan(steps=3), folder=tmp_path / "read only")
 
 

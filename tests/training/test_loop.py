@@ -133,7 +133,7 @@ def test_a_damaged_checkpoint_costs_only_the_steps_since_the_one_before(whole, t
     resumed = train(small_engine(), small_batches(), Plan(steps=STEPS, checkpoint_every=6), folder=tmp_path)
     assert resumed.resumed_at == [18]
     assert resumed.losses == whole[0].losses
-    assert "cut off or edited" in capsys.readouterr().err
+    assert "truncated or modified" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
@@ -168,6 +168,7 @@ def losses_after_resume(folder):
     return train(small_engine(seed=1), small_batches(), plan, validation=small_validation, folder=folder).losses
 
 
+@pytest.mark.process
 def test_sigkill_at_a_random_step_then_the_same_losses(whole, tmp_path):
     strike = random.SystemRandom().randint(4, STEPS)  # the first checkpoint is there when the fourth batch is asked for
     print("killed at batch", strike)
@@ -177,6 +178,7 @@ def test_sigkill_at_a_random_step_then_the_same_losses(whole, tmp_path):
     assert losses_after_resume(tmp_path) == whole[0].losses
 
 
+@pytest.mark.process
 def test_sigterm_saves_and_leaves_with_its_own_code(whole, tmp_path):
     child = run_child(tmp_path)
     _, err = end_at_batch(child, 5, signal.SIGTERM)
@@ -299,3 +301,14 @@ def test_a_crashed_run_resumes_bit_for_bit_on_a_gpu(deterministic_gpu, tmp_path)
     assert resumed.losses == whole.losses
     assert whole.epochs[0].peak_memory_metric == "peak_memory_gib"
     assert whole.epochs[0].peak_memory_gib > 0
+
+
+def test_epochs_or_steps_say_how_long():
+    assert Plan(epochs=3).total_steps(steps_per_epoch=7) == 21
+    assert Plan(steps=10).total_steps(steps_per_epoch=7) == 10
+
+
+@pytest.mark.parametrize("fields", [{}, {"epochs": 1, "steps": 1}, {"epochs": 0}, {"steps": 5, "checkpoint_every": 0}])
+def test_impossible_plans_are_refused(fields):
+    with pytest.raises(HyperionError):
+        Plan(**fields)

@@ -14,6 +14,8 @@ from hyperion.training import EXIT_CODE, Plan, train
 from tests.training.rank_checks import CHECKS, NEXT, SAVED_AT
 from tests.training.small import STEPS, small_batches, small_engine
 
+pytestmark = pytest.mark.process
+
 TERMINATED_AT = 5  # the batch that the second rank was at
 
 
@@ -96,6 +98,6 @@ def test_one_process_goes_on_from_two_ranks(launch, place, losses, strategy, cap
     history = resume_alone(place / strategy, SAVED_AT + NEXT)
     assert history.resumed_at == [SAVED_AT]
     assert history.losses == pytest.approx(losses[: SAVED_AT + NEXT], abs=1e-5)
-    assert "was saved on 2 rank(s) and goes on on 1" in capsys.readouterr().err
+    assert "was saved on 2 rank(s) and is resumed on 1" in capsys.readouterr().err
     assert [(record.steps, record.items) for record in history.epochs] == [(7, 560), (7, 560)]
     assert [(r.rank, r.steps) for r in history.rank_epochs] == [(0, 7), (1, 7), (0, 5)]  # two steps were others'

@@ -8,9 +8,9 @@ import torch
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
-from hyperion.measure.memory.allocated_peak import allocated_peak
-from hyperion.measure.memory.memory_timeline import ACTIVATIONS, GRADIENTS
-from hyperion.measure.memory.tensor_memory import bytes_of, state_of
+from hyperion.measure.memory_use.peak import allocated_peak
+from hyperion.measure.memory_use.tensor_memory import bytes_of, state_of
+from hyperion.measure.memory_use.timeline import ACTIVATIONS, GRADIENTS
 from hyperion.models import transformer
 from hyperion.parallel import ParallelPlan, parallelize
 from hyperion.processes import world
@@ -100,7 +100,7 @@ def test_parts_are_those_of_the_model():
     weights = 4 * work.parameters
     assert estimate.parts["parameters"] == estimate.parts[GRADIENTS] == weights
     assert estimate.parts["optimizer state"] == pytest.approx(2 * weights, rel=1e-3)  # and a counter for each parameter
-    assert estimate.parts[ACTIVATIONS] == pytest.approx(work.activations(False).kept(), rel=0.02)
+    assert estimate.parts[ACTIVATIONS] == pytest.approx(work.activations(False).saved(), rel=0.02)
     assert sum(estimate.at_peak.values()) == estimate.peak_bytes
 
 
@@ -125,7 +125,7 @@ def test_the_fewest_checkpointed_blocks_that_fit(memory):
 
     fewest = fewest_checkpointed(peak, 12, memory + 2)
     assert fewest == min(number for number in range(13) if peak(number) <= memory + 2)
-    with pytest.raises(HyperionError, match="with every one of 12 blocks"):
+    with pytest.raises(HyperionError, match="with all 12 blocks checkpointed"):
         fewest_checkpointed(peak, 12, 51)
 
 

@@ -166,7 +166,7 @@ def test_the_scale_is_part_of_the_checkpoint(tmp_path):
     batch = batches.next_batch()
     assert float(other.train_step(batch).loss) == float(engine.train_step(batch).loss)
     torch.testing.assert_close(weights_of(other), weights_of(engine), rtol=0, atol=0)
-    with pytest.raises(CheckpointError, match="made in fp16"):
+    with pytest.raises(CheckpointError, match="saved in fp16"):
         engine_in("fp32").load(tmp_path)
 
 

@@ -15,7 +15,7 @@ PLAN = Plan(steps=9, checkpoint_every=3)
 
 
 def weight_after_step(engine, step, value=math.nan):
-    """Let the optimizer leave this in one weight at that step, after loss and gradient were found sound."""
+    """Let the optimizer write this value into one weight at that step, after loss and gradient were checked."""
     update = engine.scaler.step
 
     def planted(*args):
@@ -32,7 +32,7 @@ def weight_after_step(engine, step, value=math.nan):
 def test_weights_that_are_no_numbers_are_not_saved(tmp_path, value):
     engine = small_engine()
     weight_after_step(engine, 6, value)  # a step that is saved
-    with pytest.raises(NonFiniteError, match="model/final_norm.weight holds") as caught:
+    with pytest.raises(NonFiniteError, match="model/final_norm.weight contains") as caught:
         train(engine, small_batches(), PLAN, folder=tmp_path)
     assert "step 6" in str(caught.value.where)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
@@ -51,7 +51,7 @@ def test_a_checkpoint_with_nan_is_refused_and_the_one_before_used(tmp_path, caps
     train(small_engine(), small_batches(), PLAN, folder=tmp_path)
     engine = small_engine(seed=1)
     assert newest_good(tmp_path, lambda path: read_run(path, engine, 9))[0]["step"] == 6
-    assert "exp_avg holds an infinity or a NaN" in capsys.readouterr().err
+    assert "exp_avg contains an infinity or a NaN" in capsys.readouterr().err
     assert engine.steps == 6
 
 

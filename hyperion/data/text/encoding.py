@@ -15,7 +15,7 @@ import tokenizers
 
 from hyperion.data.store.faults import DataError
 from hyperion.data.text.encoder import Encoded, Encoder, in_chunks
-from hyperion.processes.lifeline import child_environment
+from hyperion.processes.child_process import child_environment
 
 CHUNK_CHARACTERS = 1 << 16
 WAITING_CHUNKS = 2  # a worker finds its next chunk ready, and no more of the text lies in memory

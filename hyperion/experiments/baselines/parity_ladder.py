@@ -19,8 +19,8 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.variants import Report
 from hyperion.data.batches.loaders import LanguageBatches
 from hyperion.measure.steps.compilation import missing_compiler
-from hyperion.models import TransformerConfig, TransformerLM
-from hyperion.parallel import ParallelPlan, layout_of, parallelize
+from hyperion.models import TransformerConfig, TransformerLM, layout_of
+from hyperion.parallel import ParallelPlan, parallelize
 from hyperion.processes import world
 from hyperion.results import Row
 from hyperion.training import LanguageEngine, Plan, Precision, WarmupCosine, adamw, seed_everything, train

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from hyperion.chapter.rows import sample_frame
 from hyperion.hardware import Device
+from hyperion.kernels.token_loss import padded_classes
 from hyperion.measure import FORMATS, Timing, time_function
-from hyperion.models import TransformerConfig, padded_classes
+from hyperion.models import TransformerConfig
 from hyperion.models.resnet import IMAGE_SIZE, block_shapes
 from hyperion.results.statistics import Estimate, estimates_of_medians
 from hyperion.training import Precision

@@ -4,8 +4,6 @@ Each trial is two real processes: one in which a fault strikes, and one that goe
 exactly as a run that nothing ever happened to, in every bit.
 """
 
-import contextlib
-import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -17,14 +15,12 @@ import pandas as pd
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.variants import Report
 from hyperion.experiments.baselines.recovery_faults import KINDS, PHASES, Fault, cut_off
-from hyperion.experiments.baselines.recovery_run import EVERY, STEPS, checkpoints_before, is_evaluated, is_saved
+from hyperion.experiments.baselines.recovery_run import EVERY, STEPS, checkpoints_before, in_own_process, is_evaluated, is_saved
 from hyperion.hardware.cpu import usable_cpus
 from hyperion.processes import Job, JobError, run_job
-from hyperion.processes.starting import SOCKET, fork_server_running
 from hyperion.results import Row
 
 MOST_LOST = {"SIGTERM": 1, "SIGKILL": EVERY, "power cut": 2 * EVERY, "NaN": EVERY, "full disk": EVERY}
-_ENTRY = "hyperion.experiments.baselines.recovery_run:in_own_process"
 _TASKS = ("language", "images")
 _MOST_WORKERS = 16
 _TIMEOUT_S = 120.0
@@ -59,7 +55,7 @@ def run(context: Context, report: Report) -> Result:
     shutil.rmtree(context.workspace, ignore_errors=True)
     faults = draw(context.seed, context.sizes["trials"])
     print(f"{len(faults)} faults drawn with seed {context.seed}")
-    with _forked(), ThreadPoolExecutor(min(len(usable_cpus()), _MOST_WORKERS)) as threads:
+    with ThreadPoolExecutor(min(len(usable_cpus()), _MOST_WORKERS)) as threads:
         tasks = sorted({_task(number, fault) for number, fault in enumerate(faults)})
         whole = dict(zip(tasks, threads.map(lambda task: _undisturbed(context, task), tasks), strict=True))
         trials = []
@@ -140,14 +136,9 @@ def _process(params: dict) -> dict:
     """Run one process; a signal or an error that it did not tell of is how it ended."""
     Path(params["folder"]).mkdir(parents=True, exist_ok=True)
     try:
-        return run_job(Job(_ENTRY, params, timeout_s=_TIMEOUT_S), on_line=lambda line: None)
+        return run_job(Job(in_own_process, params, timeout_s=_TIMEOUT_S), on_line=lambda line: None)
     except JobError as error:
         return {"ended": f"exit code {error.exit_code}: {error.what.splitlines()[0]}"}
-
-
-def _forked() -> contextlib.AbstractContextManager:
-    """The fork server that serves a whole reproduction, or one of our own: a start from nothing takes seconds."""
-    return contextlib.nullcontext() if os.environ.get(SOCKET) else fork_server_running()
 
 
 def _rows(context: Context, kind: str, trials: pd.DataFrame) -> list[Row]:

@@ -14,7 +14,7 @@ from pydantic import Field
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.options import Options
 from hyperion.chapter.rows import gemm_limit, out_of_memory_reason, sample_frame, stream_ceiling, timed_columns
-from hyperion.chapter.variants import COMPILER, Report, merged, run_variant
+from hyperion.chapter.variants import Report, merged, run_variant
 from hyperion.experiments.compilation.compilation_models import (
     CompiledModel,
     ModelSpec,
@@ -111,8 +111,7 @@ def run(context: Context, report: Report) -> Result:
                 continue
             settings = spec.model_dump(mode="json", exclude_defaults=True)
             params = {"spec": settings, "mode": mode, "probe": probe, "eager_s": eager_times.get(spec.model)}
-            entry = "hyperion.experiments.compilation.compilation:measure_mode"
-            results.append(run_variant(context, _quiet, entry, params, COMPILER if mode != EAGER else ()))
+            results.append(run_variant(context, _quiet, measure_mode, params))
             if mode == EAGER:
                 eager_times[spec.model] = next(r.value for r in results[-1].rows if r.metric == "inference_time_s")
     report(len(cells), len(cells), "done")

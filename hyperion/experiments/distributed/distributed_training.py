@@ -65,7 +65,7 @@ def run(context: Context, report: Report) -> Result:
     """Run all trainings in one launch."""
     options = DistributedTrainingOptions.of(context)
     ranks = devices_here(context, options.cpu_ranks)
-    results = run_on_ranks(context, report, "hyperion.experiments.distributed.distributed_training:train_on_rank", ranks=ranks)
+    results = run_on_ranks(context, report, train_on_rank, ranks=ranks)
     curves = results[0].samples
     curves = curves.query("kind not in ('example', 'of one device')").drop(columns=["example", "source"])
     return Result([*results[0].rows, *_overlap_rows(context, options, results)], curves, results[0].source)

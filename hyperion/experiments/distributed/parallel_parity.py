@@ -14,7 +14,6 @@ from hyperion.workloads.recipes import Strategy, Training, set_up
 from hyperion.workloads.twins import SCATTER_FP32
 
 TOLERANCE = 1e-4
-_HERE = "hyperion.experiments.distributed.parallel_parity"
 
 
 class ParallelParityOptions(ShortTrainingOptions):
@@ -50,7 +49,7 @@ def forecast(context: Context) -> list[Forecast]:
 def run(context: Context, report: Report) -> Result:
     """Train in one launch: every rank alone on whole batches first, then all ranks together under each strategy."""
     options = ParallelParityOptions.of(context)
-    ranks = run_on_ranks(context, report, f"{_HERE}:steps_on_rank", ranks=options.rank_count(context))
+    ranks = run_on_ranks(context, report, steps_on_rank, ranks=options.rank_count(context))
     curves, source = ranks[0].samples, ranks[0].source
     rows = [_parity_row(context, options, curves, strategy, source) for strategy in options.strategies]
     return Result(rows + merged(ranks).rows, curves, source)

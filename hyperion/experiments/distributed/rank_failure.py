@@ -17,7 +17,7 @@ from hyperion.data.batches.loaders import ResumableBatches
 from hyperion.errors import HyperionError
 from hyperion.experiments.distributed.short_training import ShortTrainingOptions, largest_relative_difference
 from hyperion.processes import RankError, world
-from hyperion.processes.lifeline import has_ended
+from hyperion.processes.child_process import has_ended
 from hyperion.training import train
 from hyperion.workloads import datasets
 from hyperion.workloads.recipes import set_up
@@ -25,7 +25,6 @@ from hyperion.workloads.twins import SCATTER_FP32
 
 SOON_S = 60.0
 RUNS = ("resumed", "undisturbed")
-_HERE = "hyperion.experiments.distributed.rank_failure"
 _MARK = "HYPERION_RANK_FAILURE"
 
 
@@ -58,7 +57,7 @@ def run(context: Context, report: Report) -> Result:
     ranks = options.rank_count(context)
     error, seconds, remaining = _killed(context, options, report, ranks)
     print(f"after {seconds:.1f} s: {error.what.splitlines()[0]}")
-    again = run_on_ranks(context, report, f"{_HERE}:resume_and_repeat", ranks=ranks)[0]
+    again = run_on_ranks(context, report, resume_and_repeat, ranks=ranks)[0]
     resumed, undisturbed = (again.samples.loc[again.samples["run"] == run, "loss"].to_numpy() for run in RUNS)
     difference = largest_relative_difference(resumed, undisturbed)
     source = again.source
@@ -110,7 +109,7 @@ def _killed(context: Context, options: RankFailureOptions, report: Report, ranks
     os.environ[_MARK] = mark = os.urandom(8).hex()
     params = {"folder": "killed", "kill_after": options.kill_after}
     try:
-        run_on_ranks(context, report, f"{_HERE}:train_on_rank", params, ranks=ranks)
+        run_on_ranks(context, report, train_on_rank, params, ranks=ranks)
     except RankError as error:
         raised = time.time()
         died = (context.workspace / "died").stat().st_mtime

@@ -18,7 +18,6 @@ from hyperion.workloads.recipes import set_up
 from hyperion.workloads.twins import SCATTER_FP32
 
 TOLERANCE = 1e-4
-_HERE = "hyperion.experiments.distributed.resharding"
 _SAVED = "saved"
 
 
@@ -66,10 +65,10 @@ def run(context: Context, report: Report) -> Result:
     """Train on all ranks past a checkpoint; then resume copies of the checkpoint on smaller numbers of ranks."""
     options = ReshardingOptions.of(context)
     shutil.rmtree(context.workspace, ignore_errors=True)
-    first = run_on_ranks(context, report, f"{_HERE}:save_and_go_on", ranks=options.rank_count(context))
+    first = run_on_ranks(context, report, save_and_go_on, ranks=options.rank_count(context))
     curves, rows = [first[0].samples], []
     for ranks in options.resuming(context):
-        resumed = run_on_ranks(context, report, f"{_HERE}:resume", ranks=ranks)
+        resumed = run_on_ranks(context, report, resume, ranks=ranks)
         curves.append(resumed[0].samples)
         rows.append(_row(context, options, ranks, first[0], resumed[0]))
     return Result(merged(first).rows + rows, pd.concat(curves, ignore_index=True), first[0].source)

@@ -12,7 +12,7 @@ from hyperion.chapter.product_rows import absent_product, product_row, roofline_
 from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_columns
 from hyperion.measure import Finalist, Gemm, GemmSearch, RefusedProduct, format_of, search_gemm
 from hyperion.measure.clock.dtypes import matmul_precision
-from hyperion.measure.clock.plain_loop import compare_with_plain_loop
+from hyperion.measure.clock.timing import compare_with_plain_loop
 from hyperion.results import Row, ratio_estimate
 
 FINALIST, FASTEST, GIVEN, BESIDE = "finalist", "fastest found", "given shape", "fastest over a plain loop"

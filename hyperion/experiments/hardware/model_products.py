@@ -14,8 +14,7 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.product_rows import maf_row, product_row
 from hyperion.chapter.rows import gemm_limit, sample_frame, timed_columns
 from hyperion.measure import CapturedGemms, Product, TimedProduct, measure_products, nominal_peak, predict_step
-from hyperion.measure.products import taf
-from hyperion.measure.products.captured_gemms import gemms_of
+from hyperion.measure.products.taf import gemms_of, taf
 from hyperion.models import REFERENCE_MODELS
 from hyperion.results import Estimate, Row
 from hyperion.workloads.captured_steps import captured_step

@@ -21,7 +21,7 @@ from hyperion.measure import (
     measure_bandwidth,
     verify_elementwise,
 )
-from hyperion.measure.clock.plain_loop import compare_with_plain_loop
+from hyperion.measure.clock.timing import compare_with_plain_loop
 from hyperion.results import Row, ratio_estimate
 
 OPERATION_NAMES = (*OPERATIONS, *REDUCTIONS)

@@ -11,8 +11,8 @@ from hyperion.experiments.interconnect.collective_limits import busbw_limit, swi
 from hyperion.hardware import Device, detect
 from hyperion.hardware.topology import topology_of
 from hyperion.measure import CollectiveMeasurement, Overlap, Timing, fit_latency_bandwidth, half_rate_size
-from hyperion.measure.collectives.bucket_size import SHARE, recommended_bucket
-from hyperion.measure.collectives.collective_kernels import algorithm_of
+from hyperion.measure.collectives.collectives import algorithm_of
+from hyperion.measure.collectives.latency_bandwidth import SHARE, recommended_bucket
 from hyperion.processes import World
 from hyperion.results import Row
 

@@ -25,8 +25,7 @@ from hyperion.experiments.interconnect.collective_rows import (
     timed_rows,
 )
 from hyperion.measure import ALL_COLLECTIVES, Collective, collective_bytes, measure_collective, measure_overlap
-from hyperion.measure.collectives.collective_kernels import kernels_of_collectives
-from hyperion.measure.collectives.collectives import Buffers, memory_needed
+from hyperion.measure.collectives.collectives import Buffers, kernels_of_collectives, memory_needed
 from hyperion.processes import RollCall, World, process_group, roll_call, world
 from hyperion.results import Row
 
@@ -68,7 +67,7 @@ def run(context: Context, report: Report) -> Result:
     if ranks < 2:
         with process_group(context.sizes["hang_timeout_s"]):
             return check_alone(context, report)
-    return run_on_ranks(context, report, "hyperion.experiments.interconnect.collectives:measure_on_rank", ranks=ranks)[0]
+    return run_on_ranks(context, report, measure_on_rank, ranks=ranks)[0]
 
 
 EXPERIMENT = Experiment(forecast, run, forecast_reads=("bandwidth",))

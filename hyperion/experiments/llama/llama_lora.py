@@ -10,7 +10,7 @@ import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_columns
-from hyperion.chapter.variants import LLAMA, Report, merged, run_variant
+from hyperion.chapter.variants import Report, merged, run_variant
 from hyperion.checkpoints import frozen_sha256, save_adapter
 from hyperion.data import Completions
 from hyperion.data.batches.packing import IGNORE_INDEX
@@ -46,7 +46,6 @@ from hyperion.units import GIB
 from hyperion.workloads.llama_setup import DATA, RANK, FineTuningData, base_model, frozen_dtype, with_lora
 from hyperion.workloads.training_rows import epoch_rows, loss_curve, speed_rows, step_forecasts
 
-_HERE = "hyperion.experiments.llama.llama_lora"
 _STANDARD_ERRORS = 4.0
 
 
@@ -90,7 +89,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 def run(context: Context, report: Report) -> Result:
     """Run LoRA and full fine-tuning in a process each, so that the memory of one does not count for the other."""
-    return merged([run_variant(context, report, f"{_HERE}:{name}", preload=LLAMA) for name in ("fine_tune", "full_memory")])
+    return merged([run_variant(context, report, function) for function in (fine_tune, full_memory)])
 
 
 EXPERIMENT = Experiment(forecast, run, forecast_reads=("gemm", "bandwidth"), data=DATA, options=LlamaLoraOptions)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.ranks import RankOptions, ranks_of
 from hyperion.chapter.rows import sample_frame, timed_columns
-from hyperion.chapter.variants import LLAMA, Report, merged, run_on_ranks
+from hyperion.chapter.variants import Report, merged, run_on_ranks
 from hyperion.checkpoints import checkpoint_path, frozen_sha256, save_adapter
 from hyperion.data.instructions.instruction_batches import InstructionBatches
 from hyperion.experiments.llama.fine_tuning import (
@@ -29,13 +29,12 @@ from hyperion.experiments.llama.fine_tuning import (
     state_bytes,
 )
 from hyperion.measure import PeakMemoryRegion, RanksClock, Timing, time_function
-from hyperion.models import LlamaShape, random_llama_shape
+from hyperion.models import LlamaShape, layout_of, random_llama_shape
 from hyperion.parallel import (
     ParallelPlan,
     assert_ranks_agree,
     fsdp_units,
     full_parameter_bytes,
-    layout_of,
     local_parameter_bytes,
     parallelize,
 )
@@ -52,7 +51,6 @@ VARIANT = "LoRA under FSDP2"
 TOLERANCE = 1e-4  # relative, between the losses of one device and of many, step by step
 SHARE_TOLERANCE = 0.1
 _PROBE = "logits.safetensors"
-_HERE = "hyperion.experiments.llama.lora_sharded"
 _EXACT = Precision("fp32", "parity is judged in float32")
 
 
@@ -108,7 +106,7 @@ def run(context: Context, report: Report) -> Result:
     """Train on all ranks in one launch; then load the saved adapters in this process, which is in no process group."""
     options = LoraShardedOptions.of(context)
     ranks = ranks_of(context, options, options.batch_size)
-    results = run_on_ranks(context, report, f"{_HERE}:on_rank", ranks=ranks, preload=LLAMA)
+    results = run_on_ranks(context, report, on_rank, ranks=ranks)
     shared = merged(results)
     return Result([*shared.rows, _loaded_row(context, options, ranks)], results[0].samples, shared.source)
 

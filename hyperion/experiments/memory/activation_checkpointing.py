@@ -14,7 +14,8 @@ from hyperion.chapter.rows import out_of_memory_reason
 from hyperion.chapter.side_by_side import run_counted
 from hyperion.chapter.variants import merged
 from hyperion.measure import PeakMemoryRegion, SavedForBackward, TensorMemory, state_of
-from hyperion.parallel import ParallelPlan, layout_of
+from hyperion.models import layout_of
+from hyperion.parallel import ParallelPlan
 from hyperion.parallel.plan import BUDGET, EVERY_BLOCK, NONE, SELECTIVE
 from hyperion.results import Row
 from hyperion.training import TorchEngine, choose_precision
@@ -52,7 +53,7 @@ def run(context: Context, report) -> Result:
         for kind in KINDS
         for plan in plans[kind]
     ]
-    results = run_counted(context, report, "hyperion.experiments.memory.activation_checkpointing:measure_memory", cells)
+    results = run_counted(context, report, measure_memory, cells)
     for done, kind in enumerate(KINDS):
         report(2 * done, 2 * len(KINDS), f"gradients of the {kind} model")
         with emptied_afterwards():

@@ -12,9 +12,9 @@ from hyperion.chapter.side_by_side import run_counted
 from hyperion.chapter.variants import merged
 from hyperion.hardware import Device
 from hyperion.measure import bytes_of, state_of
-from hyperion.measure.memory import memory_cap
-from hyperion.measure.memory.allocated_peak import allocated_peak
-from hyperion.measure.memory.memory_timeline import ACTIVATIONS, GRADIENTS, MemoryTimeline
+from hyperion.measure.memory_use.allocation import memory_cap
+from hyperion.measure.memory_use.peak import allocated_peak
+from hyperion.measure.memory_use.timeline import ACTIVATIONS, GRADIENTS, MemoryTimeline
 from hyperion.parallel.plan import NONE, ParallelPlan
 from hyperion.results import Row
 from hyperion.training.memory_estimate import largest_batch
@@ -52,7 +52,7 @@ def run(context: Context, report) -> Result:
     if context.device.kind != "cpu":
         larger = math.ceil(_TOO_LARGE * batch)
         jobs.append({"cell": question | {"batch_size": larger}, "memory_gib": question["memory_gib"]})
-    results = run_counted(context, report, "hyperion.experiments.memory.memory_estimate:measure_cell", jobs)
+    results = run_counted(context, report, measure_cell, jobs)
     work = workload(question["kind"], question | {"batch_size": batch})
     answer = context.row(work.name, "count", batch, dtype=question["dtype"], params=_question_params(question))
     return merged([*results, Result([answer], pd.DataFrame())])

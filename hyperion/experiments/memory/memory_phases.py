@@ -43,7 +43,7 @@ def forecast(context: Context) -> list[Forecast]:
 def run(context: Context, report) -> Result:
     """Profile one step of each model and format, on random batches: only their shapes matter."""
     cells = [{"kind": kind, "dtype": dtype} for kind in KINDS for dtype in context.sizes["dtypes"]]
-    return merged(run_counted(context, report, "hyperion.experiments.memory.memory_phases:profile_step", cells))
+    return merged(run_counted(context, report, profile_step, cells))
 
 
 EXPERIMENT = Experiment(forecast, run)

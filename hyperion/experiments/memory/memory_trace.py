@@ -15,7 +15,7 @@ from hyperion.chapter.side_by_side import run_counted
 from hyperion.chapter.variants import merged
 from hyperion.hardware import Device
 from hyperion.measure import state_of
-from hyperion.measure.memory.memory_timeline import MemoryHistory, MemoryTimeline
+from hyperion.measure.memory_use.timeline import MemoryHistory, MemoryTimeline
 from hyperion.measure.steps.trace import cpu_events, gpu_events
 from hyperion.results import Row
 from hyperion.training import TorchEngine, choose_precision
@@ -50,7 +50,7 @@ def run(context: Context, report) -> Result:
     context.workspace.mkdir(parents=True, exist_ok=True)
     policies = context.sizes["policies"]
     variants = [{"checkpointing": how, "folder": "" if place else str(context.workspace)} for place, how in enumerate(policies)]
-    return merged(run_counted(context, report, "hyperion.experiments.memory.memory_trace:look_inside", variants))
+    return merged(run_counted(context, report, look_inside, variants))
 
 
 EXPERIMENT = Experiment(forecast, run)

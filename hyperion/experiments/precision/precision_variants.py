@@ -55,10 +55,10 @@ def _compared(context: Context, report, ready: list[Ready]) -> Result:
     reasons = {dtype: _unsupported(context.device, dtype) for dtype in context.sizes["dtypes"]}
     dtypes = [dtype for dtype, reason in reasons.items() if not reason]
     cells = [found.for_worker() | {"dtype": dtype} for found in ready for dtype in dtypes]
-    results = run_side_by_side(context, report, "hyperion.experiments.precision.precision_variants:train_variant", cells)
+    results = run_side_by_side(context, report, train_variant, cells)
     if any(dtype != REFERENCE for dtype in dtypes):
         twins = [found.for_worker() for found in ready]
-        results += run_side_by_side(context, report, "hyperion.experiments.precision.precision_variants:twins_of_variant", twins)
+        results += run_side_by_side(context, report, twins_of_variant, twins)
     reasons = {dtype: why or _emulated(context.device, dtype) for dtype, why in reasons.items()}
     for number, found in enumerate(ready):
         report(number, len(ready), f"steps of the {found.kind} model in turn")

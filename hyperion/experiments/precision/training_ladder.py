@@ -16,7 +16,7 @@ import torch
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_columns
 from hyperion.chapter.side_by_side import run_counted
-from hyperion.chapter.variants import COMPILER, merged
+from hyperion.chapter.variants import merged
 from hyperion.experiments.precision.ladder_rungs import BASELINE, Rung, ladder
 from hyperion.experiments.precision.precision_variants import rate_forecast, tensor_bytes_of_a_step
 from hyperion.measure import PeakMemoryRegion, Timing, time_interleaved
@@ -31,8 +31,6 @@ GIB = 2**30
 _FORETOLD = ("tf32", "bf16")  # of the others shapes and ceilings say nothing
 _STEPS_FOR_MEMORY = 3
 _NO_LIMIT = "no limit: how far the slower of the two stays below its own limit is not bounded"
-_FUNCTION = "hyperion.experiments.precision.training_ladder:measure_alone"
-_TWINS = "hyperion.experiments.precision.training_ladder:measure_twins"
 
 
 def forecast(context: Context) -> list[Forecast]:
@@ -61,8 +59,8 @@ def run(context: Context, report) -> Result:
             cells += [found.for_worker() | {"number": number} for number, _ in present]
             formats = dict.fromkeys(twin_format(rung.dtype) for _, rung in present if rung.name != BASELINE)
             twins += [found.for_worker() | {"dtype": dtype} for dtype in formats]
-        results = run_counted(context, report, _FUNCTION, cells, preload=COMPILER)
-        results += run_counted(context, report, _TWINS, twins)
+        results = run_counted(context, report, measure_alone, cells)
+        results += run_counted(context, report, measure_twins, twins)
         for done, found in enumerate(ready.values()):
             report(done, len(ready), f"steps of the {found.kind} model in turn")
             results.append(_timed(context, found))

@@ -7,8 +7,8 @@ import pandas as pd
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.ranks import devices_here
-from hyperion.chapter.variants import LLAMA, Report, merged, run_on_ranks
-from hyperion.experiments.scaling.scaling_workloads import MODES, ScaledTraining, ScalingOptions, lm_config
+from hyperion.chapter.variants import Report, merged, run_on_ranks
+from hyperion.experiments.scaling.scaling_workloads import MODES, ScaledTraining, ScalingOptions, lm_config, measure_on_rank
 from hyperion.models import flops_per_token, llama_flops_per_token, llama_parameter_count, random_llama_shape
 from hyperion.parallel.lora import ATTENTION
 from hyperion.processes import JobError
@@ -20,7 +20,6 @@ from hyperion.workloads.twins import SCATTER_FP32
 
 PARITY = 1e-4
 LAUNCH_FAILED = "the launch failed"
-_ENTRY = "hyperion.experiments.scaling.scaling_workloads:measure_on_rank"
 # Share of the step that can hide communication: DDP overlaps its all-reduce with the backward pass only, FSDP2 its
 # gathers with the whole step.
 _HIDING = {"ddp": 2 / 3, "fsdp": 1.0}
@@ -110,12 +109,11 @@ def _launch(
 ) -> tuple[list[pd.DataFrame], dict[tuple[str, int], str]]:
     """Return samples of all trainings on `ranks` ranks, and the reasons for missing ones by (training, ranks)."""
     names = [training.name for training in options.workloads]
-    preload = LLAMA if any(training.lora for training in options.workloads) else ()
     devices = devices_here(context, options.cpu_ranks)
     if ranks > devices:
         return [], {(name, ranks): f"this machine has {devices} devices" for name in names}
     try:
-        results = run_on_ranks(context, report, _ENTRY, {"names": names}, ranks=ranks, preload=preload)
+        results = run_on_ranks(context, report, measure_on_rank, {"names": names}, ranks=ranks)
         return [merged(results).samples], {}
     except JobError as error:
         _raise_if_interrupted(error)
@@ -123,7 +121,7 @@ def _launch(
     samples, missing = [], {}
     for name in names:
         try:
-            results = run_on_ranks(context, report, _ENTRY, {"names": [name]}, ranks=ranks, preload=preload)
+            results = run_on_ranks(context, report, measure_on_rank, {"names": [name]}, ranks=ranks)
             samples.append(merged(results).samples)
         except JobError as error:
             _raise_if_interrupted(error)

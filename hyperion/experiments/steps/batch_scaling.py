@@ -23,7 +23,7 @@ from hyperion.experiments.steps.reference_steps import (
     update_of,
 )
 from hyperion.measure import FORMATS, NoMemoryCap, PeakMemory, PeakMemoryRegion, allocator_refusal
-from hyperion.measure.memory import memory_cap
+from hyperion.measure.memory_use.allocation import memory_cap
 from hyperion.models import ReferenceModel, reference_model
 from hyperion.results import Row, independent_ratio_estimate
 from hyperion.training import choose_precision
@@ -47,9 +47,8 @@ def forecast(context: Context) -> list[Forecast]:
 
 def run(context: Context, report) -> Result:
     """Sweep every model, in processes of their own."""
-    function = "hyperion.experiments.steps.batch_scaling:sweep"
     groups = processes_of(context, list(context.sizes["batches"]))
-    return merged([run_variant(context, report, function, {"names": names}) for names in groups])
+    return merged([run_variant(context, report, sweep, {"names": names}) for names in groups])
 
 
 EXPERIMENT = Experiment(forecast, run, forecast_reads=("gemm", "bandwidth", "launch_cost", "operator_cost"))

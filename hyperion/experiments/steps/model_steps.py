@@ -46,13 +46,12 @@ def forecast(context: Context) -> list[Forecast]:
 
 def run(context: Context, report) -> Result:
     """Time every variant of every model, in processes that tell its memory from that of the others."""
-    function = "hyperion.experiments.steps.model_steps:measure"
     absent = [_absent(context, cell) for cell in cells_of(context.sizes, context.device) if cell.absent]
     count = len(_measured(context))
     # Resident pages stay with a process of a CPU. On an accelerator tensors are counted one by one, and each variant's row
     # says what the one before left: one process does, and seconds of start-up are paid once.
     groups = [[number] for number in range(count)] if context.device.kind == "cpu" else [list(range(count))]
-    results = [run_variant(context, report, function, {"numbers": numbers}) for numbers in groups]
+    results = [run_variant(context, report, measure, {"numbers": numbers}) for numbers in groups]
     return merged([*results, Result(absent, pd.DataFrame())])
 
 

@@ -7,7 +7,7 @@ import pandas as pd
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.rows import sample_frame, timed_columns
-from hyperion.chapter.variants import COMPILER, merged, run_variant
+from hyperion.chapter.variants import merged, run_variant
 from hyperion.hardware import Device
 from hyperion.measure import measure_block_cost, measure_operator_cost
 from hyperion.measure.steps.compilation import missing_compiler, probe_vector_instructions
@@ -33,7 +33,7 @@ def run(context: Context, report) -> Result:
         row = context.row(BLOCK, "block_time_s", None, dtype=dtype, params=_clock(), value_reason=reason)
         block = Result([row], pd.DataFrame())
     else:
-        block = run_variant(context, _unheard, "hyperion.experiments.steps.operator_cost:measure_block", preload=COMPILER)
+        block = run_variant(context, _unheard, measure_block)
     report(2, 2, "done")
     return merged([eager, block])
 

@@ -1,4 +1,4 @@
-"""What `measure.time` and `measure.compare` answer: frozen, printed in a few lines, drawn, and stored as rows."""
+"""Answers of `measure.time` and `measure.compare`: printed in a few lines, drawn, and stored as rows."""
 
 import functools
 import html
@@ -10,20 +10,20 @@ import numpy as np
 
 from hyperion.hardware import Device
 from hyperion.measure.api.outputs import Difference
+from hyperion.measure.api.text import estimate_text, seconds_text
 from hyperion.measure.clock.timing import LEAST_SAMPLES, RELATIVE_INTERVAL, Timing
-from hyperion.measure.clock.units import estimate_text, seconds_text
 from hyperion.results import Estimate, Row, ratio_estimate
 from hyperion.results.statistics import CONFIDENCE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# The bootstrap's interval of a median is too narrow for fewer samples.
+# With fewer samples the bootstrap interval of a median is too narrow.
 LEAST_FOR_THE_BOOTSTRAP = 30
 
 
 class Answer:
-    """Shows itself in words in a notebook, and hands its row over."""
+    """Base class: prints its text in a notebook and creates rows."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -32,7 +32,7 @@ class Answer:
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def _row(self, place: dict, metric: str, value: float, about: dict, **columns) -> Row:
-        """A valid row at a place: columns of the caller come on top of the answer's own, params beside its own."""
+        """Return a validated row; the caller's columns replace the answer's, its params are added."""
         given = dict(place)
         row = Row(metric=metric, value=value, params=about | (given.pop("params", None) or {}), **(columns | given))
         row.validate()
@@ -41,14 +41,14 @@ class Answer:
 
 @dataclass(frozen=True, repr=False)
 class TimeAnswer(Answer):
-    """One function's time.
+    """The time of one function.
 
     Args:
-        label: what the function is called.
-        timing: the raw samples in seconds, and how they were taken.
-        device: where.
-        minimum_samples: how many were asked for.
-        notes: what is to be known of the output; they say nothing against the time.
+        label: name of the function.
+        timing: raw samples in seconds, and how they were taken.
+        device: the device it ran on.
+        minimum_samples: the requested number of samples.
+        notes: remarks on the output that do not affect the time.
     """
 
     label: str
@@ -59,8 +59,8 @@ class TimeAnswer(Answer):
 
     @functools.cached_property
     def estimate(self) -> Estimate:
-        """Median seconds of a call with its 95 % interval: by the bootstrap; of fewer than 30 samples never narrower than by
-        order statistics, which hold for any distribution."""
+        """Median seconds of a call with its 95 % bootstrap interval. With fewer than 30 samples the interval is at least that
+        of the order statistics, which holds for any distribution."""
         estimate, samples = self.timing.estimate, self.timing.samples_s
         if len(samples) >= LEAST_FOR_THE_BOOTSTRAP:
             return estimate
@@ -69,7 +69,7 @@ class TimeAnswer(Answer):
 
     @property
     def verdict(self) -> str:
-        """Whether the median may be believed, and if not, why."""
+        """ "settled" if the median can be trusted, else "not settled" with the reasons."""
         doubts = _doubts(self.timing, self.estimate, self.minimum_samples)
         return "settled" if not doubts else "not settled: " + "; ".join(doubts)
 
@@ -82,7 +82,7 @@ class TimeAnswer(Answer):
         )
 
     def row(self, *, notebook: str, experiment: str, variant: str, **columns) -> Row:
-        """The time as a row of `call_time_s`. Other columns of `Row` (dtype, limit, limit_source, params …) come on top."""
+        """Return a row of the metric `call_time_s`; `columns` sets other columns of `Row` (dtype, limit, params …)."""
         place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
         interval = {"n": self.estimate.n, "ci_low": self.estimate.ci_low, "ci_high": self.estimate.ci_high}
         reason = "" if columns.get("limit") is not None else "no limit: what the function must do is not known"
@@ -97,22 +97,22 @@ class TimeAnswer(Answer):
         )
 
     def plot(self) -> "Figure":
-        """The raw samples in the order taken, with their median and its interval."""
-        from hyperion.measure.api.pictures import draw_samples
+        """Plot the raw samples in the order taken, with the median and its interval."""
+        from hyperion.measure.api.display import draw_samples
 
         return draw_samples({self.label: self.timing}, self.device.name, self.verdict)
 
 
 @dataclass(frozen=True, repr=False)
 class ComparisonAnswer(Answer):
-    """Two functions timed in turn.
+    """The comparison of two functions.
 
     Args:
-        labels, timings: of A and of B; sample i of A stands beside sample i of B.
-        difference: of the outputs, the worst over all calls that were compared; None where none were.
+        labels, timings: of A and B; sample i of A and sample i of B were taken in the same round.
+        difference: the largest difference of the outputs over all compared calls; None if no call was compared.
         output_reason: why outputs were not compared, else "".
-        minimum_samples: how many were asked for.
-        notes: doubts about the outputs.
+        minimum_samples: the requested number of samples.
+        notes: warnings about the outputs.
     """
 
     labels: tuple[str, str]
@@ -125,34 +125,34 @@ class ComparisonAnswer(Answer):
 
     @functools.cached_property
     def ratio(self) -> Estimate:
-        """Speed of A over B: above 1 where A is faster. Of fewer than 30 samples the interval is never narrower than that of
-        both medians' order statistics."""
+        """Speed of A over B; above 1 if A is faster. With fewer than 30 samples the interval is at least that of the order
+        statistics of both medians."""
         a, b = (timing.samples_s for timing in self.timings)
         ratio = ratio_estimate(a, b)
         if len(a) >= LEAST_FOR_THE_BOOTSTRAP:
             return ratio
-        # Both intervals hold at once with 95 % when each holds with 97.5 %.
+        # If each interval holds with 97.5 %, both hold together with 95 %.
         (low_a, high_a), (low_b, high_b) = (_order_interval(samples, (1 + CONFIDENCE) / 2) for samples in (a, b))
         return Estimate(ratio.value, min(ratio.ci_low, low_b / high_a), max(ratio.ci_high, high_b / low_a), ratio.n)
 
     @property
     def output_error(self) -> float | None:
-        """Relative Frobenius distance of the outputs, None where they were not compared."""
+        """Relative Frobenius error of the outputs; None if they were not compared."""
         return None if self.difference is None else self.difference.error
 
     @property
     def output_tolerance(self) -> float | None:
-        """How large `output_error` may be."""
+        """Largest allowed `output_error`; None if the outputs were not compared."""
         return None if self.difference is None else self.difference.tolerance
 
     @property
     def outputs_agree(self) -> bool | None:
-        """None where they were not compared."""
+        """Whether the outputs agree; None if they were not compared."""
         return None if self.difference is None else self.difference.agrees
 
     @property
     def verdict(self) -> str:
-        """Who is faster, if the 95 % interval of the ratio excludes 1."""
+        """The faster function, if the 95 % interval of the ratio excludes 1."""
         (a, b), ratio = self.labels, self.ratio
         if ratio.ci_low > 1:
             return f"{a} is {_times(ratio)} faster than {b}"
@@ -162,13 +162,13 @@ class ComparisonAnswer(Answer):
 
     @property
     def outputs(self) -> str:
-        """What is known of the two outputs, in words."""
+        """One line on the comparison of the outputs."""
         if self.difference is None:
             return f"outputs not compared: {self.output_reason}"
-        said = "outputs agree" if self.outputs_agree else "OUTPUTS DIFFER"
+        result = "outputs agree" if self.outputs_agree else "OUTPUTS DIFFER"
         found = self.difference
         return (
-            f"{said}: relative error {found.error:.2g}, tolerance {found.tolerance:.2g}; worst element {found.worst}, error "
+            f"{result}: relative error {found.error:.2g}, tolerance {found.tolerance:.2g}; worst element {found.worst}, error "
             f"{found.element_error:.2g}, tolerance {found.element_tolerance:.2g}"
         )
 
@@ -185,10 +185,10 @@ class ComparisonAnswer(Answer):
         return f"{self.verdict}\n{times}\n{notes}"
 
     def row(self, *, notebook: str, experiment: str, variant: str, **columns) -> Row:
-        """A's speed over B's as a row of `speedup`; the outputs' error is its check.
+        """Return A's speed over B's as a row of the metric `speedup`, with the error of the outputs as its check.
 
         Raises:
-            RowError: the outputs differ: a wrong answer has no speed.
+            RowError: the outputs differ.
         """
         place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
         found, check = self.difference, {}
@@ -217,26 +217,26 @@ class ComparisonAnswer(Answer):
         )
 
     def plot(self) -> "Figure":
-        """The raw samples of both in the order taken, with their medians and intervals."""
-        from hyperion.measure.api.pictures import draw_samples
+        """Plot the raw samples of both in the order taken, with their medians and intervals."""
+        from hyperion.measure.api.display import draw_samples
 
         return draw_samples(dict(zip(self.labels, self.timings, strict=True)), self.device.name, self.verdict)
 
 
 def cache_of(timing: Timing) -> str:
-    """ "cold" where the last-level cache was flushed before each sample, else "hot"."""
+    """Return "cold" if the last-level cache was flushed before each sample, else "hot"."""
     return "cold" if timing.cold else "hot"
 
 
 def state_of_device(timing: Timing) -> dict:
-    """The device's state over the samples, as columns of a row."""
+    """Return the row columns clock_mhz, power_w and throttle of a timing."""
     seen = timing.telemetry
     return {"clock_mhz": seen.clock_mhz, "power_w": seen.power_w, "throttle": seen.throttle}
 
 
 def _order_interval(samples: np.ndarray, confidence: float) -> tuple[float, float]:
-    """The narrowest pair of order statistics that holds the median with that probability, whatever the distribution; the whole
-    range where even that holds it less often.
+    """Return the narrowest symmetric pair of order statistics that contains the median with this probability, for any
+    distribution. If even the smallest and largest sample do not reach it, return these two.
 
     Source: Conover, Practical Nonparametric Statistics, 3rd edition, section 3.2.
     """
@@ -252,14 +252,14 @@ def _doubts(timing: Timing, estimate: Estimate | None, minimum_samples: int) -> 
     doubts = [timing.unsteady] if timing.unsteady else []
     taken = len(timing.samples_s)
     if taken < minimum_samples:
-        doubts.append(f"{taken} of {minimum_samples} samples fit into the time limit")
+        doubts.append(f"only {taken} of {minimum_samples} samples fit into the time limit")
     coverage = 1 - 2.0 ** (1 - taken)
     if coverage < CONFIDENCE:
-        doubts.append(f"the range of {taken} samples holds the median with {100 * coverage:.0f} %, not 95 %")
+        doubts.append(f"the range of {taken} samples contains the median with {100 * coverage:.0f} %, not 95 %")
     if estimate is not None and timing.stopped != "interval":
         half = (estimate.ci_high - estimate.ci_low) / 2 / estimate.value if estimate.value else 0.0
         if half > RELATIVE_INTERVAL:
-            doubts.append(f"the interval is still ±{100 * half:.2g} % at the time limit")
+            doubts.append(f"the interval is ±{100 * half:.2g} % at the time limit")
     if timing.telemetry.throttle not in (None, "none"):
         doubts.append(f"the device throttled ({timing.telemetry.throttle})")
     return doubts

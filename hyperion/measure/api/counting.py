@@ -1,11 +1,12 @@
-"""Counts of one call where PyTorch dispatches: bytes of tensors alive, operator by operator, and FLOPs by operator and module.
+"""Memory and FLOPs of one call, counted where PyTorch dispatches operators.
 
-A compiled function is called uncompiled meanwhile: what a compiler has fused, no dispatcher sees.
+A compiled function runs uncompiled while it is counted, because fused operators are not dispatched.
 """
 
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,10 +14,150 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from hyperion.hardware import Device
-from hyperion.measure.api.answers_counted import Uncounted
-from hyperion.measure.memory.tensor_memory import TensorMemory, storage_key
+from hyperion.measure.api.answers import Answer
+from hyperion.measure.api.text import bytes_text, flops_text
+from hyperion.measure.memory_use.tensor_memory import TensorMemory, storage_key
+from hyperion.results import Row
+from hyperion.units import GIB
 
-# They allocate, move or fill: no arithmetic that a formula could miss.
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, repr=False)
+class MemoryAnswer(Answer):
+    """The peak memory of a call.
+
+    Args:
+        before_bytes: size of the tensors that existed before the call and that the call uses.
+        peak_bytes: largest total size of live tensors, counted by dispatch; includes `before_bytes`.
+        peak_operator: the operator after which the peak was reached.
+        history_bytes: total size of live tensors after each operator.
+        allocator_peak_bytes: peak of the device's allocator, over all tensors of the process; None on a CPU.
+        allocator_before_bytes: allocated bytes just before the call; None on a CPU.
+    """
+
+    label: str
+    device: Device
+    before_bytes: int
+    peak_bytes: int
+    peak_operator: str
+    history_bytes: tuple[int, ...]
+    allocator_peak_bytes: int | None = None
+    allocator_before_bytes: int | None = None
+
+    @property
+    def added_bytes(self) -> int:
+        """Peak minus the memory in use before the call: by the allocator on a GPU, by dispatch on a CPU."""
+        if self.allocator_peak_bytes is None or self.allocator_before_bytes is None:
+            return self.peak_bytes - self.before_bytes
+        return self.allocator_peak_bytes - self.allocator_before_bytes
+
+    @property
+    def verdict(self) -> str:
+        """The operator at the peak."""
+        return f"peak after {self.peak_operator}" if self.peak_operator else "no operator created a tensor on this device"
+
+    def __str__(self) -> str:
+        tensors = f"{bytes_text(self.peak_bytes)} of tensors at the peak, {bytes_text(self.before_bytes)} of them before the call"
+        counted = f"(counted by dispatch, n=1), {self.device.name}; {self.verdict}"
+        if self.allocator_peak_bytes is None:
+            return f"{self.label}: {tensors} {counted}\nbuffers inside libraries are not counted on a CPU"
+        allocated = f"{bytes_text(self.allocator_peak_bytes)} at the peak, {bytes_text(self.added_bytes)} above the start"
+        return f"{self.label}: {allocated} (device allocator, n=1)\n{tensors} {counted}"
+
+    def row(self, *, notebook: str, experiment: str, variant: str, **columns) -> Row:
+        """Return the first of `rows`: the allocator's peak on a GPU, the count by dispatch on a CPU."""
+        return self.rows(notebook=notebook, experiment=experiment, variant=variant, **columns)[0]
+
+    def rows(self, *, notebook: str, experiment: str, variant: str, **columns) -> list[Row]:
+        """Return rows of `peak_memory_gib` (from the allocator, GPUs only) and `tensor_memory_gib` (by dispatch)."""
+        place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
+        reason = "" if columns.get("limit") is not None else "no limit: what the function must hold is not known"
+        peaks = {"peak_memory_gib": self.allocator_peak_bytes, "tensor_memory_gib": self.peak_bytes}
+        return [
+            self._row(place, metric, peak / GIB, {}, n=1, limit_source=reason)
+            for metric, peak in peaks.items()
+            if peak is not None
+        ]
+
+    def plot(self) -> "Figure":
+        """Plot the size of live tensors after each operator."""
+        from hyperion.measure.api.display import draw_memory
+
+        return draw_memory(self.label, self.history_bytes, self.before_bytes, self.device.name, self.verdict)
+
+
+@dataclass(frozen=True)
+class Uncounted:
+    """An operator without a FLOP formula; it counts as 0.
+
+    Args:
+        name: name with namespace, such as "aten::relu".
+        calls: number of calls.
+        elements: elements of inputs and outputs, summed over all calls.
+        pointwise: PyTorch tags the operator as element-wise: a few FLOPs per element.
+    """
+
+    name: str
+    calls: int
+    elements: int
+    pointwise: bool
+
+
+@dataclass(frozen=True, repr=False)
+class FlopsAnswer(Answer):
+    """Floating-point operations of one call; a multiply-add counts as 2.
+
+    Args:
+        by_operator: FLOPs by operator ("aten.mm"), largest first.
+        by_module: FLOPs by module path; a module includes its submodules.
+        uncounted: operators without a formula: custom operators first, then by number of elements.
+    """
+
+    label: str
+    by_operator: dict[str, int]
+    by_module: dict[str, int]
+    uncounted: tuple[Uncounted, ...]
+
+    @property
+    def total(self) -> int:
+        """FLOPs of all operators."""
+        return sum(self.by_operator.values())
+
+    @property
+    def verdict(self) -> str:
+        """What the total does not include."""
+        custom = [f"{found.name} ({found.calls}×)" for found in self.uncounted if not found.pointwise]
+        light = sum(found.pointwise for found in self.uncounted)
+        if not self.by_operator and not self.uncounted:
+            return "no PyTorch operator was dispatched: replayed graphs and work outside of PyTorch cannot be counted"
+        pointwise = f"{light} element-wise operator{'s' if light > 1 else ''} count as 0" if light else ""
+        if not custom:
+            return f"every other operator has a formula; {pointwise}" if light else "every operator has a formula"
+        named = ", ".join(custom[:4]) + (f" and {len(custom) - 4} more" if len(custom) > 4 else "")
+        bound = "a lower bound" if self.total else "0 IS NOT THE ANSWER"
+        return f"{bound}: no formula for {named}" + (f"; {pointwise} too" if light else "")
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {flops_text(flops)}" for name, flops in list(self.by_operator.items())[:4])
+        total = f"{self.label}: {flops_text(self.total)} per call, counted by dispatch (n=1)"
+        return f"{total}{f': {parts}' if parts else ''}\n{self.verdict}"
+
+    def row(self, *, notebook: str, experiment: str, variant: str, **columns) -> Row:
+        """Return the total as a row of the metric `flops`; params list the operators without a formula."""
+        place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
+        about = {"without_formula": [found.name for found in self.uncounted if not found.pointwise]}
+        return self._row(place, "flops", float(self.total), about, n=1)
+
+    def plot(self) -> "Figure":
+        """Plot FLOPs by operator and by module."""
+        from hyperion.measure.api.display import draw_flops
+
+        return draw_flops(self.label, self.by_operator, self.by_module, self.verdict)
+
+
+# These allocate, move or fill memory: they do no arithmetic.
 _NO_ARITHMETIC = {
     f"aten::{name}"
     for name in (
@@ -51,10 +192,10 @@ _NO_ARITHMETIC = {
 
 
 def count_flops(function: Callable[[], object]) -> tuple[dict[str, int], dict[str, int], tuple[Uncounted, ...]]:
-    """FLOPs of one call by operator (largest first) and by module path, and the operators without a formula."""
+    """Return FLOPs of one call by operator (largest first) and by module path, and the operators without a formula."""
     counter = FlopCounterMode(display=False, custom_mapping=_more_formulas())
-    rest = _Rest(counter)
-    # The counter, entered last, sees each operator first and hands on what it has taken apart.
+    rest = _OperatorsWithoutFormula(counter)
+    # The mode entered last sees an operator first: `rest` gets the operators into which the counter decomposes others.
     with torch.compiler.set_stance("force_eager"), rest, counter:
         function()
     counts = counter.get_flop_counts()
@@ -62,13 +203,13 @@ def count_flops(function: Callable[[], object]) -> tuple[dict[str, int], dict[st
     by_operator = dict(sorted(((str(op), n) for op, n in whole.items()), key=lambda item: item[1], reverse=True))
     by_module = {module: sum(operators.values()) for module, operators in counts.items()}
     uncounted = (Uncounted(name, calls, elements, pointwise) for name, (calls, elements, pointwise) in rest.found.items())
-    # First what did not come with PyTorch: a kernel of one's own, for which nothing is known at all.
+    # Custom operators come first: nothing is known about their FLOPs.
     order = sorted(uncounted, key=lambda found: (found.name.startswith("aten::"), -found.elements))
     return by_operator, by_module, tuple(order)
 
 
 def _more_formulas() -> dict:
-    """What PyTorch's own registry lacks: its attention on CPUs, and integer products."""
+    """Return formulas missing in PyTorch's registry: attention on CPUs, and integer products."""
     aten = torch.ops.aten
 
     def attention(query, key, value, *_, out_shape=None, **__) -> int:
@@ -87,8 +228,8 @@ def _more_formulas() -> dict:
     }
 
 
-class _Rest(TorchDispatchMode):
-    """Operators on tensors that a FLOP counter has no formula for: calls, elements in and out, whether element by element."""
+class _OperatorsWithoutFormula(TorchDispatchMode):
+    """Records operators without a FLOP formula: name -> (calls, elements of inputs and outputs, pointwise)."""
 
     def __init__(self, counter: FlopCounterMode):
         super().__init__()
@@ -115,7 +256,7 @@ def _is_view(operator) -> bool:
 
 @dataclass
 class WatchedMemory:
-    """Bytes of tensors of one call; see `MemoryAnswer`."""
+    """Sizes of the live tensors of one call in bytes; see `MemoryAnswer`."""
 
     before_bytes: int
     peak_bytes: int = 0
@@ -124,36 +265,36 @@ class WatchedMemory:
 
 
 def watch_memory(function: Callable[[], object], device: Device) -> WatchedMemory:
-    """Call a function twice: to learn which tensors that are there already it works on, and to count with them."""
+    """Call a function twice: to find the existing tensors that it uses, and to count with them."""
     with torch.compiler.set_stance("force_eager"):
-        with _Given(device) as given:
+        with _ExistingTensors(device) as existing:
             function()
-        with _Watch(device, given.tensors()) as watch:
+        with _PeakCounter(device, existing.tensors()) as counter:
             function()
-    return watch.seen
+    return counter.memory
 
 
-class _Given(TorchDispatchMode):
-    """Storages that are read or written before any operator has made them."""
+class _ExistingTensors(TorchDispatchMode):
+    """Records storages that operators use but did not create."""
 
     def __init__(self, device: Device):
         super().__init__()
         self._type = torch.device(device.torch_device).type
-        self._seen: dict[int, weakref.ref] = {}
-        self._given: list[weakref.ref] = []
+        self._known_storages: dict[int, weakref.ref] = {}
+        self._existing: list[weakref.ref] = []
 
     def __torch_dispatch__(self, operator, types, arguments=(), named=None):
         named = named or {}
         for tensor in self._new((arguments, named)):
-            self._given.append(self._remember(tensor))
+            self._existing.append(self._remember(tensor))
         output = operator(*arguments, **named)
         for tensor in self._new(output):
             self._remember(tensor)
         return output
 
     def tensors(self) -> list[torch.Tensor]:
-        """One of each storage that is still there."""
-        alive = [storage for reference in self._given if (storage := reference()) is not None]
+        """Return one tensor for each recorded storage that is still alive."""
+        alive = [storage for reference in self._existing if (storage := reference()) is not None]
         return [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in alive]
 
     def _new(self, nest) -> list[torch.Tensor]:
@@ -161,26 +302,26 @@ class _Given(TorchDispatchMode):
         return [leaf for leaf in leaves if not self._known(leaf)]
 
     def _known(self, tensor: torch.Tensor) -> bool:
-        # A name may belong to a storage that has gone since: then this one is another.
-        reference = self._seen.get(storage_key(tensor))
+        # The key of a freed storage can be reused by a new one.
+        reference = self._known_storages.get(storage_key(tensor))
         return reference is not None and reference() is not None
 
     def _remember(self, tensor: torch.Tensor) -> weakref.ref:
-        self._seen[storage_key(tensor)] = weakref.ref(tensor.untyped_storage())
-        return self._seen[storage_key(tensor)]
+        self._known_storages[storage_key(tensor)] = weakref.ref(tensor.untyped_storage())
+        return self._known_storages[storage_key(tensor)]
 
 
-class _Watch(TensorMemory):
-    """The count after each operator, and which one was the highest."""
+class _PeakCounter(TensorMemory):
+    """Records the size of live tensors after each operator, and the operator at the peak."""
 
     def __init__(self, device: Device, alive: list[torch.Tensor]):
         super().__init__(device, alive)
-        alive.clear()  # its tensors would keep alive what the function lets go
-        self.seen = WatchedMemory(self.now_bytes, self.now_bytes)
+        alive.clear()  # the list would keep alive the tensors that the function frees
+        self.memory = WatchedMemory(self.now_bytes, self.now_bytes)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         returned = super().__torch_dispatch__(func, types, args, kwargs)
-        self.seen.history.append(self.now_bytes)
-        if self.now_bytes > self.seen.peak_bytes:
-            self.seen.peak_bytes, self.seen.peak_operator = self.now_bytes, func._schema.name
+        self.memory.history.append(self.now_bytes)
+        if self.now_bytes > self.memory.peak_bytes:
+            self.memory.peak_bytes, self.memory.peak_operator = self.now_bytes, func._schema.name
         return returned

@@ -1,4 +1,4 @@
-"""Where a training step's time goes, as a waterfall that adds up: your own step, a few of them under PyTorch's profiler."""
+"""Explain where the time of a training step goes: parts that add up to the step, from PyTorch's profiler."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -10,11 +10,10 @@ from hyperion.errors import HyperionError
 from hyperion.hardware import Device
 from hyperion.measure.api.answers import Answer, state_of_device
 from hyperion.measure.api.functions import checked_callable, device_of, flops, noting
+from hyperion.measure.api.text import estimate_text, seconds_text
 from hyperion.measure.clock.ranks_clock import RanksClock
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES, Timing, require_sampling, time_function
-from hyperion.measure.clock.units import estimate_text, seconds_text
-from hyperion.measure.products.roofline import Ceilings
-from hyperion.measure.steps.intervals import NOBODY, partition
+from hyperion.measure.products.product_formulas import Ceilings
 from hyperion.measure.steps.trace import (
     COMMUNICATION,
     COPIES,
@@ -24,6 +23,8 @@ from hyperion.measure.steps.trace import (
     GEMM,
     GPU_ORDER,
     MEMORY,
+    NOBODY,
+    partition,
     run_step,
     trace_steps,
 )
@@ -42,10 +43,10 @@ class Part:
     """A part of a step.
 
     Args:
-        name: data wait, launch gaps, exposed communication …
-        nanoseconds: of all profiled steps together.
-        share: of their whole time, 0 to 1.
-        seconds: that share of an unprofiled step.
+        name: "data wait", "launch gaps", "exposed communication" …
+        nanoseconds: time in all profiled steps.
+        share: share of the profiled time, 0 to 1.
+        seconds: this share of an unprofiled step.
     """
 
     name: str
@@ -56,16 +57,16 @@ class Part:
 
 @dataclass(frozen=True, repr=False)
 class Explanation(Answer):
-    """A step in its parts, which add up to it.
+    """The parts of a step; their times add up to the step.
 
     Args:
-        parts: in the order of the step: waiting, moving, computing, and what nothing explains.
-        timing: the unprofiled step in seconds; on a GPU each sample is the mean of as many in a row as were profiled, because
-            the host runs ahead of the device.
-        profiled_step_s: the same under the profiler: the difference is the profiler's own cost.
-        steps: how many were profiled.
-        flops: of one step, None without ceilings.
-        notes: what to bear in mind when reading it.
+        parts: waiting, moving, computing, and the unexplained rest.
+        timing: the unprofiled step in seconds. On a GPU each sample is the mean of as many steps in a row as were profiled,
+            because the host runs ahead of the device.
+        profiled_step_s: seconds of a step under the profiler; the difference is the cost of the profiler.
+        steps: number of profiled steps.
+        flops: FLOPs of one step, None without ceilings.
+        notes: warnings.
     """
 
     label: str
@@ -84,23 +85,23 @@ class Explanation(Answer):
 
     @property
     def verdict(self) -> str:
-        """What takes most of the step."""
-        most = max(self.parts, key=lambda part: part.nanoseconds)
-        return f"most of the step: {most.name}, {100 * most.share:.1f} %"
+        """The largest part of the step."""
+        largest = max(self.parts, key=lambda part: part.nanoseconds)
+        return f"largest part: {largest.name}, {100 * largest.share:.1f} %"
 
     def __getitem__(self, name: str) -> Part:
-        """The part of that name.
+        """Return the part with this name.
 
         Raises:
-            KeyError: there is none; GEMM is one part without ceilings, two with them.
+            KeyError: no part has this name. GEMM is one part without ceilings and two parts with them.
         """
         try:
             return next(part for part in self.parts if part.name == name)
         except StopIteration:
-            raise KeyError(f"{name!r} is none of {', '.join(part.name for part in self.parts)}") from None
+            raise KeyError(f"{name!r} is not one of {', '.join(part.name for part in self.parts)}") from None
 
     def __str__(self) -> str:
-        lines = [f"{self.label}: {estimate_text(self.estimate)} a step, hot cache, {self.device.name}"]
+        lines = [f"{self.label}: {estimate_text(self.estimate)} per step, hot cache, {self.device.name}"]
         width = max(len(part.name) for part in self.parts)
         for part in self.parts:
             bar = "█" * round(30 * part.share)
@@ -110,15 +111,15 @@ class Explanation(Answer):
 
     @property
     def profiler_cost(self) -> str:
-        """Which steps the shares are of, and how much slower the profiler made them."""
+        """The number and time of the profiled steps, and how much slower the profiler made them."""
         unprofiled = self.estimate.value
         return (
-            f"shares of {self.steps} profiled steps in a row of {seconds_text(self.profiled_step_s)}, scaled to the unprofiled "
-            f"{seconds_text(unprofiled)}: the profiler costs {100 * (self.profiled_step_s / unprofiled - 1):+.0f} %"
+            f"shares are those of {self.steps} profiled steps in a row ({seconds_text(self.profiled_step_s)} each), times are "
+            f"scaled to the unprofiled step; the profiler costs {100 * (self.profiled_step_s / unprofiled - 1):+.0f} %"
         )
 
     def rows(self, *, notebook: str, experiment: str, variant: str, **columns) -> list[Row]:
-        """A row of `share` for each part, params what=its name, and one of `step_time_s`."""
+        """Return a row of `step_time_s`, and one of `share` for each part with its name in params["what"]."""
         place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
         time = self.estimate
         step = self._row(
@@ -136,8 +137,8 @@ class Explanation(Answer):
         return [step] + [self._row(place, "share", part.share, about | {"what": part.name}) for part in self.parts]
 
     def plot(self) -> "Figure":
-        """The parts as a waterfall, one below the other."""
-        from hyperion.measure.api.pictures import draw_waterfall
+        """Plot the parts as a waterfall."""
+        from hyperion.measure.api.display import draw_waterfall
 
         parts = [(part.name, part.seconds, part.share) for part in self.parts]
         notes = "\n".join([self.profiler_cost, *self.notes])
@@ -155,36 +156,39 @@ def explain(
     minimum_samples: int = MINIMUM_SAMPLES,
     time_limit_s: float = 5.0,
 ) -> Explanation:
-    """Take your own training step apart: where does its time go? The parts add up to 100 %.
+    """Explain where the time of a training step goes. The parts add up to 100 %.
 
-    Each moment of the profiled steps belongs to one part. On a GPU: products (convolutions and attention too), else other
-    kernels, else communication that nothing covers, else copies to or from the host; while the device is idle, data wait
-    or launch gaps, by where the host is. On a CPU: data, then operators' own times by their kinds; launch gaps are the step
-    outside of operators. What is left is unexplained. Kinds of kernels are told by their names.
+    Each moment of the profiled steps belongs to one part. On a GPU the first of these that is active counts: products
+    (including convolutions and attention), other kernels, communication, copies to or from the host. While the device is
+    idle, the moment counts as data wait or as launch gap, depending on what the host does. On a CPU the parts are data wait,
+    operators by kind, and launch gaps (the step outside of operators). The rest is unexplained. The kind of a kernel is
+    derived from its name.
 
-    The step is really done, some hundred times in all: three times `profiled_steps` in a row under the profiler, of which the
-    time of median length counts; without it `minimum_samples` times (on a GPU each of `profiled_steps` in a row), whose
-    median the shares are scaled to; and warm-up.
+    The step runs some hundred times: three windows of `profiled_steps` under the profiler, of which the window of median
+    length counts; `minimum_samples` times without the profiler (on a GPU `profiled_steps` per sample); and the warm-up.
 
-    In a process group every rank calls it: the unprofiled step is the slowest rank's, the parts are this rank's own.
+    In a process group, every rank must call this function. The unprofiled step is the slowest rank's; the parts are those of
+    this rank.
 
     Args:
-        step: does one step. Takes nothing, or the batch where `data` is given. It need not synchronise.
-        data: delivers the batch: a callable, or an iterable (a DataLoader, say), begun anew where it ends.
+        step: does one step. Takes no argument, or the batch if `data` is given. It does not have to synchronise.
+        data: source of batches: a callable, or an iterable such as a DataLoader, which restarts when it ends.
         device: as in `time`.
-        ceilings: the rate that products could reach; splits GEMM into what they need at it and what is lost. The step's FLOPs
-            are counted for it, once, uncompiled.
-        minimum_samples: unprofiled samples; fewer, but at least 3, where the time limit ends them.
-        time_limit_s: seconds for warm-up and unprofiled samples, after a first step that may compile.
+        ceilings: the rate that products could reach. With it, GEMM is split into the time needed at this rate and the rest;
+            this needs one more, uncompiled call to count the FLOPs.
+        minimum_samples: unprofiled samples. The time limit can end sampling earlier, after at least 3.
+        time_limit_s: seconds for warm-up and unprofiled samples; the first step, which may compile, is not included.
 
     Raises:
-        HyperionError: an argument outside of its range, no callable step, no batch, no kernel seen. What the step raises itself
-            comes through with a note.
+        HyperionError: an argument is out of range, the step is not callable, the data is empty, or the profiler recorded no
+            kernel. An exception of the step itself is re-raised with a note.
     """
     feed = _feed(data)
     checked_callable(step, "explain", () if feed is None else ("the batch",))
     if not isinstance(profiled_steps, int) or profiled_steps < 1:
-        raise HyperionError(f"{profiled_steps} profiled steps", where="explain", next_step="profile at least one")
+        raise HyperionError(
+            f"profiled_steps is {profiled_steps!r}", where="explain", next_step="pass a whole number of at least 1"
+        )
     require_sampling(minimum_samples, time_limit_s=time_limit_s)
     device = device_of(device)
     with noting("explain", label):
@@ -192,32 +196,34 @@ def explain(
         in_a_row = 1 if device.kind == "cpu" else profiled_steps
         timing = _time_steps(lambda: run_step(step, feed), device, in_a_row, sampling)
         trace = trace_steps(step, feed, device, profiled_steps)
-        work = flops(lambda: run_step(step, feed)).total if ceilings else None
+        step_flops = flops(lambda: run_step(step, feed)).total if ceilings else None
     order = CPU_ORDER if device.kind == "cpu" else GPU_ORDER
     kinds = partition(trace.events, trace.start_ns, trace.end_ns, order)
     window = trace.end_ns - trace.start_ns
-    ideal = None if ceilings is None else work * trace.steps / (ceilings.tflops * 1e12) * 1e9
+    ideal_ns = None
+    if ceilings is not None and step_flops is not None:
+        ideal_ns = step_flops * trace.steps / (ceilings.tflops * 1e12) * 1e9
     median = float(timing.estimate.value)
-    parts = tuple(Part(name, ns, ns / window, ns / window * median) for name, ns in _named(kinds, ideal).items())
+    parts = tuple(Part(name, ns, ns / window, ns / window * median) for name, ns in _named(kinds, ideal_ns).items())
     profiled = window / trace.steps / 1e9
-    notes = tuple(_notes(kinds[GEMM], ideal, ceilings, profiled / median - 1))
-    return Explanation(label, device, parts, timing, profiled, trace.steps, work, notes)
+    notes = tuple(_notes(kinds[GEMM], ideal_ns, ceilings, profiled / median - 1))
+    return Explanation(label, device, parts, timing, profiled, trace.steps, step_flops, notes)
 
 
 def _time_steps(one: Callable[[], object], device: Device, in_a_row: int, sampling: dict) -> Timing:
-    one()  # compiles, loads and allocates; the limit is for what follows
+    one()  # compiles, loads and allocates, outside of the time limit
     here = world()
     sampling = sampling | {"budget_s": sampling["time_limit_s"]}
     if here.size == 1:
         return time_function(one, device, back_to_back=in_a_row, **sampling)
-    # A step may hold collectives: all ranks must take as many of them.
+    # A step may contain collectives, so all ranks must do the same number of steps.
     clock = RanksClock(replace(here, device=device), lambda: None, lambda what: None)
     timing = time_function(lambda: [one() for _ in range(in_a_row)], device, clock=clock, **sampling)
     return replace(timing, samples_s=timing.samples_s / in_a_row, warmup_s=tuple(s / in_a_row for s in timing.warmup_s))
 
 
 def _named(kinds: dict[str, int], ideal_ns: float | None) -> dict[str, int]:
-    """The parts in the order they are shown, products split at the ceiling where there is one."""
+    """Return nanoseconds by part in display order, with products split at the ceiling if there is one."""
     named = {kind: kinds[kind] for kind in (DATA, GAPS, COMMUNICATION, COPIES, MEMORY)}
     if ideal_ns is None:
         named[GEMM] = kinds[GEMM]
@@ -229,13 +235,13 @@ def _named(kinds: dict[str, int], ideal_ns: float | None) -> dict[str, int]:
 
 def _notes(gemm_ns: int, ideal_ns: float | None, ceilings: Ceilings | None, overhead: float) -> list[str]:
     notes = []
-    if ideal_ns is not None and ideal_ns > gemm_ns:
+    if ceilings is not None and ideal_ns is not None and ideal_ns > gemm_ns:
         notes.append(
-            f"WARNING: products took less than they need at the ceiling of {ceilings.tflops:.4g} TFLOPS ({ceilings.source}): "
-            "it is the ceiling of another dtype, or not all kernels that multiply were recognised"
+            f"WARNING: products were faster than the ceiling of {ceilings.tflops:.4g} TFLOPS ({ceilings.source}): "
+            "the ceiling is that of another dtype, or some product kernels were not recognised by name"
         )
     if overhead > _OVERHEAD_WORTH_A_WARNING:
-        notes.append(f"the profiler slows the host by about {100 * overhead:.0f} % of the step: launch gaps are overstated")
+        notes.append(f"launch gaps are overstated: the profiler slows the host by about {100 * overhead:.0f} % of the step")
     return notes
 
 
@@ -244,13 +250,13 @@ def _feed(data: Callable[[], object] | Iterable | None) -> Callable[[], object] 
         return data
     if not hasattr(data, "__iter__"):
         raise HyperionError(
-            f"{type(data).__name__} delivers no batches",
+            f"data is of type {type(data).__name__}, which is neither callable nor iterable",
             where="explain(data=…)",
-            next_step="hand over a callable or an iterable; a step that makes its own batch needs none",
+            next_step="pass a callable or an iterable, or no data if the step creates its own batch",
         )
     batches = iter(data)
 
-    def following() -> object:
+    def next_batch() -> object:
         nonlocal batches
         for _ in range(2):
             try:
@@ -258,9 +264,9 @@ def _feed(data: Callable[[], object] | Iterable | None) -> Callable[[], object] 
             except StopIteration:
                 batches = iter(data)  # the next epoch
         raise HyperionError(
-            "data has no batch any more and cannot be begun anew",
+            "data ended and cannot be restarted",
             where="explain(data=…)",
-            next_step="hand over a callable, or an iterable that can be gone through again, such as a DataLoader",
+            next_step="pass a callable, or an iterable that can be iterated again, such as a DataLoader",
         )
 
-    return following
+    return next_batch

@@ -1,15 +1,16 @@
-"""Four questions about a function of your own: how long, which of two is faster, how much memory, how many FLOPs.
+"""Measure a function of your own: its time, its speed against another one, its memory, and its FLOPs.
 
     from hyperion import measure
 
     print(measure.time(lambda: model(x)))
     print(measure.compare(eager, compiled, labels=("eager", "compiled")))
 
-A function takes no arguments: close over them with a lambda. Everything is timed by `time_interleaved`.
+A function takes no arguments: bind them with a lambda. All timing is done by `time_interleaved`.
 
-`time` and `compare` call each function twice before the timing and twice after it, from the same random state, and look at
-what it returns: the same numbers before and after (where the first two calls agree: calls of a training step do not), written
-by every call, and nothing left to other threads or streams. A function that returns None is not checked for its numbers.
+`time` and `compare` also check the outputs. They call each function twice before the timing and twice after it, from the same
+random state, and require that the outputs before and after agree (unless the first two calls already differ, as those of a
+training step do), that every call writes its output, and that no work is left on other threads or streams. If a function
+returns None, its output is not checked.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ import time as host_clock
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,8 +28,7 @@ import torch.distributed as dist
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device, detect, detect_cpu
 from hyperion.measure.api.answers import ComparisonAnswer, TimeAnswer
-from hyperion.measure.api.answers_counted import FlopsAnswer, MemoryAnswer
-from hyperion.measure.api.counting import count_flops, watch_memory
+from hyperion.measure.api.counting import FlopsAnswer, MemoryAnswer, count_flops, watch_memory
 from hyperion.measure.api.outputs import (
     Difference,
     OutputMismatchError,
@@ -44,14 +45,15 @@ from hyperion.measure.api.outputs import (
 from hyperion.measure.clock.checks import HarnessError
 from hyperion.measure.clock.ranks_clock import RanksClock
 from hyperion.measure.clock.timing import LEAST_SAMPLES, MINIMUM_SAMPLES, Timing, require_sampling, time_interleaved
-from hyperion.measure.memory.memory import GIB, PeakMemoryRegion
+from hyperion.measure.memory_use.peak import allocated_peak
 from hyperion.processes import World, world
 
 Function = Callable[[], object]
-# What `quick` asks for, and everything else: samples, and seconds where no limit is given.
+Result = TypeVar("Result")
+# Defaults: samples and time limit with `quick`, and the time limit without it.
 _QUICK_SAMPLES, _QUICK_LIMIT_S, _LIMIT_S = 10, 0.2, 5.0
-# Calls of each function that do not shrink with the limit, without one before and one after the timing: one of warm-up, one
-# block in a row, three samples, one after the timing; a GPU's clock makes one more with each of the first four batches.
+# The fewest calls of a function after its first two, however short the limit: one of warm-up, one block of calls in a row,
+# three samples, and one after the timing. A GPU's clock adds one call to each of the first small batches.
 _LEAST_CALLS = {"cpu": 6}
 _LEAST_CALLS_ON_A_GPU = 11
 _RENDEZVOUS_S = 60.0
@@ -69,32 +71,33 @@ def time(
     quick: bool = False,
     alone: bool = False,
 ) -> TimeAnswer:
-    """Seconds of one call: warmed up until flat, at least `minimum_samples` samples, until the 95 % interval is within 1 %.
+    """Measure the time of one call in seconds.
 
-    In a process group of several ranks every rank calls it, with a function that may hold collectives: the ranks take the
-    same number of samples, and a sample is the slowest rank's.
+    Warms up until the times are stable, then samples until the 95 % interval of the median is within 1 %.
+
+    In a process group, every rank must call this function. All ranks take the same number of samples, and each sample is the
+    time of the slowest rank, so the measured function may contain collectives.
 
     Args:
-        function: takes nothing and does one unit of work; it need not synchronise.
-        device: a `hyperion.hardware.Device` or a name as PyTorch's ("cpu", "cuda:1"); None takes the one torch uses here.
-        cold: flush the last-level cache before each call, as a call among others finds it. False leaves it as the call
-            before left it: right for whole steps, and for what really runs in a tight loop. None is True, and False where
-            `quick` or `back_to_back` is given.
-        label: what to call the function in print; None takes its name.
-        minimum_samples: at least 3; None is 30, or 10 where `quick`. Fewer are taken where the time limit ends sampling.
-        time_limit_s: seconds for all that follows the first call (which may compile): warm-up, checks and samples. None is 5,
-            or 0.2 where `quick`, or as long as the fewest calls take where the function is slower than that.
-        back_to_back: above 0, a sample is the mean of that many calls in a row on the host's clock: what a loop around
-            the function sees, the host's cost to launch it included. Needs cold=False.
-        quick: an answer in about the time of `torch.utils.benchmark.Timer.blocked_autorange`, 0.2 s. It gives up cold caches,
-            a warm-up that waits for slow clocks to settle, and an interval of 1 %; the interval that it gives is wider.
-        alone: in a process group, time on this rank only, without the others.
+        function: takes no arguments and does one unit of work. It does not have to synchronise.
+        device: a `hyperion.hardware.Device` or a PyTorch device name ("cpu", "cuda:1"). None uses the current device.
+        cold: flush the last-level cache before each call. Use False for whole steps and for code that runs in a tight loop.
+            None means True, or False with `quick` or `back_to_back`.
+        label: name of the function in the output. None uses its own name.
+        minimum_samples: at least 3. None means 30, or 10 with `quick`. The time limit can end sampling earlier.
+        time_limit_s: seconds for warm-up, checks and samples. The first call, which may compile, is not included. None means
+            5 s, or 0.2 s with `quick`; a slow function then gets as long as the fewest calls need.
+        back_to_back: if above 0, each sample is the mean of this many calls in a row on the host's clock, launch overhead
+            included. Requires cold=False.
+        quick: answer in about 0.2 s, like `torch.utils.benchmark.Timer.blocked_autorange`. Caches are hot, warm-up does not
+            wait for slow clocks to settle, and the interval is wider than 1 %.
+        alone: in a process group, time on this rank only.
 
     Raises:
-        HyperionError: an argument is outside of its range, or the time limit is too short for 3 samples.
+        HyperionError: an argument is out of range, or the time limit is too short for 3 samples.
         HarnessError: the output changed between the calls before and after the timing, aliases an input, or was not written;
-            work is left to another thread or stream; or the timing failed one of its own checks. What the function raises
-            itself comes through as it is, with a note.
+            work was left on another thread or stream; or the timing failed one of its checks. An exception of the function
+            itself is re-raised with a note.
     """
     asked = _Asked.of("time", device, cold, minimum_samples, time_limit_s, back_to_back, quick, alone)
     function, label = checked_callable(function, "time"), _label(label) or _name_of(function, "the function")
@@ -104,9 +107,9 @@ def time(
     change = examined.changes[0]
     if change is not None and not change.agrees:
         raise HarnessError(
-            f"{label}: the first two calls returned the same, a call after the timing did not: {change.worst}",
+            f"{label}: a call after the timing returned another value than the first two calls: {change.worst}",
             where="the output of a timed function",
-            next_step="let every call do the same work on the same input; for a step that changes its state return None",
+            next_step="do the same work on the same input in every call; return None if a call changes state that it depends on",
         )
     return TimeAnswer(label, timing, asked.device, asked.minimum_samples, examined.notes)
 
@@ -125,41 +128,45 @@ def compare(
     quick: bool = False,
     alone: bool = False,
 ) -> ComparisonAnswer:
-    """Which of two functions is faster: timed in turn, so that drift meets both alike, and their outputs compared.
+    """Compare the speed of two functions and their outputs.
 
-    The outputs of A and B are compared in float64 for the first call, the second, and one after the timing (the last not where
-    calls build on each other). They agree when the relative Frobenius error is within `OUTPUT_TOLERANCE` of the coarser dtype
-    and every element is within `element_tolerance`, for sums as long as the largest tensor that the functions can reach.
-    NaN and infinity agree only with themselves at the same place; integers and booleans must be equal.
+    Calls of A and B alternate, so drift affects both alike. Outputs are compared in float64 for the first call, the second
+    call, and one call after the timing (the last one only if calls do not depend on earlier calls). They agree if the relative
+    Frobenius error is within `OUTPUT_TOLERANCE` of the coarser dtype and each element is within `element_tolerance`, for sums
+    as long as the largest tensor that the functions can reach. NaN and infinity agree only with the same value at the same
+    index. Integers and booleans must be equal.
+
+    If the values differ, the answer says so and its `row` raises.
 
     Args:
-        labels: what to call them in print; None takes their names, or A and B.
-        tolerance: replaces both tolerances: largest relative Frobenius error, and largest |a - b| / (|b| + rms(b)) of an
-            element.
+        labels: names of A and B in the output. None uses the functions' names, or "A" and "B".
+        tolerance: replaces both tolerances: the largest relative Frobenius error, and the largest |a - b| / (|b| + rms(b)) of
+            an element.
 
-    The other arguments and errors are those of `time`; outputs that differ in value make the answer say so and refuse its row.
+    The other arguments and errors are those of `time`.
 
     Raises:
-        OutputMismatchError: the outputs have another structure, shape or kind of numbers.
+        OutputMismatchError: the outputs differ in structure, shape or kind of number.
     """
     asked = _Asked.of("compare", device, cold, minimum_samples, time_limit_s, back_to_back, quick, alone)
     functions = [checked_callable(function_a, "compare"), checked_callable(function_b, "compare")]
     labels = _two_labels(labels) or _two_names(*functions)
     if tolerance is not None and not (isinstance(tolerance, int | float) and 0 <= tolerance < float("inf")):
         raise HyperionError(
-            f"tolerance is {tolerance!r}", where="tolerance=", next_step="pass a relative error of at least 0, 1e-3 say"
+            f"tolerance is {tolerance!r}", where="tolerance=", next_step="pass a relative error of at least 0, such as 1e-3"
         )
     with noting("compare", " or ".join(labels)):
         examined = _examine(functions, labels, asked, tolerance)
-    found = [one for one in (*examined.between, *examined.changes) if one is not None]
-    worst = max(found, key=lambda one: one.severity, default=None)
+    differences = [one for one in (*examined.between, *examined.changes) if one is not None]
+    worst = max(differences, key=lambda one: one.severity, default=None)
     reason = "" if worst else "they do not both return tensors"
-    return ComparisonAnswer(labels, examined.timings, asked.device, worst, reason, asked.minimum_samples, examined.notes)
+    timing_a, timing_b = examined.timings
+    return ComparisonAnswer(labels, (timing_a, timing_b), asked.device, worst, reason, asked.minimum_samples, examined.notes)
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """The arguments that `time` and `compare` share, checked and filled in."""
+    """The validated arguments of `time` and `compare`, with their defaults."""
 
     device: Device
     cold: bool
@@ -183,7 +190,7 @@ class _Asked:
         require_sampling(minimum_samples, back_to_back, time_limit_s=time_limit_s)
         cold = not (quick or back_to_back) if cold is None else cold
         if back_to_back and cold:
-            raise HyperionError("calls in a row find the cache as the call before left it", where=where, next_step="cold=False")
+            raise HyperionError("back_to_back calls cannot start with a cold cache", where=where, next_step="pass cold=False")
         device, here = device_of(device), world()
         if alone or here.size == 1:
             here = World(0, 1, 0, "", device)
@@ -193,12 +200,12 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Examined:
-    """Timings and what became of the outputs.
+    """Timings, and the comparisons of the outputs.
 
     Args:
-        between: of A and B in each call that can be compared.
-        changes: of each function between its first call and the one after the timing, None where there is nothing to compare.
-        notes: doubts in words.
+        between: differences of A and B in each call that can be compared.
+        changes: difference of each function between its first call and the one after the timing; None if not comparable.
+        notes: warnings about the outputs.
     """
 
     timings: tuple[Timing, ...]
@@ -208,19 +215,20 @@ class _Examined:
 
 
 def _examine(functions: list[Function], labels: tuple[str, ...], asked: _Asked, tolerance: float | None = None) -> _Examined:
-    """Call the functions before the timing, time them, call them after it; refuse what makes the times another quantity."""
+    """Call the functions, time them, call them again, and check the outputs."""
     device, here = asked.device, asked.here
     if here.size > 1:
         _meet(here)
-    before = _agreed(here, lambda: _before(functions, labels, device, tolerance))
-    outputs, call_s, used_s = before
+    outputs, call_s, used_s = _agreed(here, lambda: _before(functions, labels, device, tolerance))
     call_s, used_s = _slowest(here, call_s), _slowest(here, used_s)
     limit_s = _limit(asked, call_s, used_s, labels)
-    timed, clock, share = functions, None, 1
+    timed: list[Function] = functions
+    clock, calls = None, 1
     if here.size > 1:
-        # How often to call is decided by samples and by the time; ranks that decide differently wait for each other for ever.
-        clock, share = RanksClock(here, lambda: None, lambda what: None), max(1, asked.back_to_back)
-        timed = [functools.partial(_repeat, function, share) for function in functions]
+        # The samples and the elapsed time decide how often to call. RanksClock makes both equal on all ranks: ranks that
+        # called a collective a different number of times would hang.
+        clock, calls = RanksClock(here, lambda: None, lambda what: None), max(1, asked.back_to_back)
+        timed = [functools.partial(_repeat, function, calls) for function in functions]
     timings = time_interleaved(
         timed,
         device,
@@ -231,8 +239,8 @@ def _examine(functions: list[Function], labels: tuple[str, ...], asked: _Asked, 
         clock=clock,
         budget_s=limit_s - 2 * used_s - call_s,
     )
-    if share > 1:
-        timings = [replace(t, samples_s=t.samples_s / share, warmup_s=tuple(s / share for s in t.warmup_s)) for t in timings]
+    if calls > 1:
+        timings = [replace(t, samples_s=t.samples_s / calls, warmup_s=tuple(s / calls for s in t.warmup_s)) for t in timings]
     return _agreed(here, lambda: _after(functions, labels, device, tolerance, outputs, timings))
 
 
@@ -243,8 +251,14 @@ def _repeat(function: Function, times: int) -> None:
 
 @dataclass(frozen=True)
 class _Outputs:
-    """Of one function: copies of what its first two calls returned, whether they differ, whether the second changed tensors
-    that the function reaches, and the terms of its longest sum."""
+    """Outputs of the first two calls of one function.
+
+    Args:
+        calls: copies of both outputs.
+        differ: the two outputs differ.
+        keeps_state: the second call changed tensors that the function can reach.
+        reduction: length of the longest sum, for the tolerance.
+    """
 
     calls: tuple[Snapshot, Snapshot]
     differ: bool
@@ -255,9 +269,14 @@ class _Outputs:
 def _before(
     functions: list[Function], labels: tuple[str, ...], device: Device, tolerance: float | None
 ) -> tuple[list[_Outputs], float, float]:
-    """(outputs, seconds of a call of each function together, seconds since the first calls)."""
+    """Call each function twice.
+
+    Returns:
+        Outputs, seconds of one call of all functions together, and seconds since the end of the first calls.
+    """
     calls: list[list[Snapshot]] = [[] for _ in functions]
-    watches, left = [WorkLeft(device) for _ in functions], [[] for _ in functions]
+    watches = [WorkLeft(device) for _ in functions]
+    work_left: list[list[str]] = [[] for _ in functions]
     states: list[tuple[bool, bool]] = []
     call_s, started = 0.0, host_clock.monotonic()
     for call in range(2):
@@ -267,20 +286,20 @@ def _before(
             state = state_of(function) if call == 1 else {}
             began = host_clock.monotonic()
             returned = call_from_seed(function, device)
-            left[place].append(watches[place].after_a_call())
+            work_left[place].append(watches[place].after_a_call())
             call_s += call * (host_clock.monotonic() - began)
             calls[place].append(returned.snapshot())
             if call == 1:
                 states.append(state_changed(state, state_of(function)))
-    for label, said in zip(labels, left, strict=True):
-        require_nothing_left(said, label)
+    for label, left in zip(labels, work_left, strict=True):
+        require_nothing_left(left, label)
     outputs = []
     for function, (first, second), (written, changed) in zip(functions, calls, states, strict=True):
         reduction = max([t.numel() for t in captured_tensors(function).values()] + first.sizes, default=1)
         keeps_state = changed or (written and not _same(first, second, reduction, tolerance=0.0))
         outputs.append(_Outputs((first, second), not _same(first, second, reduction), keeps_state, reduction))
     if len(functions) == 2:
-        _between(outputs, 0, tolerance)  # raises before the timing where they cannot be compared
+        _between(outputs, 0, tolerance)  # raises before the timing if the outputs cannot be compared
     return outputs, call_s, host_clock.monotonic() - started
 
 
@@ -303,10 +322,10 @@ def _after(
         notes += [doubt] if doubt else []
         if snapshot.uncompared:
             paths = ", ".join(f"output{path}" for path in snapshot.uncompared)
-            notes.append(f"{label}: {paths} cannot be read and was not compared")
+            notes.append(f"{label}: {paths} cannot be read, so it was not compared")
         change = None if own.differ else _change(own, snapshot, tolerance)
         if own.differ or (own.keeps_state and change is not None and not change.agrees):
-            notes.append(f"{label}: calls return different values, so that only the first two were checked")
+            notes.append(f"{label}: calls return different values, so only the first two were checked")
             change, drifts = None, True
         changes.append(change)
     between = []
@@ -339,7 +358,7 @@ def _same(first: Snapshot, second: Snapshot, reduction: int, tolerance: float | 
 
 
 def _limit(asked: _Asked, call_s: float, used_s: float, labels: tuple[str, ...]) -> float:
-    """Seconds for all that follows the first calls; enough for the fewest calls where no limit was given.
+    """Return the seconds available after the first calls; without a limit, at least enough for the fewest calls.
 
     Raises:
         HyperionError: the given limit is too short for three samples.
@@ -351,7 +370,7 @@ def _limit(asked: _Asked, call_s: float, used_s: float, labels: tuple[str, ...])
     if needed_s > asked.time_limit_s:
         raise HyperionError(
             f"{LEAST_SAMPLES} samples do not fit into {asked.time_limit_s:g} s: a call of {' and '.join(labels)} takes "
-            f"{call_s:.3g} s, {calls + 2} calls follow the first with warm-up and checks, and comparing outputs takes "
+            f"{call_s:.3g} s, warm-up and checks need {calls + 2} calls after the first one, and comparing the outputs takes "
             f"{2 * (used_s - call_s):.2g} s",
             where="time_limit_s=",
             next_step=f"pass time_limit_s={1.2 * needed_s:.2g} or more, or None",
@@ -366,13 +385,14 @@ _meetings = 0
 
 
 def _meet(here: World) -> None:
-    """Wait until every rank is here: whoever measures with collectives while another does not would wait for ever.
+    """Wait until every rank has called: collectives of a timing that only some ranks run would hang.
 
     Raises:
         HyperionError: some ranks did not call within a minute.
     """
     global _meetings
-    store = dist.PrefixStore(f"hyperion/measure/{_meetings}", dist.distributed_c10d._get_default_store())
+    default_store = dist.distributed_c10d._get_default_store()
+    store = dist.distributed_c10d.PrefixStore(f"hyperion/measure/{_meetings}", default_store)
     store.set(str(here.rank), "here")
     ranks = [str(rank) for rank in range(here.size)]
     try:
@@ -388,7 +408,7 @@ def _meet(here: World) -> None:
 
 
 def _slowest(here: World, seconds: float) -> float:
-    """The largest of all ranks' values."""
+    """Return the largest value of all ranks."""
     if here.size == 1:
         return seconds
     agreed = torch.tensor([seconds], dtype=torch.float64, device=here.device.torch_device)
@@ -396,32 +416,30 @@ def _slowest(here: World, seconds: float) -> float:
     return agreed.item()
 
 
-def _agreed(here: World, work: Callable[[], object]):
-    """Do something on every rank; where one rank fails, all do, instead of waiting for it in the next collective."""
+def _agreed(here: World, work: Callable[[], Result]) -> Result:
+    """Run work on every rank. If it fails on one rank, raise on all, so that no rank hangs in the next collective."""
     if here.size == 1:
         return work()
-    result, error = None, None
     try:
         result = work()
-    except Exception as raised:  # raised again below, once the other ranks know
-        error = raised
-    failed = int(_slowest(here, float(here.rank + 1 if error else 0)))
-    if error is not None:
-        raise error
-    if failed:
+    except Exception:
+        _slowest(here, float(here.rank + 1))  # the other ranks must know of the failure before this one leaves
+        raise
+    if failed := int(_slowest(here, 0.0)):
         raise HyperionError(
-            f"rank {failed - 1} refused its function or its output",
+            f"the function or its output failed on rank {failed - 1}",
             where=f"rank {here.rank} of {here.size}",
-            next_step=f"read the error of rank {failed - 1}",
+            next_step=f"see the error of rank {failed - 1}",
         )
     return result
 
 
 def memory(function: Function, *, device: Device | str | torch.device | None = None, label: str | None = None) -> MemoryAnswer:
-    """The most memory a call needs at once: tensors by dispatch on any device, and by the device's allocator on a GPU.
+    """Measure the peak memory of one call in bytes.
 
-    The function is called three times (a GPU: four): once to warm up, so that lazily made state is there, once to learn which
-    tensors it works on, and once for each count. Under the count by dispatch a compiled function runs uncompiled.
+    Counts the tensors that operators return (by dispatch, on any device) and, on a GPU, reads the allocator's peak. The
+    function is called three times, four on a GPU: to warm up and create lazy state, to find the tensors that it works on, and
+    once per count. While operators are counted, a compiled function runs uncompiled.
 
     The arguments and errors are those of `time`.
     """
@@ -437,12 +455,12 @@ def memory(function: Function, *, device: Device | str | torch.device | None = N
 
 
 def flops(function: Function, *, label: str | None = None) -> FlopsAnswer:
-    """Floating-point operations of one call by operator and by module, and the operators that no formula is known for.
+    """Count the floating-point operations of one call, by operator and by module, and list operators without a formula.
 
-    Counted where PyTorch dispatches, by its own formulas (torch.utils.flop_counter) for products, convolutions and attention;
-    a multiply-add is 2. The function is called once; a compiled one runs uncompiled.
+    Operators are counted where PyTorch dispatches them, with the formulas of torch.utils.flop_counter for products,
+    convolutions and attention. A multiply-add counts as 2. The function is called once; a compiled one runs uncompiled.
 
-    Errors are those of `time`.
+    The errors are those of `time`.
     """
     function, label = checked_callable(function, "flops"), _label(label) or _name_of(function, "the function")
     with noting("flops", label):
@@ -450,10 +468,10 @@ def flops(function: Function, *, label: str | None = None) -> FlopsAnswer:
 
 
 def device_of(device: Device | str | torch.device | None) -> Device:
-    """The described device behind a name of PyTorch's; None is the one torch uses here: its current GPU, else the CPU.
+    """Return the described device of a PyTorch device name; None means the current GPU, or the CPU if there is none.
 
     Raises:
-        HyperionError: a kind of device that nothing here measures.
+        HyperionError: there is no such device here, or its kind is not supported.
     """
     if isinstance(device, Device):
         return device
@@ -462,17 +480,17 @@ def device_of(device: Device | str | torch.device | None) -> Device:
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise HyperionError(f"{device!r} is no device", where="device=", next_step='name one: "cpu", "cuda:0"') from error
+        raise HyperionError(f"{device!r} is not a device", where="device=", next_step='pass "cpu" or "cuda:0"') from error
     if place.type not in ("cpu", "cuda"):
         raise HyperionError(
-            f"devices of the kind {place.type!r} are not measured", where="device=", next_step='use "cpu" or "cuda:<index>"'
+            f"devices of type {place.type!r} are not supported", where="device=", next_step='use "cpu" or "cuda:<index>"'
         )
     if place.type == "cuda" and not torch.cuda.is_available():
         raise HyperionError(
-            "PyTorch sees no GPU here", where=f"device={str(device)!r}", next_step='hyperion doctor says why; or device="cpu"'
+            "PyTorch finds no GPU", where=f"device={str(device)!r}", next_step='run hyperion doctor, or pass device="cpu"'
         )
     if place.type == "cpu" and place.index:
-        raise HyperionError(f"there is one CPU device, not {str(place)!r}", where="device=", next_step='use "cpu"')
+        raise HyperionError(f"there is no device {str(place)!r}: all CPUs are one device", where="device=", next_step='use "cpu"')
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         raise HyperionError(
             f"{str(place)!r} is not one of {torch.cuda.device_count()} GPUs",
@@ -485,28 +503,28 @@ def device_of(device: Device | str | torch.device | None) -> Device:
 
 @functools.cache
 def _described(kind: str, index: int) -> Device:
-    # Looking takes a second the first time and never sees another device in the same process.
+    # Cached because detection takes about a second and cannot change within a process.
     return detect_cpu() if kind == "cpu" else detect(index=index)
 
 
 def checked_callable(function: object, question: str, arguments: tuple = ()) -> Function:
-    """The function, if calling it with that many arguments does its work.
+    """Return the function if it can be called with these arguments and does its work when called.
 
     Raises:
-        HyperionError: it is no function, makes only a coroutine or generator, or wants other arguments.
+        HyperionError: it is not callable, returns only a coroutine or generator, or takes other arguments.
     """
     where, given = f"hyperion.measure.{question}", " batch" if arguments else ""
     if not callable(function):
         raise HyperionError(
-            f"{type(function).__name__} is no function",
+            f"{type(function).__name__} is not callable",
             where=where,
-            next_step=f"hand over the work itself, not its outcome: measure.{question}(lambda{given}: model(x))",
+            next_step=f"pass a function, not its result: measure.{question}(lambda{given}: model(x))",
         )
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise HyperionError(
-            f"calling {_name_of(function, 'it')} only makes a coroutine or generator: no work would be done",
+            f"calling {_name_of(function, 'it')} only creates a coroutine or generator and does no work",
             where=where,
-            next_step="wrap what runs it to its end in a function",
+            next_step="pass a function that runs it to the end",
         )
     with contextlib.suppress(ValueError):  # built-in functions may have no signature
         signature = inspect.signature(function)
@@ -516,19 +534,19 @@ def checked_callable(function: object, question: str, arguments: tuple = ()) -> 
             raise HyperionError(
                 f"{_name_of(function, 'the function')}{signature} is called with {', '.join(arguments) or 'nothing'}: {error}",
                 where=where,
-                next_step=f"close over its arguments: measure.{question}(lambda{given}: {_name_of(function, 'f')}(...))",
+                next_step=f"bind its arguments: measure.{question}(lambda{given}: {_name_of(function, 'f')}(...))",
             ) from None
     return function
 
 
 def _label(label: str | None) -> str | None:
-    """The label, if there is something to read.
+    """Return the label.
 
     Raises:
-        HyperionError: it is blank, or no string.
+        HyperionError: it is blank or not a string.
     """
     if label is not None and not (isinstance(label, str) and label.strip()):
-        raise HyperionError(f"label is {label!r}", where="label=", next_step="pass words, or None for the function's name")
+        raise HyperionError(f"label is {label!r}", where="label=", next_step="pass a name, or None for the function's name")
     return label
 
 
@@ -537,7 +555,8 @@ def _two_labels(labels: tuple[str, str] | None) -> tuple[str, str] | None:
         return None
     if isinstance(labels, str) or not hasattr(labels, "__len__") or len(labels) != 2 or labels[0] == labels[1]:
         raise HyperionError(f"labels are {labels!r}", where="labels=", next_step="pass two different names, or None")
-    return tuple(_label(label) for label in labels)
+    first, second = labels
+    return (_label(first) or "", _label(second) or "")
 
 
 def _name_of(function: object, otherwise: str) -> str:
@@ -554,7 +573,7 @@ def _two_names(function_a: Function, function_b: Function) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def noting(question: str, label: str) -> Iterator[None]:
-    """An exception of the reader's own function stays what it is, with a note: another type would hide it."""
+    """Add a note to exceptions of the measured function, and keep their type."""
     try:
         yield
     except HyperionError:
@@ -567,6 +586,4 @@ def noting(question: str, label: str) -> Iterator[None]:
 def _allocated(function: Function, device: Device) -> dict[str, int]:
     torch.cuda.synchronize(device.torch_device)
     before = torch.cuda.memory_allocated(device.torch_device)
-    with PeakMemoryRegion(device) as region:
-        function()
-    return {"allocator_before_bytes": before, "allocator_peak_bytes": round(region.peak.gib * GIB)}
+    return {"allocator_before_bytes": before, "allocator_peak_bytes": allocated_peak(device, function)}

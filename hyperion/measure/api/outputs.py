@@ -1,7 +1,7 @@
-"""What a function returns: compared element by element, written by every call, and finished when the call returns.
+"""Checks of a function's output: compared element by element, written by every call, complete when the call returns.
 
-A function may be timed right and still do nothing: it returns what an earlier call computed, its own input, or a buffer that
-another thread fills later. The checks here call the function a few times outside of the timing and look at its output.
+A correctly timed function can still do no work: it may return the result of an earlier call, its own input, or a buffer that
+another thread fills later. These checks call the function a few times outside of the timing.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
+from torch._C._autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
@@ -27,33 +28,33 @@ from hyperion.errors import HyperionError
 from hyperion.hardware import Device
 from hyperion.measure.clock.checks import HarnessError
 
-# Largest relative Frobenius error between two right ways to compute the same: another order of the sums, with room.
+# Largest relative Frobenius error between two correct computations that sum in another order.
 OUTPUT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
-# Roundings to the format of the output that one element may differ by, and the lengths of reductions that are assumed: a
-# function chains several operations, so none is taken as short; blocked sums are never as bad as a very long one.
+# Roundings to the output format by which an element may differ, and bounds on the assumed length of sums: functions chain
+# several operations, so no sum is assumed short, and blocked sums err less than one very long sum.
 _ROUNDINGS, _SHORTEST_REDUCTION, _LONGEST_REDUCTION = 4, 1 << 12, 1 << 24
 _CHUNK = 1 << 22
-# Of a larger output so many elements tell whether it was written; of what a function reaches, so many of so many tensors
-# tell whether its state changed.
+# Limits for speed: sampled elements to decide whether an output was written; sampled elements and number of tensors to
+# decide whether the state of a function changed.
 _SAMPLE, _STATE_ELEMENTS, _STATE_TENSORS = 1 << 24, 1 << 10, 512
-# Of a function's closure, arguments and globals so many objects are looked at, to this depth.
+# Largest number of objects searched for tensors in a closure, arguments and globals, and the largest depth.
 _MOST_OBJECTS, _DEPTH = 10_000, 5
-# A thread that just finished its work needs a moment to wait for the next; so does a device to pass its last event.
+# Time for a thread to become idle after its work, and for a device to pass its last event.
 _THREAD_SETTLES_S, _STREAM_SETTLES_S = 2e-3, 2e-4
 
 
 class OutputMismatchError(HyperionError):
-    """Outputs that cannot be compared: other structure, shape or kind of numbers."""
+    """Raised when outputs cannot be compared: they differ in structure, shape or kind of number."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of what a call returned, in host memory.
+    """A copy of an output in host memory.
 
     Args:
-        leaves: path within the returned structure ("", "['loss']", "[0]") and a tensor, or None for what is no number.
-        structure: of the nest, comparable by ==.
-        uncompared: paths of the tensors whose numbers cannot be read.
+        leaves: path in the returned structure ("", "['loss']", "[0]") and a tensor; None for leaves that are not numeric.
+        structure: the nesting, comparable by ==.
+        uncompared: paths of tensors whose values cannot be read.
     """
 
     leaves: tuple[tuple[str, torch.Tensor | None], ...]
@@ -62,23 +63,23 @@ class Snapshot:
 
     @property
     def numbers(self) -> int:
-        """How many leaves hold numbers."""
+        """Number of numeric leaves."""
         return sum(tensor is not None for _, tensor in self.leaves)
 
     @property
     def sizes(self) -> list[int]:
-        """Elements of each leaf that holds numbers."""
+        """Number of elements of each numeric leaf."""
         return [tensor.numel() for _, tensor in self.leaves if tensor is not None]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two outputs are apart.
+    """The difference of two outputs.
 
     Args:
         error, tolerance: relative Frobenius error of the worst leaf, and its largest allowed value.
-        element_error, element_tolerance: of the worst element, |a - b| / (|b| + rms(b)), and its largest allowed value.
-        worst: that element in words: its index, both values.
+        element_error, element_tolerance: |a - b| / (|b| + rms(b)) of the worst element, and its largest allowed value.
+        worst: description of this element: its index and both values.
     """
 
     error: float
@@ -89,12 +90,13 @@ class Difference:
 
     @property
     def agrees(self) -> bool:
+        """Whether both errors are within their tolerances."""
         # Not `error > tolerance`: a NaN must fail.
         return self.error <= self.tolerance and self.element_error <= self.element_tolerance
 
     @property
     def severity(self) -> float:
-        """Above 1 where the outputs differ; what the worst of several comparisons is chosen by."""
+        """Largest ratio of error to tolerance; above 1 if the outputs differ."""
         pairs = ((self.error, self.tolerance), (self.element_error, self.element_tolerance))
         return max(_ratio(error, tolerance) for error, tolerance in pairs)
 
@@ -109,14 +111,14 @@ def _ratio(error: float, tolerance: float) -> float:
 
 
 def element_tolerance(dtype: torch.dtype, reduction: int) -> float:
-    """Largest |a - b| / (|b| + rms(b)) of one element between two right ways to compute it; 0 for exact dtypes.
+    """Return the largest |a - b| / (|b| + rms(b)) of one element between two correct computations; 0 for exact dtypes.
 
-    4 roundings to the format of the output, and sqrt(K) roundings of the accumulation: the roundings of a sum of K terms are
-    independent, and 16-bit formats accumulate in float32. The rms of the whole output stands for the size of the terms of an
-    element that cancellation made small.
+    It allows 4 roundings to the output format and sqrt(K) roundings of the accumulation, because the roundings of a sum of K
+    terms are independent and 16-bit formats accumulate in float32. The rms of the output represents the size of the terms if
+    cancellation made the element itself small.
 
     Args:
-        reduction: K, taken as at least 4096 and at most 2^24.
+        reduction: K, clamped to 4096 … 2^24.
 
     Source: Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, sections 2.8 and 3.1.
     """
@@ -128,11 +130,13 @@ def element_tolerance(dtype: torch.dtype, reduction: int) -> float:
 
 
 def difference(a: Snapshot, b: Snapshot, *, reduction: int, tolerance: float | None = None) -> Difference | None:
-    """Compare two outputs; None where neither holds a number. NaN and infinity agree only with themselves, at the same place.
+    """Compare two outputs; return None if neither contains a number.
+
+    NaN and infinity agree only with the same value at the same index.
 
     Args:
-        reduction: terms of the longest sum behind an element, see `element_tolerance`.
-        tolerance: replaces the tolerances of both the norm and the elements.
+        reduction: length of the longest sum behind an element, see `element_tolerance`.
+        tolerance: replaces the tolerances of the norm and of the elements.
 
     Raises:
         OutputMismatchError: the structures, shapes or kinds of numbers differ.
@@ -140,15 +144,15 @@ def difference(a: Snapshot, b: Snapshot, *, reduction: int, tolerance: float | N
     if not a.numbers and not b.numbers:
         return None
     if a.structure != b.structure:
-        raise _mismatch(f"the outputs are nested differently: {a.structure} and {b.structure}")
+        raise _mismatch(f"the outputs have different structures: {a.structure} and {b.structure}")
     found = []
     for (path, left), (_, right) in zip(a.leaves, b.leaves, strict=True):
-        if (left is None) != (right is None):
-            raise _mismatch(f"output{path}: one is a tensor or number, the other is not")
-        if left is None:
+        if left is None and right is None:
             continue
+        if left is None or right is None:
+            raise _mismatch(f"output{path}: one is a tensor or number, the other is not")
         if left.shape != right.shape:
-            raise _mismatch(f"output{path}: the shapes {tuple(left.shape)} and {tuple(right.shape)} differ")
+            raise _mismatch(f"output{path}: the shapes differ: {tuple(left.shape)} and {tuple(right.shape)}")
         if _kind(left) != _kind(right):
             raise _mismatch(f"output{path}: {left.dtype} and {right.dtype} are different kinds of numbers")
         found.append(_leaf_difference(path, left, right, reduction, tolerance))
@@ -157,7 +161,7 @@ def difference(a: Snapshot, b: Snapshot, *, reduction: int, tolerance: float | N
 
 def _mismatch(what: str) -> OutputMismatchError:
     return OutputMismatchError(
-        what, where="the outputs of the functions", next_step="let both return the same structure, or let both return None"
+        what, where="the outputs of the functions", next_step="return the same structure from both, or None from both"
     )
 
 
@@ -187,26 +191,26 @@ def _leaf_difference(path: str, a: torch.Tensor, b: torch.Tensor, reduction: int
     rms = math.sqrt(scale / b.numel())
     worst, place = -1.0, 0
     for start in range(0, a.numel(), _CHUNK):
-        if a.numel() > _CHUNK:  # else those of the loop above are all of them
+        if a.numel() > _CHUNK:  # otherwise `distance` and `reference` still hold the only chunk
             distance, reference = _distances(a[start : start + _CHUNK], b[start : start + _CHUNK])
         size = reference.abs_().add_(rms)
-        # A distance from an output of zeros alone is judged as it is.
+        # If the reference is all zeros, the distance is used as it is.
         value, index = distance.div_(size if rms else 1.0).max(dim=0)
         if value.item() > worst:
             worst, place = value.item(), start + int(index)
     error = math.sqrt(squares) / (math.sqrt(scale) or 1.0)
     index = tuple(int(i) for i in np.unravel_index(place // width, tuple(shape))) if len(shape) else ()
-    said = f"output{path}{list(index) if index else ''}: {a[place].item():.6g} against {b[place].item():.6g}"
-    return Difference(error, norm_tolerance, worst, each_tolerance, said)
+    described = f"output{path}{list(index) if index else ''}: {a[place].item():.6g} against {b[place].item():.6g}"
+    return Difference(error, norm_tolerance, worst, each_tolerance, described)
 
 
 def _distances(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(|a - b|, b) in float64; 0 where both are the same NaN or infinity, infinite where only one is or signs differ."""
+    """Return (|a - b|, b) in float64. The distance is 0 if both are the same NaN or infinity, infinite if only one is."""
     exact = a != b if a.dtype == b.dtype and not a.is_floating_point() and a.element_size() == 8 else None
     a, b = a.double(), b.double()
     distance, reference = (a - b).abs_(), b.clone()
     if exact is not None:
-        distance[exact & (distance == 0)] = 1.0  # integers beyond 2^53 that differ may be equal in float64
+        distance[exact & (distance == 0)] = 1.0  # different integers above 2^53 can be equal in float64
     if not bool(torch.isfinite(distance).all() & torch.isfinite(reference).all()):
         strange = ~(torch.isfinite(a) & torch.isfinite(b))
         same = (a == b) | (torch.isnan(a) & torch.isnan(b))
@@ -219,22 +223,22 @@ def _distances(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def call_from_seed(function: Callable[[], object], device: Device) -> "Returned":
-    """Paths and leaves of what a call returns, from random generators seeded with 0; those of the caller stay as they were.
+    """Call a function with random generators seeded with 0, and restore the generators of the caller.
 
     Raises:
-        HarnessError: what it returns is not computed yet, a Future say.
+        HarnessError: it returned a Future or other handle whose work is not done.
     """
     gpus = [torch.device(device.torch_device)] if device.kind != "cpu" else []
     with torch.random.fork_rng(gpus):
-        torch.default_generator.manual_seed(0)  # torch.manual_seed would seed GPUs that nobody restores
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed GPUs that fork_rng does not restore
         for gpu in gpus:
             with torch.cuda.device(gpu):
                 torch.cuda.manual_seed(0)
         returned = function()
     leaves, structure = tree_flatten_with_path(returned)
     for _, leaf in leaves:
-        asked = next((getattr(leaf, name) for name in ("is_completed", "done") if callable(getattr(leaf, name, None))), None)
-        if asked is not None and not isinstance(leaf, torch.Tensor | type) and asked() is False:
+        is_done = next((getattr(leaf, name) for name in ("is_completed", "done") if callable(getattr(leaf, name, None))), None)
+        if is_done is not None and not isinstance(leaf, torch.Tensor | type) and is_done() is False:
             raise HarnessError(
                 f"the function returned a {type(leaf).__name__} whose work is not done",
                 where="a timed function",
@@ -244,17 +248,18 @@ def call_from_seed(function: Callable[[], object], device: Device) -> "Returned"
 
 
 class Returned(list):
-    """Paths and leaves of what a call returned, and the structure that they form."""
+    """The output of a call: a list of (path, leaf), and the structure of the nest."""
 
     def __init__(self, leaves: list[tuple[str, object]], structure: object):
         super().__init__(leaves)
         self.structure = structure
 
     def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors with readable memory of their own."""
         return [leaf for _, leaf in self if isinstance(leaf, torch.Tensor) and _plain(leaf)]
 
     def snapshot(self) -> Snapshot:
-        """Copies in host memory: the next call may overwrite the originals, and copies on a GPU would lie in the way."""
+        """Copy to host memory: the next call may overwrite the originals, and copies on a GPU would use its memory."""
         leaves = tuple((path, _copied(leaf)) for path, leaf in self)
         unread = (path for (path, leaf), (_, copy) in zip(self, leaves, strict=True) if copy is None)
         tensors = {path for path, leaf in self if isinstance(leaf, torch.Tensor)}
@@ -262,7 +267,7 @@ class Returned(list):
 
 
 def _copied_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
-    """In host memory, and of a dtype that has arithmetic; None where it has no numbers or none that can be read."""
+    """Copy to host memory in a dtype with arithmetic; return None if the values cannot be read."""
     if tensor.device.type == "meta":
         return None
     try:
@@ -276,7 +281,7 @@ def _copied_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
         if copy.dtype == torch.uint64:
             return copy.contiguous().view(torch.int64)
         if copy.dtype != torch.bool and not copy.is_complex():
-            copy[(slice(0, 1),) * copy.dim()].double()  # formats below a byte have no conversion
+            copy[(slice(0, 1),) * copy.dim()].double()  # raises for formats below a byte, which have no conversion
         return copy
     except (RuntimeError, NotImplementedError):
         with contextlib.suppress(RuntimeError, NotImplementedError):
@@ -298,8 +303,11 @@ def _copied(leaf: object) -> torch.Tensor | None:
 
 
 def captured_tensors(function: object) -> dict[str, torch.Tensor]:
-    """Tensors that a function can reach, by name: its closure, defaults, bound object, partial arguments, and the globals
-    that its code names; within lists, tuples, dictionaries, modules and other functions."""
+    """Return the tensors that a function can reach, by name.
+
+    Searches its closure, defaults, bound object, partial arguments and the globals that its code uses, and in them lists,
+    tuples, dictionaries, modules and other functions.
+    """
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
 
@@ -328,7 +336,7 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
     elif isinstance(value, types.FunctionType):
         names = value.__code__.co_freevars
         for name, cell in zip(names, value.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # a cell that is not filled yet
+            with contextlib.suppress(ValueError):  # an empty cell
                 yield f".{name}", cell.cell_contents
         yield from ((f".default {i}", given) for i, given in enumerate(value.__defaults__ or ()))
         yield from ((f".{name}", given) for name, given in (value.__kwdefaults__ or {}).items())
@@ -352,18 +360,18 @@ def _children(value: object) -> Iterator[tuple[str, object]]:
 
 
 def require_written(function: Callable[[], object], device: Device, label: str) -> tuple[Snapshot, str]:
-    """Call a function twice more, and see that the second call writes its output.
+    """Call a function twice and check that the second call writes its output.
 
-    Nothing is written into what a call returns: memory that outlives a call is somebody's state. Where the second call returns
-    memory of the first, PyTorch must have counted a write to it, or its bits must have changed. Writes of NumPy, of
-    collectives and of kernels on a GPU are not counted: where there may have been one, that is a doubt and no error.
+    The check never writes to the output itself, because memory that outlives a call may be state. If the second call returns
+    memory of the first, PyTorch must have counted a write to it, or its bits must have changed. PyTorch does not count writes
+    by NumPy, by collectives and by kernels of other libraries; if one is possible, the result is a warning and not an error.
 
     Returns:
-        A copy of what the first of the two returned; and a doubt in words, or "".
+        A copy of the first output, and a warning or "".
 
     Raises:
-        HarnessError: the second call returned only memory of the first, or inputs, and wrote to none of it; or part of it is
-            a cache of the function's.
+        HarnessError: the second call returned only memory of the first call or inputs and wrote to none of it, or a part of
+            its output is a cache.
     """
     inputs = {_storage(given): name for name, given in captured_tensors(function).items() if _plain(given)}
     returned = call_from_seed(function, device)
@@ -382,7 +390,7 @@ def require_written(function: Callable[[], object], device: Device, label: str) 
     if not unwritten:
         return first, ""
     if unseen:
-        return first, f"{label}: {unseen}, so that a write to the output cannot be told from none"
+        return first, f"{label}: it is unknown whether the call wrote its output: {unseen}"
     passed = [inputs[_storage(tensor)] for tensor in unwritten if _storage(tensor) in inputs]
     if len(passed) < len(unwritten) or len(unwritten) == len(tensors):
         raise _not_written(inputs, label, next((t for t in unwritten if _storage(t) not in inputs), unwritten[0]))
@@ -394,35 +402,39 @@ def _not_written(inputs: dict, label: str, tensor: torch.Tensor) -> HarnessError
     shape = f"{tensor.dtype} {list(tensor.shape)}"
     if name is not None:
         return HarnessError(
-            f"{label}: the output aliases an input: it is {name} ({shape}), to which the call wrote nothing",
+            f"{label}: the output aliases an input: it is {name} ({shape}), and the call did not write to it",
             where="the output of a timed function",
-            next_step="return what the function computes; to time a call without a result (a view, say), or one that writes "
-            "where PyTorch does not see it, let it return None",
+            next_step="return the computed result; return None to time a view, or a call whose writes PyTorch does not see",
         )
     return HarnessError(
-        f"{label}: a call returned the memory of an earlier call ({shape}) and wrote nothing to it: no work was done",
+        f"{label}: a call returned memory of an earlier call ({shape}) and did not write to it: it did no work",
         where="the output of a timed function",
-        next_step="compute in every call; remove the cache around the function",
+        next_step="compute the result in every call; remove any cache around the function",
     )
 
 
 def _may_write_unseen(function: Callable[[], object], device: Device, tensors: list[torch.Tensor]) -> str:
-    """Why a write to one of these might not have been counted, in words, or "". Calls the function once more, and removes the
-    tensors that an operator of PyTorch writes to: versions miss writes in inference mode and through `.data`."""
+    """Return why PyTorch may have missed a write to one of these tensors, or "".
+
+    Calls the function once more, and removes the tensors that a PyTorch operator writes to: version counters miss writes in
+    inference mode and through `.data`.
+    """
     if any(not tensor.untyped_storage().resizable() for tensor in tensors if tensor.device.type == "cpu"):
-        return "it shares its memory with NumPy or another library"
+        return "its memory is shared with NumPy or another library"
     if device.kind != "cpu" and any(tensor.device.type != "cpu" for tensor in tensors):
         worked = _device_works(function, device)
-        return "" if worked is False else "kernels ran whose writes PyTorch does not count"
+        return "" if worked is False else "PyTorch does not count the writes of all kernels"
     with _OperatorsOn({_storage(tensor) for tensor in tensors}) as seen:
         call_from_seed(function, device)
     tensors[:] = [tensor for tensor in tensors if _storage(tensor) not in seen.written]
-    return f"{seen.names[0]} works on it, whose writes PyTorch does not count" if seen.names else ""
+    return f"{seen.names[0]} uses it, and PyTorch does not count the writes of this operator" if seen.names else ""
 
 
 class _OperatorsOn(TorchDispatchMode):
-    """Which of these storages operators write to, and the names of operators from outside of PyTorch's own namespace
-    (collectives, say) that are given one: what those write need not be declared."""
+    """Records which of these storages PyTorch's operators write to, and which other operators use one of them.
+
+    Other operators, such as collectives, do not have to declare what they write.
+    """
 
     def __init__(self, storages: set):
         super().__init__()
@@ -446,7 +458,7 @@ class _OperatorsOn(TorchDispatchMode):
 
 
 def _device_works(function: Callable[[], object], device: Device) -> bool | None:
-    """Whether a call starts anything on the GPU: kernels, copies; None where the profiler sees nothing at all."""
+    """Return whether a call starts kernels or copies on the GPU; None if the profiler records nothing at all."""
     place = torch.device(device.torch_device)
     with torch.cuda.device(place), torch.random.fork_rng([place]):
         marker = torch.zeros(1, device=place)
@@ -455,12 +467,12 @@ def _device_works(function: Callable[[], object], device: Device) -> bool | None
             marker.fill_(1.0)
             function()
             torch.cuda.synchronize()
-    seen = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+    seen = sum(event.device_type == DeviceType.CUDA for event in profile.events() or ())
     return seen > 1 if seen else None
 
 
 def state_of(function: object) -> "dict[str, tuple[int, torch.Tensor | None]]":
-    """Of each tensor that a function can reach: how often PyTorch wrote to it, and the bits of a sample of its elements."""
+    """Return for each tensor that a function can reach its version counter and the bits of a sample of its elements."""
     reached = {name: tensor for name, tensor in captured_tensors(function).items() if _plain(tensor)}
     return {
         name: (_version(tensor), _bits(tensor.detach(), _STATE_ELEMENTS) if place < _STATE_TENSORS else None)
@@ -469,7 +481,7 @@ def state_of(function: object) -> "dict[str, tuple[int, torch.Tensor | None]]":
 
 
 def state_changed(before: dict, after: dict) -> tuple[bool, bool]:
-    """(whether something was written to what both reach, whether a value in it changed)."""
+    """Return (whether a tensor in both states was written to, whether one of its values changed)."""
     pairs = [(before[name], after[name]) for name in before if name in after]
     written = any(old != new for (old, _), (new, _) in pairs)
     values = any(
@@ -488,7 +500,7 @@ def _storage(tensor: torch.Tensor) -> tuple[torch.device, int]:
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    """Whether it has memory of its own that can be looked at."""
+    """Return whether the tensor has ordinary, readable memory."""
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized or tensor.device.type == "meta":
         return False
     try:
@@ -499,9 +511,9 @@ def _plain(tensor: torch.Tensor) -> bool:
 
 
 def _bits(tensor: torch.Tensor, most: int = _SAMPLE) -> torch.Tensor:
-    """The bytes of its elements, or of evenly spaced ones where there are more than `most`; a copy."""
+    """Return a copy of the bytes of the elements, or of about `most` evenly spaced elements."""
     for dimension, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dimension] > 1:  # an expanded tensor has each element many times
+        if stride == 0 and tensor.shape[dimension] > 1:  # an expanded dimension repeats its elements
             tensor = tensor.narrow(dimension, 0, 1)
     while tensor.numel() > most:
         longest = max(range(tensor.dim()), key=lambda dimension: tensor.shape[dimension])
@@ -515,11 +527,11 @@ def _bits(tensor: torch.Tensor, most: int = _SAMPLE) -> torch.Tensor:
 
 
 class WorkLeft:
-    """Watches what a function leaves running: threads that became busy since this was made, and other streams of a GPU.
+    """Detects work that a function leaves running: on threads that became busy after construction, and on other GPU streams.
 
-    A thread counts as busy while it executes or sleeps, and as idle while it waits in Python's own queues, locks, selectors
-    and pools, or is blocked in the system (in a read, say) without using the CPU.
-    Threads that were busy before are not the function's. Native threads are not seen.
+    A thread is busy while it executes or sleeps. It is idle while it waits in Python's queues, locks, selectors and pools, or
+    is blocked in a system call without using the CPU. Threads that were busy before are ignored. Native threads are not
+    detected.
     """
 
     def __init__(self, device: Device):
@@ -528,10 +540,10 @@ class WorkLeft:
         self._before = set(self._busy())
 
     def after_a_call(self) -> str:
-        """What still works after the function returned, in words, or ""."""
+        """Return a description of the work that still runs after a call, or ""."""
         if left := self._on_other_streams():
             return left
-        time.sleep(_THREAD_SETTLES_S / 8)  # a worker that was just handed work needs a moment to begin
+        time.sleep(_THREAD_SETTLES_S / 8)  # a worker thread that just received work needs a moment to start
         deadline = time.monotonic() + _THREAD_SETTLES_S
         while busy := self._new():
             if time.monotonic() > deadline:
@@ -539,7 +551,7 @@ class WorkLeft:
                 works = _working([(ident, getattr(threads.get(ident), "native_id", None)) for ident in busy])
                 if works is None:
                     return ""
-                return f"thread {getattr(threads.get(works), 'name', works)!r} still works after the call returned"
+                return f"thread {getattr(threads.get(works), 'name', works)!r} is still working after the call returned"
             time.sleep(_THREAD_SETTLES_S / 8)
         return ""
 
@@ -563,40 +575,42 @@ class WorkLeft:
             waited_s = time.perf_counter() - started
         if waited_s <= _STREAM_SETTLES_S:
             return ""
-        return f"the device works {waited_s * 1e3:.3g} ms longer, on other streams than the current one"
+        return f"the device works {waited_s * 1e3:.3g} ms longer on streams other than the current one"
 
 
 def _working(threads: list[tuple[int, int | None]]) -> int | None:
-    """The first of these (Python's ident, the system's) that runs, uses the CPU between two looks, or sleeps for a while."""
+    """Return the first of these threads (Python's ident, native ID) that runs, used the CPU meanwhile, or sleeps."""
     before = [_look(native) for _, native in threads]
     time.sleep(_THREAD_SETTLES_S / 2)
     for (ident, native), old in zip(threads, before, strict=True):
         new = _look(native)
-        if old is not None and new is None:
-            continue  # it ended
-        if old is None or "R" in (old[0], new[0]) or old[1] != new[1] or _sleeps(ident, native):
+        if old is None:
+            return ident
+        if new is None:
+            continue  # the thread ended
+        if "R" in (old[0], new[0]) or old[1] != new[1] or _sleeps(ident, native):
             return ident
     return None
 
 
 def _look(native: int | None) -> tuple[str, int] | None:
-    """(state, CPU time) of a thread; None where the system does not say."""
+    """Return (state, CPU time) of a thread; None if the system does not report it."""
     task = Path(f"/proc/self/task/{native}")
     try:
         fields = (task / "stat").read_text().rpartition(")")[2].split()
         with contextlib.suppress(OSError, IndexError, ValueError):
-            return fields[0], int((task / "schedstat").read_text().split()[0])  # ns; the times of `stat` are ticks of 10 ms
+            return fields[0], int((task / "schedstat").read_text().split()[0])  # ns; `stat` has 10 ms ticks
         return fields[0], int(fields[11]) + int(fields[12])
     except (OSError, IndexError, ValueError):
         return None
 
 
-# nanosleep and clock_nanosleep.
+# Numbers of the system calls nanosleep and clock_nanosleep.
 _SLEEPS = {"x86_64": ("35", "230"), "aarch64": ("101", "115")}
 
 
 def _sleeps(ident: int, native: int | None) -> bool:
-    """Whether a thread that uses no CPU waits for a time to pass, which stands for work, and not for others."""
+    """Return whether a thread without CPU use sleeps (counted as work) rather than waits for other threads."""
     with contextlib.suppress(OSError, LookupError):
         return Path(f"/proc/self/task/{native}/syscall").read_text().split()[0] in _SLEEPS[platform.machine()]
     frame = sys._current_frames().get(ident)
@@ -604,7 +618,7 @@ def _sleeps(ident: int, native: int | None) -> bool:
     return "sleep" in line or any(mark in line for mark in _RUNS_WORK)
 
 
-# Files of Python's own whose functions wait for others, and the lines within them that run what they were given.
+# Files of the standard library in which threads wait, and source lines in them that run user code.
 _WAITERS = tuple(
     f"/{name}"
     for name in (
@@ -628,23 +642,23 @@ _RUNS_WORK = ("self._target(", "self.fn(", "fn(*", "func(*", "self.task")
 def _waits(frame: types.FrameType) -> bool:
     if not frame.f_code.co_filename.replace("\\", "/").endswith(_WAITERS):
         return False
-    # A built-in function has no frame: `Thread(target=time.sleep)` is seen at the line that calls it.
+    # A built-in function has no frame: `Thread(target=time.sleep)` appears at the line that calls it.
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     return not any(mark in line for mark in _RUNS_WORK)
 
 
 def require_nothing_left(left: list[str], label: str) -> None:
-    """Raise when every one of several calls left work behind: once may be a thread on its way to rest.
+    """Raise if every one of several calls left work running; after a single call a thread may just be becoming idle.
 
     Args:
-        left: what `WorkLeft.after_a_call` said after each.
+        left: results of `WorkLeft.after_a_call`.
 
     Raises:
-        HarnessError: work is left to another thread or stream, whose time no clock here sees.
+        HarnessError: work is left on another thread or stream, so it is not included in the time.
     """
     if left and all(left):
         raise HarnessError(
             f"{label}: {left[0]}",
             where="a timed function",
-            next_step="wait inside the function for all that it starts: join threads, take results, synchronise streams",
+            next_step="wait inside the function for everything it starts: join threads, get results, synchronise streams",
         )

@@ -1,6 +1,6 @@
-"""What a function asks the device to do, operation by operation: how many, which FLOPs in which dtype, how many bytes.
+"""Count the operations of a function, their FLOPs by dtype, and their bytes.
 
-Counted where PyTorch dispatches, so it works without a device too: on tensors of the device `meta`, which have a shape and
+Operations are counted where PyTorch dispatches them, so this also works on the device `meta`, whose tensors have a shape and
 no storage.
 """
 
@@ -20,14 +20,14 @@ _MOVE_NOTHING = ("_unsafe_view", "empty", "empty_like", "detach")
 
 @dataclass(frozen=True)
 class Census:
-    """One call of a function.
+    """The operations of one call of a function.
 
     Args:
-        operations: operations that read or write memory; views are none.
-        flops: floating-point operations of matrix products, convolutions and attention, by dtype; a multiply-add is 2.
-        weight_flops: of them those of products with weights and of convolutions: what no causal mask can spare.
-        product_bytes: what these products read and write, one after the other.
-        other_bytes: what all other operations read and write, when each reads and writes memory.
+        operations: operations that read or write memory; views do not.
+        flops: FLOPs of matrix products, convolutions and attention by dtype; a multiply-add counts as 2.
+        weight_flops: the part of `flops` in products with weights and convolutions, which a causal mask cannot skip.
+        product_bytes: bytes that these products read and write.
+        other_bytes: bytes that all other operations read and write.
     """
 
     operations: int = 0
@@ -38,15 +38,16 @@ class Census:
 
     @property
     def total_flops(self) -> int:
+        """FLOPs of all dtypes."""
         return sum(self.flops.values())
 
     def share_in(self, dtype: str) -> float:
-        """Share of the FLOPs that were done in a dtype, by its name ("bf16"); 0 where there were none."""
+        """Return the share of the FLOPs in a dtype ("bf16"); 0 if there are no FLOPs."""
         return self.flops.get(dtype, 0) / self.total_flops if self.total_flops else 0.0
 
 
 def count_operations(function: Callable[[], object]) -> Census:
-    """Call a function once, without gradients, and count what it dispatches."""
+    """Call a function once, without gradients, and count the operations that it dispatches."""
     counter = _Counter()
     with torch.no_grad(), counter:
         function()
@@ -73,7 +74,7 @@ class _Counter(TorchDispatchMode):
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         formula = flop_registry.get(operation._overloadpacket)
         self.operations += 1
-        # An embedding reads the rows it gives out, not the whole table.
+        # An embedding reads the rows that it returns, not the whole table.
         read = outputs if name == "embedding" else inputs
         self.bytes[formula is None] += sum(tensor.numel() * tensor.element_size() for tensor in (*read, *outputs))
         if formula is not None:
@@ -83,6 +84,6 @@ class _Counter(TorchDispatchMode):
 
 
 def _is_view(operation) -> bool:
-    """Whether what comes out is only another way to see what went in."""
+    """Return whether an operation returns only a view of its input."""
     aliases = [returned.alias_info for returned in operation._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)

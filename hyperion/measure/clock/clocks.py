@@ -1,4 +1,4 @@
-"""Clocks: what takes the samples of a function, on the device's own time or on the host's."""
+"""Clocks that sample the time of functions: device events on a GPU, the monotonic clock on the host."""
 
 import functools
 import time
@@ -11,33 +11,35 @@ from hyperion.hardware import Device
 
 
 class Clock(Protocol):
-    """What takes samples, and tells the time by which sampling ends."""
+    """Takes samples, and tells the time for time limits."""
 
     def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
-        """Seconds of `count` calls of each function, in turn; `flush` goes before each, outside of its time."""
+        """Return the seconds of `count` calls of each function, in turn; `flush` runs before each call and is not timed."""
+        ...
 
     def in_a_row(self, function: Callable, count: int) -> float | None:
-        """Seconds of a call on the host's clock, of `count` calls in a row from an idle device to an idle device; None where
-        that says nothing of the samples."""
+        """Return the host's seconds per call of `count` calls in a row between two synchronisations; None if these cannot be
+        compared with the samples."""
+        ...
 
     def now(self) -> float:
-        """Seconds since some moment."""
+        """Return seconds since an arbitrary time."""
+        ...
 
 
-# Enqueuing one sample (flush, two events, the call) takes the host some 30 microseconds; the device waits that long first.
+# Enqueuing one sample (flush, two events, the call) takes the host about 30 microseconds; the device spins that long first.
 _HEAD_START_CYCLES = 80_000
-# So many calls in one batch are short ones, for which the head start suffices.
+# Batches of at least this many calls consist of short calls, for which the head start suffices.
 _CALLS_OF_A_FULL_QUEUE = 30
 
 
 class _EventClock:
-    """Device events around each call, one synchronisation for the whole batch.
+    """Device events around each call, and one synchronisation per batch.
 
-    A batch begins with the device spinning until the host has filled the queue, so that no gap in which the device waits
-    for a launch falls between the two events of a sample. (A call that itself keeps the host busy for longer than the
-    device, an eager training step say, is timed with those waits: they are part of it.) Few long calls, which the host
-    needs longer to enqueue than it has, follow one that is not timed: the first of them meets the queue that the others
-    meet. Without it the first of two equal training steps came out slower than the second.
+    The device spins at the start of a batch until the host has filled the queue, so that the device does not wait for a launch
+    between the two events of a sample. A call that keeps the host busy longer than the device, such as an eager training step,
+    is timed with these waits, because they are part of it. A batch of few long calls starts with a call that is not timed,
+    because the host cannot fill the queue in time: without it, the first of two equal training steps was slower.
     """
 
     now = staticmethod(time.monotonic)
@@ -46,13 +48,13 @@ class _EventClock:
         self.device, self.head_start_cycles = torch.device(device.torch_device), head_start_cycles
 
     def stamp(self) -> torch.cuda.Event:
-        """This moment in the device's queue of work."""
+        """Record an event at the current position of the device's stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """From one stamp to a later one, once the device has passed both."""
+        """Return the seconds between two stamps; the device must have passed both."""
         return start.elapsed_time(end) / 1e3
 
     def in_a_row(self, function, count: int) -> float:
@@ -78,13 +80,13 @@ class _EventClock:
 
 
 class _HostClock:
-    """The monotonic clock around each call: on a CPU a call has done its work when it returns."""
+    """The monotonic clock around each call; on a CPU a call has done its work when it returns."""
 
     stamp = staticmethod(time.perf_counter_ns)
     now = staticmethod(time.monotonic)
 
     def seconds(self, start: int, end: int) -> float:
-        """From one stamp to a later one."""
+        """Return the seconds between two stamps."""
         return (end - start) / 1e9
 
     def in_a_row(self, function, count: int) -> float:
@@ -103,7 +105,7 @@ class _HostClock:
 
 
 class WallClock:
-    """The monotonic clock around `calls` calls in a row, the device idle at both ends; a sample is their mean."""
+    """The monotonic clock around `calls` calls in a row, with synchronisation at both ends; a sample is their mean."""
 
     now = staticmethod(time.monotonic)
 
@@ -120,11 +122,11 @@ class WallClock:
         return samples
 
     def in_a_row(self, function, count: int) -> None:
-        """Its samples are that already."""
+        """Return None: the samples themselves are calls in a row."""
 
 
 def _mean_of_calls(function: Callable, calls: int, synchronize: Callable) -> float:
-    """Seconds of a call on the host's clock, of several in a row from synchronisation to synchronisation."""
+    """Return the host's seconds per call of several calls in a row between two synchronisations."""
     synchronize()
     start = time.perf_counter_ns()
     for _ in range(calls):
@@ -134,10 +136,9 @@ def _mean_of_calls(function: Callable, calls: int, synchronize: Callable) -> flo
 
 
 def device_clock(device: Device, head_start_cycles: int = _HEAD_START_CYCLES) -> _EventClock | _HostClock:
-    """The clock of a device: `sample(functions, flush, count)` gives seconds of `count` calls of each, in turn, and
-    `seconds(start, end)` those between two of its `stamp()`s.
+    """Return the clock of a device, see `Clock`. It also has `stamp()`, and `seconds(start, end)` between two stamps.
 
     Args:
-        head_start_cycles: how long a GPU spins for each call of a batch, so that its queue fills up first.
+        head_start_cycles: cycles that a GPU spins for each call of a batch, while the host fills its queue.
     """
     return _HostClock() if device.kind == "cpu" else _EventClock(device, head_start_cycles)

@@ -1,8 +1,9 @@
-"""The number formats we measure by name, and the context a GEMM of each needs."""
+"""Number formats by name, and the PyTorch settings for products in each of them."""
 
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,19 +13,20 @@ from hyperion.hardware import Device, fp8_format
 
 @dataclass(frozen=True)
 class NumberFormat:
-    """A number format as a row names it.
+    """A number format.
 
     Args:
-        name: fp64, fp32, tf32, fp16, bf16, fp8_e4m3fn (OCP), fp8_e4m3fnuz (CDNA 3) or int8.
-        storage: the torch dtype of a product's operands.
-        output: the torch dtype of its result.
-        gemm_tolerance: largest relative Frobenius error of a product against float64. For fp64 and fp32 about
-            sqrt(K) unit roundoffs at K = 8192, far above what blocked accumulation leaves; for the 16-bit formats, whose
-            inputs are exact and which accumulate in float32, two to three times the rounding of the output; for tf32
-            two to three times that of its inputs to 11 bits. For fp8, whose operands are what the reference multiplies,
-            again the rounding of the bf16 output: sums kept in 14 bits and added up in float32 every 128 terms, as Hopper
-            does it, add a tenth of that, and sums kept in 14 bits all along (`use_fast_accum`) do not pass at K = 8192. int8
-            sums are exact in int32 up to K = 133,000: no error at all.
+        name: name in rows: fp64, fp32, tf32, fp16, bf16, fp8_e4m3fn (OCP), fp8_e4m3fnuz (CDNA 3) or int8.
+        storage: torch dtype of the operands of a product.
+        output: torch dtype of the result.
+        gemm_tolerance: largest relative Frobenius error of a product against float64.
+
+            - fp64, fp32: about sqrt(K) unit roundoffs at K = 8192, far above the error of blocked accumulation.
+            - fp16, bf16: two to three times the rounding of the output; inputs are exact and accumulation is in float32.
+            - tf32: two to three times the rounding of the inputs to 11 bits.
+            - fp8: the rounding of the bf16 output; the reference uses the same fp8 operands. Hopper adds 14-bit sums to
+              float32 every 128 terms, which adds a tenth of it. Sums of 14 bits throughout (`use_fast_accum`) fail at K = 8192.
+            - int8: 0; sums are exact in int32 up to K = 133,000.
     """
 
     name: str
@@ -39,12 +41,12 @@ class NumberFormat:
 
     @property
     def scaled(self) -> bool:
-        """Whether its operands are stored divided by a scale: the 8-bit formats have too little range for raw values."""
+        """Whether operands are stored divided by a scale, as in 8-bit formats, whose range is too small for raw values."""
         return self.bytes == 1
 
     @property
     def largest(self) -> float:
-        """The largest value that operands are scaled to; for int8 127, so that a value and its negative both exist."""
+        """Largest value to which operands are scaled; 127 for int8."""
         return float((torch.finfo if self.storage.is_floating_point else torch.iinfo)(self.storage).max)
 
 
@@ -64,10 +66,10 @@ FORMATS = {
 
 
 def format_of(dtype: str, device: Device) -> NumberFormat:
-    """The format of a name on a device: a name of `FORMATS`, or 'fp8' for the fp8 format that the device multiplies.
+    """Return the format with this name on a device: a name of `FORMATS`, or 'fp8' for the fp8 format of the device.
 
     Raises:
-        HyperionError: 'fp8' on a device that multiplies none (with the reason), or a name we do not measure.
+        HyperionError: the device has no fp8 units, or the name is unknown.
     """
     name = fp8_format(device) if dtype == "fp8" else dtype
     if name in FORMATS:
@@ -76,19 +78,18 @@ def format_of(dtype: str, device: Device) -> NumberFormat:
         raise HyperionError(
             f"unsupported: {device.supports('fp8')[1]}",
             where=f"fp8 on {device.name}",
-            next_step="Ask device.supports('fp8') first.",
+            next_step="Call device.supports('fp8') first.",
         )
-    raise HyperionError(
-        f"{dtype!r} is no number format that products are measured in.", next_step=f"Use fp8 or one of {', '.join(FORMATS)}."
-    )
+    raise HyperionError(f"{dtype!r} is not a supported number format.", next_step=f"Use fp8 or one of {', '.join(FORMATS)}.")
 
 
 @contextlib.contextmanager
 def matmul_precision(number_format: NumberFormat) -> Iterator[None]:
-    """Let float32 products and convolutions use TF32 units only where the format says so, and 16-bit products accumulate
-    in float32. (PyTorch leaves TF32 on for convolutions, unless told otherwise.)
+    """Use TF32 units for float32 products and convolutions only if the format is tf32, and accumulate 16-bit products in
+    float32, within this context. (PyTorch's default uses TF32 for convolutions.)
     """
-    matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    matmul: Any = torch.backends.cuda.matmul
+    convolution: Any = torch.backends.cudnn.conv  # pyright: ignore[reportAttributeAccessIssue]  # torch adds it at run time
     before = (
         matmul.fp32_precision,
         convolution.fp32_precision,

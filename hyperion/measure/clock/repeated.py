@@ -1,7 +1,7 @@
-"""One of many calls in a row, so short that launching it would hide it: captured in a graph on GPUs, in a loop on a CPU.
+"""Time calls that are shorter than their launch: many calls in a row, captured in a graph on GPUs, in a loop on a CPU.
 
-A kernel of a microsecond, launched eagerly, waits for the host longer than it runs. Replayed from a CUDA or HIP graph it
-follows the one before it at the device's own pace, and a replay of some milliseconds is long beside the clock's resolution.
+An eagerly launched kernel of one microsecond waits for the host longer than it runs. Replayed from a CUDA or HIP graph, kernels
+follow each other without waiting, and a replay of some milliseconds is long compared with the resolution of the clock.
 """
 
 import dataclasses
@@ -19,25 +19,25 @@ NO_GRAPHS = "unavailable: a CPU has no graphs"
 
 
 class RepeatedCalls:
-    """A function made ready to be called many times in a row.
+    """A function prepared to be called many times in a row.
 
-    What the function writes may be poisoned after this and before `time`: getting ready calls it, too.
+    Construction calls the function, so poison its output after construction and before `time`.
 
     Args:
-        function: enqueues or does one unit of work into tensors that it was given; it allocates nothing and asks nothing of
-            the host, otherwise it cannot be captured.
-        calls: in a row for one sample; 0 takes as many as fill 2 ms, up to 1000.
+        function: does one unit of work on existing tensors. To be captured in a graph, it must not allocate or synchronise.
+        calls: calls per sample; 0 means as many as fill 2 ms, at most 1000.
 
     Attributes:
-        calls: in a row for one sample.
-        graph: what replays them, None on a CPU and where capturing failed.
+        calls: calls per sample.
+        graph: the captured graph; None on a CPU and if capturing failed.
         not_captured: why there is no graph, else "".
     """
 
     def __init__(self, function: Callable[[], object], device: Device, calls: int = 0):
         self.function, self.device = function, device
         self.calls = calls or _calls_in_a_block(function, device)
-        self.graph, self.not_captured = None, NO_GRAPHS
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.not_captured = NO_GRAPHS
         if device.kind == "cpu":
             return
         try:
@@ -49,14 +49,14 @@ class RepeatedCalls:
 
     @property
     def how(self) -> str:
-        """How the calls are made and timed, in words."""
+        """Description of how the calls are made and timed."""
         if self.graph is not None:
             return f"{self.calls} calls captured in one graph, on the device's clock"
         loop = f"{self.calls} calls in a row, on the host's clock"
         return loop if self.device.kind == "cpu" else f"{loop}, launches included (a graph is {self.not_captured})"
 
     def time(self, time_limit_s: float) -> Timing:
-        """Seconds of one call, the mean of those in a row: warm caches, every sample `calls` calls."""
+        """Time one call with hot caches; each sample is the mean of `calls` calls in a row."""
         if self.graph is None:
             return time_function(self.function, self.device, cold=False, back_to_back=self.calls, time_limit_s=time_limit_s)
         replays = time_function(self.graph.replay, self.device, cold=False, time_limit_s=time_limit_s)
@@ -73,23 +73,23 @@ def _calls_in_a_block(function: Callable, device: Device) -> int:
 
 
 def calls_that_fill(seconds: float, call_s: float) -> int:
-    """How many calls of so many seconds in a row fill a time, up to 1000: a sample long beside the clock's own cost."""
+    """Return how many calls of `call_s` seconds fill `seconds`: at least 1, at most 1000."""
     return max(1, min(_MOST_CALLS, int(seconds / max(call_s, 1e-9))))
 
 
 def _captured(function: Callable, calls: int, device: Device) -> torch.cuda.CUDAGraph:
     with torch.cuda.device(device.torch_device):
         before = torch.cuda.current_stream()
-        # A stream of this device: the one that torch keeps for captures belongs to the device that captured first.
+        # Use a stream of this device: torch's default capture stream belongs to the device that captured first.
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         stream.wait_stream(before)
         with torch.cuda.stream(stream):
-            function()  # what a library sets up on a stream's first call cannot be captured
+            function()  # the set-up that libraries do on the first call on a stream cannot be captured
         before.wait_stream(stream)
         try:
             with torch.cuda.graph(graph, stream=stream):
                 for _ in range(calls):
                     function()
         finally:
-            torch.cuda.set_stream(before)  # torch.cuda.graph leaves its own behind where capturing fails
+            torch.cuda.set_stream(before)  # torch.cuda.graph does not restore the stream if capturing fails
     return graph

@@ -1,7 +1,7 @@
-"""A step timed in its parts: each phase by a pair of stamps of its own, the whole step by another, all within one step.
+"""Time a step and its phases together.
 
-The sum of the phases must be the step. Where it is not, something runs outside of every phase (a loss read back, a batch
-copied), and the phases do not tell where the time goes.
+The phases must add up to the step. If they do not, something runs outside of all phases, such as reading back the loss or
+copying a batch, and the phases do not explain the time of the step.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ Phase = Callable[[str], AbstractContextManager]
 
 @dataclass(frozen=True)
 class StepTiming:
-    """A step and its phases, sample by sample of the same steps.
+    """The times of a step and its phases, from the same steps.
 
     Args:
-        whole: the step from begin to end.
-        phases: each phase by name, in the order of the step; one sample for each sample of `whole`.
-        verification: whether the phases add up to the step: the median over the steps of |sum / whole - 1|.
+        whole: the whole step.
+        phases: phases by name in the order of the step; one sample for each sample of `whole`.
+        verification: check that the phases add up to the step: the median over the steps of |sum / whole - 1|.
     """
 
     whole: Timing
@@ -40,13 +40,13 @@ class StepTiming:
 def time_step(
     step: Callable[[Phase], object], device: Device, *, minimum_samples: int = MINIMUM_SAMPLES, time_limit_s: float = 5.0
 ) -> StepTiming:
-    """Time a step and its phases with warm caches; warm-up, clock and number of samples as in `time_interleaved`.
+    """Time a step and its phases with hot caches; warm-up, clock and number of samples as in `time_interleaved`.
 
     Args:
-        step: does one step, each part of it within `with phase("its name"):`. A phase entered twice in a step is summed.
+        step: does one step, each part of it in `with phase("name"):`. A phase that is entered twice in a step is summed.
 
     Raises:
-        HyperionError: the step has no phase, or not the same ones each time.
+        HyperionError: the step has no phases, or its phases change from step to step.
     """
     stamps = _Stamps(device)
 
@@ -63,8 +63,9 @@ def time_step(
 
 
 class _Stamps:
-    """The device's clock, which also keeps pairs of stamps by phase, a dictionary for each step that it took a sample of. On
-    an accelerator they are read only after the last step.
+    """The device's clock, which also records pairs of stamps by phase for each sampled step.
+
+    On a GPU the stamps are read only after the last step, because reading them would synchronise.
     """
 
     def __init__(self, device: Device):
@@ -73,7 +74,7 @@ class _Stamps:
         self.steps: list[dict[str, list[tuple]]] = []
 
     def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
-        """The samples of the clock below; steps that it does before the first sample leave no stamps."""
+        """Sample the device's clock, and drop the stamps of steps that it runs without timing them."""
         before = len(self.steps)
         samples = self._clock.sample(functions, flush, count)
         del self.steps[before : len(self.steps) - count * len(functions)]
@@ -86,14 +87,14 @@ class _Stamps:
         self.steps[-1].setdefault(name, []).append((start, self._clock.stamp()))
 
     def seconds(self, count: int) -> dict[str, np.ndarray]:
-        """Seconds of each phase in the last `count` steps: those before were the warm-up."""
+        """Return the seconds of each phase in the last `count` steps; earlier steps were the warm-up."""
         steps = self.steps[-count:]
         names = list(steps[0])
         if not names or any(list(step) != names for step in steps):
             raise HyperionError(
-                "a step without phases" if not names else f"phases differ from step to step: {', '.join(names)} at first",
+                "the step has no phases" if not names else f"the phases differ between steps; first: {', '.join(names)}",
                 where="time_step",
-                next_step="put every part of the step into `with phase(name):`, the same ones each time",
+                next_step="put every part of the step into `with phase(name):`, with the same names in every step",
             )
         return {name: np.array([self._sum(step[name]) for step in steps]) for name in names}
 

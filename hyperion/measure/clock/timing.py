@@ -1,8 +1,8 @@
-"""The one timing core: warm up until flat, flush the cache, sample on the device's own clock, stop when sure.
+"""Time functions: warm up until the times are stable, flush the cache, sample, stop when the interval is narrow enough.
 
-Every speed in Hyperion goes through `time_interleaved`. On an accelerator each sample is a pair of device events and a
-batch of samples costs one synchronisation; on a CPU the same interface reads the monotonic clock. What the device's clock
-cannot see, the host's cost of launching a call, `back_to_back` measures.
+Every speed in Hyperion is measured by `time_interleaved`. On a GPU each sample is a pair of device events, and a batch of
+samples needs one synchronisation; on a CPU the same interface reads the monotonic clock. The device's clock does not see the
+host's cost of launching a call; `back_to_back` includes it.
 """
 
 import functools
@@ -20,27 +20,27 @@ from hyperion.measure.clock.clocks import Clock, WallClock, device_clock
 from hyperion.results import Estimate, median_estimate
 
 MINIMUM_SAMPLES = 30
-# Fewer say nothing about their scatter.
+# Fewer samples say nothing about the scatter.
 LEAST_SAMPLES = 3
 RELATIVE_INTERVAL = 0.01
 _WARM_WINDOW_S = 0.03
 _WARM_TOLERANCE = 0.02
 _BATCH_S = 0.1
-# A budget is shared: warm-up gets this part of it, each of its windows that part.
+# Shares of `budget_s`: for the whole warm-up, and for each of its windows.
 _WARM_SHARE, _WINDOW_SHARE = 0.25, 0.05
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Raw samples of one function and how they were taken.
+    """Raw samples of one function, and how they were taken.
 
     Args:
-        samples_s: seconds of each timed call (of one call on average, where calls were timed in blocks), in the order taken.
-        warmup_s: medians of the warm-up windows, in seconds.
-        warm: whether the warm-up ended because the windows' medians had become flat, rather than at its time limit.
+        samples_s: seconds per call in the order taken; the mean of a block if calls were timed in blocks.
+        warmup_s: medians of the warm-up windows in seconds.
+        warm: whether the times were stable at the end of the warm-up; False if it reached its time limit.
         cold: whether the last-level cache was flushed before each sample.
         stopped: why sampling ended: "interval" (95 % CI within 1 % of the median) or "time limit".
-        telemetry: median clock and power, and throttle state, over the samples.
+        telemetry: median clock and power, and throttle state, during sampling.
     """
 
     samples_s: np.ndarray
@@ -52,19 +52,22 @@ class Timing:
 
     @property
     def drift(self) -> checks.Drift:
-        """How the samples changed while they were taken: a clock that falls, a device that heats up."""
+        """Drift of the samples, such as from a falling clock or a device that heats up."""
         return checks.drift_of(self.samples_s)
 
     @property
     def unsteady(self) -> str:
-        """Why these samples are not of one steady state, or "": they drifted, or the warm-up ended before it was flat."""
-        told = [] if self.warm else ["the warm-up's windows still differed when its time was up"]
-        return "; ".join(told + [str(drift) for drift in [self.drift] if drift.present])
+        """Why the samples are not of one steady state, or "": they drift, or the warm-up reached its time limit."""
+        reasons = [] if self.warm else ["the warm-up's windows still differed when its time was up"]
+        return "; ".join(reasons + [str(drift) for drift in [self.drift] if drift.present])
 
     @property
     def estimate(self) -> Estimate:
-        """Median seconds with its 95 % bootstrap interval. Resampling takes samples for exchangeable; of samples that drift
-        the interval reaches from the first third's median to the last third's."""
+        """Median seconds with its 95 % bootstrap interval.
+
+        The bootstrap assumes exchangeable samples. If the samples drift, the interval is extended to the medians of the first
+        and the last third.
+        """
         estimate, drift = median_estimate(self.samples_s), self.drift
         if not drift.present:
             return estimate
@@ -73,12 +76,12 @@ class Timing:
 
     @property
     def p5_s(self) -> float:
-        """Seconds below which 5 % of the samples lie."""
+        """5th percentile of the samples in seconds."""
         return float(np.quantile(self.samples_s, 0.05))
 
     @property
     def p95_s(self) -> float:
-        """Seconds below which 95 % of the samples lie."""
+        """95th percentile of the samples in seconds."""
         return float(np.quantile(self.samples_s, 0.95))
 
 
@@ -117,24 +120,25 @@ def time_interleaved(
     budget_s: float | None = None,
     clock: Clock | None = None,
 ) -> list[Timing]:
-    """Time functions in turn (A B A B …), so that a drift of clock or temperature meets all of them alike.
+    """Time functions in turn (A B A B …), so that a drift of clock or temperature affects all of them alike.
 
-    Sampling goes on until the 95 % interval of every median lies within 1 %, or until `time_limit_s` has gone by; at
-    least `minimum_samples` of each are taken in any case.
+    Sampling stops when the 95 % interval of every median is within 1 %, or after `time_limit_s`, but not before
+    `minimum_samples` samples of each function.
 
     Args:
-        functions: each enqueues or does one unit of work and rewrites its output.
+        functions: each does or enqueues one unit of work and rewrites its output.
         cold: flush the last-level cache before each sample.
-        time_limit_s: seconds after which sampling stops once the minimum is reached; warm-up takes at most half as long.
-        back_to_back: 0 times each call by itself on the device's clock, which leaves out what the host needs to launch
-            it. Above 0, a sample is the mean of that many calls in a row, from synchronisation to synchronisation on the
-            host's clock: what a loop around the function sees, the device's waits for launches included.
-        budget_s: seconds for warm-up, checks and samples together, instead of `time_limit_s`: sampling ends when they are over,
-            also before `minimum_samples`, but not before 3 samples. Whoever sets it has called each function before.
-        clock: takes the samples instead of the device's own clock; `RanksClock` does for work that ranks do together.
+        minimum_samples: samples of each function, at least 3.
+        time_limit_s: seconds of sampling once the minimum is reached; warm-up takes at most half as long.
+        back_to_back: 0 times each call by itself on the device's clock, without launch overhead. If above 0, each sample is
+            the mean of this many calls in a row between two synchronisations on the host's clock, launch overhead included.
+        budget_s: if given, seconds for warm-up, checks and samples together, instead of `time_limit_s`. Sampling then stops
+            at the budget, also before `minimum_samples`, but not before 3 samples. The caller must have called each function
+            once.
+        clock: takes the samples instead of the device's clock, such as `RanksClock` for collectives.
 
     Raises:
-        HyperionError: an argument is outside of its range, or `back_to_back` calls were to start with a cold cache each.
+        HyperionError: an argument is out of range, or both `back_to_back` and `cold` are set.
         HarnessError: calls in a row take much longer than the clock says, or cold samples were taken without a flush.
     """
     require_sampling(minimum_samples, back_to_back, time_limit_s=time_limit_s, budget_s=budget_s)
@@ -142,17 +146,17 @@ def time_interleaved(
         raise HyperionError("no function to time", where="time_interleaved", next_step="pass at least one function")
     if back_to_back and cold:
         raise HyperionError(
-            "calls in a row find the cache as the call before left it", where="time_interleaved", next_step="cold=False"
+            "back_to_back calls cannot start with a cold cache", where="time_interleaved", next_step="pass cold=False"
         )
     clock = clock or (WallClock(device, back_to_back) if back_to_back else device_clock(device))
     flush = cache_flush(device) if cold else None
-    began, share = clock.now(), budget_s and budget_s / len(functions)
-    warmups = [
-        _warm_up(clock, function, time_limit_s / 2)
-        if budget_s is None
-        else _warm_up(clock, function, _WARM_SHARE * share, min(_WARM_WINDOW_S, _WINDOW_SHARE * share), called=True)
-        for function in functions
-    ]
+    began = clock.now()
+    if budget_s is None:
+        warmups = [_warm_up(clock, function, time_limit_s / 2) for function in functions]
+    else:
+        share_s = budget_s / len(functions)
+        window_s = min(_WARM_WINDOW_S, _WINDOW_SHARE * share_s)
+        warmups = [_warm_up(clock, function, _WARM_SHARE * share_s, window_s, called=True) for function in functions]
 
     def over(seconds: float = 0.0) -> bool:
         return budget_s is not None and clock.now() + seconds - began > budget_s
@@ -194,13 +198,13 @@ def _call_s(clock: Clock, function: Callable, count: int) -> float:
 
 
 def require_sampling(minimum_samples: int, back_to_back: int = 0, **limits_s: float | None) -> None:
-    """Check the arguments that say how much to sample.
+    """Check the arguments that set the amount of sampling.
 
     Args:
-        limits_s: seconds by the name of the argument; None stands for no limit.
+        limits_s: time limits in seconds by argument name; None means no limit.
 
     Raises:
-        HyperionError: one is outside of its range.
+        HyperionError: an argument is out of range.
     """
     for name, value, least in (("minimum_samples", minimum_samples, LEAST_SAMPLES), ("back_to_back", back_to_back, 0)):
         if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < least:
@@ -212,16 +216,16 @@ def require_sampling(minimum_samples: int, back_to_back: int = 0, **limits_s: fl
 
 
 class CacheFlush:
-    """Reads twice the last-level cache, so that what it held is gone, and can show that it did.
+    """Flushes the last-level cache by reading a buffer of twice its size, and can prove that it did.
 
-    It reads and does not write: lines left dirty would be written back inside the timed region.
+    It does not write, because dirty lines would be written back inside the timed region.
 
     Args:
-        elements: float32 numbers to read; None takes twice the device's last-level cache, 16 MiB at least.
+        elements: number of float32 elements to read; None means twice the last-level cache, at least 16 MiB.
 
     Attributes:
-        calls: how often it was called.
-        bytes: read by a call.
+        calls: number of calls.
+        bytes: bytes read by one call.
     """
 
     def __init__(self, device: Device, elements: int | None = None):
@@ -236,24 +240,27 @@ class CacheFlush:
 
     @property
     def read_all(self) -> bool:
-        """Whether a call since this was made read every element: the sum of so many ones is their number."""
+        """Whether a call has read every element: the buffer holds ones, so their sum is the number of elements."""
         return math.isclose(self._total.item(), self._buffer.numel(), rel_tol=1e-3)
 
 
 def cache_flush(device: Device) -> CacheFlush:
-    """What flushes the last-level cache of a device."""
+    """Return the function that flushes the last-level cache of a device."""
     return CacheFlush(device)
 
 
 def _warm_up(clock, function, limit_s: float, window_s: float = _WARM_WINDOW_S, called: bool = False) -> tuple[list[float], bool]:
-    """Run windows of calls until the last three windows' medians agree within 2 %; (medians in s, whether they came to agree).
+    """Run windows of calls until the medians of three windows in a row agree within 2 %, or until the time limit.
 
     Args:
-        called: the function has been called before.
+        called: the function has been called before, so its first call is not special.
+
+    Returns:
+        Medians of the windows in seconds, and whether they agree.
     """
     medians: list[float] = []
     if not called:
-        clock.sample([function], None, 1)  # the first call compiles, loads and allocates: it says nothing about the second
+        clock.sample([function], None, 1)  # the first call compiles, loads and allocates, and is not representative
     deadline = clock.now() + limit_s
     count = 1
     while True:
@@ -268,7 +275,7 @@ def _warm_up(clock, function, limit_s: float, window_s: float = _WARM_WINDOW_S, 
 
 
 def _relative_half_width(samples: list[float]) -> float:
-    """Half the 95 % interval of the median by order statistics, relative: cheap enough to ask after every batch.
+    """Return half the 95 % interval of the median by order statistics, relative to the median. Cheap enough for every batch.
 
     Source: Conover, Practical Nonparametric Statistics, 3rd edition, section 3.2.
     """
@@ -277,3 +284,99 @@ def _relative_half_width(samples: list[float]) -> float:
     reach = 1.96 * np.sqrt(n) / 2
     low, high = ordered[max(0, int(n / 2 - reach))], ordered[min(n - 1, int(np.ceil(n / 2 + reach)))]
     return float((high - low) / 2 / np.median(ordered))
+
+
+def compare_with_plain_loop(
+    function: Callable[[], object],
+    device: Device,
+    calls: int = 10,
+    rounds: int = MINIMUM_SAMPLES,
+    plain: Callable[[], object] | None = None,
+) -> tuple[Timing, Timing]:
+    """Time a function with Hyperion's clock and with a plain loop: synchronize, host clock, `calls` calls, synchronize.
+
+    Both run with hot caches and alternate; each round of `calls` calls gives one sample of each.
+
+    Args:
+        calls: calls per round.
+        rounds: number of samples.
+        plain: function for the plain loop; None means the same function.
+
+    Returns:
+        Timings of one call with Hyperion's clock (median of a round) and with the plain loop (mean of a round).
+    """
+    clock, plain_clock = device_clock(device), WallClock(device, calls)
+    ours, theirs = [], []
+    with Sampler(device) as sampler:
+        for _ in range(rounds + 1):
+            ours.append(float(np.median(clock.sample([function], None, calls)[0])))
+            theirs.append(plain_clock.sample([plain or function], None, 1)[0][0])
+    # The first round is the warm-up.
+    first, second = (
+        Timing(np.array(series[1:]), tuple(series[:1]), True, False, "rounds", sampler.telemetry) for series in (ours, theirs)
+    )
+    return first, second
+
+
+LEAST_READINGS = 3
+LEAST_INTERVALS = 3
+
+
+@dataclass(frozen=True)
+class Energy:
+    """Energy of one call: the power during sampling times the time of a call.
+
+    The power is the median of readings over the whole sampling, including cache flushes: for cold calls it is the power of
+    call and flush together. Drivers average power over up to a second (NVML since Ampere), so the energy of shorter work is
+    less certain. `counter_difference` compares it with the device's energy counter.
+
+    Args:
+        joules: median power times the time of a call, with the interval of that time; None if the power is unknown.
+        reason: why `joules` is None, else "".
+        power_w: median power during sampling.
+        scope: scope of the power reading: "device", or "module" if it covers both dies of an MI250X.
+        counter_difference: energy counter over the sampling / (median power times its duration) - 1; None without a counter.
+    """
+
+    joules: Estimate | None
+    reason: str = ""
+    power_w: float | None = None
+    scope: str | None = None
+    counter_difference: float | None = None
+
+    def j_per_tflop(self, flops: float) -> Estimate | None:
+        """Return joules per 10¹² operations for a call that does `flops`; None for the reason in `reason`."""
+        return self._per(flops / 1e12)
+
+    def j_per_gb(self, traffic_bytes: float) -> Estimate | None:
+        """Return joules per 10⁹ bytes for a call that moves `traffic_bytes`; None for the reason in `reason`."""
+        return self._per(traffic_bytes / 1e9)
+
+    def _per(self, work: float) -> Estimate | None:
+        return None if self.joules is None else self.joules.map(lambda joules: joules / work)
+
+
+def energy_of(timing: Timing) -> Energy:
+    """Return the energy of one call of a timed function, or the reason why it is unknown."""
+    state = timing.telemetry
+    reason = _missing_readings(state)
+    if reason or state.power_w is None:
+        return Energy(None, reason)
+    power_w = state.power_w
+    difference = None
+    if state.energy_j is not None:
+        difference = state.energy_j / (power_w * state.window_s) - 1
+    joules = timing.estimate.map(lambda seconds: seconds * power_w)
+    return Energy(joules, "", power_w, state.power_scope, difference)
+
+
+def _missing_readings(state: Telemetry) -> str:
+    """Return why the power readings do not suffice, or ""."""
+    if state.power_w is None:
+        return f"no power: {state.unreadable.get('power_w', 'it was not read')}"
+    if state.samples < LEAST_READINGS:
+        return f"{state.samples} readings of power, {LEAST_READINGS} are needed: time it for longer"
+    if state.window_s < LEAST_INTERVALS * state.interval_s or state.window_s <= 0:
+        needed_s = LEAST_INTERVALS * state.interval_s
+        return f"power was read over {state.window_s:.3g} s, {needed_s:.3g} s are needed: time it for longer"
+    return ""

@@ -1,21 +1,23 @@
-"""Is the output right? A slice of it against float64, before any time is believed."""
+"""Verify outputs against float64: products, element-wise operations, sums and copies."""
 
 import math
 from dataclasses import dataclass
 
 import torch
 
+from hyperion.measure.clock.dtypes import NumberFormat
+
 _CHUNK = 1 << 22
-# Multiplications of a product that is checked whole: a moment on any host.
+# Products of at most this many multiplications are checked completely; that is fast on any host.
 _PRODUCTS_OF_A_CHECK = 1 << 28
-# A tolerance is two to three times the error that is expected of all elements together; that of the worst of a million is five
-# times the expected one.
+# The tolerance is two to three times the expected Frobenius error; the worst of a million elements has five times the expected
+# error.
 _DEVIATIONS = 4
 
 
 @dataclass(frozen=True)
 class Verification:
-    """A named check: how far off the output was, and how far it may be (both relative, dimensionless)."""
+    """A named check with its error and its tolerance (both relative, dimensionless)."""
 
     name: str
     error: float
@@ -23,12 +25,13 @@ class Verification:
 
     @property
     def passed(self) -> bool:
+        """Whether the error is within the tolerance."""
         # Not `error > tolerance`: a NaN must fail.
         return self.error <= self.tolerance
 
 
 def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
-    """Frobenius norm of the difference over that of the reference, in float64; NaN where the output holds one."""
+    """Return the relative Frobenius error in float64; NaN if the output contains NaN."""
     reference = reference.double()
     scale = reference.norm().item()
     difference = (output.double() - reference).norm().item()
@@ -38,16 +41,17 @@ def relative_error(output: torch.Tensor, reference: torch.Tensor) -> float:
 def verify_product(
     a_MK: torch.Tensor, b_KN: torch.Tensor, c_MN: torch.Tensor, tolerance: float, size: int = 128, scale: float = 1.0
 ) -> Verification:
-    """Check C = scale·A·B against a float64 product: on all rows and columns where that is a small product, else on `size` or
-    more of each, spread over the whole output.
+    """Check C = scale·A·B against a float64 product.
 
-    Every element must be within four tolerances of |a_i|·|b_j|, the norms of its row of A and column of B, which is what the
-    terms of its sum add up to when their signs are random. So one wrong element fails, which the norm of many would hide.
+    Small products are checked completely, others on at least `size` rows and columns, spread over the whole output. Each element
+    must also be within four tolerances times |a_i|·|b_j|, the norms of its row of A and its column of B: this is the size of
+    its sum if the terms have random signs. A single wrong element fails this, but would vanish in the Frobenius norm.
 
     Args:
         a_MK, b_KN, c_MN: operands and output, any dtype and device.
         tolerance: largest relative Frobenius error.
-        scale: what the stored operands were divided by, both together.
+        size: least number of checked rows and columns.
+        scale: product of the scales by which the stored operands were divided.
     """
     size = max(size, math.isqrt(_PRODUCTS_OF_A_CHECK // max(1, a_MK.shape[1])))
     rows, columns = _spread(c_MN.shape[0], size, c_MN.device), _spread(c_MN.shape[1], size, c_MN.device)
@@ -63,10 +67,11 @@ def verify_elementwise(output: torch.Tensor, operation, inputs: tuple[torch.Tens
     """Check every element of an element-wise operation against float64.
 
     Args:
-        operation: the same operation on float64 tensors, of terms with positive factors: what it makes of the inputs' magnitudes
-            is the size that an element's rounding errors are relative to.
-        tolerance: largest relative Frobenius error, and largest error of an element relative to that size, beyond one step of
-            the subnormal numbers, to which tiny results are rounded. 0 demands equality.
+        operation: the operation on float64 tensors; a sum of terms with positive factors, so that its value for the inputs'
+            magnitudes is the size to which rounding errors of an element are relative.
+        inputs: inputs of the operation.
+        tolerance: largest relative Frobenius error, and largest error of an element relative to its size. One step of the
+            subnormal numbers is subtracted first, because tiny results are rounded to it. 0 requires equality.
     """
     step = torch.finfo(output.dtype).tiny * torch.finfo(output.dtype).eps if tolerance else 0.0
     squares = scale = worst = 0.0
@@ -83,23 +88,79 @@ def verify_elementwise(output: torch.Tensor, operation, inputs: tuple[torch.Tens
 
 
 def _worst_element(difference: torch.Tensor, size: torch.Tensor) -> float:
-    """Largest difference relative to the size of its element; that of no size is infinite, unless there is none."""
+    """Return the largest difference relative to the size of its element; a difference at size 0 is infinite."""
     relative = torch.where(difference == 0, 0.0, difference / size)
     return relative.max().item() if relative.numel() else 0.0
 
 
 def poison(output: torch.Tensor) -> None:
-    """Fill an output with what no operation here writes: NaN, or the lowest integer."""
+    """Fill an output with a value that no operation here writes: NaN, or the smallest integer."""
     output.fill_(float("nan") if output.is_floating_point() else torch.iinfo(output.dtype).min)
 
 
 def _unwritten(output: torch.Tensor) -> bool:
-    """Whether any element still has its poison, which is filled in before the timed calls."""
+    """Return whether any element still has the value of `poison`."""
     if output.is_floating_point():
         return bool(torch.isnan(output).any())
     return bool((output == torch.iinfo(output.dtype).min).any())
 
 
 def _spread(length: int, size: int, device: torch.device) -> torch.Tensor:
-    """Indices from first to last, evenly spaced."""
+    """Return evenly spaced indices from the first to the last."""
     return torch.linspace(0, length - 1, min(size, length), dtype=torch.float64, device=device).round().long()
+
+
+def verify_sum(total: torch.Tensor, factors: tuple[torch.Tensor, ...], number_format: NumberFormat) -> Verification:
+    """Check a sum of products over all elements against float64.
+
+    The error is relative to q, the root of the sum of the squared terms. With random signs the sum is about as large as q, and
+    omitting m of the n terms changes it by about q·sqrt(m/n). The tolerance is sqrt(n) spacings of the accumulation format
+    (float32 for 16-bit formats), which is four times the expected error of one running sum with independent roundings, plus
+    the rounding of a sum of up to 4·q to the output format. A library that accumulates in 16 bits fails.
+
+    Args:
+        total: the sum, poisoned with NaN before the timed calls; if it has several elements, each must be the sum.
+        factors: one tensor (a sum) or two (a dot product) of n elements; their products have random signs.
+
+    Source: Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, sections 2.8 and 3.1.
+    """
+    exact, squares = _float64_sums(factors)
+    scale = squares**0.5
+    difference = (total.double() - exact).abs().max().item()  # NaN if any element is NaN
+    storage = torch.finfo(number_format.storage)
+    accumulated = min(storage.eps, torch.finfo(torch.float32).eps)
+    tolerance = factors[0].numel() ** 0.5 * accumulated + _DEVIATIONS * storage.eps / 2
+    return Verification("float64 sum", difference / scale if scale else difference, tolerance)
+
+
+def _float64_sums(factors: tuple[torch.Tensor, ...]) -> tuple[float, float]:
+    """Return the sums of the terms and of their squares, in chunks: a float64 copy of everything might not fit."""
+    exact = squares = 0.0
+    for pieces in zip(*(factor.split(_CHUNK) for factor in factors), strict=True):
+        terms = pieces[0].double()
+        for piece in pieces[1:]:
+            terms *= piece.double()
+        exact += terms.sum().item()
+        squares += terms.square_().sum().item()
+    return exact, squares
+
+
+def poison_bits(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Fill the destination of a copy with the inverted bits of the source, so that a byte that is not written is detected.
+
+    Args:
+        destination, source: uint8 tensors of the same length, on any devices.
+    """
+    destination.copy_(source)
+    destination.bitwise_not_()
+
+
+def verify_bits(destination: torch.Tensor, source: torch.Tensor) -> Verification:
+    """Check a copy bit for bit; the error is the share of different bytes, the tolerance is 0.
+
+    Args:
+        destination, source: uint8 tensors of the same length, on any devices.
+    """
+    pairs = zip(destination.split(_CHUNK), source.split(_CHUNK), strict=True)
+    wrong = sum(int(torch.count_nonzero(copied.cpu() != original.cpu())) for copied, original in pairs)
+    return Verification("bit for bit", wrong / source.numel(), 0.0)

@@ -1,18 +1,23 @@
-"""Collectives, and a ring of messages: what each leaves on every rank, value by value, and which bandwidth its time means.
+"""Measure collectives and ring messages, and verify every value of their outputs.
 
-Inputs are whole numbers that differ by rank and by element and whose sums are exact in the format, so the outputs are
-compared for equality: a rank left out, counted twice or swapped with another, or data moved by one element, shows.
+Inputs are integers that differ by rank and element, and whose sums are exact in the dtype. Outputs are therefore compared for
+equality, which detects a rank that is missing, counted twice or swapped, and data shifted by one element.
 
 Source of the factors and of what S counts: NVIDIA nccl-tests, doc/PERFORMANCE.md.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from hyperion.errors import HyperionError
+from hyperion.hardware import Device
 from hyperion.measure.clock.ranks_clock import RanksClock
 from hyperion.measure.clock.timing import Timing, time_function
 from hyperion.measure.clock.verify import Verification
@@ -23,17 +28,18 @@ CHECK = "equal to the expected values on every rank"
 _POISON = -1
 _MOST_VALUES = 1 << 11
 _CHUNK = 1 << 24
-# Of a message shorter than a stretch: indices of 8 bytes and a handful of numbers made from each, for elements of 2.
+# Memory for verification: the limit for large messages, and the factor for messages shorter than a chunk (8-byte indices and
+# a few temporaries per 2-byte element).
 _CHECKING_BYTES, _CHECKING_FACTOR = 2 << 30, 64
 
 
 class WrongValueError(HyperionError):
-    """A rank got something else than the collective should have left there."""
+    """Raised when a rank has a wrong output value."""
 
     exit_code = 1
 
 
-# torch gives its tensor forms new names, and warns of the old ones where it has the new.
+# Newer versions of torch renamed these functions and warn about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -43,16 +49,17 @@ class Collective:
     """One collective operation on `ranks` ranks.
 
     Args:
-        name: the field's.
-        size: what the S of its bandwidths counts, as nccl-tests has it.
-        bus_factor: busbw / algbw by number of ranks: the share of S that must cross a rank's link in one direction.
-        call: does it, (output, input), every rank at once.
-        expected: (value, rank, ranks, block, index) -> int64 values that must stand at `index` of this rank's output,
-            where value(rank, index) is what a rank put in, and `block` is S / ranks in elements.
-        sums: whether values of all ranks are added up.
-        in_place: the output is also the input, and is overwritten by each call.
-        whole_input, whole_output: whether that buffer has S bytes, or S / ranks.
-        only_on_root: whether the others' outputs are undefined, and only the root's is compared.
+        name: common name.
+        size: what S counts, as in nccl-tests.
+        bus_factor: busbw / algbw as a function of the number of ranks: the share of S that crosses a rank's link in one
+            direction.
+        call: runs the collective, (output, input).
+        expected: (value, rank, ranks, block, index) -> int64 values expected at `index` of this rank's output, where
+            value(rank, index) is the input of a rank and `block` is S / ranks in elements.
+        sums: whether values of all ranks are summed.
+        in_place: whether the output is also the input and is overwritten by each call.
+        whole_input, whole_output: whether this buffer has S bytes; otherwise S / ranks.
+        only_on_root: whether only the root's output is defined and compared.
     """
 
     name: str
@@ -68,12 +75,12 @@ class Collective:
 
 
 def root_of(ranks: int) -> int:
-    """Who broadcasts, and who gets what is reduced: the last rank. Where 0 is the default, a mistaken root would not show."""
+    """Return the root of broadcast and reduce: the last rank, because 0 is the default and would hide a wrong root."""
     return ranks - 1
 
 
 def _around_the_ring(output: torch.Tensor, given: torch.Tensor) -> None:
-    """Every rank sends to the next one and receives from the one before, at the same time."""
+    """Send to the next rank and receive from the previous one at the same time."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     messages = [dist.P2POp(dist.isend, given, (rank + 1) % ranks), dist.P2POp(dist.irecv, output, (rank - 1) % ranks)]
     for work in dist.batch_isend_irecv(messages):
@@ -132,7 +139,7 @@ COLLECTIVES = {
 }
 
 
-# The operations of the chapters, and those that training uses beside them: checkpoints and pipelines.
+# All collectives: those of the chapters, and two more that training uses for checkpoints and pipelines.
 ALL_COLLECTIVES = COLLECTIVES | {
     collective.name: collective
     for collective in (
@@ -159,12 +166,12 @@ ALL_COLLECTIVES = COLLECTIVES | {
 
 @dataclass(frozen=True)
 class CollectiveMeasurement:
-    """One verified, timed collective.
+    """The timing of one verified collective.
 
     Args:
         bytes: S, rounded up to whole elements for each rank.
-        timing: of each call the slowest rank's seconds, the same on all ranks.
-        verification: of this rank, before the timed calls and of what the last of them left.
+        timing: seconds of the slowest rank for each call; the same on all ranks.
+        verification: check of this rank's output after the timed calls.
     """
 
     collective: Collective
@@ -175,42 +182,46 @@ class CollectiveMeasurement:
     verification: Verification
 
     def algbw_gb_s(self, seconds: float) -> float:
-        """S over time."""
+        """Return S / time in 10⁹ bytes/s."""
         return self.bytes / seconds / 1e9
 
     def busbw_gb_s(self, seconds: float) -> float:
-        """What crosses a link in one direction over time, if no switch adds or copies."""
+        """Return the bytes that cross a link in one direction / time in 10⁹ bytes/s, if no switch reduces or multicasts."""
         return self.algbw_gb_s(seconds) * self.collective.bus_factor(self.ranks)
 
 
 def collective_bytes(wanted: int, dtype: str, ranks: int) -> int:
-    """S for about `wanted` bytes: the same whole number of elements, at least one, for every rank."""
+    """Return S for about `wanted` bytes, rounded up so that every rank has the same whole number of elements."""
     element = DTYPES[dtype].itemsize
     return -(-wanted // (element * ranks)) * element * ranks
 
 
 def memory_needed(size_bytes: int) -> int:
-    """Bytes that one collective of S bytes takes at most on a rank: input, output, and what checking a stretch of them does."""
+    """Return the most bytes that one collective of S bytes needs on a rank: input, output, and verification."""
     return 2 * size_bytes + min(_CHECKING_BYTES, _CHECKING_FACTOR * size_bytes)
 
 
 def measure_collective(
     collective: Collective, size_bytes: int, dtype: str, here: World, roll: RollCall, *, time_limit_s: float = 0.3
 ) -> CollectiveMeasurement:
-    """Verify, time, and verify again what the timed calls left. All ranks call it with the same arguments.
+    """Verify a collective, time it, and verify its output again. All ranks must call this with the same arguments.
 
     Args:
         size_bytes: S; rounded up by `collective_bytes`.
         dtype: one of `DTYPES`.
-        roll: told of every collective that is started.
+        here: this rank.
+        roll: receives the name of every collective before it starts, for hang reports.
+        time_limit_s: as in `time_function`.
 
     Raises:
-        WrongValueError: on the rank whose output is wrong.
-        HyperionError: a single rank, or more of them than the format can count exactly.
+        WrongValueError: the output of this rank is wrong.
+        HyperionError: there is only one rank, or there are too many ranks for exact sums in this dtype.
     """
     if here.size < 2:
         raise HyperionError(
-            f"{here.size} ranks: a collective takes two", where="measure_collective", next_step="start at least two ranks"
+            f"a collective needs at least two ranks, not {here.size}",
+            where="measure_collective",
+            next_step="start two or more ranks",
         )
     buffers = Buffers(collective, size_bytes, dtype, here, roll)
     buffers.prepare()
@@ -223,7 +234,7 @@ def measure_collective(
 
 
 class Buffers:
-    """Input and output of one collective on this rank, the call on them, and the comparison with what must be there."""
+    """Input and output of one collective on this rank, with its call and its verification."""
 
     def __init__(self, collective: Collective, size_bytes: int, dtype: str, here: World, roll: RollCall):
         self.collective, self.dtype, self.here, self.roll = collective, dtype, here, roll
@@ -240,52 +251,55 @@ class Buffers:
             self._fill_input()
 
     def prepare(self) -> None:
-        """Input as it was, and nothing in the output that could be taken for a result."""
+        """Restore the input, and poison the output so that an old result cannot pass."""
         if self.collective.in_place:
             self.output.copy_(self.input)
         else:
             self.output.fill_(_POISON)
 
     def call(self) -> None:
-        """The collective, once."""
+        """Run the collective once."""
         self.roll.step(self.described)
         self.collective.call(self.output, self.input)
 
     def require_exact(self, when: str) -> Verification:
         """Compare every element of the output.
 
+        Args:
+            when: time of the check for the error message.
+
         Raises:
-            WrongValueError: one of them differs; the message names the rank, the first such element and both values.
+            WrongValueError: an element is wrong; the message contains the rank, the first such element and both values.
         """
         if self.here.device.kind != "cpu":
-            # Who waits for a peer waits here: the roll call tells it from one that is elsewhere by this frame.
+            # A rank that waits for a peer waits here; hang reports recognise it by this frame.
             torch.cuda.synchronize(self.here.device.torch_device)
         wrong, first = self.wrong()
         verification = Verification(CHECK, float(wrong), 0.0)
-        if not verification.passed:
-            place, found, due = first
+        if first is not None:
+            place, found, expected = first
             raise WrongValueError(
                 f"rank {self.here.rank}: {wrong:,} of {self.output.numel():,} values of {self.described} are wrong {when}: "
-                f"element {place:,} is {found:g} instead of {due:g}",
+                f"element {place:,} is {found:g} instead of {expected:g}",
                 where=f"rank {self.here.rank} of {self.here.size}, {self.here.device.name}",
-                next_step="run it again; if the rank stays the same, suspect its device or link, else the communication library",
+                next_step="run it again: if the same rank fails, suspect its device or link, otherwise the communication library",
             )
         return verification
 
     def wrong(self) -> tuple[int, tuple[int, float, float] | None]:
-        """How many elements differ, and of the first: its index, what stands there, what should."""
+        """Return the number of wrong elements, and for the first one its index, its value and the expected value."""
         count, first = 0, None
         if self.collective.only_on_root and self.here.rank != root_of(self.here.size):
             return count, first
         for start in range(0, self.output.numel(), _CHUNK):
             found = self.output[start : start + _CHUNK]
             index = torch.arange(start, start + found.numel(), device=found.device)
-            due = self.collective.expected(self._values, self.here.rank, self.here.size, self.block, index).to(found.dtype)
-            differs = found != due
+            expected = self.collective.expected(self._values, self.here.rank, self.here.size, self.block, index).to(found.dtype)
+            differs = found != expected
             here = int(differs.sum())
             if here and first is None:
                 place = int(differs.nonzero()[0])
-                first = start + place, found[place].item(), due[place].item()
+                first = start + place, found[place].item(), expected[place].item()
             count += here
         return count, first
 
@@ -296,21 +310,83 @@ class Buffers:
 
 
 def _values_of(dtype: torch.dtype, terms: int) -> Callable:
-    """value(rank, index): whole numbers from 1 on, scattered, of which `terms` add up exactly in the format.
+    """Return value(rank, index): pseudo-random integers from 1 on, of which `terms` add up exactly in the dtype.
 
-    A format with p bits of precision holds every whole number up to 2^p: 256 in bf16, 2048 in fp16.
+    A format with p bits of precision represents every integer up to 2^p: 256 in bf16, 2048 in fp16.
     """
     exact = int(2 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
     values = min(exact // terms, _MOST_VALUES)
     if values < 2:
         raise HyperionError(
-            f"{dtype} cannot add up {terms} ranks exactly", where="collectives.Buffers", next_step="choose a wider format"
+            f"{dtype} cannot represent sums of {terms} ranks exactly", where="collectives.Buffers", next_step="use a wider dtype"
         )
 
     def value(rank, index: torch.Tensor) -> torch.Tensor:
-        # A hash, not a ramp: a ramp moved by its period would look the same. Source: Steele et al., SplitMix, OOPSLA 2014.
+        # A hash: a ramp shifted by its period would look the same. Source: Steele et al., SplitMix, OOPSLA 2014.
         mixed = (index + 1 + rank * 0x3C6EF372) * 0x1E3779B97F4A7C15
         mixed = (mixed ^ (mixed >> 30)) * 0x3F58476D1CE4E5B9
         return (mixed ^ (mixed >> 27)).remainder(values) + 1
 
     return value
+
+
+# Names of the kernels of NCCL, RCCL and MSCCL.
+_KERNEL = re.compile(r"^(?:void )?(\w*(?:nccl|rccl|mscc)\w*Kernel\w*)", re.IGNORECASE)
+
+
+def kernels_of_collectives(cells: Sequence[tuple[Collective, str, int]], here: World, roll: RollCall) -> list[str] | None:
+    """Run each collective once more on every rank, and return the kernels' names on rank 0 of a GPU, else None.
+
+    Call this after all timing, because a profiler can slow down later work.
+
+    Args:
+        cells: (collective, dtype, bytes).
+        roll: receives the name of every collective before it starts.
+    """
+
+    def call(collective: Collective, dtype: str, size: int) -> None:
+        buffers = Buffers(collective, size, dtype, here, roll)
+        buffers.prepare()
+        buffers.call()
+
+    calls = [partial(call, *cell) for cell in cells]
+    if here.rank == 0 and here.device.kind != "cpu":
+        return kernels_launched(calls, here.device)
+    for one in calls:
+        one()
+    return None
+
+
+def kernels_launched(calls: Sequence[Callable[[], object]], device: Device) -> list[str] | None:
+    """Return the name of the kernel of each call; None if the profiler did not record exactly one per call.
+
+    Args:
+        calls: collectives that all ranks call. NCCL and RCCL launch one kernel per collective.
+        device: a GPU.
+    """
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        for call in calls:
+            call()
+            torch.cuda.synchronize(device.torch_device)
+    on_device = [event for event in profiler.events() or () if event.device_type == DeviceType.CUDA]
+    found = [_KERNEL.match(event.name) for event in sorted(on_device, key=lambda event: event.time_range.start)]
+    names = [match[1] for match in found if match]
+    return names if len(names) == len(calls) else None
+
+
+def algorithm_of(kernel: str, *, switch_may_add: bool) -> str:
+    """Return the algorithm of an NCCL kernel, derived from its name.
+
+    NCCL builds one kernel for trees, and one with the name of the ring for all other algorithms. Source: NVIDIA nccl,
+    src/device/generate.py, best_kernel.
+
+    Args:
+        switch_may_add: whether the library may use the switch (NVLS).
+    """
+    if "SendRecv" in kernel or "AlltoAll" in kernel:
+        return "messages between pairs"
+    if "TREE" in kernel:
+        return "tree"
+    if "RING" not in kernel:
+        return "not told by the kernel's name"
+    return "ring, or by way of the switch (NVLS)" if switch_may_add else "ring"

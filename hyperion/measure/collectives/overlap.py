@@ -1,4 +1,4 @@
-"""Does a collective run beside a computation, or do the two take turns? Each alone, then both at once."""
+"""Measure the overlap of a collective and a computation: each alone, then both at the same time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,21 +16,21 @@ from hyperion.processes import RollCall, World, wait_for_peers
 from hyperion.results import Estimate
 from hyperion.results.statistics import estimates_of_medians
 
-# A product of this many rows and columns, over and over, is the computation unless another is given.
+# The default computation repeats a product of this many rows and columns.
 _PRODUCT = {"cpu": 256, "cuda": 4096, "rocm": 4096}
 _MOST_PRODUCTS = 1000
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """An all-reduce and a computation, alone and at once; of each call the slowest rank's seconds.
+    """The times of an all-reduce and a computation, alone and overlapped; each sample is that of the slowest rank.
 
     Args:
         bytes: S of the all-reduce.
-        dtype: its format.
-        ranks: how many took part.
+        dtype: dtype of the all-reduce.
+        ranks: number of ranks.
         compute, collective, both: timings, sampled in turn.
-        verification: the all-reduce's values after the last call at once.
+        verification: check of the output after the last overlapped call.
     """
 
     bytes: int
@@ -43,13 +43,13 @@ class Overlap:
 
     @property
     def share(self) -> Estimate:
-        """(compute + collective - both) / the shorter of the two: 1 when the shorter one is hidden wholly behind the other,
-        0 when they take turns, below 0 when they disturb each other by more than they save."""
+        """(compute + collective - both) / the shorter of the two: 1 if the shorter one is fully hidden, 0 if they run one after
+        the other, below 0 if they slow each other down by more than they save."""
         return self._estimate(lambda compute, collective, both: (compute + collective - both) / min(compute, collective))
 
     @property
     def exposed_share(self) -> Estimate:
-        """(both - compute) / collective: what of the collective a training step still waits for."""
+        """(both - compute) / collective: the share of the collective that a training step waits for."""
         return self._estimate(lambda compute, collective, both: (both - compute) / collective)
 
     def _estimate(self, function: Callable[[float, float, float], float]) -> Estimate:
@@ -63,7 +63,7 @@ class Overlap:
         share = self.share
         return (
             f"all_reduce of {self.bytes:,} bytes, {self.dtype}, {self.ranks} ranks: {collective} alone; computing: {compute} "
-            f"alone, {both} beside it; overlapped {share.value:.0%} of the shorter one "
+            f"alone, {both} together; overlapped {share.value:.0%} of the shorter one "
             f"(95 % CI {share.ci_low:.0%} to {share.ci_high:.0%})"
         )
 
@@ -78,33 +78,34 @@ def measure_overlap(
     minimum_samples: int = MINIMUM_SAMPLES,
     time_limit_s: float = 1.0,
 ) -> Overlap:
-    """Time an all-reduce beside a computation. All ranks call it with the same arguments.
+    """Time an all-reduce that overlaps with a computation. All ranks must call this with the same arguments.
 
-    At once means: the all-reduce is started with async_op (on a GPU it then has a stream of its own), the computation is
-    launched, and both are waited for. On a CPU the all-reduce runs in gloo's threads, which need cores too.
+    The overlapped call starts the all-reduce with async_op (on a GPU it runs on a separate stream), launches the computation,
+    and waits for both. On a CPU the all-reduce runs in gloo's threads, which also need cores.
 
     Args:
         size_bytes: S; rounded up to whole elements for every rank.
-        dtype: of the all-reduce, one of `collectives.DTYPES`.
-        roll: told of every collective that is started.
-        compute: one piece of computing on this rank's device; None for as many matrix products as last about as long as
-            the all-reduce.
+        dtype: dtype of the all-reduce, one of `collectives.DTYPES`.
+        here: this rank.
+        roll: receives the name of every collective before it starts, for hang reports.
+        compute: a computation on this rank's device; None means matrix products that take about as long as the all-reduce.
+        minimum_samples, time_limit_s: as in `time_interleaved`.
 
     Raises:
-        WrongValueError: on the rank whose sum is wrong afterwards.
-        HyperionError: a single rank.
+        WrongValueError: the sum on this rank is wrong afterwards.
+        HyperionError: there is only one rank.
     """
     buffers = Buffers(COLLECTIVES["all_reduce"], size_bytes, dtype, here, roll)
     clock = RanksClock(here, buffers.prepare, roll.step)
     compute = compute or _products(here.device, _seconds(buffers.call, here, clock), clock, here)
 
     def at_once() -> None:
-        roll.step(f"{buffers.described}, beside a computation")
+        roll.step(f"{buffers.described}, overlapped with a computation")
         work = dist.all_reduce(buffers.output, async_op=True)
         compute()
         wait_for_peers(work)
 
-    timings = time_interleaved(
+    alone, collective, both = time_interleaved(
         [compute, buffers.call, at_once],
         here.device,
         cold=False,
@@ -112,12 +113,13 @@ def measure_overlap(
         time_limit_s=time_limit_s,
         clock=clock,
     )
-    # `at_once` came last in its round: the output is what it left.
-    return Overlap(buffers.bytes, dtype, here.size, *timings, buffers.require_exact("after it ran beside a computation"))
+    # The overlapped call is the last of each round, so the output is its result.
+    verification = buffers.require_exact("after it overlapped with a computation")
+    return Overlap(buffers.bytes, dtype, here.size, alone, collective, both, verification)
 
 
 def _products(device: Device, lasting_s: float, clock: RanksClock, here: World) -> Callable[[], object]:
-    """Matrix products that last about so long, the same number on every rank: their times are agreed."""
+    """Return matrix products that take about `lasting_s`; their number is the same on all ranks because the times are."""
     size = _PRODUCT[device.kind]
     dtype = "fp32" if device.kind == "cpu" else "bf16"
     product = Gemm(size, size, size, dtype, device)
@@ -132,6 +134,6 @@ def _products(device: Device, lasting_s: float, clock: RanksClock, here: World) 
 
 
 def _seconds(function: Callable[[], object], here: World, clock: RanksClock) -> float:
-    """A quick median, agreed by all ranks."""
+    """Return a quick median in seconds; the same on all ranks."""
     timing = time_function(function, here.device, cold=False, minimum_samples=10, time_limit_s=0.1, clock=clock)
     return timing.estimate.value

@@ -1,4 +1,4 @@
-"""Clocks to plant faults with: one that follows a script, two that do not wait, two that do not flush."""
+"""Broken clocks for planted faults: a scripted clock, two that do not synchronise, and two that do not flush the cache."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from hyperion.measure.clock.timing import CacheFlush
 
 
 class Scripted:
-    """A clock whose samples follow a script, seconds by the number of the call, with the noise of a quiet machine."""
+    """A clock whose samples follow a script (call number -> seconds), with the noise of an idle machine."""
 
     def __init__(self, script: Callable[[int], float]):
         self._script, self._calls, self._now_s = script, 0, 0.0
@@ -22,7 +22,7 @@ class Scripted:
         return self._now_s
 
     def in_a_row(self, function, count: int) -> None:
-        """Nothing runs."""
+        """Return None: nothing runs."""
 
     def sample(self, functions, flush, count: int) -> list[list[float]]:
         series = [[self._next() for _ in range(count)] for _ in functions]
@@ -35,13 +35,13 @@ class Scripted:
 
 
 class Queue:
-    """A device that returns from a call before the work is done, and the stopwatch beside it.
+    """A device whose calls return before the work is done, and a stopwatch.
 
     Args:
         waits: whether the stopwatch waits for the device before it stops.
     """
 
-    # Well above what a launch costs on a machine that is busy with other processes: about 0.1 ms.
+    # Well above the launch overhead on a busy machine, which is about 0.1 ms.
     work_s = 2e-3
     now = staticmethod(time.monotonic)
 
@@ -50,11 +50,11 @@ class Queue:
         self._last: Future = self._worker.submit(int)
 
     def launch(self) -> None:
-        """Ask for one unit of work, and return."""
+        """Submit one unit of work and return."""
         self._last = self._worker.submit(time.sleep, self.work_s)
 
     def wait(self) -> None:
-        """Wait until the work that was asked for is done."""
+        """Wait until all submitted work is done."""
         self._last.result()
 
     def sample(self, functions, flush, count: int) -> list[list[float]]:
@@ -69,7 +69,7 @@ class Queue:
         return (time.perf_counter() - started) / count
 
     def one(self, function) -> float:
-        """Seconds of a call, by the stopwatch."""
+        """Return the seconds of a call by the stopwatch."""
         started = time.perf_counter()
         function()
         if self._waits:
@@ -78,10 +78,10 @@ class Queue:
 
 
 class Block(WallClock):
-    """The host's clock around a block of calls on a device that works later.
+    """The host's clock around a block of calls on an asynchronous device.
 
     Args:
-        waits: whether it waits for the device at the end of a block; at the beginning it does.
+        waits: whether it synchronises at the end of a block; it always does at the start.
     """
 
     def __init__(self, device: Device, calls: int, queue: Queue, waits: bool):
@@ -100,21 +100,22 @@ class Block(WallClock):
 
 
 class Unread:
-    """The device's clock, which counts flushes and reads nothing."""
+    """The device's clock with a flush that only counts its calls and reads nothing."""
 
     def __init__(self, device: Device):
         self._clock = device_clock(device)
         self.now, self.in_a_row = self._clock.now, self._clock.in_a_row
 
     def sample(self, functions, flush: CacheFlush | None, count: int) -> list[list[float]]:
-        def nothing() -> None:
-            flush.calls += 1
+        def count_only() -> None:
+            if flush is not None:
+                flush.calls += 1
 
-        return self._clock.sample(functions, None if flush is None else nothing, count)
+        return self._clock.sample(functions, None if flush is None else count_only, count)
 
 
 class Unflushed:
-    """The device's clock, which forgets what it was given to flush the cache with."""
+    """The device's clock without cache flushes."""
 
     def __init__(self, device: Device):
         self._clock = device_clock(device)

@@ -1,37 +1,129 @@
-"""Faults that have made published measurements wrong, each planted into a real measurement of this library."""
+"""Test the checks: plant known measurement errors into real measurements, and require that a check detects each of them.
+
+Each fault has a clean twin, the same measurement without the fault, which must pass: a check that rejects everything proves
+nothing.
+"""
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device, Facts, GpuFacts, collect_facts, detect, detect_cpu, gemm_path, lookup, peak
+from hyperion.measure.clock.clocks import Clock
 from hyperion.measure.clock.step import time_step
 from hyperion.measure.clock.timing import Timing, time_function
 from hyperion.measure.clock.verify import Verification
 from hyperion.measure.collectives.collectives import COLLECTIVES, Buffers
 from hyperion.measure.faults.broken_clocks import Block, Queue, Scripted, Unflushed, Unread
-from hyperion.measure.faults.self_test import Believe, Fault, FaultResult, run_faults
 from hyperion.measure.products.gemm import Gemm
 from hyperion.processes import RollCall, World
 from hyperion.results import Estimate, Row
+from hyperion.units import GIB
+
+# Receives the wrong number that a reader would have seen.
+Believe = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One kind of measurement error.
+
+    Args:
+        name: the error.
+        check: the check that detects it.
+        refusal: text in the message of this check. An error without this text does not count as detected.
+        plant: (device, broken, believe) -> None; runs the measurement, with the fault if `broken`. It raises the error of the
+            check and passes the number that a reader would have seen to `believe`.
+    """
+
+    name: str
+    check: str
+    refusal: str
+    plant: Callable[[Device, bool, Believe], None]
+
+
+@dataclass(frozen=True)
+class FaultResult:
+    """The result of a planted fault.
+
+    Args:
+        name: the error.
+        believed: the number that a reader would have seen.
+        check: the check that should detect it.
+        caught: whether the check detected it.
+        message: the message of the check, or what happened instead.
+        twin_passes: whether the measurement without the fault passed.
+        twin_message: why it did not pass, else "".
+        seconds: duration of both.
+    """
+
+    name: str
+    believed: str
+    check: str
+    caught: bool
+    message: str
+    twin_passes: bool
+    twin_message: str
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the check rejects the fault and accepts its twin."""
+        return self.caught and self.twin_passes
+
+
+def run_faults(device: Device, faults: Iterable[Fault]) -> list[FaultResult]:
+    """Run each fault and its twin."""
+    return [_run(device, fault) for fault in faults]
+
+
+def _run(device: Device, fault: Fault) -> FaultResult:
+    started = time.monotonic()
+    believed, raised = _measure(device, fault, broken=True)
+    caught = isinstance(raised, HyperionError) and fault.refusal in raised.what
+    _, objection = _measure(device, fault, broken=False)
+    return FaultResult(
+        fault.name,
+        believed,
+        fault.check,
+        caught,
+        "nothing objected" if raised is None else _words(raised),
+        objection is None,
+        "" if objection is None else _words(objection),
+        time.monotonic() - started,
+    )
+
+
+def _measure(device: Device, fault: Fault, *, broken: bool) -> tuple[str, Exception | None]:
+    """Return what a reader would have seen, and the exception or None."""
+    read: list[str] = []
+    try:
+        fault.plant(device, broken, read.append)
+    except Exception as error:  # a fault can raise anything; `refusal` decides whether it was the right check
+        return "; ".join(read), error
+    return "; ".join(read), None
+
+
+def _words(error: Exception) -> str:
+    return error.what if isinstance(error, HyperionError) else f"{type(error).__name__}: {error}"
+
 
 _QUICK_S = 0.05
 _WORK_S = 1e-3
-GIB = 2**30
 
 
 class UnsteadyError(HyperionError):
-    """Samples that are not of one steady state."""
+    """Raised when samples are not of one steady state."""
 
 
 def require_steady(timing: Timing) -> None:
-    """Raise what `Timing.unsteady` says."""
+    """Raise if `Timing.unsteady` gives a reason."""
     if timing.unsteady:
-        raise UnsteadyError(timing.unsteady, next_step="let the device warm up, and lock its clocks where you may")
+        raise UnsteadyError(timing.unsteady, next_step="let the device warm up, and lock its clocks if possible")
 
 
 def _no_synchronisation(device: Device, broken: bool, believe: Believe) -> None:
@@ -49,7 +141,7 @@ def _no_synchronisation_of_a_block(device: Device, broken: bool, believe: Believ
 
 
 def _no_warm_up(device: Device, broken: bool, believe: Believe) -> None:
-    """The first calls are four times as slow; sampling either waits for them to pass or does not."""
+    """The first calls are four times slower; the warm-up is long enough or too short."""
     clock = Scripted(lambda call: _WORK_S * (1 + 3 * np.exp(-call / 50)))
     timing = time_function(lambda: None, device, cold=False, minimum_samples=30, time_limit_s=0.1 if broken else 5.0, clock=clock)
     believe(f"{timing.samples_s.mean() * 1e3:.2f} ms for {_WORK_S * 1e3:.2f} ms once warm")
@@ -64,22 +156,22 @@ def _clock_drift(device: Device, broken: bool, believe: Believe) -> None:
     require_steady(timing)
 
 
-def _no_flush(clock: Callable[[Device], object]) -> Callable[[Device, bool, Believe], None]:
-    """A copy that is called cold, by a clock that leaves the cache as it is where it is broken."""
+def _no_flush(clock: Callable[[Device], Clock]) -> Callable[[Device, bool, Believe], None]:
+    """Time a copy with cold caches, with a clock that does not flush if broken."""
 
     def plant(device: Device, broken: bool, believe: Believe) -> None:
         source = torch.randn(1 << 16, device=device.torch_device)
         target = torch.empty_like(source)
-        options = {"minimum_samples": 10, "time_limit_s": _QUICK_S}
-        hot = time_function(lambda: target.copy_(source), device, cold=False, **options)
+        hot = time_function(lambda: target.copy_(source), device, cold=False, minimum_samples=10, time_limit_s=_QUICK_S)
         believe(f"{2 * source.nbytes / np.median(hot.samples_s) / 1e9:.3g} GB/s out of the cache, as if it were memory's")
-        time_function(lambda: target.copy_(source), device, clock=clock(device) if broken else None, **options)
+        broken_clock = clock(device) if broken else None
+        time_function(lambda: target.copy_(source), device, minimum_samples=10, time_limit_s=_QUICK_S, clock=broken_clock)
 
     return plant
 
 
 def _skipped_work(device: Device, broken: bool, believe: Believe) -> None:
-    """Three calls of four find the result of an earlier one."""
+    """If broken, three of four calls reuse an earlier result."""
     calls = iter(range(1 << 40))
 
     def work() -> None:
@@ -92,21 +184,21 @@ def _skipped_work(device: Device, broken: bool, believe: Believe) -> None:
 
 
 class _NeverWritten(Gemm):
-    """A product that returns at once."""
+    """A product that returns without computing."""
 
     def __call__(self) -> torch.Tensor:
         return self.c_MN
 
 
 class _Rounded(Gemm):
-    """A product in bfloat16 under the name of float32."""
+    """A product in bfloat16 that claims to be float32."""
 
     def __call__(self) -> torch.Tensor:
         return self.c_MN.copy_(self.a_MK.bfloat16() @ self.b_KN.bfloat16())
 
 
 def _product(kind: type[Gemm]) -> Callable[[Device, bool, Believe], None]:
-    """A measurement of a product that is `kind` where it is broken."""
+    """Measure a product that is of this kind if broken."""
 
     def plant(device: Device, broken: bool, believe: Believe) -> None:
         product = (kind if broken else Gemm)(128, 128, 128, "fp32", device)
@@ -149,7 +241,7 @@ def _outside_of_phases(device: Device, broken: bool, believe: Believe) -> None:
 
 
 def mi250x(compute_units: int, memory_bytes: float, clock_mhz: float) -> Device:
-    """A device that torch calls an MI250X, of this size."""
+    """Return a device that torch reports as an MI250X, with these properties."""
     gpu = GpuFacts(
         name="AMD Instinct MI250X/MI250",
         total_memory_bytes=int(memory_bytes),
@@ -164,7 +256,7 @@ def mi250x(compute_units: int, memory_bytes: float, clock_mhz: float) -> Device:
 
 
 def _wrong_device(wrong: tuple[int, float, float], said: str) -> Callable[[Device, bool, Believe], None]:
-    """A peak asked of a device that is described in a wrong unit, or of one die as it is."""
+    """Look up the peak of a device with properties in a wrong unit if broken, else of one die."""
 
     def plant(device: Device, broken: bool, believe: Believe) -> None:
         believe(said)
@@ -196,11 +288,11 @@ def _best_of_one(device: Device, broken: bool, believe: Believe) -> None:
 
 
 def _wrong_rank(device: Device, broken: bool, believe: Believe) -> None:
-    """An all-reduce of two ranks, done here from both inputs; on rank 1 one element is off by one."""
+    """An all-reduce of two ranks, computed here from both inputs; if broken, one element on rank 1 is off by one."""
     believe("a bus bandwidth, though rank 1 computes on with a wrong sum")
     sound = COLLECTIVES["all_reduce"]
     ranks = [Buffers(sound, 4096, "bf16", World(rank, 2, rank, "gloo", detect_cpu()), RollCall()) for rank in range(2)]
-    total = sum(rank.input for rank in ranks)
+    total = ranks[0].input + ranks[1].input
     for place, rank in enumerate(ranks):
         rank.output.copy_(total)
         rank.output[7] += broken and place == 1
@@ -208,7 +300,7 @@ def _wrong_rank(device: Device, broken: bool, believe: Believe) -> None:
 
 
 def _row(device: Device, dtype: str, rate: Estimate, verification: Verification) -> Row:
-    """The row that a product's rate becomes."""
+    """Return a row with a product's rate."""
     limit = peak(device, gemm_path(dtype, device))
     return Row(
         notebook="harness",
@@ -272,10 +364,10 @@ FAULTS: tuple[Fault, ...] = (
 
 
 def run_self_test(device: Device, faults: Iterable[Fault] = FAULTS) -> list[FaultResult]:
-    """Plant every fault into a measurement on this device, and run the clean twin of each. Some 10 s on a CPU.
+    """Plant every fault into a measurement on this device, and run its clean twin. Takes about 10 s on a CPU.
 
     Args:
-        device: where products and copies run; what needs a device of a certain kind brings its description along.
-        faults: those to plant; `hyperion.doctor.harness_faults.ALL_FAULTS` also has those that need a model or rows.
+        device: device for products and copies; faults that need a particular device use a description of it.
+        faults: faults to plant; `hyperion.doctor.harness_faults.ALL_FAULTS` also contains faults that need a model or rows.
     """
     return run_faults(device, faults)

@@ -9,8 +9,7 @@ from hyperion.errors import HyperionError
 from hyperion.hardware import Device
 from hyperion.measure.clock import checks
 from hyperion.measure.clock.dtypes import NumberFormat, format_of, matmul_precision
-from hyperion.measure.clock.plain_loop import compare_with_plain_loop
-from hyperion.measure.clock.timing import MINIMUM_SAMPLES, Timing, time_function
+from hyperion.measure.clock.timing import MINIMUM_SAMPLES, Timing, compare_with_plain_loop, time_function
 from hyperion.measure.clock.verify import Verification, poison, verify_product
 from hyperion.measure.products.operands import ACTIVATIONS, Operand, distinct_share, made_up, stored, verify_data
 

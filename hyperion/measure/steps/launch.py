@@ -13,7 +13,7 @@ from hyperion.measure.clock.clocks import WallClock
 from hyperion.measure.clock.repeated import RepeatedCalls
 from hyperion.measure.clock.timing import Timing, time_function
 from hyperion.measure.clock.verify import Verification
-from hyperion.measure.memory.cache_sweep import CachePoint
+from hyperion.measure.traffic.cache_sweep import CachePoint
 from hyperion.results import Estimate, estimates_of_medians
 
 # Half of the 1,024 launches that CUDA lets wait: one more and the host would wait for the device.

@@ -2,13 +2,13 @@ import shutil
 
 import numpy as np
 import pytest
-from tests.data.cifar10_files import binary_batch, numbered_pictures, small_batches, write_layout
 
 from hyperion.data import load_cifar10
 from hyperion.data.images.cifar10 import stage_cifar10
 from hyperion.data.images.cifar10_formats import CLASSES, read_layout
 from hyperion.data.store.faults import DataError
 from hyperion.data.store.staging import cache_root
+from tests.data.cifar10_files import binary_batch, numbered_pictures, small_batches, write_layout
 
 FEW = {"train": 200, "test": 100}
 
@@ -48,6 +48,7 @@ def test_the_mirror_is_counted_and_called_not_official(mirror, monkeypatch, caps
     assert "cifar-10: source = MIRROR, NOT OFFICIAL" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_archive_of_the_python_layout_is_served_from_the_cache(flat_layouts, labels_in_turn, monkeypatch):
     monkeypatch.setenv("HYPERION_DATA_MIRROR", str(flat_layouts))
     assert stage_cifar10() == "copied from the mirror"

@@ -6,6 +6,7 @@ from hyperion.data import fetch_all, load_cifar10, load_instructions, load_token
 from hyperion.data.store.staging import cache_root
 
 
+@pytest.mark.slow
 @pytest.mark.mirror
 def test_after_fetching_the_cache_serves_everything_without_a_connection(mirror, monkeypatch, silent):
     monkeypatch.setenv("HYPERION_DATA_MIRROR", str(mirror))

@@ -41,6 +41,7 @@ print("SOURCES", text.source, load_tokenizer("auto", text).source, images.source
 """
 
 
+@pytest.mark.process
 def test_a_silent_network_costs_seconds_in_every_process(silent):
     address, accepted = silent
     environment = {**os.environ, "HF_ENDPOINT": address}

@@ -40,6 +40,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     assert "HYPERION_DATA" in str(caught.value)
 
 
+@pytest.mark.process
 def test_a_full_disk_is_named_and_leaves_nothing(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -53,6 +53,7 @@ def test_text_that_does_not_come_back_is_named(tokenizer):
     assert Encoder(lossy).encode(["a b\n", "a Title\n"]).lost == "a Title\n"
 
 
+@pytest.mark.process
 def test_the_files_are_the_same_for_any_number_of_workers(tmp_path, tokenizer, monkeypatch):
     """None and two, a chunk of a few lines each time, and blanks at the ends of chunks."""
     monkeypatch.setattr("hyperion.data.text.encoding.CHUNK_CHARACTERS", 2000)
@@ -99,6 +100,7 @@ def test_one_id_of_70000_among_300_entries_is_stored_as_it_is(tmp_path, monkeypa
         prepare_text(corpus, replace(sparse, vocab_size=300))
 
 
+@pytest.mark.process
 def test_a_worker_that_dies_is_an_error(tokenizer, monkeypatch):
     monkeypatch.setattr("hyperion.data.text.encoding.sys.executable", "/bin/false")
     with pytest.raises(DataError, match="a tokenizing worker ended"), tokenizer.encoding(2) as encoding:
@@ -127,6 +129,7 @@ print(len(prepared.tokens["train"]), prepared.steps["train"]["read"]["lines"])
 """
 
 
+@pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit on a process's data is Linux's")
 def test_a_corpus_larger_than_memory_is_tokenized(tmp_path, tokenizer):
     """The kernel grants 8 MiB beyond what the process has at its start; the text has three times as many."""

@@ -142,6 +142,7 @@ def test_an_edited_cache_is_refused(mirror, monkeypatch):
         load_wikitext2("cache")
 
 
+@pytest.mark.process
 @pytest.mark.mirror
 def test_two_processes_stage_at_once(mirror):
     code = "from hyperion.data.text.wikitext2 import stage_wikitext2; stage_wikitext2()"

@@ -65,6 +65,7 @@ def test_a_nan_strikes_and_is_told_and_a_full_disk_leaves_the_checkpoint_before(
     assert [path.name for path in full.glob("*step*")] == ["step-00000003"]
 
 
+@pytest.mark.process
 def test_trials_are_real_processes(tmp_path, monkeypatch):
     chosen = [Fault("power cut", "save", 9, 0.6)]
     monkeypatch.setattr("hyperion.experiments.baselines.recovery.draw", lambda seed, trials: chosen)

@@ -146,8 +146,7 @@ def test_a_compiler_that_fails_is_a_row_with_the_reason(context, monkeypatch):
 def test_every_mode_is_listed_also_those_the_profile_leaves_out(context, monkeypatch):
     asked = []
 
-    def variant(context, report, function, params, preload):
-        assert bool(preload) == (params["mode"] != "eager")
+    def variant(context, report, function, params):
         asked.append((params["spec"]["model"], params["mode"], function))
         row = context.row(params["mode"], "inference_time_s", None, params=params["spec"], value_reason="made up")
         return compilation.Result([row], pd.DataFrame())
@@ -156,7 +155,7 @@ def test_every_mode_is_listed_also_those_the_profile_leaves_out(context, monkeyp
     rows = compilation.run(context, lambda *told: None).rows
     assert [(row.params["model"], row.variant) for row in rows] == [(s["model"], m) for s in (LANGUAGE, IMAGES) for m in MODES]
     assert [mode for _, mode, _ in asked] == ["eager", "default"] * 2
-    assert {function for *_, function in asked} == {"hyperion.experiments.compilation.compilation:measure_mode"}
+    assert {function for *_, function in asked} == {compilation.measure_mode}
 
 
 def test_forecasts_rest_on_ceilings_and_shapes_and_meet_their_rows(context):

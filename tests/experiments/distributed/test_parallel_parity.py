@@ -13,7 +13,7 @@ from hyperion.results import RowError
 from tests.chapter.toy import perform, toy_context
 
 # Two ranks on the CPU; on GPUs, of which there may be one, the chapter itself shows it.
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these two ranks compute on the CPU")
+pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="these two ranks compute on the CPU"), pytest.mark.process]
 
 SIZES = {
     "strategies": ["ddp", "fsdp"],
@@ -51,9 +51,7 @@ def drifting() -> list[tuple[float, str]]:
 
 
 def test_a_replica_that_drifted_by_one_bit_is_counted_and_its_row_refused():
-    answers = run_ranks(
-        Job("tests.experiments.distributed.test_parallel_parity:drifting", ranks=2, timeout_s=300), on_line=lambda line: None
-    )
+    answers = run_ranks(Job(drifting, ranks=2, timeout_s=300), on_line=lambda line: None)
     for (clean, nothing), (drifted, refusal) in answers:
         assert (clean, nothing, drifted) == (0, "", 1)
         assert 'failed its check "bits of rank 0\'s parameters, on all ranks"' in refusal

@@ -22,6 +22,7 @@ SIZES = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these two ranks compute on the CPU; on GPUs the chapter shows it")
 def test_a_killed_rank_gets_the_row_that_was_foretold_and_leaves_nothing(tmp_path):
     context = toy_context("rank_failure", SIZES, tmp_path)

@@ -39,6 +39,7 @@ def rows_of(result, variant, dtype):
     return [row for row in result.rows if (row.variant, row.dtype) == (variant, dtype)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_fastest_is_a_finalist_and_says_what_was_seen(result, dtype):
     (fastest,) = rows_of(result, "fastest found", dtype)

@@ -7,10 +7,9 @@ import pytest
 from hyperion.experiments.hardware.figures_gap import gap_waterfall
 from hyperion.experiments.hardware.figures_kernels import Kernel, kernels_of, kernels_roofline
 from hyperion.figures.style import png, styled
-from hyperion.measure.products.captured_gemms import CapturedGemms
 from hyperion.measure.products.gap import NominalPeak, explain_gap
 from hyperion.measure.products.product_formulas import Product
-from hyperion.measure.products.taf import taf
+from hyperion.measure.products.taf import CapturedGemms, taf
 from hyperion.results import Estimate
 
 PEAK = NominalPeak(1000.0, 1800.0, 100, "a data sheet")

@@ -90,7 +90,7 @@ def test_sizes_keep_to_the_cap_and_reach_it_from_the_innermost(context, monkeypa
 
 
 def test_a_point_that_is_mostly_launching_says_so(context, result, monkeypatch):
-    monkeypatch.setattr("hyperion.measure.memory.cache_sweep.CachePoint.launch_bound", True)
+    monkeypatch.setattr("hyperion.measure.traffic.cache_sweep.CachePoint.launch_bound", True)
     rows = experiment_named("memory_levels").run(context, lambda *report: None).rows
     told = {row.limit_source.partition(" (")[0] for row in rows if row.metric == "bandwidth_gb_s"}
     assert told == {"no limit: mostly launching"}

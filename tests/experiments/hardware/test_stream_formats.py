@@ -38,6 +38,7 @@ def of_bandwidth(rows):
     return [row for row in rows if row.metric == "bandwidth_gb_s" and "plain_loop_calls" not in row.params]
 
 
+@pytest.mark.slow
 def test_every_operation_in_every_format_over_the_same_bytes(rows):
     cells = {(row.variant, row.dtype): row for row in of_bandwidth(rows)}
     assert set(cells) == {(operation, dtype) for operation in OPERATIONS for dtype in SIZES["dtypes"]}
@@ -46,6 +47,7 @@ def test_every_operation_in_every_format_over_the_same_bytes(rows):
     assert all(row.value > 0 and row.n >= 30 and row.check and not row.hot for row in cells.values())
 
 
+@pytest.mark.slow
 def test_the_copy_stands_beside_a_plain_loop_with_its_interval(rows):
     (ratio,) = [row for row in rows if row.metric == "speedup"]
     rates = {row.variant: row.value for row in rows if row.metric == "bandwidth_gb_s" and "plain_loop_calls" in row.params}
@@ -65,6 +67,7 @@ def test_a_plain_loop_that_does_more_is_slower(context, monkeypatch):
     assert next(row.value for row in cross_rows if row.metric == "speedup") > 1.5
 
 
+@pytest.mark.slow
 def test_without_power_no_joules_and_the_reason(rows):
     if any(row.power_w is not None for row in rows):
         pytest.skip("power is readable here")
@@ -73,6 +76,7 @@ def test_without_power_no_joules_and_the_reason(rows):
     assert all(row.value is None and row.value_reason.startswith("no power: ") for row in energy)
 
 
+@pytest.mark.slow
 def test_joules_are_power_times_time_over_bytes(context, monkeypatch, tmp_path):
     state = Telemetry(power_w=500.0, power_scope="device", samples=20, window_s=1.0, interval_s=0.05)
     longer = {}
@@ -94,6 +98,7 @@ def test_joules_are_power_times_time_over_bytes(context, monkeypatch, tmp_path):
         assert row.ci_low <= row.value <= row.ci_high
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_a_row_and_the_others_go_on(context, monkeypatch, tmp_path):
     def refuse_triads(operation, *args, **options):
         if operation == "triad":

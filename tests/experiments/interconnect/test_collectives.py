@@ -9,8 +9,7 @@ from hyperion.chapter import Context, load_profile
 from hyperion.experiments.interconnect import collectives
 from hyperion.experiments.interconnect.collectives import EXPERIMENT, cells
 from hyperion.measure import ALL_COLLECTIVES
-from hyperion.measure.collectives.collective_kernels import algorithm_of
-from hyperion.measure.collectives.collectives import WrongValueError
+from hyperion.measure.collectives.collectives import WrongValueError, algorithm_of
 from hyperion.results import Row
 
 SIZES = {

@@ -50,6 +50,7 @@ def value(result, metric, what, rank=None):
     return next(row.value for row in result.rows if (row.metric, row.params.get("what"), row.rank) == (metric, what, rank))
 
 
+@pytest.mark.process
 def test_two_ranks_train_as_one_device_does_layer_by_layer(done):
     context, result = done
     for row in result.rows:
@@ -65,6 +66,7 @@ def test_two_ranks_train_as_one_device_does_layer_by_layer(done):
     assert len(steps) == 20 and steps["sharded"].iloc[-1] < steps["sharded"].iloc[0]
 
 
+@pytest.mark.process
 def test_one_process_loads_the_adapters_of_the_ranks_and_no_other_base_may(done):
     context, result = done
     assert value(result, "relative_difference", "logits, adapter loaded by one process") < 1e-5

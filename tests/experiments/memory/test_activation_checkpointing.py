@@ -34,6 +34,7 @@ def result(context):
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_gradients_and_running_statistics_are_equal_under_every_policy(result):
     found = {(row.variant, row.params["checkpointing"], row.params["of"]) for row in result.rows if row.check}
     policies = [how for how in CHECKPOINTING if how != NONE]

@@ -48,6 +48,7 @@ def result(context, folder):
         return perform(context, folder)
 
 
+@pytest.mark.slow
 def test_each_variant_has_a_loss_held_against_fp32_and_two_kinds_of_memory(result):
     models = {row.variant for row in result.rows}
     assert len(models) == 2 and "resnet18_w8" in models

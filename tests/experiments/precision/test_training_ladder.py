@@ -82,6 +82,7 @@ def test_engines_are_what_their_rungs_say(context):
         assert kernel.is_contiguous(memory_format=torch.channels_last) is last
 
 
+@pytest.mark.slow
 def test_every_rung_has_time_memory_and_a_loss_beside_that_of_the_first(result, context):
     models = {row.variant for row in result.rows}
     assert len(models) == 2 and "resnet18_w8" in models
@@ -102,6 +103,7 @@ def test_every_rung_has_time_memory_and_a_loss_beside_that_of_the_first(result, 
     assert all(reason.startswith(("unsupported", "not timed")) for reason in absent.values())
 
 
+@pytest.mark.slow
 def test_what_is_bought_for_memory_saves_some(result):
     (language,) = {row.variant for row in result.rows} - {"resnet18_w8"}
     held = {
@@ -111,6 +113,7 @@ def test_what_is_bought_for_memory_saves_some(result):
     assert held["chunked loss"] < held["fused optimizer"] and held["activation checkpointing"] < held["chunked loss"]
 
 
+@pytest.mark.slow
 def test_a_loss_that_strays_is_not_stored(result, context, tmp_path):
     strayed = result.samples.copy()
     strayed.loc[strayed["rung"] == "fused optimizer", "loss"] *= 1.2

@@ -17,6 +17,7 @@ def context(tmp_path):
     return Context(notebook="toy", experiment="batch_scaling", sizes=SIZES, workspace=tmp_path / "work")
 
 
+@pytest.mark.process
 def test_the_sweep_ends_in_a_row_for_the_batch_that_was_refused(context, tmp_path):
     result = experiment.run(context, lambda done, total, note: None)
     run = Run.create(tmp_path / "run", {})

@@ -17,7 +17,7 @@ from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
 from hyperion.measure.api.functions import device_of
 from hyperion.measure.api.outputs import OUTPUT_TOLERANCE, OutputMismatchError, call_from_seed
-from hyperion.measure.clock.units import bytes_text, estimate_text, flops_text, seconds_text
+from hyperion.measure.api.text import bytes_text, estimate_text, flops_text, seconds_text
 from hyperion.results import Estimate, RowError, rows_from_csv, rows_to_csv
 
 PLACE = {"notebook": "my_notebook", "experiment": "my_experiment", "variant": "mine"}
@@ -161,10 +161,10 @@ def test_of_a_nest_the_worst_tensor_counts():
 @pytest.mark.parametrize(
     "other, reason",
     [
-        (lambda: torch.ones(3), r"the shapes \(2,\) and \(3,\) differ"),
+        (lambda: torch.ones(3), r"the shapes differ: \(2,\) and \(3,\)"),
         (lambda: None, "the other is not"),
-        (lambda: 1.0, r"the shapes \(2,\) and \(\) differ"),
-        (lambda: (torch.ones(2),), "nested differently"),
+        (lambda: 1.0, r"the shapes differ: \(2,\) and \(\)"),
+        (lambda: (torch.ones(2),), "different structures"),
         (lambda: torch.ones(2, dtype=torch.int64), "different kinds of numbers"),
         (lambda: torch.ones(2) > 0, "different kinds of numbers"),
     ],
@@ -214,7 +214,7 @@ def test_memory_of_a_hand_example():
     answer = measure.memory(lambda: (x + 1) * 2, device="cpu")  # x, then the sum, then the product beside the sum
     assert (answer.before_bytes, answer.peak_bytes, answer.added_bytes) == (1024, 3 * 1024, 2048)
     assert answer.peak_operator == "aten::mul" and answer.history_bytes == (2048, 3 * 1024)
-    assert "3 KiB" in str(answer) and "counted by dispatch" in str(answer) and "most after aten::mul" in str(answer)
+    assert "3 KiB" in str(answer) and "counted by dispatch" in str(answer) and "peak after aten::mul" in str(answer)
     (row,) = stored(*answer.rows(**PLACE))
     assert (row.metric, row.value * 2**30) == ("tensor_memory_gib", 3 * 1024) and row == answer.row(**PLACE)
     assert is_drawn(answer.plot())
@@ -303,7 +303,7 @@ def test_a_compiled_function_is_counted_uncompiled():
 
 
 def test_what_no_dispatcher_sees_is_said():
-    assert "no PyTorch operator was seen" in str(measure.flops(lambda: sum(range(9))))
+    assert "no PyTorch operator was dispatched" in str(measure.flops(lambda: sum(range(9))))
 
 
 def test_attention_on_a_cpu_is_counted_which_torch_s_registry_leaves_out():
@@ -327,7 +327,7 @@ def test_what_is_no_call_is_refused_with_the_remedy(ask):
     def generator():
         yield 1
 
-    with pytest.raises(HyperionError, match="Tensor is no function") as refused:
+    with pytest.raises(HyperionError, match="Tensor is not callable") as refused:
         ask(torch.ones(2))
     assert "lambda: model(x)" in refused.value.next_step
     with pytest.raises(HyperionError, match="missing a required argument: 'x'"):
@@ -363,9 +363,10 @@ def test_devices_by_name():
             device_of("cuda:0")
 
 
+@pytest.mark.process
 def test_the_names_stay_functions_and_drawing_is_imported_only_for_drawing():
     code = (
-        "import sys, hyperion.measure.memory.memory, hyperion.measure.api.explain, hyperion.experiments\n"
+        "import sys, hyperion.measure.memory_use.peak, hyperion.measure.api.explain, hyperion.experiments\n"
         "from hyperion import measure\n"
         "assert all(callable(getattr(measure, n)) for n in ('time', 'compare', 'memory', 'flops', 'explain'))\n"
         "named = {name: module.time for name, module in sys.modules.items() if name.startswith('hyperion.')\n"

@@ -17,7 +17,7 @@ from hyperion import measure
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
 from hyperion.measure import HarnessError
-from hyperion.measure.api import outputs
+from hyperion.measure.api import functions, outputs
 from hyperion.measure.api.answers import _order_interval
 from hyperion.measure.api.outputs import (
     OutputMismatchError,
@@ -30,6 +30,7 @@ from hyperion.measure.api.outputs import (
 )
 from hyperion.processes import Job, run_ranks
 from hyperion.results import RowError
+from tests.measure import timing_ranks
 
 CPU = detect_cpu()
 SHORT = {"device": "cpu", "cold": False, "minimum_samples": 5, "time_limit_s": 1.5}
@@ -138,7 +139,9 @@ def turning(after, right, wrong):
 
 def test_an_output_that_changed_while_it_was_timed_is_refused():
     x = noise(64)
-    with pytest.raises(HarnessError, match=r"a call after the timing did not: output\[\d+\]"):
+    with pytest.raises(
+        HarnessError, match=r"a call after the timing returned another value than the first two calls: output\[\d+\]"
+    ):
         measure.time(turning(5, lambda: x * 2, lambda: x * 2.1), **SHORT)
     answer = measure.compare(turning(5, lambda: x * 2, lambda: x * 2.1), lambda: x * 2, **SHORT)
     assert answer.outputs_agree is False
@@ -205,7 +208,7 @@ def late_cache(after):
     "ask", [measure.time, lambda f, **options: measure.compare(f, lambda: noise(64) * 2, **options)], ids=["time", "compare"]
 )
 def test_a_call_that_writes_nothing_is_refused(ask, make):
-    with pytest.raises(HarnessError, match="wrote nothing to it|is made.0. .*wrote nothing"):
+    with pytest.raises(HarnessError, match="of an earlier call .*did not write to it|is made.0. .*did not write to it"):
         ask(make(), **SHORT)
 
 
@@ -250,8 +253,7 @@ def test_buffers_that_every_call_writes_are_timed_and_hold_their_result():
     array, source = np.zeros(64), np.ones(64)
     tensor = torch.from_numpy(array)
     assert measure.time(lambda: (np.copyto(array, source), tensor)[1], **SHORT).notes == (
-        "the function: it shares its memory with NumPy or another library, so that a write to the output cannot be told from "
-        "none",
+        "the function: it is unknown whether the call wrote its output: its memory is shared with NumPy or another library",
     )
 
 
@@ -295,7 +297,7 @@ def test_inputs_beside_what_is_computed_are_returned_unharmed_with_a_note():
         return kept[0], table(ids)
 
     assert "beside what it computes" in str(measure.time(cached_beside, **SHORT))
-    with pytest.raises(HarnessError, match="wrote nothing to it"):
+    with pytest.raises(HarnessError, match="of an earlier call .*did not write to it"):
         hidden = functools.cache(lambda: noise(8))
         measure.time(lambda: (hidden(), table(ids)), **SHORT)
 
@@ -354,7 +356,7 @@ def test_outputs_of_rare_kinds_are_compared(make):
 
 def test_an_output_without_numbers_is_said_not_to_be_compared():
     answer = measure.time(lambda: torch.empty(3, device="meta"), **SHORT)
-    assert "output cannot be read and was not compared" in str(answer)
+    assert "output cannot be read, so it was not compared" in str(answer)
 
 
 def test_large_outputs_are_sampled_evenly():
@@ -394,9 +396,9 @@ def test_work_left_to_a_new_thread_is_refused():
     def work():
         time.sleep(0.05)
 
-    with pytest.raises(HarnessError, match="still works after the call returned"):
+    with pytest.raises(HarnessError, match="is still working after the call returned"):
         measure.time(leave, **{**SHORT, "time_limit_s": 5.0})
-    with pytest.raises(HarnessError, match="still works after the call returned"):
+    with pytest.raises(HarnessError, match="is still working after the call returned"):
         measure.compare(lambda: threading.Thread(target=work).start(), work, **{**SHORT, "time_limit_s": 5.0})
 
 
@@ -407,7 +409,7 @@ def test_work_left_to_a_pool_is_refused_and_a_future_that_is_not_done_too():
         def leave():
             pool.submit(time.sleep, 0.05)
 
-        with pytest.raises(HarnessError, match="still works after the call returned"):
+        with pytest.raises(HarnessError, match="is still working after the call returned"):
             measure.time(leave, **SHORT)
         with pytest.raises(HarnessError, match="returned a Future whose work is not done"):
             measure.time(lambda: pool.submit(time.sleep, 0.05), **SHORT)
@@ -433,7 +435,7 @@ def test_a_thread_that_is_blocked_in_a_read_is_nobody_s_work_and_one_that_comput
     os.write(write, b"x")
     started.pop().join()
     try:
-        with pytest.raises(HarnessError, match="still works after the call returned"):
+        with pytest.raises(HarnessError, match="is still working after the call returned"):
             measure.time(lambda: start(compute), **SHORT)
     finally:
         over.set()
@@ -467,7 +469,7 @@ def test_once_is_a_thread_on_its_way_to_rest_and_twice_is_work():
         require_nothing_left(["a thread works", "a thread works"], "f")
 
 
-@pytest.mark.parametrize("late_s, said", [(0.0, ""), (0.02, "on other streams than the current one")])
+@pytest.mark.parametrize("late_s, said", [(0.0, ""), (0.02, "on streams other than the current one")])
 def test_work_on_other_streams_shows_as_a_device_that_is_busy_after_the_current_one(monkeypatch, late_s, said):
     """An injected device: the event of the current stream has passed, and the device itself is busy for so long."""
     told = []
@@ -541,7 +543,7 @@ def test_an_empty_label_is_refused(ask):
 
 def test_calls_in_a_row_are_hot_unless_cold_is_asked_for():
     assert not measure.time(lambda: None, device="cpu", back_to_back=3, time_limit_s=0.2).timing.cold
-    with pytest.raises(HyperionError, match="as the call before left it"):
+    with pytest.raises(HyperionError, match="cannot start with a cold cache"):
         measure.time(lambda: None, device="cpu", back_to_back=3, cold=True)
 
 
@@ -571,7 +573,7 @@ def test_a_limit_ends_sampling_before_the_minimum_and_says_so():
 
 
 def test_without_a_limit_a_slow_function_gets_the_fewest_calls(monkeypatch):
-    monkeypatch.setattr(measure.api, "_LIMIT_S", 0.01)
+    monkeypatch.setattr(functions, "_LIMIT_S", 0.01)
     answer = measure.time(lambda: time.sleep(0.05), device="cpu", cold=False)
     assert 3 <= len(answer.timing.samples_s) < 12
 
@@ -627,13 +629,14 @@ def test_quick_takes_a_fifth_of_a_second_of_sampling_and_says_what_it_gives_up()
 # Ranks
 
 
+@pytest.mark.process
 def test_ranks_take_the_same_number_of_samples_and_fail_together():
-    told = run_ranks(Job("tests.measure.timing_ranks:everything", {}, timeout_s=HANG_S * 2, ranks=2), on_line=lambda line: None)
+    told = run_ranks(Job(timing_ranks.everything, {}, timeout_s=HANG_S * 2, ranks=2), on_line=lambda line: None)
     first, second = told
     assert first["collective"]["samples"] == second["collective"]["samples"], "the slowest rank's times, on both"
     assert first["collective"]["calls"] == second["collective"]["calls"]
     assert first["compared"] == second["compared"] and len(first["compared"][0]) >= 3
     assert first["alone"] is not None and second["alone"] is None
-    assert "the call wrote nothing" in second["refused"] and "rank 1 refused" in first["refused"]
+    assert "the call did not write to it" in second["refused"] and "failed on rank 1" in first["refused"]
     assert "3 samples do not fit" in first["too slow"] and "3 samples do not fit" in second["too slow"]
     assert "rank 1 did not call this within" in first["missing"] and second["missing"] == ""

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyperion.errors import HyperionError
-from hyperion.measure.collectives.bucket_size import recommended_bucket
-from hyperion.measure.collectives.latency_bandwidth import fit_latency_bandwidth
+from hyperion.measure.collectives.latency_bandwidth import fit_latency_bandwidth, recommended_bucket
 
 SIZES = [8 * 4**power for power in range(15)]
 

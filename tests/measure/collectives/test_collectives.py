@@ -12,6 +12,7 @@ from hyperion.measure import COLLECTIVES, Collective, collective_bytes, measure_
 from hyperion.measure.collectives.collectives import ALL_COLLECTIVES, DTYPES, Buffers, memory_needed, root_of
 from hyperion.processes import Job, RankError, RollCall, World, run_ranks
 from hyperion.results import Row, Run, rows_from_csv
+from tests.measure import collective_ranks
 from tests.measure.collective_ranks import ELEMENTS, EXPERIMENT, FAULTS, SIZES, TOO_LARGE
 
 
@@ -23,7 +24,7 @@ def launched(tmp_path_factory):
         environment.setenv("CUDA_VISIBLE_DEVICES", "")
         environment.setenv("HIP_VISIBLE_DEVICES", "")
         with pytest.raises(RankError) as ended:
-            job = Job("tests.measure.collective_ranks:checks", {"folder": str(folder)}, timeout_s=120, ranks=2)
+            job = Job(collective_ranks.checks, {"folder": str(folder)}, timeout_s=120, ranks=2)
             run_ranks(job, on_line=lambda line: None)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], ended.value
 
@@ -35,6 +36,7 @@ def rows(launched) -> list[Row]:
     return rows_from_csv(launched[0][0]["rows"])
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", ALL_COLLECTIVES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_collective_is_exact_in_every_format_on_every_rank(launched, name, dtype):
@@ -44,12 +46,14 @@ def test_every_collective_is_exact_in_every_format_on_every_rank(launched, name,
         assert ranks[0]["bytes"] == collective_bytes(size, dtype, 2) >= size
 
 
+@pytest.mark.process
 def test_all_ranks_hold_the_same_samples_those_of_the_slowest(launched):
     for cell, told in launched[0][0]["sound"].items():
         assert told["samples"] == launched[0][1]["sound"][cell]["samples"]
         assert len(told["samples"]) >= 30 and min(told["samples"]) > 0
 
 
+@pytest.mark.process
 def test_busbw_of_one_second_is_the_bytes_that_cross_a_link(launched):
     factors = {"all_reduce": 1, "broadcast": 1, "all_gather": 1 / 2, "reduce_scatter": 1 / 2, "all_to_all": 1 / 2}
     factors |= {"reduce": 1, "send_recv": 1}
@@ -59,6 +63,7 @@ def test_busbw_of_one_second_is_the_bytes_that_cross_a_link(launched):
         assert told["busbw"] == pytest.approx(factor * told["bytes"] / 1e9)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen_on_the_ranks_that_have_it(launched, fault):
     wrong = [told["broken"][fault] for told in launched[0]]
@@ -66,6 +71,7 @@ def test_a_planted_fault_is_seen_on_the_ranks_that_have_it(launched, fault):
     assert all(count <= ELEMENTS for count in wrong)
 
 
+@pytest.mark.process
 def test_an_all_reduce_is_timed_beside_a_computation_and_is_right_afterwards(launched):
     ranks = [told["overlap"] for told in launched[0]]
     for name in ("a sleep", "products"):
@@ -77,12 +83,14 @@ def test_an_all_reduce_is_timed_beside_a_computation_and_is_right_afterwards(lau
     assert "2 ranks" in ranks[0]["products"]["words"]
 
 
+@pytest.mark.process
 def test_the_computation_begins_while_the_all_reduce_is_under_way(launched):
     for told in launched[0]:
         alone, beside = told["overlap"]["begun"]
         assert alone and beside
 
 
+@pytest.mark.process
 def test_a_wrong_value_ends_the_job_and_names_the_rank(launched):
     error = launched[1]
     assert error.rank == 1 and error.exit_code == 1
@@ -151,7 +159,7 @@ def test_inputs_differ_by_rank_and_by_element():
     assert first.min() >= 1 and len(first.unique()) > 200
 
 
-@pytest.mark.parametrize(("ranks", "dtype", "why"), [(1, "fp32", "1 ranks"), (200, "bf16", "cannot add up 200 ranks")])
+@pytest.mark.parametrize(("ranks", "dtype", "why"), [(1, "fp32", "two or more ranks, not 1"), (200, "bf16", "sums of 200 ranks")])
 def test_what_cannot_be_checked_is_refused(ranks, dtype, why):
     with pytest.raises(HyperionError, match=why):
         measure_collective(COLLECTIVES["all_reduce"], 64, dtype, world_of(ranks), RollCall())
@@ -162,6 +170,7 @@ def test_sizes_are_whole_elements_for_every_rank(wanted, dtype, ranks, bytes):
     assert collective_bytes(wanted, dtype, ranks) == bytes
 
 
+@pytest.mark.process
 def test_the_experiment_has_a_checked_row_for_every_cell_and_they_can_be_stored(rows, tmp_path):
     Run.create(tmp_path / "run", {}).record("toy", "collectives", rows, pd.DataFrame({"x": [1]}), input_hash="toy")
     rates = [row for row in rows if row.metric == "busbw_gb_s" and row.value is not None]
@@ -173,6 +182,7 @@ def test_the_experiment_has_a_checked_row_for_every_cell_and_they_can_be_stored(
     assert all(row.limit is None and "loopback" in row.limit_source and "gloo" in row.limit_source for row in rates)
 
 
+@pytest.mark.process
 def test_the_rows_of_a_cell_agree_with_each_other(rows):
     by_key = {(r.metric, r.variant, r.dtype, r.params.get("bytes")): r for r in rows}
     for (metric, name, dtype, size), row in by_key.items():
@@ -182,12 +192,14 @@ def test_the_rows_of_a_cell_agree_with_each_other(rows):
             assert row.value == pytest.approx(algbw * ALL_COLLECTIVES[name].bus_factor(2))
 
 
+@pytest.mark.process
 def test_what_does_not_fit_is_a_row_with_the_reason_and_is_not_tried(rows):
     absent = [row for row in rows if row.metric == "busbw_gb_s" and row.value is None]
     assert [(row.variant, row.params["bytes"]) for row in absent] == [("all_reduce", TOO_LARGE)]
     assert "GiB" in absent[0].value_reason
 
 
+@pytest.mark.process
 def test_each_collective_is_fitted_in_the_swept_format(rows):
     for metric in ("latency_s", "recommended_bytes"):
         assert {row.variant for row in rows if row.metric == metric} == set(ALL_COLLECTIVES)
@@ -195,6 +207,7 @@ def test_each_collective_is_fitted_in_the_swept_format(rows):
     assert all(row.value >= 0 for row in rows if row.metric == "latency_s")
 
 
+@pytest.mark.process
 def test_an_overlaps_rows_are_its_three_times_and_what_they_make(rows):
     beside = [row for row in rows if row.variant == "overlap"]
     seconds = {row.params["what"]: row.value for row in beside if row.metric == "call_time_s"}
@@ -205,11 +218,13 @@ def test_an_overlaps_rows_are_its_three_times_and_what_they_make(rows):
     assert exposed.value == pytest.approx((both - compute) / alone) and hidden.n >= 30
 
 
+@pytest.mark.process
 def test_gloo_names_no_algorithm_and_the_row_says_so(rows):
     (kernel,) = (row for row in rows if row.params.get("what") == "kernels")
     assert kernel.value is None and "gloo does not tell" in kernel.value_reason
 
 
+@pytest.mark.process
 def test_peers_are_counted_where_there_are_gpus(rows):
     peers = next(row for row in rows if row.variant == "topology")
     assert peers.value is None and "no GPUs" in peers.value_reason

@@ -9,8 +9,7 @@ from hyperion.measure.clock import checks, timing
 from hyperion.measure.clock.verify import Verification
 from hyperion.measure.collectives.collectives import Buffers
 from hyperion.measure.faults import planted_faults
-from hyperion.measure.faults.planted_faults import FAULTS, run_self_test
-from hyperion.measure.faults.self_test import Fault, run_faults
+from hyperion.measure.faults.planted_faults import FAULTS, Fault, run_faults, run_self_test
 from hyperion.measure.products.gemm import Gemm
 from hyperion.models.reference import VisionTransformer
 from hyperion.results import Row

@@ -11,10 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
 from hyperion.measure.clock import timing
-from hyperion.measure.products.captured_gemms import CapturedGemms, capture_gemms
 from hyperion.measure.products.dispatch import dispatched, shapes_only
 from hyperion.measure.products.product_formulas import Product
-from hyperion.measure.products.taf import BatchedGemm, measure_taf, taf
+from hyperion.measure.products.taf import BatchedGemm, CapturedGemms, capture_gemms, measure_taf, taf
 from hyperion.models import TransformerConfig, TransformerLM, reference_model, resnet18
 from hyperion.results import Estimate
 

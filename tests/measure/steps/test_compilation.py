@@ -50,18 +50,21 @@ def broken(cpu, tmp_path_factory):
         return compilation, compiled(x), module(x)
 
 
+@pytest.mark.process
 def test_a_planted_graph_break_is_counted_with_its_reason(broken):
     compilation = broken[0]
     assert (compilation.graphs, compilation.graph_breaks) == (2, 1)
     assert list(compilation.break_reasons) == ["Data-dependent branching"]
 
 
+@pytest.mark.process
 def test_what_the_compiler_wrote_is_counted(broken):
     calls = broken[0].kernel_calls
     assert calls["library"] == 2 and calls["template"] == 0  # the two products
     assert calls["fused"] == 1  # ReLU, sum and comparison in one loop
 
 
+@pytest.mark.process
 def test_first_calls_end_when_nothing_is_compiled_any_more(broken):
     compilation = broken[0]
     assert len(compilation.first_calls_s) == 4  # one that compiles, three that do not
@@ -69,10 +72,12 @@ def test_first_calls_end_when_nothing_is_compiled_any_more(broken):
     assert compilation.recompiles == ()
 
 
+@pytest.mark.process
 def test_a_cpu_says_that_it_has_no_cuda_graphs(broken):
     assert broken[0].cuda_graphs == "skipped: a CPU has no CUDA graphs"
 
 
+@pytest.mark.process
 def test_the_compiled_function_computes_the_same(broken):
     torch.testing.assert_close(broken[1], broken[2])
 
@@ -106,6 +111,7 @@ def test_an_unknown_mode_is_refused(cpu):
         measure_compilation(torch.nn.Identity(), (torch.zeros(1),), "fast", cpu)
 
 
+@pytest.mark.process
 def test_a_missing_compiler_is_told_with_the_remedy(cpu):
     import torch._inductor.config
 

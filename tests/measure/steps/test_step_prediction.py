@@ -10,8 +10,14 @@ from hyperion.errors import HyperionError
 from hyperion.experiments.steps.reference_steps import update_of
 from hyperion.measure.products.dispatch import Call, TensorShape, shapes_only
 from hyperion.measure.products.product_formulas import Product, products_of
-from hyperion.measure.products.product_rates import ProductRates
-from hyperion.measure.steps.step_prediction import CompiledHost, MemoryStream, StepCeilings, predict_step, training_calls
+from hyperion.measure.steps.step_prediction import (
+    CompiledHost,
+    MemoryStream,
+    ProductRates,
+    StepCeilings,
+    predict_step,
+    training_calls,
+)
 from hyperion.models import reference_model
 
 
@@ -205,6 +211,7 @@ H200_STEPS_S = {
 }
 
 
+@pytest.mark.slow
 def test_steps_of_an_h200_are_foretold_from_its_ceilings_within_a_fifth_in_the_median():
     streams = [(e * 8e6, gb_s) for e, gb_s in H200_COPY.items()] + [(e * 12e6, gb_s) for e, gb_s in H200_ADD.items()]
     rates = {

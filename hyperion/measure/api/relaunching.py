@@ -1,0 +1,329 @@
+"""Compare two versions of code in several fresh processes (launches) per version, all alive at once.
+
+If launches ran one after the other, their medians would differ by some percent with the load of a shared machine. Therefore
+all launches wait, and the parent lets each of them sample for a short slice, in random order, round after round. All launches
+then see the same conditions, and their scatter still contains what differs between processes: addresses, hash seeds, and
+choices made at start-up.
+
+A round takes a fraction of a second, and the speed of the machine changes between rounds. This change is common to all
+launches of a round, so each time is divided by it (`normalise_rounds`). The time of a launch is the median of its turns.
+"""
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from hyperion.errors import HyperionError
+from hyperion.hardware import Telemetry
+from hyperion.hardware.telemetry import median_of
+from hyperion.measure.api.answers import TimeAnswer
+from hyperion.measure.api.functions import device_of
+from hyperion.measure.clock.repeated import calls_that_fill
+from hyperion.measure.clock.timing import MINIMUM_SAMPLES, Timing
+from hyperion.processes.child_process import child_environment
+from hyperion.processes.request_worker import RequestWorker
+
+SIDES = ("A", "B")
+LAUNCHES, SECONDS = 5, 0.6
+# Shorter slices give more rounds, in which the machine changes less. But each turn starts with one sample that is dropped, so
+# a sample must be much shorter than a slice.
+_SAMPLE_S, _SLICE_S = 5e-4, 5e-3
+_TURN_OVERHEAD_S = 2e-3  # of a turn: the request, waking up, reading the telemetry
+_TIMEOUT_S = 600.0  # for importing, for preparing, and for one turn
+_WORKER = ("-P", "-m", "hyperion.measure.api.relaunch_worker")
+
+Report = Callable[[int, int, str], object]
+LaunchId = tuple[str, int]  # side and number
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The schedule of the turns.
+
+    Args:
+        rounds: turns of each launch.
+        slice_s: seconds of sampling per function in a turn.
+        calls: calls per sample by function; the same in all launches.
+        expected_s: approximate seconds of all turns.
+    """
+
+    rounds: int
+    slice_s: float
+    calls: dict[str, int]
+    expected_s: float
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The result of one launch.
+
+    Args:
+        side: "A" or "B".
+        number: from 1.
+        answers: the time of each function; one sample per round, the median of the turn.
+        samples: all samples of all turns: columns variant, round, index, calls and time_s (seconds per call).
+        files: sha256 of the module files imported from the side's folder, by path below the folder.
+    """
+
+    side: str
+    number: int
+    answers: dict[str, TimeAnswer]
+    samples: pd.DataFrame = field(repr=False)
+    files: dict[str, str] = field(repr=False)
+
+    @property
+    def source(self) -> str:
+        """Digest of the files imported from the side's folder; "" if there are none."""
+        return hashlib.sha256(repr(sorted(self.files.items())).encode()).hexdigest()[:16] if self.files else ""
+
+
+@dataclass(frozen=True)
+class Relaunched:
+    """The results of all launches (those of A first) and the schedule."""
+
+    launches: tuple[Launched, ...]
+    plan: Plan
+
+    def of(self, side: str) -> list[Launched]:
+        """Return the launches of one side."""
+        return [launched for launched in self.launches if launched.side == side]
+
+
+def relaunch(
+    work: Path | str,
+    folder_a: Path | str,
+    folder_b: Path | str,
+    *,
+    launches: int = LAUNCHES,
+    seconds: float = SECONDS,
+    report: Report = lambda done, total, note: None,
+) -> Relaunched:
+    """Time the functions of a file with two versions of the code that they import, in several launches per version.
+
+    All launches are alive at the same time, so a GPU needs memory for all of them.
+
+    Args:
+        work: a Python file with a function `work()` that returns the functions to time: a dict of functions without
+            arguments. The file imports from a side's folder and from installed packages, not from its own folder.
+        folder_a, folder_b: first folder on the import path of each side, such as two checkouts. Pass the same folder twice to
+            measure the noise.
+        launches: number of launches per side.
+        seconds: total seconds of sampling per function and launch. Slow functions take longer, for at least 30 rounds.
+        report: called with (done, total, activity) to show progress.
+
+    Raises:
+        HyperionError: a path is missing, the file has no such functions, a side imported nothing from its folder although the
+            folders differ, or a file changed between the launches of a side.
+        JobError: a launch raised, died or timed out. The message contains its side, number and traceback.
+    """
+    work = _file(Path(work))
+    folders = {side: _folder(Path(folder)) for side, folder in zip(SIDES, (folder_a, folder_b), strict=True)}
+    with contextlib.ExitStack() as stack:
+        team = _Team(work, folders, stack)
+        team.start(1)
+        for number in range(1, launches + 1):
+            report(number - 1, launches, "launching")
+            if number < launches:
+                team.start(number + 1)
+            team.prepare(number)
+            if number == 1:
+                _require_use(work, folders, team.files)
+        report(launches, launches, "launched")
+        plan = plan_turns(team.call_s, len(team.partners), seconds)
+        turns = _take_turns(team, plan, report)
+    return Relaunched(tuple(_all_launched(team, plan, turns)), plan)
+
+
+def plan_turns(call_s: dict[str, float], launches: int, seconds: float) -> Plan:
+    """Plan the turns: slices of about two calls of the slowest function, and at least 30 rounds.
+
+    Args:
+        call_s: seconds per call by function.
+        launches: number of launches of both sides together.
+    """
+    rounds = max(MINIMUM_SAMPLES, int(seconds / max(_SLICE_S, 2 * max(call_s.values()))))
+    slice_s, calls = seconds / rounds, {name: calls_that_fill(_SAMPLE_S, one) for name, one in call_s.items()}
+    # A turn starts with one sample that is dropped, and its last sample ends after the slice.
+    turn_s = sum(max(slice_s, calls[name] * one) + 1.5 * calls[name] * one + _TURN_OVERHEAD_S for name, one in call_s.items())
+    return Plan(rounds, slice_s, calls, rounds * launches * turn_s)
+
+
+def normalise_rounds(times: np.ndarray) -> np.ndarray:
+    """Remove the changes of speed that all launches of a round share; the median speed of the rounds remains.
+
+    The factor of a round is the median over all launches of time / median time of the launch. A median of the times
+    themselves would lie between the slowest launch of one side and the fastest of the other and follow their noise. This
+    would shrink the difference between the sides: with a scatter of 2 % per turn, a difference of 3 % by a third of a percent.
+
+    Args:
+        times: seconds, shape (launches, rounds).
+
+    Returns:
+        Seconds of the same shape.
+
+    Source: Tukey, Exploratory Data Analysis, 1977, chapter 11, for polishing by medians.
+    """
+    rounds = np.median(times / np.median(times, axis=1, keepdims=True), axis=0)
+    return times / rounds * np.median(rounds)
+
+
+class _Team:
+    """The running launches of both sides by (side, number), and their answers to `prepare`."""
+
+    def __init__(self, work: Path, folders: dict[str, Path], stack: contextlib.ExitStack):
+        self.work, self.folders, self.stack = work, folders, stack
+        self.partners: dict[LaunchId, RequestWorker] = {}
+        self.prepared: dict[LaunchId, dict] = {}
+
+    def start(self, number: int) -> None:
+        """Start one launch of each side; it imports while earlier launches prepare."""
+        for side in self._pair(number):
+            name = f"launch {number} of {side} ({self.folders[side].name})"
+            partner = RequestWorker(name, _WORKER, environment_of(self.folders[side]))
+            self.partners[side, number] = self.stack.enter_context(partner)
+            partner.send("ready")
+
+    def prepare(self, number: int) -> None:
+        """Let one launch of each side load the functions and warm up."""
+        for side in SIDES:
+            self.partners[side, number].receive(_TIMEOUT_S)
+        for side in self._pair(number):
+            paths = {"work": str(self.work), "folder": str(self.folders[side])}
+            self.prepared[side, number] = self.partners[side, number].call("prepare", _TIMEOUT_S, **paths)
+            self.require_same_files(side, number)
+
+    def require_same_files(self, side: str, number: int) -> None:
+        """Raise if a file was edited between the launches: the side would have two versions."""
+        first = self.prepared[side, 1]["files"]
+        for file, digest in self.prepared[side, number]["files"].items():
+            if first.get(file, digest) != digest:
+                raise HyperionError(
+                    f"a file changed before launch {number} of {side} imported it",
+                    where=self.folders[side] / file,
+                    next_step="run again, and do not edit the folders until all launches have started",
+                )
+
+    @staticmethod
+    def _pair(number: int) -> tuple[str, ...]:
+        """Return the sides in the order of this pair; it alternates, in case the order matters."""
+        return SIDES if number % 2 else SIDES[::-1]
+
+    @property
+    def files(self) -> dict[str, dict[str, str]]:
+        """Digests of the files that the first launch of each side imported from its folder."""
+        return {side: self.prepared[side, 1]["files"] for side in SIDES}
+
+    @property
+    def call_s(self) -> dict[str, float]:
+        """Seconds per call of each function in the fastest launch; other launches may have been disturbed.
+
+        Raises:
+            HyperionError: not all launches have the same functions.
+        """
+        times = [answer["functions"] for answer in self.prepared.values()]
+        for who, functions_here in zip(self.prepared, times, strict=True):
+            if functions_here.keys() != times[0].keys():
+                raise HyperionError(
+                    f"launch {who[1]} of {who[0]} times {', '.join(functions_here)}, another one {', '.join(times[0])}",
+                    where=self.work,
+                    next_step="return the same names on both sides",
+                )
+        return {name: min(one[name]["call_s"] for one in times) for name in times[0]}
+
+
+def environment_of(folder: Path) -> dict[str, str]:
+    """Return the environment of a launch: this process's, with the side's folder first on the import path."""
+    inherited = child_environment()
+    return inherited | {"PYTHONPATH": f"{folder}{os.pathsep}{inherited['PYTHONPATH']}"}
+
+
+def _take_turns(team: _Team, plan: Plan, report: Report) -> dict[str, dict[LaunchId, list[dict]]]:
+    """Run all turns, one launch at a time, and return the answers by function and launch."""
+    random, order = np.random.default_rng(0), sorted(team.partners)
+    turns = {name: {who: [] for who in order} for name in plan.calls}
+    for turn in range(plan.rounds):
+        report(turn, plan.rounds, f"sampling for about {plan.expected_s:.0f} s")
+        for name, calls in plan.calls.items():
+            for place in random.permutation(len(order)):
+                options = {"function": name, "calls": calls, "seconds": plan.slice_s}
+                turns[name][order[place]].append(team.partners[order[place]].call("turn", _TIMEOUT_S, **options))
+    report(plan.rounds, plan.rounds, "sampled")
+    return turns
+
+
+def _all_launched(team: _Team, plan: Plan, turns: dict[str, dict[LaunchId, list[dict]]]) -> Iterator[Launched]:
+    device, order = device_of(None), sorted(team.partners)
+    # The samples of one turn are not independent, so each turn contributes one value.
+    times = {
+        name: normalise_rounds(np.array([[np.median(turn["samples_s"]) for turn in of[who]] for who in order]))
+        for name, of in turns.items()
+    }
+    for place, who in enumerate(order):
+        state = median_of([Telemetry(**turn["state"]) for of in turns.values() for turn in of[who]])
+        warmed = team.prepared[who]["functions"]
+        answers = {
+            name: TimeAnswer(
+                name,
+                Timing(
+                    times[name][place],
+                    tuple(warmed[name]["warmup_s"]),
+                    warmed[name]["warm"],
+                    cold=False,
+                    stopped="time limit",
+                    telemetry=state,
+                ),
+                device,
+            )
+            for name in plan.calls
+        }
+        frames = [
+            pd.DataFrame(
+                {
+                    "variant": name,
+                    "round": number,
+                    "index": range(len(turn["samples_s"])),
+                    "calls": plan.calls[name],
+                    "time_s": turn["samples_s"],
+                }
+            )
+            for name, of in turns.items()
+            for number, turn in enumerate(of[who])
+        ]
+        yield Launched(*who, answers, pd.concat(frames, ignore_index=True), team.prepared[who]["files"])
+
+
+def _file(work: Path) -> Path:
+    if not work.is_file():
+        raise HyperionError("no such file", where=work, next_step="pass a Python file with a function work()")
+    return work.resolve()
+
+
+def _folder(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise HyperionError("no such folder", where=folder, next_step="pass the folder to put first on the import path")
+    if (folder / "hyperion").is_dir() and not (folder / "hyperion/measure/api/relaunch_worker.py").is_file():
+        raise HyperionError(
+            "the hyperion in this folder does not support relaunch",
+            where=folder / "hyperion",
+            next_step="pass a checkout of hyperion that has this command, or a folder with other code",
+        )
+    return folder.resolve()
+
+
+def _require_use(work: Path, folders: dict[str, Path], files: dict[str, dict[str, str]]) -> None:
+    """Raise if a side imported nothing from its folder, so that both sides would time the same code."""
+    if folders["A"] == folders["B"]:
+        return
+    for side, folder in folders.items():
+        if not files[side]:
+            raise HyperionError(
+                f"{work.name} imported nothing from the folder of side {side}, so it would time other code",
+                where=folder,
+                next_step="pass the folder that contains the package (such as src/ of a checkout), and import it in work()",
+            )

@@ -1,1 +1,0 @@
-"""Memory: bandwidth, caches, transfers, allocation, peaks."""

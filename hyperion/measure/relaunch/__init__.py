@@ -1,1 +1,0 @@
-"""Measure two versions of a function over several process launches."""

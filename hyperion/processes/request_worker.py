@@ -1,0 +1,192 @@
+"""A worker process that serves requests: one line of JSON in, one line of JSON out.
+
+Use it when the work of several processes must take turns. Between requests the worker blocks in a read and uses no CPU. It
+ends with the process that started it. What it prints goes to a log, whose end is part of an error's message.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import hyperion
+from hyperion.errors import HyperionError
+from hyperion.processes.child_process import die_with, kill_session
+from hyperion.processes.job import KILLED_REMEDY, JobError, last_lines
+
+_LAUNCHER, _ANSWERS = "HYPERION_LAUNCHER", "HYPERION_ANSWERS"
+# Time in which a hanging worker writes its stack.
+_STACK_S = 0.5
+_EXIT_S = 2.0
+_POLL_S = 1.0
+_LIBRARY = str(Path(hyperion.__file__).parent) + os.sep
+
+
+class RequestWorker:
+    """The client's side: start a Python process that calls `serve_requests`, and send it requests.
+
+    Args:
+        name: name of the worker in error messages.
+        arguments: command-line arguments of the interpreter.
+        environment: all environment variables of the worker.
+
+    Attributes:
+        pid: process number of the worker.
+    """
+
+    def __init__(self, name: str, arguments: Sequence[str], environment: dict[str, str]):
+        self.name = name
+        # Append mode: the worker writes on while `_log_end` reads.
+        self._log = tempfile.TemporaryFile("a+", errors="replace")  # noqa: SIM115 - closed by `close`
+        self._received = b""
+        # Answers have their own pipe: text printed before `serve_requests` starts, by a sitecustomize say, is no answer.
+        answers, end = os.pipe()
+        self._answers = os.fdopen(answers, "rb", buffering=0)
+        # The worker leads a session: Ctrl-C reaches only this process, which then ends the worker and its children.
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=self._log,
+            bufsize=0,
+            pass_fds=[end],
+            env=environment | {_LAUNCHER: str(os.getpid()), _ANSWERS: str(end)},
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        self._requests = self._process.stdin
+        os.close(end)
+        self.pid = self._process.pid
+
+    def __enter__(self) -> "RequestWorker":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def call(self, function: str, timeout_s: float, /, **params: object) -> dict:
+        """Send a request and return its result; see `send` and `receive`."""
+        self.send(function, **params)
+        return self.receive(timeout_s)
+
+    def send(self, function: str, /, **params: object) -> None:
+        """Send a request with JSON-able parameters, and return at once."""
+        with contextlib.suppress(BrokenPipeError):  # the worker has died: `receive` raises the error
+            self._requests.write(json.dumps([function, params]).encode() + b"\n")
+
+    def receive(self, timeout_s: float) -> dict:
+        """Return the result of the request that was sent.
+
+        Raises:
+            JobError: the worker raised, died, or took longer than `timeout_s` seconds. The message has the worker's name and
+                its HyperionError, its traceback, or its stack.
+        """
+        line = self._read_line(time.monotonic() + timeout_s)
+        if line is None:
+            raise self._timeout_error(timeout_s)
+        if not line:
+            raise self._exit_error()
+        reply = json.loads(line)
+        if "error" in reply:
+            error = reply["error"]
+            raise JobError(f"{self.name}: {error['what']}", where=error["where"], next_step=error["next_step"])
+        if "traceback" in reply:
+            raise JobError(
+                f"{self.name} raised\n{reply['traceback'].rstrip()}", where=self._where, next_step="read the traceback above"
+            )
+        return reply["answer"]
+
+    def close(self) -> None:
+        """Kill the worker and its children at once: they have no state to save."""
+        kill_session(self.pid, ours=self._process.poll() is None)
+        self._process.wait()
+        for stream in (self._requests, self._answers, self._log):
+            stream.close()
+
+    @property
+    def _where(self) -> str:
+        return f"process {self.pid}"
+
+    def _read_line(self, deadline: float) -> bytes | None:
+        """Return the next line without its newline, b"" if the worker has died, None at the deadline."""
+        while b"\n" not in self._received:
+            left_s = max(0.0, deadline - time.monotonic())
+            if select.select([self._answers], [], [], min(left_s, _POLL_S))[0]:
+                data = self._answers.read(1 << 20)
+                if not data:
+                    return b""
+                self._received += data
+            elif self._process.poll() is not None:  # a child of the worker may hold the pipe open
+                return b""
+            elif not left_s:
+                return None
+        line, self._received = self._received.split(b"\n", 1)
+        return line
+
+    def _log_end(self) -> str:
+        self._log.seek(0)
+        return last_lines(self._log.read()).rstrip()
+
+    def _timeout_error(self, timeout_s: float) -> JobError:
+        self._process.send_signal(signal.SIGUSR1)
+        time.sleep(_STACK_S)
+        return JobError(
+            f"{self.name} gave no answer within {timeout_s:g} s and was ended\n{self._log_end()}",
+            where=self._where,
+            next_step="see the stack above for where it hung",
+        )
+
+    def _exit_error(self) -> JobError:
+        try:
+            code = self._process.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            code = 0  # it closed its pipe and still runs
+        cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return JobError(
+            f"{self.name} {cause}\n{self._log_end()}",
+            where=self._where,
+            next_step=KILLED_REMEDY if code == -signal.SIGKILL else "read its output above",
+        )
+
+
+def serve_requests(functions: dict[str, Callable[..., dict]]) -> None:
+    """The worker's side: serve requests until the client closes the pipe.
+
+    What the functions print goes to the log; their standard input is empty.
+
+    Args:
+        functions: by name. Each takes the request's parameters and returns a JSON-able dict.
+    """
+    die_with(int(os.environ.pop(_LAUNCHER)))
+    requests, answers = os.fdopen(os.dup(0)), os.fdopen(int(os.environ.pop(_ANSWERS)), "w")
+    os.set_inheritable(answers.fileno(), False)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    for line in requests:
+        function, params = json.loads(line)
+        try:
+            reply = {"answer": functions[function](**params)}
+        except HyperionError as error:
+            reply = {"error": error.as_dict()}
+        except Exception as error:
+            reply = {"traceback": _traceback(error)}
+        answers.write(json.dumps(reply) + "\n")
+        answers.flush()
+
+
+def _traceback(error: Exception) -> str:
+    """Format the traceback from the first frame outside this library; all of it if there is none."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith((_LIBRARY, "<frozen ")):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))

@@ -1,0 +1,31 @@
+"""The public face of `hyperion.measure`: its functions stay functions, whatever is imported first."""
+
+import pkgutil
+import subprocess
+import sys
+
+from hyperion import measure
+
+FUNCTIONS = ("time", "compare", "memory", "flops", "explain", "relaunch")
+
+
+def test_no_folder_or_module_has_the_name_of_a_public_object():
+    # Importing a submodule binds its name in the package: a module `memory` would replace the function `measure.memory`.
+    submodules = {module.name for module in pkgutil.iter_modules(measure.__path__)}
+    assert submodules.isdisjoint(measure.__all__)
+
+
+def test_functions_stay_functions_when_every_submodule_is_imported():
+    code = (
+        "import importlib, pkgutil, types\n"
+        "from hyperion import measure\n"
+        "for module in pkgutil.walk_packages(measure.__path__, 'hyperion.measure.'):\n"
+        "    importlib.import_module(module.name)\n"
+        f"assert all(isinstance(getattr(measure, name), types.FunctionType) for name in {FUNCTIONS})\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_public_name_exists_once():
+    assert len(set(measure.__all__)) == len(measure.__all__)
+    assert all(hasattr(measure, name) for name in measure.__all__)

@@ -1,0 +1,44 @@
+"""Functions of the jobs that test_job.py runs."""
+
+import os
+import signal
+import time
+
+from hyperion.errors import HyperionError
+from hyperion.processes import report_progress
+
+
+def double(value):
+    print("doubling", value)
+    report_progress(1, 2, "half way")
+    return {"value": 2 * value}
+
+
+def environment(names):
+    return {name: os.environ.get(name) for name in names}
+
+
+def fail():
+    raise ValueError("the sum is wrong on purpose")
+
+
+def refuse():
+    raise HyperionError("the file is damaged", where="a.bin", next_step="copy it again")
+
+
+class Stopped(HyperionError):
+    exit_code = 75
+
+
+def stop():
+    raise Stopped("the state was saved")
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sleep(pid_file):
+    with open(pid_file, "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(600)

@@ -1,0 +1,71 @@
+"""The first recipe of CONTRIBUTING.md, followed literally in a copy of the repository, gives an experiment that runs."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hyperion.results import Run
+from tests.reproduce.small_book import write_notebook
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+RECIPE = TEXT[TEXT.index("## Add an experiment") : TEXT.index("## Add a model size")]
+# "`path`, before `marker`:" and its code.
+STEP = re.compile(
+    r"`([^`\n]+\.(?:py|toml|ipynb))`(?:, (before|after|at the end)(?: `([^`]+)`)?)?[^\n]*:\n\n```\w+\n(.*?)```", re.S
+)
+
+
+def follow(copy: Path) -> list[str]:
+    """Do what the recipe says; return the files it touched."""
+    touched = []
+    for name, where, marker, code in STEP.findall(RECIPE):
+        path = copy / name
+        touched.append(name)
+        if path.suffix == ".ipynb":
+            write_notebook(path.parent, path.stem, [code], produces=["softmax"])
+        elif not where:
+            assert not path.exists()
+            path.write_text(code)
+        else:
+            text = path.read_text()
+            assert where == "at the end" or text.count(marker) == 1, f"{name} has no single {marker!r}"
+            inserted = {"before": code + (marker or ""), "after": (marker or "") + code.rstrip("\n")}.get(where)
+            path.write_text(text + code if inserted is None else text.replace(marker, inserted))
+    return touched
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_the_first_recipe_gives_an_experiment_that_runs(tmp_path):
+    copy = tmp_path / "copy"
+    ignored = shutil.ignore_patterns(".git", ".venv", ".overlay", "results", "data", ".*cache", "__pycache__", ".hypothesis")
+    shutil.copytree(ROOT, copy, ignore=lambda folder, names: ignored(folder, names) if Path(folder) == ROOT else [])
+    touched = follow(copy)
+    assert len(set(touched)) == 5
+    environment = os.environ | {
+        "PYTHONPATH": str(copy),
+        "HYPERION_HOME": str(copy),
+        "HYPERION_RESULTS": str(tmp_path / "results"),
+        "HYPERION_DATA": str(tmp_path / "data"),
+    }
+
+    def run(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", *words], cwd=copy, env=environment, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    run("hyperion", "reproduce", "--profile", "smoke", "--only", "05_softmax")
+    latest = Run.open((tmp_path / "results" / "latest").resolve())
+    assert [row.params["row_length"] for row in latest.rows("05_softmax")] == [64, 1024]
+    assert (latest.folder / "benchmarks" / "hardware" / "softmax.png").is_file()
+    assert "Softmax" in (latest.folder / "report.html").read_text()
+    run("pytest", "-q", "-p", "no:cacheprovider", "tests/experiments/hardware/test_softmax.py", "tests/test_architecture.py")
+    run("ruff", "check", "--no-cache", *sorted({name for name in touched if name.endswith(".py")}))
