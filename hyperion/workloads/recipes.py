@@ -1,12 +1,12 @@
-"""Trainings on one or many ranks: a `Recipe` describes one, `set_up` makes the engine and this rank's batches."""
+"""Trainings on one rank or on many: a recipe describes one, `set_up` builds its engine and this rank's batches."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
-from typing import TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
+from pydantic import ConfigDict
 
 from hyperion.chapter.context import Context
 from hyperion.checkpoints import agreed, frozen_sha256, on_rank_0
@@ -23,7 +23,6 @@ from hyperion.training import (
     LanguageEngine,
     Plan,
     Precision,
-    TorchEngine,
     WarmupCosine,
     adamw,
     choose_precision,
@@ -31,39 +30,46 @@ from hyperion.training import (
     sgd_nesterov,
 )
 from hyperion.workloads import datasets
-from hyperion.workloads.llama_setup import base_model, frozen_dtype, material, with_lora
-from hyperion.workloads.workloads import CLASSES
+from hyperion.workloads.llama_setup import base_model, fine_tuning_data, frozen_dtype, with_lora
 
-_HELD_OUT = 10  # the last tenth of the training images is held out
-T = TypeVar("T")
-
+Task = Literal["language", "images", "llama"]
+Strategy = Literal["single", "ddp", "fsdp"]
 TASKS = ("language", "images", "llama")
+CLASSES = 10
+_HELD_OUT = 10  # one in so many training images is held out
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Description of a training: JSON-able, the same on every rank.
+    """One training, as commands and profiles describe it. JSON-able, the same on every rank.
 
     Args:
         task: "language" (WikiText-2), "images" (CIFAR-10) or "llama" (instruction rows).
-        model: name of a Transformer configuration; "resnet18" for images; for llama the name of a random configuration, or a
+        model: name of a Transformer configuration; for images "resnet18"; for llama the name of a random configuration, or a
             folder or hub name of real weights.
         strategy: "single", "ddp" or "fsdp".
-        precision: "auto", "fp32", "bf16" and others, see `choose_precision`.
-        batch_size: examples of one optimizer step over all ranks.
-        steps, epochs: length of the training; give one of the two.
-        learning_rate: at the end of the warm-up, which takes `warmup_share` of all steps; a cosine to zero follows.
-        sequence_length: tokens of one example (language).
+        precision: "auto", "fp32", "bf16", …: see `choose_precision`.
+        batch_size: examples of one optimizer step, over all ranks together.
+        learning_rate: largest learning rate, at the end of the warm-up. A cosine to zero follows.
+        weight_decay: of AdamW or SGD.
+        steps, epochs: length of the training; exactly one of the two.
+        warmup_share: share of all steps that warm up.
+        sequence_length: tokens of one example (language, llama).
         width: channels of the first stage (images).
         lora: train adapters on a frozen base instead of all parameters (llama).
         records: number of training examples to use (images); None for all that are not held out.
-        evaluation_batches: held-out batches to score at the end of each epoch, and for images test batches to score after the
-            last step; None for all, 0 for none.
+        evaluation_batches: held-out batches scored at the end of an epoch, and test batches scored after the last step
+            (images); None for all, 0 for none.
+        checkpoint_every: steps between two checkpoints; None for none.
     """
 
-    task: str
+    # Options of a profile contain recipes: pydantic then refuses unknown names.
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+
+    task: Task
     model: str
-    strategy: str
+    strategy: Strategy
     precision: str
     batch_size: int
     learning_rate: float
@@ -80,34 +86,34 @@ class Recipe:
 
     def __post_init__(self):
         if self.task not in TASKS:
-            raise HyperionError(f"unknown task {self.task!r}", where="Recipe", next_step=f"use one of {', '.join(TASKS)}")
+            raise HyperionError(f"no task is named {self.task!r}", where="Recipe", next_step=f"use one of {', '.join(TASKS)}")
 
     @property
     def name(self) -> str:
-        """Model and strategy, e.g. "gpt2_124m_fsdp"."""
+        """Model and strategy: "gpt2_124m_fsdp"."""
         name = self.model.rstrip("/").rpartition("/")[2]
         part = f"_w{self.width}" if self.task == "images" else "_lora" if self.lora else ""
         return f"{name}{part}_{self.strategy}"
 
     def plan(self) -> Plan:
-        """Return the length of the training and the checkpoint interval."""
+        """Return the length of the training and its checkpoint interval."""
         return Plan(steps=self.steps, epochs=self.epochs, checkpoint_every=self.checkpoint_every)
 
 
 @dataclass(frozen=True)
 class Training:
-    """What one rank needs to train a recipe.
+    """A recipe that is set up on this rank.
 
     Attributes:
-        engine: the model, parallelized by the recipe's strategy, and its optimizer.
+        engine: the model, distributed as the recipe's strategy says, and its optimizer.
         batches: this rank's part of every batch.
-        validation: returns fresh held-out batches; None if the recipe scores none.
-        source: data source in use.
-        base_sha256: hash of the frozen weights under the adapters, "" without adapters.
-        test: returns batches of the test split, to be read once, after the last step; None for tasks that do not use it.
+        validation: makes fresh held-out batches; None when the recipe scores none.
+        source: the data source.
+        base_sha256: of the frozen weights under the adapters, "" without adapters.
+        test: makes batches of the test split, for one evaluation after the last step; None when the recipe has none.
     """
 
-    engine: TorchEngine
+    engine: LanguageEngine | ImageEngine
     batches: ResumableBatches
     validation: Callable[[], Iterable] | None
     source: str
@@ -116,22 +122,22 @@ class Training:
 
 
 def set_up(context: Context, recipe: Recipe) -> Training:
-    """Seed, load the data, build the model and parallelize it over the ranks.
+    """Seed the generators, load the data, build the model and distribute it over the ranks.
 
     Raises:
-        HyperionError: the ranks do not divide the batch, or the model, precision or strategy is unknown.
+        HyperionError: a batch that the ranks do not divide, an unknown model, precision or strategy.
     """
     seed_everything(context.seed)
     return {"language": _language, "images": _images, "llama": _llama}[recipe.task](context, recipe)
 
 
 def rank_zero_first(function: Callable[[], T]) -> T:
-    """Call `function` on rank 0 and then on the others, so that rank 0 alone prepares the files that all ranks read.
+    """Call `function` on rank 0, then on the others, so that rank 0 alone prepares files that the others find on disk.
 
     Raises:
-        CheckpointError: on all ranks if one rank raised, so that no rank waits for it.
+        CheckpointError: on all ranks, if one rank failed, so that none waits for it.
     """
-    here, first = world(), list[T]()
+    here, first = world(), []
     if here.size == 1:
         return function()
     on_rank_0(lambda: first.append(function()))
@@ -139,7 +145,7 @@ def rank_zero_first(function: Callable[[], T]) -> T:
 
 
 def _language(context: Context, recipe: Recipe) -> Training:
-    here, device = _batch_world(recipe), context.device
+    here, device = _sharers(recipe), context.device
     corpus, tokenizer, prepared = rank_zero_first(lambda: datasets.text(context))
     batches = LanguageBatches(
         prepared.tokens["train"],
@@ -152,7 +158,7 @@ def _language(context: Context, recipe: Recipe) -> Training:
     )
     config = named_config(recipe.model, vocab_size=tokenizer.vocab_size, context=recipe.sequence_length)
     precision = choose_precision(device, recipe.precision)
-    with torch.device(device.torch_device):  # a GPU draws the weights much faster than a CPU
+    with torch.device(device.torch_device):  # draw the weights on the device, not on the host
         model = TransformerLM(config)
     model = parallelize(model, _plan(recipe, precision), here)
     engine = LanguageEngine(
@@ -173,13 +179,13 @@ def _language(context: Context, recipe: Recipe) -> Training:
             recipe.batch_size // here.size,
             device.torch_device,
         )
-        return islice(windows, recipe.evaluation_batches)
+        return _first(windows, recipe.evaluation_batches)
 
     return Training(engine, batches, None if recipe.evaluation_batches == 0 else validation, corpus.source)
 
 
 def _images(context: Context, recipe: Recipe) -> Training:
-    here, device = _batch_world(recipe), context.device
+    here, device = _sharers(recipe), context.device
     image_set, prepared = rank_zero_first(lambda: datasets.images(context))
     arrays = prepared.arrays
     first_held_out = len(arrays["train_images"]) * (_HELD_OUT - 1) // _HELD_OUT
@@ -197,8 +203,7 @@ def _images(context: Context, recipe: Recipe) -> Training:
         rank=here.rank,
         ranks=here.size,
     )
-    precision = choose_precision(device, recipe.precision)
-    model = resnet18(CLASSES, recipe.width)
+    model, precision = resnet18(CLASSES, recipe.width), choose_precision(device, recipe.precision)
     model = model.to(device.torch_device)
     model = parallelize(model, _plan(recipe, precision), here)
     optimizer = sgd_nesterov(model, recipe.learning_rate, recipe.weight_decay)
@@ -214,7 +219,7 @@ def _images(context: Context, recipe: Recipe) -> Training:
             shuffle=False,
             drop_last=False,
         )
-        return islice(batches, recipe.evaluation_batches)
+        return _first(batches, recipe.evaluation_batches)
 
     if recipe.evaluation_batches == 0:
         return Training(engine, batches, None, image_set.source)
@@ -223,42 +228,48 @@ def _images(context: Context, recipe: Recipe) -> Training:
 
 
 def _llama(context: Context, recipe: Recipe) -> Training:
-    here, device = _batch_world(recipe), context.device
-    chosen = {"model": recipe.model, "real_weights": False, "sequence_length": recipe.sequence_length}
-    loaded = rank_zero_first(lambda: material(replace(context, sizes=context.sizes | chosen)))
+    here, device = _sharers(recipe), context.device
+    data = rank_zero_first(lambda: fine_tuning_data(context, recipe.model, recipe.sequence_length))
     precision = choose_precision(device, recipe.precision)
-    base = base_model(context, loaded, frozen_dtype(precision) if recipe.lora else torch.float32)
-    base_sha256 = frozen_sha256(base) if recipe.lora else ""  # needs whole weights, so before sharding
+    base = base_model(context, data, frozen_dtype(precision) if recipe.lora else torch.float32)
+    base_sha256 = frozen_sha256(base) if recipe.lora else ""  # before it is sharded
     model = with_lora(base, context.seed) if recipe.lora else LlamaLM(base)
     model = parallelize(model, _plan(recipe, precision), here)
     batches = InstructionBatches(
-        loaded.train, recipe.batch_size, context.seed, device=device.torch_device, rank=here.rank, ranks=here.size
+        data.train, recipe.batch_size, context.seed, device=device.torch_device, rank=here.rank, ranks=here.size
     )
     optimizer = adamw(model, recipe.learning_rate, recipe.weight_decay)
     engine = LanguageEngine(model, optimizer, _schedule(recipe, len(batches)), precision, device, world=here)
 
     def validation() -> Iterable:
         whole = InstructionBatches(
-            loaded.held_out, recipe.batch_size // here.size, shuffle=False, drop_last=False, device=device.torch_device
+            data.held_out, recipe.batch_size // here.size, shuffle=False, drop_last=False, device=device.torch_device
         )
-        return islice(whole, recipe.evaluation_batches)
+        return _first(whole, recipe.evaluation_batches)
 
     held_out = None if recipe.evaluation_batches == 0 else validation
-    return Training(engine, batches, held_out, loaded.rows.source, base_sha256)
+    return Training(engine, batches, held_out, data.rows.source, base_sha256)
 
 
-def _batch_world(recipe: Recipe) -> World:
-    """Return the ranks that share a batch: all, or this one alone with strategy "single"."""
+def _sharers(recipe: Recipe) -> World:
+    """The ranks that share a batch: all, or under "single" this rank alone."""
     here = world()
     return replace(here, rank=0, size=1) if recipe.strategy == "single" else here
 
 
 def _plan(recipe: Recipe, precision: Precision) -> ParallelPlan:
-    # BatchNorm needs parameters in the float32 of its statistics, so a ResNet is gathered in float32.
-    halved = recipe.strategy == "fsdp" and recipe.task != "images" and precision.dtype == "bf16"
-    return ParallelPlan(strategy=recipe.strategy, param_dtype="bf16" if halved else None)
+    # Batch norms need float32 parameters, as their statistics are float32: a ResNet is gathered in float32.
+    sixteen_bit = recipe.strategy == "fsdp" and recipe.task != "images" and precision.dtype == "bf16"
+    return ParallelPlan(strategy=recipe.strategy, param_dtype="bf16" if sixteen_bit else None)
 
 
 def _schedule(recipe: Recipe, steps_per_epoch: int) -> WarmupCosine:
     total = recipe.plan().total_steps(steps_per_epoch)
     return WarmupCosine(recipe.learning_rate, max(1, int(recipe.warmup_share * total)), total)
+
+
+def _first(batches: Iterable, count: int | None) -> Iterable:
+    for index, batch in enumerate(batches):
+        if index == count:
+            return
+        yield batch
