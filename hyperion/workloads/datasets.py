@@ -13,10 +13,10 @@ from hyperion.data import (
     prepare_images,
     prepare_text,
 )
-from hyperion.data.prepare.overlap import TOLERANCE, Overlap
+from hyperion.data.store.overlap import TOLERANCE, Overlap
 from hyperion.results import Row
 
-# What `text` and `images` load, by the names of `hyperion.data.prepare.identity`.
+# What `text` and `images` load, by the names of `hyperion.data.prepare.catalog`.
 TEXT, IMAGES = ("wikitext-2", "gpt2"), ("cifar-10",)
 
 
@@ -48,7 +48,7 @@ def proof_rows(context: Context, loaded: TextCorpus | ImageSet, prepared: Prepar
     """What is known of the data beyond their counts: files that are the publisher's, and records that splits share.
 
     The share of official files is null for synthetic data, which have no publisher. A row of overlap fails its check if more
-    records than `hyperion.data.prepare.overlap` allows stand in another split.
+    records than `hyperion.data.store.overlap` allows stand in another split.
     """
     checksums = loaded.checksums
     params = {"what": "files with the publisher's checksum"}

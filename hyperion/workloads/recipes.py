@@ -9,10 +9,10 @@ import torch
 
 from hyperion.chapter.context import Context
 from hyperion.checkpoints import agreed, frozen_sha256, on_rank_0
+from hyperion.data.batches.instruction_batches import InstructionBatches
 from hyperion.data.batches.loaders import LanguageBatches, evaluation_windows
 from hyperion.data.images.device_images import ImageBatches
 from hyperion.data.images.imageset import channel_statistics
-from hyperion.data.instructions.instruction_batches import InstructionBatches
 from hyperion.models import LlamaLM, TransformerLM, named_config, resnet18
 from hyperion.parallel import ParallelPlan, parallelize
 from hyperion.processes import World, world

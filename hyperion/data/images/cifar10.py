@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hyperion.data.errors import DataError, DataUnavailable
 from hyperion.data.images.cifar10_formats import (
     BINARY_ARCHIVE,
     CLASSES,
@@ -20,12 +21,10 @@ from hyperion.data.images.cifar10_formats import (
     layout_files,
     read_layout,
 )
-from hyperion.data.images.imageset import ImageSet, channel_statistics, check_split
-from hyperion.data.images.synthetic_images import synthetic_images
-from hyperion.data.prepare.overlap import image_overlap, require_little_overlap
-from hyperion.data.store.faults import DataError, DataUnavailable
+from hyperion.data.images.imageset import ImageSet, channel_statistics, check_split, synthetic_images
 from hyperion.data.store.manifest import read_manifest, write_manifest
 from hyperion.data.store.network import download
+from hyperion.data.store.overlap import image_overlap, require_little_overlap
 from hyperion.data.store.sources import Checksums, compare_checksums, mirror_root, take
 from hyperion.data.store.staging import cache_root, staged
 from hyperion.untrusted import read_bounded

@@ -17,8 +17,8 @@ from typing import BinaryIO
 
 import numpy as np
 
+from hyperion.data.errors import DataError
 from hyperion.data.images.imageset import IMAGE_SHAPE
-from hyperion.data.store.faults import DataError
 from hyperion.untrusted import open_regular, printable, read_bounded
 
 RECORD_BYTES = 1 + 3 * 32 * 32

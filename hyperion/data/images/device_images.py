@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hyperion.data.batches.loaders import ResumableBatches
-from hyperion.data.batches.token_stream import on_device
-from hyperion.data.store.array_files import narrowed
-from hyperion.data.store.faults import DataError
+from hyperion.data.batches.loaders import ResumableBatches, on_device
+from hyperion.data.errors import DataError
+from hyperion.data.store.arrays import narrowed
 
 CROP_PADDING = 4
 BORDERS = ("black", "reflect")

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hyperion.data.store.faults import DataError
+from hyperion.data.errors import DataError
 from hyperion.data.store.sources import Checksums
 from hyperion.data.text.synthetic_text import EchoLanguage
 from hyperion.untrusted import open_regular

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from hyperion.data.store.faults import DataError
+from hyperion.data.errors import DataError
 
 LINE_WORDS = 15
 LINE_UNITS = LINE_WORDS + 1

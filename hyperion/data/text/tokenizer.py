@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from hyperion.data.store.faults import DataError, DataUnavailable
+from hyperion.data.errors import DataError, DataUnavailable
+from hyperion.data.store.arrays import token_dtype
 from hyperion.data.store.network import download, hub_endpoint
 from hyperion.data.store.sources import Checksums, compare_checksums, mirror_root, take
 from hyperion.data.store.staging import cache_root, staged
 from hyperion.data.text.corpus import TextCorpus
-from hyperion.data.text.encoding import Encoding
-from hyperion.untrusted import parse_json, printable, read_bounded
+from hyperion.data.text.encoding import EncoderPool
+from hyperion.untrusted import parse_json, printable, read_bounded, read_json
 
 FOLDER = "gpt2"
 HUB_FOLDER = "openai-community/gpt2/resolve/main"
@@ -63,9 +64,9 @@ class Tokenizer:
         encodings = self._bpe.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
-    def encoding(self, workers: int = 1) -> Encoding:
+    def encoding(self, workers: int = 1) -> EncoderPool:
         """For text of any length: the same ids, chunk by chunk, by so many processes. To be used in a `with`."""
-        return Encoding(self._bpe, workers)
+        return EncoderPool(self._bpe, workers)
 
     def encode_split(self, lines: Sequence[str]) -> np.ndarray:
         """Token ids of a whole split, int32 [tokens]: its lines with their newlines, nothing added."""
@@ -267,3 +268,66 @@ def _stage_from_hub(target: Path) -> None:
     with staged(target) as work:
         for name, expected in GPT2_SHA256.items():
             download(f"{hub_endpoint()}/{HUB_FOLDER}/{name}", work / name, sha256=expected)
+
+
+FILE = "tokenizer.json"
+TOKENIZER_BYTES = 1 << 28  # the largest vocabularies in use take some 35 MB
+_CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
+
+
+def read_tokenizer(folder: Path, source: str = "folder") -> Tokenizer:
+    """The tokenizer of a model's folder. It need not give every text back letter by letter: Llama's adds a space.
+
+    Args:
+        source: where the folder came from.
+
+    Returns:
+        A tokenizer whose vocab_size is its largest id + 1.
+
+    Raises:
+        DataError: tokenizer.json is missing, unreadable or has ids of more than 31 bits, or nothing says which token ends a text.
+    """
+    path, again = Path(folder) / FILE, "copy the folder again"
+    if not path.exists():
+        convert = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+        raise DataError(f"the model has no {FILE}", where=path, next_step=f"make it with transformers: {convert}")
+    try:
+        content = read_bounded(path, DataError, again, TOKENIZER_BYTES)
+        bpe = tokenizers.Tokenizer.from_buffer(content)
+        size = id_count(bpe)
+        token_dtype(size)
+    except DataError:
+        raise
+    except Exception as error:  # the library raises a bare Exception
+        raise DataError(f"no readable tokenizer: {error}", where=path, next_step=again) from error
+    special = {name: _special(Path(folder), f"{name}_token", bpe) for name in ("bos", "eos")}
+    if special["eos"] is None:
+        raise DataError(
+            f"neither {' nor '.join(_CONFIGS)} names an eos_token that {FILE} knows",
+            where=folder,
+            next_step="copy tokenizer_config.json of the same model as well",
+        )
+    digest = hashlib.sha256(content).hexdigest()
+    return Tokenizer(
+        Path(folder).name, source, f"{FILE} of the model, ids up to {size - 1}", size, digest, special["eos"], bpe, special["bos"]
+    )
+
+
+def _special(folder: Path, name: str, bpe: tokenizers.Tokenizer) -> int | None:
+    """Id of the token that the first of the configuration files which speaks of `name` gives, None where none does."""
+    for config in _CONFIGS:
+        path = folder / config
+        if not path.exists():
+            continue
+        document = read_json(path, DataError, "copy it again")
+        if not isinstance(document, dict):
+            raise DataError(f"{config} is no JSON object", where=path, next_step="copy it again")
+        token = document.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is None:
+            continue
+        if not isinstance(token, str):
+            fault = f"{config} gives {name} as {type(token).__name__}, expected a text"
+            raise DataError(fault, where=path, next_step="copy it again")
+        return bpe.token_to_id(token.encode(errors="replace").decode())
+    return None

@@ -6,10 +6,10 @@ wikitext-2-v1.
 
 from pathlib import Path
 
-from hyperion.data.prepare.overlap import line_overlap, require_little_overlap
-from hyperion.data.store.faults import DataError, DataUnavailable
+from hyperion.data.errors import DataError, DataUnavailable
 from hyperion.data.store.manifest import read_manifest, write_manifest
 from hyperion.data.store.network import download, hub_endpoint, require_network
+from hyperion.data.store.overlap import line_overlap, require_little_overlap
 from hyperion.data.store.sources import Checksums, compare_checksums, mirror_root, take
 from hyperion.data.store.staging import cache_root, staged
 from hyperion.data.text.corpus import SPLITS, TextCorpus, count_non_empty, count_words_with_eos, read_lines, require_counts

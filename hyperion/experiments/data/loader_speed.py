@@ -11,8 +11,7 @@ import torch
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.rows import bandwidth_limit, sample_frame, stream_ceiling, timed_columns
 from hyperion.data import IGNORE_INDEX, PreparedText, Tokenizer
-from hyperion.data.batches.loaders import LanguageBatches, ResumableBatches
-from hyperion.data.batches.padded_batches import PaddedBatches
+from hyperion.data.batches.loaders import LanguageBatches, PaddedBatches, ResumableBatches
 from hyperion.data.batches.prefetch import Prefetched
 from hyperion.measure import Timing, Verification, time_function
 from hyperion.models import TransformerLM, flops_per_token, named_config

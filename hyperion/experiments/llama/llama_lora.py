@@ -10,8 +10,8 @@ from hyperion.chapter.rows import out_of_memory_reason
 from hyperion.chapter.variants import Report, merged, run_variant
 from hyperion.checkpoints import frozen_sha256
 from hyperion.data import Completions
+from hyperion.data.batches.instruction_batches import InstructionBatches
 from hyperion.data.batches.packing import IGNORE_INDEX
-from hyperion.data.instructions.instruction_batches import InstructionBatches
 from hyperion.experiments.llama.llama_adapters import adapter_rows, keeping_adapters
 from hyperion.experiments.llama.llama_rows import (
     FULL,

@@ -12,7 +12,7 @@ from hyperion.chapter.ranks import ranks_of
 from hyperion.chapter.rows import sample_frame, timed_columns
 from hyperion.chapter.variants import Report, merged, run_on_ranks
 from hyperion.checkpoints import checkpoint_path, frozen_sha256, save_adapter
-from hyperion.data.instructions.instruction_batches import InstructionBatches
+from hyperion.data.batches.instruction_batches import InstructionBatches
 from hyperion.experiments.llama.llama_adapters import LOADED_TOLERANCE, equality_row, loaded_adapter, probe_logits, relative
 from hyperion.experiments.llama.llama_lora import fine_tuning_engine, work_of
 from hyperion.experiments.llama.llama_rows import LORA, Work, least_flops, state_bytes

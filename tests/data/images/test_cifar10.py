@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from hyperion.data import load_cifar10
+from hyperion.data.errors import DataError
 from hyperion.data.images.cifar10 import stage_cifar10
 from hyperion.data.images.cifar10_formats import CLASSES, read_layout
-from hyperion.data.store.faults import DataError
 from hyperion.data.store.staging import cache_root
 from tests.data.cifar10_files import binary_batch, numbered_pictures, small_batches, write_layout
 
@@ -95,7 +95,7 @@ def test_test_images_among_the_train_images_are_refused(full_mirror, leaked, acc
     if accepted:
         assert "10 test images among the train images" in load_cifar10().detail
         return
-    with pytest.raises(DataError, match=r"11 of 10000 images of the test split \(0.11%\) stand in another split too"):
+    with pytest.raises(DataError, match=r"11 of 10000 images of the test split \(0.11%\) also occur in another split"):
         load_cifar10()
 
 

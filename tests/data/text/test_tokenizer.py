@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperion.data import load_tokenizer, load_wikitext2
-from hyperion.data.store.faults import DataError
+from hyperion.data.errors import DataError
 from hyperion.data.store.staging import cache_root
 from hyperion.data.text.tokenizer import HUB_FOLDER, stage_tokenizer, train_tokenizer
 

@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from hyperion.data import load_wikitext2
-from hyperion.data.store.faults import DataError, DataUnavailable
+from hyperion.data.errors import DataError, DataUnavailable
 from hyperion.data.store.staging import cache_root
 from hyperion.data.text.wikitext2 import HUB_FILES, HUB_FOLDER, stage_wikitext2
 
@@ -59,7 +59,7 @@ def test_lines_of_the_valid_split_in_train_are_refused(damaged):
     for size, place in longest.items():
         lines[place] = valid[size].upper()
     (damaged / "wiki.train.tokens").write_text("".join(lines))
-    with pytest.raises(DataError, match=rf"{len(longest)} of \d+ long lines of the valid split .* stand in another split"):
+    with pytest.raises(DataError, match=rf"{len(longest)} of \d+ long lines of the valid split .* also occur in another split"):
         load_wikitext2()
 
 
