@@ -1,4 +1,9 @@
-"""Labelled images in two splits, and the checks that every set passes before anybody sees it."""
+"""Labelled images in two splits, the checks of every image set, and a synthetic set with known best accuracy.
+
+In the synthetic set, a class is the orientation of a grating, k * 18 degrees, clearly visible for every phase, colour, contrast
+and noise. Then the labels of exactly round(flip_rate * N) images of each split are changed to another class, and nothing in the
+pixels shows which. The best possible model names the orientation and reaches the accuracy 1 - round(flip_rate * N) / N.
+"""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -17,15 +22,15 @@ class ImageSet:
     """Images and labels of a train and a test split.
 
     Attributes:
-        name: 'cifar-10' or 'synthetic-gratings'; a synthetic set never carries the real one's name.
+        name: 'cifar-10' or 'synthetic-gratings'; a synthetic set never has the name of the real one.
         source: 'mirror', 'cache', 'download' or 'synthetic'.
-        detail: what the source says of itself, without machine paths.
+        detail: description of the source, without paths of the machine.
         train_images, test_images: uint8 [N, 3, 32, 32].
         train_labels, test_labels: int64 [N].
         classes: class names by label.
         augmentations: random changes that keep the label: 'crop' (shifts), 'flip' (left to right).
-        bayes_accuracy: the best accuracy any model can expect on the test split, None where unknown.
-        checksums: whether the files are their publisher's; None for a synthetic set.
+        bayes_accuracy: best possible accuracy on the test split, None if unknown.
+        checksums: result of the comparison with the published checksums; None for a synthetic set.
     """
 
     name: str
@@ -50,17 +55,17 @@ class ImageSet:
         return digest.hexdigest()
 
     def class_counts(self) -> dict[str, list[int]]:
-        """Images by label, for each split."""
+        """Return the number of images of each label, for each split."""
         splits = {"train": self.train_labels, "test": self.test_labels}
         return {split: np.bincount(labels, minlength=len(self.classes)).tolist() for split, labels in splits.items()}
 
     def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and standard deviation of each channel of the train images, in units of full scale (0 to 1)."""
+        """Return mean and standard deviation of each channel of the train images, full scale = 1."""
         return channel_statistics(self.train_images)
 
 
 def channel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation by channel of uint8 [N, 3, H, W], in units of full scale (0 to 1), in float64."""
+    """Return mean and standard deviation of each channel of uint8 [N, 3, H, W], full scale = 1, computed in float64."""
     means, deviations, levels = [], [], np.arange(256) / 255
     for channel in range(images.shape[1]):
         counts = np.zeros(256, dtype=np.int64)
@@ -73,20 +78,20 @@ def channel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[flo
 
 
 def check_split(images: np.ndarray, labels: np.ndarray, class_count: int, where: object) -> None:
-    """Refuse images that are not finite uint8 [N, 3, 32, 32], or labels that do not fit them.
+    """Check that images are uint8 [N, 3, 32, 32] and labels are one class per image.
 
     Raises:
-        DataError: names the first bad record.
+        DataError: they are not; the first bad record is named.
     """
     check_images(images, where)
     check_labels(labels, len(images), class_count, where)
 
 
 def check_images(images: np.ndarray, where: object) -> None:
-    """Refuse images that are not finite uint8 [N, 3, 32, 32].
+    """Check that images are uint8 [N, 3, 32, 32].
 
     Raises:
-        DataError: names the first bad record.
+        DataError: they are not; an image with NaN or infinity is named.
     """
     if np.issubdtype(images.dtype, np.floating):
         bad = np.flatnonzero(~np.isfinite(images).reshape(len(images), -1).all(axis=1))
@@ -99,10 +104,10 @@ def check_images(images: np.ndarray, where: object) -> None:
 
 
 def check_labels(labels: np.ndarray, image_count: int, class_count: int, where: object) -> None:
-    """Refuse labels that are not one class for each image.
+    """Check that labels are one class per image.
 
     Raises:
-        DataError: names the first bad record.
+        DataError: they are not; the first bad record is named.
     """
     if labels.shape != (image_count,) or not np.issubdtype(labels.dtype, np.integer):
         raise DataError(
@@ -124,11 +129,11 @@ CHUNK = 2048
 
 
 def synthetic_images(counts: dict[str, int], seed: int = 0, flip_rate: float = 0.1) -> ImageSet:
-    """The synthetic image set.
+    """Generate the synthetic image set; see the module's docstring.
 
     Args:
-        counts: images in 'train' and 'test'.
-        flip_rate: share of labels changed.
+        counts: number of images in 'train' and 'test'.
+        flip_rate: share of changed labels.
     """
     arrays, best = [], {}
     for index, split in enumerate(("train", "test")):
@@ -139,20 +144,31 @@ def synthetic_images(counts: dict[str, int], seed: int = 0, flip_rate: float = 0
         arrays += [_gratings(classes, generator), labels]
     names = tuple(f"{18 * k} degrees" for k in range(CLASS_COUNT))
     detail = f"made-up gratings, seed {seed}, {counts['train']} + {counts['test']} images, {flip_rate:.0%} of labels changed"
-    # A flip from left to right turns 18 degrees into 162: another class, so only shifts keep the label.
-    return ImageSet("synthetic-gratings", "synthetic", detail, *arrays, names, ("crop",), best["test"])
+    # A flip from left to right turns 18 degrees into 162, another class, so only shifts keep the label.
+    train_images, train_labels, test_images, test_labels = arrays
+    return ImageSet(
+        "synthetic-gratings",
+        "synthetic",
+        detail,
+        train_images,
+        train_labels,
+        test_images,
+        test_labels,
+        classes=names,
+        augmentations=("crop",),
+        bayes_accuracy=best["test"],
+    )
 
 
 def _with_flips(classes: np.ndarray, flips: int, generator: np.random.Generator) -> np.ndarray:
-    """Labels int64 of which exactly `flips` differ from `classes`, spread evenly over classes and over the wrong
-    labels.
+    """Return labels int64, of which exactly `flips` differ from `classes`, evenly over classes and over wrong labels.
 
-    The i-th changed image of every class moves up by 1 + i mod 9 classes: a permutation of the classes for each i, so
-    the label counts stay as balanced as the classes were.
+    The label of the i-th changed image of each class increases by 1 + i mod 9. For each i this permutes the classes, so the
+    labels are as balanced as the classes.
     """
     labels = classes.astype(np.int64)
     order = generator.permutation(len(classes))
-    position = np.empty(len(classes), dtype=np.int64)  # of each image among those of its class, in random order
+    position = np.empty(len(classes), dtype=np.int64)  # of each image within its class, in random order
     for label in range(CLASS_COUNT):
         members = order[classes[order] == label]
         position[members] = np.arange(len(members))

@@ -1,8 +1,16 @@
-"""Instruction rows for fine-tuning: a task in words, an input where it needs one, and the completion to learn.
+"""Instruction rows for fine-tuning: an instruction, an optional input, and the completion to learn; and their token ids.
 
 The real ones are the 1,100 rows of Sebastian Raschka's "Build a Large Language Model (From Scratch)", chapter 7
-(github.com/rasbt/LLMs-from-scratch, Apache License 2.0); the synthetic ones are made by code, and each of their
-completions follows from its prompt, so that a perfect model reaches a loss of 0.
+(github.com/rasbt/LLMs-from-scratch, Apache License 2.0). The synthetic ones are generated, and each completion follows from its
+prompt, so that a perfect model reaches a loss of 0.
+
+Only completions carry a loss; prompt and padding are context. A row is prompt, completion and the end of text, in this order,
+and `targets` are shifted by one token against `inputs`:
+
+    inputs      p1      p2      p3   c1   c2   (padding)
+    targets     IGNORE  IGNORE  c1   c2   end  IGNORE
+
+Padding is on the right, where causal attention hides it from every real token, so no attention mask is needed.
 """
 
 import hashlib
@@ -29,13 +37,13 @@ FOLDER, FILE = "instructions", "instructions.json"
 COUNT = 1100
 URL = "https://raw.githubusercontent.com/rasbt/LLMs-from-scratch/main/ch07/01_main-chapter-code/instruction-data.json"
 SHA256 = "7e09a9af353722ca15c18bc580f093f9c39d3178335a75177319cb1e1d163944"
-HELD_OUT_EVERY = 10  # every tenth prompt is held out
+HELD_OUT_EVERY = 10  # one of ten prompts is held out
 KEYS = ("instruction", "input", "output")
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One row; `input` is "" where the instruction says it all."""
+    """One row; `input` is "" if the instruction needs none."""
 
     instruction: str
     input: str
@@ -43,22 +51,22 @@ class Instruction:
 
     @property
     def prompt(self) -> str:
-        """What the model is given: the template's headings around instruction and input, up to where it is to answer."""
+        """The text given to the model: the template with instruction and input, up to the heading of the response."""
         given = f"### Input:\n{self.input}\n\n" if self.input else ""
         return f"### Instruction:\n{self.instruction}\n\n{given}### Response:\n"
 
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """Instruction rows in two splits that have no prompt in common.
+    """Instruction rows in two splits without common prompts.
 
     Attributes:
-        name: 'instructions' or 'synthetic-instructions'; a synthetic set never carries the real one's name.
+        name: 'instructions' or 'synthetic-instructions'; a synthetic set never has the name of the real one.
         source: 'mirror', 'cache', 'download' or 'synthetic'.
-        detail: what the source says of itself, without machine paths.
+        detail: description of the source, without paths of the machine.
         train, held_out: the rows.
-        least_loss_nats: loss per completion token that a perfect model reaches, None where unknown.
-        checksums: whether the file is its publisher's; None for synthetic rows.
+        least_loss_nats: loss per completion token of a perfect model, None if unknown.
+        checksums: result of the comparison with the published checksum; None for synthetic rows.
     """
 
     name: str
@@ -76,22 +84,22 @@ class InstructionSet:
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
     def as_corpus(self) -> TextCorpus:
-        """The train rows as text, for a tokenizer to be trained on."""
+        """Return the train rows as a corpus, to train a tokenizer on."""
         lines = [row.prompt + row.output + "\n" for row in self.train]
         return TextCorpus(self.name, self.source, self.detail, {"train": lines, "valid": [], "test": []})
 
 
 def load_instructions(source: str = "auto", *, allow_synthetic: bool = True, seed: int = 0, url: str = URL) -> InstructionSet:
-    """The instruction rows, or the synthetic ones that take their place where that is allowed or asked for.
+    """Load the instruction rows, or synthetic ones if they are requested or allowed as a fallback.
 
     Args:
         source: 'auto', 'mirror', 'cache', 'download' or 'synthetic'.
-        allow_synthetic: whether 'auto' may end at the synthetic rows.
-        seed: of the synthetic rows.
-        url: where a download comes from.
+        allow_synthetic: let 'auto' fall back to synthetic rows.
+        seed: seed of the synthetic rows.
+        url: address for a download.
 
     Raises:
-        DataError: the file is unreadable or a record is not of this form (named); no source has it.
+        DataError: the file is unreadable, a record is invalid (its number is given), or no source has the data.
     """
     suppliers = {
         "mirror": lambda: _read(mirror_root() / FILE, "mirror", "the mirror"),
@@ -103,13 +111,13 @@ def load_instructions(source: str = "auto", *, allow_synthetic: bool = True, see
 
 
 def stage_instructions(url: str = URL) -> str:
-    """Put the rows into the cache, from the mirror where one is named, else from their publisher.
+    """Stage the rows in the cache, from the mirror if it has them, else from their publisher.
 
     Returns:
-        'present' when the cache already had them, else where they came from.
+        'present' if the cache already has them, else their origin.
 
     Raises:
-        DataError: neither can be had, or what came is wrong; the cache is as it was.
+        DataError: no source has the data, or they are wrong; the cache is unchanged.
     """
     target = cache_root() / FOLDER
     if target.is_dir():
@@ -128,7 +136,7 @@ def stage_instructions(url: str = URL) -> str:
 
 
 def synthetic_instructions(train: int = 990, held_out: int = 110, seed: int = 0) -> InstructionSet:
-    """Made-up tasks over made-up words, no two prompts alike; as many rows as the real set has unless asked otherwise."""
+    """Generate tasks on synthetic words, without repeated prompts; by default as many rows as the real set."""
     generator, words = np.random.default_rng(seed), EchoLanguage().words
     rows: dict[str, Instruction] = {}
     while len(rows) < train + held_out:
@@ -136,9 +144,9 @@ def synthetic_instructions(train: int = 990, held_out: int = 110, seed: int = 0)
         given = [words[i] for i in generator.integers(len(words), size=generator.integers(2, 6))]
         row = Instruction(text, " ".join(given), solve(given))
         rows.setdefault(row.prompt, row)
-    made = tuple(rows.values())
+    generated = tuple(rows.values())
     detail = f"made-up tasks on made-up words, seed {seed}, {train} + {held_out} rows, each answer follows from its prompt"
-    return InstructionSet("synthetic-instructions", "synthetic", detail, made[:train], made[train:], 0.0)
+    return InstructionSet("synthetic-instructions", "synthetic", detail, generated[:train], generated[train:], 0.0)
 
 
 _TASKS: tuple[tuple[str, Callable[[list[str]], str]], ...] = (
@@ -158,40 +166,40 @@ def _read(path: Path, source: str, label: str, origin: str = "") -> InstructionS
     if len(rows) != COUNT:
         raise DataError(f"{path.name} has {len(rows)} records, expected {COUNT}", where=path, next_step=_AGAIN)
     train, held_out = split_by_prompt(rows)
-    found = checksums(path)
-    detail = f"{COUNT} rows{origin}, {len(held_out)} held out, {found}"
-    return InstructionSet(FOLDER, source, detail, train, held_out, checksums=found)
+    published = checksums(path)
+    detail = f"{COUNT} rows{origin}, {len(held_out)} held out, {published}"
+    return InstructionSet(FOLDER, source, detail, train, held_out, checksums=published)
 
 
 def checksums(path: Path) -> Checksums:
-    """Compare the file of rows with the hash of the publisher's file."""
+    """Compare the file with the published hash."""
     return compare_checksums({path: SHA256}, "sha256", _UNPROVEN)
 
 
 _UNPROVEN = "the rows' form is checked, not their content"
-_AGAIN = "copy the file again from where it came, or remove it and run `make fetch`"
+_AGAIN = "copy the file again from its source, or remove it and run `make fetch`"
 
 
 def _records(path: Path) -> list[Instruction]:
-    """The rows of a JSON list of objects with the three keys.
+    """Return the rows of a JSON list of objects with the three keys.
 
     Raises:
-        DataError: no regular file, no UTF-8, no JSON, no list, or a record (named by number) that lacks a key, an
-            instruction or an answer, or has another key.
+        DataError: not a regular file, not UTF-8, not JSON, not a list, or a record (its number is given) with a missing or
+            unknown key or an empty instruction or output.
     """
     try:
         records = read_json(path, DataError, _AGAIN)
     except OSError as error:
         raise DataError(f"cannot read {path.name}: {error.strerror}", where=path, next_step=_AGAIN) from error
     if not isinstance(records, list):
-        raise DataError(f"{path.name} holds no list of records", where=path, next_step=_AGAIN)
+        raise DataError(f"{path.name} is not a list of records", where=path, next_step=_AGAIN)
     for number, record in enumerate(records):
         if not isinstance(record, dict) or any(not isinstance(record.get(key), str) for key in KEYS):
             fault = f"record {number} lacks one of the texts {', '.join(KEYS)}"
         elif record.keys() - set(KEYS):
             fault = f"record {number} has unknown keys {sorted(map(printable, record.keys() - set(KEYS)))[:3]}"
         elif any(_is_torn(record[key]) for key in KEYS):
-            fault = f"record {number} holds half of a surrogate pair, which no text has"
+            fault = f"record {number} contains half of a surrogate pair, which is not valid text"
         elif not record["instruction"].strip() or not record["output"].strip():
             fault = f"record {number} has an empty instruction or output"
         else:
@@ -201,13 +209,16 @@ def _records(path: Path) -> list[Instruction]:
 
 
 def _is_torn(text: str) -> bool:
-    """Whether a text holds a lone surrogate: JSON can write one, UTF-8 cannot."""
+    """Return True if a text contains half of a surrogate pair, which JSON can represent and UTF-8 cannot."""
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def split_by_prompt(rows: Sequence[Instruction]) -> tuple[tuple[Instruction, ...], tuple[Instruction, ...]]:
-    """(train, held out): every tenth prompt is held out with all its rows. A prompt may occur twice with two answers;
-    were they parted, the model would be tested on a question it was trained on."""
+    """Return (train, held out). Every tenth prompt is held out, with all its rows.
+
+    A prompt may occur twice with different completions. Both rows go to the same split; otherwise the model would be tested on a
+    prompt that it was trained on.
+    """
     numbers: dict[str, int] = {}
     for row in rows:
         numbers.setdefault(row.prompt, len(numbers))
@@ -216,10 +227,13 @@ def split_by_prompt(rows: Sequence[Instruction]) -> tuple[tuple[Instruction, ...
 
 
 def cached_instructions(source: str = "cache") -> InstructionSet:
-    """The rows of the cache, under the name of the source that filled it.
+    """Load the rows from the cache.
+
+    Args:
+        source: source named in the result.
 
     Raises:
-        DataError: they are not there, or wrong.
+        DataError: they are missing or wrong.
     """
     folder = cache_root() / FOLDER
     manifest = read_manifest(folder)
@@ -231,7 +245,7 @@ def cached_instructions(source: str = "cache") -> InstructionSet:
 def _downloaded(url: str) -> InstructionSet:
     target = cache_root() / FOLDER
     if target.is_dir():
-        return cached_instructions()  # no second download, and the record says so
+        return cached_instructions()  # not downloaded again; the source is reported as the cache
     _stage_download(target, url)
     return cached_instructions("download")
 
@@ -242,19 +256,19 @@ def _stage_download(target: Path, url: str) -> None:
         write_manifest(work, name=FOLDER, source="download", detail="downloaded from github.com/rasbt/LLMs-from-scratch")
 
 
-LEAST_PROMPT_SHARE = 4  # a row that is too long keeps a quarter of its length for the prompt's end
+LEAST_PROMPT_SHARE = 4  # a row that is too long keeps at least 1/4 of its length for the end of the prompt
 
 
 @dataclass(frozen=True)
 class Completions:
-    """Rows of one length.
+    """Tokenized rows of equal length.
 
     Attributes:
         inputs: int32 [rows, length], padded on the right with the end of text.
-        targets: int32 [rows, length], the next token where it belongs to the completion, else IGNORE_INDEX.
-        sizes: int64 [rows], positions of each row that hold a token; the rest is padding.
-        prompts_cut: rows whose prompt lost tokens at its beginning, because the row was too long.
-        completions_cut: rows whose completion lost tokens at its end, the end of text among them.
+        targets: int32 [rows, length], the next token if it belongs to the completion, else IGNORE_INDEX.
+        sizes: int64 [rows], number of real tokens in each row of inputs; the rest is padding.
+        prompts_cut: number of rows whose prompt was truncated at its start.
+        completions_cut: number of rows whose completion was truncated at its end, which includes the end of text.
     """
 
     inputs: np.ndarray
@@ -265,28 +279,28 @@ class Completions:
 
     @property
     def tokens(self) -> int:
-        """Tokens that a model reads: prompts and completions, padding not counted."""
+        """Number of input tokens: prompts and completions without padding."""
         return int(self.sizes.sum())
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens that carry a loss."""
+        """Number of tokens that carry a loss."""
         return int((self.targets != IGNORE_INDEX).sum())
 
 
 def tokenize_completions(rows: Sequence[Instruction], tokenizer: Tokenizer, length: int) -> Completions:
-    """Tokenize rows, prompt and completion each by itself, so that no token belongs to both.
+    """Tokenize rows, with prompt and completion tokenized separately, so that no token belongs to both.
 
-    A row longer than length + 1 tokens first loses the beginning of its prompt (the heading that asks for the response
-    stands at its end), then, when the completion alone is too long, the end of its completion. No row is dropped and
-    none loses its whole completion; both cuts are counted.
+    A row longer than length + 1 tokens first loses the start of its prompt (its end has the heading of the response) and then,
+    if that is not enough, the end of its completion. No row is dropped or loses its whole completion. Both truncations are
+    counted.
 
     Args:
-        tokenizer: puts its beginning-of-text id, where it has one, before each prompt.
-        length: positions of a row.
+        tokenizer: its beginning-of-text token, if it has one, starts each prompt.
+        length: number of positions of a row.
 
     Raises:
-        DataError: no rows, or a length below 1.
+        DataError: there are no rows, or the length is below 1.
     """
     if not rows or length < 1:
         raise DataError(f"{len(rows)} rows at {length} tokens", next_step="give at least one row and a length of 1 or more")
@@ -309,15 +323,15 @@ def tokenize_completions(rows: Sequence[Instruction], tokenizer: Tokenizer, leng
 
 
 def fit(prompt: list[int], completion: list[int], limit: int, beginning: int = 0) -> tuple[list[int], list[int]]:
-    """Prompt and completion cut to `limit` tokens together: at least one token of each is left.
+    """Truncate prompt and completion to `limit` tokens in total; at least one token of each remains.
 
     Args:
-        beginning: tokens at the start of the prompt that stay (the beginning of text).
+        beginning: number of tokens at the start of the prompt that are never removed (the beginning of text).
     """
     most = limit - min(len(prompt), max(1, limit // LEAST_PROMPT_SHARE))
-    kept = completion[:most]
-    room = limit - len(kept)
+    completion = completion[:most]
+    room = limit - len(completion)
     if len(prompt) > room:
         beginning = min(beginning, room)
         prompt = prompt[:beginning] + prompt[len(prompt) - room + beginning :]
-    return prompt, kept
+    return prompt, completion

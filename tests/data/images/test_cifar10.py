@@ -104,7 +104,7 @@ def test_permuted_labels_are_refused(full_mirror):
     labels = np.arange(10_000) % 10
     labels[[0, 1]] = labels[[1, 0]]
     full_mirror(labels=labels)
-    with pytest.raises(DataError, match="permuted, or the records were shuffled"):
+    with pytest.raises(DataError, match="the labels are permuted or the records shuffled"):
         load_cifar10()
 
 
@@ -126,7 +126,7 @@ def test_a_download_with_the_wrong_md5_is_not_used(serve, tmp_path, capsys, data
     url = serve(tmp_path / "served") + "/cifar-10-python.tar.gz"
     assert load_cifar10(synthetic_counts=FEW, url=url).source == "synthetic"
     banner = capsys.readouterr().out
-    assert "expected c58f30108f718f92721af3b95e74349a; kept as quarantine/" in banner
+    assert "expected c58f30108f718f92721af3b95e74349a; moved to quarantine/" in banner
     assert [path.name for path in (data_home / "raw").iterdir()] == ["quarantine"]
 
 

@@ -100,7 +100,7 @@ def test_units_tell_nothing_of_each_other_but_a_line_apart(lines):
 
 
 def test_a_foreign_line_is_named():
-    with pytest.raises(DataError, match="not of the synthetic language") as caught:
+    with pytest.raises(DataError, match="not in the synthetic language") as caught:
         LANGUAGE.ranks([*LANGUAGE.sample(1, 0), " some English \n"])
     assert "line 2: ' some English" in str(caught.value)
 

@@ -104,5 +104,5 @@ def test_another_tokenizer_is_not_taken_for_gpt2(mirror, tmp_path, monkeypatch, 
     with pytest.raises(DataError, match=r"not GPT-2's tokenizer: .*'Hello world' gives"):
         load_tokenizer("auto")
     (folder / "vocab.json").write_text("{")
-    with pytest.raises(DataError, match="no readable tokenizer"):
+    with pytest.raises(DataError, match="not a readable tokenizer"):
         load_tokenizer("auto")
