@@ -35,8 +35,7 @@ from hyperion.data import (
 )
 from hyperion.data.images.cifar10_formats import LAYOUTS, read_python_batch
 from hyperion.data.images.imageset import synthetic_images
-from hyperion.data.prepare import verify
-from hyperion.data.prepare.verify import examine
+from hyperion.data.prepare.verify import examine, verify
 from hyperion.data.store.manifest import FILE_NAME, write_manifest
 from hyperion.data.store.staging import MARK
 from hyperion.data.text.corpus import count_non_empty, count_words_with_eos
