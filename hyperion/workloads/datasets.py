@@ -13,10 +13,10 @@ from hyperion.data import (
     prepare_images,
     prepare_text,
 )
-from hyperion.data.prepare.overlap import TOLERANCE, Overlap
+from hyperion.data.store.overlap import TOLERANCE, Overlap
 from hyperion.results import Row
 
-# Data sets that `text` and `images` load, by the names of `hyperion.data.prepare.identity`.
+# Data sets that `text` and `images` load, by the names of `hyperion.data.prepare.catalog`.
 TEXT, IMAGES = ("wikitext-2", "gpt2"), ("cifar-10",)
 
 
@@ -48,7 +48,7 @@ def proof_rows(context: Context, loaded: TextCorpus | ImageSet, prepared: Prepar
     """Return the share of files with the publisher's checksum, and the share of records that several splits contain.
 
     Synthetic data have no publisher, so their first row has no value. An overlap above the tolerance of
-    `hyperion.data.prepare.overlap` fails its check.
+    `hyperion.data.store.overlap` fails its check.
     """
     checksums = loaded.checksums
     params = {"what": "files with the publisher's checksum"}

@@ -38,7 +38,7 @@ from hyperion.parallel.lora import ATTENTION
 from hyperion.paths import expanded
 from hyperion.training import Precision, seed_everything
 
-# Data sets that fine-tuning loads, by the names of `hyperion.data.prepare.identity`.
+# Data sets that fine-tuning loads, by the names of `hyperion.data.prepare.catalog`.
 DATA = ("instructions", "gpt2", "llama")
 RANK, ALPHA = 16, 32  # of the LoRA adapters
 

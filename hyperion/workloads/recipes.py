@@ -10,10 +10,10 @@ from pydantic import ConfigDict
 
 from hyperion.chapter.context import Context
 from hyperion.checkpoints import agreed, frozen_sha256, on_rank_0
+from hyperion.data.batches.instruction_batches import InstructionBatches
 from hyperion.data.batches.loaders import LanguageBatches, ResumableBatches, evaluation_windows
 from hyperion.data.images.device_images import ImageBatches
 from hyperion.data.images.imageset import channel_statistics
-from hyperion.data.instructions.instruction_batches import InstructionBatches
 from hyperion.errors import HyperionError
 from hyperion.models import LlamaLM, TransformerLM, named_config, resnet18
 from hyperion.parallel import ParallelPlan, parallelize

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from hyperion.chapter.exercises import mutation_score
-from hyperion.data.images.synthetic_images import synthetic_images
+from hyperion.data.images.imageset import synthetic_images
 from hyperion.data.prepare.prepare import write_images, write_text
 from hyperion.data.prepare.verify import examine
 from hyperion.data.store.manifest import FILE_NAME, read_manifest, write_manifest

@@ -14,8 +14,7 @@ from hyperion.chapter.options import Options
 from hyperion.chapter.rows import bandwidth_limit, sample_frame, stream_ceiling, timed_columns
 from hyperion.chapter.variants import Report
 from hyperion.data import IGNORE_INDEX, PreparedText, Tokenizer
-from hyperion.data.batches.loaders import LanguageBatches, ResumableBatches
-from hyperion.data.batches.padded_batches import PaddedBatches
+from hyperion.data.batches.loaders import LanguageBatches, PaddedBatches, ResumableBatches
 from hyperion.data.batches.prefetch import Prefetched
 from hyperion.errors import not_none
 from hyperion.measure import Timing, Verification, time_function

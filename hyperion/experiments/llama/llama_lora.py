@@ -13,8 +13,8 @@ from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_colu
 from hyperion.chapter.variants import Report, merged, run_variant
 from hyperion.checkpoints import frozen_sha256, save_adapter
 from hyperion.data import Completions
+from hyperion.data.batches.instruction_batches import InstructionBatches
 from hyperion.data.batches.packing import IGNORE_INDEX
-from hyperion.data.instructions.instruction_batches import InstructionBatches
 from hyperion.experiments.llama.fine_tuning import (
     FULL,
     LOADED_TOLERANCE,
