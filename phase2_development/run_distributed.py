@@ -20,4 +20,4 @@ from hyperion.book import export_run  # found by the line above, installed or no
 from hyperion.commands.distributed_command import main
 
 if __name__ == "__main__":
-    sys.exit(main(__doc__, export_run))
+    sys.exit(main(__doc__ or "", export_run))

@@ -17,7 +17,7 @@ from hyperion.chapter.profiles import REPLAY, default_profile, load_profile
 from hyperion.chapter.registry import experiment_named, module_of
 from hyperion.chapter.replay import finished_in, measured_under, reference_run
 from hyperion.chapter.variants import run_isolated
-from hyperion.data.prepare.identity import data_identity
+from hyperion.data.prepare.catalog import data_identity
 from hyperion.dependencies import reached_source_hash
 from hyperion.errors import HyperionError, not_none, require_seed
 from hyperion.hardware import detect, fingerprint

@@ -106,7 +106,7 @@ class Experiment:
         reads: experiments of the same run whose rows it computes with; other rows there make it run again.
         forecast_reads: those whose rows only its forecast uses; other rows there make a new forecast, nothing else.
         options: type of its options, which profiles state.
-        data: data sets it loads, by the names of `hyperion.data.prepare.identity`.
+        data: data sets it loads, by the names of `hyperion.data.prepare.catalog`.
     """
 
     forecast: Callable[[Context], list[Forecast]]

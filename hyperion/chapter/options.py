@@ -28,7 +28,7 @@ class Options(BaseModel):
 
     model_config = _STRICT
 
-    timeout_s: float = Field(3600.0, gt=0)
+    timeout_s: float = Field(default=3600.0, gt=0)
 
     @classmethod
     def of(cls, context: Context) -> Self:

@@ -72,7 +72,7 @@ def load_profile(name: str) -> Profile:
         return Profile(REPLAY, allow_synthetic=True, synthetic={}, experiments={})
     settings: dict = {}
     experiments: dict[str, dict] = {}
-    for ancestor in _lineage(name):
+    for ancestor in lineage(name):
         settings |= _declared()[ancestor]
         for subject in subjects():
             for experiment, sizes in _sizes_of(subject).get(ancestor, {}).items():
@@ -85,10 +85,10 @@ def default_profile(device_kind: str) -> str:
     return "smoke" if device_kind == "cpu" else "full"
 
 
-def _lineage(name: str) -> list[str]:
-    """The profile's ancestors, the oldest first, and itself."""
+def lineage(name: str) -> list[str]:
+    """Return the names of the profile's ancestors, the oldest first, and of the profile itself."""
     parent = _declared()[name].get("parent")
-    return [*(_lineage(parent) if parent else ()), name]
+    return [*(lineage(parent) if parent else ()), name]
 
 
 @functools.cache

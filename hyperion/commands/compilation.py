@@ -14,7 +14,8 @@ from hyperion.chapter import Context, default_profile, experiment_named, load_pr
 from hyperion.checkpoints.weights import read_weights
 from hyperion.commands.console import one_of, run_app
 from hyperion.errors import LARGEST_SEED, HyperionError
-from hyperion.experiments.compilation.compilation_subjects import IMAGENET_STEM, fitted, misfits
+from hyperion.experiments.compilation.compilation import CompilationOptions
+from hyperion.experiments.compilation.compilation_models import IMAGENET_STEM, ModelSpec, fit_to_weights, weight_faults
 from hyperion.experiments.compilation.compilation_table import compilation_csv, compilation_json, compilation_table
 from hyperion.figures.material import Material
 from hyperion.hardware import detect
@@ -116,7 +117,7 @@ def compilation(
     say("\n".join([f"rows: {run.folder}", *(f"wrote {path}" for path in paths)]))
 
 
-def specifications(options: Options) -> list[dict]:
+def specifications(options: Options) -> list[ModelSpec]:
     """Return the specification of each model to measure; with a checkpoint, only of the models that its weights fit.
 
     Raises:
@@ -125,39 +126,47 @@ def specifications(options: Options) -> list[dict]:
     requested: dict[str, Any] = {"dtype": options.dtype, "batch": options.batch}
     requested["modes"] = [mode for mode in MODES if mode == EAGER or mode in (options.modes or MODES)]
     named = [(IMAGES if name.startswith("resnet18") else LANGUAGE) | {"model": name} for name in options.models]
-    specs = [spec | {k: v for k, v in requested.items() if v} for spec in named or profile_sizes()["models"]]
+    given = {name: value for name, value in requested.items() if value}
+    bases = named or [spec.model_dump(exclude_defaults=True) for spec in profile_options().models]
+    specs = [ModelSpec.model_validate(base | given, strict=False) for base in bases]
     if options.checkpoint is None:
         for spec in specs:
-            misfits(spec, {})  # builds the model without storage, which refuses a wrong name before any measurement
+            weight_faults(spec, {})  # builds the model without storage, which refuses a wrong name before any measurement
         return specs
     weights = read_weights(options.checkpoint.resolve())
     say(f"{weights.path}: {len(weights.tensors)} tensors, sha256 {weights.sha256}")
     origin = {"checkpoint": str(weights.path), "weights": f"{weights.path.name}, sha256 {weights.sha256[:16]}"}
-    specs = [fitted(spec, weights.tensors) | origin for spec in specs]
-    reasons = {spec["model"]: reason[0] for spec in specs if (reason := misfits(spec, weights.tensors))}
+    specs = [fit_to_weights(spec, weights.tensors).model_copy(update=origin) for spec in specs]
+    reasons = {spec.model: reason[0] for spec in specs if (reason := weight_faults(spec, weights.tensors))}
     for model, reason in reasons.items():
         say(f"{model} is left out: {reason}")
     if len(reasons) == len(specs):
         listed = "; ".join(f"{model}: {reason}" for model, reason in reasons.items())
         remedy = "name the model it was saved from with --model"
         raise HyperionError(f"the checkpoint fits none of the models: {listed}", where=weights.path, next_step=remedy)
-    return [spec for spec in specs if spec["model"] not in reasons]
+    return [spec for spec in specs if spec.model not in reasons]
 
 
-def profile_sizes() -> dict:
-    """Return the sizes of the chapter's experiment in this machine's default profile."""
-    return load_profile(default_profile(detect().kind)).sizes(EXPERIMENT)
+def profile_options() -> CompilationOptions:
+    """Return the options of the chapter's experiment in this machine's default profile."""
+    return CompilationOptions.parse(load_profile(default_profile(detect().kind)).sizes(EXPERIMENT), EXPERIMENT)
 
 
-def measure(options: Options, specs: list[dict]) -> Run:
+def measure(options: Options, specs: list[ModelSpec]) -> Run:
     """Measure every mode of every model, and return the run folder with rows and samples."""
     samples = max(options.repeat, FEWEST_SAMPLES)
     if samples > options.repeat:
         say(f"--repeat {options.repeat}: {samples} samples are taken, the fewest that a speed-up is reported from")
-    sizes = profile_sizes() | {"models": specs, "samples": samples}
+    sizes = profile_options().model_copy(update={"models": tuple(specs), "samples": samples})
     run = Run.create(new_run_folder(EXPERIMENT, options.base_dir / "results"), run_information("script", "none", options.seed))
     with tempfile.TemporaryDirectory() as workspace:
-        context = Context(notebook=CHAPTER, experiment=EXPERIMENT, sizes=sizes, seed=options.seed, workspace=Path(workspace))
+        context = Context(
+            notebook=CHAPTER,
+            experiment=EXPERIMENT,
+            sizes=sizes.model_dump(mode="json", exclude_defaults=True),
+            seed=options.seed,
+            workspace=Path(workspace),
+        )
         result = experiment_named(EXPERIMENT).run(context, lambda done, total, note: say(f"[{done}/{total}] {note}"))
     run.record(CHAPTER, EXPERIMENT, result.rows, result.samples, input_hash="script")
     return run

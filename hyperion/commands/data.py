@@ -44,8 +44,8 @@ def verify(
             say(f"        {verdict.origin}")
         for finding in verdict.findings:
             say(f"        {finding.file}: {finding.fault}")
-        if verdict.kept is not None:
-            say(f"        moved to {verdict.kept}, nothing was deleted")
+        if verdict.moved_to is not None:
+            say(f"        moved to {verdict.moved_to}, nothing was deleted")
         if verdict.next_step:
             say(f"        next:  {verdict.next_step}")
     damaged = sum(bool(verdict.findings) for verdict in verdicts)

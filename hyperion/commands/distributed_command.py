@@ -1,5 +1,7 @@
-"""The command behind run_distributed.py: one training or several on all ranks, or scaling; a run folder with a row from
-every rank, checkpoints to go on from, and an exit code that says how it ended."""
+"""The command of run_distributed.py: train on all ranks, or measure scaling.
+
+Writes a run folder with rows of every rank and checkpoints to resume from. The exit code states how it ended.
+"""
 
 import contextlib
 import gc
@@ -22,7 +24,7 @@ from hyperion.commands.distributed_options import COMMAND, parsed
 from hyperion.commands.distributed_progress import Progress, scaling_table, training_table
 from hyperion.commands.distributed_request import Machine, Request, checked
 from hyperion.errors import HyperionError
-from hyperion.experiments.distributed.distributed_training import epoch_rows, mean_rows, test_rows
+from hyperion.experiments.distributed.distributed_training import DistributedTrainingOptions, epoch_rows, mean_rows, test_rows
 from hyperion.experiments.scaling import scaling
 from hyperion.hardware import collect_facts, detect
 from hyperion.parallel import assert_ranks_agree
@@ -30,27 +32,26 @@ from hyperion.processes import Job, RankError, process_group, run_ranks, world
 from hyperion.processes.group import choose_device, rank_info
 from hyperion.results import Run, new_run_folder, set_latest
 from hyperion.training import Interrupted, train
-from hyperion.workloads.recipe import Recipe
-from hyperion.workloads.recipes import set_up
+from hyperion.workloads.recipes import Recipe, set_up
 from hyperion.workloads.training_rows import loss_curve
 
 TRAINING, SCALING = ("05_distributed_training", "distributed_training"), ("08_scaling_analysis", "scaling")
 CPU_RANKS = 2
 _FAILED = 1
 _LONGEST_S = 30 * 86400.0
-# torchrun ends the others when a rank left. A rank that is still there after this while has something of its own to tell.
+# torchrun stops the other ranks when one has left. A rank that still runs after these seconds reports its own error.
 _PATIENCE_S = 5.0
 
 
 def main(description: str, export: Callable[[Run], object], given: Sequence[str] | None = None) -> int:
-    """Do what the command line asks.
+    """Run the command line.
 
     Args:
         description: for `--help`.
-        export: makes tables and pictures of a run, on rank 0, when all is measured.
+        export: writes tables and pictures of a run; called on rank 0 at the end.
 
     Returns:
-        0; 1 when a training or a launch failed; 2 when the request cannot be met; 75 when SIGTERM came, and the state was
+        0; 1 when a training or a launch failed; 2 when the request cannot be met; 75 when SIGTERM came and the state was
         saved.
     """
     try:
@@ -72,7 +73,7 @@ def main(description: str, export: Callable[[Run], object], given: Sequence[str]
 
 
 def this_machine() -> Machine:
-    """The device of this process, and how many there are and train together.
+    """Return the device of this process, the number of devices, and the number of ranks.
 
     Raises:
         HyperionError: torchrun started more ranks than there are devices, or a device cannot be opened.
@@ -86,20 +87,21 @@ def this_machine() -> Machine:
 
 
 def train_all(context: Context) -> dict[str, str]:
-    """Every training of the context in turn, on this rank's group; one that fails on all ranks alike does not end the rest.
+    """Run every training of the context in turn on this rank. If one fails on all ranks, the next ones still run.
 
     Returns:
-        Why those failed that did, by name.
+        The reasons of failed trainings, by name.
 
     Raises:
-        HyperionError: the only training failed; Interrupted: SIGTERM came, and the state was saved.
+        HyperionError: the only training failed.
+        Interrupted: SIGTERM came and the state was saved.
     """
-    recipes, done, failures = [Recipe(**settings) for settings in context.sizes["trainings"]], [], {}
+    recipes, done, failures = DistributedTrainingOptions.of(context).trainings, [], {}
     for recipe in recipes:
         try:
-            done.append(trained(context, recipe))
+            done.append(train_one(context, recipe))
         except Interrupted as error:
-            remedy = f"go on with it: {COMMAND}.py --resume {context.workspace.parent}"
+            remedy = f"resume it: {COMMAND}.py --resume {context.workspace.parent}"
             raise Interrupted(error.what, where=error.where, next_step=remedy) from error
         except HyperionError as error:
             if len(recipes) == 1:
@@ -110,14 +112,14 @@ def train_all(context: Context) -> dict[str, str]:
         finally:
             _free_memory()
         if world().rank == 0:
-            found = merged(done)
+            results = merged(done)
             run = Run.open(context.workspace.parent)
-            run.record(*TRAINING, found.rows, found.samples, input_hash="command", source=found.source)
+            run.record(*TRAINING, results.rows, results.samples, input_hash="command", source=results.source)
     return failures
 
 
-def trained(context: Context, recipe: Recipe) -> Result:
-    """One training, gone on with where a checkpoint of it lies in the workspace; the rows of all ranks on rank 0."""
+def train_one(context: Context, recipe: Recipe) -> Result:
+    """Run one training, resumed if the workspace has a checkpoint of it. Rank 0 returns the rows of all ranks."""
     training, here = set_up(context, recipe), world()
     progress = Progress(recipe, training, here)
     history = train(
@@ -143,12 +145,12 @@ def trained(context: Context, recipe: Recipe) -> Result:
 
 
 def on_rank(context: dict) -> dict:
-    """The entry of ranks that this command launched itself."""
+    """Entry of the ranks that this command launches."""
     return {"failures": train_all(restored(context))}
 
 
 def _joined(request: Request, export: Callable[[Run], object]) -> int:
-    """This process is a rank that torchrun started. Rank 0 says how it ended; the others stay until it has written all."""
+    """Train as a rank that torchrun started. The other ranks wait until rank 0 has written everything."""
     code = 0
     with process_group() as here:
         folder = Path(on_rank_0(lambda: str(_opened(request).folder)))
@@ -157,25 +159,25 @@ def _joined(request: Request, export: Callable[[Run], object]) -> int:
             if here.rank == 0:
                 code = _finished(Run.open(folder), failures, export, training_table)
             dist.barrier()
-        except RuntimeError:  # of gloo and NCCL: a peer is gone, which torchrun must see first
+        except RuntimeError:  # gloo and NCCL: another rank is gone, and torchrun must see that one first
             time.sleep(_PATIENCE_S)
             raise
     return code
 
 
 def _launched(request: Request, machine: Machine, export: Callable[[Run], object]) -> int:
-    """This process starts a rank for each device and waits for them."""
-    run, heard = _opened(request), []
+    """Start a rank for each device and wait for them."""
+    run, lines = _opened(request), []
 
-    def hear(line: str) -> None:
-        heard.append(line)
+    def show(line: str) -> None:
+        lines.append(line)
         print(line, flush=True)
 
     job = Job(on_rank, {"context": packed(_context(request, run.folder))}, timeout_s=_LONGEST_S, ranks=machine.ranks)
     try:
-        failures = run_ranks(job, on_line=hear, log_folder=run.folder / "logs")[0]["failures"]
+        failures = run_ranks(job, on_line=show, log_folder=run.folder / "logs")[0]["failures"]
     except RankError as error:
-        if not any(error.what.splitlines()[0] in line for line in heard):  # else rank 0 has told it
+        if not any(error.what.splitlines()[0] in line for line in lines):  # otherwise rank 0 has printed it
             _leave(error, rank=0)
         crashed = error.signal not in ("", "SIGTERM") or "Traceback" in error.what
         return _FAILED if crashed else error.exit_code
@@ -183,10 +185,10 @@ def _launched(request: Request, machine: Machine, export: Callable[[Run], object
 
 
 def _scaled(request: Request, export: Callable[[Run], object]) -> int:
-    """Chapter 2.8 with the numbers of devices that were asked for, each a launch of its own."""
-    run, seed = _opened(request), request.options.seed
-    sizes = load_profile(default_profile(detect().kind)).sizes(*SCALING) | {"counts": list(request.counts)}
-    if request.options.precision != "auto":
+    """Run the experiment of chapter 2.8 on the given numbers of devices, one launch each."""
+    run, seed = _opened(request), request.options.seed or 0
+    sizes = load_profile(default_profile(detect().kind)).sizes(SCALING[1]) | {"counts": list(request.counts)}
+    if request.options.precision not in (None, "auto"):
         sizes["precision"] = request.options.precision
     context = Context(notebook=SCALING[0], experiment=SCALING[1], sizes=sizes, seed=seed, workspace=run.folder / "checkpoints")
     result = scaling.run(context, lambda done, total, note: print(f"[{done}/{total}] {note}", flush=True))
@@ -200,18 +202,18 @@ def _scaled(request: Request, export: Callable[[Run], object]) -> int:
 
 
 def _opened(request: Request) -> Run:
-    """The run that is continued, or a new one that says what was asked for."""
+    """Return the run to resume, or a new one that stores the request."""
     if request.run is not None:
         return Run.open(request.run)
     options = request.options
     run = Run.create(
         new_run_folder(f"{COMMAND}-{options.model}", request.results),
-        run_information("command", options.data_source, options.seed)
+        run_information("command", options.data_source or "auto", options.seed or 0)
         | {"command": {"options": asdict(options), "recipes": [asdict(recipe) for recipe in request.recipes]}},
     )
-    print(f"rows, samples and checkpoints go to {run.folder}", flush=True)
+    print(f"rows, samples and checkpoints: {run.folder}", flush=True)
     if request.recipes:
-        print(f"whatever ends it, it goes on with: {COMMAND}.py --resume {run.folder}", flush=True)
+        print(f"to resume it after an interruption: {COMMAND}.py --resume {run.folder}", flush=True)
     return run
 
 
@@ -221,8 +223,8 @@ def _context(request: Request, folder: Path) -> Context:
         notebook=TRAINING[0],
         experiment=TRAINING[1],
         sizes={"trainings": [asdict(recipe) for recipe in request.recipes]},
-        seed=request.options.seed,
-        data_source=request.options.data_source,
+        seed=request.options.seed or 0,
+        data_source=request.options.data_source or "auto",
         allow_synthetic=profile.allow_synthetic,
         synthetic=profile.synthetic,
         workspace=folder / "checkpoints",
@@ -230,7 +232,7 @@ def _context(request: Request, folder: Path) -> Context:
 
 
 def _finished(run: Run, failures: dict[str, str], export: Callable[[Run], object], table: Callable[[Run], str]) -> int:
-    """Tables and pictures of what was measured, and the summary."""
+    """Write tables and pictures, print the summary, and return the exit code."""
     if run.rows():
         export(run)
         set_latest(run.folder)
@@ -242,7 +244,7 @@ def _finished(run: Run, failures: dict[str, str], export: Callable[[Run], object
 
 
 def _leave(error: HyperionError, rank: int) -> int:
-    """Tell what cannot be put right from here, once: of many ranks that all met it rank 0 tells it."""
+    """Print an error and return its exit code. If all ranks have it, only rank 0 prints it."""
     if rank:
         time.sleep(_PATIENCE_S)
         if isinstance(error, Interrupted):
@@ -258,7 +260,7 @@ def _say(lines: Sequence[str]) -> None:
 
 
 def _free_memory() -> None:
-    """One training's model is gone before the next one is built."""
+    """Free the model of a training before the next one is built."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -212,7 +212,7 @@ def require_sense(options: Options) -> None:
             f"--model_id {options.model_id} with --model {model}: it names the weights of a Llama",
             "add --model llama, or leave it out",
         )
-    own = LANGUAGE.get(model)
+    own = LANGUAGE.get(model or "")
     if options.strategy is not None and own not in (None, options.strategy):
         raise refused(
             f"--strategy {options.strategy} contradicts --model {model}",

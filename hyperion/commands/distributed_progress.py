@@ -1,5 +1,6 @@
-"""What run_distributed.py shows: lines while it trains, and a table of every rank at the end."""
+"""Output of run_distributed.py: progress lines during training and a table of all ranks at the end."""
 
+import math
 import time
 
 import pandas as pd
@@ -7,14 +8,14 @@ import pandas as pd
 from hyperion.processes import World
 from hyperion.results import Run
 from hyperion.training import EpochRecord
-from hyperion.workloads.recipe import Recipe, Training
+from hyperion.workloads.recipes import Recipe, Training
 
 LINE_EVERY_S = 5.0
 _RATES, _PEAKS = ("tokens_per_s", "images_per_s"), ("peak_memory_gib", "peak_rss_gib")
 
 
 class Progress:
-    """Lines of one training: a step every few seconds, and every epoch. Of many ranks rank 0 prints."""
+    """Print the progress of one training: a line every few seconds and for every epoch. Rank 0 prints the first line."""
 
     def __init__(self, recipe: Recipe, training: Training, here: World):
         self.name, self.engine = recipe.name, training.engine
@@ -28,7 +29,7 @@ class Progress:
             )
 
     def report(self, done: int, total: int, note: str) -> None:
-        """Called whenever losses were read: then the device has been waited for, and counting its items costs nothing."""
+        """Print the rate since the last line. Called after losses were read, when counting items needs no synchronization."""
         now, items = time.perf_counter(), self.engine.tokens_seen
         rate = ""
         if self._since is not None:
@@ -40,7 +41,7 @@ class Progress:
         print(f"{self.name}  step {done}/{total}  {note}{rate}", flush=True)
 
     def epoch(self, record: EpochRecord) -> None:
-        """Called after the evaluation, whose time is none of the next step's."""
+        """Print the results of an epoch and restart the clock, because the evaluation does not count as training time."""
         self._since = None
         held_out = "" if record.evaluation is None else f", held out {record.evaluation['loss']:.4f}"
         rate = "" if record.items_per_s is None else f", {record.items_per_s:,.0f} {self.engine.item}s/s"
@@ -48,7 +49,7 @@ class Progress:
 
 
 def training_table(run: Run) -> str:
-    """The last epoch of each training: a line for all ranks together, and one for each."""
+    """Return a table of the last epoch of each training: a line for all ranks together and one for each rank."""
     rows = [row for row in run.rows() if "epoch" in row.params]
     last = {row.variant: max(r.params["epoch"] for r in rows if r.variant == row.variant) for row in rows}
     lines: dict[tuple, dict] = {}
@@ -70,7 +71,7 @@ def training_table(run: Run) -> str:
 
 
 def scaling_table(run: Run) -> str:
-    """A line for every training, mode and number of devices; what is missing says why."""
+    """Return a table with a line per training, mode and number of devices, with the reason for missing values."""
     lines: dict[tuple, dict] = {}
     for row in run.rows():
         if "mode" not in row.params:
@@ -88,4 +89,6 @@ def _text(table: pd.DataFrame) -> str:
 
 
 def _cell(value: object) -> str:
-    return "" if pd.isna(value) else f"{value:,.5g}" if isinstance(value, float) else str(value)
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    return f"{value:,.5g}" if isinstance(value, float) else str(value)

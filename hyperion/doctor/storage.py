@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from hyperion.data.store.faults import DataError, DataUnavailable
+from hyperion.data.errors import DataError, DataUnavailable
 from hyperion.data.store.sources import FETCH_HINT, mirror_root
 from hyperion.data.store.staging import cache_root
 from hyperion.doctor.result import CheckResult

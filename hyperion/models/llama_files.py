@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hyperion.data.store.faults import DataUnavailable
+from hyperion.data.errors import DataUnavailable
 from hyperion.data.store.network import download, hub_endpoint
 from hyperion.data.store.sources import mirror_root
 from hyperion.data.store.staging import cache_root, staged

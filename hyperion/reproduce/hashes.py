@@ -38,7 +38,7 @@ def library_modules(notebook: Notebook) -> set[str]:
 
 def data_changed(run: Run, notebook: Notebook, data_source: str) -> bool:
     """Return True if the data of a notebook's experiments have other contents, or another location, than when they ran."""
-    from hyperion.data.prepare.identity import data_identity  # imports numpy and tokenizers, which not every call needs
+    from hyperion.data.prepare.catalog import data_identity  # imports numpy and tokenizers, which not every call needs
 
     identities = [(run.finished(notebook.stem, experiment) or {}).get("data") for experiment in notebook.produces]
     return any(data and data_identity(data, data_source) != data for data in identities)

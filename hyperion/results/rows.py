@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from hyperion.errors import HyperionError
 from hyperion.results.metrics import BUILT_IN, Metric, metric_named, require_one_definition
@@ -25,6 +25,20 @@ UNEXPECTED = "unexpected: "
 
 class RowError(HyperionError):
     """A row that breaks the rules of its metric."""
+
+
+Value = TypeVar("Value")
+
+
+def known(value: Value | None) -> Value:
+    """Return a value that is never None here, such as that of a measured row, with a type that says so.
+
+    Raises:
+        TypeError: it is None.
+    """
+    if value is None:
+        raise TypeError("a value is None where one is needed")
+    return value
 
 
 def require_file_names(notebook: str, experiment: str) -> None:

@@ -1,4 +1,4 @@
-"""The two data sets of the book as an experiment gets them: prepared on disk, from the source its context asks for."""
+"""The two data sets of the book, prepared on disk, from the data source of an experiment's context."""
 
 from hyperion.chapter.context import Context
 from hyperion.data import (
@@ -13,28 +13,28 @@ from hyperion.data import (
     prepare_images,
     prepare_text,
 )
-from hyperion.data.prepare.overlap import TOLERANCE, Overlap
+from hyperion.data.store.overlap import TOLERANCE, Overlap
 from hyperion.results import Row
 
-# What `text` and `images` load, by the names of `hyperion.data.prepare.identity`.
+# Data sets that `text` and `images` load, by the names of `hyperion.data.prepare.catalog`.
 TEXT, IMAGES = ("wikitext-2", "gpt2"), ("cifar-10",)
 
 
 def text(context: Context) -> tuple[TextCorpus, Tokenizer, PreparedText]:
-    """WikiText-2 or the synthetic corpus, its tokenizer, and the token streams that `prepare_text` keeps on disk."""
+    """Return WikiText-2 or the synthetic corpus, its tokenizer, and its token streams on disk."""
     corpus = load_wikitext2(
         context.data_source,
         allow_synthetic=context.allow_synthetic,
         synthetic_lines=context.synthetic["lines"],
         seed=context.seed,
     )
-    # The tokenizer comes from where the corpus came from; `auto` lets a made-up corpus train one of its own.
+    # The tokenizer has the source of the corpus; "auto" trains one on a synthetic corpus.
     tokenizer = load_tokenizer("auto" if corpus.source == "synthetic" else context.data_source, corpus)
     return corpus, tokenizer, prepare_text(corpus, tokenizer)
 
 
 def images(context: Context) -> tuple[ImageSet, PreparedImages]:
-    """CIFAR-10 or the synthetic images, and the arrays that `prepare_images` keeps on disk."""
+    """Return CIFAR-10 or the synthetic images, and their arrays on disk."""
     image_set = load_cifar10(
         context.data_source,
         allow_synthetic=context.allow_synthetic,
@@ -45,10 +45,10 @@ def images(context: Context) -> tuple[ImageSet, PreparedImages]:
 
 
 def proof_rows(context: Context, loaded: TextCorpus | ImageSet, prepared: PreparedText | PreparedImages) -> list[Row]:
-    """What is known of the data beyond their counts: files that are the publisher's, and records that splits share.
+    """Return the share of files with the publisher's checksum, and the share of records that several splits contain.
 
-    The share of official files is null for synthetic data, which have no publisher. A row of overlap fails its check if more
-    records than `hyperion.data.prepare.overlap` allows stand in another split.
+    Synthetic data have no publisher, so their first row has no value. An overlap above the tolerance of
+    `hyperion.data.store.overlap` fails its check.
     """
     checksums = loaded.checksums
     params = {"what": "files with the publisher's checksum"}
@@ -77,6 +77,6 @@ def proof_rows(context: Context, loaded: TextCorpus | ImageSet, prepared: Prepar
 
 
 def vocabulary_row(context: Context) -> Row | None:
-    """The row in which this run's `text_pipeline` counted the vocabulary, None when it has not run."""
+    """Return the row with the size of the vocabulary, which `text_pipeline` counts; None if it has not run."""
     counted = (r for r in context.upstream if r.experiment == "text_pipeline" and r.params.get("what") == "vocabulary")
     return next(counted, None)

@@ -1,4 +1,4 @@
-"""What fine-tuning a Llama starts from: instruction rows, their tokenizer, and a model whose vocabulary is the tokenizer's."""
+"""Set up the fine-tuning of a Llama: instruction rows, their tokenizer, and a model with the tokenizer's vocabulary."""
 
 import contextlib
 import io
@@ -38,18 +38,18 @@ from hyperion.parallel.lora import ATTENTION
 from hyperion.paths import expanded
 from hyperion.training import Precision, seed_everything
 
-# What the experiments load, by the names of `hyperion.data.prepare.identity`.
+# Data sets that fine-tuning loads, by the names of `hyperion.data.prepare.catalog`.
 DATA = ("instructions", "gpt2", "llama")
-RANK, ALPHA = 16, 32
+RANK, ALPHA = 16, 32  # of the LoRA adapters
 
 
 @dataclass(frozen=True)
-class Material:
-    """Rows as tokens, and which model they are for.
+class FineTuningData:
+    """Tokenized instruction rows and the name of the model they are for.
 
     Attributes:
-        model: name for rows: a random configuration's, or a folder's.
-        weights: what load_llama is given: that name, or the folder.
+        model: name for rows: that of a random configuration or of a folder.
+        weights: argument of `load_llama`: the name of a random configuration, or a folder.
     """
 
     rows: InstructionSet
@@ -60,42 +60,47 @@ class Material:
     weights: str | Path
 
 
-def material(context: Context, quiet: bool = False) -> Material:
-    """The instruction rows of the context's data source, tokenized for the model that the profile names.
+def fine_tuning_data(
+    context: Context,
+    model: str,
+    sequence_length: int,
+    *,
+    real_weights: bool = False,
+    held_out_rows: int | None = None,
+    quiet: bool = False,
+) -> FineTuningData:
+    """Load the instruction rows of the context's data source and tokenize them for a model.
 
-    Where the profile says `real_weights`, the folder llama/ of the mirror or the cache takes the place of the random
-    configuration. Where it names a folder or a model of the hub, that is it. Either brings its own tokenizer.
+    A folder or a model of the hub brings its own tokenizer.
 
     Args:
-        quiet: do not say which source was taken, because it has been said.
+        model: a random configuration, a folder, or a model of the hub.
+        sequence_length: tokens of a row, at most.
+        real_weights: prefer the folder llama/ of the mirror or the cache to `model`, if there is one.
+        held_out_rows: number of held-out rows, None for all.
+        quiet: do not print the data source, for a second call.
     """
     with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():
-        return _material(context)
-
-
-def _material(context: Context) -> Material:
-    sizes = context.sizes
-    rows = load_instructions(context.data_source, allow_synthetic=context.allow_synthetic, seed=context.seed)
-    folder = (local_llama(context.data_source) if sizes["real_weights"] else None) or llama_folder(sizes["model"])
-    if folder is not None:
-        tokenizer = read_tokenizer(folder)
-    else:
-        asked = "auto" if rows.source == "synthetic" else context.data_source
-        tokenizer = load_tokenizer(asked, rows.as_corpus())
-    train, held_out = (
-        tokenize_completions(part, tokenizer, sizes["sequence_length"])
-        for part in (rows.train, rows.held_out[: sizes.get("held_out_rows")])
-    )
-    name = folder.resolve().name if folder is not None else sizes["model"]
-    return Material(rows, tokenizer, train, held_out, name, folder or sizes["model"])
+        rows = load_instructions(context.data_source, allow_synthetic=context.allow_synthetic, seed=context.seed)
+        folder = (local_llama(context.data_source) if real_weights else None) or llama_folder(model)
+        if folder is not None:
+            tokenizer = read_tokenizer(folder)
+        else:
+            source = "auto" if rows.source == "synthetic" else context.data_source
+            tokenizer = load_tokenizer(source, rows.as_corpus())
+        train, held_out = (
+            tokenize_completions(part, tokenizer, sequence_length) for part in (rows.train, rows.held_out[:held_out_rows])
+        )
+    name = folder.resolve().name if folder is not None else model
+    return FineTuningData(rows, tokenizer, train, held_out, name, folder or model)
 
 
 def require_llama(model: str) -> None:
-    """Refuse weights that no training can begin with, before one is loaded; a model of the hub is looked at when it came.
+    """Check that training can start from a model, before it is loaded. A model of the hub is checked after its download.
 
     Raises:
-        HyperionError: no such random configuration, an adapter in the place of a model, an incomplete folder, or a
-            tokenizer that is not the model's.
+        HyperionError: no such random configuration, an adapter instead of a model, an incomplete folder, or a tokenizer that
+            does not fit the model.
     """
     folder = expanded(model)
     if model.startswith("random_"):
@@ -114,27 +119,27 @@ def _require_no_adapter(folder: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise HyperionError(f"{ADAPTER} cannot be read: {error!r}", where=folder, next_step="copy it again") from error
     raise HyperionError(
-        f"an adapter of rank {rank} and no model: training begins with whole weights, and adapters of rank {RANK}",
+        f"an adapter of rank {rank}, not a model: training starts from full weights with new adapters of rank {RANK}",
         where=folder,
         next_step=f"name the weights that it was trained on{f' ({base})' if base else ''}",
     )
 
 
-def base_model(context: Context, found: Material, dtype: torch.dtype) -> nn.Module:
-    """The model before any training, the same at each call, on the context's device; its vocabulary is checked.
+def base_model(context: Context, data: FineTuningData, dtype: torch.dtype) -> nn.Module:
+    """Return the model before training, on the context's device. Each call returns the same weights.
 
     Raises:
-        HyperionError: incomplete weights, or a tokenizer that is not the model's.
+        HyperionError: incomplete weights, or a tokenizer that does not fit the model.
     """
     seed_everything(context.seed)
-    vocabulary, device = found.tokenizer.vocab_size, context.device.torch_device
-    model = load_llama(found.weights, vocab_size=vocabulary, dtype=dtype, device=device)
-    require_vocabulary(vocabulary, model, where=found.weights)
+    vocabulary, device = data.tokenizer.vocab_size, context.device.torch_device
+    model = load_llama(data.weights, vocab_size=vocabulary, dtype=dtype, device=device)
+    require_vocabulary(vocabulary, model, where=data.weights)
     return model
 
 
 def with_lora(base: nn.Module, seed: int, rank: int = RANK, alpha: float = ALPHA) -> LlamaLM:
-    """The base with adapters on the projections of attention, drawn from the seed."""
+    """Return the base with new adapters on the attention projections, initialised from the seed."""
     seed_everything(seed)
     return LlamaLM(add_lora(base, rank, alpha))
 
@@ -142,12 +147,12 @@ def with_lora(base: nn.Module, seed: int, rank: int = RANK, alpha: float = ALPHA
 def lora_model(
     name: str, vocabulary: int, sequence_length: int, device: Device, dtype: torch.dtype = torch.float32
 ) -> tuple[LlamaLM, ModelFlops]:
-    """A random-initialised Llama with LoRA adapters, drawn from torch's generators as they stand, and its FLOPs a token."""
+    """Return a randomly initialised Llama with LoRA adapters, and its FLOPs per token. Uses torch's current generators."""
     model = load_llama(name, vocab_size=vocabulary, dtype=dtype, device=device.torch_device)
     flops = llama_flops_per_token(model.config, sequence_length, RANK, ATTENTION)
     return LlamaLM(add_lora(model, RANK, ALPHA)), flops
 
 
 def frozen_dtype(precision: Precision) -> torch.dtype:
-    """What a frozen base is stored in: nothing updates it, so the type that it is computed in is enough."""
+    """Return the dtype of a frozen base: no update needs more precision than the computation."""
     return torch.bfloat16 if precision.dtype == "bf16" else torch.float32

@@ -1,7 +1,6 @@
-"""The memory of a workload's step as the estimator foretells it, for the experiments that measure it afterwards."""
+"""Estimates of the memory of a workload's training step, for the experiments that measure it."""
 
 import functools
-import json
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,60 +9,52 @@ from torch import nn
 from hyperion.hardware import Device
 from hyperion.models import layout_of
 from hyperion.parallel import ParallelPlan, parallelize
-from hyperion.parallel.plan import BUDGET, EVERY_BLOCK, NONE
+from hyperion.parallel.plan import BUDGET, EVERY_BLOCK
 from hyperion.processes import world
 from hyperion.training import TorchEngine
 from hyperion.training.memory_estimate import MemoryEstimate, estimate_memory, fewest_checkpointed
-from hyperion.workloads import workloads
-from hyperion.workloads.workloads import Batch, Workload
+from hyperion.workloads.workloads import Batch, ImageSizes, LanguageSizes, Workload, random_batch, workload
 
-# What a step's memory depends on beside the model's vocabulary and depth. Rates are needed and change nothing.
-_SHAPES, _RATES = ("model", "sequence_length", "width", "batch_size"), {"learning_rate": 1e-4, "warmup_steps": 2}
+BASIS = "the estimator: this very step on tensors that have shapes and no memory"
 
 
-def policy(checkpointing: str = NONE, checkpointed_blocks: int | None = None) -> ParallelPlan:
-    """A plan of one device."""
-    return ParallelPlan(checkpointing=checkpointing, checkpointed_blocks=checkpointed_blocks)
-
-
-def workload(kind: str, sizes: dict) -> Workload:
-    """As `workloads.workload`, from sizes that may leave out what changes no memory."""
-    return workloads.workload(kind, _RATES | sizes, sizes.get("vocabulary", 0))
-
-
-def laid_out(plan: ParallelPlan, device: Device) -> Callable[[nn.Module], nn.Module]:
-    """What makes of a plain model one that is laid out by the plan, alone on a device."""
+def applied(plan: ParallelPlan, device: Device) -> Callable[[nn.Module], nn.Module]:
+    """Return a function that applies the plan to a model on this device alone."""
     return lambda model: parallelize(model, plan, replace(world(), device=device))
 
 
-def made(work: Workload, dtype: str, plan: ParallelPlan, device: Device, seed: int = 0) -> tuple[TorchEngine, Batch]:
-    """An engine and a batch on a device."""
-    engine = work.engine(dtype, device, seed, laid_out(plan, device))
-    return engine, workloads.random_batch(work, device, seed)
+def build_step(work: Workload, dtype: str, plan: ParallelPlan, device: Device, seed: int = 0) -> tuple[TorchEngine, Batch]:
+    """Return an engine under the plan and a random batch, on the device."""
+    return work.engine(dtype, device, seed, applied(plan, device)), random_batch(work, device, seed)
 
 
-def foretold(work: Workload, dtype: str, plan: ParallelPlan, device: Device) -> MemoryEstimate:
-    """The estimate; an accelerator that is there is asked what its libraries need. Made once a process."""
-    shape = {"vocabulary": work.config.vocab_size, "layers": work.config.layers} if work.config else {}
-    sizes = {name: work.sizes[name] for name in _SHAPES if name in work.sizes}
-    return _foretold(work.kind, json.dumps(sizes), json.dumps(shape), dtype, plan, device)
+def estimate_step(work: Workload, dtype: str, plan: ParallelPlan, device: Device) -> MemoryEstimate:
+    """Return the estimate of a steady step's memory.
+
+    If the device is an accelerator, it is asked what its libraries need. Estimates are cached: the policies of a chapter ask
+    for the same ones again and again.
+    """
+    return _estimate(work.sizes, dtype, plan, device)
 
 
 @functools.lru_cache(maxsize=256)
-def _foretold(kind: str, sizes: str, shape: str, dtype: str, plan: ParallelPlan, device: Device) -> MemoryEstimate:
-    work = workloads.workload(kind, _RATES | json.loads(sizes), **json.loads(shape))
-    return estimate_memory(lambda where: made(work, dtype, plan, where), device, ask=device.kind != "cpu")
+def _estimate(sizes: LanguageSizes | ImageSizes, dtype: str, plan: ParallelPlan, device: Device) -> MemoryEstimate:
+    work = workload(sizes)
+    return estimate_memory(lambda where: build_step(work, dtype, plan, where), device, ask=device.kind != "cpu")
 
 
-def within_budget(work: Workload, dtype: str, device: Device, share: float) -> ParallelPlan:
-    """The plan that checkpoints the fewest blocks which bring the peak down by this share of what all of them save."""
+def plan_within_budget(work: Workload, dtype: str, device: Device, share: float) -> ParallelPlan:
+    """Return the plan that checkpoints the fewest blocks which still lower the peak as far as asked.
 
+    Args:
+        share: how far, as a share of what checkpointing every block saves.
+    """
     blocks = len(layout_of(work.build()).blocks)
-    ends = {0: policy(), blocks: policy(EVERY_BLOCK)}
+    ends = {0: ParallelPlan(), blocks: ParallelPlan(checkpointing=EVERY_BLOCK)}
 
     def peak(checkpointed: int) -> int:
-        plan = ends.get(checkpointed) or policy(BUDGET, checkpointed)
-        return foretold(work, dtype, plan, device).peak_bytes
+        plan = ends.get(checkpointed) or ParallelPlan(checkpointing=BUDGET, checkpointed_blocks=checkpointed)
+        return estimate_step(work, dtype, plan, device).peak_bytes
 
     budget = peak(0) - share * (peak(0) - peak(blocks))
-    return policy(BUDGET, fewest_checkpointed(peak, blocks, int(budget)))
+    return ParallelPlan(checkpointing=BUDGET, checkpointed_blocks=fewest_checkpointed(peak, blocks, int(budget)))

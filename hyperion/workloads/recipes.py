@@ -1,24 +1,27 @@
-"""Trainings that run on one rank or on many: a recipe in, an engine and this rank's batches out."""
+"""Trainings on one rank or on many: a recipe describes one, `set_up` builds its engine and this rank's batches."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
+from pydantic import ConfigDict
 
 from hyperion.chapter.context import Context
 from hyperion.checkpoints import agreed, frozen_sha256, on_rank_0
-from hyperion.data.batches.loaders import LanguageBatches, evaluation_windows
+from hyperion.data.batches.instruction_batches import InstructionBatches
+from hyperion.data.batches.loaders import LanguageBatches, ResumableBatches, evaluation_windows
 from hyperion.data.images.device_images import ImageBatches
 from hyperion.data.images.imageset import channel_statistics
-from hyperion.data.instructions.instruction_batches import InstructionBatches
+from hyperion.errors import HyperionError
 from hyperion.models import LlamaLM, TransformerLM, named_config, resnet18
 from hyperion.parallel import ParallelPlan, parallelize
 from hyperion.processes import World, world
 from hyperion.training import (
     ImageEngine,
     LanguageEngine,
+    Plan,
     Precision,
     WarmupCosine,
     adamw,
@@ -27,16 +30,99 @@ from hyperion.training import (
     sgd_nesterov,
 )
 from hyperion.workloads import datasets
-from hyperion.workloads.llama_setup import base_model, frozen_dtype, material, with_lora
-from hyperion.workloads.recipe import Recipe, Training
+from hyperion.workloads.llama_setup import base_model, fine_tuning_data, frozen_dtype, with_lora
 
+Task = Literal["language", "images", "llama"]
+Strategy = Literal["single", "ddp", "fsdp"]
+TASKS = ("language", "images", "llama")
 CLASSES = 10
-_HELD_OUT = 10  # of so many training images the last one is held out
+_HELD_OUT = 10  # one in so many training images is held out
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One training, as commands and profiles describe it. JSON-able, the same on every rank.
+
+    Args:
+        task: "language" (WikiText-2), "images" (CIFAR-10) or "llama" (instruction rows).
+        model: name of a Transformer configuration; for images "resnet18"; for llama the name of a random configuration, or a
+            folder or hub name of real weights.
+        strategy: "single", "ddp" or "fsdp".
+        precision: "auto", "fp32", "bf16", …: see `choose_precision`.
+        batch_size: examples of one optimizer step, over all ranks together.
+        learning_rate: largest learning rate, at the end of the warm-up. A cosine to zero follows.
+        weight_decay: of AdamW or SGD.
+        steps, epochs: length of the training; exactly one of the two.
+        warmup_share: share of all steps that warm up.
+        sequence_length: tokens of one example (language, llama).
+        width: channels of the first stage (images).
+        lora: train adapters on a frozen base instead of all parameters (llama).
+        records: number of training examples to use (images); None for all that are not held out.
+        evaluation_batches: held-out batches scored at the end of an epoch, and test batches scored after the last step
+            (images); None for all, 0 for none.
+        checkpoint_every: steps between two checkpoints; None for none.
+    """
+
+    # Options of a profile contain recipes: pydantic then refuses unknown names.
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)
+
+    task: Task
+    model: str
+    strategy: Strategy
+    precision: str
+    batch_size: int
+    learning_rate: float
+    weight_decay: float
+    steps: int | None = None
+    epochs: int | None = None
+    warmup_share: float = 0.1
+    sequence_length: int = 0
+    width: int = 64
+    lora: bool = False
+    records: int | None = None
+    evaluation_batches: int | None = None
+    checkpoint_every: int | None = None
+
+    def __post_init__(self):
+        if self.task not in TASKS:
+            raise HyperionError(f"no task is named {self.task!r}", where="Recipe", next_step=f"use one of {', '.join(TASKS)}")
+
+    @property
+    def name(self) -> str:
+        """Model and strategy: "gpt2_124m_fsdp"."""
+        name = self.model.rstrip("/").rpartition("/")[2]
+        part = f"_w{self.width}" if self.task == "images" else "_lora" if self.lora else ""
+        return f"{name}{part}_{self.strategy}"
+
+    def plan(self) -> Plan:
+        """Return the length of the training and its checkpoint interval."""
+        return Plan(steps=self.steps, epochs=self.epochs, checkpoint_every=self.checkpoint_every)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A recipe that is set up on this rank.
+
+    Attributes:
+        engine: the model, distributed as the recipe's strategy says, and its optimizer.
+        batches: this rank's part of every batch.
+        validation: makes fresh held-out batches; None when the recipe scores none.
+        source: the data source.
+        base_sha256: of the frozen weights under the adapters, "" without adapters.
+        test: makes batches of the test split, for one evaluation after the last step; None when the recipe has none.
+    """
+
+    engine: LanguageEngine | ImageEngine
+    batches: ResumableBatches
+    validation: Callable[[], Iterable] | None
+    source: str
+    base_sha256: str = ""
+    test: Callable[[], Iterable] | None = None
+
+
 def set_up(context: Context, recipe: Recipe) -> Training:
-    """Seed, load the data, build the model and lay it out over the ranks.
+    """Seed the generators, load the data, build the model and distribute it over the ranks.
 
     Raises:
         HyperionError: a batch that the ranks do not divide, an unknown model, precision or strategy.
@@ -46,10 +132,10 @@ def set_up(context: Context, recipe: Recipe) -> Training:
 
 
 def rank_zero_first(function: Callable[[], T]) -> T:
-    """What `function` returns on every rank; rank 0 goes first, so that it alone prepares what all then find on disk.
+    """Call `function` on rank 0, then on the others, so that rank 0 alone prepares files that the others find on disk.
 
     Raises:
-        CheckpointError: on all ranks, what a rank raised: none waits for one that gave up.
+        CheckpointError: on all ranks, if one rank failed, so that none waits for it.
     """
     here, first = world(), []
     if here.size == 1:
@@ -72,7 +158,7 @@ def _language(context: Context, recipe: Recipe) -> Training:
     )
     config = named_config(recipe.model, vocab_size=tokenizer.vocab_size, context=recipe.sequence_length)
     precision = choose_precision(device, recipe.precision)
-    with torch.device(device.torch_device):  # weights are drawn where they stay
+    with torch.device(device.torch_device):  # draw the weights on the device, not on the host
         model = TransformerLM(config)
     model = parallelize(model, _plan(recipe, precision), here)
     engine = LanguageEngine(
@@ -143,39 +229,38 @@ def _images(context: Context, recipe: Recipe) -> Training:
 
 def _llama(context: Context, recipe: Recipe) -> Training:
     here, device = _sharers(recipe), context.device
-    chosen = {"model": recipe.model, "real_weights": False, "sequence_length": recipe.sequence_length}
-    found = rank_zero_first(lambda: material(replace(context, sizes=context.sizes | chosen)))
+    data = rank_zero_first(lambda: fine_tuning_data(context, recipe.model, recipe.sequence_length))
     precision = choose_precision(device, recipe.precision)
-    base = base_model(context, found, frozen_dtype(precision) if recipe.lora else torch.float32)
+    base = base_model(context, data, frozen_dtype(precision) if recipe.lora else torch.float32)
     base_sha256 = frozen_sha256(base) if recipe.lora else ""  # before it is sharded
     model = with_lora(base, context.seed) if recipe.lora else LlamaLM(base)
     model = parallelize(model, _plan(recipe, precision), here)
     batches = InstructionBatches(
-        found.train, recipe.batch_size, context.seed, device=device.torch_device, rank=here.rank, ranks=here.size
+        data.train, recipe.batch_size, context.seed, device=device.torch_device, rank=here.rank, ranks=here.size
     )
     optimizer = adamw(model, recipe.learning_rate, recipe.weight_decay)
     engine = LanguageEngine(model, optimizer, _schedule(recipe, len(batches)), precision, device, world=here)
 
     def validation() -> Iterable:
         whole = InstructionBatches(
-            found.held_out, recipe.batch_size // here.size, shuffle=False, drop_last=False, device=device.torch_device
+            data.held_out, recipe.batch_size // here.size, shuffle=False, drop_last=False, device=device.torch_device
         )
         return _first(whole, recipe.evaluation_batches)
 
     held_out = None if recipe.evaluation_batches == 0 else validation
-    return Training(engine, batches, held_out, found.rows.source, base_sha256)
+    return Training(engine, batches, held_out, data.rows.source, base_sha256)
 
 
 def _sharers(recipe: Recipe) -> World:
-    """The ranks that share a batch: all, or this one alone beside the others."""
+    """The ranks that share a batch: all, or under "single" this rank alone."""
     here = world()
     return replace(here, rank=0, size=1) if recipe.strategy == "single" else here
 
 
 def _plan(recipe: Recipe, precision: Precision) -> ParallelPlan:
-    # Batch norms keep float32 parameters beside their float32 statistics, so a ResNet is gathered in float32.
-    halved = recipe.strategy == "fsdp" and recipe.task != "images" and precision.dtype == "bf16"
-    return ParallelPlan(strategy=recipe.strategy, param_dtype="bf16" if halved else None)
+    # Batch norms need float32 parameters, as their statistics are float32: a ResNet is gathered in float32.
+    sixteen_bit = recipe.strategy == "fsdp" and recipe.task != "images" and precision.dtype == "bf16"
+    return ParallelPlan(strategy=recipe.strategy, param_dtype="bf16" if sixteen_bit else None)
 
 
 def _schedule(recipe: Recipe, steps_per_epoch: int) -> WarmupCosine:

@@ -1,9 +1,13 @@
-"""Training steps of several engines in turn, A B C A B C …: the only comparison of speeds that a claim may rest on."""
+"""Compare training steps of several engines by timing them in turn, A B C A B C ….
+
+Speeds that were measured one after the other also differ by the device's clock and temperature.
+"""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import pandas as pd
 import torch
@@ -13,10 +17,8 @@ from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_colu
 from hyperion.measure import time_interleaved
 from hyperion.results import Row, ratio_estimate
 from hyperion.training import TorchEngine
-from hyperion.workloads.training_rows import speed_rows
+from hyperion.workloads.training_rows import NO_SPEEDUP_LIMIT, speed_rows
 from hyperion.workloads.workloads import Batch, Workload
-
-_NO_LIMIT = "no limit: how far the slower of the two stays below its own limit is not bounded"
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,11 @@ class Contender:
     """One way to do the step.
 
     Args:
-        name: what the others' speed-ups over it are called by.
-        dtype: of its rows.
-        params: what tells its rows from the others', beside the batch.
+        name: label of this baseline in the speed-up rows.
+        dtype: number format, for its rows.
+        params: parameters of its rows in addition to the batch.
         build: makes its engine.
-        least_flops: of one item; None for the workload's own.
+        least_flops: unavoidable FLOPs of one item, None for those of the workload.
     """
 
     name: str
@@ -38,22 +40,26 @@ class Contender:
     least_flops: float | None = None
 
 
-def compare_steps(context: Context, work: Workload, batch: Batch, contenders: list[Contender], source: str) -> Result:
-    """Step time, throughput and MFU of each, and the speed of each but the first over the first.
+def compare_steps(
+    context: Context, work: Workload, batch: Batch, contenders: list[Contender], source: str, time_limit_s: float
+) -> Result:
+    """Return step time, throughput and MFU of each contender, and the speed-up of each over the first.
 
-    All engines lie in memory at once, which changes no time; peaks of memory are not taken here. When they do not fit,
-    the rows say so.
+    All engines are in memory at the same time, so peak memory is not measured here. If they do not fit, the rows have no
+    value and say why.
+
+    Args:
+        time_limit_s: time limit of the measurement of all together.
     """
     try:
-        with emptied_afterwards():
-            steps = [_step(contender, batch) for contender in contenders]
-            limit_s = context.sizes["time_limit_s"]
-            timings = time_interleaved(steps, context.device, cold=False, time_limit_s=limit_s)
-            del steps
+        with memory_released():
+            steps: list[Callable[[], object]] = [partial(contender.build().train_step, batch) for contender in contenders]
+            timings = time_interleaved(steps, context.device, cold=False, time_limit_s=time_limit_s)
+            del steps  # the last reference to the engines
     except torch.OutOfMemoryError as error:
         return Result([_absent(context, work, c, out_of_memory_reason(error), source) for c in contenders], pd.DataFrame())
     rows: list[Row] = []
-    frames = []
+    frames: list[pd.DataFrame] = []
     for contender, timing in zip(contenders, timings, strict=True):
         params = _params(work, contender)
         shared = {"dtype": contender.dtype, "params": params, "data_source": source}
@@ -61,7 +67,7 @@ def compare_steps(context: Context, work: Workload, batch: Batch, contenders: li
         rows += speed_rows(context, work.name, work.item, work.items, timing, work.flops, least, shared)
         frames.append(sample_frame(timing, work.name, contender.dtype, params).assign(kind="steady step"))
     first = timings[0]
-    for contender, timing in list(zip(contenders, timings, strict=True))[1:]:
+    for contender, timing in zip(contenders[1:], timings[1:], strict=True):
         ratio = ratio_estimate(timing.samples_s, first.samples_s)
         params = _params(work, contender) | {"over": contenders[0].name}
         rows.append(
@@ -71,7 +77,7 @@ def compare_steps(context: Context, work: Workload, batch: Batch, contenders: li
                 ratio.value,
                 dtype=contender.dtype,
                 params=params,
-                limit_source=_NO_LIMIT,
+                limit_source=NO_SPEEDUP_LIMIT,
                 data_source=source,
                 **timed_columns(ratio, timing),
             )
@@ -80,19 +86,14 @@ def compare_steps(context: Context, work: Workload, batch: Batch, contenders: li
 
 
 @contextmanager
-def emptied_afterwards():
-    """What was made inside and is not referred to any more leaves the accelerator's memory for others."""
+def memory_released() -> Iterator[None]:
+    """Context at whose end unreferenced tensors are collected and the accelerator's cached memory is freed."""
     try:
         yield
     finally:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-def _step(contender: Contender, batch: Batch) -> Callable[[], object]:
-    engine = contender.build()
-    return lambda: engine.train_step(batch)
 
 
 def _params(work: Workload, contender: Contender) -> dict:

@@ -1,9 +1,10 @@
-"""Rows and curves that every trained baseline has: epochs, steady speed, memory, and the roofline they are held against."""
+"""Rows and curves that every training has: epochs, throughput of a steady step with its limit, memory, and forecasts."""
 
 import math
 import statistics
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import pandas as pd
 import torch
@@ -13,17 +14,19 @@ from hyperion.chapter.rows import gemm_limit, sample_frame, stream_ceiling, time
 from hyperion.hardware import Device, gemm_path, peak
 from hyperion.measure import Ceilings, Timing, Verification, time_function
 from hyperion.models import ModelFlops
-from hyperion.results import Row, mean_estimate
+from hyperion.results import Estimate, Row, known, mean_estimate
 from hyperion.training import EpochRecord, History, TorchEngine
 
+# `limit_source` of a speed-up.
+NO_SPEEDUP_LIMIT = "no limit: how far the slower of the two stays below its own limit is not bounded"
 _NO_LIMIT = "no limit: "
-# In float32, AdamW reads weight, gradient and two moments and writes all but the gradient; SGD has one moment.
+# In float32. AdamW reads weight, gradient and two moments, and writes all but the gradient; SGD has one moment.
 ADAMW_BYTES_A_PARAMETER = 7 * 4
 SGD_BYTES_A_PARAMETER = 5 * 4
 
 
 def epoch_rows(context: Context, variant: str, dtype: str, engine: TorchEngine, history: History, source: str) -> list[Row]:
-    """Training loss, learning rate, throughput, peak memory and the share of time spent waiting for the loader, by epoch."""
+    """Return loss, learning rate, throughput, peak memory and the share of time spent waiting for the loader, by epoch."""
     rows = []
     for record, peak_gib in zip(history.epochs, _peaks(engine, history), strict=True):
         values = {
@@ -56,10 +59,15 @@ def epoch_rows(context: Context, variant: str, dtype: str, engine: TorchEngine, 
 
 
 def _peaks(engine: TorchEngine, history: History) -> list[float | None]:
-    """The peak of each epoch in GiB. A recorded step keeps its memory in a pool of its own, which counts as tensors while it
-    is recorded and not when it is replayed: from then on the peak is at least what it was."""
+    """Return the peak of each epoch in GiB.
+
+    A captured step has a memory pool of its own, which counts as tensors only while the step is captured. So for later epochs
+    the peak of an earlier one is a lower bound.
+    """
     peaks = [record.peak_memory_gib for record in history.epochs]
-    return peaks if engine.uncaptured or None in peaks else list(accumulate(peaks, max))
+    if engine.uncaptured or None in peaks:
+        return peaks
+    return list(accumulate(map(known, peaks), max))
 
 
 def _epoch_params(record: EpochRecord) -> dict:
@@ -75,12 +83,12 @@ def seed_statistics(
     shared: dict,
     most: float = math.inf,
 ) -> list[Row]:
-    """The mean of what several seeds reached, with Student's interval, and their deviation (`<metric>_sd`).
+    """Return the mean over seeds with Student's interval, and the standard deviation (`<metric>_sd`).
 
     Args:
-        limit: of the metric, and where it comes from.
+        limit: (limit of the metric, its source).
         shared: dtype, params and data source of both rows.
-        most: that the metric can be; its least is 0.
+        most: upper bound of the metric, for the interval; its lower bound is 0.
     """
     mean = mean_estimate(values)
     return [
@@ -100,7 +108,7 @@ def seed_statistics(
 
 
 def loss_curve(history: History) -> pd.DataFrame:
-    """The loss of every optimizer step, and the held-out numbers of every epoch that was evaluated."""
+    """Return the loss of every optimizer step (kind "step") and each evaluation (kind "evaluation") as samples."""
     steps = pd.DataFrame({"kind": "step", "step": range(1, len(history.losses) + 1), "loss": history.losses})
     epochs = pd.DataFrame(
         [{"kind": "evaluation", "step": r.step, **r.evaluation} for r in history.epochs if r.evaluation is not None]
@@ -109,19 +117,26 @@ def loss_curve(history: History) -> pd.DataFrame:
 
 
 def steady_rows(
-    context: Context, variant: str, engine: TorchEngine, batch, items: int, flops: ModelFlops, least_flops: float, source: str
+    context: Context,
+    variant: str,
+    engine: TorchEngine,
+    batch: Any,
+    items: int,
+    flops: ModelFlops,
+    least_flops: float,
+    source: str,
+    time_limit_s: float,
 ) -> tuple[list[Row], pd.DataFrame]:
-    """One optimizer step on a batch that lies ready: time, throughput, MFU, and its raw samples. Changes the engine.
+    """Time one optimizer step on a batch that is already on the device; return its rows and samples. Changes the engine.
 
     Args:
         items: tokens or images of `batch`.
-        flops: of one item, by the field's convention, for MFU.
-        least_flops: forward and backward of one item that no implementation can avoid, for the limit.
+        flops: FLOPs of one item by the field's convention, for MFU.
+        least_flops: FLOPs of forward and backward of one item that no implementation can avoid, for the limit.
+        time_limit_s: time limit of the measurement.
     """
     device, dtype = engine.device, engine.precision.dtype
-    timing = time_function(
-        lambda: engine.train_step(batch), device, cold=False, time_limit_s=context.sizes["steady_time_limit_s"]
-    )
+    timing = time_function(lambda: engine.train_step(batch), device, cold=False, time_limit_s=time_limit_s)
     params = {"batch": items, "step": "steady"}
     shared = {"dtype": dtype, "params": params, "data_source": source}
     rows = speed_rows(context, variant, engine.item, items, timing, flops, least_flops, shared)
@@ -140,13 +155,13 @@ def speed_rows(
     step_check: Verification | None = None,
     rate_check: Verification | None = None,
 ) -> list[Row]:
-    """Time, throughput and MFU of an optimizer step, each held against what its FLOPs need at the limit rate.
+    """Return time, throughput and MFU of an optimizer step; their limit is the time of `least_flops` at the peak rate.
 
     Args:
-        item: what is counted; `image` gives `images_per_s`.
+        item: unit of throughput; "image" gives `images_per_s`.
         items, flops, least_flops: as in `steady_rows`.
         shared: dtype, params and data source of all three rows.
-        step_check, rate_check: what was verified of the step, for the rows of time and of throughput.
+        step_check, rate_check: verifications of the step, for the rows of time and throughput.
     """
     device, dtype, step = context.device, shared["dtype"], timing.estimate
     floor, limit_source = flops_floor(device, dtype, least_flops * items)
@@ -176,21 +191,22 @@ def speed_rows(
 
 
 def flops_floor(device: Device, dtype: str, flops: float) -> tuple[float | None, str]:
-    """(least seconds that these FLOPs take at the limit rate of the dtype, its source), or (None, why there is none)."""
+    """Return (least seconds for these FLOPs at the peak rate of the dtype, its source), or (None, why there is none)."""
     limit_tflops, limit_source = gemm_limit(device, _gemm_dtype(dtype))
     if limit_tflops is None:
         return None, limit_source
     return flops / (limit_tflops * 1e12), f"model FLOPs at {limit_source}"
 
 
-def _mfu_row(context: Context, variant: str, device: Device, dtype: str, tflops, shared: dict, timing) -> Row:
-    """Model FLOPs utilisation against the published peak; null with the reason where the device has none."""
+def _mfu_row(context: Context, variant: str, device: Device, dtype: str, tflops: Estimate, shared: dict, timing: Timing) -> Row:
+    """Model FLOPs utilisation (MFU) of the published peak; without a value if the device has none."""
     published = peak(device, gemm_path(_gemm_dtype(dtype), device))
-    if published.published_tflops is None:
+    peak_tflops = published.published_tflops
+    if peak_tflops is None:
         reason = f"no peak to divide by: {published.reason or 'no published value'}"
         return context.row(variant, "mfu", None, value_reason=reason, **shared)
-    share = tflops.map(lambda rate: rate / published.published_tflops)
-    limit = published.limit_tflops / published.published_tflops if published.limit_tflops else None
+    share = tflops.map(lambda rate: rate / peak_tflops)
+    limit = published.limit_tflops / peak_tflops if published.limit_tflops else None
     return context.row(
         variant,
         "mfu",
@@ -203,26 +219,26 @@ def _mfu_row(context: Context, variant: str, device: Device, dtype: str, tflops,
 
 
 def _gemm_dtype(dtype: str) -> str:
-    """The format that float32 products really use here."""
+    """Return the format that products of this dtype use: TF32 for float32 if PyTorch is set so."""
     return "tf32" if dtype == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32" else dtype
 
 
 def step_forecasts(
     context: Context, variant: str, dtype: str, item: str, items: int, flops: ModelFlops, traffic: dict[str, float]
 ) -> list[Forecast]:
-    """Throughput of a steady step from the ceilings measured earlier in this run and the model's shapes.
+    """Forecast the throughput of a steady step from the ceilings measured earlier in this run and the model's shapes.
 
     Args:
         items: tokens or images of a batch.
-        flops: of one item.
-        traffic: bytes that one step moves beside the products, by what moves them.
+        flops: FLOPs of one item.
+        traffic: bytes that a step moves outside of matrix products, by cause.
     """
     params = {"batch": items, "step": "steady"}
     gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
     if gemm is None or stream is None:
         estimate, basis = None, "no estimate: this run has measured no ceilings (01_hardware_exploration)"
     else:
-        ceilings = Ceilings(gemm.value, stream.value, "measured")
+        ceilings = Ceilings(known(gemm.value), known(stream.value), "measured")
         arithmetic = ceilings.least_time_s(flops.forward_backward * items, 0)
         moving = ceilings.least_time_s(0, sum(traffic.values()))
         estimate = items / (arithmetic + moving)

@@ -1,15 +1,16 @@
-"""The two baselines made ready to be compared: a model, its optimizer, and a few batches that are the same in every process."""
+"""The two baselines as training steps: a model with its optimizer, and a few batches that are the same in every process."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from pydantic import BaseModel
 from torch import Tensor, nn
 
-from hyperion.chapter.context import Context
+from hyperion.chapter.context import Context, Forecast
 from hyperion.data import channel_statistics
 from hyperion.data.batches.loaders import LanguageBatches
 from hyperion.data.images.device_images import ImageBatches
@@ -25,6 +26,7 @@ from hyperion.models import (
     resnet18,
 )
 from hyperion.models.resnet import IMAGE_SIZE
+from hyperion.results import known
 from hyperion.training import (
     ActivationBytes,
     ImageEngine,
@@ -39,37 +41,76 @@ from hyperion.training import (
     sgd_nesterov,
 )
 from hyperion.workloads import datasets
-from hyperion.workloads.training_rows import ADAMW_BYTES_A_PARAMETER, SGD_BYTES_A_PARAMETER
+from hyperion.workloads.training_rows import ADAMW_BYTES_A_PARAMETER, SGD_BYTES_A_PARAMETER, step_forecasts
 
 KINDS = ("language", "image")
 CLASSES = 10
 SIXTEEN_BIT = ("bf16", "fp16")
+NO_VOCABULARY = "no estimate: this run has not counted the vocabulary (01_dataset_preparation)"
+# Bytes that a step moves per logit: written in 16 or 32 bits, read for the softmax, its gradient written and read twice.
+LOGIT_BYTES = 20
 _FLOAT32 = 4
-# A logit is written in 16 or 32 bits, read for the softmax, and its gradient is written and read twice.
-_LOGIT_BYTES = 20
 Batch = tuple[Tensor, Tensor]
+
+
+class StepSizes(BaseModel, extra="forbid", frozen=True, strict=True):
+    """Sizes of a training step that both kinds of model have.
+
+    Args:
+        batch_size: sequences or images of a batch.
+        learning_rate: after the warm-up.
+        warmup_steps: steps of linear warm-up. Neither this nor the rate changes the time or the memory of a step.
+    """
+
+    batch_size: int
+    learning_rate: float = 1e-4
+    warmup_steps: int = 2
+
+
+class LanguageSizes(StepSizes, frozen=True):
+    """Sizes of a training step of a language model.
+
+    Args:
+        model: name of a Transformer configuration.
+        sequence_length: tokens of a sequence.
+        vocabulary: tokens of the vocabulary, 0 for the configuration's.
+        layers: number of blocks, 0 for the configuration's.
+    """
+
+    model: str
+    sequence_length: int
+    vocabulary: int = 0
+    layers: int = 0
+
+
+class ImageSizes(StepSizes, frozen=True):
+    """Sizes of a training step of a ResNet-18.
+
+    Args:
+        width: channels of the first stage.
+    """
+
+    width: int
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One baseline at the sizes of a profile.
+    """One baseline with its sizes; `workload` makes it.
 
     Attributes:
-        kind: "language" or "image".
-        name: of the model, for rows.
-        item: what is counted, "token" or "image".
-        items: of one batch.
-        flops: of one item, by the field's convention.
-        least_flops: forward and backward of one item that nothing can avoid.
-        block_flops: of them the forward pass of the repeated blocks, which checkpointing does twice.
+        name: name of the model, for rows. A vocabulary or depth other than the configuration's is part of it.
+        item: unit of throughput, "token" or "image".
+        items: tokens or images of one batch.
+        flops: FLOPs of one item by the field's convention.
+        least_flops: FLOPs of forward and backward of one item that no implementation can avoid.
+        block_flops: those of `least_flops` in the forward pass of the repeated blocks, which checkpointing computes twice.
         build: makes the module, with weights from torch's generator.
-        sizes: the profile's table of this kind.
-        parameters: of the module.
-        moments: tensors of its size that the optimizer keeps.
-        step_bytes: that a step moves beside the products, by what moves them, in float32.
+        parameters: number of parameters.
+        moments: number of tensors of the size of the parameters in the optimizer's state.
+        step_bytes: bytes that a step moves outside of matrix products, in float32, by cause.
+        config: configuration of the Transformer, None for a ResNet-18.
     """
 
-    kind: str
     name: str
     item: str
     items: int
@@ -77,110 +118,107 @@ class Workload:
     least_flops: float
     block_flops: float
     build: Callable[[], nn.Module]
-    sizes: dict
+    sizes: LanguageSizes | ImageSizes
     parameters: int
     moments: int
     step_bytes: dict[str, float]
     config: TransformerConfig | None = None
 
+    @property
+    def kind(self) -> str:
+        """One of KINDS."""
+        return "image" if self.config is None else "language"
+
     def activations(self, sixteen_bit: bool) -> ActivationBytes:
-        """What a forward pass keeps, from shapes."""
-        sizes = self.sizes
-        if self.config is None:
-            return image_activations(sizes["width"], sizes["batch_size"], sixteen_bit)
-        return language_activations(self.config, sizes["batch_size"], sizes["sequence_length"], sixteen_bit)
+        """Return the bytes that a forward pass keeps for the backward pass, computed from shapes."""
+        if isinstance(self.sizes, ImageSizes):
+            return image_activations(self.sizes.width, self.sizes.batch_size, sixteen_bit)
+        return language_activations(known(self.config), self.sizes.batch_size, self.sizes.sequence_length, sixteen_bit)
 
     @property
     def standing_bytes(self) -> int:
-        """Weights and the optimizer's moments: there before, during and after a step."""
+        """Bytes of weights and optimizer moments, which exist before, during and after a step."""
         return _FLOAT32 * self.parameters * (1 + self.moments)
 
     @property
     def batch_bytes(self) -> int:
-        """Of one batch: int64 inputs and targets, or float32 images and int64 labels."""
+        """Bytes of one batch: int64 inputs and targets, or float32 images and int64 labels."""
         if self.config is None:
-            return self.sizes["batch_size"] * (_FLOAT32 * 3 * IMAGE_SIZE**2 + 8)
+            return self.sizes.batch_size * (_FLOAT32 * 3 * IMAGE_SIZE**2 + 8)
         return 2 * 8 * self.items
 
+    def traffic(self, dtype: str) -> dict[str, float]:
+        """Return `step_bytes` for a step in this number format: 16-bit formats halve the activations."""
+        half = 0.5 if dtype in SIXTEEN_BIT else 1.0
+        return {cause: moved * (half if cause == "activations" else 1) for cause, moved in self.step_bytes.items()}
+
     def model(self, device: Device, seed: int) -> nn.Module:
-        """A fresh module on the device, its weights drawn from the seed."""
+        """Return a fresh module on the device with weights drawn from the seed."""
         seed_everything(seed)
         with torch.device(device.torch_device):  # a GPU draws the weights of a large model much faster
             return self.build()
 
     @property
     def schedule(self) -> WarmupCosine:
-        """Constant after a short warm-up: nothing is trained to the end here."""
-        rate, warmup = self.sizes["learning_rate"], self.sizes["warmup_steps"]
-        return WarmupCosine(rate, warmup, warmup + 1, final_fraction=1.0)
+        """Constant learning rate after a short warm-up: no workload is trained to the end."""
+        warmup = self.sizes.warmup_steps
+        return WarmupCosine(self.sizes.learning_rate, warmup, warmup + 1, final_fraction=1.0)
 
-    def engine(
-        self, dtype: str, device: Device, seed: int, lay_out: Callable[[nn.Module], nn.Module] | None = None
-    ) -> TorchEngine:
-        """A fresh engine; the same seed gives the same weights, whatever the precision.
+    def engine(self, dtype: str, device: Device, seed: int, wrap: Callable[[nn.Module], nn.Module] | None = None) -> TorchEngine:
+        """Return a fresh engine; the same seed gives the same weights in every precision.
 
         Args:
-            lay_out: what is done to the module before its optimizer is built, see hyperion.parallel.parallelize.
+            wrap: applied to the module before its optimizer is built, e.g. `hyperion.parallel.parallelize`.
         """
         model = self.model(device, seed)
-        model = model if lay_out is None else lay_out(model)
-        rate, precision = self.sizes["learning_rate"], choose_precision(device, dtype)
+        model = model if wrap is None else wrap(model)
+        rate, precision = self.sizes.learning_rate, choose_precision(device, dtype)
         if self.kind == "language":
             return LanguageEngine(model, adamw(model, rate), self.schedule, precision, device)
         return ImageEngine(model, sgd_nesterov(model, rate), self.schedule, precision, device)
 
 
-def workload(kind: str, sizes: dict, vocabulary: int = 0, layers: int = 0) -> Workload:
-    """A baseline by its kind.
-
-    Args:
-        sizes: for "language" model, batch_size, sequence_length, and layers where they are to be fewer than the model's;
-            for "image" width, batch_size; both learning_rate and warmup_steps.
-        vocabulary, layers: of the language model; 0 for those of its sizes. Another number is part of its name.
-    """
-    return _language(sizes, vocabulary, layers) if kind == "language" else _image(sizes)
+def workload(sizes: LanguageSizes | ImageSizes) -> Workload:
+    """Return the baseline of these sizes."""
+    return _image(sizes) if isinstance(sizes, ImageSizes) else _language(sizes)
 
 
-def _language(sizes: dict, vocabulary: int, layers: int) -> Workload:
-    named, length = named_config(sizes["model"]), sizes["sequence_length"]
-    shape = {"vocab_size": vocabulary or named.vocab_size, "layers": layers or sizes.get("layers", named.layers)}
-    config = named_config(sizes["model"], context=length, **shape)
-    differing = "".join(
-        f"_{mark}{value}"
-        for mark, value, usual in (("v", config.vocab_size, named.vocab_size), ("cut_to_l", config.layers, named.layers))
-        if value != usual
-    )
-    items, causal = sizes["batch_size"] * length, flops_per_token(config, length // 2)
-    kept = language_activations(config, sizes["batch_size"], length, sixteen_bit=False).saved()
-    moved = {
-        "optimizer": ADAMW_BYTES_A_PARAMETER * config.parameter_count,
-        "logits": items * config.vocab_size * _LOGIT_BYTES,
-        "activations": 3 * (kept - _FLOAT32 * items * config.vocab_size),  # written, read forward, read backward
-    }
+def _language(sizes: LanguageSizes) -> Workload:
+    named, length = named_config(sizes.model), sizes.sequence_length
+    vocabulary, layers = sizes.vocabulary or named.vocab_size, sizes.layers or named.layers
+    config = named_config(sizes.model, context=length, vocab_size=vocabulary, layers=layers)
+    name = sizes.model
+    name += f"_v{vocabulary}" if vocabulary != named.vocab_size else ""
+    name += f"_cut_to_l{layers}" if layers != named.layers else ""
+    # The causal mask leaves half of attention, which is all that must be computed.
+    items, causal = sizes.batch_size * length, flops_per_token(config, length // 2)
+    kept_bytes = language_activations(config, sizes.batch_size, length, sixteen_bit=False).saved()
     return Workload(
-        kind="language",
-        name=sizes["model"] + differing,
+        name=name,
         item="token",
         items=items,
         flops=flops_per_token(config, length),
         least_flops=causal.forward_backward,
-        block_flops=causal.forward - 2 * config.vocab_size * config.width,
+        block_flops=causal.forward - 2 * vocabulary * config.width,
         build=lambda: TransformerLM(config),
         sizes=sizes,
         parameters=config.parameter_count,
         moments=2,
-        step_bytes=moved,
+        step_bytes={
+            "optimizer": ADAMW_BYTES_A_PARAMETER * config.parameter_count,
+            "logits": items * vocabulary * LOGIT_BYTES,
+            "activations": 3 * (kept_bytes - _FLOAT32 * items * vocabulary),  # written, read forward, read backward
+        },
         config=config,
     )
 
 
-def _image(sizes: dict) -> Workload:
-    width, batch = sizes["width"], sizes["batch_size"]
+def _image(sizes: ImageSizes) -> Workload:
+    width, batch = sizes.width, sizes.batch_size
     model, flops = resnet18(CLASSES, width), flops_per_image(CLASSES, width)
     parameters, stem = parameter_count(model), 2 * 9 * 3 * width * IMAGE_SIZE**2
-    kept = image_activations(width, batch, sixteen_bit=False).saved()
+    kept_bytes = image_activations(width, batch, sixteen_bit=False).saved()
     return Workload(
-        kind="image",
         name=model.name,
         item="image",
         items=batch,
@@ -191,26 +229,31 @@ def _image(sizes: dict) -> Workload:
         sizes=sizes,
         parameters=parameters,
         moments=1,
-        step_bytes={"optimizer": SGD_BYTES_A_PARAMETER * parameters, "activations": 6 * kept},
+        step_bytes={"optimizer": SGD_BYTES_A_PARAMETER * parameters, "activations": 6 * kept_bytes},
     )
 
 
-def foretold(context: Context, kind: str) -> Workload | None:
-    """The workload that `prepare` will make, None while this run has not counted the vocabulary."""
-    if kind != "language":
-        return workload(kind, context.sizes[kind])
+def expected_workload(context: Context, sizes: LanguageSizes | ImageSizes) -> Workload | None:
+    """Return the workload with the vocabulary of the run's text; None if this run has not counted the vocabulary."""
+    if isinstance(sizes, ImageSizes):
+        return workload(sizes)
     counted = datasets.vocabulary_row(context)
-    return None if counted is None else workload(kind, context.sizes[kind], int(counted.value))
+    return None if counted is None else workload(_with_vocabulary(sizes, int(known(counted.value))))
+
+
+def rate_forecast(context: Context, work: Workload, dtype: str) -> Forecast:
+    """Return the forecast of a steady step's throughput from this run's ceilings and the model's shapes."""
+    return step_forecasts(context, work.name, dtype, work.item, work.items, work.flops, work.traffic(dtype))[0]
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A workload's batches in a file.
+class StoredBatches:
+    """Batches of one kind of model in a file, for every process to load.
 
     Attributes:
         file: inputs and targets of all batches, and the vocabulary.
-        source: the data source they were taken from.
-        vocabulary: tokens that the model must tell apart, 0 for images.
+        source: data source that they were taken from.
+        vocabulary: size of the tokenizer's vocabulary, 0 for images.
     """
 
     kind: str
@@ -218,64 +261,77 @@ class Ready:
     source: str
     vocabulary: int
 
-    def for_worker(self) -> dict:
-        """What another process needs to load them: JSON-able."""
+    @property
+    def params(self) -> dict[str, str]:
+        """What another process needs to load them, JSON-able."""
         return {"kind": self.kind, "file": str(self.file), "source": self.source}
 
 
-def source_of(ready: Iterable[Ready]) -> str:
-    """The data source of several: "synthetic" where one of them is, so that the banner is not missed."""
-    sources = [found.source for found in ready]
+def common_source(stored: Iterable[StoredBatches]) -> str:
+    """Return the data source of several: "synthetic" if one of them is, so that the page carries the banner."""
+    sources = [batches.source for batches in stored]
     return "synthetic" if "synthetic" in sources else sources[0]
 
 
 @contextmanager
-def prepared(context: Context) -> Iterator[dict[str, Ready]]:
-    """Both kinds, their batches in files that go when the context ends."""
-    ready = {kind: prepare(context, kind) for kind in KINDS}
+def stored_batches(
+    context: Context, sizes: Mapping[str, LanguageSizes | ImageSizes], count: int
+) -> Iterator[list[StoredBatches]]:
+    """Context with `count` batches of each kind in files, which are deleted at its end.
+
+    Args:
+        sizes: sizes of the step by kind.
+    """
+    stored = [store_batches(context, kind_sizes, count) for kind_sizes in sizes.values()]
     try:
-        yield ready
+        yield stored
     finally:
-        for found in ready.values():
-            found.file.unlink()
+        for batches in stored:
+            batches.file.unlink()
 
 
-def prepare(context: Context, kind: str) -> Ready:
-    """Take the first `batches` batches of the training split and put them into a file, for every process alike."""
-    sizes = context.sizes[kind]
-    if kind == "language":
+def store_batches(context: Context, sizes: LanguageSizes | ImageSizes, count: int) -> StoredBatches:
+    """Write the first `count` batches of the training split to a file in the workspace."""
+    if isinstance(sizes, LanguageSizes):
         corpus, tokenizer, prepared = datasets.text(context)
-        loader = LanguageBatches(prepared.tokens["train"], sizes["sequence_length"], sizes["batch_size"], context.seed)
-        vocabulary, source = tokenizer.vocab_size, corpus.source
+        loader = LanguageBatches(prepared.tokens["train"], sizes.sequence_length, sizes.batch_size, context.seed)
+        kind, vocabulary, source = "language", tokenizer.vocab_size, corpus.source
     else:
         image_set, prepared = datasets.images(context)
         images, labels = (prepared.arrays[f"train_{name}"] for name in ("images", "labels"))
-        loader = ImageBatches(images, labels, sizes["batch_size"], channel_statistics(images), seed=context.seed)
-        vocabulary, source = 0, image_set.source
-    batches = [loader.next_batch() for _ in range(context.sizes["batches"])]
+        loader = ImageBatches(images, labels, sizes.batch_size, channel_statistics(images), seed=context.seed)
+        kind, vocabulary, source = "image", 0, image_set.source
+    batches = [loader.next_batch() for _ in range(count)]
     inputs, targets = (np.stack([batch[side].numpy() for batch in batches]) for side in (0, 1))
     context.workspace.mkdir(parents=True, exist_ok=True)
     file = context.workspace / f"{kind}.npz"
     np.savez(file, inputs=inputs, targets=targets, vocabulary=vocabulary)
-    return Ready(kind, file, source, vocabulary)
+    return StoredBatches(kind, file, source, vocabulary)
 
 
-def load(kind: str, sizes: dict, file: Path, device: Device) -> tuple[Workload, list[Batch]]:
-    """The workload, and the batches of the file on the device."""
+def load_batches(sizes: LanguageSizes | ImageSizes, file: Path, device: Device) -> tuple[Workload, list[Batch]]:
+    """Return the workload with the vocabulary of a stored file, and the file's batches on the device."""
     with np.load(file) as stored:
         pairs = zip(stored["inputs"], stored["targets"], strict=True)
-        batches = [tuple(torch.from_numpy(part).to(device.torch_device) for part in pair) for pair in pairs]
-        return workload(kind, sizes, int(stored["vocabulary"])), batches
+        batches = [
+            (torch.from_numpy(inputs).to(device.torch_device), torch.from_numpy(targets).to(device.torch_device))
+            for inputs, targets in pairs
+        ]
+        vocabulary = int(stored["vocabulary"])
+    return workload(_with_vocabulary(sizes, vocabulary) if isinstance(sizes, LanguageSizes) else sizes), batches
 
 
 def random_batch(work: Workload, device: Device, seed: int) -> Batch:
-    """A batch drawn from a seed, where values do not matter and shapes do."""
-    generator = torch.Generator().manual_seed(seed)
-    if work.config is not None:
-        shape = (work.sizes["batch_size"], work.sizes["sequence_length"])
-        parts = [torch.randint(work.config.vocab_size, shape, generator=generator) for _ in range(2)]
+    """Return a batch drawn from a seed, for measurements that depend on shapes alone."""
+    generator, count = torch.Generator().manual_seed(seed), work.sizes.batch_size
+    if isinstance(work.sizes, LanguageSizes):
+        shape, vocabulary = (count, work.sizes.sequence_length), known(work.config).vocab_size
+        inputs, targets = (torch.randint(vocabulary, shape, generator=generator) for _ in range(2))
     else:
-        count = work.sizes["batch_size"]
-        images = torch.randn(count, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
-        parts = [images, torch.randint(CLASSES, (count,), generator=generator)]
-    return tuple(part.to(device.torch_device) for part in parts)
+        inputs = torch.randn(count, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator)
+        targets = torch.randint(CLASSES, (count,), generator=generator)
+    return inputs.to(device.torch_device), targets.to(device.torch_device)
+
+
+def _with_vocabulary(sizes: LanguageSizes, vocabulary: int) -> LanguageSizes:
+    return sizes.model_copy(update={"vocabulary": vocabulary})

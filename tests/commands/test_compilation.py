@@ -11,9 +11,9 @@ import pytest
 from safetensors.torch import save_file
 
 import hyperion
-from hyperion.commands.compilation import Options, main, profile_sizes, specifications
+from hyperion.commands.compilation import Options, main, profile_options, specifications
 from hyperion.errors import HyperionError
-from hyperion.experiments.compilation.compilation_subjects import make_subject
+from hyperion.experiments.compilation.compilation_models import ModelSpec, make_model
 from hyperion.results import Run
 
 SCRIPT = Path(hyperion.__file__).resolve().parents[1] / "phase2_development" / "compilation_optimization.py"
@@ -23,7 +23,7 @@ SPEC = {"model": "resnet18_w4", "dtype": "fp32", "batch": 2}
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("weights") / "net.safetensors"
-    state = make_subject(SPEC, "cpu", seed=5).module.state_dict()
+    state = make_model(ModelSpec.model_validate(SPEC, strict=False), "cpu", seed=5).module.state_dict()
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
     return path
 
@@ -81,12 +81,12 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, checkpoint):
 def test_a_model_named_gets_the_published_shape():
     options = Options(models=("resnet18_imagenet_stem", "lm_d768_h12_l4"), modes=("max-autotune",))
     images, language = specifications(options)
-    assert (images["batch"], images["dtype"], images["modes"]) == (32, "fp32", ["eager", "max-autotune"])
-    assert (language["batch"], language["sequence_length"], language["vocabulary"]) == (8, 128, 50257)
+    assert (images.batch, images.dtype, images.modes) == (32, "fp32", ("eager", "max-autotune"))
+    assert (language.batch, language.sequence_length, language.vocabulary) == (8, 128, 50257)
 
 
 def test_without_a_model_those_of_the_machines_profile_are_measured():
     specs = specifications(Options(dtype="fp16", batch=3))
-    assert [spec["model"] for spec in specs] == [spec["model"] for spec in profile_sizes()["models"]]
-    assert all((spec["dtype"], spec["batch"]) == ("fp16", 3) for spec in specs)
-    assert all(spec["modes"] == ["eager", "default", "max-autotune", "reduce-overhead"] for spec in specs)
+    assert [spec.model for spec in specs] == [spec.model for spec in profile_options().models]
+    assert all((spec.dtype, spec.batch) == ("fp16", 3) for spec in specs)
+    assert all(spec.modes == ("eager", "default", "max-autotune", "reduce-overhead") for spec in specs)

@@ -22,8 +22,7 @@ from hyperion.commands.distributed_command import TRAINING, main, train_all
 from hyperion.processes import process_group
 from hyperion.results import Run
 from hyperion.workloads import datasets
-from hyperion.workloads.recipe import Recipe
-from hyperion.workloads.recipes import set_up
+from hyperion.workloads.recipes import Recipe, set_up
 
 ROOT = Path(hyperion.__file__).resolve().parents[1]
 SCRIPT = ROOT / "phase2_development" / "run_distributed.py"

@@ -34,9 +34,8 @@ from hyperion.data import (
     read_tokenizer,
 )
 from hyperion.data.images.cifar10_formats import LAYOUTS, read_python_batch
-from hyperion.data.images.synthetic_images import synthetic_images
-from hyperion.data.prepare import verify
-from hyperion.data.prepare.verify import examine
+from hyperion.data.images.imageset import synthetic_images
+from hyperion.data.prepare.verify import examine, verify
 from hyperion.data.store.manifest import FILE_NAME, write_manifest
 from hyperion.data.store.staging import MARK
 from hyperion.data.text.corpus import count_non_empty, count_words_with_eos
@@ -183,7 +182,7 @@ def test_a_damaged_store_is_found_and_named(sound, kind, damage, chosen):
         assert outcome(lambda: open_prepared(folder)), "an edited store was opened"
         with watched():
             (verdict,) = verify(folder)
-        assert verdict.kept.parent == folder.parent / "quarantine" and not folder.exists()
+        assert verdict.moved_to.parent == folder.parent / "quarantine" and not folder.exists()
 
 
 # --- Manifests ------------------------------------------------------------------------------------------------------------
@@ -422,7 +421,9 @@ def test_lines_of_another_split_are_found(sound):
     with copied(sound["mirror"]) as mirror:
         lines = {split: (mirror / f"wikitext-2/wiki.{split}.tokens").read_text().splitlines(True) for split in SPLITS}
         (mirror / "wikitext-2/wiki.train.tokens").write_text("".join([*lines["valid"][:2], *lines["train"][2:]]))
-        assert "2 of 20 long lines of the valid split (10.00%) stand in another split" in load_from(mirror, load_wikitext2).what
+        assert (
+            "2 of 20 long lines of the valid split (10.00%) also occur in another split" in load_from(mirror, load_wikitext2).what
+        )
 
 
 ROWS = {

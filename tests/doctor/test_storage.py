@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyperion.data.store.faults import DataUnavailable
+from hyperion.data.errors import DataUnavailable
 from hyperion.doctor import storage
 
 

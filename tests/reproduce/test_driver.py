@@ -305,7 +305,7 @@ def test_other_data_and_other_synthetic_sizes_make_a_notebook_stale(root, monkey
     folder = root / "data/raw/gpt2"
     folder.mkdir(parents=True)
     (folder / "vocab.json").write_text("{}")
-    taken = "from hyperion.data.prepare.identity import data_identity\ndata = data_identity(['gpt2'], data_source)\n"
+    taken = "from hyperion.data.prepare.catalog import data_identity\ndata = data_identity(['gpt2'], data_source)\n"
     cell = taken + recording("01_first").replace('input_hash="h"', 'input_hash="h", data=data')
     write_notebook(root / "phase1_hardware", "01_first", [cell])
     assert call()[0] == 0 and "up to date" in call()[1]

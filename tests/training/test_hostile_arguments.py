@@ -14,7 +14,7 @@ from hyperion.checkpoints.weights import read_weights
 from hyperion.data.batches.packing import IGNORE_INDEX
 from hyperion.data.images.device_images import ImageBatches
 from hyperion.errors import HyperionError
-from hyperion.experiments.baselines.plain_image_loop import PlainLoop
+from hyperion.experiments.baselines.plain_loops import PlainImageLoop
 from hyperion.hardware import detect_cpu
 from hyperion.models import TransformerConfig, resnet18
 from hyperion.parallel import ParallelPlan
@@ -69,7 +69,7 @@ def image_engine(**options):
 
 def plain_loop(images, labels=None):
     labels = np.arange(12) % 10 if labels is None else labels
-    return PlainLoop(resnet18(width=4), images, labels, (), 4, 0.1, FP32, CPU, compiled=False)
+    return PlainImageLoop(resnet18(width=4), images, labels, (), 4, 0.1, FP32, CPU, compiled=False)
 
 
 def image_batches(**changes):

@@ -15,7 +15,7 @@ from hyperion.models import transformer
 from hyperion.parallel import ParallelPlan, parallelize
 from hyperion.processes import world
 from hyperion.training.memory_estimate import BLOCK_BYTES, estimate_memory, fewest_checkpointed, largest_batch
-from hyperion.workloads import workloads
+from hyperion.workloads.workloads import ImageSizes, LanguageSizes, random_batch, workload
 
 CPU = detect_cpu()
 H200 = replace(CPU, kind="cuda", arch="sm_90", name="NVIDIA H200")
@@ -27,17 +27,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def language(batch_size=4, sequence_length=32, model="lm_d64_h4_l2", vocabulary=512):
-    return workloads.workload(
-        "language", {"model": model, "sequence_length": sequence_length, "batch_size": batch_size} | RATE, vocabulary
+    return workload(
+        LanguageSizes(model=model, sequence_length=sequence_length, batch_size=batch_size, vocabulary=vocabulary, **RATE)
     )
 
 
 def images(batch_size=8, width=8):
-    return workloads.workload("image", {"width": width, "batch_size": batch_size} | RATE)
+    return workload(ImageSizes(width=width, batch_size=batch_size, **RATE))
 
 
 def make(work, dtype, device):
-    return work.engine(dtype, device, 0), workloads.random_batch(work, device, 0)
+    return work.engine(dtype, device, 0), random_batch(work, device, 0)
 
 
 def measured(engine, batch) -> int:
@@ -132,7 +132,7 @@ def test_the_fewest_checkpointed_blocks_that_fit(memory):
 def laid_out(plan, device):
     work = language(8, 128, vocabulary=64)
     lay_out = functools.partial(parallelize, plan=plan, world=replace(world(), device=device))
-    return work.engine("bf16", device, 0, lay_out), workloads.random_batch(work, device, 0)
+    return work.engine("bf16", device, 0, lay_out), random_batch(work, device, 0)
 
 
 def test_policies_are_foretold_as_they_run():

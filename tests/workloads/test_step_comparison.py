@@ -7,11 +7,11 @@ import torch
 
 from hyperion.hardware import detect_cpu
 from hyperion.workloads.step_comparison import Contender, compare_steps
-from hyperion.workloads.workloads import random_batch, workload
+from hyperion.workloads.workloads import ImageSizes, random_batch, workload
 from tests.chapter.toy import toy_context
 
 CPU = detect_cpu()
-WORK = workload("image", {"width": 4, "batch_size": 2, "learning_rate": 1e-3, "warmup_steps": 1})
+WORK = workload(ImageSizes(width=4, batch_size=2, learning_rate=1e-3, warmup_steps=1))
 
 
 class Pausing:
@@ -26,8 +26,8 @@ class Pausing:
 
 def compared(tmp_path, builds: dict):
     contenders = [Contender(name, "fp32", {"pause": name}, build) for name, build in builds.items()]
-    context = toy_context("toy", {"time_limit_s": 0.01}, tmp_path)
-    return compare_steps(context, WORK, random_batch(WORK, CPU, 0), contenders, "").rows
+    context = toy_context("toy", {}, tmp_path)
+    return compare_steps(context, WORK, random_batch(WORK, CPU, 0), contenders, "", time_limit_s=0.01).rows
 
 
 def test_each_but_the_first_is_compared_with_the_first(tmp_path):

@@ -1,4 +1,4 @@
-"""Batches on the device: deterministic order from a seed, resumed bit for bit from an epoch and a position."""
+"""Batches of tokens on the device, in a deterministic order that can be resumed exactly at any batch."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -6,18 +6,18 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from hyperion.data.batches.packing import IGNORE_INDEX
-from hyperion.data.batches.token_stream import TokenStream, on_device
-from hyperion.data.store.array_files import narrowed
-from hyperion.data.store.faults import DataError
+from hyperion.data.batches.packing import IGNORE_INDEX, Padding
+from hyperion.data.errors import DataError
+from hyperion.data.store.arrays import narrowed
 
 
 class ResumableBatches(ABC):
-    """An endless sequence of batches in epochs: (seed, epoch, position) alone decides the next batch.
+    """An endless sequence of batches in epochs. Each batch is a function of (seed, epoch, position) alone.
 
-    On many ranks that is the batch of all ranks together, and each gets its part: rank r of R the r-th of R equal runs of
-    consecutive examples. Where the sequence stands does not depend on the number of ranks.
+    With several ranks, a batch is the global batch, and rank r of R gets the r-th of R equal runs of consecutive examples. The
+    position in the sequence does not depend on the number of ranks, so a run can be resumed on any number.
     """
 
     def __init__(self, records: int, batch_size: int, seed: int, drop_last: bool, rank: int, ranks: int):
@@ -33,46 +33,46 @@ class ResumableBatches(ABC):
             )
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Number of batches in an epoch."""
         return self.batches_per_epoch
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """What is left of the current epoch, or the next epoch where nothing is left."""
+        """Iterate over the rest of the current epoch, or over the next epoch if the current one is complete."""
         for _ in range(self.left_in_epoch()):
             yield self.next_batch()
 
     def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next batch, across the ends of epochs."""
+        """Return the next batch; after the last batch of an epoch the next epoch begins."""
         return self.batch_at(*self.advance())
 
     def left_in_epoch(self) -> int:
-        """Batches left of the current epoch, or those of the next one where nothing is left."""
+        """Return the number of remaining batches of the current epoch, or of the next epoch if the current one is complete."""
         return self.batches_per_epoch - self.position % self.batches_per_epoch
 
     def advance(self) -> tuple[int, int]:
-        """Epoch and position of the next batch; from now on the one after it is the next."""
+        """Return epoch and position of the next batch, and move on to the one after it."""
         if self.position == self.batches_per_epoch:
             self.epoch, self.position = self.epoch + 1, 0
         self.position += 1
         return self.epoch, self.position - 1
 
     def place_after(self, place: tuple[int, int]) -> tuple[int, int]:
-        """Epoch and position of the batch after that of `place`."""
+        """Return epoch and position of the batch after `place`."""
         epoch, position = place
         return (epoch, position + 1) if position + 1 < self.batches_per_epoch else (epoch + 1, 0)
 
     def batch_at(self, epoch: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's part of the batch of a place, whatever was asked for before."""
+        """Return this rank's part of a batch, without changing the position in the sequence."""
         return self._batch(epoch, position)
 
     def state_dict(self) -> dict:
-        """Where the sequence stands, JSON-able; the end of an epoch is the start of the next one."""
+        """Return the position in the sequence, JSON-able. The end of an epoch is stored as the start of the next one."""
         ended = self.position == self.batches_per_epoch
         epoch, position = (self.epoch + 1, 0) if ended else (self.epoch, self.position)
         return {"epoch": epoch, "position": position, **self._identity()}
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on where `state` was taken, on any number of ranks.
+        """Continue from `state`, on any number of ranks.
 
         Raises:
             DataError: the state belongs to other data, another batch size or another seed.
@@ -80,32 +80,30 @@ class ResumableBatches(ABC):
         for key, mine in self._identity().items():
             if state.get(key) != mine:
                 raise DataError(
-                    f"loader state has {key} {state.get(key)}, this loader has {mine}",
+                    f"the loader state has {key} {state.get(key)}, this loader has {mine}",
                     next_step="resume with the data, batch size and seed of the checkpoint",
                 )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
     def examples(self, epoch: int) -> np.ndarray:
-        """Which examples this rank gets in an epoch, in order: starts of windows in the stream, places of images in the
-        set. Those of all ranks together are those of one device.
-        """
+        """Return the examples of this rank in an epoch, in order: starts of windows in the stream, or indices of images."""
         return np.concatenate([self._examples(epoch, position) for position in range(self.batches_per_epoch)])
 
     def examples_of_all_ranks(self, epoch: int) -> np.ndarray:
-        """Which examples the ranks get together in an epoch, in order: those of one device, whatever the ranks are."""
+        """Return the examples of all ranks in an epoch, in order. They do not depend on the number of ranks."""
         return np.concatenate([self._whole_batch(epoch, position) for position in range(self.batches_per_epoch)])
 
     def _examples(self, epoch: int, position: int) -> np.ndarray:
-        """This rank's examples of one batch."""
+        """Return this rank's examples of one batch."""
         whole = self._whole_batch(epoch, position)
         return whole[self._part(len(whole))]
 
     def _whole_batch(self, epoch: int, position: int) -> np.ndarray:
-        """The examples of one batch, of all ranks."""
+        """Return the examples of one batch, of all ranks."""
         return self._ordered(epoch)[position * self.batch_size : (position + 1) * self.batch_size]
 
     def _ordered(self, epoch: int) -> np.ndarray:
-        """The order of an epoch, drawn once; two are kept, since threads may be ahead in the next one."""
+        """Return the order of an epoch. Two orders are cached, because prefetching threads may be in the next epoch."""
         with self._drawing:
             if epoch not in self._orders:
                 latest = list(self._orders.items())[-1:]
@@ -116,36 +114,35 @@ class ResumableBatches(ABC):
         return {"records": self.records, "batch_size": self.batch_size, "seed": self.seed}
 
     def _part(self, batch: int) -> slice:
-        """Where this rank's examples stand among the `batch` examples of a whole batch."""
+        """Return the slice of this rank's examples in a global batch of `batch` examples."""
         size = batch // self.ranks
         return slice(self.rank * size, (self.rank + 1) * size)
 
     @abstractmethod
     def _order(self, epoch: int) -> np.ndarray:
-        """The examples of an epoch in their order, a function of it and the seed."""
+        """Return the examples of an epoch in their order, a function of epoch and seed only."""
 
     @abstractmethod
     def _batch(self, epoch: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's part of the batch at a position of an epoch, a function of both and the seed."""
+        """Return this rank's part of a batch, a function of epoch, position and seed only."""
 
 
 class LanguageBatches(ResumableBatches):
-    """Shuffled windows of a token stream: inputs and targets int64 [batch, length], targets one token ahead.
+    """Shuffled windows of a token stream: inputs and targets int64 [batch, length], targets shifted by one token.
 
-    Each epoch cuts it into windows of sequence_length + 1 tokens of their own (the last one
-    is only a target) from a new random offset, and shuffles them; at most two windows' worth of tokens and the windows
-    that fill no whole batch are left out, others each epoch. Windows that lay sequence_length apart would all start at
-    the same place of a line in text whose lines have a length that divides it (the synthetic text: 16), and a model would
-    learn the places of newlines instead of the text.
+    Each epoch cuts the stream, from a new random offset, into disjoint windows of sequence_length + 1 tokens (the last one is
+    only a target) and shuffles them. Tokens of at most two windows and the windows of an incomplete batch are left out,
+    different ones in each epoch. Windows at multiples of sequence_length would all start at the same place of a line if the
+    line length divides it (the synthetic text: 16), and a model would learn the positions of the newlines.
 
     Args:
         tokens: token ids [tokens].
-        batch_size: windows in a batch, of all ranks together.
-        rank, ranks: this process's part of each batch; evaluation takes whole batches, on every rank.
-        resident: hold the tokens on the device; else they stay in their file, see TokenStream.
+        batch_size: windows in a global batch.
+        rank, ranks: this process's part of each batch. For evaluation use whole batches on every rank.
+        resident: hold the tokens on the device; otherwise they stay in their file, see `TokenStream`.
 
     Raises:
-        DataError: too few tokens for one batch, or a batch that the ranks do not divide.
+        DataError: the tokens do not fill one batch, or the ranks do not divide the batch.
     """
 
     def __init__(
@@ -167,7 +164,7 @@ class LanguageBatches(ResumableBatches):
 
     @property
     def tokens_per_batch(self) -> int:
-        """Target tokens in every batch, of all ranks together."""
+        """Number of target tokens in a global batch."""
         return self.batch_size * self.sequence_length
 
     def _identity(self) -> dict:
@@ -182,41 +179,80 @@ class LanguageBatches(ResumableBatches):
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-def _require_equal_parts(records: int, batch_size: int, drop_last: bool, rank: int, ranks: int) -> None:
-    if not 0 <= rank < ranks:
-        raise DataError(f"there is no rank {rank} of {ranks}", next_step="use a rank from 0 to the number of ranks - 1")
-    if batch_size % ranks:
-        raise DataError(
-            f"{ranks} ranks do not divide a batch of {batch_size}",
-            where="the batch of all ranks together",
-            next_step=f"use a batch size that is a multiple of {ranks}, or another number of ranks",
-        )
-    if not drop_last and records % batch_size % ranks:
-        raise DataError(
-            f"{ranks} ranks do not divide the last batch of {records % batch_size}",
-            where=f"{records} records in batches of {batch_size}",
-            next_step="leave the last batch out (drop_last), or use another batch size or number of ranks",
-        )
+class PaddedBatches(ResumableBatches):
+    """Shuffled lines: inputs and targets int64 [batch, length], one line per row, truncated or padded to `length`.
+
+    A target is the next token of the line, or IGNORE_INDEX where there is none, so padding carries no loss. Count the tokens of
+    a batch as the targets that are not IGNORE_INDEX.
+
+    Args:
+        tokens: token ids [tokens].
+        samples: int64 [samples, 2], start in `tokens` and number of tokens of each line.
+        sequence_length: length of a row.
+        batch_size: rows in a global batch.
+        padding_id: token id of the padding.
+        resident: hold the tokens on the device; otherwise they stay in their file, see `TokenStream`.
+        rank, ranks: this process's part of each batch.
+
+    Attributes:
+        padding: numbers of tokens, padding positions and truncated tokens in all rows.
+
+    Raises:
+        DataError: the lines do not fill one batch, or the ranks do not divide the batch.
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        samples: np.ndarray,
+        sequence_length: int,
+        batch_size: int,
+        padding_id: int,
+        seed: int = 0,
+        device: str | torch.device = "cpu",
+        *,
+        resident: bool = True,
+        rank: int = 0,
+        ranks: int = 1,
+    ):
+        super().__init__(len(samples), batch_size, seed, True, rank, ranks)
+        self.sequence_length, self.padding_id = sequence_length, padding_id
+        self.padding = Padding.of(np.asarray(samples[:, 1]), sequence_length)
+        self._samples, self._stream = samples, TokenStream(tokens, device, resident)
+
+    def _identity(self) -> dict:
+        return {**super()._identity(), "sequence_length": self.sequence_length, "tokens": self.padding.tokens}
+
+    def _order(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng((self.seed, epoch)).permutation(self.records)
+
+    def _batch(self, epoch: int, position: int) -> tuple[Tensor, Tensor]:
+        starts, sizes = np.asarray(self._samples[self._examples(epoch, position)]).T
+        windows = self._stream.windows(starts, self.sequence_length + 1)
+        places = torch.arange(self.sequence_length + 1, device=windows.device)
+        outside = places >= on_device(sizes.copy(), windows.device)[:, None]
+        inputs = windows[:, :-1].masked_fill(outside[:, :-1], self.padding_id)
+        return inputs, windows[:, 1:].masked_fill(outside[:, 1:], IGNORE_INDEX)
 
 
 def evaluation_windows(
     tokens: np.ndarray, context: int, stride: int, prefix_id: int, batch_size: int = 1, device: str | torch.device = "cpu"
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Windows that score every token exactly once, each with up to `context` tokens before it.
+    """Yield windows in which every token is a target exactly once, with up to `context` tokens before it.
 
-    Windows start `stride` apart (the last one is moved back to end with the stream); a target that an earlier window
-    has scored is IGNORE_INDEX. Only the first token has nothing before it but `prefix_id`. Total negative log
-    likelihood = sum over all targets that are not IGNORE_INDEX, of which there are exactly len(tokens).
+    Windows start `stride` apart; the last one is moved back to end with the stream. Targets of an earlier window are set to
+    IGNORE_INDEX, so exactly len(tokens) targets remain, and their losses add up to the negative log likelihood of the
+    stream. Before the first token there is only `prefix_id`.
 
     Args:
         tokens: token ids [tokens].
-        context: window length; every token but those near the start sees at least context - stride tokens before it.
+        context: window length; except near the start, every target sees at least context - stride tokens before it.
 
     Yields:
         inputs and targets int64 [<= batch_size, min(context, tokens)].
 
     Raises:
-        DataError: a stride that would leave tokens out, or no tokens.
+        DataError: the stride would skip tokens, or there are no tokens.
     """
     if not 1 <= stride <= context or not len(tokens):
         raise DataError(
@@ -233,3 +269,62 @@ def evaluation_windows(
         begin, done = (on_device(values[first : first + batch_size], stream.device)[:, None] for values in (starts, scored_until))
         index = begin + steps
         yield stream[index], torch.where(index >= done, stream[index + 1], IGNORE_INDEX)
+
+
+class TokenStream:
+    """Reads windows of a token stream that is on the device, or in a file that may exceed the memory.
+
+    Args:
+        tokens: token ids [tokens], often a memory map.
+        device: device of the windows.
+        resident: hold the stream on the device as int32; otherwise windows are read from `tokens` on the host.
+
+    Raises:
+        DataError: the stream is not resident and the device is not the CPU, or an id does not fit int32.
+    """
+
+    def __init__(self, tokens: np.ndarray, device: str | torch.device, resident: bool):
+        self._device = torch.device(device)
+        if not resident and self._device.type != "cpu":
+            raise DataError(
+                f"a token stream in a file gives windows on the CPU only, not on {self._device}",
+                next_step="use device='cpu' and let Prefetched copy the batches to the device, or resident=True",
+            )
+        self._last = len(tokens) - 1
+        self._held = torch.from_numpy(narrowed(tokens, np.int32, "token stream")).to(self._device) if resident else None
+        self._tokens = tokens
+
+    def windows(self, starts: np.ndarray, length: int) -> Tensor:
+        """Return ids int64 [starts, length], from each start on; positions beyond the end repeat the last id."""
+        if self._held is None:
+            index = np.minimum(starts[:, None] + np.arange(length), self._last)
+            return torch.from_numpy(self._tokens[index].astype(np.int64))
+        places = on_device(starts, self._device)[:, None] + torch.arange(length, device=self._device)
+        return self._held[places.clamp(max=self._last)].long()
+
+
+def on_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """Copy an array to the device without blocking the host.
+
+    The copy starts from pinned memory. From pageable memory, the host would wait until the device has finished all queued work,
+    including the last training step.
+    """
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _require_equal_parts(records: int, batch_size: int, drop_last: bool, rank: int, ranks: int) -> None:
+    if not 0 <= rank < ranks:
+        raise DataError(f"rank {rank} of {ranks} does not exist", next_step="use a rank from 0 to the number of ranks - 1")
+    if batch_size % ranks:
+        raise DataError(
+            f"{ranks} ranks do not divide a batch of {batch_size}",
+            where="the batch of all ranks together",
+            next_step=f"use a batch size that is a multiple of {ranks}, or another number of ranks",
+        )
+    if not drop_last and records % batch_size % ranks:
+        raise DataError(
+            f"{ranks} ranks do not divide the last batch of {records % batch_size}",
+            where=f"{records} records in batches of {batch_size}",
+            next_step="leave the last batch out (drop_last), or use another batch size or number of ranks",
+        )

@@ -1,38 +1,38 @@
-"""Tokens in rows of one length, counted: packed (one stream cut into windows) or padded (one line a row).
+"""Count the tokens in rows of equal length: packed (one stream cut into windows) or padded (one line per row).
 
-`loaders.LanguageBatches` makes the packed rows, `padded_batches.PaddedBatches` the padded ones.
+`loaders.LanguageBatches` builds packed rows, `loaders.PaddedBatches` padded ones. Works without torch.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from hyperion.data.store.faults import DataError
+from hyperion.data.errors import DataError
 
-IGNORE_INDEX = -100  # PyTorch's default for targets that carry no loss
+IGNORE_INDEX = -100  # PyTorch's default: targets with this value carry no loss
 
 
 def packed_windows(tokens: int, length: int) -> tuple[int, int]:
-    """Windows of `length` whose targets are one token ahead, and the tokens left over at the end.
+    """Return the number of windows of `length` inputs, targets shifted by one token, and of the tokens left over at the end.
 
     Raises:
         DataError: fewer than length + 1 tokens.
     """
     windows = (tokens - 1) // length
     if windows < 1:
-        raise DataError(f"{tokens} tokens fill no window of {length} + 1", next_step="use a shorter length or more text")
+        raise DataError(f"{tokens} tokens do not fill a window of {length} + 1", next_step="use a shorter length or more text")
     return windows, tokens - windows * length - 1
 
 
 @dataclass(frozen=True)
 class Padding:
-    """What rows of one sample each hold.
+    """Token counts of padded rows, one sample per row.
 
     Attributes:
-        samples: rows.
-        tokens: real tokens in them.
-        padding: positions filled up; never counted as tokens.
-        truncated: tokens cut off samples longer than a row.
+        samples: number of rows.
+        tokens: number of real tokens.
+        padding: number of padding positions, which are never counted as tokens.
+        truncated: number of tokens cut from samples that are longer than a row.
     """
 
     samples: int = 0
@@ -42,9 +42,9 @@ class Padding:
 
     @classmethod
     def of(cls, sizes: np.ndarray, length: int) -> "Padding":
-        """Rows of `length` for samples of so many tokens, int64 [samples]."""
-        kept = int(np.minimum(sizes, length).sum())
-        return cls(len(sizes), kept, len(sizes) * length - kept, int(sizes.sum()) - kept)
+        """Count rows of `length` for samples of `sizes` tokens, int64 [samples]."""
+        tokens = int(np.minimum(sizes, length).sum())
+        return cls(len(sizes), tokens, len(sizes) * length - tokens, int(sizes.sum()) - tokens)
 
     def __add__(self, other: "Padding") -> "Padding":
         return Padding(
@@ -56,5 +56,5 @@ class Padding:
 
     @property
     def share(self) -> float:
-        """Positions filled up as a share of all."""
+        """Padding positions divided by all positions."""
         return self.padding / (self.tokens + self.padding)

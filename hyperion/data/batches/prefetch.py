@@ -1,4 +1,4 @@
-"""Batches made ahead of need by threads, in their order, and how long the loop waited for them all the same."""
+"""Prefetch batches with threads, in order, and measure how long the loop waits for them."""
 
 import time
 from collections import deque
@@ -14,19 +14,19 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Prefetched:
-    """Another loader's batches, the same bit for bit whatever the number of workers.
+    """Prefetches another loader's batches. They are bitwise the same for any number of workers.
 
-    A batch is a function of its place in the sequence alone, so it does not matter which thread makes it, or when. The state
-    is the place of the batch that was handed over last, not of those that lie ready: a run resumes as without threads.
+    A batch is a function of its place in the sequence alone, so any thread can build it at any time. The state is the place of
+    the last returned batch, not of the prefetched ones, so a run resumes as it does without threads.
 
     Args:
-        batches: made on the host: windows of a stream that is left in its file, say. Its own place moves along.
-        workers: threads that make batches; NumPy and the file system work outside Python's lock.
-        ahead: batches that lie ready or are being made.
-        device: where the batches are handed over; from pinned memory, without waiting for the copy.
+        batches: loader on the host, for example with windows of a stream in a file. Its position advances with this loader.
+        workers: number of threads. NumPy and file reads release Python's global lock.
+        ahead: number of batches that are ready or in progress.
+        device: device of the returned batches, copied from pinned memory without waiting.
 
     Attributes:
-        waited_s: seconds for which `next_batch` had to wait for a thread, since the loader was made.
+        waited_s: total time for which `next_batch` waited for a thread, in seconds.
     """
 
     def __init__(self, batches: ResumableBatches, workers: int = 2, ahead: int = 4, device: str | torch.device = "cpu"):
@@ -37,36 +37,37 @@ class Prefetched:
         self._pending: deque[tuple[tuple[int, int], Future[Batch]]] = deque()
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Number of batches in an epoch."""
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        """What is left of the current epoch, or the next epoch where nothing is left."""
+        """Iterate over the rest of the current epoch, or over the next epoch if the current one is complete."""
         for _ in range(self.batches.left_in_epoch()):
             yield self.next_batch()
 
     def next_batch(self) -> Batch:
-        """The next batch, across the ends of epochs."""
+        """Return the next batch; after the last batch of an epoch the next epoch begins."""
         place = self.batches.advance()
         if self._pending and self._pending[0][0] != place:
-            self._forget()  # the place was moved since
+            self._forget()  # the wrapped loader was moved in the meantime
         self._plan(place)
-        made = self._pending.popleft()[1]
-        asked = time.perf_counter()
-        batch = made.result()
-        self.waited_s += time.perf_counter() - asked
+        future = self._pending.popleft()[1]
+        started = time.perf_counter()
+        batch = future.result()
+        self.waited_s += time.perf_counter() - started
         self._plan(self.batches.place_after(place))
         if self._device.type == "cpu":
             return batch
-        # The allocator of pinned memory keeps a piece until the copy out of it, which is in this stream, is done.
-        return tuple(part.to(self._device, non_blocking=True) for part in batch)
+        # PyTorch's pinned-memory allocator does not reuse a block before the copy from it, on this stream, has finished.
+        inputs, targets = batch
+        return inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
 
     def state_dict(self) -> dict:
-        """Where the sequence stands, JSON-able."""
+        """Return the position in the sequence, JSON-able."""
         return self.batches.state_dict()
 
     def load_state_dict(self, state: dict) -> None:
-        """Go on where `state` was taken, with any number of workers; see ResumableBatches."""
+        """Continue from `state`, with any number of workers; see `ResumableBatches`."""
         self.batches.load_state_dict(state)
         self._forget()
 
@@ -76,19 +77,19 @@ class Prefetched:
         self._threads.shutdown()
 
     def _plan(self, place: tuple[int, int]) -> None:
-        """Have threads make the batch of `place` and those after it, as far as none does so yet."""
+        """Submit the batch of `place` and those after it, up to `ahead` batches, unless they are pending already."""
         following = self.batches.place_after(self._pending[-1][0]) if self._pending else place
         while len(self._pending) < self.ahead:
             self._pending.append((following, self._threads.submit(self._make, following)))
             following = self.batches.place_after(following)
 
     def _make(self, place: tuple[int, int]) -> Batch:
-        batch = self.batches.batch_at(*place)
-        return batch if self._device.type == "cpu" else tuple(part.pin_memory() for part in batch)
+        inputs, targets = self.batches.batch_at(*place)
+        return (inputs, targets) if self._device.type == "cpu" else (inputs.pin_memory(), targets.pin_memory())
 
     def _forget(self) -> None:
-        for _, made in self._pending:
-            made.cancel()
+        for _, future in self._pending:
+            future.cancel()
         self._pending.clear()
 
     def __enter__(self) -> "Prefetched":

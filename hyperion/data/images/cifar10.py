@@ -1,4 +1,4 @@
-"""CIFAR-10 from a mirror, the cache or its official address, checked before use.
+"""CIFAR-10 from a mirror, the cache or its official address, verified before use.
 
 Source: Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009;
 https://www.cs.toronto.edu/~kriz/cifar.html
@@ -6,9 +6,11 @@ https://www.cs.toronto.edu/~kriz/cifar.html
 
 import hashlib
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
+from hyperion.data.errors import DataError, DataUnavailable
 from hyperion.data.images.cifar10_formats import (
     BINARY_ARCHIVE,
     CLASSES,
@@ -20,26 +22,24 @@ from hyperion.data.images.cifar10_formats import (
     layout_files,
     read_layout,
 )
-from hyperion.data.images.imageset import ImageSet, channel_statistics, check_split
-from hyperion.data.images.synthetic_images import synthetic_images
-from hyperion.data.prepare.overlap import image_overlap, require_little_overlap
-from hyperion.data.store.faults import DataError, DataUnavailable
+from hyperion.data.images.imageset import ImageSet, channel_statistics, check_split, synthetic_images
 from hyperion.data.store.manifest import read_manifest, write_manifest
 from hyperion.data.store.network import download
+from hyperion.data.store.overlap import image_overlap, require_little_overlap
 from hyperion.data.store.sources import Checksums, compare_checksums, mirror_root, take
 from hyperion.data.store.staging import cache_root, staged
 from hyperion.untrusted import read_bounded
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
-FOLDER = "cifar-10"  # in the cache; a mirror holds the official names at its top
+FOLDER = "cifar-10"  # in the cache; a mirror has the official names at its top level
 COUNTS = {"train": 50_000, "test": 10_000}
 TRAIN_MEANS = (0.4914, 0.4822, 0.4465)
 MEAN_TOLERANCE_OFFICIAL = 1e-4  # the published means have four digits
-MEAN_TOLERANCE_OTHER = 5e-3  # pixels that went through lossy compression at 37 dB shift a mean by up to 3e-3
-# Of all labels, train then test, one byte each, in the official order. Other encodings of the pixels have no published
-# checksum, but their labels must be these: permuted labels have the right counts and teach nothing.
+MEAN_TOLERANCE_OTHER = 5e-3  # lossy compression at 37 dB shifts a mean by up to 3e-3
+# Hash of all labels in the official order, train then test, one byte each. Re-encoded pixels have no published checksum, but
+# their labels must match: permuted labels have correct counts, and training on them is useless.
 LABELS_SHA256 = "3edb456524d5918aefded81f5aef7c32efab2a788211df998a4eb0c8957baa1f"
-# Stated by the data set's page (archives) and by torchvision (the files of the Python layout).
+# Stated by the data set's web page (archives) and by torchvision (files of the Python layout).
 OFFICIAL_MD5 = {
     PYTHON_ARCHIVE: "c58f30108f718f92721af3b95e74349a",
     BINARY_ARCHIVE: "c32a1d4ab5d03f1284b67883e8d87530",
@@ -60,17 +60,17 @@ def load_cifar10(
     seed: int = 0,
     url: str = URL,
 ) -> ImageSet:
-    """CIFAR-10, or the synthetic image set that takes its place where that is allowed or asked for.
+    """Load CIFAR-10, or the synthetic image set if it is requested or allowed as a fallback.
 
     Args:
         source: 'auto', 'mirror', 'cache', 'download' or 'synthetic'.
-        allow_synthetic: whether 'auto' may end at the synthetic set.
-        synthetic_counts, seed: images a split and seed of the synthetic set; the real one ignores both.
-        url: address of cifar-10-python.tar.gz; its md5 must be the official one.
+        allow_synthetic: let 'auto' fall back to the synthetic set.
+        synthetic_counts, seed: number of images per split and seed of the synthetic set; not used for CIFAR-10.
+        url: address of cifar-10-python.tar.gz; the file must have the official md5.
 
     Raises:
-        DataError: files missing, truncated, miscounted, unsafe, of other pixels or other labels (named), or test images
-            among the train images; no source has it.
+        DataError: files are missing, truncated, miscounted, unsafe, or have other pixels or labels; train and test images
+            overlap; or no source has the data.
     """
     suppliers = {
         "mirror": lambda: _read(mirror_root(), "mirror", "the mirror"),
@@ -82,13 +82,13 @@ def load_cifar10(
 
 
 def stage_cifar10(url: str = URL) -> str:
-    """Put CIFAR-10 into the cache, from the mirror where one is named, else from its official address.
+    """Stage CIFAR-10 in the cache, from the mirror if it has it, else from its official address.
 
     Returns:
-        'present' when the cache already had it, else where it came from.
+        'present' if the cache already has it, else its origin.
 
     Raises:
-        DataError: neither can be had, or what came is wrong; the cache is as it was.
+        DataError: no source has the data, or they are wrong; the cache is unchanged.
     """
     target = cache_root() / FOLDER
     if target.is_dir():
@@ -100,7 +100,7 @@ def stage_cifar10(url: str = URL) -> str:
     except DataUnavailable:
         _stage_from_url(target, url)
         return "downloaded"
-    layout = find_layout(root)
+    layout = cast(Path, find_layout(root))  # not None: _read found it
     with staged(target) as work:
         for file in layout_files(layout):
             copy = work / file.relative_to(root)
@@ -111,19 +111,19 @@ def stage_cifar10(url: str = URL) -> str:
 
 
 def cached_cifar10() -> ImageSet:
-    """CIFAR-10 of the cache.
+    """Load CIFAR-10 from the cache.
 
     Raises:
-        DataError: it is not there, or wrong.
+        DataError: it is missing or wrong.
     """
     return _read(cache_root() / FOLDER, "cache", "the cache")
 
 
 def checksums(layout: Path, note: str = "") -> Checksums:
-    """Compare the files of a layout with the published md5; there is none for the unpacked binary layout.
+    """Compare the files of a layout with the published md5. For the unpacked binary layout none are published.
 
     Args:
-        note: what is known of pixels that are not official.
+        note: what was checked on pixels that are not official.
     """
     return compare_checksums({file: OFFICIAL_MD5.get(file.name, "") for file in layout_files(layout)}, "md5", note)
 
@@ -134,7 +134,7 @@ def _read(root: Path, source: str, label: str) -> ImageSet:
         raise DataUnavailable(
             f"{label} has no CIFAR-10", where=root, next_step=f"put one of {', '.join(LAYOUTS)} there, or run `make fetch`"
         )
-    manifest = None if source == "mirror" else read_manifest(root)  # a mirror's top is its owner's
+    manifest = None if source == "mirror" else read_manifest(root)  # the top level of a mirror belongs to its owner
     if manifest is not None:
         manifest.verify(root)
     batches = read_layout(layout)
@@ -149,10 +149,12 @@ def _read(root: Path, source: str, label: str) -> ImageSet:
     overlap = image_overlap(batches.train_images, batches.test_images)
     require_little_overlap(overlap, "images", layout)
     lossy = "lossy mirror: other pixels than the official ones" if shift > MEAN_TOLERANCE_OFFICIAL else "pixels unproven"
-    found = checksums(layout, f"{lossy}, means within {shift:.1e}")
-    detail = f"{layout.name}: {found}; counts and labels verified, {overlap['test'].repeated} test images among the train images"
+    published = checksums(layout, f"{lossy}, means within {shift:.1e}")
+    detail = (
+        f"{layout.name}: {published}; counts and labels verified, {overlap['test'].repeated} test images among the train images"
+    )
     arrays = (batches.train_images, batches.train_labels, batches.test_images, batches.test_labels)
-    return ImageSet("cifar-10", source, detail, *arrays, CLASSES, ("crop", "flip"), checksums=found)
+    return ImageSet("cifar-10", source, detail, *arrays, CLASSES, ("crop", "flip"), checksums=published)
 
 
 def _require_balance(split: str, labels: np.ndarray, layout: Path) -> None:
@@ -169,12 +171,12 @@ def _require_balance(split: str, labels: np.ndarray, layout: Path) -> None:
 
 
 def _require_labels(train: np.ndarray, test: np.ndarray, layout: Path) -> None:
-    """Refuse labels in another order than the official one: they would fit, and belong to other images."""
+    """Check that the labels have the official order; permuted labels would pass all other checks."""
     found = hashlib.sha256(np.concatenate([train, test]).astype(np.uint8).tobytes()).hexdigest()  # all are 0 to 9
     if found != LABELS_SHA256:
         raise DataError(
-            f"the labels have sha256 {found[:12]}, CIFAR-10's in their order have {LABELS_SHA256[:12]}: permuted, or the "
-            "records were shuffled, and nothing proves that a label belongs to its image",
+            f"the labels have sha256 {found[:12]}, expected {LABELS_SHA256[:12]}: the labels are permuted or the records "
+            "shuffled, so the labels may belong to other images",
             where=layout,
             next_step="copy CIFAR-10 with its records in the official order",
         )
@@ -189,7 +191,7 @@ def _require_means(images: np.ndarray, layout: Path) -> float:
             f"channel means of the train split are {', '.join(f'{mean:.4f}' for mean in means)}, "
             f"expected {', '.join(map(str, TRAIN_MEANS))} within {tolerance:g}",
             where=layout,
-            next_step="these are not CIFAR-10's pixels (channel order, scale or content): copy the official archive",
+            next_step="these are not the pixels of CIFAR-10 (channel order, scale or content): copy the official archive",
         )
     return shift
 
@@ -197,7 +199,7 @@ def _require_means(images: np.ndarray, layout: Path) -> float:
 def _downloaded(url: str) -> ImageSet:
     target = cache_root() / FOLDER
     if target.is_dir():
-        return cached_cifar10()  # no second download, and the record says so
+        return cached_cifar10()  # not downloaded again; the source is reported as the cache
     _stage_from_url(target, url)
     return _read(target, "download", "the cache")
 

@@ -1,8 +1,8 @@
-"""CIFAR-10's official layouts, Python and binary, folder or archive, read without running anything in them.
+"""Read CIFAR-10's official layouts, Python and binary, folder or archive, without executing anything in them.
 
 Layout: https://www.cs.toronto.edu/~kriz/cifar.html. A binary record is one label byte and 3072 pixel bytes (red, green
-and blue planes, row by row). A Python batch is a pickle of a dictionary; it is read by an interpreter of pickles that calls
-nothing, knows the three globals such a file needs and refuses all others.
+and blue planes, row by row). A Python batch is a pickled dictionary. Our interpreter of pickles calls nothing and accepts only
+the three globals that such a file needs.
 """
 
 import gzip
@@ -13,12 +13,12 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, Any, cast
 
 import numpy as np
 
+from hyperion.data.errors import DataError
 from hyperion.data.images.imageset import IMAGE_SHAPE
-from hyperion.data.store.faults import DataError
 from hyperion.untrusted import open_regular, printable, read_bounded
 
 RECORD_BYTES = 1 + 3 * 32 * 32
@@ -28,15 +28,15 @@ TEST_BATCH = "test_batch"
 PYTHON_FOLDER, PYTHON_ARCHIVE = "cifar-10-batches-py", "cifar-10-python.tar.gz"
 BINARY_FOLDER, BINARY_ARCHIVE = "cifar-10-batches-bin", "cifar-10-binary.tar.gz"
 LAYOUTS = (PYTHON_FOLDER, PYTHON_ARCHIVE, BINARY_FOLDER, BINARY_ARCHIVE)
-BATCH_BYTES = 1 << 26  # of one batch; the official ones have 31 MB
-UNPACKED_BYTES = 1 << 28  # of an archive's content; the official ones have 186 MB
-CODES = 200_000  # of a pickle; an official one has some 40,000: two for each label and name
-REMEDY = "copy the file again from where it came, or remove it and run `make fetch`"
+BATCH_BYTES = 1 << 26  # limit for one batch; the official ones have 31 MB
+UNPACKED_BYTES = 1 << 28  # limit for an unpacked archive; the official ones have 186 MB
+CODES = 200_000  # limit for the opcodes of a pickle; an official one has about 40,000, two for each label and name
+REMEDY = "copy the file again from its source, or remove it and run `make fetch`"
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Images uint8 [N, 3, 32, 32] and labels int64 [N] of both splits, as they lie in the files."""
+    """Images uint8 [N, 3, 32, 32] and labels int64 [N] of both splits, in the order of the files."""
 
     train_images: np.ndarray
     train_labels: np.ndarray
@@ -45,12 +45,12 @@ class Batches:
 
 
 def find_layout(root: Path) -> Path | None:
-    """The first official folder or archive of CIFAR-10 in `root`, or None."""
+    """Return the first official folder or archive of CIFAR-10 in `root`, or None."""
     return next((root / name for name in LAYOUTS if (root / name).exists()), None)
 
 
 def layout_files(path: Path) -> list[Path]:
-    """The files of a layout that hold data: the archive, or the six batches of the folder."""
+    """Return the data files of a layout: the archive, or the six batches of the folder."""
     return [path / name for name in _batch_names(path)] if path.is_dir() else [path]
 
 
@@ -63,7 +63,7 @@ def read_layout(path: Path) -> Batches:
     """Read any of the four official layouts.
 
     Raises:
-        DataError: a batch is missing, truncated, of another shape, or a pickle that asks for more than arrays.
+        DataError: a batch is missing, truncated, of another shape, or a pickle with more than arrays.
     """
     binary = path.name in (BINARY_FOLDER, BINARY_ARCHIVE)
     read = read_binary_batch if binary else read_python_batch
@@ -78,7 +78,7 @@ def read_layout(path: Path) -> Batches:
 
 
 def read_binary_batch(content: bytes, where: object) -> tuple[np.ndarray, np.ndarray]:
-    """Images uint8 [N, 3, 32, 32] and labels int64 [N] of one binary batch.
+    """Return images uint8 [N, 3, 32, 32] and labels int64 [N] of one binary batch.
 
     Raises:
         DataError: the size is not a whole number of 3073-byte records.
@@ -86,7 +86,7 @@ def read_binary_batch(content: bytes, where: object) -> tuple[np.ndarray, np.nda
     records, rest = divmod(len(content), RECORD_BYTES)
     if rest or not records:
         raise DataError(
-            f"{len(content)} bytes are {records} records of {RECORD_BYTES} bytes and {rest} bytes more: "
+            f"{len(content)} bytes are {records} records of {RECORD_BYTES} bytes and {rest} extra bytes: "
             "truncated, or not CIFAR-10's binary layout",
             where=where,
             next_step=REMEDY,
@@ -96,35 +96,35 @@ def read_binary_batch(content: bytes, where: object) -> tuple[np.ndarray, np.nda
 
 
 def read_python_batch(content: bytes, where: object) -> tuple[np.ndarray, np.ndarray]:
-    """Images uint8 [N, 3, 32, 32] and labels int64 [N] of one pickled batch; nothing in the file can run.
+    """Return images uint8 [N, 3, 32, 32] and labels int64 [N] of one pickled batch, without executing the pickle.
 
     Raises:
-        DataError: not a pickle, a pickle that asks for a global which arrays do not need, or another content.
+        DataError: it is not a pickle, needs a global that arrays do not need, or has other content.
     """
     batch = _unpickled(content, where)
     batch = {_text(key): value for key, value in batch.items()} if type(batch) is dict else {}
     if not {"data", "labels"} <= batch.keys():
-        raise DataError("pickle is no dictionary with 'data' and 'labels'", where=where, next_step=REMEDY)
+        raise DataError("the pickle is not a dictionary with 'data' and 'labels'", where=where, next_step=REMEDY)
     images, labels = batch["data"], batch["labels"]
     if not isinstance(images, _Pickled) or images.name not in _ARRAYS:
         raise DataError(f"'data' is {type(images).__name__}, expected uint8 [N, 3072]", where=where, next_step=REMEDY)
     pixels = _array(images, where)
     if not (type(labels) is list and all(type(label) is int for label in labels) and len(labels) == len(pixels)):
-        raise DataError(f"'labels' is no list of {len(pixels)} integers", where=where, next_step=REMEDY)
+        raise DataError(f"'labels' is not a list of {len(pixels)} integers", where=where, next_step=REMEDY)
     wrong = next((number for number, label in enumerate(labels) if not 0 <= label < 1 << 31), None)
     if wrong is not None:
-        fault = f"record {wrong} has the label {str(labels[wrong])[:20]}, which is no class"
+        fault = f"record {wrong} has the label {str(labels[wrong])[:20]}, which is not a class"
         raise DataError(fault, where=where, next_step=REMEDY)
     return pixels.reshape(-1, *IMAGE_SHAPE), np.array(labels, dtype=np.int64)
 
 
 @dataclass
 class _Pickled:
-    """What a pickle says of an object of another module: the call that makes it, and its state. Nothing is called."""
+    """An object of another module as the pickle describes it: the call that creates it, and its state. It is never called."""
 
     name: str
     arguments: tuple = ()
-    state: object = None
+    state: Any = None
 
 
 _ARRAYS = ("numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconstruct")  # NumPy 1 and 2
@@ -134,14 +134,14 @@ _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 
 
 def _unpickled(content: bytes, where: object) -> object:
-    """The object of a pickle of dictionaries, lists, tuples, texts, numbers and NumPy arrays.
+    """Return the object of a pickle of dictionaries, lists, tuples, strings, numbers and NumPy arrays.
 
-    Python's unpickler would call what a file names, make arrays of any size that it declares, and a number of a few bytes
-    makes it allocate a table of any size. This one knows the codes that such a file needs; memory is a small multiple of
-    the file.
+    Python's unpickler is unsafe: it calls any function that the file names, and allocates arrays and tables of any size that
+    the file declares. This one accepts only the opcodes that a CIFAR-10 batch needs, and its memory is a small multiple of the
+    file size.
 
     Raises:
-        DataError: another code or global, or a broken file.
+        DataError: the pickle has another opcode or global, or is broken.
     """
     stack: list = []
     memory: dict[int, object] = {}
@@ -153,9 +153,10 @@ def _unpickled(content: bytes, where: object) -> object:
         return items
 
     try:
+        argument: Any  # its type depends on the opcode
         for number, (code, argument, _) in enumerate(pickletools.genops(content)):
             if number > CODES:
-                raise ValueError(f"more than {CODES} codes")
+                raise ValueError(f"more than {CODES} opcodes")
             match code.name:
                 case "PROTO" | "FRAME":
                     pass
@@ -168,7 +169,7 @@ def _unpickled(content: bytes, where: object) -> object:
                 case "BININT" | "BININT1" | "BININT2" | "INT" | "LONG" | "LONG1":
                     stack.append(argument)
                 case "STRING" | "BINSTRING" | "SHORT_BINSTRING":
-                    stack.append(argument.encode("latin-1"))  # bytes of Python 2
+                    stack.append(argument.encode("latin-1"))  # Python 2 strings are bytes
                 case "BINBYTES" | "SHORT_BINBYTES" | "BINBYTES8":
                     stack.append(argument)
                 case "UNICODE" | "BINUNICODE" | "SHORT_BINUNICODE":
@@ -212,28 +213,28 @@ def _unpickled(content: bytes, where: object) -> object:
                         argument = f"{stack.pop(-2)} {stack.pop()}"
                     if argument not in _GLOBALS:
                         raise DataError(
-                            f"pickle asks for {printable(argument[:80]).replace(' ', '.')}, which no CIFAR-10 batch needs; "
-                            "nothing was run",
+                            f"the pickle refers to {printable(argument[:80]).replace(' ', '.')}, which no CIFAR-10 batch needs; "
+                            "nothing was executed",
                             where=where,
                             next_step="do not trust this file: delete it and copy the official archive",
                         )
                     stack.append(_Pickled(argument))
                 case "REDUCE":
-                    arguments, made = stack.pop(), stack.pop()
-                    if type(arguments) is not tuple:  # a copy of a long list for each of many codes would fill the memory
+                    arguments, function = stack.pop(), stack.pop()
+                    if type(arguments) is not tuple:  # copies of a long list for many opcodes would exhaust the memory
                         raise TypeError(f"arguments are {type(arguments).__name__}")
-                    stack.append(_Pickled(made.name, arguments))
+                    stack.append(_Pickled(function.name, arguments))
                 case "BUILD":
                     state = stack.pop()
                     stack[-1].state = state
                 case other:
-                    raise ValueError(f"the code {other}, which no CIFAR-10 batch needs")
+                    raise ValueError(f"the opcode {other}, which no CIFAR-10 batch needs")
     except DataError:
         raise
     except Exception as error:  # a broken pickle can raise nearly anything
-        fault = f"no readable pickle: {type(error).__name__}: {printable(str(error)[:200])}"
+        fault = f"not a readable pickle: {type(error).__name__}: {printable(str(error)[:200])}"
         raise DataError(fault, where=where, next_step=REMEDY) from error
-    raise DataError("no readable pickle: it does not end", where=where, next_step=REMEDY)
+    raise DataError("not a readable pickle: it has no end", where=where, next_step=REMEDY)
 
 
 def _list(item: object) -> list:
@@ -243,12 +244,12 @@ def _list(item: object) -> list:
 
 
 def _filled(table: object, items: list) -> dict:
-    """The dictionary with keys and values that follow each other; only a text is a key, and none stands twice."""
+    """Add alternating keys and values to a dictionary; keys must be strings or bytes, without duplicates."""
     if type(table) is not dict:
         raise TypeError(f"keys for {type(table).__name__}")
     for key, value in zip(items[::2], items[1::2], strict=True):
         if not isinstance(key, bytes | str) or key in table:
-            raise ValueError("a key that is no text, or stands twice")
+            raise ValueError("a key that is not a string, or a duplicate key")
         table[key] = value
     return table
 
@@ -258,9 +259,9 @@ def _text(key: bytes | str) -> str:
 
 
 def _array(pickled: _Pickled, where: object) -> np.ndarray:
-    """The array [N, 3072] of a pickled array of bytes.
+    """Return the uint8 array [N, 3072] of a pickled array.
 
-    Its state is (version, shape, dtype, Fortran order, content), where the dtype was made from a code such as "u1".
+    Its state is (version, shape, dtype, Fortran order, content), and the dtype is created from a code such as "u1".
     """
     try:
         _, shape, dtype, fortran, content = pickled.state
@@ -272,12 +273,12 @@ def _array(pickled: _Pickled, where: object) -> np.ndarray:
             raise ValueError(f"type {code!r:.20}, Fortran order {fortran!r:.20}")
         records, width = shape
         if type(records) is not int or type(width) is not int or not isinstance(content, bytes):
-            raise ValueError("no numbers and bytes")
+            raise ValueError("the shape has no integers, or the content is not bytes")
         if width != RECORD_BYTES - 1 or records < 1 or records * width != len(content):
             fault = f"'data' is uint8 [{records}, {width}] in {len(content)} bytes, expected uint8 [N, 3072]"
             raise DataError(fault, where=where, next_step=REMEDY)
     except (ValueError, TypeError, AttributeError, IndexError) as error:
-        fault = f"'data' is no array of bytes: {printable(str(error)[:200])}"
+        fault = f"'data' is not an array of bytes: {printable(str(error)[:200])}"
         raise DataError(fault, where=where, next_step=REMEDY) from error
     return np.frombuffer(content, np.uint8).reshape(records, width)
 
@@ -291,24 +292,25 @@ def _from_folder(folder: Path, wanted: list[str]) -> Iterator[tuple[str, bytes]]
 
 
 def _from_archive(archive: Path, wanted: list[str]) -> Iterator[tuple[str, bytes]]:
-    """The wanted batches of an archive, read as a stream: every byte is unpacked once and nothing touches the disk."""
+    """Yield the wanted batches of an archive. It is unpacked once, as a stream, and nothing is written to disk."""
     folder = PYTHON_FOLDER if archive.name == PYTHON_ARCHIVE else BINARY_FOLDER
-    names, found = {f"{folder}/{name}": name for name in wanted}, set()
+    names = {f"{folder}/{name}": name for name in wanted}
+    seen: set[str] = set()
     try:
         with (
             open_regular(archive, DataError, REMEDY) as file,
             gzip.GzipFile(fileobj=file) as unpacked,
-            tarfile.open(fileobj=_Bounded(unpacked, UNPACKED_BYTES), mode="r|") as tar,
+            tarfile.open(fileobj=cast(IO[bytes], _Bounded(unpacked, UNPACKED_BYTES)), mode="r|") as tar,
         ):
             for member in tar:
                 name = names.get(member.name)
                 if name is None or not member.isfile():
                     continue
-                if name in found or member.size > BATCH_BYTES:
-                    fault = f"{name} stands twice in the archive" if name in found else f"{name} has {member.size} bytes"
+                if name in seen or member.size > BATCH_BYTES:
+                    fault = f"{name} occurs twice in the archive" if name in seen else f"{name} has {member.size} bytes"
                     raise DataError(fault, where=archive, next_step=REMEDY)
-                found.add(name)
-                yield name, tar.extractfile(member).read()
+                seen.add(name)
+                yield name, cast(IO[bytes], tar.extractfile(member)).read()  # not None: it is a regular file
     except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError, zlib.error) as error:
         raise DataError(
             f"{archive.name} ({archive.stat().st_size} bytes) cannot be unpacked: {error}", where=archive, next_step=REMEDY
@@ -316,9 +318,9 @@ def _from_archive(archive: Path, wanted: list[str]) -> Iterator[tuple[str, bytes
 
 
 class _Bounded(io.RawIOBase):
-    """Reads a stream up to a number of bytes: a few MB of an archive can unpack to any number."""
+    """Limits the bytes that can be read from a stream, because a small archive can unpack to any size."""
 
-    def __init__(self, stream: BinaryIO, limit_bytes: int):
+    def __init__(self, stream: gzip.GzipFile, limit_bytes: int):
         self._stream, self._left = stream, limit_bytes
 
     def readable(self) -> bool:
@@ -328,7 +330,7 @@ class _Bounded(io.RawIOBase):
         """Read at most `size` bytes.
 
         Raises:
-            OSError: the stream has more bytes than its limit.
+            OSError: the stream exceeds its limit.
         """
         content = self._stream.read(min(size, self._left + 1) if size >= 0 else self._left + 1)
         self._left -= len(content)

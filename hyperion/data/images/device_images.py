@@ -1,5 +1,5 @@
-"""Batches of images made on the device they are trained on: the whole set lies there as bytes, and nothing but a table of
-random numbers goes there, once an epoch.
+"""Batches of images built on the training device: it holds the whole set as bytes, and the host sends only a table of random
+numbers once per epoch.
 """
 
 from collections.abc import Sequence
@@ -9,44 +9,43 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hyperion.data.batches.loaders import ResumableBatches
-from hyperion.data.batches.token_stream import on_device
-from hyperion.data.store.array_files import narrowed
-from hyperion.data.store.faults import DataError
+from hyperion.data.batches.loaders import ResumableBatches, on_device
+from hyperion.data.errors import DataError
+from hyperion.data.store.arrays import narrowed
 
 CROP_PADDING = 4
 BORDERS = ("black", "reflect")
-# Rows of an epoch's table, one column an example: its place in the set, the first row and column of the piece that is cut
-# out, the step from one column to the next (-1 mirrors), and the first row and column of the hole.
+# Rows of an epoch's table, with one column per example: its index in the set, the first row and column of the crop, the step
+# from one column to the next (-1 mirrors the image), and the first row and column of the hole.
 _PLACE, _TOP, _LEFT, _STEP, _HOLE_TOP, _HOLE_LEFT = range(6)
 
 
 class ImageBatches(ResumableBatches):
-    """Batches of images [batch, 3, 32, 32] in channels-last layout, normalised, and labels int64 [batch].
+    """Batches of normalised images [batch, 3, 32, 32] in channels-last layout, and labels int64 [batch].
 
-    All random numbers of an epoch are a function of the seed and the epoch, drawn on the host: every machine, device and
-    number of ranks sees the same images, and a run that is resumed needs no state of a generator. What is done with them is
-    a handful of operations on whole batches (`cut_out`), none of which waits for the device.
+    All random numbers of an epoch are drawn on the host and depend on seed and epoch only. So every machine, device and number
+    of ranks gets the same images, and resuming needs no generator state. The augmentations are a few operations on whole
+    batches (`cut_out`), none of which waits for the device.
 
     Args:
-        images: uint8 [N, 3, 32, 32], kept on the device as they are, with a border where they are shifted.
+        images: uint8 [N, 3, 32, 32], stored on the device, with a border if they are shifted.
         labels: integers [N].
-        batch_size: images in a batch, of all ranks together.
-        normalisation: mean and standard deviation by channel in units of full scale, those of the TRAIN images.
-        augment: random changes, of 'crop' (shift by up to 4 pixels) and 'flip' (left to right, each image in every other
-            epoch, half of them in the first; Jordan 2024, arXiv 2404.00498); take them from ImageSet.augmentations, because
-            a flip changes the class of some sets.
-        border: what a shift brings in: 'black', or the image mirrored at its edge ('reflect').
-        hole: pixels on a side of a square that is painted over with the mean (Cutout, DeVries & Taylor 2017), 0 for none;
-            its centre is drawn from the whole image, so that part of it may lie outside.
-        shuffle: a new order every epoch, else the order of the files (evaluation).
-        drop_last: leave out the records that fill no whole batch, else end the epoch with a smaller one.
-        dtype: of the images; they are computed in float32 and then rounded.
-        rank, ranks: this process's part of each batch; evaluation takes whole batches, on every rank.
+        batch_size: images in a global batch.
+        normalisation: mean and standard deviation of each channel of the TRAIN images, full scale = 1.
+        augment: 'crop' (shift by up to 4 pixels), 'flip' (left to right; each image in every other epoch, half of the images
+            in the first; Jordan 2024, arXiv 2404.00498). Use those in ImageSet.augmentations, because in some sets a flip
+            changes the class.
+        border: pixels that a shift brings in: 'black', or the image mirrored at its edge ('reflect').
+        hole: side in pixels of a square that is set to the mean (Cutout, DeVries & Taylor 2017), 0 for none. Its centre is
+            drawn from the whole image, so part of it may lie outside.
+        shuffle: use a new order in every epoch; otherwise the order of the files (evaluation).
+        drop_last: leave out the last, incomplete batch of an epoch.
+        dtype: type of the images; they are computed in float32 and then rounded.
+        rank, ranks: this process's part of each batch. For evaluation use whole batches on every rank.
 
     Raises:
-        DataError: images, labels or normalisation of another form, unknown augmentation or border, too few records for one
-            batch, or a batch that the ranks do not divide.
+        DataError: images, labels or normalisation have a wrong form, an augmentation or border is unknown, the images do not
+            fill one batch, or the ranks do not divide the batch.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class ImageBatches(ResumableBatches):
     def _batch(self, epoch: int, position: int) -> tuple[Tensor, Tensor]:
         table = self._table(epoch)
         if position == self.batches_per_epoch // 2:
-            self._table(epoch + 1)  # while the device is busy, so that it need not wait when the epoch turns
+            self._table(epoch + 1)  # prepared while the device is busy, so that it does not wait at the start of the next epoch
         first = position * self.batch_size
         part = self._part(min(self.batch_size, self.records - first))
         chosen = table[:, first + part.start : first + part.stop]
@@ -108,14 +107,14 @@ class ImageBatches(ResumableBatches):
         return images_BYXC.to(self.dtype).permute(0, 3, 1, 2), self._labels[chosen[_PLACE]]
 
     def _table(self, epoch: int) -> Tensor:
-        """The epoch's random numbers int64 [6, records] on the device, each column those of one example, in order."""
+        """Return the epoch's random numbers int64 [6, records] on the device, one column per example, in order."""
         if epoch not in self._tables:
             self._tables = {known: table for known, table in self._tables.items() if known == epoch - 1}
             self._tables[epoch] = on_device(self._draw(epoch), self._labels.device)
         return self._tables[epoch]
 
     def _draw(self, epoch: int) -> np.ndarray:
-        """See `_table`. Every rank draws the numbers of all, so that they depend on no number of ranks."""
+        """Draw the table. Every rank draws the numbers of all ranks, so they do not depend on the number of ranks."""
         table = np.zeros((6, self.records), dtype=np.int64)
         table[_PLACE], table[_STEP] = self._order(epoch), 1
         generator = np.random.default_rng((self.seed, epoch, 1))
@@ -132,21 +131,21 @@ class ImageBatches(ResumableBatches):
 
 
 def require_form(images: np.ndarray, labels: np.ndarray) -> None:
-    """Refuse images that would be scaled twice, channels that would be taken for rows, and labels of another form.
+    """Check images and labels, so that normalised images are not scaled twice and channels are not taken for rows.
 
     Raises:
-        DataError: images are not uint8 [N, 3, Y, Y], or labels are not classes from 0 [N].
+        DataError: images are not uint8 [N, 3, Y, Y], or labels are not integers [N] from 0.
     """
     form = f"images are {images.dtype} {list(images.shape)}, expected uint8 [N, 3, Y, Y], 0 to 255, not normalised"
     if np.issubdtype(images.dtype, np.floating):
-        raise DataError(form, where="images", next_step="give the bytes; scaling and normalising is done here")
+        raise DataError(form, where="images", next_step="pass the bytes; ImageBatches scales and normalises them")
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1] != 3 or images.shape[2] != images.shape[3]:
-        raise DataError(form, where="images", next_step="give channels first: images.transpose(0, 3, 1, 2) of [N, Y, Y, 3]")
+        raise DataError(form, where="images", next_step="pass channels first: images.transpose(0, 3, 1, 2) of [N, Y, Y, 3]")
     if labels.shape != (len(images),) or not np.issubdtype(labels.dtype, np.integer) or (labels < 0).any():
         raise DataError(
             f"labels are {labels.dtype} {list(labels.shape)} for {len(images)} images",
             where="labels",
-            next_step="give one class for each image, a whole number from 0; labels.argmax(1) of one-hot labels",
+            next_step="pass one integer class from 0 per image; for one-hot labels, labels.argmax(1)",
         )
 
 
@@ -156,12 +155,12 @@ def _require_normalisation(*normalisation: Sequence[float]) -> None:
         raise DataError(
             f"the normalisation has means {mean.tolist()} and deviations {deviation.tolist()}",
             where="ImageBatches",
-            next_step="give three of each in units of full scale, 0 to 1: channel_statistics of the train images",
+            next_step="pass three of each with full scale = 1: channel_statistics of the train images",
         )
 
 
 def bordered(pixels_NYXC: Tensor, border: str) -> Tensor:
-    """The images with CROP_PADDING pixels more on each side, black or mirrored at the edge."""
+    """Return the images with CROP_PADDING more pixels on each side, black or mirrored at the edge."""
     if border == "black":
         return F.pad(pixels_NYXC, (0, 0) + 4 * (CROP_PADDING,))
     side = pixels_NYXC.shape[1]
@@ -171,15 +170,15 @@ def bordered(pixels_NYXC: Tensor, border: str) -> Tensor:
 
 
 def cut_out(pixels_NYXC: Tensor, chosen: Tensor, steps: Tensor) -> Tensor:
-    """One gather that shifts and mirrors every image of a batch as its table says; it may be part of a captured graph.
+    """Shift and mirror every image of a batch with a single gather, which can be captured in a CUDA graph.
 
     Args:
-        pixels_NYXC: the set.
+        pixels_NYXC: all images, with their border.
         chosen: int64 [6, B], columns of an epoch's table.
-        steps: 0, 1, … to the side of an image.
+        steps: 0, 1, … side of an image - 1.
 
     Returns:
-        [B, side, side, 3], bytes as the set's.
+        uint8 [B, side, side, 3].
     """
     rows_BY = chosen[_TOP][:, None] + steps
     columns_BX = torch.addcmul(chosen[_LEFT][:, None], chosen[_STEP][:, None], steps)
@@ -187,7 +186,7 @@ def cut_out(pixels_NYXC: Tensor, chosen: Tensor, steps: Tensor) -> Tensor:
 
 
 def holes(chosen: Tensor, steps: Tensor, side: int) -> Tensor:
-    """Where the hole of each image lies: bool [B, Y, X]."""
+    """Return the mask of each image's hole, bool [B, Y, X]."""
     rows_BY, columns_BX = (steps - chosen[first][:, None] for first in (_HOLE_TOP, _HOLE_LEFT))
     inside_BY, inside_BX = ((at >= 0) & (at < side) for at in (rows_BY, columns_BX))
     return inside_BY[:, :, None] & inside_BX[:, None, :]

@@ -1,11 +1,16 @@
-"""Labelled images in two splits, and the checks that every set passes before anybody sees it."""
+"""Labelled images in two splits, the checks of every image set, and a synthetic set with known best accuracy.
+
+In the synthetic set, a class is the orientation of a grating, k * 18 degrees, clearly visible for every phase, colour, contrast
+and noise. Then the labels of exactly round(flip_rate * N) images of each split are changed to another class, and nothing in the
+pixels shows which. The best possible model names the orientation and reaches the accuracy 1 - round(flip_rate * N) / N.
+"""
 
 import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from hyperion.data.store.faults import DataError
+from hyperion.data.errors import DataError
 from hyperion.data.store.sources import Checksums
 
 IMAGE_SHAPE = (3, 32, 32)
@@ -17,15 +22,15 @@ class ImageSet:
     """Images and labels of a train and a test split.
 
     Attributes:
-        name: 'cifar-10' or 'synthetic-gratings'; a synthetic set never carries the real one's name.
+        name: 'cifar-10' or 'synthetic-gratings'; a synthetic set never has the name of the real one.
         source: 'mirror', 'cache', 'download' or 'synthetic'.
-        detail: what the source says of itself, without machine paths.
+        detail: description of the source, without paths of the machine.
         train_images, test_images: uint8 [N, 3, 32, 32].
         train_labels, test_labels: int64 [N].
         classes: class names by label.
         augmentations: random changes that keep the label: 'crop' (shifts), 'flip' (left to right).
-        bayes_accuracy: the best accuracy any model can expect on the test split, None where unknown.
-        checksums: whether the files are their publisher's; None for a synthetic set.
+        bayes_accuracy: best possible accuracy on the test split, None if unknown.
+        checksums: result of the comparison with the published checksums; None for a synthetic set.
     """
 
     name: str
@@ -50,17 +55,17 @@ class ImageSet:
         return digest.hexdigest()
 
     def class_counts(self) -> dict[str, list[int]]:
-        """Images by label, for each split."""
+        """Return the number of images of each label, for each split."""
         splits = {"train": self.train_labels, "test": self.test_labels}
         return {split: np.bincount(labels, minlength=len(self.classes)).tolist() for split, labels in splits.items()}
 
     def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and standard deviation of each channel of the train images, in units of full scale (0 to 1)."""
+        """Return mean and standard deviation of each channel of the train images, full scale = 1."""
         return channel_statistics(self.train_images)
 
 
 def channel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation by channel of uint8 [N, 3, H, W], in units of full scale (0 to 1), in float64."""
+    """Return mean and standard deviation of each channel of uint8 [N, 3, H, W], full scale = 1, computed in float64."""
     means, deviations, levels = [], [], np.arange(256) / 255
     for channel in range(images.shape[1]):
         counts = np.zeros(256, dtype=np.int64)
@@ -73,20 +78,20 @@ def channel_statistics(images: np.ndarray) -> tuple[tuple[float, ...], tuple[flo
 
 
 def check_split(images: np.ndarray, labels: np.ndarray, class_count: int, where: object) -> None:
-    """Refuse images that are not finite uint8 [N, 3, 32, 32], or labels that do not fit them.
+    """Check that images are uint8 [N, 3, 32, 32] and labels are one class per image.
 
     Raises:
-        DataError: names the first bad record.
+        DataError: they are not; the first bad record is named.
     """
     check_images(images, where)
     check_labels(labels, len(images), class_count, where)
 
 
 def check_images(images: np.ndarray, where: object) -> None:
-    """Refuse images that are not finite uint8 [N, 3, 32, 32].
+    """Check that images are uint8 [N, 3, 32, 32].
 
     Raises:
-        DataError: names the first bad record.
+        DataError: they are not; an image with NaN or infinity is named.
     """
     if np.issubdtype(images.dtype, np.floating):
         bad = np.flatnonzero(~np.isfinite(images).reshape(len(images), -1).all(axis=1))
@@ -99,10 +104,10 @@ def check_images(images: np.ndarray, where: object) -> None:
 
 
 def check_labels(labels: np.ndarray, image_count: int, class_count: int, where: object) -> None:
-    """Refuse labels that are not one class for each image.
+    """Check that labels are one class per image.
 
     Raises:
-        DataError: names the first bad record.
+        DataError: they are not; the first bad record is named.
     """
     if labels.shape != (image_count,) or not np.issubdtype(labels.dtype, np.integer):
         raise DataError(
@@ -115,3 +120,75 @@ def check_labels(labels: np.ndarray, image_count: int, class_count: int, where: 
             where=where,
             next_step=_REMEDY,
         )
+
+
+CLASS_COUNT = 10
+PERIOD_PIXELS = (5.0, 8.0)
+NOISE_LEVELS = 12.0  # standard deviation, of 255
+CHUNK = 2048
+
+
+def synthetic_images(counts: dict[str, int], seed: int = 0, flip_rate: float = 0.1) -> ImageSet:
+    """Generate the synthetic image set; see the module's docstring.
+
+    Args:
+        counts: number of images in 'train' and 'test'.
+        flip_rate: share of changed labels.
+    """
+    arrays, best = [], {}
+    for index, split in enumerate(("train", "test")):
+        generator = np.random.default_rng((seed, index))
+        classes = generator.permutation(np.arange(counts[split]) % CLASS_COUNT)
+        labels = _with_flips(classes, round(flip_rate * counts[split]), generator)
+        best[split] = float(np.mean(labels == classes))
+        arrays += [_gratings(classes, generator), labels]
+    names = tuple(f"{18 * k} degrees" for k in range(CLASS_COUNT))
+    detail = f"made-up gratings, seed {seed}, {counts['train']} + {counts['test']} images, {flip_rate:.0%} of labels changed"
+    # A flip from left to right turns 18 degrees into 162, another class, so only shifts keep the label.
+    train_images, train_labels, test_images, test_labels = arrays
+    return ImageSet(
+        "synthetic-gratings",
+        "synthetic",
+        detail,
+        train_images,
+        train_labels,
+        test_images,
+        test_labels,
+        classes=names,
+        augmentations=("crop",),
+        bayes_accuracy=best["test"],
+    )
+
+
+def _with_flips(classes: np.ndarray, flips: int, generator: np.random.Generator) -> np.ndarray:
+    """Return labels int64, of which exactly `flips` differ from `classes`, evenly over classes and over wrong labels.
+
+    The label of the i-th changed image of each class increases by 1 + i mod 9. For each i this permutes the classes, so the
+    labels are as balanced as the classes.
+    """
+    labels = classes.astype(np.int64)
+    order = generator.permutation(len(classes))
+    position = np.empty(len(classes), dtype=np.int64)  # of each image within its class, in random order
+    for label in range(CLASS_COUNT):
+        members = order[classes[order] == label]
+        position[members] = np.arange(len(members))
+    changed = np.lexsort((classes, position))[:flips]  # the first of every class, then the second of every class, ...
+    labels[changed] = (classes[changed] + 1 + position[changed] % (CLASS_COUNT - 1)) % CLASS_COUNT
+    return labels
+
+
+def _gratings(classes: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    images = np.empty((len(classes), *IMAGE_SHAPE), dtype=np.uint8)
+    y, x = np.mgrid[0:32, 0:32].astype(np.float32) - 15.5
+    for start in range(0, len(classes), CHUNK):
+        part = classes[start : start + CHUNK]
+        n = len(part)
+        angle = (np.pi / CLASS_COUNT * part).astype(np.float32)[:, None, None]
+        period = generator.uniform(*PERIOD_PIXELS, size=(n, 1, 1)).astype(np.float32)
+        phase = generator.uniform(0, 2 * np.pi, size=(n, 1, 1)).astype(np.float32)
+        wave = np.cos((np.cos(angle) * x + np.sin(angle) * y) * (2 * np.pi / period) + phase)
+        base = generator.uniform(100, 155, size=(n, 3, 1, 1)).astype(np.float32)
+        contrast = generator.uniform(35, 65, size=(n, 3, 1, 1)).astype(np.float32)
+        noise = generator.standard_normal((n, *IMAGE_SHAPE), dtype=np.float32) * np.float32(NOISE_LEVELS)
+        images[start : start + n] = np.clip(base + contrast * wave[:, None] + noise, 0, 255)
+    return images

@@ -1,23 +1,23 @@
-"""What prepared arrays must hold beyond their hashes: ids of their vocabulary, text that its tokenizer gives back, images
-with labels, and in each split what was counted when it was made.
+"""Check the content of prepared arrays: ids within the vocabulary, text that the tokenizer reproduces, valid images and labels,
+and the counts recorded when the data were prepared.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import tokenizers
 
+from hyperion.data.errors import DataError
 from hyperion.data.images.imageset import IMAGE_SHAPE, channel_statistics, check_images, check_labels
-from hyperion.data.prepare.overlap import Overlap, image_overlap, require_little_overlap, token_overlap
-from hyperion.data.store.faults import DataError
+from hyperion.data.store.arrays import check_tokens, first_bad, token_dtype
 from hyperion.data.store.manifest import FILE_NAME, DataManifest
-from hyperion.data.store.shards import check_tokens, first_bad, token_dtype
+from hyperion.data.store.overlap import Overlap, image_overlap, require_little_overlap, token_overlap
 from hyperion.data.text.corpus import SPLITS
 from hyperion.untrusted import printable, read_bounded
 
-FORMAT = 3  # of products: a part of their hashes and facts, so that a change of layout makes new folders
-SAMPLES = "_samples"  # ends the name of the array that says where a split's lines lie
+FORMAT = 3  # version of the layout; part of the folder names and the manifests, so that a new layout gets new folders
+SAMPLES = "_samples"  # suffix of the array with the start and length of each line of a split
 TOKENIZER_FILE = "tokenizer.json"
 ARRAYS_OF = {
     "text": tuple(f"{split}{kind}" for split in SPLITS for kind in ("", SAMPLES)),
@@ -29,12 +29,12 @@ _REMEDY = "prepare the data again"
 def content_faults(
     folder: Path, arrays: dict[str, np.ndarray], manifest: DataManifest, thorough: bool = False
 ) -> Iterator[DataError]:
-    """What is wrong with those of a product's arrays that could be opened, one error for each fault.
+    """Yield one error for each fault in the content of prepared arrays.
 
     Args:
-        arrays: by name; one that is missing is not looked at.
-        thorough: also compare with what was counted and measured when the product was made, which finds the sound file of
-            another split or tokenizer behind a manifest that was written anew.
+        arrays: by name; missing ones are not checked.
+        thorough: also compare with the counts and statistics recorded when the data were prepared. This detects an undamaged
+            file of another split or tokenizer, even if the manifest was rewritten to match it.
     """
     facts = manifest.facts
     checks = _text_checks if facts["kind"] == "text" else _image_checks
@@ -45,7 +45,7 @@ def content_faults(
             except DataError as fault:
                 yield fault
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        fault = f"its facts do not fit its kind of product: {printable(repr(error))[:200]}"
+        fault = f"its facts do not fit its kind of data: {printable(repr(error))[:200]}"
         yield DataError(fault, where=folder / FILE_NAME, next_step=_REMEDY)
 
 
@@ -89,17 +89,17 @@ def _image_checks(folder: Path, arrays: dict[str, np.ndarray], facts: dict, thor
 
 
 def _decoder(path: Path) -> tokenizers.Tokenizer | None:
-    """The tokenizer that was stored beside the streams; None where it is damaged, which its hash has told."""
+    """Return the stored tokenizer, None if it is damaged; its hash reports the damage."""
     try:
         return tokenizers.Tokenizer.from_buffer(read_bounded(path, DataError, _REMEDY))
-    except Exception:  # the library raises a bare Exception
+    except Exception:  # tokenizers raises plain Exception
         return None
 
 
 def _check_type(path: Path, array: np.ndarray, dtype: np.dtype, row_shape: tuple[int, ...]) -> None:
     if array.dtype != dtype or array.shape[1:] != row_shape:
         raise DataError(
-            f"{path.name} holds {array.dtype.str} {list(array.shape)}, expected {dtype.str} {['N', *row_shape]}",
+            f"{path.name} is {array.dtype.str} {list(array.shape)}, expected {dtype.str} {['N', *row_shape]}",
             where=path,
             next_step=_REMEDY,
         )
@@ -112,7 +112,7 @@ def _check_token_type(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
 def _check_text_overlap(folder: Path, arrays: dict[str, np.ndarray], expected: dict) -> None:
     tokens, samples = ({split: arrays[f"{split}{kind}"] for split in SPLITS} for kind in ("", SAMPLES))
     if any(array.ndim != 2 or array.shape[1] != 2 for array in samples.values()):
-        return  # _check_samples has named it
+        return  # _check_samples reports it
     _check_overlap(folder, token_overlap(tokens, samples), expected, "long lines")
 
 
@@ -121,13 +121,13 @@ def _check_image_overlap(folder: Path, arrays: dict[str, np.ndarray], expected: 
 
 
 def _check_overlap(folder: Path, found: dict[str, Overlap], expected: dict, what: str) -> None:
-    """Little overlap between the splits, and the same as when the product was made."""
+    """Check that the splits overlap little, and as much as when the data were prepared."""
     require_little_overlap(found, what, folder / FILE_NAME)
     for split, overlap in found.items():
         if overlap.as_dict() != expected[split]:
             raise DataError(
-                f"{overlap.repeated} of {overlap.records} {what} of the {split} split stand in another split, where "
-                f"{expected[split]['repeated']} of {expected[split]['records']} did when it was made",
+                f"{overlap.repeated} of {overlap.records} {what} of the {split} split also occur in another "
+                f"split; when the data were prepared, it was {expected[split]['repeated']} of {expected[split]['records']}",
                 where=folder / FILE_NAME,
                 next_step=_REMEDY,
             )
@@ -136,7 +136,7 @@ def _check_overlap(folder: Path, found: dict[str, Overlap], expected: dict, what
 def _check_count(path: Path, what: str, found: int, expected: int) -> None:
     if found != expected:
         raise DataError(
-            f"{path.name} has {found} {what} where {expected} were counted when it was made: another split's file, or cut",
+            f"{path.name} has {found} {what}, but had {expected} when it was prepared: another split's file, or truncated",
             where=path,
             next_step=_REMEDY,
         )
@@ -147,7 +147,7 @@ def _check_opening(path: Path, tokens: np.ndarray, decoder: tokenizers.Tokenizer
     found = decoder.decode(np.asarray(tokens[:count]).tolist(), skip_special_tokens=False)
     if found != text:
         raise DataError(
-            f"tokens 0 to {count - 1} of {path.name} decode to {found[:40]!r} where the split begins with {text[:40]!r}: "
+            f"tokens 0 to {count - 1} of {path.name} decode to {found[:40]!r}, but the split begins with {text[:40]!r}: "
             "tokens of another vocabulary, or another split's file",
             where=path,
             next_step=_REMEDY,
@@ -159,7 +159,7 @@ def _check_samples(path: Path, samples: np.ndarray, tokens: int) -> None:
     first, count = first_bad(samples, lambda part: (part[:, 0] < 0) | (part[:, 1] < 1) | (part[:, 1] > tokens - part[:, 0]))
     if first is not None:
         raise DataError(
-            f"sample {first} of {path.name} lies outside the {tokens} tokens of its split ({count} such)",
+            f"sample {first} of {path.name} lies outside the {tokens} tokens of its split ({count} such samples)",
             where=path,
             next_step=_REMEDY,
         )
@@ -167,11 +167,11 @@ def _check_samples(path: Path, samples: np.ndarray, tokens: int) -> None:
 
 def _check_channels(path: Path, images: np.ndarray, expected: list[float]) -> None:
     if images.dtype != np.uint8 or images.shape[1:] != IMAGE_SHAPE or not len(images):
-        return  # check_images has named it
+        return  # check_images reports it
     means, _ = channel_statistics(images)
     if not np.allclose(means, expected, rtol=0, atol=1e-9):
         raise DataError(
-            f"{path.name} has channel means {_listed(means)} where {_listed(expected)} were measured when it was made: "
+            f"{path.name} has channel means {_listed(means)}, but had {_listed(expected)} when it was prepared: "
             "another split's file, or other pixels",
             where=path,
             next_step=_REMEDY,
@@ -181,17 +181,17 @@ def _check_channels(path: Path, images: np.ndarray, expected: list[float]) -> No
 def _check_classes(path: Path, labels: np.ndarray, expected: dict[str, int]) -> None:
     names = list(expected)
     if labels.dtype.kind not in "iu" or np.any((np.asarray(labels) < 0) | (np.asarray(labels) >= len(names))):
-        return  # check_labels has named it
+        return  # check_labels reports it
     found = np.bincount(np.asarray(labels), minlength=len(names))
     for name, count in zip(names, found, strict=True):
         if count != expected[name]:
             raise DataError(
-                f"{path.name} has {count} labels of class {name!r} where {expected[name]} were counted when it was made: "
+                f"{path.name} has {count} labels of class {name!r}, but had {expected[name]} when it was prepared: "
                 "another split's file, or edited",
                 where=path,
                 next_step=_REMEDY,
             )
 
 
-def _listed(means) -> str:
+def _listed(means: Iterable[float]) -> str:
     return ", ".join(f"{mean:.4f}" for mean in means)

@@ -1,4 +1,4 @@
-"""The two pipelines, step by step: each step returns the counts that prove it, and the product is stored by hash."""
+"""Prepare text and images: check each step by its counts, and store the result in a folder named by the hash of its inputs."""
 
 import hashlib
 import json
@@ -9,16 +9,15 @@ from pathlib import Path
 import numpy as np
 
 from hyperion.data.batches.packing import Padding, packed_windows
+from hyperion.data.errors import DataError
 from hyperion.data.images.imageset import ImageSet, channel_statistics, check_split
 from hyperion.data.prepare.content import ARRAYS_OF, FORMAT, SAMPLES, TOKENIZER_FILE, content_faults
-from hyperion.data.prepare.overlap import image_overlap, require_little_overlap, token_overlap
-from hyperion.data.store.array_files import ArrayWriter, open_array
-from hyperion.data.store.faults import DataError
+from hyperion.data.store.arrays import ArrayWriter, open_array, open_shards, token_dtype, write_shards
 from hyperion.data.store.manifest import DataManifest, write_manifest
-from hyperion.data.store.shards import open_shards, token_dtype, write_shards
+from hyperion.data.store.overlap import image_overlap, require_little_overlap, token_overlap
 from hyperion.data.store.staging import processed_root, staged
 from hyperion.data.text.corpus import SPLITS, TextCorpus
-from hyperion.data.text.encoding import Encoding, workers_for
+from hyperion.data.text.encoding import EncoderPool, workers_for
 from hyperion.data.text.tokenizer import Tokenizer
 
 OPENING_TOKENS = 64
@@ -29,13 +28,12 @@ class PreparedText:
     """A tokenized corpus on disk.
 
     Attributes:
-        folder: where it lies.
+        folder: its folder.
         tokens: split to token ids, uint16 or uint32 [tokens], memory mapped.
-        samples: split to int64 [samples, 2], memory mapped: where each line that is not blank begins in the stream, and how
-            many tokens it has.
-        steps: split to step to counts: see `prepare_text`.
+        samples: split to int64 [samples, 2], memory mapped: start in the stream and number of tokens of each non-blank line.
+        steps: split to step to counts, see `prepare_text`.
         manifest: hashes, source and settings.
-        reused: whether an earlier call had made it.
+        reused: True if an earlier call prepared it.
     """
 
     folder: Path
@@ -51,11 +49,11 @@ class PreparedImages:
     """An image set on disk.
 
     Attributes:
-        folder: where it lies.
+        folder: its folder.
         arrays: 'train_images', 'train_labels', 'test_images', 'test_labels', memory mapped.
-        steps: split to step to counts: see `prepare_images`.
+        steps: split to step to counts, see `prepare_images`.
         manifest: hashes, source and settings.
-        reused: whether an earlier call had made it.
+        reused: True if an earlier call prepared it.
     """
 
     folder: Path
@@ -68,20 +66,20 @@ class PreparedImages:
 def prepare_text(
     corpus: TextCorpus, tokenizer: Tokenizer, sequence_length: int = 128, workers: int | None = None
 ) -> PreparedText:
-    """Tokenize a corpus, prove that nothing is lost, and store the token streams in data/processed/.
+    """Tokenize a corpus, check that decoding reproduces the text, and store the token streams in data/processed/.
 
     Steps of a split: 'read' (lines, words_with_eos), 'filter' (non_empty), 'tokenize' (tokens, tokens_per_word,
-    round_trip: decoding gives the text back), 'pack' (windows, left_over), 'pad' (samples, tokens, padding,
-    padding_share, truncated: one non-empty line a row). Padding and packing are counted at `sequence_length`; stored are the
-    streams, where their lines lie, and the tokenizer. The text is read once, a few chunks at a time: with a corpus of files
-    (`corpus_of_files`) it may be longer than memory.
+    round_trip: decoding reproduces the text), 'pack' (windows, left_over), 'pad' (samples, tokens, padding,
+    padding_share, truncated: one non-empty line per row). Packing and padding are only counted, at `sequence_length`; stored
+    are the streams, the positions of their lines, and the tokenizer. The text is read once, a few chunks at a time, so a
+    corpus of files (`corpus_of_files`) may exceed memory.
 
     Args:
-        workers: processes that tokenize, by default as many as the text is worth. The files do not depend on it.
+        workers: number of tokenizing processes; None chooses it by the length of the text. The files do not depend on it.
 
     Raises:
-        DataError: decoding does not give the text back, long lines of one split stand in another, a stored product is
-            damaged (named), or the disk is full.
+        DataError: decoding does not reproduce the text, long lines occur in several splits, stored data are damaged, or the
+            disk is full.
     """
     folder = _folder(
         f"{corpus.name}-{tokenizer.name}",
@@ -98,14 +96,13 @@ def prepare_text(
 
 
 def prepare_images(images: ImageSet) -> PreparedImages:
-    """Check an image set record by record and store it in data/processed/.
+    """Check every record of an image set and store the set in data/processed/.
 
-    Steps of a split: 'read' (images), 'verify' (corrupt: always 0, a corrupt record is an error), 'classes' (images by
-    class), 'channels' (mean and standard deviation in units of full scale), 'augment' (what keeps the labels).
+    Steps of a split: 'read' (images), 'verify' (corrupt: always 0, because a corrupt record is an error), 'classes' (images
+    per class), 'channels' (mean and standard deviation, full scale = 1), 'augment' (augmentations that keep the label).
 
     Raises:
-        DataError: a bad record or a damaged stored product (named), test images among the train images, or the disk is
-            full.
+        DataError: a record is bad, stored data are damaged, train and test images overlap, or the disk is full.
     """
     folder = _folder(images.name, {"images": images.sha256})
     reused = folder.is_dir()
@@ -116,7 +113,7 @@ def prepare_images(images: ImageSet) -> PreparedImages:
 
 
 def write_text(folder: Path, corpus: TextCorpus, tokenizer: Tokenizer, sequence_length: int, workers: int) -> None:
-    """Make the new folder of a tokenized corpus; see prepare_text."""
+    """Write the new folder of a tokenized corpus; see `prepare_text`."""
     with staged(folder) as work, tokenizer.encoding(workers) as encoding:
         steps = {split: write_split(work, split, corpus.splits[split], tokenizer, encoding, sequence_length) for split in SPLITS}
         (work / TOKENIZER_FILE).write_text(tokenizer.definition(), encoding="utf-8")
@@ -135,7 +132,7 @@ def write_text(folder: Path, corpus: TextCorpus, tokenizer: Tokenizer, sequence_
 
 
 def _text_overlap(work: Path, name: str) -> dict[str, dict]:
-    """What the splits have in common, refused where it is much; see `overlap`."""
+    """Return the overlap of the splits, JSON-able; raise DataError if it is too large."""
     tokens = {split: open_array(work / f"{split}.npy") for split in SPLITS}
     samples = {split: open_array(work / f"{split}{SAMPLES}.npy") for split in SPLITS}
     found = token_overlap(tokens, samples)
@@ -144,7 +141,7 @@ def _text_overlap(work: Path, name: str) -> dict[str, dict]:
 
 
 def write_images(folder: Path, images: ImageSet) -> None:
-    """Make the new folder of an image set; see prepare_images."""
+    """Write the new folder of an image set; see `prepare_images`."""
     overlap = image_overlap(images.train_images, images.test_images)
     require_little_overlap(overlap, "images", images.name)
     facts = {
@@ -170,15 +167,15 @@ def write_images(folder: Path, images: ImageSet) -> None:
 
 
 def open_prepared(folder: Path) -> tuple[dict[str, np.ndarray], DataManifest]:
-    """Arrays and manifest of a stored product, after hashes, token ids, labels and pixels have been checked.
+    """Return arrays and manifest of a prepared folder, after checking hashes, token ids, labels and pixels.
 
     Raises:
-        DataError: names the file and the first bad record.
+        DataError: a file or a record is wrong; the first one is named.
     """
     arrays, manifest = open_shards(folder)
     kind = manifest.facts.get("kind")
     if not isinstance(kind, str) or kind not in ARRAYS_OF:
-        raise DataError(f"unknown kind of product {kind!r}", where=folder, next_step="remove it and prepare the data again")
+        raise DataError(f"unknown kind of data {kind!r}", where=folder, next_step="remove it and prepare the data again")
     for name in ARRAYS_OF[kind]:
         if name not in arrays:
             raise DataError(f"{name}.npy is missing", where=folder, next_step="remove it and prepare the data again")
@@ -192,8 +189,8 @@ def _folder(name: str, parts: dict) -> Path:
     return processed_root() / f"{name}-{key[:12]}"
 
 
-def write_split(work: Path, split: str, lines: Iterable[str], tokenizer: Tokenizer, encoding: Encoding, length: int) -> dict:
-    """The split's token stream and the places of its samples, written as they are made; the counts of each step."""
+def write_split(work: Path, split: str, lines: Iterable[str], tokenizer: Tokenizer, encoding: EncoderPool, length: int) -> dict:
+    """Write the token stream of a split and the positions of its lines, chunk by chunk; return the counts of each step."""
     read = words = 0
     padded, opening = Padding(), []
     with (
@@ -203,15 +200,15 @@ def write_split(work: Path, split: str, lines: Iterable[str], tokenizer: Tokeniz
         for encoded in encoding.encode(lines):
             if encoded.lost:
                 raise DataError(
-                    f"decoding the {split} split does not give its text back: {encoded.lost[:60]!r}",
+                    f"decoding the {split} split does not reproduce its text: {encoded.lost[:60]!r}",
                     where=tokenizer.name,
                     next_step="use a byte-level tokenizer without normalisation",
                 )
             starts = tokens.rows + np.cumsum(encoded.sizes) - encoded.sizes
-            kept = ~encoded.blank
-            samples.append(np.stack([starts, encoded.sizes], axis=1)[kept])
+            non_blank = ~encoded.blank
+            samples.append(np.stack([starts, encoded.sizes], axis=1)[non_blank])
             tokens.append(encoded.ids)
-            padded += Padding.of(encoded.sizes[kept], length)
+            padded += Padding.of(encoded.sizes[non_blank], length)
             opening = opening or encoded.ids[: _opening_tokens(encoded.sizes)].tolist()
             read, words = read + len(encoded.sizes), words + encoded.words_with_eos
         windows, left_over = packed_windows(tokens.rows, length)
@@ -232,7 +229,7 @@ def write_split(work: Path, split: str, lines: Iterable[str], tokenizer: Tokeniz
 
 
 def _opening_tokens(sizes: np.ndarray) -> int:
-    """Tokens of the first whole lines that have at least OPENING_TOKENS together."""
+    """Return the number of tokens in the shortest run of first lines with at least OPENING_TOKENS tokens."""
     ends = np.cumsum(sizes)
     return int(ends[min(np.searchsorted(ends, OPENING_TOKENS), len(ends) - 1)])
 

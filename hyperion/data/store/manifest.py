@@ -1,10 +1,10 @@
-"""Manifests of data folders: what lies in them, where it came from, and the hash that proves it."""
+"""Manifests of data folders: the files, their source, and their hashes."""
 
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from hyperion.data.store.faults import DataError
+from hyperion.data.errors import DataError
 from hyperion.data.store.staging import sha256_of
 from hyperion.untrusted import inner_path, printable, read_json
 
@@ -14,12 +14,12 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class DataManifest:
-    """What a data folder holds.
+    """Content of a data folder.
 
     Attributes:
-        name, source, detail: as in the corpus or image set (no machine paths).
+        name, source, detail: as in the corpus or image set, without paths of the machine.
         files: file name to {'sha256': hex, 'bytes': size}.
-        facts: counts and settings of the step that made the folder, JSON-able.
+        facts: counts and settings of the step that wrote the folder, JSON-able.
     """
 
     name: str
@@ -33,7 +33,7 @@ class DataManifest:
         """Check size and hash of every file.
 
         Raises:
-            DataError: names the first file that is missing, truncated or edited.
+            DataError: a file is missing, truncated or edited; the first one is named.
         """
         for name in self.files:
             self.verify_file(folder, name)
@@ -42,7 +42,7 @@ class DataManifest:
         """Check size and hash of one file.
 
         Raises:
-            DataError: it is missing, truncated or edited, or its name leads out of the folder.
+            DataError: the file is missing, truncated or edited, or its name leads out of the folder.
         """
         remedy = f"remove {folder} and stage or prepare it again"
         expected, path = self.files[name], inner_path(folder, name, DataError, remedy)
@@ -50,14 +50,14 @@ class DataManifest:
             raise DataError(f"{name} is missing", where=path, next_step=remedy)
         size = path.stat().st_size
         if size != expected["bytes"]:
-            fault = f"{name} holds {size} bytes where its manifest says {expected['bytes']}: truncated or edited"
+            fault = f"{name} has {size} bytes, expected {expected['bytes']}: truncated or edited"
             raise DataError(fault, where=path, next_step=remedy)
         if sha256_of(path) != expected["sha256"]:
-            raise DataError(f"{name} does not have its manifest's sha256: it was edited", where=path, next_step=remedy)
+            raise DataError(f"{name} was edited: its sha256 differs from the manifest", where=path, next_step=remedy)
 
 
 def write_manifest(folder: Path, *, name: str, source: str, detail: str, facts: dict | None = None) -> DataManifest:
-    """Hash every file of `folder` (a staging folder, see staging.staged) and write its manifest beside them."""
+    """Hash every file of `folder` (a working folder of `staging.staged`) and write the manifest into it."""
     files = {
         path.relative_to(folder).as_posix(): {"sha256": sha256_of(path), "bytes": path.stat().st_size}
         for path in sorted(folder.rglob("*"))
@@ -69,11 +69,11 @@ def write_manifest(folder: Path, *, name: str, source: str, detail: str, facts: 
 
 
 def read_manifest(folder: Path) -> DataManifest | None:
-    """The manifest of `folder`, or None where it has none (files that somebody put there by hand).
+    """Return the manifest of `folder`, or None if it has none (files that a user put there).
 
     Raises:
-        DataError: the manifest cannot be read, has fields of other types, names a file outside of the folder, or belongs to
-            another version.
+        DataError: the manifest is unreadable, has fields of wrong types, names a file outside the folder, or has another
+            schema version.
     """
     path = folder / FILE_NAME
     remedy = f"remove {folder} and stage or prepare it again"
@@ -99,7 +99,7 @@ def read_manifest(folder: Path) -> DataManifest | None:
 
 
 class _UnreadableManifest(DataError):
-    """A manifest that is no JSON document."""
+    """The manifest is not a JSON document."""
 
     def __init__(self, what: str, *, where: object = None, next_step: str | None = None):
         super().__init__(f"unreadable manifest: {what}", where=where, next_step=next_step)
@@ -109,9 +109,9 @@ _TYPES = {"name": str, "source": str, "detail": str, "files": dict, "facts": dic
 
 
 def _fault_of(document: object) -> str:
-    """What makes a document no manifest, "" where it is one."""
+    """Return why a document is not a manifest, "" if it is one."""
     if not isinstance(document, dict):
-        return "it is no JSON object"
+        return "it is not a JSON object"
     if unknown := sorted(document.keys() - _TYPES.keys()):
         return f"it has the unknown fields {printable(', '.join(unknown))[:80]}"
     for name, kind in _TYPES.items():
@@ -122,5 +122,5 @@ def _fault_of(document: object) -> str:
     for name, entry in document["files"].items():
         good = isinstance(entry, dict) and entry.keys() == {"sha256", "bytes"}
         if not good or not isinstance(entry["sha256"], str) or type(entry["bytes"]) is not int or entry["bytes"] < 0:
-            return f"its entry of {printable(name)[:80]!r} is no sha256 with a number of bytes"
+            return f"its entry of {printable(name)[:80]!r} is not a sha256 with a number of bytes"
     return ""

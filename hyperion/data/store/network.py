@@ -1,4 +1,4 @@
-"""Downloads that cannot hang: a probe before any call, a stall limit during it, a checksum after it."""
+"""Downloads that cannot hang: a probe of the host first, a time limit on stalls, and a checksum at the end."""
 
 import errno
 import hashlib
@@ -11,37 +11,38 @@ import urllib.parse
 import urllib.request
 import uuid
 from pathlib import Path
+from typing import BinaryIO
 
-from hyperion.data.store.faults import DataUnavailable
+from hyperion.data.errors import DataUnavailable
 from hyperion.data.store.staging import QUARANTINE, cache_root
 from hyperion.paths import silent_hosts_folder
 
 PROBE_LIMIT_S = 3.0
 STALL_LIMIT_S = 10.0
 DOWNLOAD_LIMIT_S = 1800.0
-DOWNLOAD_LIMIT_BYTES = 1 << 30  # CIFAR-10, the largest file of this module's callers, has 170 MB
+DOWNLOAD_LIMIT_BYTES = 1 << 30  # CIFAR-10, the largest of the downloads, has 170 MB
 PROBE_MEMORY_S = 60.0
 CHUNK_BYTES = 1 << 20
 OFFLINE_SWITCHES = ("HYPERION_OFFLINE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
-NETWORK_FAULTS = (OSError, http.client.HTTPException)  # urllib's errors, timeouts and TLS faults are all OSErrors
+NETWORK_FAULTS = (OSError, http.client.HTTPException)  # errors of urllib, timeouts and TLS errors are OSErrors
 
 _silent_until: dict[str, tuple[float, str]] = {}
 
 
 def hub_endpoint() -> str:
-    """Address of the Hugging Face hub, or of the stand-in that HF_ENDPOINT names."""
+    """Return the address of the Hugging Face hub, or of its replacement in HF_ENDPOINT."""
     return os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
 
 
 def require_network(url: str) -> None:
-    """Ask the host of `url` for any answer within PROBE_LIMIT_S, name resolution and TLS included.
+    """Check that the host of `url` answers within PROBE_LIMIT_S, name resolution and TLS included.
 
-    The question runs in a thread of its own, because neither a hanging resolver nor a host that accepts and then says
-    nothing can be interrupted. A failure is remembered, so that several data sets cost one wait: for a minute by this
-    process, and to the end of a call of `make reproduce` by all processes of that call.
+    The probe runs in a thread, because neither a hanging name resolution nor a host that accepts and sends nothing can be
+    interrupted. A failure is remembered, so that several data sets wait only once: by this process for PROBE_MEMORY_S, and by
+    all processes of a `make reproduce` until it ends.
 
     Raises:
-        DataUnavailable: offline by a switch, refused, or silent.
+        DataUnavailable: downloads are switched off, or the host refuses or does not answer.
     """
     for switch in OFFLINE_SWITCHES:
         if os.environ.get(switch, "").strip().lower() in ("1", "true", "yes", "on"):
@@ -61,14 +62,14 @@ def require_network(url: str) -> None:
 
 
 def download(url: str, path: Path, md5: str | None = None, sha256: str | None = None) -> None:
-    """Fetch `url` into the new file `path`; a content that fails its checksum is moved to the quarantine folder.
+    """Download `url` to the new file `path`. A file with a wrong checksum is moved to the quarantine folder.
 
     Args:
-        path: a file inside a folder that is not yet visible to readers (see staging.staged).
-        md5, sha256: what the publisher states.
+        path: a file in a working folder that readers do not see yet (see `staging.staged`).
+        md5, sha256: checksums stated by the publisher.
 
     Raises:
-        DataUnavailable: no network, a stall of STALL_LIMIT_S, more than DOWNLOAD_LIMIT_S or DOWNLOAD_LIMIT_BYTES in all,
+        DataUnavailable: no network, a stall of STALL_LIMIT_S, more than DOWNLOAD_LIMIT_S or DOWNLOAD_LIMIT_BYTES in total,
             fewer bytes than announced, or a wrong checksum.
     """
     require_network(url)
@@ -81,18 +82,18 @@ def download(url: str, path: Path, md5: str | None = None, sha256: str | None = 
     except NETWORK_FAULTS as error:
         if _is_local(error):
             raise
-        if isinstance(getattr(error, "reason", error), TimeoutError):  # it answered the probe and then fell silent
+        if isinstance(getattr(error, "reason", error), TimeoutError):  # it answered the probe but sends no data
             _remember(_host(url), str(error))
         raise DataUnavailable(f"download failed: {error}", where=url, next_step="try again, or set a mirror") from error
     if announced is not None and received != announced:
-        raise DataUnavailable(f"download broke off after {received} of {announced} bytes", where=url, next_step="try again")
+        raise DataUnavailable(f"the download ended after {received} of {announced} bytes", where=url, next_step="try again")
     for name, (digest, expected) in digests.items():
         if expected and digest.hexdigest() != expected:
             kept = _quarantine(path)
             raise DataUnavailable(
-                f"{path.name} has {name} {digest.hexdigest()}, expected {expected}; kept as {QUARANTINE}/{kept.name}",
+                f"{path.name} has {name} {digest.hexdigest()}, expected {expected}; moved to {QUARANTINE}/{kept.name}",
                 where=url,
-                next_step="look at the quarantined file (often a proxy's login page), then try again",
+                next_step="look at the file in quarantine (often it is a proxy's login page), then try again",
             )
 
 
@@ -102,7 +103,7 @@ def _host(url: str) -> str:
 
 
 def _remembered(host: str) -> str:
-    """What was wrong with a host when it was asked a short time ago, "" when nothing is known."""
+    """Return the fault of a host that was probed recently, "" if none is known."""
     until, fault = _silent_until.get(host, (0.0, ""))
     if time.monotonic() < until:
         return fault
@@ -126,12 +127,12 @@ def _ask(host: str, faults: list[str]) -> None:
         request = urllib.request.Request(host, method="HEAD")
         urllib.request.urlopen(request, timeout=PROBE_LIMIT_S).close()
     except urllib.error.HTTPError:
-        return  # any status is an answer
+        return  # any HTTP status shows that the host answers
     except NETWORK_FAULTS as error:
         faults.append(str(getattr(error, "reason", error)))
 
 
-def _copy(answer: http.client.HTTPResponse, file, digests: list, name: str, announced: int | None) -> int:
+def _copy(answer: http.client.HTTPResponse, file: BinaryIO, digests: list, name: str, announced: int | None) -> int:
     from tqdm.auto import tqdm
 
     received, started = 0, time.monotonic()
@@ -145,12 +146,12 @@ def _copy(answer: http.client.HTTPResponse, file, digests: list, name: str, anno
             if received > DOWNLOAD_LIMIT_BYTES:
                 raise http.client.HTTPException(f"more than {DOWNLOAD_LIMIT_BYTES >> 20} MiB")
             if time.monotonic() - started > DOWNLOAD_LIMIT_S:
-                raise TimeoutError(f"{received} bytes in {DOWNLOAD_LIMIT_S:g} s is too slow")
+                raise TimeoutError(f"only {received} bytes in {DOWNLOAD_LIMIT_S:g} s")
     return received
 
 
 def _is_local(error: Exception) -> bool:
-    """Whether a fault is the local disk's: opening names a file, writing a full disk has an errno of its own."""
+    """Return True for an error of the local disk: a failed open has a file name, a full disk its own errno."""
     if not isinstance(error, OSError) or isinstance(error, urllib.error.URLError):
         return False
     return error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -1,4 +1,4 @@
-"""Where data comes from: mirror, cache, download, synthetic, in that order, and never in silence."""
+"""Sources of data: mirror, cache, download, synthetic, tried in this order, and announced."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -6,29 +6,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from hyperion.data.store.faults import DataError, DataUnavailable
+from hyperion.data.errors import DataError, DataUnavailable
 from hyperion.data.store.staging import cache_root, content_hash
 from hyperion.paths import expanded
 
 ORDER = ("mirror", "cache", "download", "synthetic")
 SOURCES = ("auto", *ORDER)
 FETCH_HINT = (
-    "run `make fetch` on a machine with a network, set HYPERION_DATA_MIRROR=/folder/of/data, or ask for made-up data "
+    "run `make fetch` on a machine with a network, set HYPERION_DATA_MIRROR=/folder/of/data, or use synthetic data "
     "with data_source=synthetic"
 )
 
 
 @dataclass(frozen=True)
 class Checksums:
-    """How many files of a set have the checksum that their publisher states.
+    """Number of files of a set that have the checksum stated by their publisher.
 
-    A set is official if all of them have it. Of any other set nothing proves that its content is the publisher's: that
-    each label belongs to its image, for example. What is checked there is named in the set's detail.
+    A set is official if all files have it. Otherwise nothing proves that the content is the publisher's, for example that each
+    label belongs to its image; the set's `detail` says what was checked instead.
 
     Attributes:
         matching, files: number of files with the published checksum, and of all files.
-        algorithm: of the published checksums.
-        note: what is known of files without it, "" where nothing is; not shown of an official set.
+        algorithm: algorithm of the published checksums.
+        note: what was checked on a set that is not official; may be "".
     """
 
     matching: int
@@ -38,7 +38,7 @@ class Checksums:
 
     @property
     def official(self) -> bool:
-        """Whether every file is the publisher's."""
+        """True if every file has its published checksum."""
         return self.matching == self.files
 
     def __str__(self) -> str:
@@ -48,29 +48,34 @@ class Checksums:
 
 
 def compare_checksums(expected: Mapping[Path, str], algorithm: str, note: str = "") -> Checksums:
-    """Compare files with the hex checksums that their publisher states; a file that is missing has none."""
+    """Compare files with the hex checksums stated by their publisher; a missing file does not match."""
     matching = sum(path.is_file() and content_hash(path, algorithm) == digest for path, digest in expected.items())
     return Checksums(matching, len(expected), algorithm, note)
 
 
 class Sourced(Protocol):
-    """Anything that knows what it is and where it came from; `checksums` is None where there is no publisher."""
+    """A data set with its name and source; `checksums` is None if it has no publisher."""
 
-    name: str
-    source: str
-    detail: str
-    checksums: Checksums | None
+    # Properties, because the attributes of frozen dataclasses are read-only.
+    @property
+    def name(self) -> str: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def detail(self) -> str: ...
+    @property
+    def checksums(self) -> Checksums | None: ...
 
 
 T = TypeVar("T", bound=Sourced)
 
 
 def mirror_root() -> Path:
-    """The folder named by HYPERION_DATA_MIRROR.
+    """Return the folder named by HYPERION_DATA_MIRROR.
 
     Raises:
         DataUnavailable: the variable is not set.
-        DataError: it names something that is no folder; a mirror somebody asked for is never skipped.
+        DataError: it does not name a folder. A mirror that the user asked for is never skipped.
     """
     named = os.environ.get("HYPERION_DATA_MIRROR")
     if not named:
@@ -86,27 +91,27 @@ def mirror_root() -> Path:
 
 
 def require_known_source(wanted: str) -> None:
-    """Refuse a data source that there is not.
+    """Check the name of a data source.
 
     Raises:
-        DataError: names it and those there are.
+        DataError: `wanted` is not one of SOURCES.
     """
     if wanted not in SOURCES:
         raise DataError(f"unknown data source {wanted!r}", next_step=f"choose one of {', '.join(SOURCES)}")
 
 
 def take(name: str, wanted: str, suppliers: Mapping[str, Callable[[], T]], allow_synthetic: bool = True) -> T:
-    """Get `name` from the wanted source, or for 'auto' from the first that has it, and print which one it was.
+    """Load `name` from the wanted source, for 'auto' from the first source that has it, and print which one it was.
 
     Args:
-        name: what is loaded, for messages.
+        name: name of the data set, for messages.
         wanted: one of SOURCES.
-        suppliers: a function for every source of ORDER that can supply `name`; it raises DataUnavailable when its
-            source has nothing, and DataError when what it has is wrong.
-        allow_synthetic: whether 'auto' may end at synthetic data. Asking for 'synthetic' by name is always allowed.
+        suppliers: by source, the function that loads `name` from it. It raises DataUnavailable if the source has no such
+            data, and DataError if the data are wrong.
+        allow_synthetic: let 'auto' fall back to synthetic data. The source 'synthetic' is always allowed.
 
     Raises:
-        DataError: unknown source, wrong data, or nothing found where synthetic data are not allowed.
+        DataError: the source is unknown, the data are wrong, or no source has them and synthetic data are not allowed.
     """
     require_known_source(wanted)
     if wanted != "auto":

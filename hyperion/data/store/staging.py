@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, however many processes stage the same one at once."""
+"""Write folders atomically: a folder appears complete or not at all, even if several processes write it at once."""
 
 import contextlib
 import errno
@@ -11,28 +11,30 @@ import shutil
 import stat
 import uuid
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
+from typing import cast
 
-from hyperion.data.store.faults import DataError
+from hyperion.data.errors import DataError
 from hyperion.errors import refused_write
 from hyperion.paths import data_folder
 from hyperion.untrusted import open_regular, read_json
 
-# In every folder that `staged` makes: size and time of change of the files that were in it then, by relative path. Without it,
-# `hyperion clean` could not distinguish Hyperion's files from the user's. The dot keeps it out of the identity of a data set.
+# `staged` writes this file into every folder: size and modification time of each file, by relative path. Without it,
+# `hyperion clean` could not distinguish Hyperion's files from the user's. The dot excludes it from a data set's identity.
 MARK = ".hyperion.json"
 # Working folders of `staged`: ".<name>.<process>.<random>.part".
 WORKING = re.compile(r"\..+\.\d+\.[0-9a-f]{8}\.part")
-QUARANTINE = "quarantine"  # the folder for what failed a check, kept to be looked at
+QUARANTINE = "quarantine"  # folder of the data that failed a check, for the user to inspect
 
 
 def cache_root() -> Path:
-    """Folder of raw data staged earlier, laid out like a mirror."""
+    """Return the folder of staged raw data."""
     return data_folder() / "raw"
 
 
 def processed_root() -> Path:
-    """Folder of the pipelines' products."""
+    """Return the folder of prepared data."""
     return data_folder() / "processed"
 
 
@@ -40,9 +42,9 @@ def processed_root() -> Path:
 def staged(target: Path) -> Iterator[Path]:
     """Yield an empty working folder that becomes `target` when the block ends without an error.
 
-    The folder lies beside `target` under a name of its own, is flushed to disk and renamed. A process that finds
-    `target` already made by another one drops its own copy: callers verify what they load, whoever made it. An error,
-    a full disk included, leaves nothing behind.
+    The working folder is next to `target`. It is flushed to disk and then renamed. If another process has created `target`
+    in the meantime, this copy is discarded; callers verify what they load in any case. After an error, a full disk included,
+    the working folder is removed.
 
     Raises:
         DataError: the disk is full or the folder is not writable.
@@ -63,17 +65,19 @@ def staged(target: Path) -> Iterator[Path]:
 
 
 def _marked(path: Path) -> list[int]:
-    """Size in bytes and time of change in nanoseconds: an edit changes one of them."""
+    """Return size in bytes and modification time in ns; an edit changes at least one of them."""
     facts = path.lstat()
     return [facts.st_size, facts.st_mtime_ns]
 
 
 def strangers(folder: Path, names_alone: bool = False) -> list[Path]:
-    """Return what `staged` did not write in a folder: the folder itself if it has no mark, else each file, link or special
-    file in it that is not listed in the mark, or changed since. Links are not followed.
+    """Return the files of a folder that `staged` did not write.
+
+    This is the folder itself if it has no mark, else each file, link or special file that the mark does not list or that was
+    changed later. Links are not followed.
 
     Args:
-        names_alone: a listed file may have changed.
+        names_alone: compare names only, so that changed files count as Hyperion's.
 
     Raises:
         DataError: the mark cannot be read.
@@ -99,7 +103,7 @@ def strangers(folder: Path, names_alone: bool = False) -> list[Path]:
 
 
 def sha256_of(path: Path) -> str:
-    """Hex sha256 of a regular file, read in pieces.
+    """Return the hex sha256 of a regular file.
 
     Raises:
         DataError: it is a named pipe, a device, a socket or a folder.
@@ -108,9 +112,9 @@ def sha256_of(path: Path) -> str:
 
 
 def content_hash(path: Path, algorithm: str) -> str:
-    """Hex hash of a regular file by any algorithm of hashlib (publishers state md5 and sha1 too).
+    """Return the hex hash of a regular file by any algorithm of hashlib (some publishers state md5 or sha1).
 
-    A file is read once per process while its size and its time of change stay the same.
+    The hash is cached in the process until the file's size or modification time changes.
 
     Raises:
         DataError: it is a named pipe, a device, a socket or a folder.
@@ -125,8 +129,8 @@ def _known_hash(path: Path, algorithm: str, size: int, mtime_ns: int) -> str:
 
 
 def _digest_of(path: Path, algorithm: str) -> str:
-    with open_regular(path, DataError, "remove it, or replace it by the file that it should be") as file:
-        return hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False)).hexdigest()
+    with open_regular(path, DataError, "remove it, or replace it by a regular file") as file:
+        return hashlib.file_digest(cast(BufferedReader, file), lambda: hashlib.new(algorithm, usedforsecurity=False)).hexdigest()
 
 
 def _take_the_name(work: Path, target: Path) -> None:
@@ -148,7 +152,7 @@ def _flush(path: Path) -> None:
 
 
 def explained(error: OSError, target: Path) -> DataError:
-    """The system's refusal to write below the data folder, in words."""
+    """Return the DataError for a failed write to the data folder."""
     return refused_write(
         error,
         DataError,

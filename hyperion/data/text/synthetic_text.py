@@ -1,14 +1,14 @@
-"""Made-up text whose entropy is known exactly, so that the loss a perfect model can reach is known.
+"""Synthetic text with exactly known entropy, so that the lowest possible loss of a model is known.
 
 A line is " w1 w2 ... w15 \\n": LINE_WORDS words and the newline, LINE_UNITS units. Words are drawn from a Zipf
-distribution q over 256 pronounceable words. Every word of a line but the first of a split ECHOES the word straight
-above it, LINE_UNITS units back, with probability p, and is drawn fresh from q otherwise. Each column is then a Markov
-chain whose stationary distribution is q, and the columns are independent, so:
+distribution q over 256 pronounceable words. In every line but the first of a split, a word ECHOES the word directly above it,
+LINE_UNITS units back, with probability p, and is drawn from q otherwise. Each column is then a Markov chain with stationary
+distribution q, and the columns are independent, so:
 
-    entropy rate a word        sum_x q(x) H(p d_x + (1 - p) q); the newline costs nothing, all lines have one length
-    n-grams up to 16 units     H(q) a word, plus a little for not knowing where in the line one stands
+    entropy rate per word      sum_x q(x) H(p d_x + (1 - p) q); the newline adds nothing, because all lines have equal length
+    n-grams up to 16 units     H(q) per word, plus a little because the position in the line is unknown
 
-A model that does not look back LINE_UNITS units learns nothing but word frequencies. All entropies are in nats.
+A model that does not look back LINE_UNITS units learns only word frequencies. All entropies are in nats.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from functools import cached_property
 
 import numpy as np
 
-from hyperion.data.store.faults import DataError
+from hyperion.data.errors import DataError
 
 LINE_WORDS = 15
 LINE_UNITS = LINE_WORDS + 1
 SYLLABLES = ("ba", "de", "fi", "go", "ku", "la", "me", "ni", "po", "ru", "sa", "te", "vi", "zo", "ja", "he")
 VOCABULARY = len(SYLLABLES) ** 2
-# As many units a split as WikiText-2 has words with <eos>: 2,088,628, 217,646 and 245,569.
+# Each split has as many units as WikiText-2 has words with <eos>: 2,088,628, 217,646 and 245,569.
 LINES_LIKE_WIKITEXT2 = {"train": 130_539, "valid": 13_602, "test": 15_348}
 
 
@@ -32,7 +32,7 @@ class EchoLanguage:
     """The source of the text, and its true model.
 
     Attributes:
-        echo_probability: p, the chance that a word repeats the one above it.
+        echo_probability: p, the probability that a word repeats the one above it.
         zipf_exponent: q(rank r) is proportional to r ** -zipf_exponent.
     """
 
@@ -52,7 +52,7 @@ class EchoLanguage:
         return weights / weights.sum()
 
     def sample(self, lines: int, seed: int | Sequence[int]) -> list[str]:
-        """`lines` lines of text, the same for the same seed."""
+        """Return `lines` lines of text, the same for the same seed."""
         generator = np.random.default_rng(seed)
         shape = (lines, LINE_WORDS)
         edges = np.cumsum(self.probabilities)[:-1]
@@ -65,10 +65,10 @@ class EchoLanguage:
         return ["".join(row) + " \n" for row in table[ranks]]
 
     def ranks(self, lines: Sequence[str]) -> np.ndarray:
-        """Word ranks int64 [lines, 15] of text of this language.
+        """Return the word ranks int64 [lines, 15] of text in this language.
 
         Raises:
-            DataError: a line is not of the language (named by number).
+            DataError: a line is not in the language; its number is given.
         """
         rank_of = {word: rank for rank, word in enumerate(self.words)}
         table = np.empty((len(lines), LINE_WORDS), dtype=np.int64)
@@ -76,15 +76,15 @@ class EchoLanguage:
             row = [rank_of.get(word, -1) for word in line.split()]
             if len(row) != LINE_WORDS or -1 in row or not line.endswith(" \n"):
                 raise DataError(
-                    "line is not of the synthetic language",
+                    "the line is not in the synthetic language",
                     where=f"line {number + 1}: {line[:60]!r}",
-                    next_step="pass lines made by EchoLanguage.sample",
+                    next_step="pass lines from EchoLanguage.sample",
                 )
             table[number] = row
         return table
 
     def true_negative_log_likelihood(self, lines: Sequence[str]) -> float:
-        """Total -ln P(lines) in nats under the true model, first line fresh: no model expects to do better."""
+        """Return -ln P(lines) in nats under the true model, the lowest expected value of any model."""
         ranks, q, p = self.ranks(lines), self.probabilities, self.echo_probability
         fresh = q[ranks]
         total = -np.log(fresh[:1]).sum()
@@ -92,28 +92,28 @@ class EchoLanguage:
         return float(total - np.log(p * echoed + (1 - p) * fresh[1:]).sum())
 
     def entropy_rate_nats_per_word(self) -> float:
-        """Entropy of a word given all before it (beyond the first line): the floor of the loss."""
+        """Return the entropy of a word given all previous text (after the first line), the lower bound of the loss."""
         q, p = self.probabilities, self.echo_probability
-        repeated = p + (1 - p) * q  # the word above comes again
-        others = (1 - p) * q  # any other word y has the probability (1 - p) q(y)
+        repeated = p + (1 - p) * q  # probability of the word above
+        others = (1 - p) * q  # probability of any other word
         surprise = others * np.log(others)
         given = -(repeated * np.log(repeated) + surprise.sum() - surprise)
         return float(q @ given)
 
     def entropy_rate_nats_per_unit(self) -> float:
-        """The same per unit: 15 words and a newline that is certain."""
+        """Return the entropy rate per unit: a line has 15 words and a newline of entropy 0."""
         return self.entropy_rate_nats_per_word() * LINE_WORDS / LINE_UNITS
 
     def unigram_entropy_nats_per_word(self) -> float:
-        """H(q)."""
+        """Return H(q)."""
         q = self.probabilities
         return float(-(q * np.log(q)).sum())
 
     def ngram_entropy_nats_per_unit(self, order: int) -> float:
-        """Entropy of a unit given the order - 1 before it, for orders 1 (unigram) to 16.
+        """Return the entropy of a unit given the previous order - 1 units, for orders 1 (unigram) to 16.
 
-        With k = order - 1 units of history a newline within them tells the position: k of 16 positions. In the other
-        16 - k the next unit is the newline with probability 1 / (16 - k).
+        If the k = order - 1 previous units contain a newline (k of 16 positions), the position is known. In the other 16 - k
+        positions, the next unit is the newline with probability 1 / (16 - k).
         """
         if not 1 <= order <= LINE_UNITS:
             raise ValueError(f"order {order} is not in 1 .. {LINE_UNITS}")
@@ -125,9 +125,9 @@ class EchoLanguage:
         return float(words + unknown / LINE_UNITS * position)
 
     def unigram_entropy_nats_per_unit(self) -> float:
-        """Entropy of a unit whose past is unknown."""
+        """Return the entropy of a unit without history."""
         return self.ngram_entropy_nats_per_unit(1)
 
     def bigram_entropy_nats_per_unit(self) -> float:
-        """Entropy of a unit given the one before it."""
+        """Return the entropy of a unit given the previous one."""
         return self.ngram_entropy_nats_per_unit(2)

@@ -1,25 +1,27 @@
-"""Tokenizers: GPT-2's own from a mirror, the cache or the hub, else a byte-level BPE trained on the corpus and named
-so.
+"""Tokenizers: GPT-2's from a mirror, the cache or the hub; a byte-level BPE trained on the corpus; or the one of a model folder.
 
-Both are byte-level: every text can be encoded, and decode(encode(text)) == text.
+GPT-2's and the trained one are byte-level: they can encode every text, and decode(encode(text)) == text.
+
 Source of GPT-2's: Radford et al. 2019; hub model openai-community/gpt2.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import tokenizers
 
-from hyperion.data.store.faults import DataError, DataUnavailable
+from hyperion.data.errors import DataError, DataUnavailable
+from hyperion.data.store.arrays import token_dtype
 from hyperion.data.store.network import download, hub_endpoint
 from hyperion.data.store.sources import Checksums, compare_checksums, mirror_root, take
 from hyperion.data.store.staging import cache_root, staged
 from hyperion.data.text.corpus import TextCorpus
-from hyperion.data.text.encoding import Encoding
-from hyperion.untrusted import parse_json, printable, read_bounded
+from hyperion.data.text.encoding import EncoderPool
+from hyperion.untrusted import parse_json, printable, read_bounded, read_json
 
 FOLDER = "gpt2"
 HUB_FOLDER = "openai-community/gpt2/resolve/main"
@@ -29,7 +31,7 @@ GPT2_SHA256 = {
     "vocab.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "merges.txt": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
-SYNTHETIC_VOCABULARY = 640  # 256 bytes, the end of text and room for each of the 256 made-up words to be one token
+SYNTHETIC_VOCABULARY = 640  # 256 bytes, the end of text, and merges enough to make each of the 256 synthetic words one token
 TRAINED_VOCABULARY = 8192
 
 
@@ -40,12 +42,12 @@ class Tokenizer:
     Attributes:
         name: 'gpt2' or 'bpe-<size>-<corpus>'.
         source: 'mirror', 'cache', 'download' (GPT-2's), or 'trained' on the corpus.
-        detail: what the source says of itself.
-        vocab_size: largest token id + 1, the end of text included; more than the number of entries where ids are left out.
-        sha256: hash of the tokenizer's whole definition.
-        eos_id: id of <|endoftext|>, which also serves as prefix and padding.
-        bos_id: id that begins a text where the tokenizer has one of its own (Llama's), else None.
-        checksums: whether its files are their publisher's; None for a trained one and for those of a model's folder.
+        detail: description of the source.
+        vocab_size: largest token id + 1, the end of text included; exceeds the number of entries if some ids are unused.
+        sha256: hash of the tokenizer's complete definition.
+        eos_id: id of <|endoftext|>, also used as prefix and padding.
+        bos_id: id of the beginning of text, None if the tokenizer has none (GPT-2).
+        checksums: result of the comparison with the published checksums; None for a trained tokenizer and one of a model folder.
     """
 
     name: str
@@ -59,48 +61,48 @@ class Tokenizer:
     checksums: Checksums | None = None
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Token ids of every text, int32 [tokens]; encoded in parallel unless TOKENIZERS_PARALLELISM=false."""
+        """Return the token ids of each text, int32 [tokens]; encoded in parallel unless TOKENIZERS_PARALLELISM=false."""
         encodings = self._bpe.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
 
-    def encoding(self, workers: int = 1) -> Encoding:
-        """For text of any length: the same ids, chunk by chunk, by so many processes. To be used in a `with`."""
-        return Encoding(self._bpe, workers)
+    def encoding(self, workers: int = 1) -> EncoderPool:
+        """Return an encoder for text of any length, with `workers` processes, to be used in a `with` statement."""
+        return EncoderPool(self._bpe, workers)
 
     def encode_split(self, lines: Sequence[str]) -> np.ndarray:
-        """Token ids of a whole split, int32 [tokens]: its lines with their newlines, nothing added."""
+        """Return the token ids of a split, int32 [tokens]: its lines with their newlines, without special tokens."""
         return np.concatenate([np.empty(0, np.int32), *self.encode(lines)])
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of token ids: exactly the text that was encoded."""
+        """Return the text of token ids, exactly as it was encoded."""
         return self._bpe.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
     def library_tokenizer(self) -> tokenizers.Tokenizer:
-        """A copy of it, for libraries that take one."""
+        """Return a copy as an object of the tokenizers library."""
         return tokenizers.Tokenizer.from_str(self.definition())
 
     def definition(self) -> str:
-        """All of it, as JSON that the tokenizers library reads."""
+        """Return the complete definition as JSON of the tokenizers library."""
         return self._bpe.to_str()
 
 
 def load_tokenizer(source: str = "auto", corpus: TextCorpus | None = None, vocab_size: int | None = None) -> Tokenizer:
-    """GPT-2's tokenizer, or a BPE trained on the corpus's train split.
+    """Load GPT-2's tokenizer, or train a BPE on the corpus's train split.
 
-    'auto' takes GPT-2's from the mirror, the cache or the hub and trains one where none has it. For a synthetic corpus
-    'auto' trains at once: English merges would cut the made-up words into pieces.
+    'auto' loads GPT-2's from the mirror, the cache or the hub, and trains one if none of them has it. For a synthetic corpus
+    'auto' always trains, because English merges would split the synthetic words.
 
     Args:
-        source: 'auto', 'mirror', 'cache', 'download', or 'synthetic' for a trained one.
-        corpus: needed wherever a tokenizer may have to be trained.
-        vocab_size: size limit of a trained one; None means 640 for a synthetic corpus and 8192 for a real one.
+        source: 'auto', 'mirror', 'cache', 'download', or 'synthetic' for a trained tokenizer.
+        corpus: the text to train on; required if a tokenizer may be trained.
+        vocab_size: largest size of a trained tokenizer; None means 640 for a synthetic corpus and 8192 for a real one.
 
     Raises:
-        DataError: files of the wrong content, no source has one, or nothing to train on.
+        DataError: the files are wrong, no source has them, or there is no corpus to train on.
     """
     if source == "auto" and corpus is not None and corpus.source == "synthetic":
         source = "synthetic"
-    suppliers = {
+    suppliers: dict[str, Callable[[], Tokenizer]] = {
         "mirror": lambda: _gpt2(mirror_root() / FOLDER, "mirror", "the mirror"),
         "cache": cached_tokenizer,
         "download": _downloaded,
@@ -111,10 +113,10 @@ def load_tokenizer(source: str = "auto", corpus: TextCorpus | None = None, vocab
 
 
 def train_tokenizer(corpus: TextCorpus | None, vocab_size: int | None = None) -> Tokenizer:
-    """A byte-level BPE trained on the corpus's train split; the same corpus and size give the same tokenizer.
+    """Train a byte-level BPE on the corpus's train split; the same corpus and size give the same tokenizer.
 
     Raises:
-        DataError: no corpus.
+        DataError: there is no corpus.
     """
     if corpus is None:
         raise DataError("no corpus to train a tokenizer on", next_step="call load_tokenizer(source, corpus=load_wikitext2())")
@@ -132,17 +134,17 @@ def train_tokenizer(corpus: TextCorpus | None, vocab_size: int | None = None) ->
     detail = f"byte-level BPE of {size} entries trained on the train split of {corpus.name}"
     definition = hashlib.sha256(bpe.to_str().encode()).hexdigest()
     name = f"bpe-{size}-{corpus.name}"
-    return Tokenizer(name, "trained", detail, size, definition, bpe.token_to_id(END_OF_TEXT), bpe)
+    return Tokenizer(name, "trained", detail, size, definition, _end_of_text(bpe), bpe)
 
 
 def stage_tokenizer() -> str:
-    """Put GPT-2's tokenizer into the cache, from the mirror where one is named, else from the hub.
+    """Stage GPT-2's tokenizer in the cache, from the mirror if it has it, else from the hub.
 
     Returns:
-        'present' when the cache already had it, else where it came from.
+        'present' if the cache already has it, else its origin.
 
     Raises:
-        DataError: neither can be had, or what came is wrong; the cache is as it was.
+        DataError: no source has the files, or they are wrong; the cache is unchanged.
     """
     target = cache_root() / FOLDER
     if target.is_dir():
@@ -161,10 +163,10 @@ def stage_tokenizer() -> str:
 
 
 def cached_tokenizer() -> Tokenizer:
-    """GPT-2's tokenizer of the cache.
+    """Load GPT-2's tokenizer from the cache.
 
     Raises:
-        DataError: it is not there, or wrong.
+        DataError: it is missing or wrong.
     """
     return _gpt2(cache_root() / FOLDER, "cache", "the cache")
 
@@ -175,8 +177,13 @@ def checksums(folder: Path) -> Checksums:
 
 
 def id_count(bpe: tokenizers.Tokenizer) -> int:
-    """Largest id + 1: what a table of one row per id needs. The number of entries is smaller where ids are left out."""
+    """Return the largest id + 1, the number of rows of an embedding. It exceeds the number of entries if some ids are unused."""
     return max(bpe.get_vocab(with_added_tokens=True).values()) + 1
+
+
+def _end_of_text(bpe: tokenizers.Tokenizer) -> int:
+    """Return the id of END_OF_TEXT, which both kinds of byte-level tokenizer have as a special token."""
+    return cast(int, bpe.token_to_id(END_OF_TEXT))
 
 
 def _byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
@@ -199,8 +206,8 @@ def _gpt2(folder: Path, source: str, label: str) -> Tokenizer:
         bpe = _byte_level(tokenizers.models.BPE(*_parsed(contents, folder, remedy)))
         bpe.add_special_tokens([END_OF_TEXT])
         probe = bpe.encode("Hello world").ids
-    except Exception as error:  # the library raises a bare Exception
-        raise DataError(f"no readable tokenizer: {error}", where=folder, next_step=remedy) from error
+    except Exception as error:  # tokenizers raises plain Exception
+        raise DataError(f"not a readable tokenizer: {error}", where=folder, next_step=remedy) from error
     entries, size = bpe.get_vocab_size(), id_count(bpe)
     if entries != GPT2_VOCABULARY or size != GPT2_VOCABULARY or probe != [15496, 995]:
         raise DataError(
@@ -209,10 +216,10 @@ def _gpt2(folder: Path, source: str, label: str) -> Tokenizer:
             where=folder,
             next_step=remedy,
         )
-    found = checksums(folder)
-    detail = f"GPT-2, {size} entries, {found}"
+    published = checksums(folder)
+    detail = f"GPT-2, {size} entries, {published}"
     hashed = hashlib.sha256(definition.encode()).hexdigest()
-    return Tokenizer("gpt2", source, detail, size, hashed, bpe.token_to_id(END_OF_TEXT), bpe, checksums=found)
+    return Tokenizer("gpt2", source, detail, size, hashed, _end_of_text(bpe), bpe, checksums=published)
 
 
 def _content(path: Path, remedy: str) -> bytes:
@@ -225,15 +232,15 @@ def _content(path: Path, remedy: str) -> bytes:
 
 
 def _parsed(contents: dict[str, bytes], folder: Path, remedy: str) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Vocabulary and merges of GPT-2's two files.
+    """Return vocabulary and merges from GPT-2's two files.
 
     Raises:
-        DataError: the vocabulary is no object of distinct ids below 2**31, or a line of the merges is no pair.
+        DataError: the vocabulary is not an object with distinct ids below 2**31, or a line of the merges is not a pair.
     """
     path = folder / "vocab.json"
     vocabulary = parse_json(contents[path.name], DataError, remedy, where=path)
     if not isinstance(vocabulary, dict):
-        raise DataError("the vocabulary is no JSON object", where=path, next_step=remedy)
+        raise DataError("the vocabulary is not a JSON object", where=path, next_step=remedy)
     owners: dict[int, str] = {}
     for token, number in vocabulary.items():
         if type(number) is not int or not 0 <= number < 1 << 31:
@@ -247,18 +254,18 @@ def _parsed(contents: dict[str, bytes], folder: Path, remedy: str) -> tuple[dict
     for number, line in enumerate(contents[path.name].decode(errors="replace").split("\n"), 1):
         if not line or line.startswith("#version"):
             continue
-        pair = tuple(line.rstrip("\r").split(" "))
-        if len(pair) != 2:
-            fault = f"line {number} holds {len(pair)} parts, expected the two parts of a merge"
+        parts = line.rstrip("\r").split(" ")
+        if len(parts) != 2:
+            fault = f"line {number} has {len(parts)} parts, expected the two parts of a merge"
             raise DataError(fault, where=path, next_step=remedy)
-        merges.append(pair)
+        merges.append((parts[0], parts[1]))
     return vocabulary, merges
 
 
 def _downloaded() -> Tokenizer:
     target = cache_root() / FOLDER
     if target.is_dir():
-        return cached_tokenizer()  # no second download, and the record says so
+        return cached_tokenizer()  # not downloaded again; the source is reported as the cache
     _stage_from_hub(target)
     return _gpt2(target, "download", "the cache")
 
@@ -267,3 +274,65 @@ def _stage_from_hub(target: Path) -> None:
     with staged(target) as work:
         for name, expected in GPT2_SHA256.items():
             download(f"{hub_endpoint()}/{HUB_FOLDER}/{name}", work / name, sha256=expected)
+
+
+FILE = "tokenizer.json"
+TOKENIZER_BYTES = 1 << 28  # limit; the largest vocabularies in use need about 35 MB
+_CONFIGS = ("tokenizer_config.json", "special_tokens_map.json")
+
+
+def read_tokenizer(folder: Path, source: str = "folder") -> Tokenizer:
+    """Load the tokenizer.json that transformers saves next to a model's weights.
+
+    Decoding need not reproduce every text exactly: Llama's tokenizer adds a space.
+
+    Args:
+        source: where the folder comes from.
+
+    Raises:
+        DataError: tokenizer.json is missing, unreadable or has ids of more than 31 bits, or the end-of-text token is unknown.
+    """
+    path, again = Path(folder) / FILE, "copy the folder again"
+    if not path.exists():
+        convert = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+        raise DataError(f"the model has no {FILE}", where=path, next_step=f"create it with transformers: {convert}")
+    try:
+        content = read_bounded(path, DataError, again, TOKENIZER_BYTES)
+        bpe = tokenizers.Tokenizer.from_buffer(content)
+        size = id_count(bpe)
+        token_dtype(size)
+    except DataError:
+        raise
+    except Exception as error:  # tokenizers raises plain Exception
+        raise DataError(f"not a readable tokenizer: {error}", where=path, next_step=again) from error
+    special = {name: _special(Path(folder), f"{name}_token", bpe) for name in ("bos", "eos")}
+    if special["eos"] is None:
+        raise DataError(
+            f"neither {' nor '.join(_CONFIGS)} names an eos_token that {FILE} knows",
+            where=folder,
+            next_step="copy tokenizer_config.json of the same model too",
+        )
+    digest = hashlib.sha256(content).hexdigest()
+    return Tokenizer(
+        Path(folder).name, source, f"{FILE} of the model, ids up to {size - 1}", size, digest, special["eos"], bpe, special["bos"]
+    )
+
+
+def _special(folder: Path, name: str, bpe: tokenizers.Tokenizer) -> int | None:
+    """Return the id of the special token `name` from the first configuration file that sets it, None if none does."""
+    for config in _CONFIGS:
+        path = folder / config
+        if not path.exists():
+            continue
+        document = read_json(path, DataError, "copy it again")
+        if not isinstance(document, dict):
+            raise DataError(f"{config} is not a JSON object", where=path, next_step="copy it again")
+        token = document.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is None:
+            continue
+        if not isinstance(token, str):
+            fault = f"{name} in {config} is {type(token).__name__}, expected a string"
+            raise DataError(fault, where=path, next_step="copy it again")
+        return bpe.token_to_id(token.encode(errors="replace").decode())
+    return None

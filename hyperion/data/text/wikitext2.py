@@ -1,15 +1,16 @@
-"""WikiText-2 (the word-level variant with <unk>) from a mirror, the cache or the Hugging Face hub, counted before use.
+"""WikiText-2 (word level, with <unk>) from a mirror, the cache or the Hugging Face hub, with verified counts.
 
 Source: Merity et al., Pointer Sentinel Mixture Models, arXiv:1609.07843; hub data set Salesforce/wikitext,
 wikitext-2-v1.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
-from hyperion.data.prepare.overlap import line_overlap, require_little_overlap
-from hyperion.data.store.faults import DataError, DataUnavailable
+from hyperion.data.errors import DataError, DataUnavailable
 from hyperion.data.store.manifest import read_manifest, write_manifest
 from hyperion.data.store.network import download, hub_endpoint, require_network
+from hyperion.data.store.overlap import line_overlap, require_little_overlap
 from hyperion.data.store.sources import Checksums, compare_checksums, mirror_root, take
 from hyperion.data.store.staging import cache_root, staged
 from hyperion.data.text.corpus import SPLITS, TextCorpus, count_non_empty, count_words_with_eos, read_lines, require_counts
@@ -19,7 +20,7 @@ from hyperion.untrusted import read_bounded
 FOLDER = "wikitext-2"
 UNITS = ("lines", "non-empty lines", "words with one <eos> a line")
 COUNTS = {"train": (36718, 23767, 2088628), "valid": (3760, 2461, 217646), "test": (4358, 2891, 245569)}
-# Of the files in wikitext-2-v1.zip, as MXNet's and GluonNLP's loaders of this data set state them.
+# Hashes of the files in wikitext-2-v1.zip, as stated by the loaders of MXNet and GluonNLP.
 SHA1 = {
     "train": "863f29c46ef9d167fff4940ec821195882fe29d1",
     "valid": "0418625c8b4da6e4b5c7a0b9e78d4ae8f7ee5422",
@@ -31,25 +32,25 @@ HUB_FILES = {
     "test": "test-00000-of-00001.parquet",
 }
 HUB_FOLDER = "datasets/Salesforce/wikitext/resolve/main/wikitext-2-v1"
-TABLE_BYTES = 1 << 26  # of a split's text; the train split has 10.8 MB
-EMPTY_LINE = " \n"  # how the original files write an empty line; the hub's table holds "" there
+TABLE_BYTES = 1 << 26  # limit for a split's text; the train split has 10.8 MB
+EMPTY_LINE = " \n"  # an empty line in the original files; "" in the hub's table
 
 
 def load_wikitext2(
     source: str = "auto", *, allow_synthetic: bool = True, synthetic_lines: dict[str, int] = LINES_LIKE_WIKITEXT2, seed: int = 0
 ) -> TextCorpus:
-    """WikiText-2, or the synthetic corpus that takes its place where that is allowed or asked for.
+    """Load WikiText-2, or the synthetic corpus if it is requested or allowed as a fallback.
 
     Args:
         source: 'auto', 'mirror', 'cache', 'download' or 'synthetic'.
-        allow_synthetic: whether 'auto' may end at the synthetic corpus.
-        synthetic_lines, seed: size of each split and seed of the synthetic corpus; a real one ignores both.
+        allow_synthetic: let 'auto' fall back to the synthetic corpus.
+        synthetic_lines, seed: number of lines per split and seed of the synthetic corpus; not used for WikiText-2.
 
     Raises:
-        DataError: a file is missing, not UTF-8, or its counts are wrong (named with line and offset); lines of one split
-            stand in another; no source has it.
+        DataError: a file is missing, not UTF-8 (with line and offset), or has wrong counts; splits share lines; no source has
+            the data.
     """
-    suppliers = {
+    suppliers: dict[str, Callable[[], TextCorpus]] = {
         "mirror": lambda: _read(mirror_root() / FOLDER, "mirror", "the mirror"),
         "cache": cached_wikitext2,
         "download": _downloaded,
@@ -59,7 +60,7 @@ def load_wikitext2(
 
 
 def synthetic_corpus(lines: dict[str, int] = LINES_LIKE_WIKITEXT2, seed: int = 0) -> TextCorpus:
-    """Made-up text of known entropy (see synthetic_text), under a name of its own."""
+    """Return synthetic text of known entropy (see `synthetic_text`), named 'synthetic-echo'."""
     language = EchoLanguage()
     splits = {split: language.sample(lines[split], seed=(seed, index)) for index, split in enumerate(SPLITS)}
     detail = (
@@ -70,13 +71,13 @@ def synthetic_corpus(lines: dict[str, int] = LINES_LIKE_WIKITEXT2, seed: int = 0
 
 
 def stage_wikitext2() -> str:
-    """Put WikiText-2 into the cache, from the mirror where one is named, else from the hub.
+    """Stage WikiText-2 in the cache, from the mirror if it has it, else from the hub.
 
     Returns:
-        'present' when the cache already had it, else where it came from.
+        'present' if the cache already has it, else its origin.
 
     Raises:
-        DataError: neither can be had, or what came is wrong; the cache is as it was.
+        DataError: no source has the data, or they are wrong; the cache is unchanged.
     """
     target = cache_root() / FOLDER
     if target.is_dir():
@@ -97,10 +98,10 @@ def stage_wikitext2() -> str:
 
 
 def cached_wikitext2() -> TextCorpus:
-    """WikiText-2 of the cache.
+    """Load WikiText-2 from the cache.
 
     Raises:
-        DataError: it is not there, or wrong.
+        DataError: it is missing or wrong.
     """
     return _read(cache_root() / FOLDER, "cache", "the cache")
 
@@ -128,7 +129,7 @@ def _read(folder: Path, source: str, label: str) -> TextCorpus:
         path = folder / _file(split)
         if path.is_file() and path.stat().st_size > TABLE_BYTES:
             fault = f"{path.name} has {path.stat().st_size} bytes, expected at most {TABLE_BYTES}"
-            raise DataError(fault, where=path, next_step="this is another data set: copy WikiText-2 again")
+            raise DataError(fault, where=path, next_step="this is not WikiText-2: copy it again")
         splits[split] = lines = read_lines(path)
         found = (len(lines), count_non_empty(lines), count_words_with_eos(lines))
         require_counts(path.name, found, COUNTS[split], UNITS, path)
@@ -142,7 +143,7 @@ def _read(folder: Path, source: str, label: str) -> TextCorpus:
 def _downloaded() -> TextCorpus:
     target = cache_root() / FOLDER
     if target.is_dir():
-        return cached_wikitext2()  # no second download, and the record says so
+        return cached_wikitext2()  # not downloaded again; the source is reported as the cache
     _stage_from_hub(target)
     return _read(target, "download", "the cache")
 
@@ -162,9 +163,9 @@ def _stage_from_hub(target: Path) -> None:
 
 
 def _lines_of_table(path: Path, expected: int) -> list[str]:
-    """The lines of a table of `expected` rows, read a few at a time; what the file declares is checked before."""
+    """Return the lines of a Parquet table of `expected` rows. Its declared size is checked first, against decompression bombs."""
     import pyarrow
-    import pyarrow.compute
+    import pyarrow.compute as compute
     import pyarrow.parquet
 
     rows: list[str] = []
@@ -174,13 +175,17 @@ def _lines_of_table(path: Path, expected: int) -> list[str]:
             declared = sum(table.metadata.row_group(n).total_byte_size for n in range(table.metadata.num_row_groups))
             require_counts(path.name, [table.metadata.num_rows], [expected], UNITS[:1], path)
             for part in table.iter_batches(1024, columns=["text"]) if declared <= TABLE_BYTES else ():
-                read += pyarrow.compute.sum(pyarrow.compute.binary_length(part.column(0))).as_py() or 0
+                # pyarrow generates its compute functions at import, unseen by type checkers.
+                lengths = compute.call_function("binary_length", [part.column(0)])
+                read += compute.call_function("sum", [lengths]).as_py() or 0
                 if read > TABLE_BYTES:
                     break
                 rows += part.column(0).to_pylist()
     except (pyarrow.ArrowException, OSError, KeyError, IndexError) as error:
-        raise DataError(f"{path.name} is no readable Parquet table: {error}", where=path, next_step="try again") from error
+        raise DataError(f"{path.name} is not a readable Parquet table: {error}", where=path, next_step="try again") from error
     if max(declared, read) > TABLE_BYTES or not all(isinstance(row, str) for row in rows):
-        fault = f"{path.name} declares {declared} bytes, or holds more than {TABLE_BYTES} bytes of text, or other values"
+        fault = (
+            f"{path.name} declares {declared} bytes, or has more than {TABLE_BYTES} bytes of text, or values that are not text"
+        )
         raise DataError(fault, where=path, next_step="try again")
     return [row if row.endswith("\n") else row + "\n" if row else EMPTY_LINE for row in rows]

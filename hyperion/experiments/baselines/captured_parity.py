@@ -1,6 +1,7 @@
-"""A recorded step is held against the same steps done one by one: no training by graphs without it."""
+"""Compare the losses of captured steps, replayed as one graph, with those of the same steps done one by one."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,7 +14,7 @@ from hyperion.workloads.twins import SCATTER_BF16, agreements, train_twins, twin
 
 REPLAYED, ONE_BY_ONE = "replayed as one graph", "one by one"
 STEPS, WINDOWS = 200, 10
-# For trainings whose twins do not part: a hundred times their scatter.
+# For trainings whose twins do not diverge: a hundred times their scatter.
 TOLERANCE = 0.01
 
 
@@ -23,19 +24,20 @@ def captured_parity(
     begin: Callable[[bool], tuple[TorchEngine, Callable]],
     source: str,
     chaotic: bool = False,
-    **params,
+    **params: Any,
 ) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Compare the losses of recorded steps with those of the same steps done one by one.
+    """Compare the losses of captured steps with those of the same steps done one by one.
 
     Args:
-        begin: makes an engine that records its steps or one that does not, and what gives it its batches, the same ones
-            each time. It is called with the random generators in the same place, so that weights and dropout are the same.
-        chaotic: trainings of this kind that round differently part within these steps, so that the tolerance is taken from
-            twins of the training (`hyperion.workloads.twins`); else it is TOLERANCE.
-        params: more that the rows say of the recorded steps.
+        begin: returns an engine that captures its steps (True) or not (False), and a function that returns its next batch,
+            the same batches at each call. The random generators are seeded before each call, so that weights and dropout
+            are the same.
+        chaotic: whether trainings of this kind diverge within these steps if they round differently. Then the tolerance
+            comes from twins of the training (`hyperion.workloads.twins`), otherwise it is TOLERANCE.
+        params: further parameters of the rows.
 
     Returns:
-        Rows and loss curves; nothing where the device records no step.
+        Rows and loss curves; empty if the device captures no steps.
     """
 
     def train(capture: bool) -> tuple[TorchEngine, list[float]]:
@@ -45,14 +47,14 @@ def captured_parity(
             return engine, []
         return engine, torch.stack([engine.train_step(next_batch()).loss for _ in range(STEPS)]).tolist()
 
-    curves: dict[str, np.ndarray] = {}
+    curves, dtype = dict[str, np.ndarray](), ""
     for how, capture in ((REPLAYED, True), (ONE_BY_ONE, False)):
         engine, losses = train(capture)
         if not losses:
             return [], []
         dtype = engine.precision.dtype
         curves[how] = np.array(losses)
-        del engine  # leaves the device's memory for the next
+        del engine  # frees the device's memory for the next
     if not chaotic:
         return [parity_row(context, variant, dtype, curves, source, **params)], [_samples(curves)]
     twins = train_twins(twin_format(dtype), context.seed, lambda: train(False)[1])
@@ -73,8 +75,8 @@ def captured_parity(
     return rows, [_samples(curves), twins]
 
 
-def parity_row(context: Context, variant: str, dtype: str, curves: dict[str, np.ndarray], source: str, **params) -> Row:
-    """The largest relative difference of mean losses in any of WINDOWS windows of the steps."""
+def parity_row(context: Context, variant: str, dtype: str, curves: dict[str, np.ndarray], source: str, **params: Any) -> Row:
+    """Return the largest relative difference of mean losses in any of WINDOWS windows of the steps."""
     means = {how: np.array([part.mean() for part in np.array_split(curve, WINDOWS)]) for how, curve in curves.items()}
     difference = float(np.max(np.abs(means[REPLAYED] / means[ONE_BY_ONE] - 1)))
     return context.row(

@@ -1,6 +1,7 @@
-"""The exercise of chapter 2.2 on training loops that mark themselves: one sound loop, and four broken the ways loops break."""
+"""The self-marking exercise of chapter 2.2: check training loops, one correct and four with common faults."""
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import pandas as pd
 import torch
@@ -13,14 +14,14 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Loop:
-    """The four decisions of a training loop that decide whether its numbers mean anything."""
+    """Four decisions of a training loop on which the meaning of its numbers depends."""
 
     def pairs(self, tokens_BT: Tensor) -> Batch:
-        """Inputs and targets [B, T - 1] for a model that predicts the token after each one it has read."""
+        """Return inputs and targets [B, T - 1] for a model that predicts the next token at each position."""
         return tokens_BT[:, :-1], tokens_BT[:, 1:]
 
     def accumulate(self, model: nn.Module, parts: Sequence[Batch]) -> None:
-        """Leave in the parameters' `.grad` the gradient of the mean loss over all examples of all parts.
+        """Add the gradient of the mean loss over all examples of all parts to the parameters' `.grad`.
 
         Args:
             model: inputs [B, ...] to logits [B, classes].
@@ -31,7 +32,7 @@ class Loop:
             (F.cross_entropy(model(inputs), targets, reduction="sum") / examples).backward()
 
     def evaluate(self, model: nn.Module, batches: Sequence[Batch]) -> float:
-        """Mean loss over all examples, of the model as it would be used; it is in training mode before and after."""
+        """Return the mean loss over all examples in evaluation mode; the model is in training mode before and after."""
         model.eval()
         with torch.no_grad():
             losses = [F.cross_entropy(model(inputs), targets, reduction="none") for inputs, targets in batches]
@@ -39,7 +40,7 @@ class Loop:
         return torch.cat(losses).mean().item()
 
     def choose(self, epochs: Sequence[dict[str, float]]) -> int:
-        """Which epoch's model to report, from the losses of each: {"valid": ..., "test": ...}."""
+        """Return the epoch whose model to report, from the losses of each epoch: {"valid": ..., "test": ...}."""
         return min(range(len(epochs)), key=lambda epoch: epochs[epoch]["valid"])
 
 
@@ -77,4 +78,4 @@ def judge_loop_check(my_check: Callable[[Loop], bool]) -> pd.DataFrame:
         "evaluation in training mode": _TrainMode(),
         "the epoch is chosen by the test set": _ChosenByTest(),
     }
-    return mutation_score(my_check, Loop(), mutants)
+    return mutation_score(cast(Callable[[object], bool], my_check), Loop(), mutants)

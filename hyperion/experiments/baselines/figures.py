@@ -1,30 +1,43 @@
-"""Figures of the training chapters: losses above their floors, accuracy between chance and Bayes, throughput and memory."""
+"""Figures of the baselines: losses and their floors, accuracies, throughput and memory, recovery, and the parity ladder."""
 
 import math
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hyperion.experiments.baselines import figures_images, figures_language_speed, figures_recovery
+from hyperion.experiments.baselines import figures_speed
 from hyperion.figures.formats import items, number
 from hyperion.figures.material import Material, measured
 from hyperion.figures.plot import Plot
-from hyperion.figures.style import COLOURS, INK, MUTED, add_notes, errors_of, look, new_figure, spread_labels, whole_numbers
-from hyperion.results import Row
+from hyperion.figures.style import (
+    COLOURS,
+    INK,
+    MUTED,
+    add_notes,
+    errors_of,
+    limit_line,
+    look,
+    new_figure,
+    spread_labels,
+    whole_numbers,
+)
+from hyperion.results import Row, known
 
 _THROUGHPUT = {"tokens_per_s": "tokens/s", "images_per_s": "images/s"}
 _BASELINES = ("language_model", "image_classifier")
 _MEMORY = ("peak_memory_gib", "peak_rss_gib")
+_PHASES = ("loader", "forward", "backward", "optimizer", "evaluation", "save")
 _STEADY = (
-    "Dotted, with its 95 % interval: one training step on a batch that is there already, repeated and timed alone after the "
-    "training. Epochs include loading. It is no bound: it was timed at another moment, and where a step waits for the host "
-    "to launch its kernels, its pace is the host's at that moment."
+    "Dotted, with its 95 % interval: one training step on a batch that is already on the device, timed alone after the training. "
+    "Epochs include loading. It is no bound: where a step waits for the host to launch its kernels, its speed is that of "
+    "the host at that moment."
 )
 
 
 def language_model(material: Material) -> Figure | None:
-    """Training loss by step and losses by epoch, with the floor of the text and the counting models as lines."""
+    """Draw the training loss by step and losses by epoch, with lines for the floor of the text and the counting models."""
     epochs = epoch_rows(material, "language_model")
     if not epochs:
         return None
@@ -44,7 +57,7 @@ def language_model(material: Material) -> Figure | None:
 
 
 def image_classifier(material: Material) -> Figure | None:
-    """Training loss by step, and held-out accuracy by epoch between chance and the best any classifier can do."""
+    """Draw the training loss by step, and held-out accuracy by epoch with lines for chance and the best possible."""
     epochs = epoch_rows(material, "image_classifier")
     if not epochs:
         return None
@@ -57,8 +70,8 @@ def image_classifier(material: Material) -> Figure | None:
     tested = measured(material.of("image_classifier", metric="accuracy"))
     for row in [row for row in tested if row.params.get("split") == "test"]:
         x = max(r.params["epoch"] for r in epochs)
-        label = f"test split {100 * row.value:.1f} %"
-        right.errorbar([x], [row.value], errors_of([row]), label=label, linestyle="none", **look("test", 1))
+        label = f"test split {100 * known(row.value):.1f} %"
+        right.errorbar([x], [known(row.value)], errors_of([row]), label=label, linestyle="none", **look("test", 1))
         right.legend(loc="center right")
     classes = {r.params["class"] for r in material.of("image_pipeline", metric="count") if "class" in r.params}
     if classes:
@@ -72,18 +85,59 @@ def image_classifier(material: Material) -> Figure | None:
     return figure
 
 
+def time_to_accuracy(material: Material) -> Figure | None:
+    """Draw held-out accuracy over seconds of training, a line per seed, and the target accuracy.
+
+    Reads samples of kind "evaluation": columns accuracy, time_s, seed.
+    """
+    rows = material.of("image_classifier", metric="time_to_accuracy_s")
+    samples = material.samples("image_classifier") if rows else pd.DataFrame()
+    if not rows or "time_s" not in samples:
+        return None
+    evaluated = samples.query("kind == 'evaluation' and time_s.notna()")
+    figure, (axes,) = new_figure(f"Time to accuracy of {rows[0].variant}", material.machine("image_classifier"), height=3.6)
+    seeds = sorted(evaluated["seed"].unique())
+    for seed in seeds:
+        curve = evaluated.query("seed == @seed").sort_values("time_s")
+        if seed == seeds[0]:
+            axes.plot(curve["time_s"], curve["accuracy"], color=COLOURS[0], marker="o", markersize=4, zorder=3)
+        else:
+            axes.plot(curve["time_s"], curve["accuracy"], color=MUTED, linewidth=1.0, alpha=0.7, zorder=2)
+    target = rows[0].params["target"]
+    limit_line(axes, target, f"target: {100 * target:g} %", INK)
+    for row in measured(rows)[:1]:
+        time_s = known(row.value)
+        axes.axvline(time_s, color=COLOURS[2], linewidth=1.4)
+        axes.annotate(
+            f"after {time_s:.3g} s",
+            (time_s, 0.5),
+            xycoords=("data", "axes fraction"),
+            xytext=(4, 0),
+            textcoords="offset points",
+            fontsize=9,
+            color=COLOURS[2],
+        )
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}")
+    axes.set(xlim=(0, None), ylim=(None, 1.0), xlabel="seconds of training", ylabel="% of held-out images correct")
+    notes = ["One dot per epoch. The seconds include the loader, but not compiling, evaluating and saving."]
+    notes += [row.value_reason for row in rows[:1] if row.value is None]
+    add_notes(figure, notes + ([f"Grey: {len(seeds) - 1} other seeds."] if len(seeds) > 1 else []))
+    return figure
+
+
 def perplexity(material: Material) -> Figure | None:
-    """Held-out token perplexity of the counting models and the trained ones, lower is better."""
+    """Draw the perplexity per token of counting and trained models on the valid split."""
     rows = [r for r in measured(material.rows) if r.metric == "perplexity_token" and r.params.get("split") == "valid"]
     if len({row.variant for row in rows}) < 2:
         return None
-    rows = sorted(rows, key=lambda row: -row.value)
+    rows = sorted(rows, key=lambda row: -known(row.value))
     machine = material.machine(rows[0].experiment)
     figure, (axes,) = new_figure("Perplexity of the valid split", machine, height=1.6 + 0.42 * len(rows))
     colours = [COLOURS[6] if row.experiment == "ngram_baselines" else COLOURS[0] for row in rows]
-    axes.barh(range(len(rows)), [row.value for row in rows], color=colours, height=0.62)
+    axes.barh(range(len(rows)), [known(row.value) for row in rows], color=colours, height=0.62)
     for y, row in enumerate(rows):
-        axes.annotate(number(row.value), (row.value, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
+        value = known(row.value)
+        axes.annotate(number(value), (value, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_yticks(range(len(rows)), [_model_name(row) for row in rows])
     axes.grid(axis="y", visible=False)
     floors = {row.limit for row in rows if row.limit is not None}
@@ -105,7 +159,7 @@ def perplexity(material: Material) -> Figure | None:
 
 
 def throughput(material: Material) -> Figure | None:
-    """What each model trains per second by epoch, and the memory it takes at most."""
+    """Draw throughput of each model by epoch, and its peak memory."""
     rows = [row for row in measured(material.rows) if row.experiment in _BASELINES]
     rates = [row for row in rows if row.metric in _THROUGHPUT and "epoch" in row.params]
     steady = [row for row in rows if row.metric in _THROUGHPUT and row.params.get("step") == "steady"]
@@ -118,11 +172,12 @@ def throughput(material: Material) -> Figure | None:
         for position, variant in enumerate(dict.fromkeys(row.variant for row in rates if row.metric == metric)):
             points = [row for row in rates if (row.metric, row.variant) == (metric, variant)]
             x = [row.params["epoch"] for row in points]
-            axes.errorbar(x, [row.value for row in points], errors_of(points), label=variant, **look(variant, position))
+            values = [known(row.value) for row in points]
+            axes.errorbar(x, values, errors_of(points), label=variant, **look(variant, position))
         for row in [row for row in steady if row.metric == metric]:
-            axes.axhspan(row.ci_low, row.ci_high, color=MUTED, alpha=0.25, linewidth=0)
-            # Dotted: dashes are limits everywhere in the book, and this is none.
-            axes.axhline(row.value, color=MUTED, linestyle=":", linewidth=1.6, label="a steady step, timed alone")
+            axes.axhspan(known(row.ci_low), known(row.ci_high), color=MUTED, alpha=0.25, linewidth=0)
+            # Dotted, because a dashed line is a limit everywhere in the book, and this is none.
+            axes.axhline(known(row.value), color=MUTED, linestyle=":", linewidth=1.6, label="a steady step, timed alone")
         axes.set(xlabel="epoch", ylabel=_THROUGHPUT[metric], ylim=(0, None), title=f"{_THROUGHPUT[metric]} by epoch")
         axes.set_ylim(0, axes.get_ylim()[1] * 1.1)
         axes.yaxis.set_major_formatter(lambda value, _: items(value))
@@ -135,9 +190,9 @@ def throughput(material: Material) -> Figure | None:
 
 
 def leakage(material: Material) -> Figure | None:
-    """Loss on tokens drawn fresh and independently, by step: a model that cannot see the future stays at ln V.
+    """Draw the loss on independent tokens by step: a model that does not see the future stays at ln V.
 
-    Reads samples of kind "step"; the line is the prediction of the held-out loss, the entropy of a uniform token.
+    Reads samples of kind "step". The line is the prediction of the held-out loss, the entropy of a uniform token.
     """
     rows = measured(material.of("leakage", metric="validation_loss"))
     if not rows:
@@ -145,10 +200,10 @@ def leakage(material: Material) -> Figure | None:
     row = rows[0]
     figure, (axes,) = new_figure("Loss on independent tokens", material.machine("leakage"), height=3.4)
     samples = material.samples("leakage")
-    steps = samples[samples["kind"] == "step"].sort_values("step")
+    steps = samples.query("kind == 'step'").sort_values("step")
     axes.plot(steps["step"], steps["loss"], color=COLOURS[0], linewidth=1.2, label="training loss, each step")
     last = steps["step"].max()
-    axes.errorbar([last * 1.04], [row.value], errors_of(rows[:1]), label="held-out loss, 95 % interval", **look("held", 1))
+    axes.errorbar([last * 1.04], [known(row.value)], errors_of(rows[:1]), label="held-out loss, 95 % interval", **look("held", 1))
     labels = []
     if row.predicted is not None:
         axes.axhline(row.predicted, color=INK, linestyle=(0, (5, 3)), linewidth=1.2)
@@ -160,7 +215,7 @@ def leakage(material: Material) -> Figure | None:
 
 
 def epoch_rows(material: Material, experiment: str) -> list[Row]:
-    """Measured rows of an experiment that belong to an epoch, in its order."""
+    """Return the measured rows of an experiment's epochs, in order."""
     rows = [row for row in measured(material.of(experiment)) if "epoch" in row.params]
     return sorted(rows, key=lambda row: row.params["epoch"])
 
@@ -171,11 +226,11 @@ def _title(what: str, rows: list[Row]) -> str:
 
 
 def _draw_steps(axes: Axes, material: Material, experiment: str) -> None:
-    """The loss of every step, faint, and its running mean. Reads samples with kind "step": columns step, loss."""
+    """Draw the loss of every step and its running mean. Reads samples of kind "step": columns step, loss."""
     samples = material.samples(experiment)
-    steps = samples[samples["kind"] == "step"].sort_values("step")
+    steps = samples.query("kind == 'step'").sort_values("step")
     if "seed" in steps:
-        steps = steps[steps["seed"] == steps["seed"].min()]
+        steps = steps.query("seed == seed.min()")
     step, loss = steps["step"].to_numpy(), steps["loss"].to_numpy()
     window = max(1, len(loss) // 40)
     smooth = np.convolve(loss, np.ones(window) / window, mode="valid")
@@ -183,7 +238,7 @@ def _draw_steps(axes: Axes, material: Material, experiment: str) -> None:
     axes.plot(step[window - 1 :], smooth, color=COLOURS[0], label=f"mean of {window} steps")
     axes.set(xlabel="optimizer step", title="Training loss by step")
     axes.legend()
-    # The floor stands in the other panel's rows, in the same unit.
+    # The rows of the other panel have the floor, in the same unit.
     for floor, text, colour in _floors([r for r in epoch_rows(material, experiment) if r.metric.endswith("loss")]):
         axes.axhline(floor, color=colour, linestyle=(0, (5, 3)), linewidth=1.2)
         axes.annotate(
@@ -203,32 +258,31 @@ def _draw_epochs(axes: Axes, rows: list[Row], metrics: tuple[str, ...]) -> None:
         points = [row for row in rows if row.metric == metric]
         x = [row.params["epoch"] for row in points]
         label = metric.replace("_", " ")
-        axes.errorbar(x, [row.value for row in points], errors_of(points), label=label, **look(metric, position))
+        axes.errorbar(x, [known(row.value) for row in points], errors_of(points), label=label, **look(metric, position))
     axes.set(xlabel="epoch")
     whole_numbers(axes.xaxis)
 
 
 def _draw_memory(axes: Axes, rows: list[Row]) -> None:
-    most: dict[str, Row] = {}
+    peaks: dict[str, float] = {}
     for row in rows:
-        if row.variant not in most or row.value > most[row.variant].value:
-            most[row.variant] = row
-    axes.barh(range(len(most)), [row.value for row in most.values()], color=COLOURS[0], height=0.5)
-    for y, row in enumerate(most.values()):
-        axes.annotate(number(row.value, 3), (row.value, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
-    axes.set_yticks(range(len(most)), list(most))
-    axes.set_ylim(-0.6, len(most) - 0.4)
+        peaks[row.variant] = max(known(row.value), peaks.get(row.variant, 0.0))
+    axes.barh(range(len(peaks)), list(peaks.values()), color=COLOURS[0], height=0.5)
+    for y, peak in enumerate(peaks.values()):
+        axes.annotate(number(peak, 3), (peak, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.set_yticks(range(len(peaks)), list(peaks))
+    axes.set_ylim(-0.6, len(peaks) - 0.4)
     axes.margins(x=0.2)
     axes.grid(axis="y", visible=False)
     kinds = {"peak_memory_gib": "device memory", "peak_rss_gib": "resident memory"}
-    axes.set(xlabel="GiB", title="Peak " + " and ".join(sorted({kinds[row.metric] for row in most.values()})))
+    axes.set(xlabel="GiB", title="Peak " + " and ".join(sorted({kinds[row.metric] for row in rows})))
 
 
 def counted_losses(material: Material) -> list[tuple[float, str, str]]:
-    """(loss in nats, label with perplexity, colour) of the counting models on the valid split."""
+    """Return (loss in nats, label with perplexity, colour) of the counting models on the valid split."""
     rows = measured(material.of("ngram_baselines", metric="perplexity_token"))
     return [
-        (math.log(row.value), f"{_model_name(row)} ({number(row.value)})", MUTED)
+        (math.log(known(row.value)), f"{_model_name(row)} ({number(known(row.value))})", MUTED)
         for row in rows
         if row.params.get("split") == "valid"
     ]
@@ -248,6 +302,77 @@ def _model_name(row: Row) -> str:
     return row.variant.replace("bigram_interpolated", "interpolated bigram")
 
 
+def recovery(material: Material) -> Figure | None:
+    """Draw every trial by phase and kind of its fault, with the number of steps lost and whether the run recovered."""
+    rows = material.of("recovery", metric="steps_lost")
+    if not rows:
+        return None
+    trials = material.samples("recovery")
+    kinds = [row.variant for row in rows]
+    figure, (axes,) = new_figure("Faults and the steps they cost", material.machine("recovery"), height=1.6 + 0.62 * len(kinds))
+    for _, cell in trials.groupby(["phase", "kind"]):
+        spread = 0.8 / len(cell)
+        for place, trial in enumerate(cell.to_dict("records")):
+            x = _PHASES.index(trial["phase"]) + (place - (len(cell) - 1) / 2) * spread
+            y = kinds.index(trial["kind"])
+            colour, marker = (COLOURS[2], "o") if trial["recovered"] else (COLOURS[1], "X")
+            axes.scatter([x], [y], s=340, color=colour, marker=marker, zorder=2)
+            axes.annotate(f"{trial['lost']}", (x, y), ha="center", va="center", color="white", fontsize=9, fontweight="bold")
+    axes.set_xticks(range(len(_PHASES)), _PHASES)
+    axes.set_yticks(range(len(kinds)), [f"{row.variant}\nmay lose {row.params['may_lose']}" for row in rows])
+    axes.set(xlim=(-0.5, len(_PHASES) - 0.5), ylim=(len(kinds) - 0.5, -0.5), xlabel="phase of the fault")
+    failed = sum(not recovered for recovered in trials["recovered"])
+    note = f"{len(trials) - failed} of {len(trials)} runs ended bit for bit like an undisturbed one"
+    add_notes(figure, [f"In each circle: optimizer steps done again. {note}{'; crosses did not' if failed else ''}."])
+    return figure
+
+
+def parity_ladder(material: Material) -> Figure | None:
+    """Draw each rung's difference from the losses of the first by step, and from the rung before with its tolerance."""
+    rows = measured(material.of("parity_ladder", metric="relative_difference"))
+    if not rows:
+        return None
+    steps = [row for row in rows if row.params["beside"] == "the rung before"]
+    figure, (left, right) = new_figure("The same training, one change more at a time", material.machine("parity_ladder"), 2)
+    _draw_drift(left, material)
+    _draw_rungs(right, steps)
+    missing = [row for row in material.of("parity_ladder") if row.value is None]
+    add_notes(figure, [f"Not run: {row.variant}, {row.value_reason}." for row in missing])
+    return figure
+
+
+def _draw_drift(axes: Axes, material: Material) -> None:
+    samples = material.samples("parity_ladder")
+    curves, names = samples.pivot(index="step", columns="rung", values="loss"), list(dict.fromkeys(samples["rung"]))
+    for place, name in enumerate(names[1:]):
+        difference = (curves[name] / curves[names[0]] - 1).abs().to_numpy()
+        if difference.any():
+            width = max(1.0, 6.5 - 1.2 * place)  # the curve of an equal rung is drawn on top of a wider one
+            axes.plot(
+                curves.index, np.where(difference > 0, difference, np.nan), label=name, linewidth=width, color=COLOURS[place]
+            )
+    axes.set(
+        yscale="log", xlabel="optimizer step", ylabel="relative difference", title=f"Difference from the losses of {names[0]}"
+    )
+    axes.legend(fontsize=8)
+
+
+def _draw_rungs(axes: Axes, rows: list[Row]) -> None:
+    for place, row in enumerate(rows):
+        if row.check_tolerance:
+            axes.plot([place - 0.35, place + 0.35], [row.check_tolerance] * 2, color=INK, linestyle=(0, (5, 3)), linewidth=1.2)
+        if row.value:
+            axes.scatter([place], [row.value], s=60, color=COLOURS[place], zorder=2)
+            axes.annotate(
+                number(row.value, 2), (place, row.value), xytext=(7, 0), textcoords="offset points", va="center", fontsize=8
+            )
+        else:
+            axes.annotate("equal", (place, 0.02), xycoords=("data", "axes fraction"), ha="center", fontsize=8.5, color=MUTED)
+    axes.set_xticks(range(len(rows)), [row.variant for row in rows], rotation=20, ha="right", fontsize=8.5)
+    axes.set(yscale="log", xlim=(-0.6, len(rows) - 0.2), title="Difference from the rung before; dashed: tolerance")
+    axes.margins(y=0.15)
+
+
 TITLES = {
     "leakage": "No look ahead",
     "ngram_baselines": "Counting models",
@@ -260,34 +385,19 @@ TITLES = {
 }
 
 PLOTS = (
-    Plot(
-        "leakage",
-        "leakage",
-        "Nobody can predict an independent draw: a loss below ln V would mean that the model sees the future.",
-        leakage,
-    ),
-    Plot("language_model", "language_model", "Loss by step and by epoch, beside what counting alone achieves.", language_model),
+    Plot("leakage", "leakage", "A loss below ln V would mean that the model sees the future.", leakage),
+    Plot("language_model", "language_model", "Loss by step and by epoch, with the losses of counting models.", language_model),
     Plot("perplexity", "language_model", "Trained and counted models on the same held-out tokens.", perplexity),
     Plot(
         "image_classifier", "image_classifier", "Loss by step, and accuracy on images that were not trained on.", image_classifier
     ),
-    Plot(
-        "throughput",
-        "image_classifier",
-        "Items trained on per second beside a steady step timed alone, and the memory taken at most.",
-        throughput,
-    ),
-    Plot("time_to_accuracy", "image_classifier", "Accuracy over seconds of training.", figures_images.time_to_accuracy),
-    Plot("language_speed", "language_training_speed", "Two paths and their roof.", figures_language_speed.language_speed),
-    Plot("image_speed", "image_training_speed", "Two training paths in turn.", figures_images.image_training_speed),
-    Plot("recovery", "recovery", "Where each fault struck, and how many steps had to be done again.", figures_recovery.recovery),
-    Plot(
-        "parity_ladder",
-        "parity_ladder",
-        "What each change does to the losses: rounding where it rounds otherwise, and nothing where it does not.",
-        figures_recovery.parity_ladder,
-    ),
+    Plot("throughput", "image_classifier", "Throughput by epoch and of a steady step, and peak memory.", throughput),
+    Plot("time_to_accuracy", "image_classifier", "Accuracy over seconds of training.", time_to_accuracy),
+    Plot("language_speed", "language_training_speed", "Two training loops and their roof.", figures_speed.language_speed),
+    Plot("image_speed", "image_training_speed", "Two training loops in turn.", figures_speed.image_training_speed),
+    Plot("recovery", "recovery", "Where each fault struck, and how many steps were done again.", recovery),
+    Plot("parity_ladder", "parity_ladder", "What each change does to the losses.", parity_ladder),
 )
 
-# Both subjects of the baselines share a folder of a run's benchmarks/.
+# Folder of its tables and figures in the benchmarks/ of a run.
 RESULTS_FOLDER = "baseline"

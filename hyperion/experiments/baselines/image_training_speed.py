@@ -1,4 +1,4 @@
-"""Our way of training ResNet-18, loader and augmentation included, beside the plain public one, in turn on one device."""
+"""Speed of this library's ResNet-18 training compared with a plain public loop, in turn on one device."""
 
 import copy
 import math
@@ -11,38 +11,69 @@ import pandas as pd
 import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
+from hyperion.chapter.options import Options
 from hyperion.chapter.rows import out_of_memory_reason, timed_columns
-from hyperion.data import PreparedImages, channel_statistics
+from hyperion.chapter.variants import Report
+from hyperion.data import ImageSet, PreparedImages, channel_statistics
 from hyperion.data.images.device_images import ImageBatches
-from hyperion.data.images.imageset import ImageSet
 from hyperion.experiments.baselines.paired_loops import OURS, PLAIN, PairedLoops, wait_for
-from hyperion.experiments.baselines.plain_image_loop import CLASSES, PlainLoop, copy_weights, plain_model
+from hyperion.experiments.baselines.plain_loops import PlainImageLoop, copy_weights, plain_model
 from hyperion.experiments.baselines.products_alone import ProductsAlone, products_of, time_alone
 from hyperion.measure import FORMATS, Timing, time_interleaved
 from hyperion.models import resnet18
 from hyperion.results import Row
 from hyperion.training import ImageEngine, choose_precision, compile_options, seed_everything, sgd_nesterov
 from hyperion.workloads import datasets
-from hyperion.workloads.step_comparison import emptied_afterwards
-from hyperion.workloads.training_rows import step_forecasts
+from hyperion.workloads.step_comparison import memory_released
 from hyperion.workloads.twins import agreements, train_twins, twin_format
-from hyperion.workloads.workloads import Workload, workload
+from hyperion.workloads.workloads import CLASSES, ImageSizes, Workload, rate_forecast, workload
 
 OF_PRODUCTS = "of its products alone"
 UNCOMPILED = "plain, not compiled"
 _HOST_UNKNOWN = "what the plain loop loses while its host launches kernels one by one, which no data sheet tells"
 
 
+class ImageTrainingSpeedOptions(Options):
+    """Options of `image_training_speed`.
+
+    Args:
+        width: channels of the first stage.
+        batches: batch sizes to compare at.
+        train_images: number of training images to use, None for all.
+        learning_rate: constant learning rate.
+        precision: number format, or "auto".
+        compiled, plain_compiled: compile this library's model, and that of the plain loop.
+        parity_steps: steps whose losses are compared.
+        steps_in_a_row: steps of one loop before it is the other's turn.
+        time_limit_s: time limit of each measurement.
+        tolerance: not used; older recorded runs have it.
+    """
+
+    width: int
+    batches: tuple[int, ...]
+    train_images: int | None = None
+    learning_rate: float
+    precision: str
+    compiled: bool
+    plain_compiled: bool
+    parity_steps: int
+    steps_in_a_row: int
+    time_limit_s: float
+    tolerance: float | None = None
+
+    def work(self, batch: int) -> Workload:
+        """Return the step at a batch size."""
+        return workload(ImageSizes(width=self.width, batch_size=batch))
+
+
 def forecast(context: Context) -> list[Forecast]:
-    """Images per second of ours from ceilings and shapes. The speed-up is to be guessed."""
-    dtype = choose_precision(context.device, context.sizes["precision"]).dtype
+    """Return images per second of ours from ceilings and shapes; there is no estimate of the speed-up."""
+    options = ImageTrainingSpeedOptions.of(context)
+    dtype = choose_precision(context.device, options.precision).dtype
     ratios, rates = [], []
-    for batch in context.sizes["batches"]:
-        work = _work(context, batch)
-        half = FORMATS[dtype].bytes / 4
-        traffic = {name: moved * (half if name == "activations" else 1) for name, moved in work.step_bytes.items()}
-        rate = step_forecasts(context, work.name, dtype, "image", batch, work.flops, traffic)[0]
-        rates.append(replace(rate, params=_params(batch, OURS)))
+    for batch in options.batches:
+        work = options.work(batch)
+        rates.append(replace(rate_forecast(context, work, dtype), params=_params(batch, OURS)))
         params = _params(batch, OURS) | {"over": PLAIN}
         ratios.append(
             Forecast(variant=work.name, metric="speedup", estimate=None, basis=_HOST_UNKNOWN, dtype=dtype, params=params)
@@ -50,55 +81,61 @@ def forecast(context: Context) -> list[Forecast]:
     return ratios + rates
 
 
-def run(context: Context, report) -> Result:
-    """For each batch: both from the same weights over the same batches, then their speeds in turn."""
+def run(context: Context, report: Report) -> Result:
+    """For each batch size: compare the losses of both loops over the same batches, then time them in turn."""
+    options = ImageTrainingSpeedOptions.of(context)
     image_set, prepared = datasets.images(context)
     torch.backends.cudnn.benchmark = True  # for both; this process ends with the experiment
     rows, frames = [], []
-    for number, batch in enumerate(context.sizes["batches"]):
-        report(number, len(context.sizes["batches"]), f"batch {batch}")
-        with emptied_afterwards():
+    for number, batch in enumerate(options.batches):
+        report(number, len(options.batches), f"batch {batch}")
+        with memory_released():
             try:
-                pair = _Pair.built(context, image_set, prepared, batch)
-                rows += _parity(context, pair, frames, image_set.source)
-                rows += _speeds(context, pair, frames, image_set.source)
+                pair = _Pair.build(context, options, image_set, prepared, batch)
+                rows += _parity(pair, frames)
+                rows += _speeds(pair, frames)
                 del pair
             except torch.OutOfMemoryError as error:
-                name, reason = _work(context, batch).name, out_of_memory_reason(error)
+                name, reason = options.work(batch).name, out_of_memory_reason(error)
                 rows.append(context.row(name, "step_time_s", None, params=_params(batch, OURS), value_reason=reason))
     return Result(rows, pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(), image_set.source)
 
 
-EXPERIMENT = Experiment(forecast, run, isolated=True, forecast_reads=("gemm", "bandwidth"), data=datasets.IMAGES)
+EXPERIMENT = Experiment(
+    forecast, run, options=ImageTrainingSpeedOptions, isolated=True, forecast_reads=("gemm", "bandwidth"), data=datasets.IMAGES
+)
 
 
 @dataclass
 class _Pair:
-    """Both loops at one batch.
+    """Both loops at one batch size, with the same initial weights.
 
     Attributes:
-        engine, batches: ours.
-        plain: the other, from the same weights.
-        published: whose model the other trains.
-        fresh_plain, fresh_batches: make the other anew, not compiled, and the batches from the first one on.
+        engine, batches: this library's.
+        plain: the plain loop.
+        published: origin of the plain loop's model.
+        fresh_plain: returns a new plain loop with the initial weights, not compiled.
+        fresh_batches: returns the batches from the first one on.
     """
 
-    work: Workload
+    options: ImageTrainingSpeedOptions
+    loops: PairedLoops
     engine: ImageEngine
     batches: ImageBatches
-    plain: PlainLoop
+    plain: PlainImageLoop
     published: str
-    fresh_plain: Callable[[], PlainLoop]
+    fresh_plain: Callable[[], PlainImageLoop]
     fresh_batches: Callable[[], ImageBatches]
 
     @classmethod
-    def built(cls, context: Context, image_set: ImageSet, prepared: PreparedImages, batch: int) -> "_Pair":
-        sizes, device = context.sizes, context.device
-        if sizes["compiled"] or sizes["plain_compiled"]:
-            torch.compiler.reset()  # else code of the batch before would be made anew for batches of any size
-        precision, rate = choose_precision(device, sizes["precision"]), sizes["learning_rate"]
-        count = sizes.get("train_images")
-        images, labels = (np.array(prepared.arrays[f"train_{name}"][:count]) for name in ("images", "labels"))
+    def build(
+        cls, context: Context, options: ImageTrainingSpeedOptions, image_set: ImageSet, prepared: PreparedImages, batch: int
+    ) -> "_Pair":
+        device = context.device
+        if options.compiled or options.plain_compiled:
+            torch.compiler.reset()  # else code of the previous batch size would be compiled again for dynamic sizes
+        precision, rate = choose_precision(device, options.precision), options.learning_rate
+        images, labels = (np.array(prepared.arrays[f"train_{name}"][: options.train_images]) for name in ("images", "labels"))
 
         def fresh_batches() -> ImageBatches:
             return ImageBatches(
@@ -113,19 +150,19 @@ class _Pair:
             )
 
         seed_everything(context.seed)
-        model = resnet18(CLASSES, sizes["width"])
-        other, published = plain_model(sizes["width"])
+        model = resnet18(CLASSES, options.width)
+        other, published = plain_model(options.width)
         copy_weights(model, other)
         weights = copy.deepcopy(other)
 
-        def fresh_plain(compiled: bool = False) -> PlainLoop:
-            return PlainLoop(
+        def fresh_plain(compiled: bool = False) -> PlainImageLoop:
+            return PlainImageLoop(
                 copy.deepcopy(weights), images, labels, image_set.augmentations, batch, rate, precision, device, compiled
             )
 
-        plain, batches = fresh_plain(sizes["plain_compiled"]), fresh_batches()
+        plain, batches = fresh_plain(options.plain_compiled), fresh_batches()
         model = model.to(device.torch_device)
-        # The same update in both: no decay, which the published loop has for norms too, and no clipping.
+        # The same update in both: no weight decay, which the published loop applies to norms too, and no clipping.
         engine = ImageEngine(
             model,
             sgd_nesterov(model, rate, weight_decay=0.0),
@@ -135,55 +172,56 @@ class _Pair:
             clip_norm=math.inf,
             capture=True,
         )
-        if sizes["compiled"]:
+        if options.compiled:
             model.compile(options=compile_options(device))
         how = engine.uncaptured or "replayed as a graph"
         print(f"batch {batch}: ours {how}; the plain loop trains the ResNet-18 of {published}")
-        return cls(_work(context, batch), engine, batches, plain, published, fresh_plain, fresh_batches)
+        params = {"batch": batch, "loader": "included"}
+        loops = PairedLoops(context, options.work(batch), precision.dtype, image_set.source, params)
+        return cls(options, loops, engine, batches, plain, published, fresh_plain, fresh_batches)
 
-    def loss(self, loop: str, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """One optimizer step of a loop on a batch; the loss before it."""
+    def train_on(self, loop: str, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Do one optimizer step of a loop on a batch and return the loss before it."""
         if loop == PLAIN:
             return self.plain.train_on(images.float(), labels)
         return self.engine.train_step((images, labels)).loss
 
-    def ours(self) -> torch.Tensor:
-        """The next batch, and one optimizer step on it."""
+    def our_step(self) -> torch.Tensor:
+        """Do one optimizer step of this library's loop on its next batch and return the loss before it."""
         return self.engine.train_step(self.batches.next_batch()).loss
 
 
-def _parity(context: Context, pair: _Pair, frames: list[pd.DataFrame], source: str) -> list[Row]:
-    """Losses of both over the same batches from the same weights, and the seconds that their first steps took."""
-    sizes, steps = context.sizes, context.sizes["parity_steps"]
+def _parity(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
+    """Compare the losses of both over the same batches; return those rows and the time of each loop's first step."""
+    options, loops, steps = pair.options, pair.loops, pair.options.parity_steps
     losses: dict[str, list[torch.Tensor]] = {OURS: [], PLAIN: []}
     first_s: dict[str, float] = {}
     for step in range(steps):
         images, labels = pair.batches.next_batch()
         for name, curve in losses.items():
             started = time.perf_counter()
-            curve.append(pair.loss(name, images, labels))
+            curve.append(pair.train_on(name, images, labels))
             if step == 0:
-                wait_for(context.device)
+                wait_for(loops.context.device)
                 first_s[name] = time.perf_counter() - started
-    curves = {name: torch.stack(found).float().cpu().numpy() for name, found in losses.items()}
-    loops = _loops(context, pair, source)
-    twins = train_twins(twin_format(loops.dtype), context.seed, lambda: _plain_losses(pair, steps))
-    # Both are compared with what the twins are twins of: a fault of the timed plain loop must not widen the tolerance.
-    exact = np.array(_plain_losses(pair, steps))
+    curves = {name: torch.stack(curve).float().cpu().numpy() for name, curve in losses.items()}
+    twins = train_twins(twin_format(loops.dtype), loops.context.seed, lambda: _plain_losses(pair, steps))
+    # Both are compared with the loop whose twins give the tolerance: a fault of the timed plain loop must not widen it.
+    uncompiled = np.array(_plain_losses(pair, steps))
     rows = [
         loops.parity(
             steps, agreement.difference, agreement.check, agreement.tolerance, of=name, **{"from": UNCOMPILED}, **agreement.params
         )
         for name, curve in curves.items()
-        for agreement in agreements(curve, exact, twins)
+        for agreement in agreements(curve, uncompiled, twins)
     ]
-    frames += [loops.curves_frame(curves | {UNCOMPILED: exact}), twins.assign(batch=pair.work.items)]
-    made = {OURS: sizes["compiled"] or not pair.engine.uncaptured, PLAIN: sizes["plain_compiled"]}
-    return rows + loops.first_steps({name: first_s[name] for name, anything in made.items() if anything})
+    frames += [loops.curves_frame(curves | {UNCOMPILED: uncompiled}), twins.assign(batch=loops.work.items)]
+    slow_first = {OURS: options.compiled or not pair.engine.uncaptured, PLAIN: options.plain_compiled}
+    return rows + loops.first_steps({name: first_s[name] for name, slow in slow_first.items() if slow})
 
 
 def _plain_losses(pair: _Pair, steps: int) -> list[float]:
-    """Losses of another plain loop, not compiled, from the same weights over the same batches."""
+    """Losses of a new plain loop, not compiled, from the initial weights over the same batches."""
     plain, batches = pair.fresh_plain(), pair.fresh_batches()
     losses = []
     for _ in range(steps):
@@ -192,55 +230,44 @@ def _plain_losses(pair: _Pair, steps: int) -> list[float]:
     return torch.stack(losses).tolist()
 
 
-def _speeds(context: Context, pair: _Pair, frames: list[pd.DataFrame], source: str) -> list[Row]:
-    """Both in turn, some steps at a time, loader included: what a training sees."""
-    sizes = context.sizes
+def _speeds(pair: _Pair, frames: list[pd.DataFrame]) -> list[Row]:
+    """Time both in turn with their loaders, as a training runs, then each product of the step alone."""
+    options, loops, device = pair.options, pair.loops, pair.loops.context.device
     timings = time_interleaved(
-        [pair.ours, pair.plain.step],
-        context.device,
+        [pair.our_step, pair.plain.step],
+        device,
         cold=False,
-        time_limit_s=sizes["time_limit_s"],
-        back_to_back=sizes["steps_in_a_row"],
+        time_limit_s=options.time_limit_s,
+        back_to_back=options.steps_in_a_row,
     )
-    told = dict(zip((OURS, PLAIN), timings, strict=True))
+    by_loop: dict[str, Timing] = dict(zip((OURS, PLAIN), timings, strict=True))
     how = {
-        "compiled": sizes["compiled"],
+        "compiled": options.compiled,
         "replayed": not pair.engine.uncaptured,
-        "plain_compiled": sizes["plain_compiled"],
+        "plain_compiled": options.plain_compiled,
         "plain_model": pair.published,
     }
-    loops = _loops(context, pair, source)
-    rows, samples = loops.speeds(told, how)
+    rows, samples = loops.speeds(by_loop, how)
     frames.append(samples)
-    listed, precision = products_of(pair.work, sizes["compiled"]), pair.engine.precision
+    products, precision = products_of(loops.work, options.compiled), pair.engine.precision
     alone: ProductsAlone | str
     try:
-        alone = time_alone(listed, precision, context.device, sizes["time_limit_s"])
-        frames.append(alone.frame(pair.work.name, precision.dtype, {"batch": pair.work.items}))
-    except torch.OutOfMemoryError as error:  # both loops are in memory, and what was timed of them stands
+        alone = time_alone(products, precision, device, options.time_limit_s)
+        frames.append(alone.frame(loops.work.name, precision.dtype, {"batch": loops.work.items}))
+    except torch.OutOfMemoryError as error:  # both loops are still in memory; their timings remain valid
         alone = out_of_memory_reason(error)
-    return rows + [_of_products(context, loops, name, timing, alone) for name, timing in told.items()]
+    return rows + [_products_row(loops, name, timing, alone) for name, timing in by_loop.items()]
 
 
-def _of_products(context: Context, loops: PairedLoops, name: str, timing: Timing, alone: ProductsAlone | str) -> Row:
-    """How much of a loop's time its products take alone: the rest is what a better loop could win, at most. Without a value
-    for the reason why they were not timed."""
-    shared = loops.of(name)
-    shared["params"] |= {"what": OF_PRODUCTS}
+def _products_row(loops: PairedLoops, name: str, timing: Timing, alone: ProductsAlone | str) -> Row:
+    """Return the share of a loop's time that its products take alone; without a value if `alone` is a reason."""
+    columns = loops.of(name)
+    columns["params"] |= {"what": OF_PRODUCTS}
     if isinstance(alone, str):
-        return context.row(loops.work.name, "share", None, value_reason=alone, **shared)
-    shared["params"] |= {f"{part}_s": float(f"{seconds:.4g}") for part, seconds in alone.seconds.items()}
+        return loops.context.row(loops.work.name, "share", None, value_reason=alone, **columns)
+    columns["params"] |= {f"{part}_s": float(f"{seconds:.4g}") for part, seconds in alone.seconds.items()}
     share = alone.share(timing)
-    return context.row(loops.work.name, "share", share.value, **shared, **timed_columns(share, timing))
-
-
-def _loops(context: Context, pair: _Pair, source: str) -> PairedLoops:
-    params = {"batch": pair.work.items, "loader": "included"}
-    return PairedLoops(context, pair.work, pair.engine.precision.dtype, source, params)
-
-
-def _work(context: Context, batch: int) -> Workload:
-    return workload("image", {"width": context.sizes["width"], "batch_size": batch})
+    return loops.context.row(loops.work.name, "share", share.value, **columns, **timed_columns(share, timing))
 
 
 def _params(batch: int, loop: str) -> dict:

@@ -1,18 +1,24 @@
-"""The language baseline: a small causal Transformer, chosen on valid, tested once at the end, beside what counting achieves."""
+"""The language baseline: a small causal Transformer, chosen on valid and tested once at the end."""
 
+import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 import pandas as pd
+from pydantic import BaseModel
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
+from hyperion.chapter.options import Options
+from hyperion.chapter.variants import Report
 from hyperion.data import PreparedText, TextCorpus, Tokenizer
 from hyperion.data.batches.loaders import LanguageBatches, evaluation_windows
 from hyperion.experiments.baselines.captured_parity import captured_parity
-from hyperion.experiments.baselines.language_rows import Scored, TrainedLanguage, perplexity_rows, seed_rows, text_floor
+from hyperion.experiments.baselines.perplexity import MEASURES, Scored, perplexity_rows, text_floor
 from hyperion.models import TransformerConfig, TransformerLM, flops_per_token, named_config
-from hyperion.results import Row
+from hyperion.results import Row, known
 from hyperion.training import (
+    History,
     LanguageEngine,
     LanguageEvaluation,
     Plan,
@@ -24,220 +30,323 @@ from hyperion.training import (
     train,
 )
 from hyperion.workloads import datasets
-from hyperion.workloads.training_rows import ADAMW_BYTES_A_PARAMETER, epoch_rows, loss_curve, steady_rows, step_forecasts
+from hyperion.workloads.training_rows import (
+    ADAMW_BYTES_A_PARAMETER,
+    epoch_rows,
+    loss_curve,
+    seed_statistics,
+    steady_rows,
+    step_forecasts,
+)
+from hyperion.workloads.workloads import LOGIT_BYTES, NO_VOCABULARY
 
-# A logit is written in 16 or 32 bits, read for the softmax, and its gradient is written and read twice.
-_LOGIT_BYTES = 20
-# No checkpoint is chosen afterwards: how long to train, and how, was chosen on valid for all seeds alike.
-_LAST = "after the last step"
+Split = Literal["valid", "test"]
+
+
+class Beats(BaseModel, extra="forbid", frozen=True, strict=True):
+    """What the trained model must reach.
+
+    Args:
+        baseline: counting model to compare with on natural text, a variant of `ngram_baselines`.
+        factor: the perplexity must be below this many times the baseline's.
+        floor_share: on synthetic text, largest excess of the loss over the floor, as a share of the floor.
+    """
+
+    baseline: str
+    factor: float
+    floor_share: float
+
+
+class SyntheticChanges(BaseModel, extra="forbid", frozen=True, strict=True):
+    """Options that differ on synthetic text, whose vocabulary is small and whose structure is learnt late; None where equal.
+
+    Args:
+        sequence_length, batch_size, steps, warmup_steps, stride, scores: as in `LanguageModelOptions`.
+    """
+
+    sequence_length: int | None = None
+    batch_size: int | None = None
+    steps: int | None = None
+    warmup_steps: int | None = None
+    stride: int | None = None
+    scores: tuple[Split, ...] | None = None
+
+
+class LanguageModelOptions(Options):
+    """Options of `language_model`.
+
+    Args:
+        model: name of the Transformer configuration.
+        sequence_length: tokens of a sequence.
+        batch_size: sequences of a batch.
+        steps, epochs: length of the training; one of the two is given.
+        learning_rate, warmup_steps, weight_decay, dropout: of the training.
+        precision: number format, or "auto".
+        evaluate_every: epochs between evaluations on valid.
+        checkpoint_every: steps between checkpoints.
+        evaluation_batch_size: windows of a batch in evaluations.
+        stride: tokens between the windows of the final scores; each token is scored once, with the longest context.
+        scores: splits to score at the end.
+        seeds: number of trainings.
+        steady_time_limit_s: time limit of the measurement of a steady step.
+        beats: what the model must reach.
+        reaches: largest mean perplexity per word on valid, where there are several seeds.
+        when_synthetic: changes for synthetic text.
+    """
+
+    model: str
+    sequence_length: int
+    batch_size: int
+    steps: int | None = None
+    epochs: int | None = None
+    learning_rate: float
+    warmup_steps: int
+    weight_decay: float
+    dropout: float = 0.0
+    precision: str
+    evaluate_every: int
+    checkpoint_every: int
+    evaluation_batch_size: int
+    stride: int
+    scores: tuple[Split, ...] = ("valid", "test")
+    seeds: int = 1
+    steady_time_limit_s: float
+    beats: Beats
+    reaches: float = math.inf
+    when_synthetic: SyntheticChanges = SyntheticChanges()
+
+    def for_source(self, source: str) -> "LanguageModelOptions":
+        """Return the options for text of a data source."""
+        return self.model_copy(update=self.when_synthetic.model_dump(exclude_none=True)) if source == "synthetic" else self
+
+    @property
+    def plan(self) -> Plan:
+        """Length of the training, and when to evaluate and save."""
+        return Plan(
+            epochs=self.epochs, steps=self.steps, evaluate_every=self.evaluate_every, checkpoint_every=self.checkpoint_every
+        )
+
+    def config(self, vocabulary: int) -> TransformerConfig:
+        """Return the model's configuration."""
+        return named_config(self.model, vocab_size=vocabulary, context=self.sequence_length, dropout=self.dropout)
+
+
+def forecast(context: Context) -> list[Forecast]:
+    """Return the throughput of a steady step."""
+    options, counted = LanguageModelOptions.of(context), datasets.vocabulary_row(context)
+    if counted is None:
+        return [Forecast(variant=options.model, metric="tokens_per_s", estimate=None, basis=NO_VOCABULARY)]
+    options, vocabulary = options.for_source(counted.data_source), int(known(counted.value))
+    config, tokens = options.config(vocabulary), options.batch_size * options.sequence_length
+    return step_forecasts(
+        context,
+        options.model,
+        choose_precision(context.device, options.precision).dtype,
+        "token",
+        tokens,
+        flops_per_token(config),
+        {"optimizer": ADAMW_BYTES_A_PARAMETER * config.parameter_count, "logits": tokens * vocabulary * LOGIT_BYTES},
+    )
+
+
+def run(context: Context, report: Report) -> Result:
+    """Train, score every token of the options' splits, then time a steady step; repeat the training with other seeds."""
+    corpus, tokenizer, prepared = datasets.text(context)
+    text = _Text(context, LanguageModelOptions.of(context).for_source(corpus.source), corpus, tokenizer, prepared)
+    seeds = [context.seed + number for number in range(text.options.seeds)]
+    rows, samples, runs = [], [], []
+    for number, seed in enumerate(seeds):
+
+        def report_seed(done: int, total: int, note: str, number: int = number) -> None:
+            report(number * total + done, len(seeds) * total, note)
+
+        engine, batches, trained = _train(text, seed, report_seed)
+        for split in text.options.scores:
+            report_seed(engine.steps, engine.steps, f"scoring {split}")
+            trained.scored[split] = _score(text, engine, trained.history, split)
+        samples.append(loss_curve(trained.history).assign(seed=seed))
+        if number == 0:
+            rows, steady_samples = _rows(text, trained, engine, batches)
+            samples.append(steady_samples)
+        runs.append(trained)
+        del engine, batches  # frees the device's memory for the next
+    if len(seeds) > 1:
+        rows += seed_rows(context, runs, corpus)
+    parity, parity_samples = captured_parity(context, runs[0].name, _beginning(text), corpus.source)
+    return Result(rows + parity, pd.concat(samples + parity_samples, ignore_index=True), corpus.source)
+
+
+EXPERIMENT = Experiment(
+    forecast,
+    run,
+    options=LanguageModelOptions,
+    isolated=True,
+    forecast_reads=("text_pipeline", "gemm", "bandwidth"),
+    data=datasets.TEXT,
+)
 
 
 @dataclass(frozen=True)
-class Text:
-    """A corpus, what made tokens of it, and the tokens."""
+class _Text:
+    """What every training of a run shares: options and data."""
 
+    context: Context
+    options: LanguageModelOptions
     corpus: TextCorpus
     tokenizer: Tokenizer
     prepared: PreparedText
 
+    def batches(self, seed: int) -> LanguageBatches:
+        options, where = self.options, self.context.device.torch_device
+        return LanguageBatches(self.prepared.tokens["train"], options.sequence_length, options.batch_size, seed, where)
 
-def forecast(context: Context) -> list[Forecast]:
-    """Tokens per second of a steady step."""
-    counted = datasets.vocabulary_row(context)
-    if counted is None:
-        basis = "no estimate: this run has not counted the vocabulary (01_dataset_preparation)"
-        return [Forecast(variant=context.sizes["model"], metric="tokens_per_s", estimate=None, basis=basis)]
-    context, vocabulary = _for_source(context, counted.data_source), int(counted.value)
-    sizes, config = context.sizes, _config(context, vocabulary)
-    tokens = sizes["batch_size"] * sizes["sequence_length"]
-    dtype = choose_precision(context.device, sizes["precision"]).dtype
-    return step_forecasts(
-        context,
-        sizes["model"],
-        dtype,
-        "token",
-        tokens,
-        flops_per_token(config),
-        {"optimizer": ADAMW_BYTES_A_PARAMETER * config.parameter_count, "logits": tokens * vocabulary * _LOGIT_BYTES},
-    )
+    def windows(self, split: str, stride: int) -> Iterable:
+        options = self.options
+        return evaluation_windows(
+            self.prepared.tokens[split],
+            options.sequence_length,
+            stride,
+            self.tokenizer.eos_id,
+            options.evaluation_batch_size,
+            self.context.device.torch_device,
+        )
+
+    def engine(self, steps_per_epoch: int, capture: bool) -> LanguageEngine:
+        options, device = self.options, self.context.device
+        model = TransformerLM(options.config(self.tokenizer.vocab_size)).to(device.torch_device)
+        schedule = WarmupCosine(options.learning_rate, options.warmup_steps, options.plan.total_steps(steps_per_epoch))
+        optimizer = adamw(model, options.learning_rate, options.weight_decay)
+        precision = choose_precision(device, options.precision)
+        return LanguageEngine(model, optimizer, schedule, precision, device, capture=capture)
 
 
-def run(context: Context, report) -> Result:
-    """Train, score every token of valid and test once, then time the steady step; then again with other seeds.
+@dataclass(frozen=True)
+class TrainedLanguage:
+    """Results of one training.
 
-    A profile whose training is too short to be a result names in `scores` the splits that it looks at.
+    Attributes:
+        name, dtype: model, and number format of the training.
+        score_params: parameters of every row of a score: how it was taken, and with which weights.
+        scored: scores by split.
     """
-    text = Text(*datasets.text(context))
-    context = _for_source(context, text.corpus.source)
-    seeds = [context.seed + number for number in range(context.sizes.get("seeds", 1))]
-    rows, curves, runs = [], [], []
-    for number, seed in enumerate(seeds):
 
-        def told(done: int, total: int, note: str, number: int = number) -> None:
-            report(number * total + done, len(seeds) * total, note)
-
-        run = trained(context, text, seed, told)
-        steps = run.engine.steps
-        for split in context.sizes.get("scores", ("valid", "test")):
-            told(steps, steps, f"scoring {split}")
-            run.scored[split] = scored(context, text, run, split)
-        curves.append(loss_curve(run.history).assign(seed=seed))
-        if number == 0:
-            rows, samples = _rows(context, text, run)
-            curves += samples
-        runs.append(replace(run, engine=None, batches=None))
-        del run  # leaves the device's memory for the next
-    if len(seeds) > 1:
-        rows += seed_rows(context, runs, text.corpus)
-    parity, samples = captured_parity(context, runs[0].name, _beginning(context, text), text.corpus.source)
-    return Result(rows + parity, pd.concat(curves + samples, ignore_index=True), text.corpus.source)
+    seed: int
+    name: str
+    dtype: str
+    history: History
+    score_params: dict
+    scored: dict[str, Scored] = field(default_factory=dict)
 
 
-EXPERIMENT = Experiment(forecast, run, isolated=True, forecast_reads=("text_pipeline", "gemm", "bandwidth"), data=datasets.TEXT)
+def seed_rows(context: Context, runs: list[TrainedLanguage], corpus: TextCorpus) -> list[Row]:
+    """Return every measure of every seed and split, then mean and deviation of each over the seeds."""
+    rows, first = [], runs[0]
+    for split in first.scored:
+        floor = text_floor(corpus, split)
+        for run in runs:
+            params = run.score_params | {"split": f"{split}, every seed", "seed": run.seed}
+            rows += perplexity_rows(context, run.name, run.dtype, params, run.scored[split], floor, corpus.source)
+        params = first.score_params | {"split": f"{split}, mean of seeds", "seeds": len(runs)}
+        shared = {"dtype": first.dtype, "params": params, "data_source": corpus.source}
+        for metric, (unit, convert) in MEASURES.items():
+            least = floor.per(getattr(first.scored[split], unit))
+            limit = None if least is None else convert(least), floor.source
+            values = [run.scored[split].measure(metric) for run in runs]
+            rows += seed_statistics(context, first.name, metric, values, limit, shared)
+    return rows
 
 
-def trained(context: Context, text: Text, seed: int, report) -> TrainedLanguage:
-    """One training from a seed; the test split is not looked at."""
+def _train(text: _Text, seed: int, report: Report) -> tuple[LanguageEngine, LanguageBatches, TrainedLanguage]:
+    """Train with one seed; the test split is not read."""
     seed_everything(seed)
-    sizes = context.sizes
-    batches = _batches(context, text, seed)
-    engine = _engine(context, text.tokenizer.vocab_size, _total_steps(sizes, len(batches)), capture=True)
+    options, batches = text.options, text.batches(seed)
+    engine = text.engine(len(batches), capture=True)
     how = "each replayed as one graph" if not engine.uncaptured else f"one by one ({engine.uncaptured})"
-    print(f"{sizes['model']}, vocabulary {text.tokenizer.vocab_size}, seed {seed}: {engine.precision}, steps {how}")
-
-    def validation() -> Iterable:
-        return _windows(context, text, "valid", stride=sizes["sequence_length"])
-
-    folder = context.workspace / f"seed-{seed}"
-    history = train(engine, batches, _plan(sizes), validation=validation, folder=folder, report=report)
-    told = {
-        "context": sizes["sequence_length"],
-        "stride": sizes["stride"],
+    print(f"{options.model}, vocabulary {text.tokenizer.vocab_size}, seed {seed}: {engine.precision}, steps {how}")
+    history = train(
+        engine,
+        batches,
+        options.plan,
+        validation=lambda: text.windows("valid", stride=options.sequence_length),
+        folder=text.context.workspace / f"seed-{seed}",
+        report=report,
+    )
+    score_params = {
+        "context": options.sequence_length,
+        "stride": options.stride,
         "step": engine.steps,
-        "weights": _LAST,
-        "dropout": engine.model.config.dropout,
+        # No checkpoint is chosen afterwards: the length of the training was chosen on valid for all seeds alike.
+        "weights": "after the last step",
+        "dropout": options.dropout,
         "tokenizer": text.tokenizer.name,
         "tokenizer_sha256": text.tokenizer.sha256[:16],
     }
-    return TrainedLanguage(seed, sizes["model"], engine.precision.dtype, history, told, engine, batches)
+    return engine, batches, TrainedLanguage(seed, options.model, engine.precision.dtype, history, score_params)
 
 
-def scored(context: Context, text: Text, run: TrainedLanguage, split: str) -> Scored:
-    """Every token of the split under the final weights."""
-    stride = context.sizes["stride"]
-    if split == "valid" and stride == context.sizes["sequence_length"]:
-        # The evaluation after the last epoch saw these weights and these windows: a minute on a CPU.
-        last = run.history.epochs[-1].evaluation
-        found = LanguageEvaluation(**{field.name: last[field.name] for field in fields(LanguageEvaluation)})
+def _score(text: _Text, engine: LanguageEngine, history: History, split: str) -> Scored:
+    """Score every token of the split with the final weights."""
+    stride, last = text.options.stride, history.epochs[-1].evaluation
+    if split == "valid" and stride == text.options.sequence_length and last is not None:
+        # The last evaluation of the training used these weights and windows; another takes a minute on a CPU.
+        columns: dict[str, Any] = {column.name: last[column.name] for column in fields(LanguageEvaluation)}
+        evaluation = LanguageEvaluation(**columns)
     else:
-        windows = _windows(context, text, split, stride)
-        found = evaluate_language(run.engine.model, windows, run.engine.precision, run.engine.device)
-    numbers = found.total_nll_nats, found.tokens, found.standard_error_nats
+        evaluation = evaluate_language(engine.model, text.windows(split, stride), engine.precision, engine.device)
+    numbers = evaluation.total_nll_nats, evaluation.tokens, evaluation.standard_error_nats
     return Scored.of(text.corpus, text.prepared, split, *numbers)
 
 
 def _least_flops(config: TransformerConfig, length: int) -> float:
-    """Forward and backward of a token with the causal half of attention only, which is all that must be computed."""
+    """FLOPs of forward and backward per token with the causal half of attention, which is all that must be computed."""
     return flops_per_token(config, length // 2).forward_backward
 
 
-def _for_source(context: Context, source: str) -> Context:
-    """The synthetic text needs other sizes: its vocabulary is small, and copying is learned late."""
-    if source != "synthetic":
-        return context
-    return replace(context, sizes=context.sizes | context.sizes.get("when_synthetic", {}))
-
-
-def _config(context: Context, vocabulary: int) -> TransformerConfig:
-    sizes = context.sizes
-    changes = {"vocab_size": vocabulary, "context": sizes["sequence_length"], "dropout": sizes.get("dropout", 0.0)}
-    return named_config(sizes["model"], **changes)
-
-
-def _plan(sizes: dict) -> Plan:
-    return Plan(
-        epochs=sizes.get("epochs"),
-        steps=sizes.get("steps"),
-        evaluate_every=sizes["evaluate_every"],
-        checkpoint_every=sizes["checkpoint_every"],
-    )
-
-
-def _total_steps(sizes: dict, steps_per_epoch: int) -> int:
-    return _plan(sizes).total_steps(steps_per_epoch)
-
-
-def _batches(context: Context, text: Text, seed: int) -> LanguageBatches:
-    sizes, where = context.sizes, context.device.torch_device
-    return LanguageBatches(text.prepared.tokens["train"], sizes["sequence_length"], sizes["batch_size"], seed, where)
-
-
-def _engine(context: Context, vocabulary: int, total_steps: int, capture: bool) -> LanguageEngine:
-    sizes, device = context.sizes, context.device
-    model = TransformerLM(_config(context, vocabulary)).to(device.torch_device)
-    schedule = WarmupCosine(sizes["learning_rate"], sizes["warmup_steps"], total_steps)
-    precision = choose_precision(device, sizes["precision"])
-    optimizer = adamw(model, sizes["learning_rate"], sizes["weight_decay"])
-    return LanguageEngine(model, optimizer, schedule, precision, device, capture=capture)
-
-
-def _beginning(context: Context, text: Text) -> Callable[[bool], tuple[LanguageEngine, Callable]]:
-    """What begins the training of the first seed anew, to compare recorded steps with others."""
+def _beginning(text: _Text) -> Callable[[bool], tuple[LanguageEngine, Callable]]:
+    """Return a function that starts the training of the first seed anew, with or without capture."""
 
     def begin(capture: bool) -> tuple[LanguageEngine, Callable]:
-        batches = _batches(context, text, context.seed)
-        total = _total_steps(context.sizes, len(batches))
-        return _engine(context, text.tokenizer.vocab_size, total, capture), batches.next_batch
+        batches = text.batches(text.context.seed)
+        return text.engine(len(batches), capture), batches.next_batch
 
     return begin
 
 
-def _windows(context: Context, text: Text, split: str, stride: int) -> Iterable:
-    sizes = context.sizes
-    return evaluation_windows(
-        text.prepared.tokens[split],
-        sizes["sequence_length"],
-        stride,
-        text.tokenizer.eos_id,
-        sizes["evaluation_batch_size"],
-        context.device.torch_device,
-    )
-
-
-def _rows(context: Context, text: Text, run: TrainedLanguage) -> tuple[list[Row], list[pd.DataFrame]]:
-    """Rows of a training, of its scores, and of a steady step, timed after it; and the samples of that step."""
-    source, engine = text.corpus.source, run.engine
-    config, length = engine.model.config, context.sizes["sequence_length"]
+def _rows(text: _Text, run: TrainedLanguage, engine: LanguageEngine, batches: LanguageBatches) -> tuple[list[Row], pd.DataFrame]:
+    """Return the rows of a training, of its scores, and of a steady step timed after it, with the step's samples."""
+    context, source = text.context, text.corpus.source
+    config, length = text.options.config(text.tokenizer.vocab_size), text.options.sequence_length
     rows = epoch_rows(context, run.name, run.dtype, engine, run.history, source)
-    rows += _validation_rows(context, text, run)
+    rows += _validation_rows(text, run)
     for split in run.scored:
-        rows += _scored_rows(context, text, run, split)
+        rows += _score_rows(text, run, split)
     steady, samples = steady_rows(
         context,
         run.name,
         engine,
-        run.batches.next_batch(),
-        run.batches.tokens_per_batch,
+        batches.next_batch(),
+        batches.tokens_per_batch,
         flops_per_token(config, length),
         _least_flops(config, length),
         source,
+        text.options.steady_time_limit_s,
     )
     if engine.capture_time_s is not None:
-        what = {"what": "the step, warmed up and recorded as a graph"}
-        columns = {"dtype": run.dtype, "params": what, "data_source": source}
+        params = {"what": "the step, warmed up and recorded as a graph"}
+        columns = {"dtype": run.dtype, "params": params, "data_source": source}
         rows.append(context.row(run.name, "compile_time_s", engine.capture_time_s, **columns))
-    return rows + steady, [samples]
+    return rows + steady, samples
 
 
-def _validation_rows(context: Context, text: Text, run: TrainedLanguage) -> list[Row]:
+def _validation_rows(text: _Text, run: TrainedLanguage) -> list[Row]:
     floor = text_floor(text.corpus, "valid")
     return [
-        context.row(
+        text.context.row(
             run.name,
             "validation_loss",
             record.evaluation["loss"],
             dtype=run.dtype,
-            params={"epoch": record.epoch, "step": record.step, "stride": context.sizes["sequence_length"]},
+            params={"epoch": record.epoch, "step": record.step, "stride": text.options.sequence_length},
             limit=floor.per(len(text.prepared.tokens["valid"])),
             limit_source=floor.source,
             data_source=text.corpus.source,
@@ -247,12 +356,12 @@ def _validation_rows(context: Context, text: Text, run: TrainedLanguage) -> list
     ]
 
 
-def _scored_rows(context: Context, text: Text, run: TrainedLanguage, split: str) -> list[Row]:
-    found, floor, source = run.scored[split], text_floor(text.corpus, split), text.corpus.source
-    params = run.told | {"split": split}
-    rows = perplexity_rows(context, run.name, run.dtype, params, found, floor, source)
+def _score_rows(text: _Text, run: TrainedLanguage, split: str) -> list[Row]:
+    scored, floor, source = run.scored[split], text_floor(text.corpus, split), text.corpus.source
+    params = run.score_params | {"split": split}
+    rows = perplexity_rows(text.context, run.name, run.dtype, params, scored, floor, source)
     if floor.total_nll_nats is not None:
-        excess = (found.total_nll_nats - floor.total_nll_nats) / found.tokens
+        excess = (scored.total_nll_nats - floor.total_nll_nats) / scored.tokens
         columns = {"limit": 0.0, "limit_source": floor.source, "data_source": source}
-        rows.append(context.row(run.name, "excess_loss_nats", excess, dtype=run.dtype, params=params, **columns))
+        rows.append(text.context.row(run.name, "excess_loss_nats", excess, dtype=run.dtype, params=params, **columns))
     return rows

@@ -1,10 +1,28 @@
-"""Our way of training a Transformer language model beside the plain public one, in turn on one device."""
+"""Speed of this library's language-model training compared with a plain public loop, in turn on one device.
+
+Both are also compared with a roof: the least time of a step by this run's own ceilings. It starts with the matrix products, in
+one of two ways: all FLOPs at the fastest rate of any product that the run has measured (attention counts the half that a causal
+mask leaves), or the step's own products, done one after the other and timed in turn with whole steps (`products_alone`). It
+then adds the time of the fastest stream for the bytes that no product reads or writes, since kernels run one after the other:
+
+- the update, in float32: weight, gradient and two moments read, weight and moments written; where products write 16 bits, the
+  gradient is also written in float32 before;
+- logits, in the format of the products: read once, for the loss;
+- activations, in the same format, in tensors of [B, T, D]. A block writes its input and the sum after attention, and reads them
+  in the backward pass (4); it writes the outputs of both norms and of GELU (2 + 4) and reads the input of GELU in the backward
+  pass (4). The head does the same for the input of the last norm (2) and its output (1).
+
+Not counted: gradients of activations, second reads in the forward pass, statistics of norms and of attention, 16-bit copies of
+weights, the embedding's lookups, launches. A kernel that fuses a norm or a GELU with a product could be faster than this roof;
+none does here.
+"""
 
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import cast
 
 import numpy as np
 import pandas as pd
@@ -12,63 +30,103 @@ import torch
 from torch import Tensor, nn
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_columns
+from hyperion.chapter.options import Options
+from hyperion.chapter.rows import out_of_memory_reason, sample_frame, stream_ceiling, timed_columns
+from hyperion.chapter.variants import Report
 from hyperion.data.batches.loaders import LanguageBatches
 from hyperion.experiments.baselines.paired_loops import OURS, PLAIN, PairedLoops, wait_for
-from hyperion.experiments.baselines.plain_language_model import PlainTraining, filled_up, with_weights_of
+from hyperion.experiments.baselines.plain_loops import PlainLanguageLoop, with_weights_of
 from hyperion.experiments.baselines.products_alone import one_pass, products_of
-from hyperion.experiments.baselines.step_roof import StepRoof, own_roof, step_roof
 from hyperion.hardware import Device
-from hyperion.measure import PeakMemoryRegion, Timing, time_interleaved
-from hyperion.results import Row
+from hyperion.kernels.token_loss import padded_classes
+from hyperion.measure import FORMATS, PeakMemoryRegion, Timing, time_interleaved
+from hyperion.models import TransformerConfig, TransformerLM
+from hyperion.results import Estimate, Row, known, ratio_estimate
 from hyperion.training import LanguageEngine, choose_precision, compile_options
+from hyperion.units import GIB
 from hyperion.workloads import datasets
-from hyperion.workloads.step_comparison import emptied_afterwards
+from hyperion.workloads.step_comparison import memory_released
 from hyperion.workloads.step_forecasts import NO_CEILINGS
+from hyperion.workloads.training_rows import ADAMW_BYTES_A_PARAMETER
 from hyperion.workloads.twins import SCATTER_BF16
-from hyperion.workloads.workloads import SIXTEEN_BIT, Workload, workload
+from hyperion.workloads.workloads import NO_VOCABULARY, SIXTEEN_BIT, LanguageSizes, Workload, expected_workload, workload
 
-GIB = 2**30
-# Losses are compared window by window: the scatter of single steps is averaged out, a part of the way that differs is not.
-# Over 200 steps of a small model bfloat16 alone moved a window by 0.2 %, a learning rate higher by a tenth by 1.4 %.
+# Losses are compared by windows, whose means hide the scatter of single steps but not a lasting difference. Over 200 steps of a
+# small model, bfloat16 alone changed a window by 0.2 %, a learning rate higher by a tenth by 1.4 %.
 WINDOWS = 10
 ROOF, OWN_ROOF = "of the step's roof", "of the roof of its own products"
 _NO_ROOF = "no roof: this run has measured no ceilings (01_hardware_exploration)"
+_FLOAT32, _PASSES_OF_A_BLOCK, _PASSES_OF_THE_HEAD = 4, 14, 3
+
+
+class LanguageTrainingSpeedOptions(Options):
+    """Options of `language_training_speed`.
+
+    Args:
+        model: name of the Transformer configuration.
+        layers: number of blocks, 0 for the configuration's.
+        sequence_length: tokens of a sequence.
+        batch_size: sequences of a batch.
+        learning_rate, warmup_steps: of the training.
+        precision: number format, or "auto".
+        compiled: compile both models.
+        steps: least number of steps whose losses are compared.
+        steps_in_a_row: steps of one loop before it is the other's turn.
+        tolerance: largest relative difference of the mean losses of a window, without the padding's part.
+        time_limit_s: time limit of the measurement.
+    """
+
+    model: str
+    layers: int = 0
+    sequence_length: int
+    batch_size: int
+    learning_rate: float
+    warmup_steps: int
+    precision: str
+    compiled: bool
+    steps: int
+    steps_in_a_row: int
+    tolerance: float
+    time_limit_s: float
+
+    @property
+    def sizes(self) -> LanguageSizes:
+        """Sizes of the step."""
+        return LanguageSizes(**self.model_dump(include=set(LanguageSizes.model_fields)))
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """How much faster ours is, then its time and throughput: as if all kernels of both ran at the run's ceilings."""
-    counted = datasets.vocabulary_row(context)
-    dtype = choose_precision(context.device, context.sizes["precision"]).dtype
-    shared = {"variant": context.sizes["model"], "dtype": dtype}
-    if counted is None:
-        basis = "no estimate: this run has not counted the vocabulary (01_dataset_preparation)"
-        return [Forecast(metric="speedup", estimate=None, basis=basis, **shared)]
-    work = workload("language", context.sizes, int(counted.value))
-    shared |= {"variant": work.name, "params": _params(context, work) | {"loop": OURS}}
-    against = shared | {"params": shared["params"] | {"over": PLAIN}}
+    """Return the speed-up of ours, then its time and throughput, as if all kernels of both ran at the run's ceilings."""
+    options = LanguageTrainingSpeedOptions.of(context)
+    dtype = choose_precision(context.device, options.precision).dtype
+    work = expected_workload(context, options.sizes)
+    if work is None:
+        return [Forecast(variant=options.model, dtype=dtype, metric="speedup", estimate=None, basis=NO_VOCABULARY)]
+    ours = partial(Forecast, variant=work.name, dtype=dtype)
+    params = _params(options, work) | {"loop": OURS}
     roof = step_roof(context, work, dtype)
     if roof is None:
-        return [Forecast(metric="speedup", estimate=None, basis=NO_CEILINGS, **against)]
-    more = _more_bytes(context, work, dtype)
+        return [ours(metric="speedup", estimate=None, basis=NO_CEILINGS, params=params | {"over": PLAIN})]
+    more = _additional_bytes(options, work, dtype)
     ratio = 1 + roof.moving_s(more) / roof.time_s
-    told = f"the plain model moves {more / 1e9:.3g} GB more, in float32 and for logits" if more else "both do the same"
+    basis = f"the plain model moves {more / 1e9:.3g} GB more, in float32 and for logits" if more else "both do the same"
     return [
-        Forecast(metric="speedup", estimate=ratio, basis=f"{told}; ours: {roof}", **against),
-        Forecast(metric="step_time_s", estimate=roof.time_s, basis=str(roof), **shared),
-        Forecast(metric="tokens_per_s", estimate=work.items / roof.time_s, basis=str(roof), **shared),
+        ours(metric="speedup", estimate=ratio, basis=f"{basis}; ours: {roof}", params=params | {"over": PLAIN}),
+        ours(metric="step_time_s", estimate=roof.time_s, basis=str(roof), params=params),
+        ours(metric="tokens_per_s", estimate=work.items / roof.time_s, basis=str(roof), params=params),
     ]
 
 
-def run(context: Context, report) -> Result:
-    """Both from the same weights over the same batches, in turn: their steps are timed and their losses compared at once."""
+def run(context: Context, report: Report) -> Result:
+    """Train both from the same weights over the same batches in turn; time their steps and compare their losses."""
+    options = LanguageTrainingSpeedOptions.of(context)
     corpus, tokenizer, prepared = datasets.text(context)
-    work, tokens = workload("language", context.sizes, tokenizer.vocab_size), prepared.tokens["train"]
-    dtype = choose_precision(context.device, context.sizes["precision"]).dtype
-    loops = PairedLoops(context, work, dtype, corpus.source, _params(context, work))
+    work = workload(options.sizes.model_copy(update={"vocabulary": tokenizer.vocab_size}))
+    dtype = choose_precision(context.device, options.precision).dtype
+    loops = PairedLoops(context, work, dtype, corpus.source, _params(options, work))
     try:
-        with emptied_afterwards():
-            rows, samples = _compared(loops, tokens, report)
+        with memory_released():
+            rows, samples = _compared(options, loops, prepared.tokens["train"], report)
     except torch.OutOfMemoryError as error:
         reason = out_of_memory_reason(error)
         rows = [context.row(work.name, "step_time_s", None, value_reason=reason, **loops.of(OURS))]
@@ -77,20 +135,26 @@ def run(context: Context, report) -> Result:
 
 
 EXPERIMENT = Experiment(
-    forecast, run, isolated=True, reads=("gemm", "bandwidth"), forecast_reads=("text_pipeline",), data=datasets.TEXT
+    forecast,
+    run,
+    options=LanguageTrainingSpeedOptions,
+    isolated=True,
+    reads=("gemm", "bandwidth"),
+    forecast_reads=("text_pipeline",),
+    data=datasets.TEXT,
 )
 
 
 @dataclass
 class _Loop:
-    """One way of training, its own loader beside it.
+    """One way of training, with its own loader.
 
     Attributes:
-        train_on: does one optimizer step on inputs and targets; the loss before it.
-        losses: of all steps so far, on the device.
-        first_s: seconds of the steps in which everything is compiled or recorded.
-        peak_gib: most memory of tensors in a step, beside what lay in memory before; None on a CPU.
-        replayed: whether steps are recorded and replayed.
+        train_on: does one optimizer step on inputs and targets and returns the loss before it.
+        losses: losses of all steps so far, on the device.
+        first_s: seconds of the steps in which everything is compiled or captured.
+        peak_gib: peak of tensor memory in a step beyond what was allocated before the loop; None on a CPU.
+        replayed: whether steps are captured and replayed.
     """
 
     train_on: Callable[[Tensor, Tensor], Tensor]
@@ -101,70 +165,53 @@ class _Loop:
     replayed: bool = False
 
     def step(self) -> None:
-        """The next batch, and one optimizer step on it."""
+        """Do one optimizer step on the next batch."""
         self.losses.append(self.train_on(*self.batches.next_batch()))
 
 
-def _compared(loops: PairedLoops, tokens: np.ndarray, report) -> tuple[list[Row], pd.DataFrame]:
-    context, sizes = loops.context, loops.context.sizes
-    begun = {}
-    for done, (name, build) in enumerate({OURS: _ours, PLAIN: _plain}.items()):
-        report(done, 3, f"first steps of {name}")
-        begun[name] = _begun(loops, tokens, build)
+def _compared(
+    options: LanguageTrainingSpeedOptions, loops: PairedLoops, tokens: np.ndarray, report: Report
+) -> tuple[list[Row], pd.DataFrame]:
+    context, started = loops.context, {}
+    for number, (name, build) in enumerate({OURS: _ours, PLAIN: _plain}.items()):
+        report(number, 3, f"first steps of {name}")
+        started[name] = _start(options, loops, tokens, build)
     report(2, 3, "steps of both in turn")
-    told, products = _timed(loops, begun)
-    parity, losses = _parity(loops, begun)
-    speeds, samples = loops.speeds(told, {"replayed": begun[OURS].replayed})
-    own, frames = products, [losses, samples]
+    timings, products = _timed(options, loops, started)
+    parity, losses = _parity(options, loops, started)
+    speeds, samples = loops.speeds(timings, {"replayed": started[OURS].replayed})
+    frames = [losses, samples]
+    own: StepRoof | str
     if isinstance(products, Timing):
         frame = sample_frame(products, loops.work.name, loops.dtype, loops.params)
         frames.append(frame.assign(kind="its products alone"))
         own = own_roof(context, loops.work, loops.dtype, products) or _NO_ROOF
+    else:
+        own = products
     roofs = {ROOF: step_roof(context, loops.work, loops.dtype) or _NO_ROOF, OWN_ROOF: own}
-    shares = [_share(loops, name, timing, what, roof) for what, roof in roofs.items() for name, timing in told.items()]
-    rows = [parity, *speeds, *shares, *_memory(loops, begun)]
-    if sizes["compiled"]:
-        rows += loops.first_steps({name: loop.first_s for name, loop in begun.items()})
+    shares = [_share_row(loops, name, timing, what, roof) for what, roof in roofs.items() for name, timing in timings.items()]
+    rows = [parity, *speeds, *shares, *_memory_rows(loops, started)]
+    if options.compiled:
+        rows += loops.first_steps({name: loop.first_s for name, loop in started.items()})
     return rows, pd.concat(frames, ignore_index=True)
 
 
-def _timed(loops: PairedLoops, begun: dict[str, _Loop]) -> tuple[dict[str, Timing], Timing | str]:
-    """Steps of both and the products alone, in turn; where there is no memory for the three, of both and the reason."""
-    context, sizes = loops.context, loops.context.sizes
-    precision, steps = choose_precision(context.device, sizes["precision"]), [loop.step for loop in begun.values()]
-    in_turn = partial(
-        time_interleaved,
-        device=context.device,
-        cold=False,
-        time_limit_s=sizes["time_limit_s"],
-        minimum_samples=math.ceil(sizes["steps"] / sizes["steps_in_a_row"]),
-        back_to_back=sizes["steps_in_a_row"],
-    )
-    try:
-        listed = products_of(loops.work, sizes["compiled"])
-        *timings, products = in_turn([*steps, one_pass(listed, precision, context.device)])
-    except torch.OutOfMemoryError as error:
-        reason = out_of_memory_reason(error)
-    else:
-        return dict(zip(begun, timings, strict=True)), products
-    return dict(zip(begun, in_turn(steps), strict=True)), reason
+def _start(options: LanguageTrainingSpeedOptions, loops: PairedLoops, tokens: np.ndarray, build: Callable) -> _Loop:
+    """Build a loop and do three steps: one that compiles, one that shows the memory of a usual step, one to capture.
 
-
-def _begun(loops: PairedLoops, tokens: np.ndarray, build: Callable) -> _Loop:
-    """A loop after three steps: one in which everything is compiled, one whose memory is that of any other, and one that
-    is recorded where steps are to be replayed: a graph keeps the memory of its tensors for itself.
+    The memory is taken before the capture because a graph keeps the memory of its tensors to itself.
     """
-    context, device, sizes = loops.context, loops.context.device, loops.context.sizes
+    context, device = loops.context, loops.context.device
     accelerator = device.kind != "cpu"
     before = torch.cuda.memory_allocated(device.torch_device) if accelerator else 0
-    batches = LanguageBatches(tokens, sizes["sequence_length"], sizes["batch_size"], context.seed, device.torch_device)
-    train_on, engine = build(context, loops.work)
+    batches = LanguageBatches(tokens, options.sequence_length, options.batch_size, context.seed, device.torch_device)
+    train_on, engine = build(options, context, loops.work)
     loop = _Loop(train_on, batches)
     loop.first_s = _seconds_of(loop.step, device)
     with PeakMemoryRegion(device) as region:
         loop.step()
     if accelerator:
-        loop.peak_gib = region.peak.gib - before / GIB
+        loop.peak_gib = known(region.peak.gib) - before / GIB
     if engine is not None:
         engine.capture()
     third_s = _seconds_of(loop.step, device)
@@ -181,69 +228,191 @@ def _seconds_of(step: Callable[[], None], device: Device) -> float:
     return time.perf_counter() - started
 
 
-def _ours(context: Context, work: Workload) -> tuple[Callable[[Tensor, Tensor], Tensor], LanguageEngine]:
-    def lay_out(model: nn.Module) -> nn.Module:
-        if context.sizes["compiled"]:
+def _ours(
+    options: LanguageTrainingSpeedOptions, context: Context, work: Workload
+) -> tuple[Callable[[Tensor, Tensor], Tensor], LanguageEngine]:
+    def wrap(model: nn.Module) -> nn.Module:
+        if options.compiled:
             model.forward = torch.compile(model.forward, options=compile_options(context.device))
         return model
 
-    engine = work.engine(context.sizes["precision"], context.device, context.seed, lay_out)
+    engine = cast(LanguageEngine, work.engine(options.precision, context.device, context.seed, wrap))
     return lambda *batch: engine.train_step(batch).loss, engine
 
 
-def _plain(context: Context, work: Workload) -> tuple[Callable[[Tensor, Tensor], Tensor], None]:
-    device, sizes = context.device, context.sizes
-    model = with_weights_of(work.model(device, context.seed))
-    precision = choose_precision(device, sizes["precision"])
-    return PlainTraining(model, work.schedule, precision, device, sizes["compiled"]).train_on, None
+def _plain(
+    options: LanguageTrainingSpeedOptions, context: Context, work: Workload
+) -> tuple[Callable[[Tensor, Tensor], Tensor], None]:
+    model = with_weights_of(cast(TransformerLM, work.model(context.device, context.seed)))
+    precision = choose_precision(context.device, options.precision)
+    return PlainLanguageLoop(model, work.schedule, precision, context.device, options.compiled).train_on, None
 
 
-def _parity(loops: PairedLoops, begun: dict[str, _Loop]) -> tuple[Row, pd.DataFrame]:
-    """The largest relative difference of mean losses in any window of the steps that both have made.
+def _timed(
+    options: LanguageTrainingSpeedOptions, loops: PairedLoops, started: dict[str, _Loop]
+) -> tuple[dict[str, Timing], Timing | str]:
+    """Time the steps of both and the products alone in turn; if memory is short, only the steps, with the reason."""
+    device, steps = loops.context.device, [loop.step for loop in started.values()]
+    in_turn = partial(
+        time_interleaved,
+        device=device,
+        cold=False,
+        time_limit_s=options.time_limit_s,
+        minimum_samples=math.ceil(options.steps / options.steps_in_a_row),
+        back_to_back=options.steps_in_a_row,
+    )
+    try:
+        products = products_of(loops.work, options.compiled)
+        *timings, together = in_turn([*steps, one_pass(products, choose_precision(device, options.precision), device)])
+    except torch.OutOfMemoryError as error:
+        reason = out_of_memory_reason(error)
+    else:
+        return dict(zip(started, timings, strict=True)), together
+    return dict(zip(started, in_turn([*steps]), strict=True)), reason
 
-    The classes that the plain model has beside the vocabulary add at most ln(P / V) to its loss, which is ln V before the
-    first step; what comes on top is rounding.
+
+def _parity(options: LanguageTrainingSpeedOptions, loops: PairedLoops, started: dict[str, _Loop]) -> tuple[Row, pd.DataFrame]:
+    """Return the largest relative difference of mean losses in any window of the steps that both have done.
+
+    The classes that the plain model adds to the vocabulary V raise its loss by at most ln(P / V), and the loss before the first
+    step is ln V; the rest of the difference is rounding.
     """
-    classes = loops.work.config.vocab_size
-    tolerance = loops.context.sizes["tolerance"] + math.log(filled_up(classes) / classes) / math.log(classes)
-    steps = min(len(loop.losses) for loop in begun.values())
-    curves = {name: torch.stack(loop.losses[:steps]).float().cpu().numpy() for name, loop in begun.items()}
+    classes = known(loops.work.config).vocab_size
+    tolerance = options.tolerance + math.log(padded_classes(classes) / classes) / math.log(classes)
+    steps = min(len(loop.losses) for loop in started.values())
+    curves = {name: torch.stack(loop.losses[:steps]).float().cpu().numpy() for name, loop in started.items()}
     means = {name: np.array([part.mean() for part in np.array_split(curve, WINDOWS)]) for name, curve in curves.items()}
     difference = float(np.max(np.abs(means[OURS] / means[PLAIN] - 1)))
     how = f"mean loss of each of {WINDOWS} windows of the steps; {SCATTER_BF16}"
     return loops.parity(steps, difference, how, tolerance), loops.curves_frame(curves)
 
 
-def _share(loops: PairedLoops, name: str, timing: Timing, what: str, roof: StepRoof | str) -> Row:
-    """How much of a loop's time a roof would take, or without a value for the reason why there is none."""
-    shared = loops.of(name)
-    shared["params"] |= {"what": what}
+def _share_row(loops: PairedLoops, name: str, timing: Timing, what: str, roof: "StepRoof | str") -> Row:
+    """Return the share of a loop's time that a roof takes; without a value if `roof` is a reason."""
+    columns = loops.of(name)
+    columns["params"] |= {"what": what}
     if isinstance(roof, str):
-        return loops.context.row(loops.work.name, "share", None, value_reason=roof, **shared)
-    shared["params"] |= roof.params
+        return loops.context.row(loops.work.name, "share", None, value_reason=roof, **columns)
+    columns["params"] |= roof.params
     share = roof.share_of(timing)
-    return loops.context.row(loops.work.name, "share", share.value, **shared, **timed_columns(share, timing))
+    return loops.context.row(loops.work.name, "share", share.value, **columns, **timed_columns(share, timing))
 
 
-def _memory(loops: PairedLoops, begun: dict[str, _Loop]) -> list[Row]:
-    """Of each loop by itself. (On a CPU the process holds both, and the interpreter.)"""
+def _memory_rows(loops: PairedLoops, started: dict[str, _Loop]) -> list[Row]:
+    """Peak memory of each loop by itself; none on a CPU, where the process holds both."""
     limit, source = loops.work.standing_bytes / GIB, f"weights and {loops.work.moments} moments of each in float32"
     return [
         loops.context.row(loops.work.name, "peak_memory_gib", loop.peak_gib, limit=limit, limit_source=source, **loops.of(name))
-        for name, loop in begun.items()
+        for name, loop in started.items()
         if loop.peak_gib is not None
     ]
 
 
-def _more_bytes(context: Context, work: Workload, dtype: str) -> float:
-    """What the plain model moves beside ours: where autocast leaves sums of the residual stream in float32, two more bytes
-    of each of the two a block, written and read; and logits once more, where our kernel leaves their gradient in their
-    place at once. Uncompiled in float32 both do the same."""
-    if not (context.sizes["compiled"] and dtype in SIXTEEN_BIT):
+def _params(options: LanguageTrainingSpeedOptions, work: Workload) -> dict:
+    return {"batch": work.items, "loader": "included", "compiled": options.compiled}
+
+
+def _additional_bytes(options: LanguageTrainingSpeedOptions, work: Workload, dtype: str) -> float:
+    """Bytes that the plain model moves in addition to ours.
+
+    Autocast leaves the two sums per block of the residual stream in float32: two more bytes of each, written and read. And it
+    reads the logits once more, where our kernel writes their gradient in their place. Without compilation or in float32 both
+    do the same.
+    """
+    if not (options.compiled and dtype in SIXTEEN_BIT):
         return 0.0
-    residual = 2 * 2 * 2 * work.config.layers * work.items * work.config.width
-    return residual + 2 * work.items * work.config.vocab_size
+    config = known(work.config)
+    residual = 2 * 2 * 2 * config.layers * work.items * config.width
+    return residual + 2 * work.items * config.vocab_size
 
 
-def _params(context: Context, work: Workload) -> dict:
-    return {"batch": work.items, "loader": "included", "compiled": context.sizes["compiled"]}
+def least_traffic(config: TransformerConfig, tokens: int, dtype: str) -> dict[str, int]:
+    """Return the bytes that a step must move outside of its products, by cause."""
+    each = FORMATS[dtype].bytes
+    passes = _PASSES_OF_A_BLOCK * config.layers + _PASSES_OF_THE_HEAD
+    rounded = _FLOAT32 if each < _FLOAT32 else 0
+    return {
+        "optimizer": (ADAMW_BYTES_A_PARAMETER + rounded) * config.parameter_count,
+        "logits": each * tokens * config.vocab_size,
+        "activations": each * tokens * config.width * passes,
+    }
+
+
+@dataclass(frozen=True)
+class StepRoof:
+    """The least time of a step by part.
+
+    Attributes:
+        products: seconds of products by name.
+        how: how they were determined, as the end of a sentence.
+        ceilings: other ceilings of the run that the roof uses, by name.
+        bandwidth_gb_s: bandwidth of the run's fastest stream.
+        traffic: bytes by cause.
+        together: timing of all products in turn with whole steps, if measured.
+    """
+
+    products: dict[str, float]
+    how: str
+    ceilings: dict[str, float]
+    bandwidth_gb_s: float
+    traffic: dict[str, int]
+    together: Timing | None = None
+
+    def moving_s(self, moved_bytes: float) -> float:
+        """Return the seconds of the fastest stream for these bytes."""
+        return moved_bytes / (self.bandwidth_gb_s * 1e9)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of each part of the step."""
+        return self.products | {name: self.moving_s(moved) for name, moved in self.traffic.items()}
+
+    @property
+    def time_s(self) -> float:
+        """Seconds of the whole step."""
+        return sum(self.parts.values())
+
+    def share_of(self, step: Timing) -> Estimate:
+        """Return the roof as a share of a step's time, with the uncertainty of the step or of its ratio to the products."""
+        if self.together is None:
+            return step.estimate.map(lambda seconds: self.time_s / seconds)
+        return ratio_estimate(step.samples_s, self.together.samples_s + self.time_s - sum(self.products.values()))
+
+    @property
+    def params(self) -> dict:
+        """The ceilings and every part's seconds, for rows."""
+        values = self.ceilings | {"bandwidth_gb_s": self.bandwidth_gb_s, "roof_s": self.time_s}
+        values |= {f"{name}_s": seconds for name, seconds in self.parts.items()}
+        return {name: float(f"{value:.4g}") for name, value in values.items()}
+
+    def __str__(self) -> str:
+        multiplied = sum(self.products.values())
+        return (
+            f"{multiplied * 1e3:.3g} ms of {' and '.join(self.products)} {self.how}, then {(self.time_s - multiplied) * 1e3:.3g} "
+            f"ms for {', '.join(self.traffic)} at {self.bandwidth_gb_s:.4g} GB/s"
+        )
+
+
+def step_roof(context: Context, work: Workload, dtype: str) -> StepRoof | None:
+    """Return the roof with all products at the rate of the fastest; None if this run has not measured both ceilings."""
+    gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
+    if gemm is None or stream is None:
+        return None
+    tflops, how = known(gemm.value), f"at the measured {gemm.value:.4g} TFLOPS"
+    products = {"products": work.least_flops * work.items / (tflops * 1e12)}
+    traffic = least_traffic(known(work.config), work.items, dtype)
+    return StepRoof(products, how, {"gemm_tflops": tflops}, known(stream.value), traffic)
+
+
+def own_roof(context: Context, work: Workload, dtype: str, together: Timing) -> StepRoof | None:
+    """Return the roof with the step's own products; None if this run has measured no stream.
+
+    Args:
+        together: timing of all of them in turn with the steps to compare.
+    """
+    stream = stream_ceiling(context.upstream)
+    if stream is None:
+        return None
+    products, how = {"products": together.estimate.value}, "one after the other at their own sizes"
+    traffic = least_traffic(known(work.config), work.items, dtype)
+    return StepRoof(products, how, {}, known(stream.value), traffic, together)

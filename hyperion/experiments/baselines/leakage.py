@@ -1,4 +1,4 @@
-"""Does the model see the future? On tokens drawn fresh and independently, nobody can do better than ln V nats a token."""
+"""Does the model see the future? No model scores independent uniform tokens better than ln V nats per token."""
 
 import math
 
@@ -6,6 +6,9 @@ import pandas as pd
 import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
+from hyperion.chapter.options import Options
+from hyperion.chapter.variants import Report
+from hyperion.hardware import Device
 from hyperion.models import TransformerConfig, TransformerLM
 from hyperion.training import LanguageEngine, Precision, WarmupCosine, adamw, evaluate_language, seed_everything
 
@@ -13,30 +16,46 @@ _STANDARD_ERRORS = 4.0
 VARIANT = "causal transformer"
 
 
+class LeakageOptions(Options):
+    """Options of `leakage`.
+
+    Args:
+        vocabulary: number of different tokens.
+        sequence_length: tokens of a sequence.
+        batch_size: sequences of a batch.
+        steps: optimizer steps.
+        held_out_batches: batches to score after the training.
+    """
+
+    vocabulary: int
+    sequence_length: int
+    batch_size: int
+    steps: int
+    held_out_batches: int
+
+
 def forecast(context: Context) -> list[Forecast]:
-    """ln V: the entropy of a uniform token."""
-    size = context.sizes["vocabulary"]
+    """Return ln V, the entropy of a uniform token."""
+    size = LeakageOptions.of(context).vocabulary
     basis = f"entropy of a token drawn uniformly from {size}: ln {size} nats"
     return [Forecast(variant=VARIANT, metric="validation_loss", estimate=math.log(size), basis=basis, dtype="fp32")]
 
 
-def run(context: Context, report) -> Result:
-    """Train on fresh independent tokens at every step, then score others: a loss below ln V - 4 standard errors is a leak."""
+def run(context: Context, report: Report) -> Result:
+    """Train on fresh tokens at every step, then score others; a loss below ln V by 4 standard errors fails the check."""
     seed_everything(context.seed)
-    sizes, device = context.sizes, context.device
+    options, device = LeakageOptions.of(context), context.device
     generator = torch.Generator().manual_seed(context.seed)
-    config = TransformerConfig(sizes["vocabulary"], sizes["sequence_length"], width=64, heads=4, layers=2)
+    config = TransformerConfig(options.vocabulary, options.sequence_length, width=64, heads=4, layers=2)
     model = TransformerLM(config).to(device.torch_device)
-    schedule = WarmupCosine(3e-3, 10, sizes["steps"])
+    schedule = WarmupCosine(3e-3, 10, options.steps)
     engine = LanguageEngine(model, adamw(model, 3e-3), schedule, Precision("fp32", "a check of exactness"), device)
     losses = []
-    for step in range(sizes["steps"]):
-        losses.append(engine.train_step(_fresh(sizes, generator, device)).loss)
-        report(step + 1, sizes["steps"], "fresh tokens")
-    scored = evaluate_language(
-        model, (_fresh(sizes, generator, device) for _ in range(sizes["held_out_batches"])), engine.precision, device
-    )
-    below = (math.log(sizes["vocabulary"]) - scored.loss) / scored.standard_error_nats
+    for step in range(options.steps):
+        losses.append(engine.train_step(_fresh_batch(options, generator, device)).loss)
+        report(step + 1, options.steps, "fresh tokens")
+    held_out = (_fresh_batch(options, generator, device) for _ in range(options.held_out_batches))
+    scored = evaluate_language(model, held_out, engine.precision, device)
     row = context.row(
         VARIANT,
         "validation_loss",
@@ -47,17 +66,17 @@ def run(context: Context, report) -> Result:
         ci_high=scored.loss + 1.96 * scored.standard_error_nats,
         limit_source="no limit: ln V bounds the expectation; the check allows a sample 4 standard errors",
         check="standard errors below ln V (false alarm 3 in 100,000)",
-        check_error=below,
+        check_error=(math.log(options.vocabulary) - scored.loss) / scored.standard_error_nats,
         check_tolerance=_STANDARD_ERRORS,
     )
     curve = {"kind": "step", "step": range(1, len(losses) + 1), "loss": torch.stack(losses).tolist()}
     return Result([row], pd.DataFrame(curve))
 
 
-EXPERIMENT = Experiment(forecast, run)
+EXPERIMENT = Experiment(forecast, run, options=LeakageOptions)
 
 
-def _fresh(sizes: dict, generator: torch.Generator, device) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (sizes["batch_size"], sizes["sequence_length"] + 1)
-    tokens = torch.randint(sizes["vocabulary"], shape, generator=generator).to(device.torch_device)
+def _fresh_batch(options: LeakageOptions, generator: torch.Generator, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (options.batch_size, options.sequence_length + 1)
+    tokens = torch.randint(options.vocabulary, shape, generator=generator).to(device.torch_device)
     return tokens[:, :-1], tokens[:, 1:]

@@ -1,6 +1,7 @@
-"""Ours and a plain training loop that do the same work: the rows that every comparison of the two has."""
+"""Rows of a comparison between this library's training loop and a plain one that does the same work."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -11,15 +12,14 @@ from hyperion.chapter.rows import sample_frame, timed_columns
 from hyperion.hardware import Device
 from hyperion.measure import Timing
 from hyperion.results import Row, ratio_estimate
-from hyperion.workloads.training_rows import speed_rows
+from hyperion.workloads.training_rows import NO_SPEEDUP_LIMIT, speed_rows
 from hyperion.workloads.workloads import Workload
 
 OURS, PLAIN = "hyperion", "plain"
-_NO_LIMIT = "no limit: how far the slower of the two stays below its own limit is not bounded"
 
 
 def wait_for(device: Device) -> None:
-    """Until the device has done all that it was told to; a CPU has when a call returns."""
+    """Wait until the device has finished all queued work; on a CPU a call returns when it has finished."""
     if device.kind != "cpu":
         torch.cuda.synchronize(device.torch_device)
 
@@ -29,9 +29,9 @@ class PairedLoops:
     """What the rows of two compared loops share.
 
     Attributes:
-        dtype: of the products of both.
-        source: of the data.
-        params: of every row, the batch among them.
+        dtype: number format of both.
+        source: data source.
+        params: parameters of every row, "batch" included.
     """
 
     context: Context
@@ -41,17 +41,17 @@ class PairedLoops:
     params: dict
 
     def of(self, loop: str) -> dict:
-        """Columns of a row of one loop."""
+        """Return the columns of a row of one loop."""
         return {"dtype": self.dtype, "params": self.params | {"loop": loop}, "data_source": self.source}
 
-    def parity(self, steps: int, difference: float, how: str, tolerance: float, **params) -> Row:
-        """How far the losses of a loop lie from another's, with the same weights and batches.
+    def parity(self, steps: int, difference: float, how: str, tolerance: float, **params: Any) -> Row:
+        """Return the difference between the losses of two loops with the same weights and batches.
 
         Args:
-            steps: that both made.
-            difference: relative.
-            how: what was compared and why the tolerance is what it is.
-            params: more that tells this row from others; "of" and "from" name the loops, ours and the plain one unless given.
+            steps: steps that both have done.
+            difference: relative difference.
+            how: what is compared, and the reason for the tolerance.
+            params: further parameters; "of" and "from" name the loops, by default OURS and PLAIN.
         """
         shared = {"batch": self.params["batch"], "what": "training loss", "of": OURS, "from": PLAIN, "steps": steps}
         return self.context.row(
@@ -67,7 +67,7 @@ class PairedLoops:
         )
 
     def curves_frame(self, curves: dict[str, np.ndarray]) -> pd.DataFrame:
-        """The losses of both by step, kind "parity"."""
+        """Return the losses of both by step as samples of kind "parity"."""
         batch = self.params["batch"]
         return pd.concat(
             [
@@ -78,15 +78,15 @@ class PairedLoops:
         )
 
     def first_steps(self, seconds: dict[str, float]) -> list[Row]:
-        """Seconds that the first step of each loop took in which something was compiled or recorded."""
-        return [self.context.row(self.work.name, "compile_time_s", took, **self.of(loop)) for loop, took in seconds.items()]
+        """Return the time of each loop's first steps, in which it compiles and captures."""
+        return [self.context.row(self.work.name, "compile_time_s", time_s, **self.of(loop)) for loop, time_s in seconds.items()]
 
     def speeds(self, timings: dict[str, Timing], how: dict) -> tuple[list[Row], pd.DataFrame]:
-        """Time, throughput and MFU of both, the speed of ours over the plain one's, and the samples of their steps.
+        """Return time, throughput and MFU of both, the speed-up of ours over the plain one, and the samples of the steps.
 
         Args:
-            timings: of both loops in turn.
-            how: what the row of the ratio tells of the loops beside.
+            timings: timings of both loops in turn.
+            how: further parameters of the speed-up's row.
         """
         rows, frames, work = [], [], self.work
         for loop, timing in timings.items():
@@ -98,7 +98,7 @@ class PairedLoops:
         shared["params"] |= {"over": PLAIN} | how
         rows.append(
             self.context.row(
-                work.name, "speedup", ratio.value, limit_source=_NO_LIMIT, **shared, **timed_columns(ratio, timings[OURS])
+                work.name, "speedup", ratio.value, limit_source=NO_SPEEDUP_LIMIT, **shared, **timed_columns(ratio, timings[OURS])
             )
         )
         return rows, pd.concat(frames, ignore_index=True).assign(kind="step, loader included")

@@ -1,14 +1,14 @@
-"""The parity ladder: the same tokens trained plainly, then with one thing more at a time, and what each changes in the loss.
+"""The parity ladder: train the same tokens plainly, then with one change more at a time, and compare the losses.
 
-Each rung stands on the one before: float32 on one device, the same again, batches in parts, bfloat16, activation
-checkpointing, compiled blocks, and at last a run that was interrupted and resumed. What may change the numbers has a
-tolerance that follows from its rounding; what may not has none.
+Each rung adds to the one before: float32 on one device, the same again, accumulation over micro-batches, bfloat16, activation
+checkpointing, compiled blocks, and a run that is interrupted and resumed. A change that rounds differently has a tolerance for
+its rounding; one that must not change the numbers has none.
 """
 
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -16,6 +16,7 @@ import torch
 import torch._dynamo
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
+from hyperion.chapter.options import Options
 from hyperion.chapter.variants import Report
 from hyperion.data.batches.loaders import LanguageBatches
 from hyperion.measure.steps.compilation import missing_compiler
@@ -28,20 +29,46 @@ from hyperion.workloads import datasets
 from hyperion.workloads.twins import SCATTER_BF16
 
 FIRST = "fp32"
-# On a GPU some sums are formed in the order in which threads arrive: as far apart as two runs of one rung may be.
+# Tolerance for two runs of one rung on a GPU, where the order of some sums depends on the order in which threads finish.
 _UNORDERED = 2e-3
-_MOST_GRAPHS = 32  # of one function: every block is one more kind of itself
+_MOST_GRAPHS = 32  # compilations of one function, since each block is compiled on its own
+
+
+class ParityLadderOptions(Options):
+    """Options of `parity_ladder`.
+
+    Args:
+        tokens: number of tokens from the beginning of the text.
+        sequence_length: tokens of a sequence.
+        batch_size: sequences of a batch.
+        micro_batches: parts of a batch on the rungs that accumulate.
+        width, heads, layers: of the Transformer.
+        steps: optimizer steps.
+        learning_rate: after a warm-up over a tenth of the steps.
+        compiler: backend of torch.compile. "aot_eager" splits the graphs like "inductor" but writes no kernels.
+    """
+
+    tokens: int
+    sequence_length: int
+    batch_size: int
+    micro_batches: int
+    width: int
+    heads: int
+    layers: int
+    steps: int
+    learning_rate: float
+    compiler: Literal["eager", "aot_eager", "inductor"]
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One way to make the same training.
+    """One way to do the training.
 
     Attributes:
-        micro_batches: parts that each batch is taken in.
-        tolerance: largest relative difference of a loss from the rung before; 0 for none at all.
-        unit: of rounding, that the forecast counts with; 0 where nothing is rounded otherwise.
-        why: what the tolerance follows from.
+        micro_batches: number of parts that each batch is split into.
+        tolerance: largest relative difference of a loss from the rung before, 0 if the losses must be equal.
+        unit: unit of roundoff for the forecast, 0 if nothing is rounded differently.
+        why: reason for the tolerance.
     """
 
     name: str
@@ -55,14 +82,14 @@ class Rung:
     why: str = ""
 
 
-def rungs(sizes: dict) -> list[Rung]:
-    """The ladder, from the bottom."""
+def rungs(micro_batches: int) -> list[Rung]:
+    """Return the ladder from the bottom."""
     plain = Rung(FIRST)
     again = replace(plain, name="again", why="the same operations in the same order")
     parts = replace(
         plain,
         name="accumulated",
-        micro_batches=sizes["micro_batches"],
+        micro_batches=micro_batches,
         tolerance=1e-4,
         unit=2.0**-24,
         why="the same sums in another order, rounded to float32",
@@ -91,118 +118,118 @@ def rungs(sizes: dict) -> list[Rung]:
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """How far each rung is from the one before: nothing, or what is left of its unit of rounding when the roundings of a
-    batch's tokens, each its own, average out; but the loss itself is rounded to float32.
-    """
-    tokens = context.sizes["batch_size"] * context.sizes["sequence_length"]
+    """Return the difference of each rung from the one before.
 
-    def moved(rung: Rung) -> float:
+    It is zero, or the unit of roundoff after averaging over the independent roundings of a batch's tokens, and at least the
+    rounding of the loss to float32.
+    """
+    options = ParityLadderOptions.of(context)
+    tokens = options.batch_size * options.sequence_length
+
+    def difference(rung: Rung) -> float:
         return max(2.0**-24, rung.unit / tokens**0.5) if rung.unit else 0.0
 
     return [
         Forecast(
             variant=rung.name,
             metric="relative_difference",
-            estimate=moved(rung),
+            estimate=difference(rung),
             dtype=rung.dtype,
             basis=f"{rung.why}: {f'{rung.unit:.2g} over the root of {tokens} tokens' if rung.unit else 'no difference'}",
-            params=_params(context, rung),
+            params=_params(options, rung),
         )
-        for rung in rungs(context.sizes)[1:]
+        for rung in rungs(options.micro_batches)[1:]
     ]
 
 
 def run(context: Context, report: Report) -> Result:
-    """Climb the ladder in one process; each rung begins with the same weights and gets the same batches."""
+    """Train every rung in one process, each from the same weights over the same batches."""
     shutil.rmtree(context.workspace, ignore_errors=True)
-    ladder, sizes = rungs(context.sizes), context.sizes
-    tokens, source = _tokens(context)
+    options = ParityLadderOptions.of(context)
+    ladder = rungs(options.micro_batches)
+    tokens, source = _tokens(context, options)
     curves, rows = {}, []
     for number, rung in enumerate(ladder):
-        reason = _why_not(context, rung)
+        reason = _why_absent(context, options, rung)
         if not reason:
-            curves[rung.name] = _losses(context, rung, tokens, number, report)
+
+            def report_rung(done: int, total: int, note: str, number: int = number, name: str = rung.name) -> None:
+                report(number * options.steps + done, len(ladder) * options.steps, f"{name}: {note}")
+
+            curves[rung.name] = _losses(context, options, rung, tokens, report_rung)
         if number:
-            rows += _rows(context, rung, curves, reason, source)
-    steps = range(1, sizes["steps"] + 1)
+            rows += _rows(context, options, rung, curves, reason, source)
+    steps = range(1, options.steps + 1)
     frames = [pd.DataFrame({"rung": name, "step": steps, "loss": losses}) for name, losses in curves.items()]
     return Result(rows, pd.concat(frames, ignore_index=True), source)
 
 
-EXPERIMENT = Experiment(forecast, run, isolated=True, data=datasets.TEXT)
+EXPERIMENT = Experiment(forecast, run, options=ParityLadderOptions, isolated=True, data=datasets.TEXT)
 
 
-def _tokens(context: Context) -> tuple[np.ndarray, str]:
-    """The first tokens of the corpus, numbered anew so that a small model has a vocabulary of those that occur."""
+def _tokens(context: Context, options: ParityLadderOptions) -> tuple[np.ndarray, str]:
+    """Return the first tokens of the corpus, renumbered so that the vocabulary is small, and the data source."""
     corpus, _, prepared = datasets.text(context)
-    first = np.asarray(prepared.tokens["train"][: context.sizes["tokens"]])
+    first = np.asarray(prepared.tokens["train"][: options.tokens])
     return np.unique(first, return_inverse=True)[1], corpus.source
 
 
-def _why_not(context: Context, rung: Rung) -> str:
-    """Why a rung cannot be climbed here, "" where it can."""
+def _why_absent(context: Context, options: ParityLadderOptions, rung: Rung) -> str:
+    """Return why a rung cannot run here, "" if it can."""
     possible, how = context.device.supports(rung.dtype)
     if not possible:
         return f"unsupported: {how}"
-    return missing_compiler(context.device) if rung.compiled and context.sizes["compiler"] == "inductor" else ""
+    return missing_compiler(context.device) if rung.compiled and options.compiler == "inductor" else ""
 
 
-def _losses(context: Context, rung: Rung, tokens: np.ndarray, number: int, report: Report) -> list[float]:
-    steps = context.sizes["steps"]
-
-    def trained(until: int, seed: int, folder: Path | None) -> list[float]:
+def _losses(context: Context, options: ParityLadderOptions, rung: Rung, tokens: np.ndarray, report: Report) -> list[float]:
+    def train_until(until: int, seed: int, folder: Path | None) -> list[float]:
         seed_everything(seed, deterministic=context.device.kind != "cpu")
         torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=True)
-        torch._dynamo.reset()  # what was compiled refers to the model of the rung before
-        engine, batches, told = (_engine(context, rung, tokens), _batches(context, tokens), _told(report, rung, number, context))
-        # Where a block is compiled too often the compiler would quietly run it as it is.
+        torch._dynamo.reset()  # compiled code refers to the model of the rung before
+        engine, batches = _engine(context, options, rung, tokens), _batches(context, options, tokens)
+        # A block that is recompiled too often must raise: by default the compiler silently runs it eagerly.
         with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS, fail_on_recompile_limit_hit=True):
-            return train(engine, batches, Plan(steps=until), folder=folder, report=told).losses
+            return train(engine, batches, Plan(steps=until), folder=folder, report=report).losses
 
     if not rung.resumed:
-        return trained(steps, context.seed, None)
+        return train_until(options.steps, context.seed, None)
     folder = context.workspace / "interrupted"
-    trained(steps // 2, context.seed, folder)
-    return trained(steps, context.seed + 1, folder)  # with other weights, which the checkpoint replaces
+    train_until(options.steps // 2, context.seed, folder)
+    return train_until(options.steps, context.seed + 1, folder)  # other initial weights, which the checkpoint must replace
 
 
-def _told(report: Report, rung: Rung, number: int, context: Context) -> Callable[[int, int, str], object]:
-    whole = len(rungs(context.sizes)) * context.sizes["steps"]
-    return lambda done, total, note: report(number * context.sizes["steps"] + done, whole, f"{rung.name}: {note}")
-
-
-def _engine(context: Context, rung: Rung, tokens: np.ndarray) -> LanguageEngine:
-    sizes, device = context.sizes, context.device
-    config = TransformerConfig(int(tokens.max()) + 1, sizes["sequence_length"], sizes["width"], sizes["heads"], sizes["layers"])
+def _engine(context: Context, options: ParityLadderOptions, rung: Rung, tokens: np.ndarray) -> LanguageEngine:
+    vocabulary = int(tokens.max()) + 1
+    config = TransformerConfig(vocabulary, options.sequence_length, options.width, options.heads, options.layers)
     model = parallelize(TransformerLM(config), ParallelPlan(checkpointing=rung.checkpointing), world())
     if rung.compiled:
         for name in layout_of(model).blocks:
             block = model.get_submodule(name)
-            block.forward = torch.compile(block.forward, backend=sizes["compiler"])
-    schedule = WarmupCosine(sizes["learning_rate"], max(1, sizes["steps"] // 10), sizes["steps"])
-    precision = Precision(rung.dtype, "a rung of the ladder")
-    optimizer = adamw(model, sizes["learning_rate"])
-    return LanguageEngine(model, optimizer, schedule, precision, device, micro_batches=rung.micro_batches)
+            block.forward = torch.compile(block.forward, backend=options.compiler)
+    schedule = WarmupCosine(options.learning_rate, max(1, options.steps // 10), options.steps)
+    precision, optimizer = Precision(rung.dtype, "a rung of the ladder"), adamw(model, options.learning_rate)
+    return LanguageEngine(model, optimizer, schedule, precision, context.device, micro_batches=rung.micro_batches)
 
 
-def _batches(context: Context, tokens: np.ndarray) -> LanguageBatches:
-    sizes = context.sizes
-    return LanguageBatches(tokens, sizes["sequence_length"], sizes["batch_size"], context.seed, context.device.torch_device)
+def _batches(context: Context, options: ParityLadderOptions, tokens: np.ndarray) -> LanguageBatches:
+    where = context.device.torch_device
+    return LanguageBatches(tokens, options.sequence_length, options.batch_size, context.seed, where)
 
 
-def _rows(context: Context, rung: Rung, curves: dict[str, list[float]], reason: str, source: str) -> list[Row]:
-    """How far its losses are from those of the rung before, and from the first."""
+def _rows(
+    context: Context, options: ParityLadderOptions, rung: Rung, curves: dict[str, list[float]], reason: str, source: str
+) -> list[Row]:
+    """Return the differences of a rung's losses from those of the rung before and of the first."""
+    params = _params(options, rung)
     if reason:
-        return [
-            context.row(
-                rung.name, "relative_difference", None, dtype=rung.dtype, params=_params(context, rung), value_reason=reason
-            )
-        ]
-    before = list(curves)[-2]  # the last one that could be climbed
+        return [context.row(rung.name, "relative_difference", None, dtype=rung.dtype, params=params, value_reason=reason)]
+    before = list(curves)[-2]  # the last rung below that can run here
     exact = rung.tolerance == 0
     tolerance = _UNORDERED if exact and context.device.kind != "cpu" else rung.tolerance
-    # From the first rung on all tolerances may have added up.
-    allowed = {before: tolerance, FIRST: sum(r.tolerance for r in rungs(context.sizes)) if before != FIRST else tolerance}
+    # The tolerances of all rungs add up in the distance from the first.
+    total = sum(other.tolerance for other in rungs(options.micro_batches))
+    allowed = {before: tolerance, FIRST: total if before != FIRST else tolerance}
     rows = []
     for beside in dict.fromkeys((before, FIRST)):
         difference = float(np.max(np.abs(np.array(curves[rung.name]) / np.array(curves[beside]) - 1)))
@@ -212,8 +239,8 @@ def _rows(context: Context, rung: Rung, curves: dict[str, list[float]], reason: 
                 "relative_difference",
                 difference,
                 dtype=rung.dtype,
-                params=_params(context, rung) if beside == before else _params(context, rung) | {"beside": beside},
-                n=context.sizes["steps"],
+                params=params if beside == before else params | {"beside": beside},
+                n=options.steps,
                 check=f"losses of the rung {beside!r}, step by step; {SCATTER_BF16}",
                 check_error=difference,
                 check_tolerance=allowed[beside],
@@ -223,7 +250,6 @@ def _rows(context: Context, rung: Rung, curves: dict[str, list[float]], reason: 
     return rows
 
 
-def _params(context: Context, rung: Rung) -> dict:
-    sizes = context.sizes
-    params = {"what": "training loss", "beside": "the rung before", "steps": sizes["steps"], "micro_batches": rung.micro_batches}
-    return params | ({"compiler": sizes["compiler"]} if rung.compiled else {})
+def _params(options: ParityLadderOptions, rung: Rung) -> dict:
+    params = {"what": "training loss", "beside": "the rung before", "steps": options.steps, "micro_batches": rung.micro_batches}
+    return params | ({"compiler": options.compiler} if rung.compiled else {})

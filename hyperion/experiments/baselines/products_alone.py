@@ -1,8 +1,7 @@
-"""The products of a training step at its own sizes, each timed alone or all together: what its arithmetic takes on this device.
+"""The matrix products of a training step at their own sizes, timed each alone or all together.
 
-The fastest product of any shape says what the arithmetic units can do. These say what they do for the shapes that this model
-has, with operands that lie in memory as they do in the step. Whoever wants to get below their sum needs faster products, not a
-better loop.
+The fastest product of any shape shows the peak of the arithmetic units. These show what the units reach at the shapes of this
+model, with operands laid out in memory as in the step. To get below their sum, faster products are needed, not a better loop.
 """
 
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import mul
 
+import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
@@ -21,9 +21,10 @@ from hyperion.kernels.token_loss import padded_classes
 from hyperion.measure import FORMATS, Timing, time_function
 from hyperion.models import TransformerConfig
 from hyperion.models.resnet import IMAGE_SIZE, block_shapes
+from hyperion.results import known
 from hyperion.results.statistics import Estimate, estimates_of_medians
 from hyperion.training import Precision
-from hyperion.workloads.workloads import CLASSES, Workload
+from hyperion.workloads.workloads import CLASSES, ImageSizes, Workload
 
 Call = Callable[[], object]
 
@@ -33,10 +34,10 @@ class ProductAlone:
     """One product of a step.
 
     Attributes:
-        part: what its seconds are added to where each is timed alone.
-        name: its sizes, and which of the three products it is.
-        count: how often the step does it.
-        make: allocates its operands; the call that is timed.
+        part: part of the step that its seconds are added to.
+        name: its sizes, and which of the three products of a layer it is.
+        count: number of times that a step does it.
+        make: allocates the operands and returns the call to time.
     """
 
     part: str
@@ -47,29 +48,32 @@ class ProductAlone:
 
 @dataclass(frozen=True)
 class ProductsAlone:
-    """All products of a step and how long each takes alone, in the same order."""
+    """All products of a step with the timing of each alone, in the same order."""
 
     products: list[ProductAlone]
     timings: list[Timing]
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of each part, each product as often as the step does it."""
+        """Seconds by part of the step."""
         seconds = dict[str, float]()
         for product, timing in zip(self.products, self.timings, strict=True):
             seconds[product.part] = seconds.get(product.part, 0.0) + product.count * timing.estimate.value
         return seconds
 
     def share(self, step: Timing) -> Estimate:
-        """How much of a step's time they take. Each was timed by itself, so each is resampled by itself; where the times of a
-        product or of the steps drift, the interval reaches as much further as theirs do."""
+        """Return their share of a step's time.
+
+        Each was timed by itself, so each is resampled by itself. If the times of a product or of the step drift, the interval
+        is widened by the width of theirs.
+        """
         counts = [product.count for product in self.products]
 
-        def shares(medians) -> list[float]:
+        def shares(medians: np.ndarray) -> list[float]:
             return [sum(map(mul, counts, medians[:-1])) / medians[-1]]
 
         (share,) = estimates_of_medians([timing.samples_s for timing in (*self.timings, step)], shares)
-        # A drift of products that were timed one after the other has one cause: the reaches of all add up.
+        # A drift of products that were timed one after the other has a common cause, so the widths add up.
         reaches = [(count / step.estimate.value, timing) for count, timing in zip(counts, self.timings, strict=True)]
         reaches.append((share.value / step.estimate.value, step))
         further = [(scale, timing.estimate) for scale, timing in reaches if timing.drift.present]
@@ -77,7 +81,7 @@ class ProductsAlone:
         return Estimate(share.value, share.ci_low - reach, share.ci_high + reach, share.n)
 
     def frame(self, variant: str, dtype: str, params: dict) -> pd.DataFrame:
-        """Raw samples, one a line, each product's under its name."""
+        """Return the raw samples, one per line, with the product's name."""
         frames = [
             sample_frame(timing, variant, dtype, params | {"product": product.name})
             for product, timing in zip(self.products, self.timings, strict=True)
@@ -86,28 +90,28 @@ class ProductsAlone:
 
 
 def language_products(config: TransformerConfig, batch: int, compiled: bool) -> list[ProductAlone]:
-    """Of a TransformerLM at its whole context: "products" of its layers and its head, and "attention".
+    """Return the products of a TransformerLM at its whole context: layers and head ("products"), and "attention".
 
     Args:
-        compiled: query, key and value are one product, and the head has aligned columns.
+        compiled: whether query, key and value are one product, and the head's columns are padded for alignment.
     """
     D, M, L = config.width, batch * config.context, config.layers
     projections = [(D, 3 * D, L)] if compiled else [(D, D, 3 * L)]
     classes = padded_classes(config.vocab_size) if compiled else config.vocab_size
     layers = [*projections, (D, D, L), (D, 4 * D, L), (4 * D, D, L), (D, classes, 1)]
-    found = [
-        ProductAlone("products", f"{given} to {made}, {way}", count, partial(_linear, M, given, made, way))
-        for given, made, count in layers
+    linear = [
+        ProductAlone("products", f"{inputs} to {outputs}, {way}", count, partial(_linear, M, inputs, outputs, way))
+        for inputs, outputs, count in layers
         for way in ("forward", "of input", "of weight")
     ]
     shape = batch, config.context, config.heads, config.head_width
-    return found + [
+    return linear + [
         ProductAlone("attention", f"attention, {way}", L, partial(_attention, shape, way)) for way in ("forward", "backward")
     ]
 
 
 def image_products(width: int, batch: int) -> list[ProductAlone]:
-    """Of a ResNet-18: its "convolutions" and the classifier. No gradient of the images is made."""
+    """Return the products of a ResNet-18: its "convolutions" and the "classifier". The images need no gradient."""
     side, sizes = IMAGE_SIZE, [(3, width, 3, 1, IMAGE_SIZE)]
     for channels_in, channels_out, stride in block_shapes(width):
         sizes.append((channels_in, channels_out, 3, stride, side))
@@ -115,14 +119,14 @@ def image_products(width: int, batch: int) -> list[ProductAlone]:
             sizes.append((channels_in, channels_out, 1, stride, side))
         side = -(-side // stride)
         sizes.append((channels_out, channels_out, 3, 1, side))
-    found = [
+    convolutions = [
         ProductAlone("convolutions", _named(*size, way), sizes.count(size), partial(_convolution, batch, *size, way))
         for size in dict.fromkeys(sizes)
         for way in ("forward", "of input", "of weight")
         if way != "of input" or size[0] != 3
     ]
     ways = ("forward", "of input", "of weight")
-    return found + [
+    return convolutions + [
         ProductAlone("classifier", f"classifier, {way}", 1, partial(_linear, batch, 8 * width, CLASSES, way)) for way in ways
     ]
 
@@ -133,41 +137,43 @@ def _named(channels_in: int, channels_out: int, kernel: int, stride: int, side: 
 
 
 def products_of(work: Workload, compiled: bool) -> list[ProductAlone]:
-    """Of either baseline."""
-    if work.config is None:
-        return image_products(work.sizes["width"], work.items)
-    return language_products(work.config, work.items // work.config.context, compiled)
+    """Return the products of a step of either baseline."""
+    if isinstance(work.sizes, ImageSizes):
+        return image_products(work.sizes.width, work.items)
+    config = known(work.config)
+    return language_products(config, work.items // config.context, compiled)
 
 
 def time_alone(products: list[ProductAlone], precision: Precision, device: Device, time_limit_s: float) -> ProductsAlone:
-    """Time each product by itself. Caches are left as the call before left them: most operands are larger than any, and in a
-    step too the kernel before has just written what a small product reads.
+    """Time each product by itself, with the caches as the previous call left them.
+
+    Most operands are larger than any cache, and in a step the previous kernel has just written what a small product reads.
 
     Args:
-        precision: the step's, whose switches the products are made under.
-        time_limit_s: of all together, warm-up left out.
+        precision: precision of the step, which sets the switches of the products.
+        time_limit_s: time limit of all together, without warm-up.
     """
     timings, storage = [], FORMATS[precision.dtype].storage
     for product in products:
         with precision.products():
             call = product.make(storage, torch.device(device.torch_device))
             timings.append(time_function(call, device, cold=False, time_limit_s=time_limit_s / len(products)))
-        del call  # the next one's operands need not fit beside it
+        del call  # frees the operands before the next product allocates its own
     return ProductsAlone(products, timings)
 
 
 def one_pass(products: list[ProductAlone], precision: Precision, device: Device) -> Call:
-    """A function that does all products of a step, layer by layer, and nothing between them; it did so once.
+    """Return a function that does all products of a step, layer by layer and nothing else, after calling it once.
 
-    To be timed in turn with whole steps: at its power limit a device lowers its clock, and attention, which needs little power,
-    finds a higher one when it is timed by itself. (Products with nothing between them may need more power than a step, and be
-    a little slower than they are in one.) Layers share their operands, random numbers.
+    It is meant to be timed in turn with whole steps: at its power limit a device lowers its clock, and attention, which needs
+    little power, would run at a higher clock if timed by itself. (Products without other kernels between them may need more
+    power than a step, and be a little slower than in one.) All layers share their operands, which are random.
 
     Args:
-        precision: the step's, whose switches the products are made under.
+        precision: precision of the step, which sets the switches of the products.
 
     Raises:
-        torch.OutOfMemoryError: operands or results of all do not fit beside what lies in memory.
+        torch.OutOfMemoryError: operands and results do not fit into the free memory.
     """
     storage = FORMATS[precision.dtype].storage
     with precision.products():
@@ -197,9 +203,10 @@ def _attention(shape: tuple[int, int, int, int], way: str, dtype: torch.dtype, d
     B, T, N, H = shape
     projected_BTE = torch.randn(B, T, 3 * N * H, dtype=dtype, device=device)
     heads = [part.unflatten(-1, (N, H)).transpose(1, 2).requires_grad_() for part in projected_BTE.chunk(3, -1)]
+    q, k, v = heads
     if way == "forward":
-        return torch.no_grad()(lambda: F.scaled_dot_product_attention(*heads, is_causal=True))
-    y_BNTH = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return torch.no_grad()(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    y_BNTH = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     of_y_BNTH: Tensor = torch.randn_like(y_BNTH)
     return lambda: torch.autograd.grad(y_BNTH, heads, of_y_BNTH, retain_graph=True)
 
@@ -221,6 +228,6 @@ def _convolution(
     if way == "forward":
         return lambda: F.conv2d(x_BCYX, weight, stride=stride, padding=padding)
     of_y_BCYX = torch.randn_like(F.conv2d(x_BCYX, weight, stride=stride, padding=padding))
-    wanted = [way == "of input", way == "of weight", False]
-    how = None, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1, wanted
+    output_mask = [way == "of input", way == "of weight", False]
+    how = None, [stride] * 2, [padding] * 2, [1, 1], False, [0, 0], 1, output_mask
     return lambda: torch.ops.aten.convolution_backward(of_y_BCYX, x_BCYX, weight, *how)

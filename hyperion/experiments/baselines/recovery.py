@@ -1,41 +1,82 @@
-"""Does a run survive? Signals, power cuts, NaNs and a full disk at random moments of every phase; each run starts again.
+"""Does a run survive faults? Signals, power cuts, NaNs and a full disk strike at random moments of every phase.
 
-Each trial is two real processes: one in which a fault strikes, and one that goes on from what it left. The second must end
-exactly as a run that nothing ever happened to, in every bit.
+A trial is two processes: a fault strikes in the first, and the second resumes from its checkpoints. The second must end exactly
+like an undisturbed run, bit for bit.
 """
 
+import hashlib
+import json
+import math
+import os
+import resource
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
+from torch import Tensor
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
+from hyperion.chapter.options import Options
 from hyperion.chapter.variants import Report
-from hyperion.experiments.baselines.recovery_faults import KINDS, PHASES, Fault, cut_off
-from hyperion.experiments.baselines.recovery_run import EVERY, STEPS, checkpoints_before, in_own_process, is_evaluated, is_saved
+from hyperion.checkpoints import CheckpointError
+from hyperion.data.batches.loaders import LanguageBatches, evaluation_windows
+from hyperion.data.images.device_images import ImageBatches
+from hyperion.experiments.baselines.recovery_faults import KINDS, PHASES, Fault, Phases, cut_off
+from hyperion.hardware import detect_cpu
 from hyperion.hardware.cpu import usable_cpus
+from hyperion.models import TransformerConfig, TransformerLM, resnet18
 from hyperion.processes import Job, JobError, run_job
 from hyperion.results import Row
+from hyperion.training import (
+    ImageEngine,
+    LanguageEngine,
+    NonFiniteError,
+    Plan,
+    Precision,
+    WarmupCosine,
+    adamw,
+    rng_state,
+    seed_everything,
+    sgd_nesterov,
+    train,
+)
 
+EVERY = 3  # steps between checkpoints
+STEPS = 14
+EPOCH = 5  # steps
 MOST_LOST = {"SIGTERM": 1, "SIGKILL": EVERY, "power cut": 2 * EVERY, "NaN": EVERY, "full disk": EVERY}
 _TASKS = ("language", "images")
 _MOST_WORKERS = 16
 _TIMEOUT_S = 120.0
-# Checkpoints that must stand before the fault: a power cut takes one of them, a NaN may spoil the one being made.
-_STANDING = {"power cut": 2, "NaN": 1, "full disk": 1}
+# Number of checkpoints that must exist before the fault: a power cut destroys one, a NaN may spoil the one being written.
+_CHECKPOINTS_BEFORE = {"power cut": 2, "NaN": 1, "full disk": 1}
+_VOCABULARY, _LENGTH, _BATCH = 31, 8, 8
+_EXACT = Precision("fp32", "a check of exactness")
+
+
+class RecoveryOptions(Options):
+    """Options of `recovery`.
+
+    Args:
+        trials: number of faults.
+    """
+
+    trials: int
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """The most steps that each kind of fault may cost, by what a checkpoint promises."""
+    """Return the largest number of steps that each kind of fault may cost, by the guarantee of a checkpoint."""
     basis = {
         "SIGTERM": "the step in progress is finished and saved",
         "SIGKILL": f"a checkpoint every {EVERY} steps: all since the last one",
         "power cut": f"as SIGKILL, and the newest checkpoint is lost with it: 2 x {EVERY}",
     }
-    struck = {fault.kind for fault in draw(context.seed, context.sizes["trials"])}
+    drawn = {fault.kind for fault in draw(context.seed, RecoveryOptions.of(context).trials)}
     return [
         Forecast(
             variant=kind,
@@ -46,14 +87,14 @@ def forecast(context: Context) -> list[Forecast]:
             params=_params(context, kind),
         )
         for kind in basis
-        if kind in struck
+        if kind in drawn
     ]
 
 
 def run(context: Context, report: Report) -> Result:
-    """Undisturbed runs first, then all trials, as many at once as there are cores."""
+    """Run the undisturbed runs, then all trials, as many at the same time as there are cores."""
     shutil.rmtree(context.workspace, ignore_errors=True)
-    faults = draw(context.seed, context.sizes["trials"])
+    faults = draw(context.seed, RecoveryOptions.of(context).trials)
     print(f"{len(faults)} faults drawn with seed {context.seed}")
     with ThreadPoolExecutor(min(len(usable_cpus()), _MOST_WORKERS)) as threads:
         tasks = sorted({_task(number, fault) for number, fault in enumerate(faults)})
@@ -66,14 +107,14 @@ def run(context: Context, report: Report) -> Result:
     for trial in trials:
         if not trial["recovered"] or trial["lost"] > MOST_LOST[trial["kind"]]:
             print(f"NOT RECOVERED: {trial}")
-    return Result([row for kind in KINDS for row in _rows(context, kind, table[table["kind"] == kind])], table)
+    return Result([row for kind in KINDS for row in _rows(context, kind, table.query("kind == @kind"))], table)
 
 
-EXPERIMENT = Experiment(forecast, run)
+EXPERIMENT = Experiment(forecast, run, options=RecoveryOptions)
 
 
 def draw(seed: int, trials: int) -> list[Fault]:
-    """So many faults, kind after kind: each in every phase once before any comes again, at random steps and moments."""
+    """Draw faults at random steps and moments; each kind strikes in every phase once before any phase repeats."""
     random = np.random.default_rng((seed, trials))
     faults: list[Fault] = []
     while len(faults) < trials:
@@ -91,8 +132,7 @@ def _phases(kind: str) -> tuple[str, ...]:
 
 def _possible(kind: str, phase: str, step: int) -> bool:
     happens = {"evaluation": is_evaluated, "save": is_saved}.get(phase, lambda step: True)
-    # An evaluation comes before the save of its step; both when the step is done.
-    return happens(step) and checkpoints_before(step) >= _STANDING.get(kind, 0)
+    return happens(step) and checkpoints_before(step) >= _CHECKPOINTS_BEFORE.get(kind, 0)
 
 
 def _undisturbed(context: Context, task: str) -> dict:
@@ -101,12 +141,12 @@ def _undisturbed(context: Context, task: str) -> dict:
 
 
 def _task(number: int, fault: Fault) -> str:
-    """Both in turn; but tokens are whole numbers, and what a loader may deliver as NaN are images."""
+    """The tasks in turn; a NaN in a loader needs images, because tokens are integers."""
     return "images" if (fault.kind, fault.phase) == ("NaN", "loader") else _TASKS[number % 2]
 
 
 def _trial(context: Context, whole: dict, number: int, fault: Fault) -> dict:
-    """One fault and what came of it."""
+    """Let one fault strike and resume; return the outcome."""
     task = _task(number, fault)
     folder = context.workspace / f"trial-{number:03d}"
     params = {"folder": str(folder), "task": task, "seed": context.seed}
@@ -133,7 +173,7 @@ def _trial(context: Context, whole: dict, number: int, fault: Fault) -> dict:
 
 
 def _process(params: dict) -> dict:
-    """Run one process; a signal or an error that it did not tell of is how it ended."""
+    """Run one process; if it dies or raises, "ended" holds its exit code and error."""
     Path(params["folder"]).mkdir(parents=True, exist_ok=True)
     try:
         return run_job(Job(in_own_process, params, timeout_s=_TIMEOUT_S), on_line=lambda line: None)
@@ -144,7 +184,7 @@ def _process(params: dict) -> dict:
 def _rows(context: Context, kind: str, trials: pd.DataFrame) -> list[Row]:
     if trials.empty:
         return []
-    lost, failed = int(trials["lost"].max()), int((~trials["recovered"]).sum())
+    lost, failed = max(trials["lost"].tolist()), trials["recovered"].tolist().count(False)
     return [
         context.row(
             kind,
@@ -172,3 +212,100 @@ def _rows(context: Context, kind: str, trials: pd.DataFrame) -> list[Row]:
 
 def _params(context: Context, kind: str) -> dict:
     return {"device": "cpu", "seed": context.seed, "steps": STEPS, "checkpoint_every": EVERY, "may_lose": MOST_LOST[kind]}
+
+
+def in_own_process(**params: Any) -> dict:
+    """Call `run_once` in a process that sees no GPU: reading a GPU's generator would create a context in every process."""
+    os.environ.update({"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"})
+    return run_once(**params)
+
+
+def run_once(
+    folder: str, task: str, seed: int, fault: dict | None = None, moments: dict | None = None, watch: bool = False
+) -> dict:
+    """Train STEPS steps on the CPU, resuming from the checkpoints in `folder`.
+
+    Args:
+        task: 'language' or 'images'.
+        fault: fields of a Fault, None for no fault.
+        moments: number of moments by phase in an undisturbed run (see Phases).
+        watch: count the moments.
+
+    Returns:
+        "ended": 'finished' or the error that ended it; if finished, "hashes" of the run's whole state, "resumed_at" and
+        "moments".
+    """
+    torch.set_num_threads(1)
+    seed_everything(seed)
+    engine, batches, validation = {"language": _language, "images": _images}[task](seed)
+    phases = Phases(engine, Fault(**fault) if fault else None, moments or {}, Path(folder) / "struck")
+    if fault or watch:
+        phases.plant(batches)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    plan = Plan(steps=STEPS, checkpoint_every=EVERY)
+    try:
+        history = train(engine, batches, plan, validation=validation, folder=Path(folder))
+    except (NonFiniteError, CheckpointError) as error:
+        return {"ended": f"{type(error).__name__}: {error.what}"}
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)  # a full disk must not stop the answer, which is a file too
+    evaluations = [record.evaluation for record in history.epochs]
+    parts = {
+        "losses": [loss.hex() for loss in history.losses],
+        "evaluations": [sorted((k, float(v).hex()) for k, v in numbers.items()) for numbers in evaluations if numbers],
+        "weights": engine.model.state_dict(),
+        "optimizer": engine.optimizer.state_dict(),
+        "sampler": batches.state_dict(),
+        "generators": rng_state(),
+    }
+    hashes = {name: _hash(part) for name, part in parts.items()}
+    resumed_at = history.resumed_at[-1] if history.resumed_at else 0
+    return {"ended": "finished", "hashes": hashes, "resumed_at": resumed_at, "moments": phases.counted}
+
+
+def _language(seed: int) -> tuple:
+    tokens = np.random.default_rng(seed).integers(0, _VOCABULARY, _LENGTH + EPOCH * _BATCH * (_LENGTH + 1))
+    batches = LanguageBatches(tokens, _LENGTH, _BATCH, seed)
+    # With dropout the losses depend on the random generator.
+    model = TransformerLM(TransformerConfig(_VOCABULARY, _LENGTH, width=16, heads=2, layers=2, dropout=0.2))
+    engine = LanguageEngine(model, adamw(model, 3e-3), WarmupCosine(3e-3, 3, STEPS), _EXACT, detect_cpu())
+    return engine, batches, lambda: evaluation_windows(tokens[:100], _LENGTH, _LENGTH, 0, 4)
+
+
+def _images(seed: int) -> tuple:
+    random = np.random.default_rng(seed)
+    images, labels = random.integers(0, 256, (EPOCH * 8, 3, 32, 32), dtype=np.uint8), np.arange(EPOCH * 8) % 10
+    scale = ([0.5] * 3, [0.25] * 3)
+    batches = ImageBatches(images, labels, 8, scale, seed=seed, augment=("crop", "flip"))
+    model = resnet18(width=2)
+    engine = ImageEngine(model, sgd_nesterov(model, 0.05), WarmupCosine(0.05, 3, STEPS), _EXACT, detect_cpu())
+    return engine, batches, lambda: ImageBatches(images[:16], labels[:16], 8, scale, shuffle=False)
+
+
+def _hash(value: object) -> str:
+    """Return the sha256 of a nested value, tensors by their bytes."""
+    digest = hashlib.sha256()
+
+    def encode(item: object) -> list:
+        if isinstance(item, Tensor):
+            digest.update(item.detach().contiguous().cpu().view(-1).numpy().tobytes())
+            return [str(item.dtype), list(item.shape)]
+        raise TypeError(f"{type(item).__name__} in the state of a run")
+
+    digest.update(json.dumps(value, default=encode, sort_keys=True, allow_nan=True).encode())
+    return digest.hexdigest()
+
+
+def is_evaluated(step: int) -> bool:
+    """Return True if an evaluation follows the step."""
+    return step % EPOCH == 0 or step == STEPS
+
+
+def is_saved(step: int) -> bool:
+    """Return True if a checkpoint follows the step."""
+    return step % EVERY == 0 or step == STEPS
+
+
+def checkpoints_before(step: int) -> int:
+    """Return the number of checkpoints written before the step begins."""
+    return math.ceil(step / EVERY) - 1

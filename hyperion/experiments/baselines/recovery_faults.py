@@ -1,7 +1,7 @@
-"""Faults of a training run, planted at an exact moment: during which phase of which step, and how far into the phase.
+"""Faults of a training run, planted at an exact moment of a phase of a step.
 
-A moment is one operator that PyTorch dispatches, or one call of Python in the phases that hardly compute (loader, save). So
-a signal arrives in the middle of a backward pass or between two renames of a save, and the same seed strikes there again.
+A moment is one operator that PyTorch dispatches, or one Python call in the phases that compute little (loader, save). So a
+signal can arrive in the middle of a backward pass or between two renames of a save, and the same seed strikes there again.
 """
 
 import contextlib
@@ -12,20 +12,21 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hyperion.results import known
 from hyperion.training import TorchEngine, loop
-from hyperion.training.loop import Batches
 
 PHASES = ("loader", "forward", "backward", "optimizer", "evaluation", "save")
 KINDS = ("SIGTERM", "SIGKILL", "power cut", "NaN", "full disk")
 _CALLS = ("loader", "save")  # phases whose moments are calls, not operators
 _STATE = ("optimizer", "save")  # phases in which a NaN strikes weights and moments
-_DISK_BYTES = 4096  # what a file may still hold once the disk is full
+_DISK_BYTES = 4096  # size of a file beyond which writes fail when the disk is full
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,10 @@ class Fault:
     """One fault of one run.
 
     Attributes:
-        kind: of KINDS. A power cut is a SIGKILL here; whoever planted it damages the files afterwards.
-        phase: of PHASES.
-        step: during which optimizer step, counted from 1; of an evaluation or save the step it comes after.
-        moment: how far into the phase, 0 to 1.
+        kind: one of KINDS. A power cut is a SIGKILL here; the caller damages the files afterwards (`cut_off`).
+        phase: one of PHASES.
+        step: optimizer step, counted from 1; for an evaluation or a save the step that it follows.
+        moment: position in the phase, from 0 to 1.
     """
 
     kind: str
@@ -47,12 +48,12 @@ class Fault:
 
 @dataclass
 class Phases:
-    """Lets a fault strike in a run, or counts the moments of each phase where none is planted.
+    """Plants a fault in a run, or counts the moments of each phase if there is none.
 
     Args:
-        fault: None for an undisturbed run.
-        moments: of each phase as an undisturbed run counted them: all, and those that give numbers.
-        mark: a file that says how many steps were done when the fault struck; it outlives the process.
+        fault: the fault, None for an undisturbed run.
+        moments: number of moments by phase in an undisturbed run: all, and those that return floating-point numbers.
+        mark: file for the number of steps done when the fault strikes; it survives the process.
     """
 
     engine: TorchEngine
@@ -62,9 +63,9 @@ class Phases:
     counted: dict[str, list[int]] = field(default_factory=dict)
     struck: bool = False
 
-    def plant(self, batches: Batches) -> None:
-        """Watch the phases of this engine and this loader, in this process."""
-        engine = self.engine
+    def plant(self, batches: Any) -> None:
+        """Wrap the functions of each phase of this engine and this loader, in this process."""
+        engine = cast(Any, self.engine)
         engine.summed_loss = self._watched("forward", engine.summed_loss)
         engine.scaler.backward = self._watched("backward", engine.scaler.backward)
         engine.scaler.step = self._watched("optimizer", engine.scaler.step)
@@ -75,25 +76,26 @@ class Phases:
     def _watched(self, phase: str, function: Callable) -> Callable:
         def watched(*args: Any) -> Any:
             step = self.engine.steps + (phase not in ("evaluation", "save"))
-            wanted = self.fault is not None and not self.struck and (self.fault.phase, self.fault.step) == (phase, step)
-            if not wanted and (self.fault is not None or phase in self.counted):
+            fault = self.fault
+            now = fault is not None and not self.struck and (fault.phase, fault.step) == (phase, step)
+            if not now and (fault is not None or phase in self.counted):
                 return function(*args)
-            # A NaN can only strike where numbers come out; in weights and moments it can at any time.
-            numbers_only = wanted and self.fault.kind == "NaN" and phase not in _STATE and phase not in _CALLS
-            at = 1 + int(self.fault.moment * self.moments[phase][numbers_only]) if wanted else None
+            # A NaN replaces a number of an operator's result; in weights and optimizer state it can strike at any moment.
+            numbers_only = now and known(fault).kind == "NaN" and phase not in _STATE and phase not in _CALLS
+            at = 1 + int(known(fault).moment * self.moments[phase][numbers_only]) if now else None
             moments = _Moments(at, numbers_only, self._strike)
             with _calls(moments) if phase in _CALLS else moments:
                 result = function(*args)
             self.counted.setdefault(phase, [moments.count, moments.numbers])
-            if wanted and not self.struck:  # a batch is poisoned when it is there, and a phase may be shorter than foreseen
+            if now and not self.struck:  # a NaN strikes a batch once it is loaded, and a phase may be shorter than before
                 self._strike(result)
             return result
 
         return watched
 
     def _strike(self, result: Any) -> None:
-        """At one moment; `result` is what the operator or the phase gave, None for a call."""
-        fault = self.fault
+        """Strike; `result` is the result of the operator or the phase, None for a call."""
+        fault = known(self.fault)
         if self.struck or fault.kind == "NaN" and not self._poison(result):
             return
         self.struck = True
@@ -107,25 +109,26 @@ class Phases:
 
     @torch.no_grad()
     def _poison(self, result: Any) -> bool:
-        """One number becomes a NaN: of a batch, of an operator's result, or of the weights and moments themselves."""
-        if self.fault.phase in _STATE:
+        """Set one number to NaN: of a batch, of an operator's result, or of weights and optimizer state."""
+        fault = known(self.fault)
+        if fault.phase in _STATE:
             states = [value for state in self.engine.optimizer.state.values() for value in state.values()]
             result = [*self.engine.model.parameters(), *states]
-        found = _numbers(result)
-        if not found:
+        tensors = _float_tensors(result)
+        if not tensors:
             return False
-        chosen = found[int(self.fault.moment * 1e6) % len(found)]
-        place = int(self.fault.moment * 1e9) % chosen.numel()
+        chosen = tensors[int(fault.moment * 1e6) % len(tensors)]
+        place = int(fault.moment * 1e9) % chosen.numel()
         chosen[tuple(int(index) for index in torch.unravel_index(torch.tensor(place), chosen.shape))] = float("nan")
         return True
 
 
 class _Moments(TorchDispatchMode):
-    """Counts moments, and from one of them on calls `strike` with what the operator gave.
+    """Counts moments and, from moment `at` on, calls `strike` with the operator's result.
 
     Args:
-        at: that moment, counted from 1; None for never.
-        numbers_only: count operators that give floating-point numbers to write into, for `at`.
+        at: moment, counted from 1; None for never.
+        numbers_only: whether `at` counts only operators that return floating-point numbers.
     """
 
     def __init__(self, at: int | None, numbers_only: bool, strike: Callable[[Any], object]):
@@ -140,14 +143,14 @@ class _Moments(TorchDispatchMode):
 
     def tick(self, result: Any = None) -> None:
         self.count += 1
-        self.numbers += bool(_numbers(result))
+        self.numbers += bool(_float_tensors(result))
         if self.at is not None and (self.numbers if self.numbers_only else self.count) >= self.at:
             self.strike(result)
 
 
 @contextlib.contextmanager
 def _calls(moments: _Moments) -> Iterator[None]:
-    """Every call and return of this thread is a moment."""
+    """Context in which every Python call and return of this thread is a moment."""
     sys.setprofile(lambda frame, event, argument: moments.tick())
     try:
         yield
@@ -155,19 +158,17 @@ def _calls(moments: _Moments) -> Iterator[None]:
         sys.setprofile(None)
 
 
-def _numbers(value: Any) -> list[Tensor]:
-    """Tensors of a result, or of several, whose floating-point numbers can be written to one by one."""
+def _float_tensors(value: Any) -> list[Tensor]:
+    """Return the floating-point tensors of a nested result that can be written element by element."""
     if isinstance(value, Tensor):
         return [value] if value.is_floating_point() and value.numel() and 0 not in value.stride() else []
-    return [tensor for item in value for tensor in _numbers(item)] if isinstance(value, tuple | list) else []
+    return [tensor for item in value for tensor in _float_tensors(item)] if isinstance(value, tuple | list) else []
 
 
-def cut_off(folder: Path, random) -> str:
-    """What a power cut may do to files that were not on the disk yet, or that a disk said it had: unfinished ones lose their
-    ends, and so does one of the newest checkpoint. Returns that one's name.
+def cut_off(folder: Path, random: np.random.Generator) -> str:
+    """Damage files as a power cut may: truncate unfinished files and one file of the newest checkpoint, and return its name.
 
-    Args:
-        random: numpy.random.Generator.
+    That file stands for data that the disk reported as written but had only in its cache.
     """
     unfinished = [path for place in folder.glob(".unfinished-*") for path in place.rglob("*") if path.is_file()]
     newest = max(folder.glob("step-*"))

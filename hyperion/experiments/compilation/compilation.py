@@ -1,4 +1,4 @@
-"""What does torch.compile bring, and what does it cost? Each mode of each model in a process of its own, beside eager."""
+"""Gains and costs of torch.compile: each mode of each model in a process of its own, timed in turn with eager calls."""
 
 import gc
 import sys
@@ -9,21 +9,22 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+from pydantic import Field
 
-from hyperion.chapter.context import Context, Experiment, Result
-from hyperion.chapter.rows import gemm_limit, out_of_memory_reason, sample_frame, timed_columns
+from hyperion.chapter.context import Context, Experiment, Forecast, Result
+from hyperion.chapter.options import Options
+from hyperion.chapter.rows import gemm_limit, out_of_memory_reason, sample_frame, stream_ceiling, timed_columns
 from hyperion.chapter.variants import Report, merged, run_variant
-from hyperion.experiments.compilation.compilation_forecast import forecast
-from hyperion.experiments.compilation.compilation_subjects import (
-    Subject,
-    given_weights,
-    make_subject,
+from hyperion.experiments.compilation.compilation_models import (
+    CompiledModel,
+    ModelSpec,
+    checkpoint_weights,
+    make_model,
+    model_params,
     reference_output,
-    subject_params,
 )
 from hyperion.measure import FORMATS, PeakMemoryRegion, Timing, Verification, relative_error, time_interleaved
-from hyperion.measure.clock.census import count_operations
-from hyperion.measure.memory_use.peak import GIB
+from hyperion.measure.clock.census import Census, count_operations
 from hyperion.measure.steps.compilation import (
     EAGER,
     MODES,
@@ -33,140 +34,210 @@ from hyperion.measure.steps.compilation import (
     probe_vector_instructions,
 )
 from hyperion.results import Row, ratio_estimate
+from hyperion.units import GIB
 
-# Relative Frobenius error of the logits: three to four times what eager has against float64 in either kind of model.
+# Relative Frobenius error of the logits: three to four times the error of eager calls against float64.
 TOLERANCES = {"fp32": 2e-5, "fp16": 3e-3, "bf16": 2e-2}
 _STEADY_CALLS = 5
 _DISTURBED, _TRIES = 0.1, 3
 _LEFT_OUT = "left out: a cold compilation takes long, and neither the profile nor the call asks for this mode"
 
 
+class CompilationOptions(Options):
+    """Options of the experiment.
+
+    Args:
+        models: models and their modes.
+        samples: least number of samples per mode.
+        back_to_back: calls per sample.
+        time_limit_s: seconds for the samples of a mode.
+        search: settings of the compiler's search by mode, {"max-autotune": {setting: value}}; a mode without has its own.
+    """
+
+    models: tuple[ModelSpec, ...]
+    samples: int
+    back_to_back: int
+    time_limit_s: float
+    search: dict[str, dict[str, str | bool]] = Field(default_factory=dict)
+
+
+def forecast(context: Context) -> list[Forecast]:
+    """Estimate each model's speed-up in its last mode, which the reader guesses, then the time of each mode."""
+    forecasts = [_model_forecasts(context, spec) for spec in CompilationOptions.of(context).models]
+    return [speedup for speedup, _ in forecasts] + [time for _, times in forecasts for time in times]
+
+
+def _model_forecasts(context: Context, spec: ModelSpec) -> tuple[Forecast, list[Forecast]]:
+    params = model_params(spec, context.seed)
+    dtype, modes = spec.dtype, spec.modes
+    gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
+    seconds: dict[str, float | None] = dict.fromkeys(modes)
+    basis = "no estimate: this run has measured no ceilings (01_hardware_exploration)"  # for all models alike
+    if gemm is not None and gemm.value and stream is not None and stream.value:
+        model = make_model(spec, "meta", context.seed)
+        census = count_operations(lambda: model.module(*model.inputs))
+        products = census.total_flops / (gemm.value * 1e12)
+        separate = census.other_bytes / (stream.value * 1e9)
+        fused = _fused_bytes(census, model.weight_bytes) / (stream.value * 1e9)
+        seconds = {mode: products + (separate if mode == EAGER else fused) for mode in modes}
+        basis = (
+            f"{spec.model}: {products * 1e3:.3g} ms of products at the measured {gemm.value:.4g} TFLOPS; "
+            f"everything else moves its operands at the measured {stream.value:.4g} GB/s: "
+            f"{separate * 1e3:.3g} ms operation by operation, {fused * 1e3:.3g} ms in one pass "
+            f"between products; launching its {census.operations} operations is free"
+        )
+    eager, last = seconds[EAGER], seconds[modes[-1]]
+    speedup = None if eager is None or last is None else eager / last
+    columns = {"dtype": dtype, "params": params, "basis": basis}
+    times = [Forecast(variant=m, metric="inference_time_s", estimate=seconds[m], **columns) for m in modes]
+    return Forecast(variant=modes[-1], metric="speedup", estimate=speedup, **columns), times
+
+
+def _fused_bytes(census: Census, weight_bytes: int) -> int:
+    """Return the least bytes of element-wise work: one pass from the output of a product to the input of the next."""
+    return min(census.other_bytes, max(census.product_bytes - weight_bytes, 0))
+
+
 def run(context: Context, report: Report) -> Result:
-    """Every mode of every model, each in a process of its own; a mode that the profile leaves out is a row that says so."""
-    cells = [(spec, mode) for spec in context.sizes["models"] for mode in MODES]
+    """Measure every mode of every model in a process of its own. A mode that the profile omits gets a row with the reason."""
+    options = CompilationOptions.of(context)
+    cells = [(spec, mode) for spec in options.models for mode in MODES]
     results, eager_times = [], {}
     with tempfile.TemporaryDirectory(prefix="hyperion-compiler-") as probe:
         for done, (spec, mode) in enumerate(cells):
-            report(done, len(cells), f"{spec['model']} {mode}")
-            if mode not in spec["modes"]:
-                results.append(_absent(context, spec, mode, _LEFT_OUT))
+            report(done, len(cells), f"{spec.model} {mode}")
+            if mode not in spec.modes:
+                results.append(_absent(context, options, spec, mode, _LEFT_OUT))
                 continue
-            params = {"spec": spec, "mode": mode, "probe": probe, "eager_s": eager_times.get(spec["model"])}
+            settings = spec.model_dump(mode="json", exclude_defaults=True)
+            params = {"spec": settings, "mode": mode, "probe": probe, "eager_s": eager_times.get(spec.model)}
             results.append(run_variant(context, _quiet, measure_mode, params))
             if mode == EAGER:
-                eager_times[spec["model"]] = next(r.value for r in results[-1].rows if r.metric == "inference_time_s")
+                eager_times[spec.model] = next(r.value for r in results[-1].rows if r.metric == "inference_time_s")
     report(len(cells), len(cells), "done")
     return merged(results)
 
 
-EXPERIMENT = Experiment(forecast, run, forecast_reads=("gemm", "bandwidth"))
+EXPERIMENT = Experiment(forecast, run, forecast_reads=("gemm", "bandwidth"), options=CompilationOptions)
 
 
 def measure_mode(context: Context, report: Report, spec: dict, mode: str, probe: str, eager_s: float | None = None) -> Result:
-    """One mode of one model, nothing else alive in this process.
+    """Measure one mode of one model, alone in this process.
 
     Args:
-        spec: see `make_subject`; `checkpoint` names a file of weights.
-        probe: folder in which the compiler keeps what it found out about the machine.
-        eager_s: seconds of an eager call in a process of its own, where that was measured.
+        spec: fields of a `ModelSpec`.
+        probe: folder for the compiler's probe of the CPU, shared by all modes.
+        eager_s: seconds of an eager call in a process of its own, None if not measured.
     """
-    supported, how = context.device.supports(spec["dtype"])
+    options, model_spec = CompilationOptions.of(context), ModelSpec.model_validate(spec, strict=False)
+    supported, how = context.device.supports(model_spec.dtype)
     reason = f"unsupported: {how}" if not supported else ""
     if mode != EAGER and (missing := missing_compiler(context.device)):
         reason = f"unavailable: {missing}"
     if reason:
-        return _absent(context, spec, mode, reason)
+        return _absent(context, options, model_spec, mode, reason)
     try:
-        subject = make_subject(spec, context.device.torch_device, context.seed, given_weights(spec))
+        model = make_model(model_spec, context.device.torch_device, context.seed, checkpoint_weights(model_spec))
         with _no_tf32(), _compiler_failures():
-            return _Measurement(context, spec, subject, mode, Path(probe), eager_s).result()
+            return _Measurement(context, options, model_spec, model, mode, Path(probe), eager_s).result()
     except torch.OutOfMemoryError as error:
-        return _absent(context, spec, mode, out_of_memory_reason(error))
+        return _absent(context, options, model_spec, mode, out_of_memory_reason(error))
     except _CompilerFailed as error:
-        return _absent(context, spec, mode, f"the compiler failed: {error}")
+        return _absent(context, options, model_spec, mode, f"the compiler failed: {error}")
 
 
 class _CompilerFailed(Exception):
-    """What the compiler said, in one line."""
+    """The compiler failed; its message in one line."""
 
 
 class _Measurement:
-    """One mode of one model: compiled, its memory read while it is alone, then timed in turn with eager calls."""
+    """One mode of one model: compile, measure memory while nothing else runs, then time in turn with eager calls."""
 
-    def __init__(self, context: Context, spec: dict, subject: Subject, mode: str, probe: Path, eager_s: float | None):
-        self.context, self.spec, self.subject, self.mode = context, spec, subject, mode
-        self.device, self.dtype, self.params = context.device, spec["dtype"], subject.params
+    def __init__(
+        self,
+        context: Context,
+        options: CompilationOptions,
+        spec: ModelSpec,
+        model: CompiledModel,
+        mode: str,
+        probe: Path,
+        eager_s: float | None,
+    ):
+        self.context, self.options, self.spec, self.model, self.mode = context, options, spec, model, mode
+        self.device, self.dtype, self.params = context.device, spec.dtype, model.params
         self.compilation: Compilation | None = None
         with torch.inference_mode():
-            self.call: Callable = subject.module
+            self.call: Callable = model.module
             if mode != EAGER:
                 probe_vector_instructions(self.device, probe)
-                search = context.sizes.get("search", {}).get(mode)
-                self.call, self.compilation = measure_compilation(subject.module, subject.inputs, mode, self.device, search)
-            self.output = self.call(*subject.inputs).clone()
+                search = options.search.get(mode)
+                self.call, self.compilation = measure_compilation(model.module, model.inputs, mode, self.device, search)
+            self.output = self.call(*model.inputs).clone()
             self.memory = self._memory_rows()
             self.timings = self._undisturbed(eager_s)
 
     def result(self) -> Result:
-        """All rows and samples."""
-        own, *beside = self.timings
+        """Return all rows and samples."""
+        own, *eager = self.timings
         verification = self._against_float64()
         rows = [self._time_row(own, verification), *self.memory, self._difference("float64", verification)]
         frames = [sample_frame(own, self.mode, self.dtype, self.params)]
         if self.compilation is None:
             rows += self._eager_rows()
         else:
-            rows += self._compiled_rows(self.compilation, own, beside[0])
-            frames.append(sample_frame(beside[0], f"eager beside {self.mode}", self.dtype, self.params))
+            rows += self._compiled_rows(self.compilation, own, eager[0])
+            frames.append(sample_frame(eager[0], f"eager beside {self.mode}", self.dtype, self.params))
         return Result(rows, pd.concat(frames, ignore_index=True))
 
     def _undisturbed(self, eager_s: float | None) -> list[Timing]:
-        """The timings whose eager calls come nearest to those of a process of their own, which all modes share.
+        """Time again while eager calls differ from those in the eager process, and return the closest timings.
 
-        A host that is busy with something else doubles what launches cost, and with it the speed-up of what saves them.
+        A host that is busy with other work doubles the cost of launches, and so the speed-up of modes that save launches.
         """
-        tries = []
+        tries, differences = [], []
         while len(tries) < _TRIES:
             tries.append(self._time())
-            if eager_s is None or _apart(tries[-1], eager_s) <= _DISTURBED:
+            if eager_s is None:
                 return tries[-1]
-        return min(tries, key=lambda timings: _apart(timings, eager_s))
+            differences = [abs(timings[-1].estimate.value / eager_s - 1) for timings in tries]
+            if differences[-1] <= _DISTURBED:
+                return tries[-1]
+        return tries[differences.index(min(differences))]
 
     def _time(self) -> list[Timing]:
-        """Seconds of a call, and of an eager call in turn with it where this is not eager itself."""
-        module, call, inputs = self.subject.module, self.call, self.subject.inputs
+        """Time calls, for a compiled mode in turn with eager calls."""
+        module, call, inputs = self.model.module, self.call, self.model.inputs
         functions = [lambda: call(*inputs)]
         if self.mode != EAGER:
             functions.append(lambda: module(*inputs))
-        sizes = self.context.sizes
         return time_interleaved(
             functions,
             self.device,
             cold=False,
-            minimum_samples=sizes["samples"],
-            time_limit_s=sizes["time_limit_s"],
-            back_to_back=sizes["back_to_back"],
+            minimum_samples=self.options.samples,
+            time_limit_s=self.options.time_limit_s,
+            back_to_back=self.options.back_to_back,
         )
 
     def _memory_rows(self) -> list[Row]:
-        """Most memory during settled calls, and on an accelerator what its allocator holds for them."""
+        """Peak memory during steady calls, and on an accelerator the memory that its allocator reserves."""
         gpu = self.device.kind != "cpu"
         gc.collect()
         if gpu:
-            torch.cuda.empty_cache()  # what autotuning left behind is not what calls need
+            torch.cuda.empty_cache()  # autotuning leaves memory that calls do not need
         with PeakMemoryRegion(self.device) as region:
             for _ in range(_STEADY_CALLS):
-                self.call(*self.subject.inputs)
-        columns = {"limit": self.subject.weight_bytes / GIB, "limit_source": "the weights alone"}
+                self.call(*self.model.inputs)
+        columns = {"limit": self.model.weight_bytes / GIB, "limit_source": "the weights alone"}
         peak = region.peak
         rows = [self._row(peak.metric, peak.gib, value_reason=peak.reason, **columns)]
         if gpu:
-            held = torch.cuda.max_memory_reserved(self.device.torch_device) / GIB
-            rows.append(self._row("reserved_memory_gib", held, **columns))
+            reserved = torch.cuda.max_memory_reserved(self.device.torch_device) / GIB
+            rows.append(self._row("reserved_memory_gib", reserved, **columns))
         return rows
 
     def _time_row(self, timing: Timing, verification: Verification) -> Row:
-        flops = count_operations(lambda: self.subject.module(*self.subject.inputs)).weight_flops
+        flops = count_operations(lambda: self.model.module(*self.model.inputs)).weight_flops
         limit_tflops, source = gemm_limit(self.device, self.dtype)
         return self._row(
             "inference_time_s",
@@ -178,8 +249,8 @@ class _Measurement:
         )
 
     def _eager_rows(self) -> list[Row]:
-        """What an eager call dispatches, and whether it computes in the dtype that its rows name."""
-        census = count_operations(lambda: self.subject.module(*self.subject.inputs))
+        """Operations of an eager call, and the share of its FLOPs in the dtype of the rows."""
+        census = count_operations(lambda: self.model.module(*self.model.inputs))
         share = census.share_in(self.dtype)
         declared = {"check": "the declared dtype", "check_error": 1 - share, "check_tolerance": 0.0}
         what = {"what": "product FLOPs in the declared dtype"}
@@ -198,7 +269,7 @@ class _Measurement:
             limit_source="no limit: what eager calls lose to launches has no bound",
             **timed_columns(ratio, own, difference),
         )
-        faster = ratio.ci_low > 1  # else nothing is known to be saved
+        faster = ratio.ci_low > 1  # otherwise no saving is certain
         saved = eager.estimate.value - own.estimate.value
         return [
             speedup,
@@ -208,12 +279,12 @@ class _Measurement:
                 value_reason="" if faster else "no time is saved for sure: the speed-up's interval reaches down to 1",
             ),
             self._row("compile_time_s", compilation.compile_time_s, more=self._circumstances(compilation)),
-            *_told_by_the_compiler(self._row, compilation),
+            *_compiler_rows(self._row, compilation),
             self._difference("eager", difference),
         ]
 
     def _circumstances(self, compilation: Compilation) -> dict:
-        search = self.context.sizes.get("search", {}).get(self.mode)
+        search = self.options.search.get(self.mode)
         return {
             "cache": "cold",
             "first_calls": len(compilation.first_calls_s),
@@ -222,19 +293,19 @@ class _Measurement:
         }
 
     def _clock(self) -> dict:
-        return {"clock": f"wall, {self.context.sizes['back_to_back']} calls in a row"}
+        return {"clock": f"wall, {self.options.back_to_back} calls in a row"}
 
     def _against_float64(self) -> Verification:
         with torch.inference_mode():
-            reference = reference_output(self.spec, self.subject)
+            reference = reference_output(self.spec, self.model)
         return self._verified("float64 slice", self.output[: len(reference)].cpu(), reference)
 
     def _against_eager(self) -> Verification:
         with torch.inference_mode():
-            return self._verified("eager output", self.output, self.subject.module(*self.subject.inputs))
+            return self._verified("eager output", self.output, self.model.module(*self.model.inputs))
 
     def _verified(self, name: str, output: torch.Tensor, reference: torch.Tensor) -> Verification:
-        # An output of another dtype is no output of this variant, however near it comes.
+        # An output of another dtype fails the check, whatever its error.
         declared = self.output.dtype is FORMATS[self.dtype].storage
         error = relative_error(output, reference) if declared else float("nan")
         return Verification(name, error, TOLERANCES[self.dtype])
@@ -248,13 +319,8 @@ class _Measurement:
         return self.context.row(self.mode, metric, value, dtype=self.dtype, params=params, **columns)
 
 
-def _apart(timings: list[Timing], eager_s: float) -> float:
-    """How far, relative, the eager calls that were made in turn lie from those alone."""
-    return abs(timings[-1].estimate.value / eager_s - 1)
-
-
-def _told_by_the_compiler(row: Callable[..., Row], compilation: Compilation) -> list[Row]:
-    """Breaks, graphs, recompilations and calls of the generated code; a function of which no graph was captured is refused."""
+def _compiler_rows(row: Callable[..., Row], compilation: Compilation) -> list[Row]:
+    """Graph breaks, graphs, recompilations and kernel calls. The check fails if no graph was captured."""
     reasons = "; ".join(f"{reason} ({times} times)" for reason, times in compilation.break_reasons.items())
     captured = {"check": "something was captured", "check_error": float(compilation.graphs < 1), "check_tolerance": 0.0}
     counts = {f"calls of {kind} kernels": number for kind, number in compilation.kernel_calls.items()}
@@ -266,17 +332,17 @@ def _told_by_the_compiler(row: Callable[..., Row], compilation: Compilation) -> 
     ]
 
 
-def _absent(context: Context, spec: dict, mode: str, reason: str) -> Result:
-    params = subject_params(spec, context.seed) | {"clock": f"wall, {context.sizes['back_to_back']} calls in a row"}
-    row = context.row(mode, "inference_time_s", None, dtype=spec["dtype"], params=params, value_reason=reason)
+def _absent(context: Context, options: CompilationOptions, spec: ModelSpec, mode: str, reason: str) -> Result:
+    params = model_params(spec, context.seed) | {"clock": f"wall, {options.back_to_back} calls in a row"}
+    row = context.row(mode, "inference_time_s", None, dtype=spec.dtype, params=params, value_reason=reason)
     return Result([row], pd.DataFrame())
 
 
 @contextmanager
 def _no_tf32():
-    """float32 convolutions compute in float32; matrix products do so by default.
+    """Context in which float32 convolutions compute in float32. Matrix products do so by default.
 
-    The older of PyTorch's two switches: Inductor reads it while it tunes convolutions, and refuses a mixture.
+    Uses the older of PyTorch's two settings: Inductor reads it while it tunes convolutions, and refuses a mixture of both.
     """
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
@@ -288,7 +354,7 @@ def _no_tf32():
 
 @contextmanager
 def _compiler_failures():
-    """Errors of the compiler as one type, without importing the compiler, which takes seconds, for an eager call."""
+    """Context that turns errors of the compiler into `_CompilerFailed`, without the slow import of the compiler."""
     try:
         yield
     except Exception as error:
@@ -299,4 +365,4 @@ def _compiler_failures():
 
 
 def _quiet(done: int, total: int, note: str = "") -> None:
-    """Within a mode there is nothing to report."""
+    """Ignore progress within a mode."""

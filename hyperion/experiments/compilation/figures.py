@@ -1,4 +1,4 @@
-"""Figures of compilation: what a call takes in each mode, what memory it takes, and after how many calls compiling pays."""
+"""Figures of compilation: time and memory of a call by mode, and the number of calls after which compiling pays."""
 
 from dataclasses import dataclass
 
@@ -6,6 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hyperion.errors import not_none
 from hyperion.figures.formats import items, number
 from hyperion.figures.material import Material, measured
 from hyperion.figures.plot import Plot
@@ -18,7 +19,7 @@ _MODES = ("eager", "default", "max-autotune", "reduce-overhead")
 
 
 def compilation(material: Material) -> Figure | None:
-    """A line of panels for each model: milliseconds of a call by mode with the speed-up over eager, and memory by mode."""
+    """Draw for each model the milliseconds of a call by mode, with the speed-up over eager, and the memory by mode."""
     subjects = _subjects(material)
     if not subjects:
         return None
@@ -30,15 +31,15 @@ def compilation(material: Material) -> Figure | None:
         _draw_memory(panels[2 * place + 1], rows)
     clock = next((row.params["clock"] for rows in subjects.values() for row in rows if "clock" in row.params), "")
     notes = [
-        f"Time of a call: {clock}, median with 95 % interval. Upright line, and in brackets the speed-up: eager calls made in "
-        "turn with the compiled ones, in the same process."
+        f"Time of a call: {clock}, median with 95 % interval. Vertical line and number in brackets: eager calls, timed in turn "
+        "with the compiled ones in the same process, and the speed-up over them."
     ]
     add_notes(figure, notes + _absences(subjects))
     return figure
 
 
 def break_even(material: Material) -> Figure | None:
-    """Time spent after so many calls, compilation included, beside eager's: where a mode's line falls below 1, it has paid."""
+    """Draw the total time by number of calls, compilation included, over that of eager: below 1, compiling has paid."""
     subjects = {title: costs for title, rows in _subjects(material).items() if (costs := _costs(rows))}
     if not subjects:
         return None
@@ -46,13 +47,13 @@ def break_even(material: Material) -> Figure | None:
     for axes, (title, costs) in zip(panels, subjects.items(), strict=True):
         _draw_totals(axes, title, costs)
     panels[0].set_ylabel("time spent, compilation included,\nover eager's")
-    note = "Compiled with cold caches; eager calls were made in turn with each mode's. A ring marks where a mode has paid."
+    note = "Compiled with cold caches; eager calls were timed in turn with each mode's. A ring marks the break-even point."
     add_notes(figure, [note])
     return figure
 
 
 def _absences(subjects: dict[str, list[Row]]) -> list[str]:
-    """A sentence for each reason why something was not timed, with what it holds for."""
+    """Return a note per reason why modes were not timed, with their names."""
     reasons: dict[str, list[str]] = {}
     for rows in subjects.values():
         for row in _of(rows, "inference_time_s"):
@@ -62,7 +63,7 @@ def _absences(subjects: dict[str, list[Row]]) -> list[str]:
 
 
 def _subjects(material: Material) -> dict[str, list[Row]]:
-    """Rows by model and input, for those that were timed at all."""
+    """Return rows by model and input, for models that were timed."""
     subjects: dict[str, list[Row]] = {}
     for row in material.of(EXPERIMENT):
         title = f"{row.params['model']}, batch {row.params['batch']}, {row.dtype}"
@@ -81,15 +82,16 @@ def _value(rows: list[Row], metric: str, mode: str) -> float | None:
 def _draw_times(axes: Axes, title: str, rows: list[Row]) -> None:
     times = [row for mode in _MODES for row in measured(_of(rows, "inference_time_s", mode))]
     for place, row in enumerate(times):
-        errors = [[1e3 * side[0]] for side in errors_of([row])]
-        axes.barh(place, 1e3 * row.value, xerr=errors, height=0.62, color=_colour(row.variant), ecolor=INK, capsize=2.5)
+        seconds = not_none(row.value)
+        errors = errors_of([row], 1e3)
+        axes.barh(place, 1e3 * seconds, xerr=errors, height=0.62, color=_colour(row.variant), ecolor=INK, capsize=2.5)
         speedup = _value(rows, "speedup", row.variant)
-        beside = row.value * (speedup or 1)
+        eager = seconds * (speedup or 1)
         if speedup:
-            axes.plot([1e3 * beside] * 2, [place - 0.31, place + 0.31], color=INK, linewidth=1.6)
-        label = f"{number(1e3 * row.value, 3)} ms" + (f"  ({number(speedup, 3)} ×)" if speedup else "")
-        _name_bar(axes, place, 1e3 * max(row.ci_high, beside), label)
-    _finish(axes, [row.variant for row in times], "ms a call")
+            axes.plot([1e3 * eager] * 2, [place - 0.31, place + 0.31], color=INK, linewidth=1.6)
+        label = f"{number(1e3 * seconds, 3)} ms" + (f"  ({number(speedup, 3)} ×)" if speedup else "")
+        _name_bar(axes, place, 1e3 * max(row.ci_high or seconds, eager), label)
+    _finish(axes, [row.variant for row in times], "ms per call")
     axes.set_title(title)
 
 
@@ -105,7 +107,7 @@ def _draw_memory(axes: Axes, rows: list[Row]) -> None:
             y = place + (step - (len(kinds) - 1) / 2) * height
             axes.barh(y, value, height=height * 0.92, color=_colour(mode), alpha=1 - 0.5 * step)
             _name_bar(axes, y, value, f"{number(value, 3)} {_MEMORY[kind]}")
-    _finish(axes, modes, "GiB at most, during calls, one model alive")
+    _finish(axes, modes, "peak GiB during calls, one model loaded")
     limit = next((row.limit for kind in kinds for row in _of(rows, kind) if row.limit), None)
     if limit is not None:
         axes.axvline(limit, color=MUTED, linestyle=(0, (5, 3)), linewidth=1.2)
@@ -129,7 +131,7 @@ def _colour(mode: str) -> str:
 
 @dataclass(frozen=True)
 class _Cost:
-    """Seconds of compiling, of a call and of an eager call made in turn with it; calls until it has paid, None if never."""
+    """Seconds of compiling, of a call, and of an eager call timed in turn; calls to break even, None if never."""
 
     compiling: float
     call: float
@@ -138,12 +140,11 @@ class _Cost:
 
 
 def _costs(rows: list[Row]) -> dict[str, _Cost]:
-    """What each compiled mode that was measured costs."""
+    """Return the costs of each measured compiled mode."""
     costs = {}
     for mode in _MODES:
-        found = [_value(rows, metric, mode) for metric in ("compile_time_s", "inference_time_s", "speedup")]
-        if None not in found:
-            compiling, call, speedup = found
+        compiling, call, speedup = (_value(rows, metric, mode) for metric in ("compile_time_s", "inference_time_s", "speedup"))
+        if compiling is not None and call is not None and speedup is not None:
             costs[mode] = _Cost(compiling, call, call * speedup, _value(rows, "break_even_calls", mode))
     return costs
 
@@ -168,11 +169,11 @@ def _draw_totals(axes: Axes, title: str, costs: dict[str, _Cost]) -> None:
 TITLES = {"compilation": "Compilation"}
 
 PLOTS = (
-    Plot("compilation", "compilation", "Time of a call and memory by mode of the compiler, each measured alone.", compilation),
+    Plot("compilation", "compilation", "Time of a call and memory by compiler mode, each measured alone.", compilation),
     Plot(
         "compilation_break_even",
         "compilation",
-        "Seconds spent by number of calls: compiling pays where a line crosses the eager one.",
+        "Total time by number of calls: compiling pays where a line falls below the eager one.",
         break_even,
     ),
 )

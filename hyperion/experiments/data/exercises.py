@@ -1,30 +1,30 @@
-"""The data chapter's exercise that marks itself: prepared folders, sound and broken the way data break, and who tells them
-apart.
-"""
+"""Exercise of the data chapter: prepared folders, sound and broken, and a check that must tell them apart."""
 
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from hyperion.chapter.exercises import mutation_score
-from hyperion.data.images.synthetic_images import synthetic_images
+from hyperion.data.images.imageset import synthetic_images
 from hyperion.data.prepare.prepare import write_images, write_text
 from hyperion.data.prepare.verify import examine
 from hyperion.data.store.manifest import FILE_NAME, read_manifest, write_manifest
 from hyperion.data.text.tokenizer import train_tokenizer
 from hyperion.data.text.wikitext2 import synthetic_corpus
+from hyperion.errors import not_none
 
 _LINES, _IMAGES = {"train": 300, "valid": 40, "test": 40}, {"train": 60, "test": 60}
 SOUND = ("sound text", "sound images")
 
 
 def broken_folders(place: Path) -> dict[str, Path]:
-    """Small prepared folders under `place`, by what is wrong with them; the first two, SOUND, are as they were written.
+    """Return small prepared folders under `place` by their fault; the first two, SOUND, have none.
 
-    Where the fault says "manifest renewed", somebody has hashed the broken files anew.
+    A fault with "manifest renewed" has a manifest with the hashes of the broken files.
     """
     shutil.rmtree(place, ignore_errors=True)
     corpus = synthetic_corpus(_LINES)
@@ -38,11 +38,11 @@ def broken_folders(place: Path) -> dict[str, Path]:
     return folders
 
 
-def judge_folder_check(my_check: Callable[[Path], bool], folders: dict[str, Path]) -> pd.DataFrame:
+def judge_folder_check(my_check: Callable[[Any], bool], folders: dict[str, Path]) -> pd.DataFrame:
     """Judge a check of prepared folders.
 
     Args:
-        my_check: takes a folder, returns True when what lies in it is what the pipeline stored.
+        my_check: takes a folder, returns True if its files are what the pipeline wrote.
         folders: from broken_folders.
     """
     broken = {fault: folder for fault, folder in folders.items() if fault not in SOUND}
@@ -50,18 +50,18 @@ def judge_folder_check(my_check: Callable[[Path], bool], folders: dict[str, Path
     return pd.concat(scores, ignore_index=True)
 
 
-def told_by_the_library(folders: dict[str, Path]) -> pd.DataFrame:
-    """What `hyperion data verify` says of each folder, without moving it; one line a finding."""
+def library_findings(folders: dict[str, Path]) -> pd.DataFrame:
+    """Return what `hyperion data verify` finds in each folder, without moving it, one line per finding."""
     lines = []
     for fault, folder in folders.items():
         findings = examine(folder)
-        lines += [{"what was done": fault, "file": found.file, "found": found.fault} for found in findings]
+        lines += [{"what was done": fault, "file": finding.file, "found": finding.fault} for finding in findings]
         lines += [] if findings else [{"what was done": fault, "file": "", "found": "nothing"}]
     return pd.DataFrame(lines)
 
 
-def _edited(file: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Path], None]:
-    """Changes an array and hashes the folder anew."""
+def _edit(file: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Path], None]:
+    """Return a function that changes an array and renews the manifest."""
 
     def inject(folder: Path) -> None:
         np.save(folder / file, change(np.load(folder / file)))
@@ -71,7 +71,7 @@ def _edited(file: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[
 
 
 def _renew(folder: Path) -> None:
-    known = read_manifest(folder)
+    known = not_none(read_manifest(folder))
     (folder / FILE_NAME).unlink()
     write_manifest(folder, name=known.name, source=known.source, detail=known.detail, facts=known.facts)
 
@@ -90,9 +90,9 @@ def _cut(folder: Path) -> None:
 
 def _swap(folder: Path) -> None:
     one, other = folder / "valid.npy", folder / "test.npy"
-    kept = one.read_bytes()
+    content = one.read_bytes()
     one.write_bytes(other.read_bytes())
-    other.write_bytes(kept)
+    other.write_bytes(content)
     _renew(folder)
 
 
@@ -111,8 +111,8 @@ _FAULTS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "a bit of an image flipped": (_PICTURES, _flip_a_bit),
     "the token file cut off": (_TEXT, _cut),
     "a file missing": (_TEXT, lambda folder: (folder / "valid.npy").unlink()),
-    "ids of another vocabulary, manifest renewed": (_TEXT, _edited("test.npy", lambda tokens: (tokens + 3) % 500)),
-    "a NaN in an image, manifest renewed": (_PICTURES, _edited("test_images.npy", _with_nan)),
-    "a label out of range, manifest renewed": (_PICTURES, _edited("train_labels.npy", _with_a_strange_label)),
+    "ids of another vocabulary, manifest renewed": (_TEXT, _edit("test.npy", lambda tokens: (tokens + 3) % 500)),
+    "a NaN in an image, manifest renewed": (_PICTURES, _edit("test_images.npy", _with_nan)),
+    "a label out of range, manifest renewed": (_PICTURES, _edit("train_labels.npy", _with_a_strange_label)),
     "two splits swapped, manifest renewed": (_TEXT, _swap),
 }

@@ -1,10 +1,11 @@
-"""Figures of the data chapter: how often tokens occur, what the images look like, and how fast both are made and loaded."""
+"""Figures of the data chapter: token counts, sample images, and the speed of tokenizing and loading."""
 
 import numpy as np
 from matplotlib.figure import Figure
 
+from hyperion.errors import not_none
 from hyperion.figures.formats import interval, items, number
-from hyperion.figures.material import Material, measured, select
+from hyperion.figures.material import Material, measured, select, values
 from hyperion.figures.plot import Plot
 from hyperion.figures.style import COLOURS, MUTED, add_notes, errors_of, new_figure
 from hyperion.results import Row
@@ -14,14 +15,14 @@ _SIDE = 32
 
 
 def token_histogram(material: Material) -> Figure | None:
-    """Counts of the commonest tokens, and of all of them by rank beside Zipf's law.
+    """Draw the counts of the commonest tokens, and of all tokens by rank with Zipf's law.
 
     Reads the samples of `text_pipeline` with kind "token": columns split, token_id, text, count.
     """
     samples = material.samples("text_pipeline")
     if samples.empty:
         return None
-    tokens = samples[samples["kind"] == "token"].sort_values("count", ascending=False, kind="stable")
+    tokens = samples.query("kind == 'token'").sort_values("count", ascending=False, kind="stable")
     counts = tokens["count"].to_numpy(dtype=float)
     figure, (left, right) = new_figure("Tokens of the train split", _source(material, "text_pipeline"), 2)
     commonest = tokens.head(_COMMONEST)
@@ -45,14 +46,14 @@ def token_histogram(material: Material) -> Figure | None:
 
 
 def image_grid(material: Material) -> Figure | None:
-    """Images of every class, one class a column.
+    """Draw some images of every class, one class per column.
 
     Reads the samples of `image_pipeline` with kind "image": columns label, class, pixels (3 x 32 x 32 levels in a row).
     """
     samples = material.samples("image_pipeline")
     if samples.empty:
         return None
-    images = samples[samples["kind"] == "image"].sort_values(["label", "index"], kind="stable")
+    images = samples.query("kind == 'image'").sort_values(["label", "index"], kind="stable")
     columns = [group for _, group in images.groupby("label")]
     depth = max(len(group) for group in columns)
     canvas = np.full((depth * (_SIDE + 2), len(columns) * (_SIDE + 2), 3), 255, dtype=np.uint8)
@@ -73,7 +74,7 @@ def image_grid(material: Material) -> Figure | None:
 
 
 def tokenizer_speed(material: Material) -> Figure | None:
-    """Tokens written per second by this library and by `datasets.map`, with the ratio of their times.
+    """Draw the tokens written per second by this library and by `datasets.map`, and the ratio of their times.
 
     Reads the rows tokenizer_tokens_per_s and speedup of `tokenizer_speed`, by params.processes.
     """
@@ -87,29 +88,31 @@ def tokenizer_speed(material: Material) -> Figure | None:
     for place, variant in enumerate(variants):
         mine = sorted(select(rows, variant=variant), key=lambda row: row.params["processes"])
         x = [counts.index(row.params["processes"]) + (place - (len(variants) - 1) / 2) * width for row in mine]
-        rates = [row.value / 1e6 for row in mine]
-        errors = [[end / 1e6 for end in ends] for ends in errors_of(mine)]
+        rates = [value / 1e6 for value in values(mine)]
+        errors = errors_of(mine, 1e-6)
         axes.bar(x, rates, 0.92 * width, yerr=errors, color=COLOURS[place], label=variant, error_kw={"linewidth": 1})
         for at, row in zip(x, mine, strict=True):
-            text = number(row.value / 1e6, 3) + " M/s"
-            axes.annotate(text, (at, row.ci_high / 1e6), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=8)
+            text = number(not_none(row.value) / 1e6, 3) + " M/s"
+            axes.annotate(
+                text, (at, not_none(row.ci_high) / 1e6), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=8
+            )
     axes.set_xticks(range(len(counts)), [f"{count} process{'es' if count > 1 else ''}" for count in counts])
     axes.set(ylabel="million tokens/s, median with 95 % interval", ylim=(0, 1.18 * axes.get_ylim()[1]))
     axes.grid(axis="x", visible=False)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.01), ncols=2, borderaxespad=0.2)
     ratios = measured(material.of("tokenizer_speed", metric="speedup"))
-    told = [
+    speedups = [
         f"{row.params['processes']}: {number(row.value, 3)} × as fast as {row.params['over']} "
         f"({interval(row.value, row.ci_low, row.ci_high)})"
         for row in ratios
     ]
     cores = rows[0].params["cores"]
-    add_notes(figure, [f"On {cores} cores, in turn, the same tokens. By processes, {'; '.join(told)}."])
+    add_notes(figure, [f"On {cores} cores, in turn, the same tokens. By processes, {'; '.join(speedups)}."])
     return figure
 
 
 def loader_speed(material: Material) -> Figure | None:
-    """Samples per second of each loader by itself, and the share of a step for which the loop waits for it.
+    """Draw the samples per second of each loader alone, and the share of training time spent waiting for it.
 
     Reads the rows loader_samples_per_s and share of `loader_speed`.
     """
@@ -119,25 +122,24 @@ def loader_speed(material: Material) -> Figure | None:
     shares = [r for r in measured(material.of("loader_speed", metric="share")) if r.params["what"].startswith("waiting")]
     figure, (left, right) = new_figure("Loaders of text", material.machine("loader_speed"), 2, height=3.8)
     places = range(len(rows))
-    errors = [[end / 1e3 for end in ends] for ends in errors_of(rows)]
-    left.barh(places, [row.value / 1e3 for row in rows], 0.7, xerr=errors, color=COLOURS[0], error_kw={"linewidth": 1})
+    errors = errors_of(rows, 1e-3)
+    left.barh(places, [value / 1e3 for value in values(rows)], 0.7, xerr=errors, color=COLOURS[0], error_kw={"linewidth": 1})
     left.set_yticks(places, [_loader_name(row) for row in rows], fontsize=8)
-    left.set(xlabel="thousand samples/s, median with 95 % interval", title="By itself")
-    right.barh(range(len(shares)), [100 * row.value for row in shares], 0.5, color=COLOURS[1])
+    left.set(xlabel="thousand samples/s, median with 95 % interval", title="Alone")
+    right.barh(range(len(shares)), [100 * value for value in values(shares)], 0.5, color=COLOURS[1])
     right.set_yticks(range(len(shares)), [_loader_name(row) for row in shares], fontsize=8)
     for place, row in enumerate(shares):
-        text = f"{number(100 * row.value, 2)} %"
-        right.annotate(text, (100 * row.value, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+        percent = 100 * not_none(row.value)
+        right.annotate(
+            f"{number(percent, 2)} %", (percent, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
+        )
     right.set(xlabel="% of training time spent waiting", title="In a training step")
     right.set_xlim(0, max(1.0, 1.3 * right.get_xlim()[1]))
     for axes in (left, right):
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
     batch, length = rows[0].params["batch"], rows[0].params["length"]
-    add_notes(
-        figure,
-        [f"Batches of {batch} samples of {length} tokens. Padded batches hold fewer tokens: what is filled up carries no loss."],
-    )
+    add_notes(figure, [f"Batches of {batch} samples of {length} tokens. Padded batches have fewer tokens with a loss."])
     return figure
 
 
@@ -147,7 +149,7 @@ def _loader_name(row: Row) -> str:
 
 
 def _source(material: Material, experiment: str) -> str:
-    """The data set and where it came from: what a title of this chapter must say in place of a device."""
+    """Return the data set and its source for titles, which name no device in this chapter."""
     rows = material.of(experiment, metric="count")
     names = sorted({row.variant for row in rows})
     sources = sorted({row.data_source for row in rows if row.data_source})
@@ -161,13 +163,8 @@ def _visible(text: str) -> str:
 TITLES = {"text_pipeline": "Text", "tokenizer_speed": "Text to tokens", "loader_speed": "Loaders", "image_pipeline": "Images"}
 
 PLOTS = (
-    Plot(
-        "token_histogram",
-        "text_pipeline",
-        "How often each token occurs: the commonest, and all of them by rank.",
-        token_histogram,
-    ),
-    Plot("tokenizer_speed", "tokenizer_speed", "Tokens on disk a second, beside datasets.map.", tokenizer_speed),
-    Plot("loader_speed", "loader_speed", "Each loader by itself, and how long a step waits for it.", loader_speed),
-    Plot("image_grid", "image_pipeline", "Some images of every class, as the classifier gets to see them.", image_grid),
+    Plot("token_histogram", "text_pipeline", "Counts of the commonest tokens, and of all tokens by rank.", token_histogram),
+    Plot("tokenizer_speed", "tokenizer_speed", "Tokens written per second, compared with datasets.map.", tokenizer_speed),
+    Plot("loader_speed", "loader_speed", "Speed of each loader alone, and the time a step waits for it.", loader_speed),
+    Plot("image_grid", "image_pipeline", "Some images of every class, as the classifier sees them.", image_grid),
 )

@@ -1,6 +1,4 @@
-"""From image files to verified arrays and batches: counts, classes, channel statistics, what the images look like, and how
-fast their loader is.
-"""
+"""From image files to verified arrays and batches: counts, classes, channel means, sample images, and loader speed."""
 
 import numpy as np
 import pandas as pd
@@ -8,40 +6,51 @@ import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.rows import timed_columns
+from hyperion.chapter.variants import Report
 from hyperion.data import ImageSet
 from hyperion.data.images.device_images import ImageBatches
-from hyperion.experiments.data.loader_speed import loader_limit, time_in_a_row
+from hyperion.experiments.data.loader_speed import LoaderTimingOptions, loader_limit, time_in_a_row
 from hyperion.measure import Verification
 from hyperion.results import Row
 from hyperion.workloads import datasets
 
 _SHOWN_PER_CLASS = 4
 _CHANNELS = ("red", "green", "blue")
-_LOADED = 8192  # images for the loader: what a batch costs does not depend on it
+_LOADED = 8192  # images for the loader; the cost of a batch does not depend on it
 _SAMPLE_BYTES = 3 * 32 * 32 * (1 + 4)  # read as bytes, written in float32
 # Storing every value in 8 bits moves a mean by less than half a level.
 _MEAN_TOLERANCE = 0.5 / 255
 
 
+class ImagePipelineOptions(LoaderTimingOptions):
+    """Options of the experiment.
+
+    Args:
+        batch_size: images of a batch.
+    """
+
+    batch_size: int
+
+
 def forecast(context: Context) -> list[Forecast]:
-    """The mean of the red channel: a grey world would have 0.5."""
+    """Estimate the mean of the red channel: 0.5 on average over a grey world."""
     params = {"split": "train", "channel": "red"}
     basis = "photographs expose for middle grey"
     return [Forecast(variant="all images", metric="channel_mean", estimate=0.5, basis=basis, params=params)]
 
 
-def run(context: Context, report) -> Result:
-    """Load and verify; counts by class and channel means as rows, some images of every class as samples."""
+def run(context: Context, report: Report) -> Result:
+    """Load and verify; rows of counts by class and channel means, samples of some images of every class."""
     report(0, 2, "load and verify")
     image_set, prepared = datasets.images(context)
     rows = [row for split in prepared.steps for row in _split_rows(context, image_set, prepared.steps[split], split)]
     rows += datasets.proof_rows(context, image_set, prepared)
     report(1, 2, "make batches")
-    rows.append(_loader_row(context, image_set))
+    rows.append(_loader_row(context, ImagePipelineOptions.of(context), image_set))
     return Result(rows, _shown(image_set), image_set.source)
 
 
-EXPERIMENT = Experiment(forecast, run, data=datasets.IMAGES)
+EXPERIMENT = Experiment(forecast, run, data=datasets.IMAGES, options=ImagePipelineOptions)
 
 
 def _split_rows(context: Context, image_set: ImageSet, steps: dict, split: str) -> list[Row]:
@@ -70,9 +79,9 @@ def _split_rows(context: Context, image_set: ImageSet, steps: dict, split: str) 
     return rows
 
 
-def _loader_row(context: Context, image_set: ImageSet) -> Row:
-    """Augmented, normalised batches made on the device; the labels of some are compared with the set's."""
-    size, device = context.sizes["batch_size"], context.device
+def _loader_row(context: Context, options: ImagePipelineOptions, image_set: ImageSet) -> Row:
+    """Time augmented, normalised batches made on the device, and check the labels of some."""
+    size, device = options.batch_size, context.device
     batches = ImageBatches(
         image_set.train_images[:_LOADED],
         image_set.train_labels[:_LOADED],
@@ -85,7 +94,7 @@ def _loader_row(context: Context, image_set: ImageSet) -> Row:
     places = batches.examples(0)[: 4 * size]
     labels = torch.cat([batches.next_batch()[1] for _ in range(4)]).cpu().numpy()
     wrong = float(np.mean(labels != image_set.train_labels[places]))
-    timing = time_in_a_row(context, batches.next_batch)
+    timing = time_in_a_row(context, options, batches.next_batch)
     rate = timing.estimate.map(lambda seconds: size / seconds)
     return context.row(
         "images, on the device",
@@ -99,7 +108,7 @@ def _loader_row(context: Context, image_set: ImageSet) -> Row:
 
 
 def _shown(image_set: ImageSet) -> pd.DataFrame:
-    """The first images of every class, pixels as 3 x 32 x 32 numbers in a row."""
+    """Return the first images of every class, pixels as a list of 3 x 32 x 32 numbers."""
     chosen = [
         int(index)
         for label in range(len(image_set.classes))

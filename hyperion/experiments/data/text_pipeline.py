@@ -1,4 +1,4 @@
-"""From lines of text to a verified token stream: what each step of the pipeline keeps, adds or cuts."""
+"""From lines of text to a verified token stream: counts after each step of the pipeline."""
 
 import math
 from itertools import islice
@@ -7,6 +7,8 @@ import numpy as np
 import pandas as pd
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
+from hyperion.chapter.options import Options
+from hyperion.chapter.variants import Report
 from hyperion.data import PreparedText, TextCorpus, Tokenizer
 from hyperion.results import Row
 from hyperion.workloads import datasets
@@ -18,7 +20,7 @@ _SHOWN_LINES = 4
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """The share of padding when every line is padded to the window."""
+    """Estimate the share of padding when every line is padded to the window."""
     params = {"split": "train", "what": "padding"}
     filled = _WORDS_A_LINE / _WINDOW * (1 - math.exp(-_WINDOW / _WORDS_A_LINE))
     basis = (
@@ -28,8 +30,8 @@ def forecast(context: Context) -> list[Forecast]:
     return [Forecast(variant="padded lines", metric="share", estimate=1 - filled, basis=basis, params=params)]
 
 
-def run(context: Context, report) -> Result:
-    """Load, filter, tokenize, pack and pad; counts of each step as rows."""
+def run(context: Context, report: Report) -> Result:
+    """Load, filter, tokenize, pack and pad; one row per count."""
     report(0, 2, "load and tokenize")
     corpus, tokenizer, prepared = datasets.text(context)
     report(1, 2, "count")
@@ -41,7 +43,7 @@ def run(context: Context, report) -> Result:
     return Result(rows, samples, corpus.source)
 
 
-EXPERIMENT = Experiment(forecast, run, data=datasets.TEXT)
+EXPERIMENT = Experiment(forecast, run, data=datasets.TEXT, options=Options)
 
 
 def _tokenizer_params(tokenizer: Tokenizer) -> dict:
@@ -60,7 +62,7 @@ def _split_rows(context: Context, prepared: PreparedText, split: str) -> list[Ro
         "tokens cut off by padding's window": steps["pad"]["truncated"],
     }
     source = prepared.manifest.source
-    # Decoded when the stream was made; a stream that is used again is the same by its sha256.
+    # The round trip was checked when the stream was written; a stored stream is identical by its sha256.
     failed = 0.0 if steps["tokenize"]["round_trip"] else 1.0
     round_trip = {"check": "decode(encode(text)) == text", "check_error": failed, "check_tolerance": 0.0}
     rows = [
@@ -80,7 +82,7 @@ def _split_rows(context: Context, prepared: PreparedText, split: str) -> list[Ro
 
 
 def _histogram(prepared: PreparedText, tokenizer: Tokenizer) -> pd.DataFrame:
-    """How often each token of the train split occurs, most frequent first."""
+    """Return the count of each token of the train split, most frequent first."""
     ids, counts = np.unique(prepared.tokens["train"], return_counts=True)
     order = np.argsort(-counts, kind="stable")
     texts = [tokenizer.decode([token]) for token in ids[order]]

@@ -1,4 +1,4 @@
-"""How fast does text become tokens on disk? This library's pipeline beside `datasets.map` with the same tokenizer, in turn."""
+"""Speed of writing text as tokens: this library's pipeline and `datasets.map` with the same tokenizer, timed in turn."""
 
 import contextlib
 import os
@@ -7,12 +7,15 @@ import tempfile
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
+from hyperion.chapter.options import Options
 from hyperion.chapter.rows import sample_frame, timed_columns
+from hyperion.chapter.variants import Report
 from hyperion.data import Tokenizer
 from hyperion.data.prepare.prepare import write_split
 from hyperion.hardware import detect_cpu
@@ -25,56 +28,77 @@ _WINDOW = 128
 _NO_LIMIT = "no limit: what the least work of a tokenizer is has no bound"
 
 
+class TokenizerSpeedOptions(Options):
+    """Options of the experiment.
+
+    Args:
+        lines: lines of the train split to tokenize.
+        processes: numbers of processes.
+        cores: CPU cores that all of them share.
+        samples: least number of samples of each pipeline.
+        time_limit_s: seconds for the samples.
+    """
+
+    lines: int
+    processes: tuple[int, ...]
+    cores: int
+    samples: int
+    time_limit_s: float
+
+    def params(self, processes: int) -> dict:
+        """Return the params of rows with this number of processes."""
+        return {"lines": self.lines, "cores": self.cores, "processes": processes}
+
+
 def forecast(context: Context) -> list[Forecast]:
-    """How many times as fast the pipeline is."""
-    first = context.sizes["processes"][0]
+    """Estimate how many times faster the pipeline is than `datasets.map`."""
+    options = TokenizerSpeedOptions.of(context)
     basis = (
         "about half of the work of datasets.map is BPE, the rest Python's lists and Arrow's copies; of BPE next to nothing is "
         "left where each distinct word goes through it once, and arrays take the place of the lists"
     )
-    params = _params(context, first) | {"over": _THEIRS}
+    params = options.params(options.processes[0]) | {"over": _THEIRS}
     return [Forecast(variant=_OURS, metric="speedup", estimate=2.0, basis=basis, params=params)]
 
 
-def run(context: Context, report) -> Result:
-    """Tokenize a part of the train split with each, in turn; compare every token."""
+def run(context: Context, report: Report) -> Result:
+    """Tokenize a part of the train split with both in turn, and compare every token."""
+    options = TokenizerSpeedOptions.of(context)
     report(0, 2, "load")
     corpus, tokenizer, _ = datasets.text(context)
-    lines = list(islice(corpus.splits["train"], context.sizes["lines"]))
-    each = [(variant, processes) for variant in (_OURS, _THEIRS) for processes in context.sizes["processes"]]
-    with tempfile.TemporaryDirectory() as place, _on_cores(context.sizes["cores"]):
+    lines = list(islice(corpus.splits["train"], options.lines))
+    each = [(variant, processes) for variant in (_OURS, _THEIRS) for processes in options.processes]
+    with tempfile.TemporaryDirectory() as place, _on_cores(options.cores):
         work = [Path(place) / str(number) for number in range(len(each))]
         make = {_OURS: _ours, _THEIRS: _theirs}
         tokenize = [make[variant](lines, tokenizer, n, folder) for (variant, n), folder in zip(each, work, strict=True)]
         tokens = [_read(call()) for call in tokenize]
         report(1, 2, "tokenize, in turn")
         timings = time_interleaved(
-            tokenize,
-            detect_cpu(),
-            cold=False,
-            back_to_back=1,
-            minimum_samples=context.sizes["samples"],
-            time_limit_s=context.sizes["time_limit_s"],
+            tokenize, detect_cpu(), cold=False, back_to_back=1, minimum_samples=options.samples, time_limit_s=options.time_limit_s
         )
     timing_of = dict(zip(each, timings, strict=True))
     rows = [
-        _rate_row(context, key, timing_of[key], found, tokens[0], corpus.source) for key, found in zip(each, tokens, strict=True)
+        _rate_row(context, options, key, timing_of[key], written, tokens[0], corpus.source)
+        for key, written in zip(each, tokens, strict=True)
     ]
-    rows += [_speedup_row(context, n, timing_of, corpus.source) for n in context.sizes["processes"]]
-    frames = [sample_frame(timing, variant, "", _params(context, n)) for (variant, n), timing in timing_of.items()]
+    rows += [_speedup_row(context, options, n, timing_of, corpus.source) for n in options.processes]
+    frames = [sample_frame(timing, variant, "", options.params(n)) for (variant, n), timing in timing_of.items()]
     return Result(rows, pd.concat(frames, ignore_index=True), corpus.source)
 
 
-# A process of its own: it binds itself to a few cores, and `datasets` forks.
-EXPERIMENT = Experiment(forecast, run, isolated=True, data=datasets.TEXT)
-
-
-def _params(context: Context, processes: int) -> dict:
-    return {"lines": context.sizes["lines"], "cores": context.sizes["cores"], "processes": processes}
+# Isolated, because it binds its process to a few cores, and `datasets` forks.
+EXPERIMENT = Experiment(forecast, run, isolated=True, data=datasets.TEXT, options=TokenizerSpeedOptions)
 
 
 def _rate_row(
-    context: Context, key: tuple[str, int], timing: Timing, tokens: np.ndarray, expected: np.ndarray, source: str
+    context: Context,
+    options: TokenizerSpeedOptions,
+    key: tuple[str, int],
+    timing: Timing,
+    tokens: np.ndarray,
+    expected: np.ndarray,
+    source: str,
 ) -> Row:
     variant, processes = key
     rate = timing.estimate.map(lambda seconds: len(expected) / seconds)
@@ -84,24 +108,26 @@ def _rate_row(
         variant,
         "tokenizer_tokens_per_s",
         rate.value,
-        params=_params(context, processes),
+        params=options.params(processes),
         limit_source=_NO_LIMIT,
         data_source=source,
         **timed_columns(rate, timing, check),
     )
 
 
-def _speedup_row(context: Context, processes: int, timing_of: dict[tuple[str, int], Timing], source: str) -> Row:
+def _speedup_row(
+    context: Context, options: TokenizerSpeedOptions, processes: int, timing_of: dict[tuple[str, int], Timing], source: str
+) -> Row:
     ours = timing_of[_OURS, processes]
     ratio = ratio_estimate(ours.samples_s, timing_of[_THEIRS, processes].samples_s)
-    params = _params(context, processes) | {"over": _THEIRS}
+    params = options.params(processes) | {"over": _THEIRS}
     return context.row(
         _OURS, "speedup", ratio.value, params=params, limit_source=_NO_LIMIT, data_source=source, **timed_columns(ratio, ours)
     )
 
 
 def _ours(lines: list[str], tokenizer: Tokenizer, processes: int, folder: Path) -> Callable[[], np.ndarray]:
-    """Tokens in a file of 16 or 32 bits each, with checksums, counts, and the proof that decoding gives the text back."""
+    """Write 16- or 32-bit tokens, checksums and counts, and check that decoding restores the text."""
 
     def tokenize() -> np.ndarray:
         shutil.rmtree(folder, ignore_errors=True)
@@ -114,7 +140,7 @@ def _ours(lines: list[str], tokenizer: Tokenizer, processes: int, folder: Path) 
 
 
 def _theirs(lines: list[str], tokenizer: Tokenizer, processes: int, folder: Path) -> Callable[[], object]:
-    """Tokens in an Arrow file, as the tutorials do it: a fast tokenizer on batches of 1,000 lines."""
+    """Write tokens to an Arrow file, as in the tutorials: a fast tokenizer on batches of 1,000 lines."""
     from datasets import Dataset, disable_progress_bars
     from transformers import PreTrainedTokenizerFast
 
@@ -140,8 +166,8 @@ def _theirs(lines: list[str], tokenizer: Tokenizer, processes: int, folder: Path
     return tokenize
 
 
-def _read(written: object) -> np.ndarray:
-    """All tokens, of an array or of an Arrow table."""
+def _read(written: Any) -> np.ndarray:
+    """Return all tokens of an array or of an Arrow table."""
     if isinstance(written, np.ndarray):
         return np.array(written, dtype=np.int64)
     return np.concatenate([chunk.flatten().to_numpy() for chunk in written.data.column("input_ids").chunks])
@@ -149,7 +175,7 @@ def _read(written: object) -> np.ndarray:
 
 @contextlib.contextmanager
 def _on_cores(count: int) -> Iterator[None]:
-    """This process and those it starts on the first `count` of its cores, where the system can bind them."""
+    """Context that binds this process and its children to the first `count` cores, if the system supports it."""
     if not hasattr(os, "sched_setaffinity"):
         yield
         return

@@ -1,4 +1,4 @@
-"""Training on all ranks, strategy by strategy: a row from every rank, and counts of who trained on what."""
+"""Train on all ranks with each strategy: rows of every rank, and counts of examples that two ranks or no rank got."""
 
 from collections import Counter
 
@@ -7,70 +7,88 @@ import pandas as pd
 import torch.distributed as dist
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.ranks import devices_here
+from hyperion.chapter.ranks import RankOptions, devices_here
 from hyperion.chapter.variants import Report, merged, run_on_ranks
+from hyperion.errors import not_none
 from hyperion.models import flops_per_token, named_config
 from hyperion.parallel import assert_ranks_agree
 from hyperion.processes import world
 from hyperion.results import Row, proportion_estimate
 from hyperion.training import EpochRecord, History, choose_precision, mean_over_ranks, train
 from hyperion.workloads import datasets
-from hyperion.workloads.recipe import Recipe, Training
-from hyperion.workloads.recipes import set_up
+from hyperion.workloads.recipes import Recipe, Training, set_up
 from hyperion.workloads.training_rows import ADAMW_BYTES_A_PARAMETER, loss_curve, step_forecasts
 
 _NO_LIMIT = "no limit: loading is part of it; the steady step of chapter 2.8 has one"
+GPT2_VOCABULARY = 50257
 _FITS = "no limit: a model may fit what it is trained on exactly"
 
 
+class DistributedTrainingOptions(RankOptions):
+    """Options of the experiment.
+
+    Args:
+        trainings: the trainings, in order.
+    """
+
+    trainings: tuple[Recipe, ...]
+
+
 def forecast(context: Context) -> list[Forecast]:
-    """Tokens per second of all ranks together, as if they did not wait for each other."""
-    counted = datasets.vocabulary_row(context)
-    found = []
-    for recipe in (r for r in _recipes(context) if r.task == "language"):
-        config = named_config(recipe.model, vocab_size=int(counted.value) if counted else 50257, context=recipe.sequence_length)
+    """Estimate the tokens per second of all ranks together, without communication."""
+    options = DistributedTrainingOptions.of(context)
+    counted, ranks = datasets.vocabulary_row(context), devices_here(context, options.cpu_ranks)
+    vocabulary = int(not_none(counted.value)) if counted else GPT2_VOCABULARY
+    forecasts = []
+    for recipe in (r for r in options.trainings if r.task == "language"):
+        config = named_config(recipe.model, vocab_size=vocabulary, context=recipe.sequence_length)
         dtype = choose_precision(context.device, recipe.precision).dtype
         tokens = recipe.batch_size * recipe.sequence_length
-        traffic = {"optimizer": ADAMW_BYTES_A_PARAMETER * config.parameter_count}
+        traffic: dict[str, float] = {"optimizer": ADAMW_BYTES_A_PARAMETER * config.parameter_count}
         alone = step_forecasts(context, recipe.model, dtype, "token", tokens, flops_per_token(config), traffic)[0]
-        estimate = None if alone.estimate is None else alone.estimate * devices_here(context)
-        basis = alone.basis if estimate is None else f"{devices_here(context)} times one device: {alone.basis}"
-        found.append(
+        estimate = None if alone.estimate is None else alone.estimate * ranks
+        basis = alone.basis if estimate is None else f"{ranks} times one device: {alone.basis}"
+        forecasts.append(
             Forecast(
                 variant=recipe.name,
                 metric="tokens_per_s",
                 estimate=estimate,
                 basis=basis,
                 dtype=dtype,
-                params=_params(recipe, devices_here(context)) | {"epoch": 1},
+                params=_params(recipe, ranks) | {"epoch": 1},
             )
         )
-    return found
+    return forecasts
 
 
 def run(context: Context, report: Report) -> Result:
-    """All trainings of the profile in one launch."""
-    ranks = devices_here(context)
+    """Run all trainings in one launch."""
+    options = DistributedTrainingOptions.of(context)
+    ranks = devices_here(context, options.cpu_ranks)
     results = run_on_ranks(context, report, train_on_rank, ranks=ranks)
     curves = results[0].samples
-    curves = curves[~curves["kind"].isin(["example", "of one device"])].drop(columns=["example", "source"])
-    return Result([*results[0].rows, *_overlap_rows(context, results)], curves, results[0].source)
+    curves = curves.query("kind not in ('example', 'of one device')").drop(columns=["example", "source"])
+    return Result([*results[0].rows, *_overlap_rows(context, options, results)], curves, results[0].source)
 
 
 EXPERIMENT = Experiment(
-    forecast, run, forecast_reads=("text_pipeline", "gemm", "bandwidth"), data=(*datasets.TEXT, *datasets.IMAGES)
+    forecast,
+    run,
+    forecast_reads=("text_pipeline", "gemm", "bandwidth"),
+    data=(*datasets.TEXT, *datasets.IMAGES),
+    options=DistributedTrainingOptions,
 )
 
 
 def train_on_rank(context: Context, report: Report) -> Result:
-    """Every recipe in turn; rank 0's rows hold those of all ranks, every rank's samples say what it trained on."""
-    return merged([_trained(context, report, recipe) for recipe in _recipes(context)])
+    """Run every recipe in turn. Rank 0 returns the rows of all ranks; each rank's samples list its training examples."""
+    return merged([_train(context, report, recipe) for recipe in DistributedTrainingOptions.of(context).trainings])
 
 
-def _trained(context: Context, report: Report, recipe: Recipe) -> Result:
+def _train(context: Context, report: Report, recipe: Recipe) -> Result:
     training, here = set_up(context, recipe), world()
-    told = {"example": training.batches.examples(0), "of one device": training.batches.examples_of_all_ranks(0)}
-    seen = pd.concat([pd.DataFrame({"example": which, "kind": kind}) for kind, which in told.items()])
+    examples = {"example": training.batches.examples(0), "of one device": training.batches.examples_of_all_ranks(0)}
+    seen = pd.concat([pd.DataFrame({"example": numbers, "kind": kind}) for kind, numbers in examples.items()])
     seen = seen.assign(training=recipe.name, source=training.source)
     history = train(
         training.engine,
@@ -91,9 +109,13 @@ def _trained(context: Context, report: Report, recipe: Recipe) -> Result:
 
 
 def epoch_rows(context: Context, recipe: Recipe, training: Training, history: History) -> list[Row]:
-    """Loss, throughput and memory of every epoch: of all ranks together (no rank) and of each; the held-out loss of all."""
+    """Return loss, throughput and memory of every epoch, of all ranks together (rank None) and of each rank; and the held-out
+    loss of all ranks together.
+    """
     rows = []
-    ranks = Counter(record.epoch for record in history.rank_epochs)  # an epoch of a resumed run may have had others
+    ranks = Counter(
+        record.epoch for record in history.rank_epochs
+    )  # differs between epochs when a run was resumed on other ranks
     for record in [*history.epochs, *history.rank_epochs]:
         rows += _record_rows(context, recipe, training, record, ranks[record.epoch])
     for record in history.epochs:
@@ -136,8 +158,9 @@ def _record_rows(context: Context, recipe: Recipe, training: Training, record: E
 
 
 def mean_rows(context: Context, recipe: Recipe, training: Training, history: History) -> list[Row]:
-    """The loss of the last epoch against the mean recomputed from the ranks' own. None where the two differ by right: parts
-    of unequal size (completions), or an epoch that another number of ranks began.
+    """Return a row that checks the loss of the last epoch against the mean of the ranks' losses.
+
+    Empty if the two may differ: rows of completions have unequal lengths, and an epoch may have begun on other ranks.
     """
     last = history.epochs[-1]
     parts = [record for record in history.rank_epochs if record.epoch == last.epoch]
@@ -161,14 +184,14 @@ def mean_rows(context: Context, recipe: Recipe, training: Training, history: His
 
 
 def test_rows(context: Context, recipe: Recipe, training: Training) -> list[Row]:
-    """The share of test images classified correctly by the trained model, on rank 0; all ranks call it, once, at the end."""
+    """Return on rank 0 the share of test images that the trained model classifies correctly. All ranks call it, at the end."""
     if training.test is None:
         return []
-    found = training.engine.evaluate(training.test())
+    scored = training.engine.evaluate(training.test())
     if world().rank:
         return []
-    images = int(found["images"])
-    share = proportion_estimate(round(found["accuracy"] * images), images)
+    images = int(scored["images"])
+    share = proportion_estimate(round(scored["accuracy"] * images), images)
     return [
         context.row(
             recipe.name,
@@ -186,14 +209,15 @@ def test_rows(context: Context, recipe: Recipe, training: Training) -> list[Row]
     ]
 
 
-def _overlap_rows(context: Context, results: list[Result]) -> list[Row]:
-    """How many examples of the first epoch went to two ranks, and how many of one device's epoch to none."""
+def _overlap_rows(context: Context, options: DistributedTrainingOptions, results: list[Result]) -> list[Row]:
+    """Count the examples of the first epoch that two ranks got, and those that no rank got."""
     rows = []
-    for recipe in _recipes(context):
-        seen = [result.samples[result.samples["training"] == recipe.name] for result in results]
+    for recipe in options.trainings:
+        seen = [result.samples.query("training == @recipe.name") for result in results]
         parts = [frame.loc[frame["kind"] == "example", "example"].to_numpy(dtype=np.int64) for frame in seen]
         whole = set(seen[0].loc[seen[0]["kind"] == "of one device", "example"].astype(np.int64))
-        times, source = Counter(np.concatenate(parts).tolist()), seen[0]["source"].dropna().iloc[0]  # curves name none
+        times = Counter(np.concatenate(parts).tolist())
+        source = next(iter(seen[0].loc[seen[0]["kind"] == "example", "source"]))
         counts = {
             "examples given to two ranks": sum(n > 1 for n in times.values()),
             "examples given to no rank": len(whole - times.keys()),
@@ -213,10 +237,6 @@ def _overlap_rows(context: Context, results: list[Result]) -> list[Row]:
             for what, number in counts.items()
         ]
     return rows
-
-
-def _recipes(context: Context) -> list[Recipe]:
-    return [Recipe(**settings) for settings in context.sizes["trainings"]]
 
 
 def _params(recipe: Recipe, ranks: int) -> dict:

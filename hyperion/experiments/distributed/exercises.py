@@ -1,17 +1,18 @@
-"""The exercise of chapter 2.5: which mean over ranks is the mean of the whole batch?"""
+"""Exercise of chapter 2.5: which mean over ranks is the mean of the whole batch?"""
 
 from collections.abc import Callable
+from typing import Any
 
 import pandas as pd
 
 from hyperion.chapter.exercises import mutation_score
 
 
-def judge_mean_check(check: Callable[[Callable], bool]) -> pd.DataFrame:
-    """Let the reader's check judge four ways to put the ranks' losses together, one of which is one device's.
+def judge_mean_check(check: Callable[[Any], bool]) -> pd.DataFrame:
+    """Test the reader's check on four ways to combine the ranks' losses, one of which gives the loss of one device.
 
     Args:
-        check: takes a function (sums of token losses by rank, tokens by rank) -> loss, and says whether it is sound.
+        check: takes a function (sums of token losses by rank, tokens by rank) -> loss; returns whether it is correct.
     """
     mutants = {
         "mean of the ranks' means": lambda sums, counts: sum(s / n for s, n in zip(sums, counts, strict=True)) / len(sums),

@@ -1,22 +1,23 @@
-"""Figures of distributed training: the same losses on one device and on many, resumed by fewer, and after a kill."""
+"""Figures of distributed training: parity of the losses, each rank's loss, resharding, and a killed rank."""
 
 import numpy as np
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from numpy.typing import ArrayLike
 
+from hyperion.errors import not_none
 from hyperion.figures.formats import number
-from hyperion.figures.material import Material, measured
+from hyperion.figures.material import Material, measured, values
 from hyperion.figures.plot import Plot
 from hyperion.figures.style import COLOURS, GRID, INK, MUTED, add_notes, limit_line, look, new_figure, whole_numbers
 from hyperion.results import Row
 
-_SMALLEST = 1e-9  # where a difference of exactly zero is drawn on a logarithmic axis
-_ZERO = f"A distance of exactly zero is drawn at {_SMALLEST:g}."
+_SMALLEST = 1e-9  # a difference of zero is drawn here on a logarithmic axis
+_ZERO = f"A difference of zero is drawn at {_SMALLEST:g}."
 
 
 def parity(material: Material) -> Figure | None:
-    """Losses of every strategy, and their relative distance from one device's, step by step."""
+    """Draw the losses of every strategy, and their relative differences from one device, by step."""
     rows = material.of("parallel_parity", metric="relative_difference")
     if not rows:
         return None
@@ -33,21 +34,22 @@ def parity(material: Material) -> Figure | None:
     left.set(xlabel="optimizer step", ylabel="loss, nats per token", title="Losses")
     whole_numbers(left.xaxis)
     left.legend()
-    _difference_panel(right, rows[0].check_tolerance, "Relative distance from one device")
+    _difference_panel(right, not_none(rows[0].check_tolerance), "Relative difference from one device")
     add_notes(figure, [_ZERO])
     return figure
 
 
 def distributed_training(material: Material) -> Figure | None:
-    """Loss of every training by step, and each rank's own loss beside it: what ranks that wait for each other differ in."""
+    """Draw the loss of every training by step, and the loss of each rank over its own examples."""
     rows = measured(material.of("distributed_training"))
     samples = material.samples("distributed_training")
     if not rows or samples.empty:
         return None
     figure, (left, right) = new_figure("Training on all ranks", material.machine("distributed_training"), 2)
-    steps = samples[samples["kind"] == "step"]
+    steps = samples.query("kind == 'step'")
     for place, (name, curve) in enumerate(steps.groupby("training", sort=False)):
-        left.plot(curve["step"], curve["loss"] / curve["loss"].iloc[0], label=name, **_line(place))
+        losses = np.asarray(curve["loss"])
+        left.plot(curve["step"], losses / losses[0], label=name, **_line(place))
     left.set(xlabel="optimizer step", ylabel="loss over that of the first step", title="Loss of all ranks together")
     whole_numbers(left.xaxis)
     _headroom(left, 0.3)
@@ -59,13 +61,13 @@ def distributed_training(material: Material) -> Figure | None:
 
 
 def _draw_ranks(axes: Axes, losses: list[Row]) -> None:
-    """How far each rank's mean loss over the last epoch, on examples of its own, lies from the mean of all ranks."""
+    """Draw each rank's mean loss over the last epoch, relative to the mean of all ranks."""
     names = list(dict.fromkeys(row.variant for row in losses))
     for place, name in enumerate(names):
         chosen = _last_epoch([row for row in losses if row.variant == name])
-        mean = np.mean([row.value for row in chosen])
+        mean = np.mean(values(chosen))
         x = place + (np.arange(len(chosen)) - (len(chosen) - 1) / 2) * 0.7 / len(chosen)
-        percent = [100 * (row.value / mean - 1) for row in chosen]
+        percent = [100 * (value / mean - 1) for value in values(chosen)]
         axes.bar(x, percent, width=0.6 / len(chosen), **_line(place))
         for at, high, row in zip(x, percent, chosen, strict=True):
             axes.annotate(
@@ -85,37 +87,37 @@ def _draw_ranks(axes: Axes, losses: list[Row]) -> None:
 
 
 def _rates_of_ranks(rows: list[Row]) -> list[str]:
-    """A sentence on how far the ranks' rates in the last epoch lie apart; nothing of a single rank."""
-    apart = []
+    """Return a note on the spread of the ranks' rates in the last epoch, none for a single rank."""
+    spreads = []
     for name in dict.fromkeys(row.variant for row in rows):
         rates = [row for row in rows if row.variant == name and row.metric in ("tokens_per_s", "images_per_s")]
-        values = [row.value for row in _last_epoch(rates)]
-        apart += [max(values) / min(values) - 1] if len(values) > 1 else []
-    if not apart:
+        last = values(_last_epoch(rates))
+        spreads += [max(last) / min(last) - 1] if len(last) > 1 else []
+    if not spreads:
         return []
-    return [f"Their rates, {number(100 * max(apart), 2)} % apart at most, tell nothing: they wait for each other in every step."]
+    return [f"Rates of the ranks differ by {number(100 * max(spreads), 2)} % at most: ranks wait for each other in every step."]
 
 
 def _memory_of_ranks(rows: list[Row]) -> list[str]:
-    """A sentence on what each rank took at most in the last epoch; nothing when no rank could tell."""
-    told: dict[str, str] = {}
+    """Return a note on the ranks' peak memory in the last epoch, none if it was not measured."""
+    ranges: dict[str, str] = {}
     for name in dict.fromkeys(row.variant for row in rows):
         peaks = _last_epoch([row for row in rows if row.variant == name and row.metric in ("peak_memory_gib", "peak_rss_gib")])
         if peaks:
-            ends = dict.fromkeys(number(end([row.value for row in peaks]), 3) for end in (min, max))
-            told[name] = " to ".join(ends)
-    said = ", ".join(f"{name} {ends}" for name, ends in told.items())
-    return [f"Peak memory of a rank in that epoch, GiB: {said}."] if said else []
+            ends = dict.fromkeys(number(end(values(peaks)), 3) for end in (min, max))
+            ranges[name] = " to ".join(ends)
+    text = ", ".join(f"{name} {ends}" for name, ends in ranges.items())
+    return [f"Peak memory of a rank in that epoch, GiB: {text}."] if text else []
 
 
 def _last_epoch(rows: list[Row]) -> list[Row]:
-    """Of rows of one training: those of its last epoch, by rank."""
+    """Return the rows of the last epoch of one training, sorted by rank."""
     last = max((row.params["epoch"] for row in rows), default=None)
-    return sorted((row for row in rows if row.params["epoch"] == last), key=lambda row: row.rank)
+    return sorted((row for row in rows if row.params["epoch"] == last), key=lambda row: not_none(row.rank))
 
 
 def resharding(material: Material) -> Figure | None:
-    """Losses after a checkpoint, gone on with by other numbers of ranks, and their distance from the run that saved it."""
+    """Draw the losses of runs that other numbers of ranks resumed, and their differences from the run that saved."""
     rows = material.of("resharding", metric="relative_difference")
     if not rows:
         return None
@@ -123,7 +125,7 @@ def resharding(material: Material) -> Figure | None:
     saved = rows[0].params["saved_by"]
     before = len(curves) - rows[0].params["steps"]
     figure, (left, right) = new_figure(f"A checkpoint of {saved} ranks", material.machine("resharding"), 2)
-    left.plot(curves.index, curves[saved], color=INK, linewidth=3, label=f"{saved} ranks, not interrupted")
+    left.plot(curves.index, curves[saved], color=INK, linewidth=3, label=f"{saved} ranks, uninterrupted")
     left.axvline(before + 0.5, color=MUTED, linestyle=(0, (5, 3)), linewidth=1.2)
     left.annotate(
         "checkpoint",
@@ -144,20 +146,20 @@ def resharding(material: Material) -> Figure | None:
     left.set(xlabel="optimizer step", ylabel="loss, nats per token", title="Losses")
     whole_numbers(left.xaxis)
     left.legend()
-    _difference_panel(right, rows[0].check_tolerance, f"Relative distance from the {saved} ranks")
+    _difference_panel(right, not_none(rows[0].check_tolerance), f"Relative difference from the {saved} ranks")
     add_notes(figure, [_ZERO])
     return figure
 
 
 def rank_failure(material: Material) -> Figure | None:
-    """Losses of a run that was killed and resumed over those of one that was left alone, with the steps it lost."""
+    """Draw the losses of the killed and resumed run and of the undisturbed run, with the lost steps marked."""
     rows = material.of("rank_failure", metric="detection_time_s")
     if not rows:
         return None
-    samples, told = material.samples("rank_failure"), rows[0]
+    samples, detection = material.samples("rank_failure"), rows[0]
     figure, (axes,) = new_figure("A rank is killed", material.machine("rank_failure"))
     alone, resumed = (samples[samples["run"] == run] for run in ("undisturbed", "resumed"))
-    axes.plot(alone["step"], alone["loss"], label="left alone", linewidth=3.2, **_line(0))
+    axes.plot(alone["step"], alone["loss"], label="undisturbed", linewidth=3.2, **_line(0))
     axes.plot(
         resumed["step"],
         resumed["loss"],
@@ -168,11 +170,11 @@ def rank_failure(material: Material) -> Figure | None:
         **look("resumed", 1),
     )
     _headroom(axes, 0.12)  # for the names of the lines
-    _mark_kill(axes, _sizes(material, told))
+    _mark_kill(axes, _sizes(material, detection))
     axes.set(
         xlabel="optimizer step",
         ylabel="loss, nats per token",
-        title=f"Rank {told.params['rank']} ended by {told.params['signal']}; the launcher said so {told.value:.1f} s later",
+        title=f"Rank {detection.params['rank']} killed by {detection.params['signal']}; reported {detection.value:.1f} s later",
     )
     axes.legend()
     whole_numbers(axes.xaxis)
@@ -180,19 +182,19 @@ def rank_failure(material: Material) -> Figure | None:
 
 
 def _sizes(material: Material, row: Row) -> dict:
-    """The sizes that the experiment of a row was run with, as its provenance has them; none in runs that kept none."""
+    """Return the options of the experiment of a row from its provenance, {} in runs without."""
     stored = material.run.finished(row.notebook, row.experiment) or {}
     return (stored.get("provenance") or {}).get("sizes") or {}
 
 
 def _mark_kill(axes: Axes, sizes: dict) -> None:
-    """Lines at the last checkpoint before the kill and at the kill, the steps between them shaded."""
+    """Mark the last checkpoint and the kill with lines, and shade the steps between them."""
     if not {"kill_after", "checkpoint_every"} <= sizes.keys():
         return
     killed = sizes["kill_after"]
     saved = killed - killed % sizes["checkpoint_every"]
     if saved < killed:
-        lost = f"lost and made again: {killed - saved} steps"
+        lost = f"lost and repeated: {killed - saved} steps"
         axes.axvspan(saved + 0.5, killed + 0.5, color=GRID, linewidth=0, zorder=0.5, label=lost)
     marks = [(saved, f"last checkpoint: step {saved}", "right"), (killed, f"killed after step {killed}", "left")]
     for step, text, side in marks if saved else marks[1:]:
@@ -211,7 +213,7 @@ def _mark_kill(axes: Axes, sizes: dict) -> None:
 
 
 def _headroom(axes: Axes, share: float) -> None:
-    """Room above the curves, as a share of their height."""
+    """Add room above the curves, as a share of their height."""
     bottom, top = axes.get_ylim()
     axes.set_ylim(bottom, top + share * (top - bottom))
 
@@ -220,9 +222,9 @@ def _line(place: int) -> dict:
     return {"color": COLOURS[place % len(COLOURS)]}
 
 
-def _differences(axes: Axes, steps, values: pd.Series, reference: pd.Series, label: str, place: int) -> None:
-    distance = np.maximum(np.abs(values / reference - 1), _SMALLEST)
-    axes.plot(steps, distance, label=label, **look(label, place))
+def _differences(axes: Axes, steps: ArrayLike, losses: ArrayLike, reference: ArrayLike, label: str, place: int) -> None:
+    difference = np.maximum(np.abs(np.asarray(losses) / np.asarray(reference) - 1), _SMALLEST)
+    axes.plot(steps, difference, label=label, **look(label, place))
 
 
 def _difference_panel(axes: Axes, tolerance: float, title: str) -> None:
@@ -243,20 +245,20 @@ PLOTS = (
     Plot(
         "parallel_parity",
         "parallel_parity",
-        "The losses of one device and of all ranks lie on each other; their distance shows on a logarithmic axis only.",
+        "The losses of one device and of all ranks agree up to rounding (right, logarithmic).",
         parity,
     ),
     Plot(
         "distributed_training",
         "distributed_training",
-        "Loss by step, and how far each rank's loss on its own examples lies from that of all ranks together.",
+        "Loss by step, and each rank's loss on its own examples relative to the mean of all ranks.",
         distributed_training,
     ),
-    Plot("resharding", "resharding", "A checkpoint goes on with fewer ranks: the next losses are the same.", resharding),
+    Plot("resharding", "resharding", "A checkpoint resumed by fewer ranks gives the same losses.", resharding),
     Plot(
         "rank_failure",
         "rank_failure",
-        "A run loses to the death of a rank only the steps after its last checkpoint; the resumed run makes them again.",
+        "When a rank dies, only the steps after the last checkpoint are lost; the resumed run repeats them.",
         rank_failure,
     ),
 )

@@ -1,26 +1,37 @@
-"""Parity: the same twenty optimizer steps on one device, under DDP and under FSDP2, loss by loss."""
+"""Parity: the same optimizer steps on one device, under DDP and under FSDP2 give the same losses."""
 
-import numpy as np
 import pandas as pd
 from torch import nn
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.ranks import ranks_of
 from hyperion.chapter.variants import Report, merged, run_on_ranks
+from hyperion.experiments.distributed.short_training import ShortTrainingOptions, largest_relative_difference
 from hyperion.parallel import differing_parameters, full_parameter_bytes, is_replicated, local_parameter_bytes
 from hyperion.processes import world
 from hyperion.results import Row
 from hyperion.workloads import datasets
-from hyperion.workloads.recipe import Recipe
-from hyperion.workloads.recipes import set_up
+from hyperion.workloads.recipes import Strategy, Training, set_up
 from hyperion.workloads.twins import SCATTER_FP32
 
 TOLERANCE = 1e-4
 
 
+class ParallelParityOptions(ShortTrainingOptions):
+    """Options of the experiment.
+
+    Args:
+        strategies: "ddp" and "fsdp", compared with one device.
+        steps: optimizer steps.
+    """
+
+    strategies: tuple[Strategy, ...]
+    steps: int
+
+
 def forecast(context: Context) -> list[Forecast]:
-    """How far apart losses may drift: rounding, once a step."""
-    steps = context.sizes["steps"]
+    """Estimate how far the losses drift apart: one rounding error per step."""
+    options = ParallelParityOptions.of(context)
+    steps = options.steps
     basis = f"{steps} steps, each of which rounds sums of another order once: {steps} x 2^-24, the unit of float32"
     return [
         Forecast(
@@ -29,47 +40,37 @@ def forecast(context: Context) -> list[Forecast]:
             estimate=steps * 2.0**-24,
             basis=basis,
             dtype="fp32",
-            params=_params(context),
+            params=_params(context, options),
         )
-        for strategy in context.sizes["strategies"]
+        for strategy in options.strategies
     ]
 
 
 def run(context: Context, report: Report) -> Result:
-    """One launch: every rank first trains alone, on whole batches; then all share them, strategy after strategy."""
-    ranks = run_on_ranks(context, report, steps_on_rank, ranks=ranks_of(context))
+    """Train in one launch: every rank alone on whole batches first, then all ranks together under each strategy."""
+    options = ParallelParityOptions.of(context)
+    ranks = run_on_ranks(context, report, steps_on_rank, ranks=options.rank_count(context))
     curves, source = ranks[0].samples, ranks[0].source
-    rows = [_parity_row(context, curves, strategy, source) for strategy in context.sizes["strategies"]]
+    rows = [_parity_row(context, options, curves, strategy, source) for strategy in options.strategies]
     return Result(rows + merged(ranks).rows, curves, source)
 
 
-EXPERIMENT = Experiment(forecast, run, data=datasets.TEXT)
+EXPERIMENT = Experiment(forecast, run, data=datasets.TEXT, options=ParallelParityOptions)
 
 
 def steps_on_rank(context: Context, report: Report) -> Result:
-    """One device's losses, then each strategy's on the same batches."""
-    return merged([_steps(context, report, strategy) for strategy in ("single", *context.sizes["strategies"])])
+    """Return the losses of one device, then those of each strategy, on the same batches."""
+    options = ParallelParityOptions.of(context)
+    strategies: list[Strategy] = ["single", *options.strategies]
+    return merged([_train(context, options, report, strategy) for strategy in strategies])
 
 
-def _steps(context: Context, report: Report, strategy: str) -> Result:
-    sizes = context.sizes
-    recipe = Recipe(
-        task="language",
-        model=sizes["model"],
-        strategy=strategy,
-        precision="fp32",
-        batch_size=sizes["batch_size"],
-        sequence_length=sizes["sequence_length"],
-        steps=sizes["steps"],
-        learning_rate=sizes["learning_rate"],
-        weight_decay=0.1,
-        evaluation_batches=0,
-    )
-    training = set_up(context, recipe)
+def _train(context: Context, options: ParallelParityOptions, report: Report, strategy: Strategy) -> Result:
+    training = set_up(context, options.recipe(strategy, options.steps))
     losses = []
-    for step in range(sizes["steps"]):
+    for step in range(options.steps):
         losses.append(float(training.engine.train_step(training.batches.next_batch()).loss))
-        report(step + 1, sizes["steps"], f"{strategy}: loss {losses[-1]:.3f}")
+        report(step + 1, options.steps, f"{strategy}: loss {losses[-1]:.3f}")
     curve = pd.DataFrame({"strategy": strategy, "step": range(1, len(losses) + 1), "loss": losses})
     rows = [_bytes_row(context, strategy, training)]
     if is_replicated(training.engine.model):
@@ -78,8 +79,8 @@ def _steps(context: Context, report: Report, strategy: str) -> Result:
     return Result(rows, curve, training.source)
 
 
-def _bytes_row(context: Context, strategy: str, training) -> Row:
-    """How much of the parameters this rank holds, against what the strategy promises: all of them, or its share."""
+def _bytes_row(context: Context, strategy: str, training: Training) -> Row:
+    """The share of the parameters on this rank: all under DDP, 1 / ranks under FSDP2."""
     here, strategy_ranks = world(), training.engine.ranks
     whole = full_parameter_bytes(training.engine.model)
     share = local_parameter_bytes(training.engine.model) / whole
@@ -99,7 +100,7 @@ def _bytes_row(context: Context, strategy: str, training) -> Row:
 
 
 def replicas_row(context: Context, strategy: str, model: nn.Module, source: str) -> Row:
-    """How many parameters of a model that each rank keeps whole differ between ranks, in any bit. Called by all ranks."""
+    """Count the parameters that differ between ranks in any bit, for a model that every rank holds whole. All ranks call it."""
     unequal, known = len(differing_parameters(model)), len(list(model.parameters()))
     return context.row(
         strategy,
@@ -114,15 +115,15 @@ def replicas_row(context: Context, strategy: str, model: nn.Module, source: str)
     )
 
 
-def _parity_row(context: Context, curves: pd.DataFrame, strategy: str, source: str) -> Row:
+def _parity_row(context: Context, options: ParallelParityOptions, curves: pd.DataFrame, strategy: str, source: str) -> Row:
     losses = {name: curve.sort_values("step")["loss"].to_numpy() for name, curve in curves.groupby("strategy")}
-    difference = float(np.max(np.abs(losses[strategy] / losses["single"] - 1)))
+    difference = largest_relative_difference(losses[strategy], losses["single"])
     return context.row(
         strategy,
         "relative_difference",
         difference,
         dtype="fp32",
-        params=_params(context),
+        params=_params(context, options),
         check=f"losses of one device, step by step; {SCATTER_FP32}",
         check_error=difference,
         check_tolerance=TOLERANCE,
@@ -130,13 +131,12 @@ def _parity_row(context: Context, curves: pd.DataFrame, strategy: str, source: s
     )
 
 
-def _params(context: Context) -> dict:
-    sizes = context.sizes
+def _params(context: Context, options: ParallelParityOptions) -> dict:
     return {
         "what": "training loss",
-        "model": sizes["model"],
-        "ranks": ranks_of(context),
-        "steps": sizes["steps"],
-        "batch_size": sizes["batch_size"],
-        "sequence_length": sizes["sequence_length"],
+        "model": options.model,
+        "ranks": options.rank_count(context),
+        "steps": options.steps,
+        "batch_size": options.batch_size,
+        "sequence_length": options.sequence_length,
     }

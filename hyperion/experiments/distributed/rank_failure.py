@@ -1,23 +1,25 @@
-"""A rank is killed in the middle of training: who says so, how soon, what is left behind, and does the run go on?"""
+"""Kill a rank during training: how soon the launcher reports it, which processes remain, and whether the run resumes."""
 
 import os
 import shutil
 import signal
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pandas as pd
 import psutil
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.ranks import ranks_of
 from hyperion.chapter.variants import Report, run_on_ranks
+from hyperion.data.batches.loaders import ResumableBatches
 from hyperion.errors import HyperionError
+from hyperion.experiments.distributed.short_training import ShortTrainingOptions, largest_relative_difference
 from hyperion.processes import RankError, world
 from hyperion.processes.child_process import has_ended
 from hyperion.training import train
 from hyperion.workloads import datasets
-from hyperion.workloads.recipe import Recipe
 from hyperion.workloads.recipes import set_up
 from hyperion.workloads.twins import SCATTER_FP32
 
@@ -26,22 +28,38 @@ RUNS = ("resumed", "undisturbed")
 _MARK = "HYPERION_RANK_FAILURE"
 
 
+class RankFailureOptions(ShortTrainingOptions):
+    """Options of the experiment.
+
+    Args:
+        steps: optimizer steps of the whole run.
+        checkpoint_every: steps between two checkpoints.
+        kill_after: steps after which the last rank is killed.
+    """
+
+    steps: int
+    checkpoint_every: int
+    kill_after: int
+
+
 def forecast(context: Context) -> list[Forecast]:
-    """How soon the launcher knows."""
-    basis = "torchrun looks at its workers ten times a second and ends the others at once; leaving takes them a second or two"
-    params = _killing(ranks_of(context), ranks_of(context) - 1, "SIGKILL")
+    """Estimate the seconds from the kill to the launcher's report."""
+    ranks = RankFailureOptions.of(context).rank_count(context)
+    basis = "torchrun polls its workers ten times a second and stops the others at once; they exit within a second or two"
+    params = _killing(ranks, ranks - 1, "SIGKILL")
     return [Forecast(variant="ddp", metric="detection_time_s", estimate=3.0, basis=basis, dtype="fp32", params=params)]
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train and kill the last rank; resume, train once more from the start without a kill, and compare all losses."""
+    """Train and kill the last rank; resume; train again without a kill, and compare all losses."""
     shutil.rmtree(context.workspace, ignore_errors=True)
-    ranks = ranks_of(context)
-    told, seconds, left = _killed(context, report, ranks)
-    print(f"after {seconds:.1f} s: {told.what.splitlines()[0]}")
+    options = RankFailureOptions.of(context)
+    ranks = options.rank_count(context)
+    error, seconds, remaining = _killed(context, options, report, ranks)
+    print(f"after {seconds:.1f} s: {error.what.splitlines()[0]}")
     again = run_on_ranks(context, report, resume_and_repeat, ranks=ranks)[0]
-    found, expected = (again.samples.loc[again.samples["run"] == run, "loss"].to_numpy() for run in RUNS)
-    difference = float(np.max(np.abs(found / expected - 1)))
+    resumed, undisturbed = (again.samples.loc[again.samples["run"] == run, "loss"].to_numpy() for run in RUNS)
+    difference = largest_relative_difference(resumed, undisturbed)
     source = again.source
     rows = [
         context.row(
@@ -50,18 +68,18 @@ def run(context: Context, report: Report) -> Result:
             seconds,
             dtype="fp32",
             limit_source="no limit: it should be short",
-            params=_killing(ranks, told.rank, told.signal),
+            params=_killing(ranks, error.rank, error.signal),
             check="rank and signal named, within a minute",
-            check_error=seconds if (told.rank, told.signal) == (ranks - 1, "SIGKILL") else 10 * SOON_S,
+            check_error=seconds if (error.rank, error.signal) == (ranks - 1, "SIGKILL") else 10 * SOON_S,
             check_tolerance=SOON_S,
         ),
         context.row(
             "ddp",
             "count",
-            left,
+            remaining,
             params={"what": "processes left behind", "ranks": ranks},
             check="none",
-            check_error=left,
+            check_error=remaining,
             check_tolerance=0,
         ),
         context.row(
@@ -69,7 +87,7 @@ def run(context: Context, report: Report) -> Result:
             "relative_difference",
             difference,
             dtype="fp32",
-            params={"what": "losses after the kill", "ranks": ranks, "steps": len(found)},
+            params={"what": "losses after the kill", "ranks": ranks, "steps": len(resumed)},
             check=f"losses of the undisturbed run; {SCATTER_FP32}",
             check_error=difference,
             check_tolerance=1e-5,
@@ -79,58 +97,64 @@ def run(context: Context, report: Report) -> Result:
     return Result(rows, again.samples, source)
 
 
-EXPERIMENT = Experiment(forecast, run, data=datasets.TEXT)
+EXPERIMENT = Experiment(forecast, run, data=datasets.TEXT, options=RankFailureOptions)
 
 
 def _killing(ranks: int, rank: int | None, signal_name: str) -> dict:
     return {"ranks": ranks, "rank": rank, "signal": signal_name}
 
 
-def _killed(context: Context, report: Report, ranks: int) -> tuple[RankError, float, int]:
-    """The launcher's error, seconds from the rank's death to it, and how many of the job's processes are still there."""
+def _killed(context: Context, options: RankFailureOptions, report: Report, ranks: int) -> tuple[RankError, float, int]:
+    """Return the launcher's error, the seconds from the kill to it, and the number of processes of the job that remain."""
     os.environ[_MARK] = mark = os.urandom(8).hex()
-    params = {"folder": "killed", "kill_after": context.sizes["kill_after"]}
+    params = {"folder": "killed", "kill_after": options.kill_after}
     try:
         run_on_ranks(context, report, train_on_rank, params, ranks=ranks)
     except RankError as error:
         raised = time.time()
         died = (context.workspace / "died").stat().st_mtime
-        return error, raised - died, _ranks_left(context) + _marked(mark)
+        return error, raised - died, _remaining_ranks(context) + _count_marked(mark)
     finally:
         del os.environ[_MARK]
     raise HyperionError(
-        "a rank was killed and the launcher did not say so",
+        "a rank was killed and the launcher reported no failure",
         where=f"{context.notebook}.{context.experiment}",
-        next_step="run it again; if it stays, the launcher is at fault",
+        next_step="run it again; if it fails again, report a bug in the launcher",
     )
 
 
-def _ranks_left(context: Context) -> int:
-    """Ranks, by the process numbers they left, that still do something. The launcher has torchrun's exit code itself."""
+def _remaining_ranks(context: Context) -> int:
+    """Count the ranks whose processes still run, by the process ids that they wrote."""
     return sum(not has_ended(int(note.read_text())) for note in context.workspace.glob("pid-*"))
 
 
-def _marked(mark: str) -> int:
-    """Return the number of processes, other than this one, that were started with the mark in their environment."""
-    found = 0
+def _count_marked(mark: str) -> int:
+    """Count the other processes that have the mark in their environment: what the ranks started."""
+    count = 0
     for process in psutil.process_iter():
         try:
-            found += process.pid != os.getpid() and process.environ().get(_MARK) == mark
+            count += process.pid != os.getpid() and process.environ().get(_MARK) == mark
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue  # ended meanwhile, or another user's: not of this job
-    return found
+            continue  # it ended meanwhile, or belongs to another user
+    return count
 
 
 class _KilledAfter:
-    """Batches that end their own process, as a failing node would: without a word."""
+    """Batches that kill their own process after some steps, without a message, as a failing node would.
 
-    def __init__(self, batches, steps: int, note):
+    Args:
+        batches: the batches to pass on.
+        steps: number of steps before the kill.
+        note: file to create just before it: its time is the time of the kill.
+    """
+
+    def __init__(self, batches: ResumableBatches, steps: int, note: Path):
         self.batches, self.steps, self.note = batches, steps, note
 
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         for batch in self.batches:
             if self.steps == 0:
                 self.note.touch()
@@ -146,28 +170,21 @@ class _KilledAfter:
 
 
 def resume_and_repeat(context: Context, report: Report) -> Result:
-    """The killed run to its end, then the same run undisturbed."""
+    """Resume the killed run to its end, then train the same run undisturbed."""
     runs = [train_on_rank(context, report, folder) for folder in ("killed", "undisturbed")]
     curves = [result.samples.assign(run=run) for result, run in zip(runs, RUNS, strict=True)]
     return Result([], pd.concat(curves, ignore_index=True), runs[0].source)
 
 
 def train_on_rank(context: Context, report: Report, folder: str, kill_after: int | None = None) -> Result:
-    """Train under DDP with checkpoints; with `kill_after`, the last rank dies before its next batch after so many."""
-    sizes, here = context.sizes, world()
-    recipe = Recipe(
-        task="language",
-        model=sizes["model"],
-        strategy="ddp",
-        precision="fp32",
-        batch_size=sizes["batch_size"],
-        sequence_length=sizes["sequence_length"],
-        steps=sizes["steps"],
-        learning_rate=sizes["learning_rate"],
-        weight_decay=0.1,
-        evaluation_batches=0,
-        checkpoint_every=sizes["checkpoint_every"],
-    )
+    """Train under DDP with checkpoints.
+
+    Args:
+        folder: folder of the checkpoints in the workspace.
+        kill_after: number of steps after which the last rank kills itself, None for never.
+    """
+    options, here = RankFailureOptions.of(context), world()
+    recipe = options.recipe("ddp", options.steps, options.checkpoint_every)
     if kill_after is not None:
         (context.workspace / f"pid-{here.rank}").write_text(str(os.getpid()))
     training = set_up(context, recipe)

@@ -1,21 +1,19 @@
-"""A checkpoint of sharded training goes on with fewer ranks: saved by N, resumed by N, by half of them, and by one."""
+"""Resharding: a checkpoint that N ranks saved is resumed by N/2 ranks, N/4, and so on down to one."""
 
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import torch.distributed as dist
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.ranks import ranks_of
 from hyperion.chapter.variants import Report, merged, run_on_ranks
 from hyperion.checkpoints.folders import checkpoint_path
+from hyperion.experiments.distributed.short_training import ShortTrainingOptions, largest_relative_difference
 from hyperion.processes import world
 from hyperion.results import Row
 from hyperion.training import Plan, train
 from hyperion.workloads import datasets
-from hyperion.workloads.recipe import Recipe, Training
 from hyperion.workloads.recipes import set_up
 from hyperion.workloads.twins import SCATTER_FP32
 
@@ -23,9 +21,32 @@ TOLERANCE = 1e-4
 _SAVED = "saved"
 
 
+class ReshardingOptions(ShortTrainingOptions):
+    """Options of the experiment.
+
+    Args:
+        steps_before: optimizer steps before the checkpoint.
+        steps_after: optimizer steps after it, which the resumed runs repeat.
+    """
+
+    steps_before: int
+    steps_after: int
+
+    @property
+    def steps(self) -> int:
+        """All optimizer steps."""
+        return self.steps_before + self.steps_after
+
+    def resuming(self, context: Context) -> list[int]:
+        """Numbers of ranks to resume with: half of those that saved, a quarter, and so on down to one."""
+        ranks = self.rank_count(context)
+        return [ranks >> halvings for halvings in range(1, ranks.bit_length())]
+
+
 def forecast(context: Context) -> list[Forecast]:
-    """What the next losses may differ by, and what a checkpoint weighs."""
-    after = context.sizes["steps_after"]
+    """Estimate how far the losses after the checkpoint differ."""
+    options = ReshardingOptions.of(context)
+    after = options.steps_after
     basis = f"{after} steps in another order of summation: {after} x 2^-24; the state itself is copied, not computed"
     return [
         Forecast(
@@ -34,32 +55,34 @@ def forecast(context: Context) -> list[Forecast]:
             estimate=after * 2.0**-24,
             basis=basis,
             dtype="fp32",
-            params=_params(context, ranks),
+            params=_params(context, options, ranks),
         )
-        for ranks in _resuming(context)
+        for ranks in options.resuming(context)
     ]
 
 
 def run(context: Context, report: Report) -> Result:
-    """Train and save on all ranks and go on; then resume copies of that checkpoint on other numbers of ranks."""
+    """Train on all ranks past a checkpoint; then resume copies of the checkpoint on smaller numbers of ranks."""
+    options = ReshardingOptions.of(context)
     shutil.rmtree(context.workspace, ignore_errors=True)
-    first = run_on_ranks(context, report, save_and_go_on, ranks=ranks_of(context))
+    first = run_on_ranks(context, report, save_and_go_on, ranks=options.rank_count(context))
     curves, rows = [first[0].samples], []
-    for ranks in _resuming(context):
+    for ranks in options.resuming(context):
         resumed = run_on_ranks(context, report, resume, ranks=ranks)
         curves.append(resumed[0].samples)
-        rows.append(_row(context, ranks, first[0], resumed[0]))
+        rows.append(_row(context, options, ranks, first[0], resumed[0]))
     return Result(merged(first).rows + rows, pd.concat(curves, ignore_index=True), first[0].source)
 
 
-EXPERIMENT = Experiment(forecast, run, data=datasets.TEXT)
+EXPERIMENT = Experiment(forecast, run, data=datasets.TEXT, options=ReshardingOptions)
 
 
 def save_and_go_on(context: Context, report: Report) -> Result:
-    """Train past the checkpoint to the end, reading nothing back: the losses that every resumed run must repeat."""
-    sizes, folder, before = context.sizes, context.workspace / "first", context.sizes["steps_before"]
-    plan = Plan(steps=before + sizes["steps_after"], checkpoint_every=before)
-    result = _train(context, _set_up(context), plan, folder, report)
+    """Save a checkpoint and train on without interruption: the losses that every resumed run must repeat."""
+    options, folder = ReshardingOptions.of(context), context.workspace / "first"
+    before = options.steps_before
+    plan = Plan(steps=options.steps, checkpoint_every=before)
+    result = _train(context, options, plan, folder, report)
     if world().rank == 0:
         saved = context.workspace / _SAVED
         shutil.copytree(checkpoint_path(folder, before), checkpoint_path(saved, before))
@@ -71,59 +94,33 @@ def save_and_go_on(context: Context, report: Report) -> Result:
 
 
 def resume(context: Context, report: Report) -> Result:
-    """Go on from a copy of the checkpoint with as many ranks as there are here."""
+    """Train on from a copy of the checkpoint, on the ranks of this launch."""
     folder = context.workspace / f"resumed-{world().size}"
     if world().rank == 0:
         shutil.copytree(context.workspace / _SAVED, folder)
     dist.barrier()
-    plan = Plan(steps=context.sizes["steps_before"] + context.sizes["steps_after"])
-    return _train(context, _set_up(context), plan, folder, report)
+    options = ReshardingOptions.of(context)
+    return _train(context, options, Plan(steps=options.steps), folder, report)
 
 
-def _set_up(context: Context):
-    sizes = context.sizes
-    return set_up(
-        context,
-        Recipe(
-            task="language",
-            model=sizes["model"],
-            strategy="fsdp",
-            precision="fp32",
-            batch_size=sizes["batch_size"],
-            sequence_length=sizes["sequence_length"],
-            steps=sizes["steps_before"] + sizes["steps_after"],
-            learning_rate=sizes["learning_rate"],
-            weight_decay=0.1,
-            evaluation_batches=0,
-        ),
-    )
-
-
-def _train(context: Context, training: Training, plan: Plan, folder: Path, report: Report) -> Result:
+def _train(context: Context, options: ReshardingOptions, plan: Plan, folder: Path, report: Report) -> Result:
+    training = set_up(context, options.recipe("fsdp", options.steps))
     history = train(training.engine, training.batches, plan, folder=folder, report=report)
-    curve = pd.DataFrame({"ranks": world().size, "step": range(1, plan.steps + 1), "loss": history.losses})
+    curve = pd.DataFrame({"ranks": world().size, "step": range(1, options.steps + 1), "loss": history.losses})
     return Result([], curve, training.source)
 
 
-def _resuming(context: Context) -> list[int]:
-    """Numbers of ranks to resume with: half of those that saved, and so on down to one."""
-    ranks, counts = ranks_of(context) // 2, []
-    while ranks:
-        counts.append(ranks)
-        ranks //= 2
-    return counts
-
-
-def _row(context: Context, ranks: int, first: Result, resumed: Result) -> Row:
-    before = context.sizes["steps_before"]
-    expected, found = (result.samples.sort_values("step")["loss"].to_numpy()[before:] for result in (first, resumed))
-    difference = float(np.max(np.abs(found / expected - 1)))
+def _row(context: Context, options: ReshardingOptions, ranks: int, first: Result, resumed: Result) -> Row:
+    expected, losses = (
+        result.samples.sort_values(by="step")["loss"].to_numpy()[options.steps_before :] for result in (first, resumed)
+    )
+    difference = largest_relative_difference(losses, expected)
     return context.row(
         "fsdp",
         "relative_difference",
         difference,
         dtype="fp32",
-        params=_params(context, ranks),
+        params=_params(context, options, ranks),
         check=f"next losses of the ranks that saved; {SCATTER_FP32}",
         check_error=difference,
         check_tolerance=TOLERANCE,
@@ -131,5 +128,6 @@ def _row(context: Context, ranks: int, first: Result, resumed: Result) -> Row:
     )
 
 
-def _params(context: Context, ranks: int) -> dict:
-    return {"what": "next losses", "saved_by": ranks_of(context), "resumed_by": ranks, "steps": context.sizes["steps_after"]}
+def _params(context: Context, options: ReshardingOptions, ranks: int) -> dict:
+    saved_by = options.rank_count(context)
+    return {"what": "next losses", "saved_by": saved_by, "resumed_by": ranks, "steps": options.steps_after}

@@ -1,6 +1,7 @@
-"""The exercises of chapter 2.6: targets that let the model learn its own prompts, and token ids of another tokenizer."""
+"""Exercises of chapter 2.6: targets of a fine-tuning row, and token ids that do not fit the embedding."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,14 +14,14 @@ _PROMPT, _COMPLETION = [11, 12, 13, 14], [21, 22, 23]
 
 
 def judge_targets(my_targets: Callable[[Sequence[int], Sequence[int], int], tuple]) -> pd.DataFrame:
-    """Judge a function that makes one row of fine-tuning from a prompt and its completion.
+    """Judge a function that makes one fine-tuning row from a prompt and its completion.
 
     Args:
-        my_targets: takes prompt, completion (the end of text included) and a length; returns inputs and targets, each of
-            that length, targets one token ahead and -100 (IGNORE_INDEX) where nothing is to be learned.
+        my_targets: takes the prompt, the completion (with the end of text) and a length; returns inputs and targets of that
+            length. Targets are one token ahead, and -100 (IGNORE_INDEX) at positions without loss.
 
     Returns:
-        One line a fault: whether the row is free of it, and what was seen.
+        One line per fault: whether the row is free of it, and the targets.
     """
     inputs, targets = (np.asarray(side) for side in my_targets(_PROMPT, [*_COMPLETION, END], LENGTH))
     ids = [*_PROMPT, *_COMPLETION, END]
@@ -39,15 +40,19 @@ def judge_targets(my_targets: Callable[[Sequence[int], Sequence[int], int], tupl
 
 
 def judge_vocabulary_check(my_check: Callable[[np.ndarray, int], bool]) -> pd.DataFrame:
-    """Judge a check that says whether token ids fit an embedding, before a lookup fails or, worse, does not.
+    """Judge a check of whether token ids fit an embedding.
 
     Args:
-        my_check: takes ids int64 [N] and the number of rows of the embedding, returns True when every id has a row.
+        my_check: takes ids, int64 of shape [N], and the number of rows of the embedding; returns True if every id has a row.
     """
+
+    def check(ids: Any) -> bool:
+        return my_check(ids, ROWS)
+
     sound = np.array([0, 5, 17, ROWS - 1, 3])
     mutants = {
         "one id too large by one": np.array([0, 5, ROWS, 3]),
         "ids of GPT-2 (up to 50256)": np.array([15496, 995, 50256]),
         "a target's -100 among the inputs": np.array([3, IGNORE_INDEX, 17]),
     }
-    return mutation_score(lambda ids: my_check(ids, ROWS), sound, mutants)
+    return mutation_score(check, sound, mutants)

@@ -1,11 +1,12 @@
-"""Figures of fine-tuning: the loss on completions and the memory of two methods, and the same losses on many ranks."""
+"""Figures of fine-tuning: loss on completions, memory of the two methods, and losses on one device and on ranks."""
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hyperion.errors import not_none
 from hyperion.figures.formats import number
-from hyperion.figures.material import Material, measured, select
+from hyperion.figures.material import Material, measured, select, values
 from hyperion.figures.plot import Plot
 from hyperion.figures.style import (
     COLOURS,
@@ -19,13 +20,14 @@ from hyperion.figures.style import (
     spread_labels,
     whole_numbers,
 )
+from hyperion.results import Row
 
-_SMALLEST = 1e-9  # where a difference of exactly zero is drawn on a logarithmic axis
+_SMALLEST = 1e-9  # a difference of zero is drawn here on a logarithmic axis
 _MEMORY = (("peak_memory_gib", "device memory"), ("tensor_memory_gib", "bytes of tensors"))
 
 
 def llama_lora(material: Material) -> Figure | None:
-    """Loss per completion token by step, held-out before and after; and what a step of LoRA and of full training holds."""
+    """Draw the loss per completion token by step, with the held-out loss before and after, and the peak memory of a step."""
     rows = measured(material.of("llama_lora"))
     held_out = sorted(select(rows, metric="validation_loss"), key=lambda row: row.params["step"])
     if not held_out:
@@ -35,28 +37,28 @@ def llama_lora(material: Material) -> Figure | None:
     figure, (left, right) = new_figure(title, material.machine("llama_lora"), 2)
     _draw_losses(left, material, held_out)
     _draw_memory(right, rows)
-    notes = ["Every token that carries a loss belongs to a completion; prompts and padding carry none."]
+    notes = ["Only tokens of completions carry a loss; prompts and padding do not."]
     if held_out[0].params["model"].startswith("random_"):
-        notes.append("Random weights: how far the loss falls says nothing about a pretrained Llama.")
+        notes.append("Random weights: the decrease of the loss says nothing about a pretrained Llama.")
     missing = [row for row in material.of("llama_lora") if row.value is None and row.metric.endswith("memory_gib")]
     notes += [f"{row.variant}: {row.value_reason}" for row in missing]
     add_notes(figure, notes)
     return figure
 
 
-def _draw_losses(axes: Axes, material: Material, held_out: list) -> None:
+def _draw_losses(axes: Axes, material: Material, held_out: list[Row]) -> None:
     samples = material.samples("llama_lora")
-    steps = samples[samples["kind"] == "step"].sort_values("step")
+    steps = samples.query("kind == 'step'").sort_values("step")
     axes.plot(steps["step"], steps["loss"], color=COLOURS[5], linewidth=1, label="training, each step")
     axes.errorbar(
         [row.params["step"] for row in held_out],
-        [row.value for row in held_out],
+        values(held_out),
         errors_of(held_out),
         label="held-out rows, 95 % interval",
         linestyle="none",
         **look("held", 1),
     )
-    levels = [(row.predicted, "knows nothing:\nln V + 1/2", MUTED) for row in held_out if row.predicted is not None]
+    levels = [(row.predicted, "random weights:\nln V + 1/2", MUTED) for row in held_out if row.predicted is not None]
     if held_out[0].limit is not None:
         levels.append((held_out[0].limit, "floor", INK))
     for loss, _, colour in levels:
@@ -64,19 +66,19 @@ def _draw_losses(axes: Axes, material: Material, held_out: list) -> None:
     axes.set(xlabel="optimizer step", ylabel="nats per completion token", title="Loss on completions")
     axes.margins(y=0.12)
     axes.legend(loc="best")
-    # Beside the panel: marks and the first steps lie on the upper line's left end.
+    # Outside the panel, because marks and the first steps cover the left end of the upper line.
     spread_labels(axes, levels, gap_points=22)
 
 
-def _draw_memory(axes: Axes, rows: list) -> None:
-    """A bar a method: what must be there, what was measured, what was foretold."""
-    # Peaks of an epoch are rows as well, of more than one step.
+def _draw_memory(axes: Axes, rows: list[Row]) -> None:
+    """Draw one bar per method: the bytes of weights, gradients and moments, the measured peak, and the prediction."""
+    # Rows of an epoch's peak cover more than one step; they have no "parameters".
     rows = [row for row in rows if "parameters" in row.params]
     metric, name = next((m, n) for m, n in _MEMORY if select(rows, metric=m) or m == _MEMORY[-1][0])
     chosen = select(rows, metric=metric)
     for place, row in enumerate(chosen):
-        axes.bar(place, row.value, width=0.5, color=COLOURS[place], alpha=0.55)
-        axes.bar(place, row.limit, width=0.5, color=COLOURS[place])
+        axes.bar(place, not_none(row.value), width=0.5, color=COLOURS[place], alpha=0.55)
+        axes.bar(place, not_none(row.limit), width=0.5, color=COLOURS[place])
         if row.predicted is not None:
             axes.hlines(row.predicted, place - 0.33, place + 0.33, color=INK, linestyle=(0, (4, 2)), linewidth=1.4)
     axes.set_xticks(range(len(chosen)), [f"{row.variant}\n{number(row.value, 3)} GiB" for row in chosen])
@@ -84,19 +86,19 @@ def _draw_memory(axes: Axes, rows: list) -> None:
     axes.set_ylim(0, axes.get_ylim()[1] * 1.25)
     axes.grid(axis="x", visible=False)
     axes.bar([0], [0], color=MUTED, label="weights, gradients, moments")
-    axes.bar([0], [0], color=MUTED, alpha=0.55, label="activations, logits and the rest")
+    axes.bar([0], [0], color=MUTED, alpha=0.55, label="activations, logits, other")
     axes.plot([], [], color=INK, linestyle=(0, (4, 2)), label="predicted")
     axes.legend(loc="upper left", fontsize=8)
 
 
 def lora_sharded(material: Material) -> Figure | None:
-    """Losses of one device and of all ranks, their distance, step by step."""
+    """Draw the losses of one device and of all ranks, and their relative difference, by step."""
     rows = measured(material.of("lora_sharded"))
     parity = [row for row in rows if row.params.get("what") == "training loss"]
     if not parity:
         return None
     row, samples = parity[0], material.samples("lora_sharded")
-    steps = samples[samples["kind"] == "step"].sort_values("step")
+    steps = samples.query("kind == 'step'").sort_values("step")
     ranks = row.params["ranks"]
     title = f"LoRA of {row.params['model']} under FSDP2, {ranks} rank{'s' * (ranks > 1)}"
     figure, (left, right) = new_figure(title, material.machine("lora_sharded"), 2)
@@ -112,18 +114,16 @@ def lora_sharded(material: Material) -> Figure | None:
     )
     left.set(xlabel="optimizer step", ylabel="nats per completion token", title="Losses")
     left.legend()
-    distance = np.maximum(np.abs(steps["sharded"] / steps["alone"] - 1), _SMALLEST)
-    right.plot(steps["step"], distance, color=COLOURS[1], marker="s", linewidth=1)
-    limit_line(right, row.check_tolerance, f"tolerance {row.check_tolerance:g}", MUTED)
+    difference = np.maximum(np.abs(steps["sharded"] / steps["alone"] - 1), _SMALLEST)
+    right.plot(steps["step"], difference, color=COLOURS[1], marker="s", linewidth=1)
+    tolerance = not_none(row.check_tolerance)
+    limit_line(right, tolerance, f"tolerance {tolerance:g}", MUTED)
     right.set(
-        yscale="log",
-        xlabel="optimizer step",
-        title="Relative distance from one device",
-        ylim=(_SMALLEST / 2, 10 * row.check_tolerance),
+        yscale="log", xlabel="optimizer step", title="Relative difference from one device", ylim=(_SMALLEST / 2, 10 * tolerance)
     )
     for axes in (left, right):
         whole_numbers(axes.xaxis)
-    add_notes(figure, [f"A distance of exactly zero is drawn at {_SMALLEST:g}."])
+    add_notes(figure, [f"A difference of zero is drawn at {_SMALLEST:g}."])
     return figure
 
 
@@ -133,8 +133,8 @@ PLOTS = (
     Plot(
         "llama_lora",
         "llama_lora",
-        "Loss on completions before, during and after training; and what a step holds when adapters or everything is trained.",
+        "Loss on completions before, during and after training; peak memory of a step of LoRA and of full fine-tuning.",
         llama_lora,
     ),
-    Plot("lora_sharded", "lora_sharded", "The losses of one device and of sharded ranks lie on each other.", lora_sharded),
+    Plot("lora_sharded", "lora_sharded", "Losses on one device and under FSDP2 agree.", lora_sharded),
 )

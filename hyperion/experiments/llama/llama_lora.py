@@ -1,179 +1,245 @@
-"""A Llama fine-tuned by LoRA on instruction rows, on one device; beside it one that is fine-tuned whole, for its memory."""
+"""Fine-tune a Llama with LoRA on instruction rows, on one device; measure the memory of full fine-tuning for comparison."""
 
+import gc
 import math
+from itertools import chain
+from typing import Any, cast
 
 import pandas as pd
 import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.rows import out_of_memory_reason
+from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_columns
 from hyperion.chapter.variants import Report, merged, run_variant
-from hyperion.checkpoints import frozen_sha256
+from hyperion.checkpoints import frozen_sha256, save_adapter
 from hyperion.data import Completions
+from hyperion.data.batches.instruction_batches import InstructionBatches
 from hyperion.data.batches.packing import IGNORE_INDEX
-from hyperion.data.instructions.instruction_batches import InstructionBatches
-from hyperion.experiments.llama.llama_adapters import adapter_rows, keeping_adapters
-from hyperion.experiments.llama.llama_rows import (
+from hyperion.experiments.llama.fine_tuning import (
     FULL,
+    LOADED_TOLERANCE,
     LORA,
+    MERGED_TOLERANCE,
     METHODS,
-    Work,
+    FineTuningOptions,
+    TokenCounts,
+    count_tokens,
+    equality_row,
+    fine_tuning_engine,
+    largest_difference,
+    least_flops,
+    load_base_and_adapter,
     logits_bytes,
-    memory_rows,
+    probe_logits,
+    restored_adapters,
+    shape_of,
+    state_bytes,
     step_bytes,
     step_flops,
-    throughput_rows,
 )
-from hyperion.measure import time_function
-from hyperion.measure.memory_use.peak import GIB
+from hyperion.measure import PeakMemoryRegion, TensorMemory, Timing, state_of, time_function
 from hyperion.models import LlamaLM, LlamaShape, llama_lora_parameter_count, llama_parameter_count, random_llama_shape
 from hyperion.parallel.lora import ATTENTION
 from hyperion.results import Row
-from hyperion.training import LanguageEngine, Plan, Precision, WarmupCosine, adamw, choose_precision, train
-from hyperion.workloads.llama_setup import DATA, RANK, Material, base_model, frozen_dtype, material, with_lora
-from hyperion.workloads.training_rows import epoch_rows, loss_curve, step_forecasts
+from hyperion.training import LanguageEngine, Plan, choose_precision, train
+from hyperion.units import GIB
+from hyperion.workloads.llama_setup import DATA, RANK, FineTuningData, base_model, frozen_dtype, with_lora
+from hyperion.workloads.training_rows import epoch_rows, loss_curve, speed_rows, step_forecasts
 
 _STANDARD_ERRORS = 4.0
-_WARMUP_SHARE = 0.1
+
+
+class LlamaLoraOptions(FineTuningOptions):
+    """Options of the experiment.
+
+    Args:
+        evaluation_batch_size: rows of one held-out batch.
+    """
+
+    evaluation_batch_size: int
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Memory of a step, share of parameters trained, throughput, and the loss of a model that knows nothing yet."""
-    found = material(context, quiet=True)
-    if found.weights != context.sizes["model"]:
-        return [_none(found, "no estimate: the shapes of real weights are read when they are loaded")]
-    shape = random_llama_shape(found.model, found.tokenizer.vocab_size)
-    dtype = choose_precision(context.device, context.sizes["precision"]).dtype
-    batch = _batches(context, found).next_batch()
-    work = work_of(batch)
+    """Estimate the memory of a step, the share of trained parameters, the throughput, and the loss before training."""
+    options = LlamaLoraOptions.of(context)
+    data = options.data(context, quiet=True)
+    if data.weights != options.model:
+        basis = "no estimate: the shapes of real weights are read when they are loaded"
+        return [Forecast(variant=LORA, metric="tokens_per_s", estimate=None, basis=basis)]
+    shape = random_llama_shape(data.model, data.tokenizer.vocab_size)
+    dtype = choose_precision(context.device, options.precision).dtype
+    counts = count_tokens(_batches(context, options, data).next_batch())
     memory = ["tensor_memory_gib", *(["peak_memory_gib"] if context.device.kind != "cpu" else [])]
-    estimates = [_memory_forecast(found, shape, method, dtype, work, metric) for metric in memory for method in METHODS]
-    estimates.append(_share_forecast(shape, dtype))
-    estimates += step_forecasts(
-        context, LORA, dtype, "token", work.tokens, step_flops(shape, LORA, work.length), _traffic(shape, dtype, work)
-    )
-    basis = "random weights give logits of variance 1: ln V + 1/2 nats, whatever the text"
-    estimates.append(
+    return [
+        *(_memory_forecast(data, shape, method, dtype, counts, metric) for metric in memory for method in METHODS),
+        _share_forecast(shape),
+        *step_forecasts(
+            context, LORA, dtype, "token", counts.tokens, step_flops(shape, LORA, counts.length), _traffic(shape, dtype, counts)
+        ),
         Forecast(
             variant=LORA,
             metric="validation_loss",
             estimate=math.log(shape.vocab_size) + 0.5,
-            basis=basis,
+            basis="random weights give logits of variance 1: ln V + 1/2 nats, for any text",
             dtype=dtype,
             params={"step": 0},
-        )
-    )
-    return estimates
+        ),
+    ]
 
 
 def run(context: Context, report: Report) -> Result:
-    """LoRA in one process, full fine-tuning in another: neither's memory is the other's."""
+    """Run LoRA and full fine-tuning in a process each, so that the memory of one does not count for the other."""
     return merged([run_variant(context, report, function) for function in (fine_tune, full_memory)])
 
 
-EXPERIMENT = Experiment(forecast, run, forecast_reads=("gemm", "bandwidth"), data=DATA)
+EXPERIMENT = Experiment(forecast, run, forecast_reads=("gemm", "bandwidth"), data=DATA, options=LlamaLoraOptions)
 
 
 def fine_tune(context: Context, report: Report) -> Result:
-    """Train the adapters, score held-out completions before and after, time and weigh a step, save, load and merge."""
-    found, sizes = material(context), context.sizes
-    precision = choose_precision(context.device, sizes["precision"])
-    base = base_model(context, found, frozen_dtype(precision))
-    base_sha256, shape = frozen_sha256(base), base.config
+    """Train the adapters, score held-out completions before and after, measure a step, and save, load and merge."""
+    options = LlamaLoraOptions.of(context)
+    data, precision = options.data(context), choose_precision(context.device, options.precision)
+    base = base_model(context, data, frozen_dtype(precision))
+    base_sha256, shape = frozen_sha256(base), shape_of(base)
     model = with_lora(base, context.seed)
-    engine = fine_tuning_engine(context, model, precision)
-    print(f"{found.model}, vocabulary {shape.vocab_size}: {sizes['steps']} steps of {sizes['batch_size']} rows in {precision}")
+    engine = fine_tuning_engine(context, options, model, precision)
+    print(f"{data.model}, vocabulary {shape.vocab_size}: {options.steps} steps of {options.batch_size} rows in {precision}")
 
     def validation() -> InstructionBatches:
-        return held_out_batches(context, found.held_out)
+        return _held_out_batches(context, options, data.held_out)
 
     before = engine.evaluate(validation())
-    history = train(engine, _batches(context, found), Plan(steps=sizes["steps"]), validation=validation, report=report)
-    rows = epoch_rows(context, LORA, precision.dtype, engine, history, found.rows.source)
-    rows += _loss_rows(context, found, precision.dtype, before, history.epochs[-1].evaluation)
-    rows += _count_rows(context, found, model, shape)
-    with keeping_adapters(model):
-        speed, samples = _step_rows(context, found, engine, shape)
-    rows += speed + adapter_rows(context, found, engine, base_sha256)
-    curves = pd.concat([loss_curve(history), samples, _one_row(found)], ignore_index=True)
-    return Result(rows, curves, found.rows.source)
-
-
-def _step_rows(context: Context, found: Material, engine: LanguageEngine, shape: LlamaShape) -> tuple[list[Row], pd.DataFrame]:
-    """Memory and speed of LoRA's step on the batch that full fine-tuning is weighed with."""
-    batch = _batches(context, found).next_batch()
-    shared = {"dtype": engine.precision.dtype, "params": _params(found, shape), "data_source": found.rows.source}
-    rows = memory_rows(context, engine, batch, shape, LORA, shared)
-    timing = time_function(
-        lambda: engine.train_step(batch), engine.device, cold=False, time_limit_s=context.sizes["steady_time_limit_s"]
-    )
-    steady = shared | {"params": shared["params"] | {"step": "steady"}}
-    speed, samples = throughput_rows(context, timing, work_of(batch), shape, LORA, steady)
-    return rows + speed, samples
+    plan = Plan(steps=options.steps)
+    history = train(engine, _batches(context, options, data), plan, validation=validation, report=report)
+    rows = epoch_rows(context, LORA, precision.dtype, engine, history, data.rows.source)
+    rows += _loss_rows(context, options, data, precision.dtype, before, history.epochs[-1].evaluation or {})
+    rows += _count_rows(context, data, model, shape)
+    with restored_adapters(model):
+        step_rows, samples = _step_rows(context, options, data, engine, shape)
+    rows += step_rows + adapter_rows(context, options, data, engine, base_sha256)
+    curves = pd.concat([loss_curve(history), samples, _one_row(data)], ignore_index=True)
+    return Result(rows, curves, data.rows.source)
 
 
 def full_memory(context: Context, report: Report) -> Result:
-    """A few steps of the same batch with every parameter trained: what they need at most."""
-    found = material(context, quiet=True)
-    precision = choose_precision(context.device, context.sizes["precision"])
+    """Measure the peak memory of a step that trains every parameter, on the same batch."""
+    options = LlamaLoraOptions.of(context)
+    data, precision = options.data(context, quiet=True), choose_precision(context.device, options.precision)
     report(0, 1, FULL)
-    shared = {"dtype": precision.dtype, "data_source": found.rows.source}
+    shared = {"dtype": precision.dtype, "params": {"model": data.model}, "data_source": data.rows.source}
     try:
-        base = base_model(context, found, torch.float32)
-        shared |= {"params": _params(found, base.config)}
-        engine = fine_tuning_engine(context, LlamaLM(base), precision)
-        rows = memory_rows(context, engine, _batches(context, found).next_batch(), base.config, FULL, shared)
+        base = base_model(context, data, torch.float32)
+        shared |= {"params": _params(data, shape_of(base))}
+        engine = fine_tuning_engine(context, options, LlamaLM(base), precision)
+        rows = _memory_rows(context, engine, _batches(context, options, data).next_batch(), shape_of(base), FULL, shared)
     except torch.OutOfMemoryError as error:
-        metric, reason = "peak_memory_gib", out_of_memory_reason(error)
-        rows = [context.row(FULL, metric, None, value_reason=reason, **{"params": {"model": found.model}} | shared)]
-    return Result(rows, pd.DataFrame(), found.rows.source)
+        rows = [context.row(FULL, "peak_memory_gib", None, value_reason=out_of_memory_reason(error), **shared)]
+    return Result(rows, pd.DataFrame(), data.rows.source)
 
 
-def fine_tuning_engine(context: Context, model: LlamaLM, precision: Precision, **options) -> LanguageEngine:
-    """AdamW without weight decay, warm-up and cosine over the profile's steps."""
-    rate, steps = context.sizes["learning_rate"], context.sizes["steps"]
-    schedule = WarmupCosine(rate, math.ceil(_WARMUP_SHARE * steps), steps + 1)
-    return LanguageEngine(model, adamw(model, rate, weight_decay=0.0), schedule, precision, context.device, **options)
+def adapter_rows(
+    context: Context, options: LlamaLoraOptions, data: FineTuningData, engine: LanguageEngine, base_sha256: str
+) -> list[Row]:
+    """Save the engine's adapters, load them into a new base, merge them: each must give the logits of the trained model.
+
+    Logits are compared in float32: 16-bit formats would hide small differences. Takes the model out of the engine, because two
+    models may not fit into memory.
+
+    Args:
+        base_sha256: `frozen_sha256` of the base before training.
+    """
+    device, dtype = engine.device.torch_device, frozen_dtype(engine.precision)
+    changed = frozen_sha256(engine.model) != base_sha256
+    path = save_adapter(context.workspace / "adapters", options.steps, engine.model, base_sha256)
+    trained = probe_logits(engine.model, data, device)
+    del engine.model, engine.optimizer
+    gc.collect()
+    fresh = load_base_and_adapter(context, data, path, dtype)
+    loaded = largest_difference(probe_logits(fresh, data, device), trained)
+    merged_model = LlamaLM(cast(Any, fresh.lm).merge_and_unload())
+    in_one = largest_difference(probe_logits(merged_model, data, device), trained)
+    size = sum(file.stat().st_size for file in path.iterdir())
+    same, unchanged = "logits of the trained model", "sha256 unchanged"
+    return [
+        equality_row(context, data, LORA, "base weights after training", float(changed), unchanged, 0),
+        equality_row(context, data, LORA, "logits, adapter loaded", loaded, same, LOADED_TOLERANCE),
+        equality_row(context, data, LORA, "logits, adapter merged", in_one, same, MERGED_TOLERANCE),
+        context.row(LORA, "stored_gb", size / 1e9, params={"model": data.model, "what": "adapter checkpoint"}),
+    ]
 
 
-def held_out_batches(context: Context, held_out: Completions) -> InstructionBatches:
-    """The held-out rows in order, the same on every rank."""
-    return InstructionBatches(
-        held_out, context.sizes["evaluation_batch_size"], shuffle=False, drop_last=False, device=context.device.torch_device
+def _step_rows(
+    context: Context, options: LlamaLoraOptions, data: FineTuningData, engine: LanguageEngine, shape: LlamaShape
+) -> tuple[list[Row], pd.DataFrame]:
+    """Memory and speed of LoRA's step, on the batch whose memory full fine-tuning measures."""
+    batch = _batches(context, options, data).next_batch()
+    shared = {"dtype": engine.precision.dtype, "params": _params(data, shape), "data_source": data.rows.source}
+    rows = _memory_rows(context, engine, batch, shape, LORA, shared)
+    timing = time_function(lambda: engine.train_step(batch), engine.device, cold=False, time_limit_s=options.steady_time_limit_s)
+    steady = shared | {"params": shared["params"] | {"step": "steady"}}
+    speed, samples = _speed_rows(context, timing, count_tokens(batch), shape, steady)
+    return rows + speed, samples
+
+
+def _memory_rows(
+    context: Context, engine: LanguageEngine, batch: tuple, shape: LlamaShape, method: str, shared: dict
+) -> list[Row]:
+    """Peak memory of one step: the sum of all tensors, and on an accelerator the peak of its allocator.
+
+    A CPU has no row of the process's resident memory: it depends more on what the process did before than on the step.
+
+    Args:
+        shared: dtype, params and data source of the rows.
+    """
+    engine.train_step(batch)  # allocates the optimizer's moments
+    with PeakMemoryRegion(engine.device) as region:
+        engine.train_step(batch)
+    alive = chain(*state_of(engine.model, engine.optimizer).values(), batch)
+    with TensorMemory(engine.device, alive) as counted:
+        engine.train_step(batch)
+    bound = {
+        "limit": state_bytes(shape, method, engine.precision.dtype) / GIB,
+        "limit_source": "bytes of weights, gradients and moments, which all exist when the backward pass ends",
+    }
+    rows = [context.row(method, "tensor_memory_gib", counted.peak_bytes / GIB, **bound, **shared)]
+    if engine.device.kind != "cpu":
+        rows.append(context.row(method, region.peak.metric, region.peak.gib, **bound, **shared))
+    return rows
+
+
+def _speed_rows(
+    context: Context, timing: Timing, counts: TokenCounts, shape: LlamaShape, shared: dict
+) -> tuple[list[Row], pd.DataFrame]:
+    """Time, MFU and two throughputs of a steady step of LoRA: of all tokens, and of those that carry a loss."""
+    read = shared | {"params": shared["params"] | {"batch": counts.tokens, "tokens": "prompt and completion"}}
+    learned = shared | {"params": shared["params"] | {"batch": counts.completion_tokens, "tokens": "completion"}}
+    flops = step_flops(shape, LORA, counts.length)
+    rows = speed_rows(context, LORA, "token", counts.tokens, timing, flops, least_flops(shape, LORA, counts), read)
+    limit = next(row for row in rows if row.metric == "tokens_per_s")
+    share = counts.completion_tokens / counts.tokens
+    rate = timing.estimate.map(lambda seconds: counts.completion_tokens / seconds)
+    rows.append(
+        context.row(
+            LORA,
+            "tokens_per_s",
+            rate.value,
+            limit=None if limit.limit is None else limit.limit * share,
+            limit_source=limit.limit_source,
+            **learned,
+            **timed_columns(rate, timing),
+        )
     )
+    return rows, sample_frame(timing, LORA, shared["dtype"], read["params"]).assign(kind="steady step")
 
 
-def work_of(batch: tuple[torch.Tensor, torch.Tensor]) -> Work:
-    """What a batch holds, counted: a row's last token that is read stands before its last target."""
-    inputs, targets = (side.cpu() for side in batch)
-    last = torch.where(targets != IGNORE_INDEX, torch.arange(targets.shape[1]), 0).max(dim=1).values
-    tokens, completion = int((last + 1).sum()), int((targets != IGNORE_INDEX).sum())
-    return Work(inputs.numel(), tokens, completion, round(tokens / len(inputs)))
-
-
-def _one_row(found: Material) -> pd.DataFrame:
-    """The first held-out row token by token, to be read by eye: what is given, and what is to be answered."""
-    size, targets = int(found.held_out.sizes[0]), found.held_out.targets[0]
-    ids = [*found.held_out.inputs[0, :size], targets[size - 1]]
-    scored = [False, *(targets[:size] != IGNORE_INDEX)]
-    kinds = ["learned token" if learned else "given token" for learned in scored]
-    return pd.DataFrame({"kind": kinds, "text": [found.tokenizer.decode([token]) for token in ids]})
-
-
-def _batches(context: Context, found: Material) -> InstructionBatches:
-    return InstructionBatches(found.train, context.sizes["batch_size"], context.seed, device=context.device.torch_device)
-
-
-def _params(found: Material, shape: LlamaShape) -> dict:
-    return {"model": found.model, "parameters": llama_parameter_count(shape)}
-
-
-def _loss_rows(context: Context, found: Material, dtype: str, before: dict, after: dict) -> list[Row]:
-    """Loss per held-out completion token before and after; the second must lie below the first, beyond chance."""
-    floor = found.rows.least_loss_nats
+def _loss_rows(
+    context: Context, options: LlamaLoraOptions, data: FineTuningData, dtype: str, before: dict, after: dict
+) -> list[Row]:
+    """Loss per held-out completion token before and after training; the check demands a significant decrease."""
+    floor = data.rows.least_loss_nats
     source = "each completion follows from its prompt" if floor is not None else "no limit: what rows say is not certain"
     error = math.hypot(before["standard_error_nats"], after["standard_error_nats"])
-    fall = {
+    decrease = {
         "check": "below the loss before training by 4 standard errors (passes by chance 3 times in 100,000)",
         "check_error": after["loss"] - before["loss"],
         "check_tolerance": -_STANDARD_ERRORS * error,
@@ -187,66 +253,85 @@ def _loss_rows(context: Context, found: Material, dtype: str, before: dict, afte
             n=scored["tokens"],
             ci_low=scored["loss"] - 1.96 * scored["standard_error_nats"],
             ci_high=scored["loss"] + 1.96 * scored["standard_error_nats"],
-            params={"model": found.model, "split": "held out", "tokens": "completion", "step": step},
+            params={"model": data.model, "split": "held out", "tokens": "completion", "step": step},
             limit=floor,
             limit_source=source,
-            data_source=found.rows.source,
+            data_source=data.rows.source,
             **check,
         )
-        for step, scored, check in ((0, before, {}), (context.sizes["steps"], after, fall))
+        for step, scored, check in ((0, before, {}), (options.steps, after, decrease))
     ]
 
 
-def _count_rows(context: Context, found: Material, model: LlamaLM, shape: LlamaShape) -> list[Row]:
-    """Parameters trained, against the formula; tokens that carry a loss; rows that had to be cut."""
+def _count_rows(context: Context, data: FineTuningData, model: LlamaLM, shape: LlamaShape) -> list[Row]:
+    """Number of trained parameters, checked against the formula; tokens that carry a loss; rows that were cut."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     expected = llama_lora_parameter_count(shape, RANK, ATTENTION)
     everything = sum(p.numel() for p in model.parameters())
-    about = {"model": found.model, "rank": RANK, "targets": list(ATTENTION)}
+    params = {"model": data.model, "rank": RANK, "targets": list(ATTENTION), "what": "trainable parameters"}
     rows = [
         context.row(
             LORA,
             "count",
             trained,
-            params=about | {"what": "trainable parameters"},
+            params=params,
             check="sum of r (d_in + d_out)",
             check_error=abs(trained - expected),
             check_tolerance=0,
         ),
-        context.row(LORA, "share", trained / everything, params=about | {"what": "trainable parameters"}),
+        context.row(LORA, "share", trained / everything, params=params),
     ]
-    counted = {
-        "completion tokens": found.train.completion_tokens,
-        "prompt tokens": found.train.tokens - found.train.completion_tokens,
-        "rows whose prompt was cut": found.train.prompts_cut,
-        "rows whose completion was cut": found.train.completions_cut,
+    counts = {
+        "completion tokens": data.train.completion_tokens,
+        "prompt tokens": data.train.tokens - data.train.completion_tokens,
+        "rows whose prompt was cut": data.train.prompts_cut,
+        "rows whose completion was cut": data.train.completions_cut,
     }
     return rows + [
-        context.row("train rows", "count", value, params={"what": what}, data_source=found.rows.source)
-        for what, value in counted.items()
+        context.row("train rows", "count", value, params={"what": what}, data_source=data.rows.source)
+        for what, value in counts.items()
     ]
 
 
-def _memory_forecast(found: Material, shape: LlamaShape, method: str, dtype: str, work: Work, metric: str) -> Forecast:
-    parts = step_bytes(shape, method, dtype, work.positions)
-    told = f"{method}: " + " + ".join(f"{amount / GIB:.3g} GiB of {name}" for name, amount in parts.items())
-    # With the model named it is the forecast of one step; an epoch's peak has the evaluation in it.
-    return Forecast(
-        variant=method, metric=metric, estimate=sum(parts.values()) / GIB, basis=told, dtype=dtype, params={"model": found.model}
-    )
+def _one_row(data: FineTuningData) -> pd.DataFrame:
+    """Return the first held-out row token by token, for the reader: which tokens are given and which are learned."""
+    size, targets = int(data.held_out.sizes[0]), data.held_out.targets[0]
+    ids = [*data.held_out.inputs[0, :size], targets[size - 1]]
+    learned = [False, *(targets[:size] != IGNORE_INDEX)]
+    kinds = ["learned token" if is_learned else "given token" for is_learned in learned]
+    return pd.DataFrame({"kind": kinds, "text": [data.tokenizer.decode([token]) for token in ids]})
 
 
-def _share_forecast(shape: LlamaShape, dtype: str) -> Forecast:
+def _memory_forecast(
+    data: FineTuningData, shape: LlamaShape, method: str, dtype: str, counts: TokenCounts, metric: str
+) -> Forecast:
+    parts = step_bytes(shape, method, dtype, counts.positions)
+    basis = f"{method}: " + " + ".join(f"{amount / GIB:.3g} GiB of {name}" for name, amount in parts.items())
+    # The model's name in params selects the rows of one step; rows of an epoch's peak, evaluation included, lack it.
+    params = {"model": data.model}
+    return Forecast(variant=method, metric=metric, estimate=sum(parts.values()) / GIB, basis=basis, dtype=dtype, params=params)
+
+
+def _share_forecast(shape: LlamaShape) -> Forecast:
     adapters, base = llama_lora_parameter_count(shape, RANK, ATTENTION), llama_parameter_count(shape)
-    basis = f"rank {RANK} on {', '.join(ATTENTION)}: {adapters:,} beside {base:,} frozen"
+    basis = f"rank {RANK} on {', '.join(ATTENTION)}: {adapters:,} trained, {base:,} frozen"
     return Forecast(variant=LORA, metric="share", estimate=adapters / (adapters + base), basis=basis)
 
 
-def _traffic(shape: LlamaShape, dtype: str, work: Work) -> dict[str, float]:
-    """Bytes that a LoRA step moves: the frozen weights for the forward and for the backward pass, and the logits."""
+def _traffic(shape: LlamaShape, dtype: str, counts: TokenCounts) -> dict[str, float]:
+    """Bytes that a step of LoRA moves: the frozen weights in the forward and in the backward pass, and the logits."""
     stored = (2 if dtype == "bf16" else 4) * llama_parameter_count(shape)
-    return {"frozen weights": 2 * stored, "logits": 2 * logits_bytes(shape, dtype, work.positions)}
+    return {"frozen weights": 2 * stored, "logits": 2 * logits_bytes(shape, dtype, counts.positions)}
 
 
-def _none(found: Material, basis: str) -> Forecast:
-    return Forecast(variant=LORA, metric="tokens_per_s", estimate=None, basis=basis)
+def _batches(context: Context, options: LlamaLoraOptions, data: FineTuningData) -> InstructionBatches:
+    return InstructionBatches(data.train, options.batch_size, context.seed, device=context.device.torch_device)
+
+
+def _held_out_batches(context: Context, options: LlamaLoraOptions, held_out: Completions) -> InstructionBatches:
+    size, device = options.evaluation_batch_size, context.device.torch_device
+    return InstructionBatches(held_out, size, shuffle=False, drop_last=False, device=device)
+
+
+def _params(data: FineTuningData, shape: LlamaShape) -> dict:
+    return {"model": data.model, "parameters": llama_parameter_count(shape)}

@@ -1,4 +1,4 @@
-"""LoRA under FSDP2: the losses of one device, decoder layers as units, and adapters that one process loads again."""
+"""LoRA under FSDP2: losses equal those of one device, decoder layers are the units, and one process can load the adapters."""
 
 import gc
 from dataclasses import replace
@@ -8,16 +8,27 @@ import pandas as pd
 from safetensors.torch import load_file, save_file
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.ranks import ranks_of
+from hyperion.chapter.ranks import RankOptions, ranks_of
 from hyperion.chapter.rows import sample_frame, timed_columns
 from hyperion.chapter.variants import Report, merged, run_on_ranks
 from hyperion.checkpoints import checkpoint_path, frozen_sha256, save_adapter
-from hyperion.data.instructions.instruction_batches import InstructionBatches
-from hyperion.experiments.llama.llama_adapters import LOADED_TOLERANCE, equality_row, loaded_adapter, probe_logits, relative
-from hyperion.experiments.llama.llama_lora import fine_tuning_engine, work_of
-from hyperion.experiments.llama.llama_rows import LORA, Work, least_flops, state_bytes
-from hyperion.measure import PeakMemoryRegion, RanksClock, time_function
-from hyperion.measure.memory_use.peak import GIB
+from hyperion.data.batches.instruction_batches import InstructionBatches
+from hyperion.experiments.llama.fine_tuning import (
+    LOADED_TOLERANCE,
+    LORA,
+    FineTuningOptions,
+    TokenCounts,
+    count_tokens,
+    equality_row,
+    fine_tuning_engine,
+    largest_difference,
+    least_flops,
+    load_base_and_adapter,
+    probe_logits,
+    shape_of,
+    state_bytes,
+)
+from hyperion.measure import PeakMemoryRegion, RanksClock, Timing, time_function
 from hyperion.models import LlamaShape, layout_of, random_llama_shape
 from hyperion.parallel import (
     ParallelPlan,
@@ -30,7 +41,8 @@ from hyperion.parallel import (
 from hyperion.processes import World, world
 from hyperion.results import Row
 from hyperion.training import LanguageEngine, Precision, choose_precision
-from hyperion.workloads.llama_setup import DATA, Material, base_model, frozen_dtype, material, with_lora
+from hyperion.units import GIB
+from hyperion.workloads.llama_setup import DATA, FineTuningData, base_model, frozen_dtype, with_lora
 from hyperion.workloads.recipes import rank_zero_first
 from hyperion.workloads.training_rows import flops_floor
 from hyperion.workloads.twins import SCATTER_FP32
@@ -42,10 +54,25 @@ _PROBE = "logits.safetensors"
 _EXACT = Precision("fp32", "parity is judged in float32")
 
 
+class LoraShardedOptions(FineTuningOptions, RankOptions):
+    """Options of the experiment.
+
+    Args:
+        parity_model: random configuration that parity is checked on, in float32; `model` is only timed.
+    """
+
+    parity_model: str
+
+    def of_parity_model(self) -> "LoraShardedOptions":
+        """Return the options with the parity model as model."""
+        return self.model_copy(update={"model": self.parity_model, "real_weights": False})
+
+
 def forecast(context: Context) -> list[Forecast]:
-    """How many units there are to gather, how far losses may drift, and what a rank holds."""
-    ranks, steps = ranks_of(context), context.sizes["steps"]
-    layers = random_llama_shape(context.sizes["parity_model"], 1).num_hidden_layers
+    """Estimate the number of FSDP units, how far the losses drift apart, and the share of parameters a rank holds."""
+    options = LoraShardedOptions.of(context)
+    ranks, steps = ranks_of(context, options, options.batch_size), options.steps
+    layers = random_llama_shape(options.parity_model, 1).num_hidden_layers
     drift = f"{steps} steps, each of which rounds sums of another order once: {steps} x 2^-24, the unit of float32"
     return [
         Forecast(
@@ -76,82 +103,76 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """All ranks in one launch; then this process, which is in no group, loads what they saved."""
-    results = run_on_ranks(context, report, on_rank, ranks=ranks_of(context))
+    """Train on all ranks in one launch; then load the saved adapters in this process, which is in no process group."""
+    options = LoraShardedOptions.of(context)
+    ranks = ranks_of(context, options, options.batch_size)
+    results = run_on_ranks(context, report, on_rank, ranks=ranks)
     shared = merged(results)
-    return Result([*shared.rows, _loaded_row(context)], results[0].samples, shared.source)
+    return Result([*shared.rows, _loaded_row(context, options, ranks)], results[0].samples, shared.source)
 
 
-EXPERIMENT = Experiment(forecast, run, data=DATA)
+EXPERIMENT = Experiment(forecast, run, data=DATA, options=LoraShardedOptions)
 
 
 def on_rank(context: Context, report: Report) -> Result:
-    """Parity and the adapter checkpoint on a small model in float32, then memory and speed of the profile's model."""
-    exact = _named(context, context.sizes["parity_model"])
-    small = rank_zero_first(lambda: material(exact))
-    engine = _engine(exact, small, _EXACT, _alone())
+    """Check parity and save the adapters on a small model in float32; then measure memory and speed of the large model."""
+    options = LoraShardedOptions.of(context)
+    small = options.of_parity_model()
+    data = rank_zero_first(lambda: small.data(context))
+    engine = _engine(context, small, data, _EXACT, _alone())
     base_sha256 = frozen_sha256(engine.model)
-    alone = _steps(exact, report, small, engine, "one device")
-    engine = _engine(exact, small, _EXACT, world())
-    held = frozen_sha256(engine.model)
-    losses = _steps(exact, report, small, engine, "all ranks")
-    rows = [*_layout_rows(context, small, engine), _frozen_row(context, small, engine, held)]
-    _save(context, small, engine, base_sha256)
-    rows += [] if world().rank else [_parity_row(context, small, alone, losses)]
+    alone = _train(context, small, report, data, engine, "one device")
+    engine = _engine(context, small, data, _EXACT, world())
+    shards_sha256 = frozen_sha256(engine.model)
+    losses = _train(context, small, report, data, engine, "all ranks")
+    rows = [*_layout_rows(context, data, engine), _frozen_row(context, data, engine, shards_sha256)]
+    _save(context, small, data, engine, base_sha256)
+    rows += [] if world().rank else [_parity_row(context, small, data, alone, losses)]
     curve = pd.DataFrame({"kind": "step", "step": range(1, len(losses) + 1), "alone": alone, "sharded": losses})
     del engine
-    speed, samples = _speed_rows(context, report)
-    return Result(rows + speed, pd.concat([curve, samples], ignore_index=True), small.rows.source)
-
-
-def _named(context: Context, model: str) -> Context:
-    """The same experiment with a random model of that name."""
-    return replace(context, sizes=context.sizes | {"model": model, "real_weights": False})
+    speed, samples = _speed_rows(context, options, report)
+    return Result(rows + speed, pd.concat([curve, samples], ignore_index=True), data.rows.source)
 
 
 def _alone() -> World:
-    """This rank without its peers."""
+    """Return a world of this rank only, without a process group."""
     here = world()
     return World(rank=0, size=1, local_rank=here.local_rank, backend="", device=here.device)
 
 
-def _engine(context: Context, found: Material, precision: Precision, here: World) -> LanguageEngine:
-    """The same adapters on the same base on every rank, laid over `here`."""
-    model = with_lora(base_model(context, found, frozen_dtype(precision)), context.seed)
+def _engine(
+    context: Context, options: LoraShardedOptions, data: FineTuningData, precision: Precision, here: World
+) -> LanguageEngine:
+    """Return an engine with the same base and adapters on every rank, sharded over `here`."""
+    model = with_lora(base_model(context, data, frozen_dtype(precision)), context.seed)
     if here.size > 1 or here.backend:
-        halves = "bf16" if precision.dtype == "bf16" else None
-        model = parallelize(model, ParallelPlan(strategy="fsdp", param_dtype=halves), here)
-    return fine_tuning_engine(context, model, precision, world=here)
+        param_dtype = "bf16" if precision.dtype == "bf16" else None
+        model = parallelize(model, ParallelPlan(strategy="fsdp", param_dtype=param_dtype), here)
+    return fine_tuning_engine(context, options, model, precision, world=here)
 
 
-def _batches(context: Context, found: Material, here: World) -> InstructionBatches:
-    return InstructionBatches(
-        found.train,
-        context.sizes["batch_size"],
-        context.seed,
-        device=context.device.torch_device,
-        rank=here.rank,
-        ranks=here.size,
-    )
+def _batches(context: Context, options: LoraShardedOptions, data: FineTuningData, here: World) -> InstructionBatches:
+    device = context.device.torch_device
+    return InstructionBatches(data.train, options.batch_size, context.seed, device=device, rank=here.rank, ranks=here.size)
 
 
-def _steps(context: Context, report: Report, found: Material, engine: LanguageEngine, who: str) -> list[float]:
-    """Losses of the whole batch, step by step."""
-    batches = _batches(context, found, _alone() if engine.ranks == 1 else world())
+def _train(
+    context: Context, options: LoraShardedOptions, report: Report, data: FineTuningData, engine: LanguageEngine, name: str
+) -> list[float]:
+    """Return the loss of the whole batch at every step."""
+    batches = _batches(context, options, data, _alone() if engine.ranks == 1 else world())
     losses = []
-    for step in range(context.sizes["steps"]):
+    for step in range(options.steps):
         losses.append(float(engine.train_step(batches.next_batch()).loss))
-        report(step + 1, context.sizes["steps"], f"{who}: loss {losses[-1]:.3f}")
+        report(step + 1, options.steps, f"{name}: loss {losses[-1]:.3f}")
     return losses
 
 
-def _layout_rows(context: Context, found: Material, engine: LanguageEngine) -> list[Row]:
-    """Units that FSDP2 gathers one by one (rank 0 tells), and the share of the parameters that this rank holds."""
+def _layout_rows(context: Context, data: FineTuningData, engine: LanguageEngine) -> list[Row]:
+    """The share of the parameters on this rank; on rank 0 also the number of units that FSDP2 gathers one by one."""
     here, model = world(), engine.model
-    whole, units = full_parameter_bytes(model), fsdp_units(model)
-    expected = len(layout_of(model).blocks) + 1
-    share = local_parameter_bytes(model) / whole
-    about = {"model": found.model, "ranks": here.size}
+    share = local_parameter_bytes(model) / full_parameter_bytes(model)
+    params = {"model": data.model, "ranks": here.size}
     rows = [
         context.row(
             VARIANT,
@@ -159,19 +180,20 @@ def _layout_rows(context: Context, found: Material, engine: LanguageEngine) -> l
             share,
             dtype="fp32",
             rank=here.rank,
-            params=about | {"what": "parameter bytes held"},
+            params=params | {"what": "parameter bytes held"},
             check="1 / ranks",
             check_error=abs(share * here.size - 1),
             check_tolerance=SHARE_TOLERANCE,
         )
     ]
     if here.rank == 0:
+        units, expected = fsdp_units(model), len(layout_of(model).blocks) + 1
         rows.append(
             context.row(
                 VARIANT,
                 "count",
                 len(units),
-                params=about | {"what": "FSDP units"},
+                params=params | {"what": "FSDP units"},
                 check="decoder layers and the root",
                 check_error=abs(len(units) - expected),
                 check_tolerance=0,
@@ -180,85 +202,85 @@ def _layout_rows(context: Context, found: Material, engine: LanguageEngine) -> l
     return rows
 
 
-def _frozen_row(context: Context, found: Material, engine: LanguageEngine, held: str) -> Row:
-    changed = float(frozen_sha256(engine.model) != held)
+def _frozen_row(context: Context, data: FineTuningData, engine: LanguageEngine, shards_sha256: str) -> Row:
+    changed = float(frozen_sha256(engine.model) != shards_sha256)
     what = "base weights after training"
-    row = equality_row(context, found, VARIANT, what, changed, "sha256 of this rank's shards unchanged", 0)
+    row = equality_row(context, data, VARIANT, what, changed, "sha256 of this rank's shards unchanged", 0)
     return replace(row, rank=world().rank)
 
 
-def _save(context: Context, found: Material, engine: LanguageEngine, base_sha256: str) -> None:
-    """The adapters alone, gathered from all shards, and the logits that they must give again."""
-    save_adapter(context.workspace / "adapters", context.sizes["steps"], engine.model, base_sha256)
+def _save(context: Context, options: LoraShardedOptions, data: FineTuningData, engine: LanguageEngine, base_sha256: str) -> None:
+    """Save the adapters, gathered from all shards, and the logits that the loaded adapters must give."""
+    save_adapter(context.workspace / "adapters", options.steps, engine.model, base_sha256)
     assert_ranks_agree(engine.model)
-    logits = probe_logits(engine.model, found, engine.device.torch_device).cpu()
+    logits = probe_logits(engine.model, data, engine.device.torch_device).cpu()
     if world().rank == 0:
         save_file({"logits": logits}, context.workspace / _PROBE)
 
 
-def _loaded_row(context: Context) -> Row:
-    """One process without a group: a fresh base with the adapters of the ranks gives the logits of the ranks."""
-    exact = _named(context, context.sizes["parity_model"])
-    found = material(exact, quiet=True)
-    path = checkpoint_path(context.workspace / "adapters", context.sizes["steps"])
-    model = loaded_adapter(exact, found, path, frozen_dtype(_EXACT))
+def _loaded_row(context: Context, options: LoraShardedOptions, ranks: int) -> Row:
+    """Load the ranks' adapters onto a new base in one process, and compare the logits with those of the ranks."""
+    data = options.of_parity_model().data(context, quiet=True)
+    path = checkpoint_path(context.workspace / "adapters", options.steps)
+    model = load_base_and_adapter(context, data, path, frozen_dtype(_EXACT))
     expected = load_file(context.workspace / _PROBE)["logits"]
-    difference = relative(probe_logits(model, found, context.device.torch_device).cpu(), expected)
+    difference = largest_difference(probe_logits(model, data, context.device.torch_device).cpu(), expected)
     return equality_row(
         context,
-        found,
+        data,
         VARIANT,
         "logits, adapter loaded by one process",
         difference,
         "logits of the sharded model",
         LOADED_TOLERANCE,
-        ranks=ranks_of(context),
+        ranks=ranks,
     )
 
 
-def _parity_row(context: Context, found: Material, alone: list[float], losses: list[float]) -> Row:
+def _parity_row(
+    context: Context, options: LoraShardedOptions, data: FineTuningData, alone: list[float], losses: list[float]
+) -> Row:
     difference = float(np.max(np.abs(np.array(losses) / np.array(alone) - 1)))
-    sizes = context.sizes
     return context.row(
         VARIANT,
         "relative_difference",
         difference,
         dtype="fp32",
         params={
-            "model": found.model,
+            "model": data.model,
             "what": "training loss",
             "ranks": world().size,
-            "steps": sizes["steps"],
-            "batch_size": sizes["batch_size"],
+            "steps": options.steps,
+            "batch_size": options.batch_size,
         },
         check=f"losses of one device, step by step; {SCATTER_FP32}",
         check_error=difference,
         check_tolerance=TOLERANCE,
-        data_source=found.rows.source,
+        data_source=data.rows.source,
     )
 
 
-def _speed_rows(context: Context, report: Report) -> tuple[list[Row], pd.DataFrame]:
-    """Step time, throughput of all ranks and each rank's peak memory, in the type that this device trains in."""
-    here, sizes = world(), context.sizes
+def _speed_rows(context: Context, options: LoraShardedOptions, report: Report) -> tuple[list[Row], pd.DataFrame]:
+    """Step time, throughput of all ranks and each rank's peak memory, in this device's training precision."""
+    here = world()
     gc.collect()
-    report(0, 1, f"{sizes['model']} on {here.size} ranks")
-    found = material(context, quiet=context.sizes["model"] == context.sizes["parity_model"])
-    precision = choose_precision(context.device, sizes["precision"])
-    engine = _engine(context, found, precision, here)
-    shape: LlamaShape = engine.model.get_submodule("lm").config
-    batch = _batches(context, found, here).next_batch()
-    work = work_of(_batches(context, found, _alone()).next_batch())
-    shared = {"dtype": precision.dtype, "data_source": found.rows.source}
-    about = {"model": found.model, "ranks": here.size, "step": "steady"}
-    engine.train_step(batch)
+    report(0, 1, f"{options.model} on {here.size} ranks")
+    data = options.data(context, quiet=options.model == options.parity_model)
+    precision = choose_precision(context.device, options.precision)
+    engine = _engine(context, options, data, precision, here)
+    shape = shape_of(engine.model.get_submodule("lm"))
+    batch = _batches(context, options, data, here).next_batch()
+    counts = count_tokens(_batches(context, options, data, _alone()).next_batch())  # of all ranks together
+    shared = {"dtype": precision.dtype, "data_source": data.rows.source}
+    params = {"model": data.model, "ranks": here.size, "step": "steady"}
+    engine.train_step(batch)  # allocates the optimizer's moments
     with PeakMemoryRegion(engine.device) as region:
         timing = time_function(
             lambda: engine.train_step(batch),
             engine.device,
             cold=False,
-            time_limit_s=sizes["steady_time_limit_s"],
-            clock=RanksClock(here, lambda: None, lambda what: None),
+            time_limit_s=options.steady_time_limit_s,
+            clock=RanksClock(here, lambda: None, lambda what: None),  # all ranks take the same number of samples
         )
     peak = region.peak
     if peak.metric == "peak_memory_gib":
@@ -269,15 +291,15 @@ def _speed_rows(context: Context, report: Report) -> tuple[list[Row], pd.DataFra
         }
     else:
         bound = {"limit_source": "no limit: the whole process, interpreter and libraries included", "value_reason": peak.reason}
-    rows = [context.row(VARIANT, peak.metric, peak.gib, rank=here.rank, params=about, **bound, **shared)]
+    rows = [context.row(VARIANT, peak.metric, peak.gib, rank=here.rank, params=params, **bound, **shared)]
     if here.rank == 0:
-        rows += _rate_rows(context, timing, work, shape, about, shared)
-    return rows, sample_frame(timing, VARIANT, precision.dtype, about).assign(kind="steady step")
+        rows += _rate_rows(context, timing, counts, shape, params, shared)
+    return rows, sample_frame(timing, VARIANT, precision.dtype, params).assign(kind="steady step")
 
 
-def _rate_rows(context: Context, timing, work: Work, shape: LlamaShape, about: dict, shared: dict) -> list[Row]:
-    ranks = about["ranks"]
-    floor, source = flops_floor(context.device, shared["dtype"], least_flops(shape, LORA, work) * work.tokens / ranks)
+def _rate_rows(context: Context, timing: Timing, counts: TokenCounts, shape: LlamaShape, params: dict, shared: dict) -> list[Row]:
+    flops_of_rank = least_flops(shape, LORA, counts) * counts.tokens / params["ranks"]
+    floor, source = flops_floor(context.device, shared["dtype"], flops_of_rank)
     step = timing.estimate
     rows = [
         context.row(
@@ -286,12 +308,12 @@ def _rate_rows(context: Context, timing, work: Work, shape: LlamaShape, about: d
             step.value,
             limit=floor,
             limit_source=source,
-            params=about,
+            params=params,
             **shared,
             **timed_columns(step, timing),
         )
     ]
-    for what, count in (("prompt and completion", work.tokens), ("completion", work.completion_tokens)):
+    for what, count in (("prompt and completion", counts.tokens), ("completion", counts.completion_tokens)):
         rate = step.map(lambda seconds, count=count: count / seconds)
         rows.append(
             context.row(
@@ -300,7 +322,7 @@ def _rate_rows(context: Context, timing, work: Work, shape: LlamaShape, about: d
                 rate.value,
                 limit=None if floor is None else count / floor,
                 limit_source=source,
-                params=about | {"tokens": what, "batch": count},
+                params=params | {"tokens": what, "batch": count},
                 **shared,
                 **timed_columns(rate, timing),
             )

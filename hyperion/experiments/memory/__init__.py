@@ -1,1 +1,1 @@
-"""Memory of a training step: phases, estimates, activation checkpointing, traces."""
+"""Memory of a training step: phases, estimates, activation checkpointing, and one step traced."""

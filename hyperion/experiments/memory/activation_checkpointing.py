@@ -1,4 +1,4 @@
-"""Policies of activation checkpointing on the blocks of both baselines: equal gradients, memory against time; by depth."""
+"""Policies of activation checkpointing on the blocks of both baselines: equal gradients, memory against time, and depth."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,75 +7,137 @@ from functools import partial
 
 import pandas as pd
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
+from hyperion.chapter.options import Options
 from hyperion.chapter.rows import out_of_memory_reason
-from hyperion.chapter.variants import merged, run_counted
+from hyperion.chapter.variants import Report, merged, run_counted
 from hyperion.measure import PeakMemoryRegion, SavedForBackward, TensorMemory, state_of
 from hyperion.models import layout_of
 from hyperion.parallel import ParallelPlan
 from hyperion.parallel.plan import BUDGET, EVERY_BLOCK, NONE, SELECTIVE
-from hyperion.results import Row
+from hyperion.results import Row, known
 from hyperion.training import TorchEngine, choose_precision
-from hyperion.workloads import workloads
-from hyperion.workloads.memory_forecasts import foretold, laid_out, made, policy, within_budget
-from hyperion.workloads.step_comparison import Contender, compare_steps, emptied_afterwards
-from hyperion.workloads.workloads import KINDS, Batch, Workload
+from hyperion.units import GIB
+from hyperion.workloads.memory_forecasts import BASIS, applied, build_step, estimate_step, plan_within_budget
+from hyperion.workloads.step_comparison import Contender, compare_steps, memory_released
+from hyperion.workloads.workloads import KINDS, Batch, ImageSizes, LanguageSizes, Workload, random_batch, workload
 
-GIB = 2**30
 GRADIENT_TOLERANCE = 1e-5
 _WHEN = {"phase": "forward and backward"}
-_BASIS = "the estimator: this very step on tensors that have shapes and no memory"
-# A parameter whose gradient is this small a part of the whole has none but rounding: a bias that a softmax ignores, say.
+# Gradients with a norm below this share of the whole are rounding only, such as that of a bias that a softmax ignores.
 _NEGLIGIBLE = 1e-4
 
 
+class Policies(BaseModel, extra="forbid", frozen=True, strict=True):
+    """Policies of activation checkpointing by kind of model, see `ParallelPlan`.
+
+    Args:
+        language, image: policies to compare with none.
+    """
+
+    language: tuple[str, ...]
+    image: tuple[str, ...]
+
+
+class ActivationCheckpointingOptions(Options):
+    """Options of `activation_checkpointing`.
+
+    Args:
+        precision: number format of the steps, or "auto".
+        policies: policies to compare.
+        budget_share: memory that the policy "budget" must save, as a share of what checkpointing every block saves.
+        depths: numbers of layers for activations by depth.
+        time_limit_s: time limit of the comparison of a model's steps.
+        language, image: sizes of the step by kind of model.
+    """
+
+    precision: str
+    policies: Policies
+    budget_share: float
+    depths: tuple[int, ...]
+    time_limit_s: float
+    language: LanguageSizes
+    image: ImageSizes
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """The options with what follows from them on this device."""
+
+    context: Context
+    options: ActivationCheckpointingOptions
+    dtype: str
+
+    @classmethod
+    def of(cls, context: Context) -> "_Setup":
+        options = ActivationCheckpointingOptions.of(context)
+        return cls(context, options, choose_precision(context.device, options.precision).dtype)
+
+    def work(self, kind: str) -> Workload:
+        return workload(getattr(self.options, kind))
+
+    def deep(self, layers: int) -> Workload:
+        """The language model with this number of layers."""
+        return workload(self.options.language.model_copy(update={"layers": layers}))
+
+    def plans(self, kind: str) -> list[ParallelPlan]:
+        """The plan without checkpointing, then those of the options."""
+        return [ParallelPlan(), *(self._plan(kind, policy) for policy in getattr(self.options.policies, kind))]
+
+    def _plan(self, kind: str, policy: str) -> ParallelPlan:
+        if policy != BUDGET:
+            return ParallelPlan(checkpointing=policy)
+        return plan_within_budget(self.work(kind), self.dtype, self.context.device, self.options.budget_share)
+
+
 def forecast(context: Context) -> list[Forecast]:
-    """The speed that recomputing costs (the first line is the one to guess), and memory by the estimator."""
-    lines = []
-    for kind in KINDS:
-        for plan in _plans(context, kind):
-            lines += _policy_forecasts(context, kind, plan)
-    for layers in context.sizes["depths"]:
-        work, dtype = _workload(context, "language", layers), _dtype(context)
-        lines += [_kept_forecast(context, work, dtype, checkpointing) for checkpointing in (NONE, EVERY_BLOCK)]
+    """Return the speed that recomputing costs (first, because the reader guesses it), and the estimator's memory."""
+    setup = _Setup.of(context)
+    lines = [line for kind in KINDS for plan in setup.plans(kind) for line in _policy_forecasts(setup, kind, plan)]
+    for layers in setup.options.depths:
+        lines += [_depth_forecast(setup, setup.deep(layers), policy) for policy in (NONE, EVERY_BLOCK)]
     lines.sort(key=lambda line: line.params["checkpointing"] != EVERY_BLOCK or line.metric != "speedup")
     return lines
 
 
-def run(context: Context, report) -> Result:
-    """Memory under each policy, the gradients of all beside each other, memory by depth, then their steps in turn."""
-    plans = {kind: _plans(context, kind) for kind in KINDS}
+def run(context: Context, report: Report) -> Result:
+    """Measure memory under each policy, compare gradients, time the steps in turn, and measure activations by depth."""
+    setup = _Setup.of(context)
+    plans = {kind: setup.plans(kind) for kind in KINDS}
     cells = [
         {"kind": kind, "checkpointing": plan.checkpointing, "blocks": plan.checkpointed_blocks}
         for kind in KINDS
         for plan in plans[kind]
     ]
     results = run_counted(context, report, measure_memory, cells)
-    for done, kind in enumerate(KINDS):
-        report(2 * done, 2 * len(KINDS), f"gradients of the {kind} model")
-        with emptied_afterwards():
-            results.append(Result(_agreement(context, kind, plans[kind]), pd.DataFrame()))
-        report(2 * done + 1, 2 * len(KINDS), f"steps of the {kind} model in turn")
-        results.append(_timed(context, kind, plans[kind]))
-    for layers in context.sizes["depths"]:
-        for how in (NONE, EVERY_BLOCK):
-            with emptied_afterwards():
-                results.append(Result(_kept_rows(context, _workload(context, "language", layers), how), pd.DataFrame()))
+    for number, kind in enumerate(KINDS):
+        report(2 * number, 2 * len(KINDS), f"gradients of the {kind} model")
+        with memory_released():
+            results.append(Result(_gradient_rows(context, setup.work(kind), plans[kind]), pd.DataFrame()))
+        report(2 * number + 1, 2 * len(KINDS), f"steps of the {kind} model in turn")
+        results.append(_timed(setup, setup.work(kind), plans[kind]))
+    for layers in setup.options.depths:
+        for policy in (NONE, EVERY_BLOCK):
+            with memory_released():
+                results.append(Result([_depth_row(setup, setup.deep(layers), policy)], pd.DataFrame()))
     return merged(results)
 
 
-EXPERIMENT = Experiment(forecast, run)
+EXPERIMENT = Experiment(forecast, run, options=ActivationCheckpointingOptions)
 
 
-def measure_memory(context: Context, report, kind: str, checkpointing: str, blocks: int | None) -> Result:
-    """The fullest moment of forward and backward in a training step, optimizer state and all."""
-    work, device, plan = _workload(context, kind), context.device, policy(checkpointing, blocks)
-    row = partial(context.row, work.name, dtype=_dtype(context), params=_params(work, plan) | _WHEN)
+def measure_memory(context: Context, report: Report, kind: str, checkpointing: str, blocks: int | None) -> Result:
+    """Measure the peak of forward and backward in a training step, weights and optimizer state included."""
+    setup = _Setup.of(context)
+    work, device = setup.work(kind), context.device
+    plan = ParallelPlan(checkpointing=checkpointing, checkpointed_blocks=blocks)
+    row = partial(context.row, work.name, dtype=setup.dtype, params=_params(work, plan) | _WHEN)
     try:
-        engine, batch = made(work, _dtype(context), plan, device, context.seed)
-        engine.train_step(batch)  # makes the optimizer's state
+        engine, batch = build_step(work, setup.dtype, plan, device, context.seed)
+        engine.train_step(batch)  # allocates the optimizer's state
         with PeakMemoryRegion(device) as region:
             peak = forward_and_backward(engine, batch).peak
     except torch.OutOfMemoryError as error:
@@ -88,48 +150,37 @@ def measure_memory(context: Context, report, kind: str, checkpointing: str, bloc
 
 
 @dataclass(frozen=True)
-class Held:
-    """Bytes of tensors around one forward and backward pass.
+class PassMemory:
+    """Bytes of tensors in one forward and backward pass.
 
     Attributes:
-        kept: what the forward pass left for the backward pass.
-        peak: the most alive at once, weights, optimizer state and batch included.
+        kept: bytes that the forward pass leaves for the backward pass.
+        peak: largest number of live bytes; weights, optimizer state and batch included.
     """
 
     kept: int
     peak: int
 
 
-def forward_and_backward(engine: TorchEngine, batch: Batch) -> Held:
-    """Compute the gradients of a batch, count, and leave the gradients with the parameters."""
-    known = [tensor for tensors in state_of(engine.model, engine.optimizer).values() for tensor in tensors]
+def forward_and_backward(engine: TorchEngine, batch: Batch) -> PassMemory:
+    """Compute the gradients of a batch and count bytes; the gradients stay with the parameters."""
+    present = [tensor for tensors in state_of(engine.model, engine.optimizer).values() for tensor in tensors]
     items = engine.count_items(batch)
-    with TensorMemory(engine.device, [*known, *batch]) as memory, engine.precision.products():
-        with SavedForBackward([*known, *batch]) as saved, engine.precision.autocast(engine.device):
+    with TensorMemory(engine.device, [*present, *batch]) as memory, engine.precision.products():
+        with SavedForBackward([*present, *batch]) as saved, engine.precision.autocast(engine.device):
             loss = engine.summed_loss(batch) / items
         kept = saved.bytes
         engine.scaler.backward(loss)
-    return Held(kept, memory.peak_bytes)
+    return PassMemory(kept, memory.peak_bytes)
 
 
-def _workload(context: Context, kind: str, layers: int = 0) -> Workload:
-    sizes = context.sizes[kind]
-    return workloads.workload(kind, sizes, sizes.get("vocabulary", 0), layers or sizes.get("layers", 0))
-
-
-def _dtype(context: Context) -> str:
-    return choose_precision(context.device, context.sizes["precision"]).dtype
-
-
-def _plans(context: Context, kind: str) -> list[ParallelPlan]:
-    """The one without checkpointing first, then the profile's; a budget lies between what none and what all of it needs."""
-    return [policy(), *(_plan(context, kind, how) for how in context.sizes["policies"][kind])]
-
-
-def _plan(context: Context, kind: str, how: str) -> ParallelPlan:
-    if how != BUDGET:
-        return policy(how)
-    return within_budget(_workload(context, kind), _dtype(context), context.device, context.sizes["budget_share"])
+def largest_difference(tensors: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    """Return the largest relative Frobenius difference of any tensor from the reference of the same name."""
+    norms = {name: tensor.double().norm().item() for name, tensor in reference.items()}
+    floor = _NEGLIGIBLE * sum(norm**2 for norm in norms.values()) ** 0.5
+    return max(
+        (tensors[name].double() - tensor.double()).norm().item() / max(norms[name], floor) for name, tensor in reference.items()
+    )
 
 
 def _params(work: Workload, plan: ParallelPlan) -> dict:
@@ -137,31 +188,15 @@ def _params(work: Workload, plan: ParallelPlan) -> dict:
     return params if plan.checkpointing != BUDGET else params | {"checkpointed_blocks": plan.checkpointed_blocks}
 
 
-def _agreement(context: Context, kind: str, plans: list[ParallelPlan]) -> list[Row]:
-    """Gradients in fp32, and BatchNorm's running statistics, of each policy beside those without."""
-    work = _workload(context, kind)
+def _gradient_rows(context: Context, work: Workload, plans: list[ParallelPlan]) -> list[Row]:
+    """Compare gradients in fp32 and BatchNorm's running statistics under each policy with those of the first."""
     plain, *others = (_gradients(context, work, plan) for plan in plans)
-    return [
-        row for plan, found in zip(plans[1:], others, strict=True) for row in _difference_rows(context, work, plan, found, plain)
-    ]
-
-
-def _gradients(context: Context, work: Workload, plan: ParallelPlan) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    engine, batch = made(work, "fp32", plan, context.device, context.seed)
-    engine.model.train()
-    with engine.precision.products(), _in_one_order():
-        with engine.precision.autocast(engine.device):
-            loss = engine.summed_loss(batch) / engine.count_items(batch)
-        loss.backward()
-    statistics = {name: buffer for name, buffer in engine.model.named_buffers() if buffer.is_floating_point()}
-    return {name: p.grad for name, p in engine.model.named_parameters()}, statistics
-
-
-def _difference_rows(context: Context, work: Workload, plan: ParallelPlan, found: tuple, plain: tuple) -> list[Row]:
     rows = []
-    for what, with_it, without in zip(("gradients", "running statistics"), found, plain, strict=True):
-        if without:
-            difference = largest_difference(with_it, without)
+    for plan, computed in zip(plans[1:], others, strict=True):
+        for what, tensors, reference in zip(("gradients", "running statistics"), computed, plain, strict=True):
+            if not reference:
+                continue
+            difference = largest_difference(tensors, reference)
             rows.append(
                 context.row(
                     work.name,
@@ -177,11 +212,21 @@ def _difference_rows(context: Context, work: Workload, plan: ParallelPlan, found
     return rows
 
 
+def _gradients(context: Context, work: Workload, plan: ParallelPlan) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    engine, batch = build_step(work, "fp32", plan, context.device, context.seed)
+    engine.model.train()
+    with engine.precision.products(), _deterministic_convolutions():
+        with engine.precision.autocast(engine.device):
+            loss = engine.summed_loss(batch) / engine.count_items(batch)
+        loss.backward()
+    statistics = {name: buffer for name, buffer in engine.model.named_buffers() if buffer.is_floating_point()}
+    return {name: known(parameter.grad) for name, parameter in engine.model.named_parameters()}, statistics
+
+
 @contextlib.contextmanager
-def _in_one_order() -> Iterator[None]:
-    """The fastest convolution kernels add up gradients of weights in whatever order threads come, differently each time:
-    on an H200 by 2e-5, which would hide a difference that checkpointing makes.
-    """
+def _deterministic_convolutions() -> Iterator[None]:
+    # The fastest kernels sum the gradients of weights in the order in which threads finish. On an H200 that differs by 2e-5
+    # from run to run, which would hide a difference that checkpointing makes.
     before, torch.backends.cudnn.deterministic = torch.backends.cudnn.deterministic, True
     try:
         yield
@@ -189,79 +234,71 @@ def _in_one_order() -> Iterator[None]:
         torch.backends.cudnn.deterministic = before
 
 
-def largest_difference(found: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """The largest relative Frobenius difference of any tensor from the reference of its name."""
-    norms = {name: tensor.double().norm().item() for name, tensor in reference.items()}
-    floor = _NEGLIGIBLE * sum(norm**2 for norm in norms.values()) ** 0.5
-    return max(
-        (found[name].double() - tensor.double()).norm().item() / max(norms[name], floor) for name, tensor in reference.items()
-    )
-
-
-def _timed(context: Context, kind: str, plans: list[ParallelPlan]) -> Result:
-    work, dtype = _workload(context, kind), _dtype(context)
-    batch = workloads.random_batch(work, context.device, context.seed)
+def _timed(setup: _Setup, work: Workload, plans: list[ParallelPlan]) -> Result:
+    context = setup.context
     contenders = [
         Contender(
             "no checkpointing" if plan.checkpointing == NONE else plan.checkpointing,
-            dtype,
+            setup.dtype,
             {name: value for name, value in _params(work, plan).items() if name != "batch"},
-            partial(work.engine, dtype, context.device, context.seed, laid_out(plan, context.device)),
-            work.least_flops + _again(work, plan),
+            partial(work.engine, setup.dtype, context.device, context.seed, applied(plan, context.device)),
+            work.least_flops + _recomputed_flops(work, plan),
         )
         for plan in plans
     ]
-    return compare_steps(context, work, batch, contenders, "")
+    batch = random_batch(work, context.device, context.seed)
+    return compare_steps(context, work, batch, contenders, "", setup.options.time_limit_s)
 
 
-def _again(work: Workload, plan: ParallelPlan) -> float:
-    """FLOPs of an item that are done a second time."""
+def _recomputed_flops(work: Workload, plan: ParallelPlan) -> float:
+    """FLOPs per item that the backward pass computes a second time."""
     blocks = len(layout_of(work.build()).blocks)
     shares = {NONE: 0, SELECTIVE: 0, EVERY_BLOCK: 1, BUDGET: (plan.checkpointed_blocks or 0) / blocks}
     return work.block_flops * shares[plan.checkpointing]
 
 
-def _kept_rows(context: Context, work: Workload, checkpointing: str) -> list[Row]:
-    """What a forward pass keeps at this depth."""
-    columns = {"dtype": _dtype(context), "params": _depth_params(work, checkpointing)}
+def _depth_row(setup: _Setup, work: Workload, policy: str) -> Row:
+    """Bytes that the forward pass keeps at this depth."""
+    context, plan = setup.context, ParallelPlan(checkpointing=policy)
+    row = partial(context.row, work.name, "allocated_memory_gib", dtype=setup.dtype, params=_depth_params(work, policy))
     try:
-        kept = forward_and_backward(*made(work, _dtype(context), policy(checkpointing), context.device, context.seed)).kept
+        kept = forward_and_backward(*build_step(work, setup.dtype, plan, context.device, context.seed)).kept
     except torch.OutOfMemoryError as error:
-        return [context.row(work.name, "allocated_memory_gib", None, value_reason=out_of_memory_reason(error), **columns)]
-    return [context.row(work.name, "allocated_memory_gib", kept / GIB, **columns)]
+        return row(None, value_reason=out_of_memory_reason(error))
+    return row(kept / GIB)
 
 
-def _depth_params(work: Workload, checkpointing: str) -> dict:
-    return _params(work, policy(checkpointing)) | {"layers": work.config.layers, "what": "activations after forward"}
+def _depth_params(work: Workload, policy: str) -> dict:
+    layers = known(work.config).layers
+    return {"batch": work.items, "checkpointing": policy, "layers": layers, "what": "activations after forward"}
 
 
-def _kept_forecast(context: Context, work: Workload, dtype: str, checkpointing: str) -> Forecast:
-    kept = foretold(work, dtype, policy(checkpointing), context.device).history.kept_bytes
+def _depth_forecast(setup: _Setup, work: Workload, policy: str) -> Forecast:
+    estimate = estimate_step(work, setup.dtype, ParallelPlan(checkpointing=policy), setup.context.device)
     return Forecast(
         variant=work.name,
         metric="allocated_memory_gib",
-        estimate=kept / GIB,
-        dtype=dtype,
-        params=_depth_params(work, checkpointing),
-        basis=_BASIS,
+        estimate=estimate.history.kept_bytes / GIB,
+        dtype=setup.dtype,
+        params=_depth_params(work, policy),
+        basis=BASIS,
     )
 
 
-def _policy_forecasts(context: Context, kind: str, plan: ParallelPlan) -> list[Forecast]:
-    work, dtype = _workload(context, kind), _dtype(context)
-    estimate, line = foretold(work, dtype, plan, context.device), partial(Forecast, variant=work.name, dtype=dtype)
-    params, basis = _params(work, plan), _BASIS
-    lines = [
-        line(metric="tensor_memory_gib", estimate=estimate.history.tensor_peak_bytes / GIB, basis=basis, params=params | _WHEN)
-    ]
-    if context.device.kind != "cpu":
-        lines.append(line(metric="peak_memory_gib", estimate=estimate.peak_bytes / GIB, basis=basis, params=params | _WHEN))
+def _policy_forecasts(setup: _Setup, kind: str, plan: ParallelPlan) -> list[Forecast]:
+    work, device = setup.work(kind), setup.context.device
+    estimate, params = estimate_step(work, setup.dtype, plan, device), _params(work, plan)
+    line = partial(Forecast, variant=work.name, dtype=setup.dtype)
+    peak_gib = estimate.history.tensor_peak_bytes / GIB
+    lines = [line(metric="tensor_memory_gib", estimate=peak_gib, basis=BASIS, params=params | _WHEN)]
+    if device.kind != "cpu":
+        lines.append(line(metric="peak_memory_gib", estimate=estimate.peak_bytes / GIB, basis=BASIS, params=params | _WHEN))
     if plan.checkpointing != NONE:
         flops = work.flops.forward_backward
         lines.append(
             line(
                 metric="speedup",
-                estimate=flops / (flops + _again(work, plan)),
+                estimate=flops / (flops + _recomputed_flops(work, plan)),
                 params=params,
                 basis="FLOPs alone: what the policy computes again comes on top of forward and backward",
             )

@@ -1,4 +1,4 @@
-"""Figures of memory: what a step's phases hold, what policies of activation checkpointing trade, what was foretold."""
+"""Figures of memory: memory by phase of a step, policies of activation checkpointing, estimates, and a step traced."""
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -9,9 +9,9 @@ from hyperion.figures.formats import memory_unit
 from hyperion.figures.material import Material, measured
 from hyperion.figures.plot import Plot
 from hyperion.figures.style import COLOURS, GRID, INK, MARKERS, MUTED, add_notes, log_ticks, look, new_figure
-from hyperion.results import Row
+from hyperion.results import Row, known
 
-# From the bottom: what is always there, then what comes and goes.
+# Parts of the bars from the bottom, with the place of their colour: first what is always there, then what comes and goes.
 _PARTS = {"parameters": 0, "optimizer state": 5, "buffers": 6, "batch": 3, "activations": 1, "gradients": 2}
 _STEP_COLOURS = {kind: COLOURS[place] for kind, place in _PARTS.items()} | {
     "recomputed": COLOURS[4],
@@ -20,12 +20,12 @@ _STEP_COLOURS = {kind: COLOURS[place] for kind, place in _PARTS.items()} | {
 }
 NONE, EVERY_BLOCK = "none", "every block"
 POLICIES = (EVERY_BLOCK, "selective", "budget")
-# What checkpointing a 12-layer language model must bring and may cost: 40 % of the memory for 30 % more time.
+# Goal of checkpointing a 12-layer language model: at least 40 % less memory for at most 30 % more time.
 _MEMORY_BAR, _TIME_BAR, WITHIN = 0.6, 1.3, 0.1
 
 
 def memory_phases(material: Material) -> Figure | None:
-    """A panel for each model and format: what tensors hold after each phase of a step, and the fullest moment in it."""
+    """Draw a panel per model and format: bytes of tensors after each phase of a step, and the peak within the phase."""
     rows = measured(material.of("memory_phases"))
     cells = list(dict.fromkeys((row.variant, row.dtype) for row in rows))
     if not cells:
@@ -42,20 +42,21 @@ def memory_phases(material: Material) -> Figure | None:
     for place, model in enumerate(models):
         line = panels[place * len(dtypes) : (place + 1) * len(dtypes)]
         of_model = [row for row in rows if row.variant == model]
+        unit = memory_unit([known(row.value) for row in of_model])
         for axes, dtype in zip(line, dtypes, strict=True):
-            _draw_phases(axes, [row for row in of_model if row.dtype == dtype], memory_unit([row.value for row in of_model]))
+            _draw_phases(axes, [row for row in of_model if row.dtype == dtype], unit)
             axes.set_title(f"{model}, {dtype}")
         highest = max(axes.get_ylim()[1] for axes in line)
         for axes in line:
             axes.set_ylim(0, highest)
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles[::-1], names[::-1], loc="outside right upper", fontsize=8.5)  # as the bars are stacked
-    add_notes(figure, [_reconciled(rows)])
+    add_notes(figure, [_sum_of_parts(rows)])
     return figure
 
 
 def checkpointing(material: Material) -> Figure | None:
-    """Memory against time of each policy, relative to no checkpointing, and activations by depth."""
+    """Draw memory against time of each policy, relative to no checkpointing, and activations by depth."""
     rows = measured(material.of("activation_checkpointing"))
     if not any(row.metric == "tensor_memory_gib" for row in rows):
         return None
@@ -63,9 +64,8 @@ def checkpointing(material: Material) -> Figure | None:
     _draw_trade(left, rows)
     _draw_depth(right, [row for row in rows if "layers" in row.params])
     notes = [
-        "Left: bytes of tensors at the fullest moment of forward and backward, weights and optimizer state included, against "
-        "the time of a step, measured in turn with the plain one; hollow marks are the memory that was foretold. Right: what "
-        "the forward pass keeps; hollow marks are what was foretold."
+        "Left: peak of tensors in forward and backward, weights and optimizer state included, against the time of a step, "
+        "measured in turn with the plain one. Right: bytes that the forward pass keeps. Hollow marks: predictions."
     ]
     add_notes(figure, notes)
     return figure
@@ -73,39 +73,39 @@ def checkpointing(material: Material) -> Figure | None:
 
 def _draw_phases(axes: Axes, rows: list[Row], unit: tuple[float, str]) -> None:
     per_gib, name = unit
-    held = {(row.params["phase"], row.params.get("part")): row.value for row in rows if row.metric == "allocated_memory_gib"}
-    phases = list(dict.fromkeys(phase for phase, _ in held))
+    gib = {
+        (row.params["phase"], row.params.get("part")): known(row.value) for row in rows if row.metric == "allocated_memory_gib"
+    }
+    phases = list(dict.fromkeys(phase for phase, _ in gib))
     bottoms = [0.0] * len(phases)
     for part, colour in _PARTS.items():
-        sizes = [per_gib * held.get((phase, part), 0.0) for phase in phases]
+        sizes = [per_gib * gib.get((phase, part), 0.0) for phase in phases]
         axes.bar(range(len(phases)), sizes, bottom=bottoms, width=0.62, color=COLOURS[colour], label=part)
         bottoms = [below + size for below, size in zip(bottoms, sizes, strict=True)]
     for metric, style, label in (
-        ("tensor_memory_gib", {"color": INK, "linewidth": 1.8}, "fullest moment of the phase"),
+        ("tensor_memory_gib", {"color": INK, "linewidth": 1.8}, "peak within the phase"),
         ("peak_memory_gib", {"color": MUTED, "linewidth": 1.4, "linestyle": (0, (2, 1.5))}, "the same by the allocator"),
     ):
-        peaks = {row.params["phase"]: row.value for row in rows if row.metric == metric}
-        for place, phase in enumerate(phases):
-            if phase in peaks:
-                y = per_gib * peaks[phase]
-                axes.plot([place - 0.36, place + 0.36], [y, y], label=label, **style)
-                label = None
+        peaks = {row.params["phase"]: known(row.value) for row in rows if row.metric == metric}
+        for number, phase in enumerate(phase for phase in phases if phase in peaks):
+            place, y = phases.index(phase), per_gib * peaks[phase]
+            axes.plot([place - 0.36, place + 0.36], [y, y], label=None if number else label, **style)
     axes.set_xticks(range(len(phases)), [phase.replace(" ", "\n", 1) for phase in phases])
     axes.grid(axis="x", visible=False)
     axes.set(ylabel=name, ylim=(0, axes.get_ylim()[1] * 1.02))
 
 
-def _reconciled(rows: list[Row]) -> str:
+def _sum_of_parts(rows: list[Row]) -> str:
     checked = [row for row in rows if row.check]
-    worst = max(row.check_error for row in checked)
+    worst = max(known(row.check_error) for row in checked)
     return (
-        f"The parts, each counted by itself, add up to all tensors that are alive to within {100 * worst:.2g} %. "
-        "Activations are what autograd kept for the backward pass."
+        f"The parts, each counted independently, add up to all live tensors within {100 * worst:.2g} %. "
+        "Activations are the tensors that autograd keeps for the backward pass."
     )
 
 
 def _draw_trade(axes: Axes, rows: list[Row]) -> None:
-    """A mark a policy and model: the further down, the more memory is saved; the further right, the more time it costs."""
+    """Draw a mark per policy and model: lower saves more memory, further right takes more time."""
     axes.add_patch(Rectangle((0, 0), _TIME_BAR, _MEMORY_BAR, color=GRID, zorder=0.5))
     models = list(dict.fromkeys(row.variant for row in rows if row.metric == "tensor_memory_gib"))
     for model, marker in zip(models, MARKERS, strict=False):
@@ -115,15 +115,18 @@ def _draw_trade(axes: Axes, rows: list[Row]) -> None:
         for place, how in enumerate(POLICIES):
             if not {NONE, how} <= memory.keys() or how not in times:
                 continue
-            longer, share = 1 / times[how].value, memory[how].value / memory[NONE].value
-            ends = [[longer - 1 / times[how].ci_high], [1 / times[how].ci_low - longer]]
+            # Time is the inverse of the speed-up, so the ends of the interval swap.
+            speedup, low, high = (known(v) for v in (times[how].value, times[how].ci_low, times[how].ci_high))
+            longer, share = 1 / speedup, known(memory[how].value) / known(memory[NONE].value)
+            ends = [[longer - 1 / high], [1 / low - longer]]
             colour = COLOURS[place]
             axes.errorbar(longer, share, xerr=ends, fmt=marker, color=colour, ecolor=colour, markersize=8)
-            if memory[how].predicted is not None and memory[NONE].predicted:
-                foretold = memory[how].predicted / memory[NONE].predicted
-                axes.plot(longer, foretold, marker, color=colour, markerfacecolor="none", markersize=13, linestyle="none")
-            where = {"xytext": (0, -15), "textcoords": "offset points", "ha": "center", "fontsize": 8}
-            axes.annotate(f"{100 * (share - 1):+.0f} %", (longer, share), **where)
+            predicted, predicted_without = memory[how].predicted, memory[NONE].predicted
+            if predicted is not None and predicted_without:
+                hollow = {"color": colour, "markerfacecolor": "none", "markersize": 13, "linestyle": "none"}
+                axes.plot([longer], [predicted / predicted_without], marker=marker, **hollow)
+            label = f"{100 * (share - 1):+.0f} %"
+            axes.annotate(label, (longer, share), xytext=(0, -15), textcoords="offset points", ha="center", fontsize=8)
             axes.plot([], [], "s", color=colour, label=how if marker == MARKERS[0] else None)
         axes.plot([], [], marker, color=MUTED, label=model)
     handles, names = axes.get_legend_handles_labels()
@@ -131,10 +134,10 @@ def _draw_trade(axes: Axes, rows: list[Row]) -> None:
     axes.axhline(1, color=MUTED, linestyle=(0, (5, 3)), linewidth=1.2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
-    right = max(1.4, *(1 / row.ci_low for row in rows if row.metric == "speedup"))
+    right = max(1.4, *(1 / known(row.ci_low) for row in rows if row.metric == "speedup"))
     axes.set(xlabel="time of a step", ylabel="memory", xlim=(0.9, right + 0.1), ylim=(0, 1.08))
     dtypes = ", ".join(dict.fromkeys(_dtype_of(rows, model) for model in models))
-    axes.set_title(f"Of what it is without ({dtypes}); grey: -40 % for +30 %")
+    axes.set_title(f"Relative to no checkpointing ({dtypes}); grey: -40 % for +30 %")
 
 
 def _dtype_of(rows: list[Row], model: str) -> str:
@@ -142,44 +145,44 @@ def _dtype_of(rows: list[Row], model: str) -> str:
 
 
 def _draw_depth(axes: Axes, rows: list[Row]) -> None:
-    per_gib, unit = memory_unit([row.value for row in rows])
-    for position, (how, label) in enumerate(((NONE, "everything kept"), (EVERY_BLOCK, "inputs of blocks kept"))):
+    per_gib, unit = memory_unit([known(row.value) for row in rows])
+    for position, (how, label) in enumerate(((NONE, "no checkpointing"), (EVERY_BLOCK, "every block checkpointed"))):
         points = sorted((r for r in rows if r.params["checkpointing"] == how), key=lambda r: r.params["layers"])
         depths, style = [r.params["layers"] for r in points], look(how, position)
-        axes.plot(depths, [per_gib * r.value for r in points], label=label, **style)
-        foretold = [(d, per_gib * r.predicted) for d, r in zip(depths, points, strict=True) if r.predicted is not None]
-        if foretold:
-            hollow = style | {"markerfacecolor": "none", "markersize": 10, "linestyle": "none"}
-            axes.plot(*zip(*foretold, strict=True), **hollow)
+        axes.plot(depths, [per_gib * known(r.value) for r in points], label=label, **style)
+        predicted = [(d, per_gib * r.predicted) for d, r in zip(depths, points, strict=True) if r.predicted is not None]
+        hollow = style | {"markerfacecolor": "none", "markersize": 10, "linestyle": "none"}
+        axes.plot([depth for depth, _ in predicted], [gib for _, gib in predicted], **hollow)
     axes.set_xticks(sorted({row.params["layers"] for row in rows}))
     axes.set(xlabel="layers", ylabel=f"{unit} of activations", ylim=(0, None), title="Activations by depth")
     axes.legend(loc="upper left")
 
 
 def memory_estimate(material: Material) -> Figure | None:
-    """The peak of each model as foretold and as measured, and how far the two lie apart."""
+    """Draw the predicted and the measured peak of each model, and the error of the prediction."""
     rows = [row for row in material.of("memory_estimate") if row.metric == "peak_memory_gib" and row.predicted is not None]
     rows = measured(rows)
     if not rows:
         return None
+    peaks, predicted = [known(row.value) for row in rows], [known(row.predicted) for row in rows]
     names = [_cell_name(row) for row in rows]
     figure, (left, right) = new_figure(
-        "Peak memory, foretold and measured", material.machine("memory_estimate"), 2, height=1.7 + 0.34 * len(rows)
+        "Peak memory, predicted and measured", material.machine("memory_estimate"), 2, height=1.7 + 0.34 * len(rows)
     )
     places = range(len(rows))
-    left.barh(places, [row.value for row in rows], height=0.5, color=COLOURS[5], label="measured by the allocator")
-    left.plot([row.predicted for row in rows], places, "D", color=INK, markerfacecolor="none", label="foretold")
+    left.barh(places, peaks, height=0.5, color=COLOURS[5], label="measured by the allocator")
+    left.plot(predicted, places, "D", color=INK, markerfacecolor="none", label="predicted")
     left.set_xscale("log")
     log_ticks(left.xaxis)
     left.set(xlabel="GiB", yticks=places)
     left.set_yticklabels(names, fontsize=8.5)
     left.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, borderaxespad=0.2)
-    errors = [100 * (row.predicted / row.value - 1) for row in rows]
+    errors = [100 * (estimate / peak - 1) for estimate, peak in zip(predicted, peaks, strict=True)]
     right.axvspan(-100 * WITHIN, 100 * WITHIN, color=GRID, zorder=0.5)
     right.barh(places, errors, height=0.5, color=[COLOURS[0 if abs(e) <= 100 * WITHIN else 1] for e in errors])
     right.axvline(0, color=MUTED, linewidth=1)
     reach = 1.3 * max(100 * WITHIN, *map(abs, errors))
-    right.set(xlabel="foretold over measured [%]; grey: within 10 %", xlim=(-reach, reach), yticks=places)
+    right.set(xlabel="predicted over measured [%]; grey: within 10 %", xlim=(-reach, reach), yticks=places)
     right.set_yticklabels([])
     for place, error in zip(places, errors, strict=True):
         right.annotate(
@@ -198,7 +201,7 @@ def _cell_name(row: Row) -> str:
 
 
 def memory_trace(material: Material) -> Figure | None:
-    """Memory over one step by what it is, under each policy, and the kernels that took most of the step's time."""
+    """Draw memory over one step by kind of tensor, under each policy, and the kernels with the largest share of time."""
     rows, samples = material.of("memory_trace"), material.samples("memory_trace")
     if not rows or samples.empty:
         return None
@@ -206,21 +209,21 @@ def memory_trace(material: Material) -> Figure | None:
     figure, panels = new_figure(
         "Memory over one step", material.machine("memory_trace"), len(policies), lines=2, height=6.8, width=10.4
     )
-    unit = memory_unit([row.value for row in rows if row.metric == "tensor_memory_gib"])
+    unit = memory_unit([known(row.value) for row in measured(rows) if row.metric == "tensor_memory_gib"])
     for axes, how in zip(panels, policies, strict=False):
-        _draw_history(axes, samples[samples["checkpointing"] == how], unit)
+        _draw_history(axes, samples.query("checkpointing == @how"), unit)
         axes.set_title("no checkpointing" if how == NONE else how)
     highest = max(axes.get_ylim()[1] for axes in panels[: len(policies)])
     for axes in panels[: len(policies)]:
         axes.set_ylim(0, highest)
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles[::-1], names[::-1], loc="outside right upper", fontsize=8.5)
-    grid = panels[0].get_gridspec()
+    grid = known(panels[0].get_subplotspec()).get_gridspec()
     for axes in panels[len(policies) :]:
         axes.remove()
     _draw_kernels(figure.add_subplot(grid[1, :]), [row for row in rows if row.metric == "share"])
     model = f"{rows[0].variant} in {rows[0].dtype}"
-    add_notes(figure, [f"{model}. Above: bytes of tensors after every birth and death of one, in the order of the step."])
+    add_notes(figure, [f"{model}. Above: bytes of tensors after every allocation and release, in the order of the step."])
     return figure
 
 
@@ -230,39 +233,41 @@ def _draw_history(axes: Axes, samples: pd.DataFrame, unit: tuple[float, str]) ->
     axes.stackplot(
         wide.index, *(wide[kind] for kind in kinds), labels=kinds, colors=[_STEP_COLOURS[kind] for kind in kinds], linewidth=0
     )
-    for place, (phase, first) in enumerate(samples.groupby("phase", sort=False)["event"].min().items()):
+    for place, phase in enumerate(dict.fromkeys(samples["phase"])):
+        first = samples.loc[samples["phase"] == phase, "event"].min()
         axes.axvline(first, color=MUTED, linewidth=0.8, linestyle=(0, (2, 2)))
-        where = {"xycoords": ("data", "axes fraction"), "xytext": (3, -9 - 10 * place), "textcoords": "offset points"}
-        axes.annotate(phase, (first, 1), fontsize=8, **where)
-    axes.set(xlabel="births and deaths of tensors", ylabel=unit[1], xlim=(wide.index.min(), wide.index.max()))
+        axes.annotate(
+            phase,
+            (first, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(3, -9 - 10 * place),
+            textcoords="offset points",
+            fontsize=8,
+        )
+    axes.set(xlabel="allocations and releases of tensors", ylabel=unit[1], xlim=(wide.index.min(), wide.index.max()))
 
 
 def _draw_kernels(axes: Axes, rows: list[Row]) -> None:
-    rows = sorted(rows, key=lambda row: row.value)
-    axes.barh(range(len(rows)), [100 * row.value for row in rows], height=0.6, color=COLOURS[0])
-    for place, row in enumerate(rows):
-        where = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
-        axes.annotate(_shortened(row.params["what"]), (100 * row.value, place), **where)
+    shares = sorted((known(row.value), row.params["what"]) for row in measured(rows))
+    axes.barh(range(len(shares)), [100 * share for share, _ in shares], height=0.6, color=COLOURS[0])
+    for place, (share, name) in enumerate(shares):
+        shortened = name if len(name) <= 80 else f"{name[:79]}…"
+        axes.annotate(shortened, (100 * share, place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_yticks([])
     axes.grid(axis="y", visible=False)
-    longest = max(row.value for row in rows)
-    axes.set(xlabel="share of the time of all kernels [%]", title="The kernels that took most", xlim=(0, 160 * longest))
-
-
-def _shortened(name: str, longest: int = 80) -> str:
-    return name if len(name) <= longest else name[: longest - 1] + "…"
+    axes.set(xlabel="share of the time of all kernels [%]", title="The longest kernels", xlim=(0, 160 * shares[-1][0]))
 
 
 TITLES = {
     "memory_phases": "Memory by phase",
     "activation_checkpointing": "Activation checkpointing",
-    "memory_estimate": "Memory foretold",
-    "memory_trace": "A step from inside",
+    "memory_estimate": "Memory predicted",
+    "memory_trace": "A step traced",
 }
 
 PLOTS = (
-    Plot("memory_phases", "memory_phases", "What tensors hold after each phase of a step.", memory_phases),
+    Plot("memory_phases", "memory_phases", "Bytes of tensors after each phase of a step.", memory_phases),
     Plot("activation_checkpointing", "activation_checkpointing", "Memory against time.", checkpointing),
-    Plot("memory_estimate", "memory_estimate", "Peaks of memory, foretold and measured.", memory_estimate),
+    Plot("memory_estimate", "memory_estimate", "Peaks of memory, predicted and measured.", memory_estimate),
     Plot("memory_trace", "memory_trace", "Memory over a step, and its kernels.", memory_trace),
 )

@@ -1,96 +1,187 @@
-"""The peak of memory of every named model, foretold before anything runs, and then measured; and the largest batch that fits."""
+"""Peak memory of a step of every named model, estimated before it runs and then measured; and the largest batch that fits."""
 
 import math
+from collections.abc import Iterable
 from functools import partial
+from typing import Annotated, Literal
 
 import pandas as pd
 import torch
+from pydantic import BaseModel, Field
+from torch import Tensor
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
+from hyperion.chapter.options import Options
 from hyperion.chapter.rows import out_of_memory_reason
-from hyperion.chapter.variants import merged, run_counted
+from hyperion.chapter.variants import Report, merged, run_counted
 from hyperion.hardware import Device
-from hyperion.measure import bytes_of, state_of
-from hyperion.measure.memory_use.allocation import memory_cap
+from hyperion.measure import bytes_of, memory_cap, state_of
 from hyperion.measure.memory_use.peak import allocated_peak
 from hyperion.measure.memory_use.timeline import ACTIVATIONS, GRADIENTS, MemoryTimeline
 from hyperion.parallel.plan import NONE, ParallelPlan
 from hyperion.results import Row
 from hyperion.training.memory_estimate import largest_batch
-from hyperion.workloads.memory_forecasts import foretold, made, policy, workload
-from hyperion.workloads.workloads import Workload
+from hyperion.units import GIB
+from hyperion.workloads.memory_forecasts import BASIS, build_step, estimate_step
+from hyperion.workloads.workloads import ImageSizes, LanguageSizes, Workload, workload
 
-GIB = 2**30
 PARTS = ("parameters", "optimizer state", GRADIENTS, ACTIVATIONS)
 LARGEST_BATCH = "largest batch that fits"
-WARM_UP_STEPS = 2  # the first makes the optimizer's state, and libraries take their workspaces
+WARM_UP_STEPS = 2  # in the first, the optimizer allocates its state and libraries their workspaces
 _NO_LIMIT = "no limit: the estimate of this very step stands beside it"
-_TOO_LARGE = 1.25  # of the largest batch that fits: it must not
+_TOO_LARGE = 1.25  # a batch this many times the largest one must not fit
+
+
+class _Step(BaseModel, extra="forbid", frozen=True, strict=True):
+    """How a step is done.
+
+    Args:
+        dtype: number format.
+        checkpointing: policy of activation checkpointing, see `ParallelPlan`.
+    """
+
+    dtype: str
+    checkpointing: str = NONE
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The plan with this policy."""
+        return ParallelPlan(checkpointing=self.checkpointing)
+
+
+class LanguageCell(LanguageSizes, _Step, frozen=True):
+    """A step of a language model."""
+
+    kind: Literal["language"]
+
+
+class ImageCell(ImageSizes, _Step, frozen=True):
+    """A step of a ResNet-18."""
+
+    kind: Literal["image"]
+
+
+Cell = Annotated[LanguageCell | ImageCell, Field(discriminator="kind")]
+
+
+class Question(_Step, frozen=True):
+    """Which batch of sequences is the largest that fits?
+
+    Args:
+        model, vocabulary, sequence_length: as in `LanguageSizes`.
+        memory_gib: memory of the device.
+        margin: share of it that stays free, because an allocator cannot use every gap between its tensors.
+    """
+
+    kind: Literal["language"]
+    model: str
+    vocabulary: int = 0
+    sequence_length: int
+    memory_gib: float
+    margin: float
+
+    def cell(self, batch_size: int) -> LanguageCell:
+        """Return the step with this batch."""
+        return LanguageCell(batch_size=batch_size, **self.model_dump(exclude={"memory_gib", "margin"}))
+
+    def largest(self, device: Device) -> int:
+        """Return the estimator's answer for a device."""
+
+        def peak(batch: int) -> int:
+            return estimate_step(workload(self.cell(batch)), self.dtype, self.plan, device).peak_bytes
+
+        return largest_batch(peak, int((1 - self.margin) * self.memory_gib * GIB))
+
+    @property
+    def params(self) -> dict:
+        """Parameters of the answer's row."""
+        return {"what": LARGEST_BATCH, "memory_gib": self.memory_gib, "checkpointing": self.checkpointing}
+
+
+class MemoryEstimateOptions(Options):
+    """Options of `memory_estimate`.
+
+    Args:
+        cells: steps to estimate and measure.
+        question: the search for the largest batch.
+    """
+
+    cells: tuple[Cell, ...]
+    question: Question
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """The peak of every cell, its parts, and the largest batch of the question."""
-    lines = [line for cell in context.sizes["cells"] for line in _cell_forecasts(context.device, cell)]
-    question = context.sizes["question"]
-    work = workload(question["kind"], question | {"batch_size": 1})
-    basis = f"the estimator: the largest batch whose peak is at most {question['memory_gib']:g} GiB less a margin"
-    batch = _largest(context.device, question)
-    lines += _cell_forecasts(context.device, question | {"batch_size": batch}, {"memory_gib": question["memory_gib"]})[:1]
-    asked = Forecast(
-        variant=work.name, metric="count", estimate=batch, basis=basis, dtype=question["dtype"], params=_question_params(question)
+    """Return the estimated peak and parts of every cell, and the answer to the question."""
+    options = MemoryEstimateOptions.of(context)
+    question, device = options.question, context.device
+    lines = [line for cell in options.cells for line in _cell_forecasts(device, cell)]
+    batch = question.largest(device)
+    lines += _cell_forecasts(device, question.cell(batch), {"memory_gib": question.memory_gib})[:1]
+    answer = Forecast(
+        variant=workload(question.cell(1)).name,
+        metric="count",
+        estimate=batch,
+        basis=f"the estimator: the largest batch whose peak is at most {question.memory_gib:g} GiB less a margin",
+        dtype=question.dtype,
+        params=question.params,
     )
-    return [*lines, asked]
+    return [*lines, answer]
 
 
-def run(context: Context, report) -> Result:
-    """Each cell by itself; then a step of the largest batch in the memory of the question, and on a GPU one of a larger."""
-    question, cells = context.sizes["question"], list(context.sizes["cells"])
-    batch = _largest(context.device, question)
-    jobs = [{"cell": cell} for cell in cells]
-    jobs.append({"cell": question | {"batch_size": batch}, "memory_gib": question["memory_gib"]})
+def run(context: Context, report: Report) -> Result:
+    """Measure each cell, then a step of the largest batch in the question's memory; on a GPU also one of a larger batch."""
+    options = MemoryEstimateOptions.of(context)
+    question, batch = options.question, options.question.largest(context.device)
+    jobs = [{"cell": number} for number in range(len(options.cells))]
+    jobs.append({"batch_size": batch})
     if context.device.kind != "cpu":
-        larger = math.ceil(_TOO_LARGE * batch)
-        jobs.append({"cell": question | {"batch_size": larger}, "memory_gib": question["memory_gib"]})
+        jobs.append({"batch_size": math.ceil(_TOO_LARGE * batch)})
     results = run_counted(context, report, measure_cell, jobs)
-    work = workload(question["kind"], question | {"batch_size": batch})
-    answer = context.row(work.name, "count", batch, dtype=question["dtype"], params=_question_params(question))
+    name = workload(question.cell(batch)).name
+    answer = context.row(name, "count", batch, dtype=question.dtype, params=question.params)
     return merged([*results, Result([answer], pd.DataFrame())])
 
 
-EXPERIMENT = Experiment(forecast, run)
+EXPERIMENT = Experiment(forecast, run, options=MemoryEstimateOptions)
 
 
-def measure_cell(context: Context, report, cell: dict, memory_gib: float | None = None) -> Result:
-    """The peak of a training step in the steady state, by the allocator, and its parts by dispatch.
+def measure_cell(context: Context, report: Report, cell: int | None = None, batch_size: int | None = None) -> Result:
+    """Measure the peak of a steady training step with the allocator, and its parts by watching operators.
 
     Args:
-        memory_gib: an accelerator's allocator is given no more than this.
+        cell: number of the cell.
+        batch_size: a step of the question with this batch instead; an accelerator's allocator is limited to its memory.
     """
-    work, device = workload(cell["kind"], cell), context.device
-    row = partial(context.row, work.name, dtype=cell["dtype"])
-    params = _params(work, cell) | ({} if memory_gib is None else {"memory_gib": memory_gib})
+    options, device = MemoryEstimateOptions.of(context), context.device
+    if batch_size is not None:
+        chosen, memory_gib = options.question.cell(batch_size), options.question.memory_gib
+    else:
+        chosen, memory_gib = options.cells[cell or 0], None
+    work = workload(chosen)
+    row = partial(context.row, work.name, dtype=chosen.dtype)
+    params = _params(work, chosen) | ({} if memory_gib is None else {"memory_gib": memory_gib})
     try:
         if memory_gib is None or device.kind == "cpu":
-            rows = _measured(work, cell, device, row, params)
+            rows = _measured(work, chosen, device, row, params)
         else:
             with memory_cap(device, memory_gib):
-                rows = _measured(work, cell, device, row, params)
+                rows = _measured(work, chosen, device, row, params)
     except torch.OutOfMemoryError as error:
         rows = [row("peak_memory_gib", None, params=params, value_reason=out_of_memory_reason(error))]
     return Result(rows, pd.DataFrame())
 
 
-def _measured(work: Workload, cell: dict, device: Device, row: partial, params: dict) -> list[Row]:
-    engine, batch = made(work, cell["dtype"], _plan(cell), device)
+def _measured(work: Workload, cell: Cell, device: Device, row: partial[Row], params: dict) -> list[Row]:
+    engine, batch = build_step(work, cell.dtype, cell.plan, device)
     for _ in range(WARM_UP_STEPS):
         engine.train_step(batch)
-    standing = state_of(engine.model, engine.optimizer) | {"batch": batch}
-    there = bytes_of(tensor for tensors in standing.values() for tensor in tensors)
-    peak = allocated_peak(device, lambda: engine.train_step(batch), there)
-    rows = [row("peak_memory_gib", peak / GIB, params=params, limit_source=_NO_LIMIT)]
+    standing: dict[str, Iterable[Tensor]] = {**state_of(engine.model, engine.optimizer), "batch": batch}
+    standing_bytes = bytes_of(tensor for tensors in standing.values() for tensor in tensors)
+    peak_bytes = allocated_peak(device, lambda: engine.train_step(batch), standing_bytes)
+    rows = [row("peak_memory_gib", peak_bytes / GIB, params=params, limit_source=_NO_LIMIT)]
     if device.kind != "cpu":
-        reserved = torch.cuda.max_memory_reserved(device.torch_device)
-        rows.append(row("reserved_memory_gib", reserved / GIB, params=params))
+        reserved_bytes = torch.cuda.max_memory_reserved(device.torch_device)
+        rows.append(row("reserved_memory_gib", reserved_bytes / GIB, params=params))
     if "memory_gib" in params:
         return rows
     timeline = MemoryTimeline(engine.model, standing)
@@ -100,35 +191,15 @@ def _measured(work: Workload, cell: dict, device: Device, row: partial, params: 
     return rows + [row("tensor_memory_gib", parts[part] / GIB, params=params | {"part": part}) for part in PARTS]
 
 
-def _cell_forecasts(device: Device, cell: dict, more: dict | None = None) -> list[Forecast]:
-    work = workload(cell["kind"], cell)
-    estimate = foretold(work, cell["dtype"], _plan(cell), device)
-    line = partial(Forecast, variant=work.name, dtype=cell["dtype"])
-    basis = "the estimator: this very step on tensors that have shapes and no memory"
+def _cell_forecasts(device: Device, cell: Cell, more: dict | None = None) -> list[Forecast]:
+    work = workload(cell)
+    estimate = estimate_step(work, cell.dtype, cell.plan, device)
+    line = partial(Forecast, variant=work.name, dtype=cell.dtype, basis=BASIS)
     params = _params(work, cell) | (more or {})
-    return [line(metric="peak_memory_gib", estimate=estimate.peak_bytes / GIB, basis=basis, params=params)] + [
-        line(metric="tensor_memory_gib", estimate=estimate.parts[part] / GIB, basis=basis, params=params | {"part": part})
-        for part in PARTS
+    return [line(metric="peak_memory_gib", estimate=estimate.peak_bytes / GIB, params=params)] + [
+        line(metric="tensor_memory_gib", estimate=estimate.parts[part] / GIB, params=params | {"part": part}) for part in PARTS
     ]
 
 
-def _largest(device: Device, question: dict) -> int:
-    """Of the memory a margin stays free: an allocator cannot use every gap between its tensors."""
-
-    def peak(batch: int) -> int:
-        work = workload(question["kind"], question | {"batch_size": batch})
-        return foretold(work, question["dtype"], _plan(question), device).peak_bytes
-
-    return largest_batch(peak, int((1 - question["margin"]) * question["memory_gib"] * GIB))
-
-
-def _plan(cell: dict) -> ParallelPlan:
-    return policy(cell.get("checkpointing", NONE))
-
-
-def _params(work: Workload, cell: dict) -> dict:
-    return {"batch": work.items, "checkpointing": cell.get("checkpointing", NONE)}
-
-
-def _question_params(question: dict) -> dict:
-    return {"what": LARGEST_BATCH, "memory_gib": question["memory_gib"], "checkpointing": question.get("checkpointing", NONE)}
+def _params(work: Workload, cell: Cell) -> dict:
+    return {"batch": work.items, "checkpointing": cell.checkpointing}

@@ -1,64 +1,93 @@
-"""Where the memory of a training step goes: parameters, optimizer state, activations and gradients, phase by phase."""
+"""Memory of a training step by phase: parameters, optimizer state, activations and gradients."""
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pandas as pd
 import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
+from hyperion.chapter.options import Options
 from hyperion.chapter.rows import out_of_memory_reason
-from hyperion.chapter.variants import merged, run_counted
+from hyperion.chapter.variants import Report, merged, run_counted
 from hyperion.hardware import Device
 from hyperion.measure import SavedForBackward, TensorMemory, bytes_of, state_of
+from hyperion.parallel import ParallelPlan
 from hyperion.results import Row
 from hyperion.training import TorchEngine
-from hyperion.workloads import workloads
-from hyperion.workloads.memory_forecasts import foretold, policy
-from hyperion.workloads.workloads import KINDS, Batch, Workload
+from hyperion.units import GIB
+from hyperion.workloads.memory_forecasts import BASIS, estimate_step
+from hyperion.workloads.workloads import KINDS, Batch, ImageSizes, LanguageSizes, Workload, random_batch, workload
 
-GIB = 2**30
 PHASES = ("before forward", "after forward", "after backward", "after step")
-WARM_UP_STEPS = 2  # the first step makes the optimizer's state
+WARM_UP_STEPS = 2  # the first step allocates the optimizer's state
+
+
+class MemoryPhasesOptions(Options):
+    """Options of `memory_phases`.
+
+    Args:
+        dtypes: number formats to measure.
+        parts_tolerance: largest relative difference between the sum of the parts and all tensors.
+        allocator_tolerance: largest difference between the growth of the allocator and of the tensors, relative to the
+            allocator's bytes.
+        language, image: sizes of the step by kind of model.
+    """
+
+    dtypes: tuple[str, ...]
+    parts_tolerance: float
+    allocator_tolerance: float
+    language: LanguageSizes
+    image: ImageSizes
+
+    def work(self, kind: str) -> Workload:
+        """Return the workload of a kind."""
+        return workload(getattr(self, kind))
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Activations after the forward pass, by the estimator."""
+    """Return the estimator's activations after the forward pass."""
+    options = MemoryPhasesOptions.of(context)
     lines = []
-    for kind in KINDS:
-        work = workloads.workload(kind, context.sizes[kind])
-        for dtype in context.sizes["dtypes"]:
-            kept = foretold(work, dtype, policy(), context.device).history.kept_bytes
-            basis = "the estimator: this very step on tensors that have shapes and no memory"
-            params = {"batch": work.items, "phase": "after forward", "part": "activations"}
+    for work in map(options.work, KINDS):
+        for dtype in options.dtypes:
+            kept_bytes = estimate_step(work, dtype, ParallelPlan(), context.device).history.kept_bytes
             lines.append(
                 Forecast(
-                    variant=work.name, metric="allocated_memory_gib", estimate=kept / GIB, basis=basis, dtype=dtype, params=params
+                    variant=work.name,
+                    metric="allocated_memory_gib",
+                    estimate=kept_bytes / GIB,
+                    basis=BASIS,
+                    dtype=dtype,
+                    params={"batch": work.items, "phase": "after forward", "part": "activations"},
                 )
             )
     return lines
 
 
-def run(context: Context, report) -> Result:
-    """Profile one step of each model and format, on random batches: only their shapes matter."""
-    cells = [{"kind": kind, "dtype": dtype} for kind in KINDS for dtype in context.sizes["dtypes"]]
+def run(context: Context, report: Report) -> Result:
+    """Profile one step of each model and format, on random batches since only their shapes matter."""
+    cells = [{"kind": kind, "dtype": dtype} for kind in KINDS for dtype in MemoryPhasesOptions.of(context).dtypes]
     return merged(run_counted(context, report, profile_step, cells))
 
 
-EXPERIMENT = Experiment(forecast, run)
+EXPERIMENT = Experiment(forecast, run, options=MemoryPhasesOptions)
 
 
-def profile_step(context: Context, report, kind: str, dtype: str) -> Result:
-    """One step, its memory looked at between the phases."""
-    work, shared = workloads.workload(kind, context.sizes[kind]), {"dtype": dtype}
+def profile_step(context: Context, report: Report, kind: str, dtype: str) -> Result:
+    """Measure the memory of one step at the end of each phase."""
+    options = MemoryPhasesOptions.of(context)
+    work, shared = options.work(kind), {"dtype": dtype}
     try:
-        batch = workloads.random_batch(work, context.device, context.seed)
+        batch = random_batch(work, context.device, context.seed)
         moments = memory_by_phase(work.engine(dtype, context.device, context.seed), batch)
     except torch.OutOfMemoryError as error:
-        shared |= {"params": {"batch": work.items, "phase": PHASES[1], "part": "all tensors"}}
-        absent = context.row(work.name, "allocated_memory_gib", None, value_reason=out_of_memory_reason(error), **shared)
+        params = {"batch": work.items, "phase": PHASES[1], "part": "all tensors"}
+        reason = out_of_memory_reason(error)
+        absent = context.row(work.name, "allocated_memory_gib", None, value_reason=reason, params=params, **shared)
         return Result([absent], pd.DataFrame())
-    rows = [row for moment in moments for row in _rows(context, work, moment, moments[0], shared)]
+    rows = [row for moment in moments for row in _rows(context, options, work, moment, moments[0], shared)]
     return Result(rows, pd.DataFrame())
 
 
@@ -68,10 +97,10 @@ class Moment:
 
     Attributes:
         phase: one of PHASES.
-        parts: bytes by what they are.
-        tensors: bytes of all tensors alive, by a count of its own.
-        peak: the most of them since the moment before.
-        allocator: what the accelerator's allocator says, empty on a CPU: requested, allocated, peak and reserved bytes.
+        parts: bytes by part (parameters, gradients, …).
+        tensors: bytes of all live tensors, counted independently of the parts.
+        peak: largest such count since the moment before.
+        allocator: the accelerator's allocator: requested, allocated, peak and reserved bytes; empty on a CPU.
     """
 
     phase: str
@@ -82,13 +111,13 @@ class Moment:
 
 
 def memory_by_phase(engine: TorchEngine, batch: Batch) -> list[Moment]:
-    """Take some steps, then one whose phases are looked at. Changes the engine."""
+    """Take warm-up steps, then one step phase by phase, and return the memory after each. Changes the engine."""
     for _ in range(WARM_UP_STEPS):
         engine.train_step(batch)
     parts = state_of(engine.model, engine.optimizer) | {"batch": [*batch]}
-    known = [tensor for tensors in parts.values() for tensor in tensors]
-    saved = SavedForBackward(known)
-    with TensorMemory(engine.device, known) as memory:
+    present = [tensor for tensors in parts.values() for tensor in tensors]
+    saved = SavedForBackward(present)
+    with TensorMemory(engine.device, present) as memory:
         look = partial(_look, engine, batch, memory, saved)
         moments = [look(PHASES[0])]
         items = engine.count_items(batch)
@@ -119,18 +148,19 @@ def _allocator(device: Device) -> dict[str, int]:
         return {}
     where = torch.device(device.torch_device)
     torch.cuda.synchronize(where)
-    told = torch.cuda.memory_stats(where)
+    statistics: dict[str, Any] = torch.cuda.memory_stats(where)
     torch.cuda.reset_peak_memory_stats(where)
     return {
-        # What was asked for, before it was rounded up to blocks.
-        "requested": told["requested_bytes.all.current"],
-        "allocated": told["allocated_bytes.all.current"],
-        "peak": told["allocated_bytes.all.peak"],
-        "reserved": told["reserved_bytes.all.current"],
+        "requested": statistics["requested_bytes.all.current"],  # before rounding up to whole blocks
+        "allocated": statistics["allocated_bytes.all.current"],
+        "peak": statistics["allocated_bytes.all.peak"],
+        "reserved": statistics["reserved_bytes.all.current"],
     }
 
 
-def _rows(context: Context, work: Workload, moment: Moment, first: Moment, shared: dict) -> list[Row]:
+def _rows(
+    context: Context, options: MemoryPhasesOptions, work: Workload, moment: Moment, first: Moment, shared: dict
+) -> list[Row]:
     params = {"batch": work.items, "phase": moment.phase}
     row = partial(context.row, work.name, **shared)
     error = abs(sum(moment.parts.values()) / moment.tensors - 1)
@@ -142,32 +172,28 @@ def _rows(context: Context, work: Workload, moment: Moment, first: Moment, share
             params=params | {"part": "all tensors"},
             check="the parts add up to all tensors",
             check_error=error,
-            check_tolerance=context.sizes["parts_tolerance"],
+            check_tolerance=options.parts_tolerance,
         )
     )
     if moment is not first:
         rows.append(row("tensor_memory_gib", moment.peak / GIB, params=params))
-    return rows + _allocator_rows(context, moment, first, params, row)
-
-
-def _allocator_rows(context: Context, moment: Moment, first: Moment, params: dict, row: partial) -> list[Row]:
-    """What the allocator says. Libraries keep workspaces in it, so its growth, not its level, must be that of the tensors."""
-    told = moment.allocator
-    if not told:
-        return []
-    grown, counted = told["requested"] - first.allocator["requested"], moment.tensors - first.tensors
-    rows = [
+    if not moment.allocator:
+        return rows
+    # Libraries keep workspaces in the allocator, so its growth is compared with that of the tensors, not its level.
+    requested = moment.allocator["requested"]
+    grown, counted = requested - first.allocator["requested"], moment.tensors - first.tensors
+    rows.append(
         row(
             "allocated_memory_gib",
-            told["allocated"] / GIB,
+            moment.allocator["allocated"] / GIB,
             params=params | {"part": "allocator"},
             check="the allocator grew as the tensors did",
-            check_error=abs(grown - counted) / told["requested"],
-            check_tolerance=context.sizes["allocator_tolerance"],
-        ),
-        row("reserved_memory_gib", told["reserved"] / GIB, params=params),
-    ]
+            check_error=abs(grown - counted) / requested,
+            check_tolerance=options.allocator_tolerance,
+        )
+    )
+    rows.append(row("reserved_memory_gib", moment.allocator["reserved"] / GIB, params=params))
     if moment is not first:
         limit_source = "no limit: the tensors' own peak of the same phase stands beside it"
-        rows.append(row("peak_memory_gib", told["peak"] / GIB, params=params, limit_source=limit_source))
+        rows.append(row("peak_memory_gib", moment.allocator["peak"] / GIB, params=params, limit_source=limit_source))
     return rows

@@ -1,4 +1,4 @@
-"""One training step from inside: every tensor's life by what it is, the allocator's own snapshot, the kernels' times."""
+"""One training step traced: the lifetime of every tensor by kind, the allocator's snapshot, and the time of each kernel."""
 
 import gzip
 import json
@@ -11,74 +11,100 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.variants import merged, run_counted
+from hyperion.chapter.options import Options
+from hyperion.chapter.variants import Report, merged, run_counted
 from hyperion.hardware import Device
 from hyperion.measure import state_of
 from hyperion.measure.memory_use.timeline import MemoryHistory, MemoryTimeline
 from hyperion.measure.steps.trace import cpu_events, gpu_events
+from hyperion.parallel import ParallelPlan
 from hyperion.results import Row
 from hyperion.training import TorchEngine, choose_precision
-from hyperion.workloads.memory_forecasts import foretold, made, policy, workload
-from hyperion.workloads.workloads import Batch, Workload
+from hyperion.units import GIB
+from hyperion.workloads.memory_forecasts import BASIS, build_step, estimate_step
+from hyperion.workloads.workloads import Batch, LanguageSizes, Workload, workload
 
-GIB = 2**30
 TRACE, SNAPSHOT, TIMELINE = "step_trace.json.gz", "memory_snapshot.pickle", "memory_timeline.json"
-WARM_UP_STEPS = 2
-_TOP, _POINTS, _NAME = 10, 400, 90
-_BASIS = "the estimator: this very step on tensors that have shapes and no memory"
+WARM_UP_STEPS = 2  # the first step allocates the optimizer's state
+_TOP_KERNELS, _POINTS, _NAME_LENGTH = 10, 400, 90
+
+
+class MemoryTraceOptions(Options):
+    """Options of `memory_trace`.
+
+    Args:
+        precision: number format of the step, or "auto".
+        policies: policies of activation checkpointing, see `ParallelPlan`. Files are written for the first one.
+        language: sizes of the step.
+    """
+
+    precision: str
+    policies: tuple[str, ...]
+    language: LanguageSizes
+
+    def step(self, context: Context) -> tuple[Workload, str]:
+        """Return the workload and its number format."""
+        return workload(self.language), choose_precision(context.device, self.precision).dtype
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """The fullest moment under each policy."""
-    work, dtype = _workload(context)
+    """Return the estimator's peak under each policy."""
+    options = MemoryTraceOptions.of(context)
+    work, dtype = options.step(context)
     return [
         Forecast(
             variant=work.name,
             metric="tensor_memory_gib",
             dtype=dtype,
-            basis=_BASIS,
-            params={"checkpointing": how},
-            estimate=foretold(work, dtype, policy(how), context.device).history.tensor_peak_bytes / GIB,
+            basis=BASIS,
+            params={"checkpointing": policy},
+            estimate=estimate_step(work, dtype, ParallelPlan(checkpointing=policy), context.device).history.tensor_peak_bytes
+            / GIB,
         )
-        for how in context.sizes["policies"]
+        for policy in options.policies
     ]
 
 
-def run(context: Context, report) -> Result:
-    """A step under each policy; files of the first one's lie in the run's folder."""
+def run(context: Context, report: Report) -> Result:
+    """Trace a step under each policy; write the files of the first one to the workspace."""
     context.workspace.mkdir(parents=True, exist_ok=True)
-    policies = context.sizes["policies"]
-    variants = [{"checkpointing": how, "folder": "" if place else str(context.workspace)} for place, how in enumerate(policies)]
-    return merged(run_counted(context, report, look_inside, variants))
+    variants = [
+        {"checkpointing": policy, "folder": "" if number else str(context.workspace)}
+        for number, policy in enumerate(MemoryTraceOptions.of(context).policies)
+    ]
+    return merged(run_counted(context, report, trace_step, variants))
 
 
-EXPERIMENT = Experiment(forecast, run)
+EXPERIMENT = Experiment(forecast, run, options=MemoryTraceOptions)
 
 
-def look_inside(context: Context, report, checkpointing: str, folder: str) -> Result:
-    """A steady step's history of memory; with a folder also the files there, and which kernels took the time."""
-    (work, dtype), device = _workload(context), context.device
-    engine, batch = made(work, dtype, policy(checkpointing), device, context.seed)
+def trace_step(context: Context, report: Report, checkpointing: str, folder: str) -> Result:
+    """Return a steady step's memory over time; with a folder, also write its files and return the longest kernels."""
+    (work, dtype), device = MemoryTraceOptions.of(context).step(context), context.device
+    engine, batch = build_step(work, dtype, ParallelPlan(checkpointing=checkpointing), device, context.seed)
     for _ in range(WARM_UP_STEPS):
         engine.train_step(batch)
-    timeline = MemoryTimeline(engine.model, state_of(engine.model, engine.optimizer) | {"batch": batch})
+    timeline = MemoryTimeline(engine.model, {**state_of(engine.model, engine.optimizer), "batch": batch})
     with timeline:
         engine.train_step(batch)
     history, params = timeline.history(), {"checkpointing": checkpointing}
-    row = context.row(work.name, "tensor_memory_gib", history.peak_bytes / GIB, dtype=dtype, params=params)
+    rows = [context.row(work.name, "tensor_memory_gib", history.peak_bytes / GIB, dtype=dtype, params=params)]
     samples = curve(history).assign(variant=work.name, dtype=dtype, checkpointing=checkpointing)
-    if not folder:
-        return Result([row], samples)
-    names = [_keep_history(engine, batch, device, history, Path(folder)), _keep_trace(engine, batch, device, Path(folder))]
-    rows = [row, *_kernel_rows(context, work, dtype, Path(folder) / TRACE)]
-    for name in names:
-        stored = (Path(folder) / name).stat().st_size / 1e9
-        rows.append(context.row(work.name, "stored_gb", stored, dtype=dtype, params={"file": name}))
+    if folder:
+        names = [_write_history(engine, batch, device, history, Path(folder)), _write_trace(engine, batch, device, Path(folder))]
+        rows += _kernel_rows(context, work, dtype, Path(folder) / TRACE)
+        for name in names:
+            stored = (Path(folder) / name).stat().st_size / 1e9
+            rows.append(context.row(work.name, "stored_gb", stored, dtype=dtype, params={"file": name}))
     return Result(rows, samples)
 
 
 def curve(history: MemoryHistory, points: int = _POINTS) -> pd.DataFrame:
-    """Bytes by kind over the step: the fullest moment of each of at most `points` stretches; columns event, phase, kind, gib."""
+    """Return GiB by kind over the step: the peak of each of at most `points` stretches of events.
+
+    Returns:
+        Columns event, phase, kind, gib.
+    """
     total, kinds = history.levels(), {kind: history.levels(kind) for kind in history.kinds()}
     stretch = -(-len(total) // points)
     chosen = [
@@ -91,13 +117,8 @@ def curve(history: MemoryHistory, points: int = _POINTS) -> pd.DataFrame:
     )
 
 
-def _workload(context: Context) -> tuple[Workload, str]:
-    sizes = context.sizes["language"]
-    return workload("language", sizes), choose_precision(context.device, context.sizes["precision"]).dtype
-
-
-def _keep_history(engine: TorchEngine, batch: Batch, device: Device, history: MemoryHistory, folder: Path) -> str:
-    """The allocator's snapshot of a step, for https://pytorch.org/memory_viz; on a CPU, which has none, the watched lives."""
+def _write_history(engine: TorchEngine, batch: Batch, device: Device, history: MemoryHistory, folder: Path) -> str:
+    """Write the allocator's snapshot of a step, for https://pytorch.org/memory_viz; on a CPU, which has none, the history."""
     if device.kind == "cpu":
         (folder / TIMELINE).write_text(json.dumps(asdict(history)))
         return TIMELINE
@@ -111,11 +132,13 @@ def _keep_history(engine: TorchEngine, batch: Batch, device: Device, history: Me
     return SNAPSHOT
 
 
-def _keep_trace(engine: TorchEngine, batch: Batch, device: Device, folder: Path) -> str:
-    """The profiler's trace of a step, for https://ui.perfetto.dev."""
+def _write_trace(engine: TorchEngine, batch: Batch, device: Device, folder: Path) -> str:
+    """Write the profiler's trace of a step, for https://ui.perfetto.dev."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device.kind != "cpu" else [])
-    for _ in range(2):  # starting a GPU's tracer takes seconds the first time
-        with profile(activities=activities, acc_events=True) as profiler:
+    # Twice, and the second is written: the first time, a GPU's tracer takes seconds to start.
+    for _ in range(2):
+        profiler = profile(activities=activities, acc_events=True)
+        with profiler:
             engine.train_step(batch)
             if device.kind != "cpu":
                 torch.cuda.synchronize(device.torch_device)
@@ -124,23 +147,23 @@ def _keep_trace(engine: TorchEngine, batch: Batch, device: Device, folder: Path)
 
 
 def _kernel_rows(context: Context, work: Workload, dtype: str, trace: Path) -> list[Row]:
-    """Shares of the kernels (on a CPU the operators) that took most of the time."""
+    """Shares of time of the longest kernels; on a CPU of operators."""
     with gzip.open(trace, "rt") as file:
         raw = json.load(file)["traceEvents"]
     device = context.device
     events = cpu_events(raw) if device.kind == "cpu" else gpu_events(raw, torch.device(device.torch_device).index)
     times, kinds = Counter(), {}
     for event in events:
-        name = event.name[:_NAME]
+        name = event.name[:_NAME_LENGTH]
         times[name] += event.end_ns - event.start_ns
         kinds[name] = event.kind
     return [
         context.row(
             work.name,
             "share",
-            time / times.total(),
+            time_ns / times.total(),
             dtype=dtype,
             params={"of": "time of all kernels", "what": name, "kind": kinds[name]},
         )
-        for name, time in times.most_common(_TOP)
+        for name, time_ns in times.most_common(_TOP_KERNELS)
     ]

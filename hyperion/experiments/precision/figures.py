@@ -1,53 +1,57 @@
-"""Figures of mixed precision: what a step takes in each number format, and how far its losses stray from those of fp32."""
+"""Figures and the table of mixed precision: time, memory and losses by number format, and the training ladder."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hyperion.experiments.precision import figures_ladder
 from hyperion.figures.formats import memory_unit, number
 from hyperion.figures.material import Material, measured
 from hyperion.figures.plot import Plot
-from hyperion.figures.style import INK, add_notes, errors_of, look, new_figure, spread_labels, whole_numbers
-from hyperion.results import Row
+from hyperion.figures.style import COLOURS, GRID, INK, MUTED, add_notes, errors_of, look, new_figure, spread_labels, whole_numbers
+from hyperion.results import Row, known
 
-EXPERIMENT, REFERENCE = "precision_variants", "fp32"
-_BELOW_DRAWING = 1e-7  # relative: the rounding of float32
+_VARIANTS, _LADDER, _REFERENCE = "precision_variants", "training_ladder", "fp32"
+_SMALLEST = 1e-7  # relative differences below the rounding of float32 are drawn here
+_LESS, _MORE = COLOURS[2], COLOURS[1]
 
 
 def precision(material: Material) -> Figure | None:
-    """A line of panels for each model: time of a step with its speed over fp32, and memory with what shapes foretold."""
+    """Draw per model: time of a step with its speed-up over fp32, and memory with its prediction from shapes."""
     models = _models(material)
     if not models:
         return None
     figure, panels = new_figure(
-        "A training step by number format", material.machine(EXPERIMENT), 2, lines=len(models), height=1.2 + 1.9 * len(models)
+        "A training step by number format", material.machine(_VARIANTS), 2, lines=len(models), height=1.2 + 1.9 * len(models)
     )
     for place, (title, rows) in enumerate(models.items()):
         _draw_times(panels[2 * place], title, rows)
         _draw_memory(panels[2 * place + 1], rows)
     notes = [
-        "Time: steps made in turn in one process, medians with 95 % interval. Memory: each format in a process of its own; bars "
-        "are bytes of tensors, hollow marks what shapes foretold, lines what the accelerator's allocator counted."
+        "Time: steps in turn in one process, medians with 95 % interval. Memory: each format in a process of its own; bars: "
+        "bytes of tensors, hollow marks: prediction from shapes, lines: the accelerator's allocator."
     ]
     add_notes(figure, notes + _absences(models))
     return figure
 
 
 def precision_loss(material: Material) -> Figure | None:
-    """How far the loss of each step lies from that of fp32, over the same batches from the same weights."""
+    """Draw the relative difference of each step's loss from that of fp32, for the same batches and initial weights."""
     models = _models(material)
-    samples = material.samples(EXPERIMENT)
+    samples = material.samples(_VARIANTS)
     if not models or "loss" not in samples:
         return None
-    samples = samples[samples["kind"] == "step"]
-    figure, panels = new_figure("Loss beside that of fp32", material.machine(EXPERIMENT), len(models), height=3.6)
+    samples = samples.query("kind == 'step'")
+    figure, panels = new_figure("Loss compared with fp32", material.machine(_VARIANTS), len(models), height=3.6)
     for axes, (title, rows) in zip(panels, models.items(), strict=True):
-        _draw_strays(axes, samples[samples["variant"] == rows[0].variant], rows)
+        _draw_differences(axes, samples.query("variant == @rows[0].variant"), rows)
         axes.set(title=title, xlabel="step")
     panels[0].set_ylabel("relative difference of the loss")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
-    notes = ["Dashed: what other rounding explains, for the mean of those steps. Differences below 1e-7 lie on the lower edge."]
+    notes = ["Dashed: tolerance from rounding alone, for the mean of those steps. Differences below 1e-7 are on the lower edge."]
     for rows in models.values():
         notes += [
             f"{row.variant} in fp16: {number(row.value)} of {row.params['steps']} steps skipped because a gradient overflowed."
@@ -60,7 +64,7 @@ def precision_loss(material: Material) -> Figure | None:
 
 def _models(material: Material) -> dict[str, list[Row]]:
     models: dict[str, list[Row]] = {}
-    for row in material.of(EXPERIMENT):
+    for row in material.of(_VARIANTS):
         models.setdefault(f"{row.variant}, {_batch(row)}", []).append(row)
     return models
 
@@ -77,54 +81,54 @@ def _of(rows: list[Row], metric: str, **params) -> dict[str, Row]:
 def _draw_times(axes: Axes, title: str, rows: list[Row]) -> None:
     times, speedups = _of(rows, "step_time_s"), _of(rows, "speedup")
     for place, (dtype, row) in enumerate(times.items()):
-        errors = [[1e3 * side[0]] for side in errors_of([row])]
-        axes.barh(place, 1e3 * row.value, xerr=errors, height=0.62, color=look(dtype)["color"], ecolor=INK, capsize=2.5)
-        faster = speedups.get(dtype)
-        label = f"{number(1e3 * row.value, 3)} ms" + (f"  ({number(faster.value, 3)} × {REFERENCE})" if faster else "")
-        _name_bar(axes, place, 1e3 * row.ci_high, label)
-    _finish(axes, list(times), "ms a step")
+        time_ms, errors = 1e3 * known(row.value), [[1e3 * side[0]] for side in known(errors_of([row]))]
+        axes.barh(place, time_ms, xerr=errors, height=0.62, color=look(dtype)["color"], ecolor=INK, capsize=2.5)
+        speedup = f"  ({number(known(speedups[dtype].value), 3)} × {_REFERENCE})" if dtype in speedups else ""
+        _label_bar(axes, place, 1e3 * known(row.ci_high), f"{number(time_ms, 3)} ms{speedup}")
+    _finish_bars(axes, list(times), "ms per step")
     axes.set_title(title)
 
 
 def _draw_memory(axes: Axes, rows: list[Row]) -> None:
     tensors, peaks = _of(rows, "tensor_memory_gib", phase="whole step"), _of(rows, "peak_memory_gib")
-    per_gib, unit = memory_unit([row.value for row in tensors.values()])
+    per_gib, unit = memory_unit([known(row.value) for row in tensors.values()])
     for place, (dtype, row) in enumerate(tensors.items()):
-        axes.barh(place, per_gib * row.value, height=0.62, color=look(dtype)["color"])
-        furthest = row.value
+        held_gib = furthest = known(row.value)
+        axes.barh(place, per_gib * held_gib, height=0.62, color=look(dtype)["color"])
         if row.predicted is not None:
             axes.plot(per_gib * row.predicted, place, "D", color=INK, markerfacecolor="none", markersize=6)
             furthest = max(furthest, row.predicted)
         if dtype in peaks:
-            axes.plot([per_gib * peaks[dtype].value] * 2, [place - 0.31, place + 0.31], color=INK, linewidth=1.6)
-            furthest = max(furthest, peaks[dtype].value)
-        _name_bar(axes, place, per_gib * furthest, f"{number(per_gib * row.value, 3)} {unit}")
-    _finish(axes, list(tensors), f"{unit} of tensors at the fullest moment of a step")
+            peak_gib = known(peaks[dtype].value)
+            axes.plot([per_gib * peak_gib] * 2, [place - 0.31, place + 0.31], color=INK, linewidth=1.6)
+            furthest = max(furthest, peak_gib)
+        _label_bar(axes, place, per_gib * furthest, f"{number(per_gib * held_gib, 3)} {unit}")
+    _finish_bars(axes, list(tensors), f"{unit} of tensors at the peak of a step")
 
 
-def _name_bar(axes: Axes, y: float, x: float, label: str) -> None:
+def _label_bar(axes: Axes, y: float, x: float, label: str) -> None:
     axes.annotate(label, (x, y), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8.5)
 
 
-def _finish(axes: Axes, names: list[str], label: str) -> None:
+def _finish_bars(axes: Axes, names: list[str], label: str) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set(xlabel=label, xlim=(0, axes.get_xlim()[1] * 1.5))
 
 
-def _draw_strays(axes: Axes, samples, rows: list[Row]) -> None:
+def _draw_differences(axes: Axes, samples: pd.DataFrame, rows: list[Row]) -> None:
     by_dtype = {dtype: part.sort_values("step")["loss"].to_numpy() for dtype, part in samples.groupby("dtype", sort=False)}
-    reference = by_dtype.pop(REFERENCE)
+    reference = by_dtype.pop(_REFERENCE)
     for dtype, losses in by_dtype.items():
-        strays = np.maximum(np.abs(losses / reference - 1), _BELOW_DRAWING)
-        axes.plot(range(1, len(losses) + 1), strays, label=dtype, **look(dtype))
+        differences = np.maximum(np.abs(losses / reference - 1), _SMALLEST)
+        axes.plot(range(1, len(losses) + 1), differences, label=str(dtype), **look(str(dtype)))
     steps = len(reference)
-    # One tolerance for a window of the steps; rows of earlier runs know no windows.
+    # Each window of the steps has a tolerance; rows of earlier runs have no windows.
     allowed: dict[tuple[float, int, int], list[str]] = {}
     for row in measured(rows):
         if row.metric == "relative_difference":
-            key = (row.check_tolerance, row.params.get("first", 1), row.params.get("last", steps))
+            key = (known(row.check_tolerance), row.params.get("first", 1), row.params.get("last", steps))
             allowed.setdefault(key, []).append(row.dtype)
     labels = []
     for (tolerance, first, last), dtypes in allowed.items():
@@ -133,12 +137,12 @@ def _draw_strays(axes: Axes, samples, rows: list[Row]) -> None:
         if last == steps:
             labels.append((tolerance, f"{', '.join(dtypes)}: {number(100 * tolerance, 2)} %", colour))
     whole_numbers(axes.xaxis)
-    axes.set(yscale="log", ylim=(_BELOW_DRAWING / 2, 3 * max([*(tolerance for tolerance, _, _ in allowed), 0.01])))
+    axes.set(yscale="log", ylim=(_SMALLEST / 2, 3 * max([*(tolerance for tolerance, _, _ in allowed), 0.01])))
     spread_labels(axes, labels)
 
 
 def _absences(models: dict[str, list[Row]]) -> list[str]:
-    """A sentence for each reason why a format's steps were not timed, with what it holds for."""
+    """Return a sentence per reason why steps were not timed, with the formats that it applies to."""
     reasons: dict[str, dict[str, None]] = {}
     for rows in models.values():
         for row in rows:
@@ -147,15 +151,174 @@ def _absences(models: dict[str, list[Row]]) -> list[str]:
     return [f"{', '.join(dtypes)}: {reason}." for reason, dtypes in reasons.items()]
 
 
+@dataclass(frozen=True)
+class Step:
+    """The rows of one timed rung.
+
+    Attributes:
+        time: time of a step.
+        memory: the allocator's peak, else the peak of tensors, None if neither was measured.
+        speedup: speed-up over the rung before, None for the first.
+        early, late: differences of the losses from the first rung's in the first and the last steps; None for the first rung.
+            `early` is None for runs that compared the last steps only.
+    """
+
+    name: str
+    time: Row
+    memory: Row | None
+    speedup: Row | None
+    early: Row | None
+    late: Row | None
+
+
+def ladders(rows: Iterable[Row]) -> dict[str, list[Step]]:
+    """Return the timed rungs of each model, from the bottom."""
+    by_model: dict[str, list[Step]] = {}
+    rows = measured(rows)
+    for time in (row for row in rows if row.metric == "step_time_s"):
+        steps = by_model.setdefault(time.variant, [])
+        own = [row for row in rows if (row.variant, row.params.get("rung")) == (time.variant, time.params["rung"])]
+        memory = _first(own, "peak_memory_gib") or _first(own, "tensor_memory_gib")
+        speedup = _first(own, "speedup", over=steps[-1].name) if steps else None
+        early = _first(own, "relative_difference", window="early")
+        late = _first(own, "relative_difference", window="late") or _first(own, "relative_difference")
+        steps.append(Step(time.params["rung"], time, memory, speedup, early, late))
+    return by_model
+
+
+def ladder_table(rows: Iterable[Row]) -> pd.DataFrame:
+    """Return a line per rung of each model, with 95 % intervals.
+
+    Changes of time and memory are those from the rung before, differences of the loss those from the first rung.
+    """
+    return pd.DataFrame(
+        [
+            {
+                "model": model,
+                "rung": step.name,
+                "format": step.time.dtype,
+                "ms a step": number(1e3 * known(step.time.value), 3),
+                "Δ time": _change_of_time(step.speedup),
+                "GiB": number(known(step.memory.value), 3) if step.memory else "not counted",
+                "Δ memory": _change_of_memory(before, step),
+                "Δ loss early": _change_of_loss(step.early),
+                "Δ loss late": _change_of_loss(step.late),
+            }
+            for model, steps in ladders(rows).items()
+            for before, step in zip([None, *steps], steps, strict=False)
+        ]
+    )
+
+
+def _first(rows: list[Row], metric: str, **params) -> Row | None:
+    return next((row for row in rows if row.metric == metric and params.items() <= row.params.items()), None)
+
+
+def _change_of_time(speedup: Row | None) -> str:
+    if speedup is None:
+        return ""
+    # Time is the inverse of speed, so the ends of the interval swap.
+    value, low, high = (100 * (1 / known(ratio) - 1) for ratio in (speedup.value, speedup.ci_high, speedup.ci_low))
+    return f"{value:+.1f} % [{low:+.1f}, {high:+.1f}]"
+
+
+def _change_of_memory(before: Step | None, step: Step) -> str:
+    if before is None or before.memory is None or step.memory is None or before.memory.metric != step.memory.metric:
+        return ""
+    return f"{100 * (known(step.memory.value) / known(before.memory.value) - 1):+.1f} %"
+
+
+def _change_of_loss(row: Row | None) -> str:
+    if row is None:
+        return ""
+    value, allowed = (number(100 * known(share), 2) for share in (row.value, row.check_tolerance))
+    return f"{value} % (allowed {allowed} %)"
+
+
+def training_ladder(material: Material) -> Figure | None:
+    """Draw per model: time, memory, and difference of the loss from the first rung's."""
+    models = ladders(material.of(_LADDER))
+    if not models:
+        return None
+    rungs = max(map(len, models.values()))
+    figure, panels = new_figure(
+        "A training step, rung by rung",
+        material.machine(_LADDER),
+        3,
+        lines=len(models),
+        width=11.4,
+        height=1.2 + len(models) * (0.9 + 0.24 * rungs),
+    )
+    for place, (model, steps) in enumerate(models.items()):
+        time, memory, loss = panels[3 * place : 3 * place + 3]
+        _draw_steps(time, steps, [1e3 * known(step.time.value) for step in steps], "ms per step")
+        peaks_gib = [step.memory and step.memory.value for step in steps]
+        per_gib, unit = memory_unit([peak for peak in peaks_gib if peak is not None])
+        _draw_steps(memory, steps, [peak and per_gib * peak for peak in peaks_gib], f"{unit} at the peak")
+        _draw_losses(loss, steps)
+        time.set_yticks(range(len(steps)), [step.name for step in steps])
+        time.set_title(model)
+    absent = material.of(_LADDER, metric="step_time_s", value=None)
+    notes = ["Each rung adds to the one above it; its bar reaches from that one's value to its own."]
+    notes.append("Losses are compared with the first rung's: circles early, squares late; bars: tolerance from rounding alone.")
+    notes += [f"{name}: {reason}." for name, reason in {row.params["rung"]: row.value_reason for row in absent}.items()]
+    add_notes(figure, notes)
+    return figure
+
+
+def _draw_steps(axes: Axes, steps: list[Step], values: list[float | None], label: str) -> None:
+    before: float | None = None
+    for place, value in enumerate(values):
+        if value is None:
+            axes.annotate("not counted", (0, place), va="center", fontsize=8, color=MUTED)
+            continue
+        start = 0.0 if before is None else before
+        colour = GRID if before is None else _LESS if value <= start else _MORE
+        axes.barh(place, value - start, left=start, height=0.62, color=colour)
+        axes.plot([value, value], [place - 0.31, place + 0.31], color=INK, linewidth=1.6)
+        change = "" if before is None else f"  {100 * (value / before - 1):+.0f} %"
+        axes.annotate(
+            f"{number(value, 3)}{change}",
+            (max(value, start), place),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
+        before = value
+    _finish_steps(axes, steps, label)
+    axes.set_xlim(0, axes.get_xlim()[1] * 1.45)
+
+
+def _draw_losses(axes: Axes, steps: list[Step]) -> None:
+    for place, step in enumerate(steps):
+        for row, marker, height in ((step.early, "o", -0.14), (step.late, "s", 0.14)):
+            if row is None:
+                continue
+            axes.plot(100 * known(row.value), place + height, marker, color=INK, markersize=4.5)
+            tolerance = 100 * known(row.check_tolerance)
+            axes.plot(tolerance, place + height, "|", color=_MORE, markersize=9, markeredgewidth=2)
+    axes.set_xscale("symlog", linthresh=1e-4)
+    _finish_steps(axes, steps, "% between losses; bars: allowed")
+    axes.set_xlim(left=0)
+
+
+def _finish_steps(axes: Axes, steps: list[Step], label: str) -> None:
+    axes.set_yticks(range(len(steps)), [""] * len(steps))
+    axes.set_ylim(len(steps) - 0.45, -0.55)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel(label)
+
+
 TITLES = {"precision_variants": "Mixed precision", "training_ladder": "A faster step, rung by rung"}
 
 PLOTS = (
     Plot("precision", "precision_variants", "Time and memory of a training step in fp32, TF32, bf16 and fp16.", precision),
-    Plot("training_ladder", "training_ladder", "What each means adds to the ones before it.", figures_ladder.training_ladder),
+    Plot("training_ladder", "training_ladder", "Time, memory and loss of each rung.", training_ladder),
     Plot(
         "precision_loss",
         "precision_variants",
-        "How far each format's losses stray from those of fp32 over the same batches.",
+        "Difference of each format's losses from those of fp32 over the same batches.",
         precision_loss,
     ),
 )

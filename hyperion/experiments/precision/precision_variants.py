@@ -1,5 +1,9 @@
-"""fp32, TF32, bf16 and fp16 with a loss scale on both baselines: memory and loss each in a process of its own, speed in turn."""
+"""fp32, TF32, bf16 and fp16 with a loss scale on both baselines.
 
+Memory and losses of each format come from a process of its own; the steps of all formats are timed in turn.
+"""
+
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
@@ -9,83 +13,120 @@ import pandas as pd
 import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
+from hyperion.chapter.options import Options
 from hyperion.chapter.rows import out_of_memory_reason
-from hyperion.chapter.variants import merged, run_side_by_side
+from hyperion.chapter.variants import Report, merged, run_side_by_side
 from hyperion.hardware import Device
 from hyperion.measure import FORMATS, Gemm, PeakMemoryRegion, TensorMemory, state_of
+from hyperion.parallel import ParallelPlan
 from hyperion.results import Row
 from hyperion.training import TorchEngine
-from hyperion.workloads import datasets, workloads
-from hyperion.workloads.memory_forecasts import foretold, policy
+from hyperion.units import GIB
+from hyperion.workloads import datasets
+from hyperion.workloads.memory_forecasts import estimate_step
 from hyperion.workloads.step_comparison import Contender, compare_steps
-from hyperion.workloads.training_rows import step_forecasts
 from hyperion.workloads.twins import BIAS, agreements, difference_rows, train_twins
-from hyperion.workloads.workloads import KINDS, SIXTEEN_BIT, Batch, Ready, Workload
+from hyperion.workloads.workloads import (
+    KINDS,
+    NO_VOCABULARY,
+    Batch,
+    ImageSizes,
+    LanguageSizes,
+    StoredBatches,
+    Workload,
+    common_source,
+    expected_workload,
+    load_batches,
+    rate_forecast,
+    stored_batches,
+)
 
 REFERENCE = "fp32"
-GIB = 2**30
+
+
+class PrecisionVariantsOptions(Options):
+    """Options of `precision_variants`.
+
+    Args:
+        dtypes: number formats to compare.
+        batches: number of batches, visited in turn.
+        steps: optimizer steps of each training.
+        time_limit_s: time limit of the comparison of a model's steps.
+        language, image: sizes of the step by kind of model.
+        tolerance: not used; older recorded runs have it.
+    """
+
+    dtypes: tuple[str, ...]
+    batches: int
+    steps: int
+    time_limit_s: float
+    language: LanguageSizes
+    image: ImageSizes
+    tolerance: dict[str, float] | None = None
+
+    def sizes(self, kind: str) -> LanguageSizes | ImageSizes:
+        """Return the sizes of a kind."""
+        return self.language if kind == "language" else self.image
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Speed-ups over fp32 (the first line is the one to guess), throughputs, and the tensor bytes of a step."""
+    """Return speed-ups over fp32 (the first line is the one to guess), throughputs, and the tensor bytes of a step."""
+    options, device = PrecisionVariantsOptions.of(context), context.device
     lines: list[Forecast] = []
     for kind in KINDS:
-        work = workloads.foretold(context, kind)
+        work = expected_workload(context, options.sizes(kind))
         if work is None:
-            basis = "no estimate: this run has not counted the vocabulary (01_dataset_preparation)"
-            lines.append(Forecast(variant=context.sizes[kind]["model"], metric="speedup", estimate=None, basis=basis))
+            lines.append(Forecast(variant=options.language.model, metric="speedup", estimate=None, basis=NO_VOCABULARY))
             continue
-        dtypes = [dtype for dtype in context.sizes["dtypes"] if context.device.supports(dtype)[0]]
-        timed = [dtype for dtype in dtypes if not _emulated(context.device, dtype)]
-        rates = {dtype: rate_forecast(context, work, dtype) for dtype in timed}
-        others = sorted((dtype for dtype in timed if dtype != REFERENCE), key=lambda dtype: dtype != "bf16")
-        lines += [_speedup_forecast(rates, dtype) for dtype in others]
-        lines += [*rates.values(), *(_memory_forecast(context, work, dtype) for dtype in dtypes)]
+        dtypes = [dtype for dtype in options.dtypes if device.supports(dtype)[0]]
+        rates = {dtype: rate_forecast(context, work, dtype) for dtype in dtypes if not _why_emulated(device, dtype)}
+        others = sorted((dtype for dtype in rates if dtype != REFERENCE), key=lambda dtype: dtype != "bf16")
+        lines += [speedup_forecast(rates[dtype], rates[REFERENCE], REFERENCE) for dtype in others]
+        lines += [*rates.values(), *(_memory_forecast(device, work, dtype) for dtype in dtypes)]
     return lines
 
 
-def run(context: Context, report) -> Result:
-    """Train each variant in a process of its own over the same batches, then time all of a model's steps in turn."""
-    with workloads.prepared(context) as ready:
-        return _compared(context, report, list(ready.values()))
+def run(context: Context, report: Report) -> Result:
+    """Train each variant in a process of its own over the same batches, then time all steps of a model in turn."""
+    options = PrecisionVariantsOptions.of(context)
+    with stored_batches(context, {kind: options.sizes(kind) for kind in KINDS}, options.batches) as stored:
+        return _compared(context, options, report, stored)
 
 
-def _compared(context: Context, report, ready: list[Ready]) -> Result:
-    reasons = {dtype: _unsupported(context.device, dtype) for dtype in context.sizes["dtypes"]}
+def _compared(context: Context, options: PrecisionVariantsOptions, report: Report, stored: list[StoredBatches]) -> Result:
+    reasons = {dtype: _why_unsupported(context.device, dtype) for dtype in options.dtypes}
     dtypes = [dtype for dtype, reason in reasons.items() if not reason]
-    cells = [found.for_worker() | {"dtype": dtype} for found in ready for dtype in dtypes]
+    cells = [batches.params | {"dtype": dtype} for batches in stored for dtype in dtypes]
     results = run_side_by_side(context, report, train_variant, cells)
     if any(dtype != REFERENCE for dtype in dtypes):
-        twins = [found.for_worker() for found in ready]
+        twins = [batches.params for batches in stored]
         results += run_side_by_side(context, report, twins_of_variant, twins)
-    reasons = {dtype: why or _emulated(context.device, dtype) for dtype, why in reasons.items()}
-    for number, found in enumerate(ready):
-        report(number, len(ready), f"steps of the {found.kind} model in turn")
-        results.append(_timed(context, found, [dtype for dtype, reason in reasons.items() if not reason]))
-    told = merged(results)
-    absent = [_absent(context, found, dtype, why) for found in ready for dtype, why in reasons.items() if why]
-    rows = told.rows + _agreements(told) + absent
-    return replace(told, rows=rows, source=workloads.source_of(ready))
+    reasons = {dtype: reason or _why_emulated(context.device, dtype) for dtype, reason in reasons.items()}
+    for number, batches in enumerate(stored):
+        report(number, len(stored), f"steps of the {batches.kind} model in turn")
+        results.append(_timed(context, options, batches, reasons))
+    result = merged(results)
+    return replace(result, rows=result.rows + _difference_rows(result), source=common_source(stored))
 
 
-def train_variant(context: Context, report, kind: str, file: str, source: str, dtype: str) -> Result:
-    """One variant in this process: K steps, their losses and the peak of memory, then the tensor bytes of one more step."""
-    device, steps = context.device, context.sizes["steps"]
-    work, batches = workloads.load(kind, context.sizes[kind], Path(file), device)
+def train_variant(context: Context, report: Report, kind: str, file: str, source: str, dtype: str) -> Result:
+    """Train one variant: losses and the peak of memory of all steps, then the tensor bytes of one more step."""
+    options, device = PrecisionVariantsOptions.of(context), context.device
+    steps = options.steps
+    work, batches = load_batches(options.sizes(kind), Path(file), device)
     row = partial(_row, context, work, dtype, source)
     try:
         with PeakMemoryRegion(device) as region:
             engine = work.engine(dtype, device, context.seed)
-            told = [engine.train_step(batch) for batch in islice(cycle(batches), steps)]
-        counted = tensor_bytes_of_a_step(engine, batches[0])
+            losses = train_losses(engine, batches, steps)
+        tensor_bytes = tensor_bytes_of_a_step(engine, batches[0])
     except torch.OutOfMemoryError as error:
         absent = row("peak_memory_gib", None, value_reason=out_of_memory_reason(error), steps=steps)
         return Result([absent], pd.DataFrame(), source)
-    losses = torch.stack([metrics.loss for metrics in told]).tolist()
     last = losses[-len(batches) :]
     rows = [
         row("training_loss", sum(last) / len(last), steps=steps, limit_source="no limit: it can be learnt by heart"),
-        row("tensor_memory_gib", counted / GIB, phase="whole step"),
+        row("tensor_memory_gib", tensor_bytes / GIB, phase="whole step"),
         row(
             region.peak.metric,
             region.peak.gib,
@@ -102,29 +143,56 @@ def train_variant(context: Context, report, kind: str, file: str, source: str, d
     return Result(rows, curve.assign(variant=work.name, dtype=dtype), source)
 
 
-def twins_of_variant(context: Context, report, kind: str, file: str, source: str) -> Result:
-    """Twins of the fp32 training, whose products round at random as coarsely as bf16 does."""
-    work, batches = workloads.load(kind, context.sizes[kind], Path(file), context.device)
+def twins_of_variant(context: Context, report: Report, kind: str, file: str, source: str) -> Result:
+    """Train the twins of the fp32 training with products rounded as coarsely as bf16."""
+    options = PrecisionVariantsOptions.of(context)
+    work, batches = load_batches(options.sizes(kind), Path(file), context.device)
 
     def train() -> list[float]:
-        engine = work.engine(REFERENCE, context.device, context.seed)
-        losses = [engine.train_step(batch).loss for batch in islice(cycle(batches), context.sizes["steps"])]
-        return torch.stack(losses).tolist()
+        return train_losses(work.engine(REFERENCE, context.device, context.seed), batches, options.steps)
 
     return Result([], train_twins("bf16", context.seed, train).assign(variant=work.name), source)
 
 
 EXPERIMENT = Experiment(
-    forecast, run, forecast_reads=("text_pipeline", "gemm", "bandwidth"), data=datasets.TEXT + datasets.IMAGES
+    forecast,
+    run,
+    options=PrecisionVariantsOptions,
+    forecast_reads=("text_pipeline", "gemm", "bandwidth"),
+    data=datasets.TEXT + datasets.IMAGES,
 )
 
 
+def train_losses(engine: TorchEngine, batches: Iterable[Batch], steps: int) -> list[float]:
+    """Train for some steps, visiting the batches in turn, and return the loss of every step."""
+    losses = [engine.train_step(batch).loss for batch in islice(cycle(batches), steps)]
+    return torch.stack(losses).tolist()  # one transfer at the end: reading each loss would wait for the device
+
+
 def tensor_bytes_of_a_step(engine: TorchEngine, batch: Batch) -> int:
-    """The most bytes of tensors alive at once in one step, weights, optimizer and batch included: exact on any device."""
-    alive = [tensor for tensors in state_of(engine.model, engine.optimizer).values() for tensor in tensors]
-    with TensorMemory(engine.device, [*alive, *batch]) as memory:
+    """Return the peak of tensor bytes in one step; weights, optimizer and batch included. Exact on any device."""
+    present = [tensor for tensors in state_of(engine.model, engine.optimizer).values() for tensor in tensors]
+    with TensorMemory(engine.device, [*present, *batch]) as memory:
         engine.train_step(batch)
     return memory.peak_bytes
+
+
+def why_not_timed(device: Device, dtype: str) -> str:
+    """Return why steps in a format are not timed on this device, "" if they are."""
+    return _why_unsupported(device, dtype) or _why_emulated(device, dtype)
+
+
+def speedup_forecast(rate: Forecast, baseline: Forecast, over: str) -> Forecast:
+    """Return the forecast of a speed-up from two forecasts of throughput.
+
+    Args:
+        over: label of the baseline in the rows.
+    """
+    estimate, basis = None, rate.basis
+    if rate.estimate is not None and baseline.estimate is not None:
+        estimate = rate.estimate / baseline.estimate
+        basis = f"the estimated throughputs of {rate.dtype} and {baseline.dtype}, one over the other"
+    return replace(rate, metric="speedup", estimate=estimate, basis=basis, params=rate.params | {"over": over})
 
 
 def _row(
@@ -153,8 +221,8 @@ def _row(
     )
 
 
-def _unsupported(device: Device, dtype: str) -> str:
-    """Why a variant cannot be had here, "" when it can."""
+def _why_unsupported(device: Device, dtype: str) -> str:
+    """Why a variant cannot run here, "" if it can."""
     possible, how = device.supports(dtype)
     if not possible:
         return f"unsupported: {how}"
@@ -163,63 +231,52 @@ def _unsupported(device: Device, dtype: str) -> str:
     return ""
 
 
-def why_not_timed(device: Device, dtype: str) -> str:
-    """Why steps in a format cannot be had here, or say nothing of it; "" when they can and do."""
-    return _unsupported(device, dtype) or _emulated(device, dtype)
-
-
-def _emulated(device: Device, dtype: str) -> str:
-    """Why a format is not timed here, "" where the device has instructions for it."""
+def _why_emulated(device: Device, dtype: str) -> str:
+    """Why a format is not timed here, "" if the device has instructions for it."""
     how = device.supports(dtype)[1]
     return f"not timed, because it says nothing of the format: {how}" if how.startswith("emulated") else ""
 
 
-def _absent(context: Context, found: Ready, dtype: str, reason: str) -> Row:
-    work = workloads.workload(found.kind, context.sizes[found.kind], found.vocabulary)
-    return _row(context, work, dtype, found.source, "step_time_s", None, value_reason=reason, step="steady")
+def _timed(context: Context, options: PrecisionVariantsOptions, stored: StoredBatches, reasons: dict[str, str]) -> Result:
+    """Time the steps of all formats in turn. `reasons` says by format why it is not timed, "" if it is."""
+    work, batches = load_batches(options.sizes(stored.kind), stored.file, context.device)
+    contenders = [
+        Contender(dtype, dtype, {}, partial(work.engine, dtype, context.device, context.seed))
+        for dtype, reason in reasons.items()
+        if not reason
+    ]
+    result = compare_steps(context, work, batches[0], contenders, stored.source, options.time_limit_s)
+    absent = [
+        _row(context, work, dtype, stored.source, "step_time_s", None, value_reason=reason, step="steady")
+        for dtype, reason in reasons.items()
+        if reason
+    ]
+    return replace(result, rows=result.rows + absent)
 
 
-def _timed(context: Context, found: Ready, dtypes: list[str]) -> Result:
-    work, batches = workloads.load(found.kind, context.sizes[found.kind], found.file, context.device)
-    contenders = [Contender(dtype, dtype, {}, partial(work.engine, dtype, context.device, context.seed)) for dtype in dtypes]
-    return compare_steps(context, work, batches[0], contenders, found.source)
-
-
-def _agreements(told: Result) -> list[Row]:
-    """How far each variant's losses lie from those of fp32 over the same batches, early and late, and how far they may."""
-    found = []
-    for row in (row for row in told.rows if row.metric == "training_loss" and row.dtype != REFERENCE):
-        own = told.samples[told.samples["variant"] == row.variant]
-        curves = {name: part["loss"].to_numpy() for name, part in own[own["kind"] == "step"].groupby("dtype")}
-        if REFERENCE not in curves:
+def _difference_rows(result: Result) -> list[Row]:
+    """Compare each variant's losses with those of fp32 over the same batches, early and late in the training."""
+    rows = []
+    for row in result.rows:
+        if row.metric != "training_loss" or row.dtype == REFERENCE:
             continue
-        compared = agreements(curves[row.dtype], curves[REFERENCE], own[own["kind"] == "twin"], BIAS[row.dtype])
-        found += difference_rows(row, REFERENCE, compared)
-    return found
+        samples = result.samples.query("variant == @row.variant")
+        curves = {dtype: part["loss"].to_numpy() for dtype, part in samples.query("kind == 'step'").groupby("dtype")}
+        if REFERENCE in curves:
+            twins = samples.query("kind == 'twin'")
+            compared = agreements(curves[row.dtype], curves[REFERENCE], twins, BIAS[row.dtype])
+            rows += difference_rows(row, REFERENCE, compared)
+    return rows
 
 
-def rate_forecast(context: Context, work: Workload, dtype: str) -> Forecast:
-    """Throughput of a steady step from this run's ceilings and the model's shapes."""
-    half = 0.5 if dtype in SIXTEEN_BIT else 1.0
-    traffic = {name: moved * (half if name == "activations" else 1) for name, moved in work.step_bytes.items()}
-    return step_forecasts(context, work.name, dtype, work.item, work.items, work.flops, traffic)[0]
-
-
-def _speedup_forecast(rates: dict[str, Forecast], dtype: str) -> Forecast:
-    rate, reference = rates[dtype], rates[REFERENCE]
-    estimate, basis = None, rate.basis
-    if None not in (rate.estimate, reference.estimate):
-        estimate = rate.estimate / reference.estimate
-        basis = f"the estimated throughputs of {dtype} and {REFERENCE}, one over the other"
-    params = rate.params | {"over": REFERENCE}
-    return Forecast(variant=rate.variant, metric="speedup", estimate=estimate, basis=basis, dtype=dtype, params=params)
-
-
-def _memory_forecast(context: Context, work: Workload, dtype: str) -> Forecast:
-    peak, standing = foretold(work, dtype, policy(), context.device).history.tensor_peak_bytes, work.standing_bytes
-    basis = (
-        f"the step itself on tensors without memory: {standing / GIB:.3g} GiB of weights and moments in float32, and "
-        f"{(peak - standing) / GIB:.3g} GiB of activations and gradients at the fullest moment"
+def _memory_forecast(device: Device, work: Workload, dtype: str) -> Forecast:
+    peak, standing = estimate_step(work, dtype, ParallelPlan(), device).history.tensor_peak_bytes, work.standing_bytes
+    return Forecast(
+        variant=work.name,
+        metric="tensor_memory_gib",
+        estimate=peak / GIB,
+        basis=f"the step itself on tensors without memory: {standing / GIB:.3g} GiB of weights and moments in float32, and "
+        f"{(peak - standing) / GIB:.3g} GiB of activations and gradients at the fullest moment",
+        dtype=dtype,
+        params={"batch": work.items, "phase": "whole step"},
     )
-    params = {"batch": work.items, "phase": "whole step"}
-    return Forecast(variant=work.name, metric="tensor_memory_gib", estimate=peak / GIB, basis=basis, dtype=dtype, params=params)

@@ -1,198 +1,372 @@
-"""What each means of speeding up a training step adds to those before it: time, memory and loss, from plain fp32 upwards.
+"""The training ladder: each rung adds one way to speed up a training step, from plain fp32 upwards.
 
-Memory and losses of each rung come from a process of its own; all steps are then timed in turn, since speeds that were
-measured one after the other differ by clocks and temperature too.
+Memory and losses of each rung come from a process of its own. The steps of all rungs are timed in turn, because speeds that
+were measured one after the other also differ by clocks and temperature.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
 import torch
+import torch.nn.functional as F
+from pydantic import BaseModel
+from torch import Tensor, nn
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
+from hyperion.chapter.options import Options
 from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_columns
-from hyperion.chapter.variants import merged, run_counted
-from hyperion.experiments.precision.ladder_rungs import BASELINE, Rung, ladder
-from hyperion.experiments.precision.precision_variants import rate_forecast, tensor_bytes_of_a_step
+from hyperion.chapter.variants import Report, merged, run_counted
+from hyperion.data.batches.packing import IGNORE_INDEX
+from hyperion.experiments.precision.precision_variants import (
+    speedup_forecast,
+    tensor_bytes_of_a_step,
+    train_losses,
+    why_not_timed,
+)
+from hyperion.hardware import Device
 from hyperion.measure import PeakMemoryRegion, Timing, time_interleaved
+from hyperion.measure.steps.compilation import missing_compiler
+from hyperion.models import TransformerLM
+from hyperion.parallel import ParallelPlan
+from hyperion.parallel.plan import EVERY_BLOCK, NONE
 from hyperion.results import Row, ratio_estimate
-from hyperion.workloads import datasets, workloads
-from hyperion.workloads.step_comparison import emptied_afterwards
-from hyperion.workloads.training_rows import speed_rows
+from hyperion.training import TorchEngine
+from hyperion.training.float8 import float8_formats, to_float8
+from hyperion.units import GIB
+from hyperion.workloads import datasets
+from hyperion.workloads.memory_forecasts import applied
+from hyperion.workloads.step_comparison import memory_released
+from hyperion.workloads.training_rows import NO_SPEEDUP_LIMIT, speed_rows
 from hyperion.workloads.twins import BIAS, agreements, difference_rows, train_twins, twin_format
-from hyperion.workloads.workloads import Batch, Ready, Workload
+from hyperion.workloads.workloads import (
+    NO_VOCABULARY,
+    Batch,
+    ImageSizes,
+    LanguageSizes,
+    StoredBatches,
+    Workload,
+    common_source,
+    expected_workload,
+    load_batches,
+    rate_forecast,
+    stored_batches,
+    workload,
+)
 
-GIB = 2**30
-_FORETOLD = ("tf32", "bf16")  # of the others shapes and ceilings say nothing
-_STEPS_FOR_MEMORY = 3
-_NO_LIMIT = "no limit: how far the slower of the two stays below its own limit is not bounded"
+BASELINE = "baseline"
+# What each rung adds to the one below it, as fields of a Rung.
+_ADDITIONS: dict[str, dict] = {
+    BASELINE: {},
+    "tf32": {"dtype": "tf32"},
+    "bf16": {"dtype": "bf16"},
+    "channels_last": {"channels_last": True},
+    "fused optimizer": {"fused": True},
+    "compile": {"compiled": True},
+    "chunked loss": {"chunked": True},
+    "activation checkpointing": {"checkpointing": EVERY_BLOCK},
+    "fp8": {"dtype": "fp8"},
+}
+_PREDICTABLE = (BASELINE, "tf32", "bf16")  # shapes and ceilings do not predict the other rungs
+_CHUNKS = 4  # chunks of a batch for the chunked loss
+_MEMORY_STEPS = 3
+
+
+class Parity(BaseModel, extra="forbid", frozen=True, strict=True):
+    """Changes to the sizes for the comparison of losses, so that it can take many steps in seconds.
+
+    Args:
+        batch_size: batch of the shorter step, None for that of the timed step. A stored batch is split into parts of this
+            size: few batches, visited again and again, would be learnt by heart, and the loss would go to zero.
+        layers: layers of the smaller language model, None for those of the timed one.
+    """
+
+    batch_size: int | None = None
+    layers: int | None = None
+
+
+class LanguageLadder(LanguageSizes, frozen=True):
+    """Sizes and rungs of the language model.
+
+    Args:
+        rungs: names of the rungs from the bottom, the keys of `_ADDITIONS`.
+        parity: changes for the comparison of losses.
+    """
+
+    rungs: tuple[str, ...]
+    parity: Parity = Parity()
+
+
+class ImageLadder(ImageSizes, frozen=True):
+    """Sizes and rungs of the ResNet-18; arguments as in `LanguageLadder`."""
+
+    rungs: tuple[str, ...]
+    parity: Parity = Parity()
+
+
+class TrainingLadderOptions(Options):
+    """Options of `training_ladder`.
+
+    Args:
+        batches: number of batches, visited in turn.
+        parity_steps: optimizer steps of the comparison of losses.
+        time_limit_s: time limit of the comparison of a model's steps.
+        language, image: sizes and rungs by kind of model, None to leave it out.
+        tolerance: not used; older recorded runs have it.
+    """
+
+    batches: int
+    parity_steps: int
+    time_limit_s: float
+    language: LanguageLadder | None = None
+    image: ImageLadder | None = None
+    tolerance: dict[str, float] | None = None
+
+    @property
+    def ladders(self) -> dict[str, LanguageLadder | ImageLadder]:
+        """Sizes and rungs by kind of model."""
+        return {kind: sizes for kind, sizes in (("language", self.language), ("image", self.image)) if sizes is not None}
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """The speed of the 16-bit rung over the first (to be guessed), and throughputs where a rung changes the format."""
+    """Return the speed of the 16-bit rung over the first (to be guessed), and throughputs where a rung changes the format."""
     lines: list[Forecast] = []
-    for kind in _kinds(context):
-        work = workloads.foretold(context, kind)
+    for sizes in TrainingLadderOptions.of(context).ladders.values():
+        work = expected_workload(context, sizes)
         if work is None:
-            basis = "no estimate: this run has not counted the vocabulary (01_dataset_preparation)"
-            lines.append(Forecast(variant=context.sizes[kind]["model"], metric="speedup", estimate=None, basis=basis))
+            variant = sizes.model if isinstance(sizes, LanguageLadder) else ""
+            lines.append(Forecast(variant=variant, metric="speedup", estimate=None, basis=NO_VOCABULARY))
             continue
-        rungs = [rung for rung in ladder(context, kind) if not rung.absent and rung.name in (BASELINE, *_FORETOLD)]
-        rates = [_of(rung, rate_forecast(context, work, rung.dtype)) for rung in rungs]
-        ratios = [_ratio_forecast(rate, rates[0]) for rate in rates[1:]]
-        lines += [*sorted(ratios, key=lambda line: line.dtype != "bf16"), *rates]
+        rungs = [rung for rung in build_ladder(context.device, sizes.rungs) if not rung.absent and rung.name in _PREDICTABLE]
+        rates = [rate_forecast(context, work, rung.dtype) for rung in rungs]
+        rates = [replace(rate, params=rate.params | {"rung": rung.name}) for rung, rate in zip(rungs, rates, strict=True)]
+        speedups = [speedup_forecast(rate, rates[0], BASELINE) for rate in rates[1:]]
+        lines += [*sorted(speedups, key=lambda line: line.dtype != "bf16"), *rates]
     return lines
 
 
-def run(context: Context, report) -> Result:
-    """Each rung alone for memory and losses, then the steps of a model's rungs in turn."""
-    ready = {kind: workloads.prepare(context, kind) for kind in _kinds(context)}
-    try:
+def run(context: Context, report: Report) -> Result:
+    """Measure each rung's memory and losses by itself, then time all rungs of a model in turn."""
+    options = TrainingLadderOptions.of(context)
+    with stored_batches(context, options.ladders, options.batches) as stored:
         cells, twins = [], []
-        for kind, found in ready.items():
-            present = [(number, rung) for number, rung in enumerate(ladder(context, kind)) if not rung.absent]
-            cells += [found.for_worker() | {"number": number} for number, _ in present]
+        for batches in stored:
+            rungs = build_ladder(context.device, options.ladders[batches.kind].rungs)
+            present = [(number, rung) for number, rung in enumerate(rungs) if not rung.absent]
+            cells += [batches.params | {"number": number} for number, _ in present]
             formats = dict.fromkeys(twin_format(rung.dtype) for _, rung in present if rung.name != BASELINE)
-            twins += [found.for_worker() | {"dtype": dtype} for dtype in formats]
+            twins += [batches.params | {"dtype": dtype} for dtype in formats]
         results = run_counted(context, report, measure_alone, cells)
         results += run_counted(context, report, measure_twins, twins)
-        for done, found in enumerate(ready.values()):
-            report(done, len(ready), f"steps of the {found.kind} model in turn")
-            results.append(_timed(context, found))
-    finally:
-        for found in ready.values():
-            found.file.unlink()
-    told = merged(results)
-    return replace(told, rows=told.rows + _differences(told), source=workloads.source_of(ready.values()))
+        for number, batches in enumerate(stored):
+            report(number, len(stored), f"steps of the {batches.kind} model in turn")
+            results.append(_timed(context, options, batches))
+    result = merged(results)
+    return replace(result, rows=result.rows + _difference_rows(result), source=common_source(stored))
 
 
 EXPERIMENT = Experiment(
-    forecast, run, forecast_reads=("text_pipeline", "gemm", "bandwidth"), data=datasets.TEXT + datasets.IMAGES
+    forecast,
+    run,
+    options=TrainingLadderOptions,
+    forecast_reads=("text_pipeline", "gemm", "bandwidth"),
+    data=datasets.TEXT + datasets.IMAGES,
 )
 
 
-def measure_alone(context: Context, report, kind: str, file: str, source: str, number: int) -> Result:
-    """One rung: the most memory of its steps, then the losses of a shorter model over many steps."""
-    rung, device = ladder(context, kind)[number], context.device
-    work, batches = workloads.load(kind, context.sizes[kind], Path(file), device)
+@dataclass(frozen=True)
+class Rung:
+    """One way to do a training step.
+
+    Attributes:
+        name: what it adds to the rung below.
+        dtype: number format of the products.
+        channels_last: memory format of images and kernels.
+        fused: the optimizer's update is one kernel; otherwise PyTorch's default.
+        compiled: compile each block.
+        chunked: compute the language model's loss in chunks of the batch, without float32 logits; otherwise all logits exist
+            at the same time, in float32.
+        checkpointing: policy of activation checkpointing, as in ParallelPlan.
+        absent: why it cannot run here, "" if it can; the rungs above then build on the one below.
+    """
+
+    name: str
+    dtype: str = "fp32"
+    channels_last: bool = False
+    fused: bool = False
+    compiled: bool = False
+    chunked: bool = False
+    checkpointing: str = NONE
+    absent: str = ""
+
+    def engine(self, work: Workload, device: Device, seed: int) -> TorchEngine:
+        """Return a fresh engine that does its steps this way; the same seed gives the same weights on every rung."""
+        plan = ParallelPlan(checkpointing=self.checkpointing, compile_blocks=self.compiled)
+
+        def wrap(model: nn.Module) -> nn.Module:
+            if self.dtype == "fp8":
+                model = to_float8(model, float8_formats(device))
+            if work.kind == "language" and self.chunked:
+                cast(TransformerLM, model).loss_chunk_tokens = -(-work.items // _CHUNKS)
+            model = applied(plan, device)(model)
+            return AllLogits(model) if work.kind == "language" and not self.chunked else model
+
+        engine = work.engine(self.dtype, device, seed, wrap)
+        if not self.fused:
+            for group in engine.optimizer.param_groups:
+                group.update(fused=None, foreach=None)
+        if work.kind == "image" and not self.channels_last:
+            engine.model.to(memory_format=torch.contiguous_format)  # pyright: ignore[reportCallIssue] torch declares no such overload
+        return engine
+
+
+class AllLogits(nn.Module):
+    """A language model with the usual loss: all logits at the same time, in float32.
+
+    Args:
+        model: returns logits_BTV for inputs_BT.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Return nll_BT in nats, float32; zero where the target is IGNORE_INDEX."""
+        logits_MV = self.model(inputs_BT).flatten(0, 1).float()
+        nll_M = F.cross_entropy(logits_MV, targets_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+        return nll_M.view_as(targets_BT)
+
+
+def build_ladder(device: Device, names: tuple[str, ...]) -> list[Rung]:
+    """Return the rungs of these names from the bottom, including those that cannot run on the device."""
+    rungs, below = [], Rung(BASELINE)
+    for name in names:
+        rung = replace(below, name=name, **_ADDITIONS[name])
+        rung = replace(rung, absent=_why_absent(device, name))
+        rungs.append(rung)
+        below = below if rung.absent else rung
+    return rungs
+
+
+def _why_absent(device: Device, name: str) -> str:
+    if name == "compile":
+        missing = missing_compiler(device)
+        return f"unsupported: {missing}" if missing else ""
+    dtype = _ADDITIONS[name].get("dtype")
+    return why_not_timed(device, dtype) if dtype else ""
+
+
+def measure_alone(context: Context, report: Report, kind: str, file: str, source: str, number: int) -> Result:
+    """Measure one rung: the peak memory of its steps, then the losses of a shorter model over many steps."""
+    options, device = TrainingLadderOptions.of(context), context.device
+    sizes = options.ladders[kind]
+    rung = build_ladder(device, sizes.rungs)[number]
+    work, batches = load_batches(sizes, Path(file), device)
     row = partial(_row, context, work, rung, source)
     try:
-        with emptied_afterwards(), PeakMemoryRegion(device) as region:
+        with memory_released(), PeakMemoryRegion(device) as region:
             engine = rung.engine(work, device, context.seed)
-            for batch in islice(cycle(batches), _STEPS_FOR_MEMORY):
+            for batch in islice(cycle(batches), _MEMORY_STEPS):
                 engine.train_step(batch)
-            rows = _memory_rows(row, work, rung, engine, batches[0])
+            # Tensors are counted by watching operators, of which there are none inside compiled code.
+            rows = [] if rung.compiled else [row("tensor_memory_gib", tensor_bytes_of_a_step(engine, batches[0]) / GIB)]
             del engine
     except torch.OutOfMemoryError as error:
         return Result([row("peak_memory_gib", None, value_reason=out_of_memory_reason(error))], pd.DataFrame(), source)
     if device.kind != "cpu":  # on a CPU the region is the whole process
         limit = f"weights and {work.moments} moments of each in float32"
         rows.append(row(region.peak.metric, region.peak.gib, limit=work.standing_bytes / GIB, limit_source=limit))
-    losses = _losses(context, kind, rung, work, batches)
-    told = _parity(context, kind) | {"steps": len(losses)}
+    losses = _parity_losses(context, options, kind, rung, work, batches)
+    params: dict[str, Any] = sizes.parity.model_dump(exclude_none=True) | {"steps": len(losses)}
     last = float(np.mean(losses[-max(2, len(losses) // 4) :]))
-    rows.append(row("training_loss", last, limit_source="no limit: it can be learnt by heart", **told))
+    rows.append(row("training_loss", last, limit_source="no limit: it can be learnt by heart", **params))
     curve = pd.DataFrame({"kind": "step", "step": range(1, len(losses) + 1), "loss": losses})
     return Result(rows, curve.assign(variant=work.name, dtype=rung.dtype, rung=rung.name), source)
 
 
-def measure_twins(context: Context, report, kind: str, file: str, source: str, dtype: str) -> Result:
-    """Twins of the first rung, whose products round at random as coarsely as the format does."""
-    work, batches = workloads.load(kind, context.sizes[kind], Path(file), context.device)
-    first = ladder(context, kind)[0]
-    twins = train_twins(dtype, context.seed, lambda: _losses(context, kind, first, work, batches))
+def measure_twins(context: Context, report: Report, kind: str, file: str, source: str, dtype: str) -> Result:
+    """Train the twins of the first rung with products rounded as coarsely as the format."""
+    options = TrainingLadderOptions.of(context)
+    sizes = options.ladders[kind]
+    work, batches = load_batches(sizes, Path(file), context.device)
+    first = build_ladder(context.device, sizes.rungs)[0]
+    twins = train_twins(dtype, context.seed, lambda: _parity_losses(context, options, kind, first, work, batches))
     return Result([], twins.assign(variant=work.name), source)
 
 
-def _memory_rows(row, work: Workload, rung: Rung, engine, batch: Batch) -> list[Row]:
-    """Bytes of tensors, where each is made by an operator that can be watched: inside compiled code none is."""
-    return [] if rung.compiled else [row("tensor_memory_gib", tensor_bytes_of_a_step(engine, batch) / GIB)]
+def _parity_losses(
+    context: Context, options: TrainingLadderOptions, kind: str, rung: Rung, work: Workload, batches: list[Batch]
+) -> list[float]:
+    """Losses of the smaller step that `Parity` describes."""
+    changes = options.ladders[kind].parity.model_dump(exclude_none=True)
+    short = workload(work.sizes.model_copy(update=changes))
+    parts = [
+        part
+        for inputs, targets in batches
+        for part in zip(inputs.split(short.sizes.batch_size), targets.split(short.sizes.batch_size), strict=True)
+    ]
+    with memory_released():
+        return train_losses(rung.engine(short, context.device, context.seed), parts, options.parity_steps)
 
 
-def _losses(context: Context, kind: str, rung: Rung, work: Workload, batches: list[Batch]) -> list[float]:
-    """Losses of a model with fewer layers or a smaller batch, so that as many steps as a claim needs take seconds.
-
-    Smaller batches are as many more, for a model that meets the same few again and again learns them by heart: its loss
-    goes to zero, and the rounding of one step to a large share of it.
-    """
-    parity, steps = _parity(context, kind), context.sizes["parity_steps"]
-    sizes = context.sizes[kind] | parity
-    vocabulary = work.config.vocab_size if work.config else 0
-    short = workloads.workload(kind, sizes, vocabulary, parity.get("layers", 0))
-    cut = [zip(*(part.split(sizes["batch_size"]) for part in batch), strict=True) for batch in batches]
-    batches = [batch for several in cut for batch in several]
-    with emptied_afterwards():
-        engine = rung.engine(short, context.device, context.seed)
-        told = [engine.train_step(batch).loss for batch in islice(cycle(batches), steps)]
-        return torch.stack(told).tolist()
-
-
-def _timed(context: Context, found: Ready) -> Result:
-    work, batches = workloads.load(found.kind, context.sizes[found.kind], found.file, context.device)
-    rungs = ladder(context, found.kind)
+def _timed(context: Context, options: TrainingLadderOptions, stored: StoredBatches) -> Result:
+    sizes, source = options.ladders[stored.kind], stored.source
+    work, batches = load_batches(sizes, stored.file, context.device)
+    rungs = build_ladder(context.device, sizes.rungs)
     present = [rung for rung in rungs if not rung.absent]
-    row = partial(_row, context, work, source=found.source)
+    row = partial(_row, context, work, source=source)
     untimed = partial(row, metric="step_time_s", value=None, step="steady")
     absent = [untimed(rung, value_reason=rung.absent) for rung in rungs if rung.absent]
     try:
-        with emptied_afterwards():
-            engines = [rung.engine(work, context.device, context.seed) for rung in present]
-            steps = [partial(engine.train_step, batches[0]) for engine in engines]
-            for step in steps:  # compiles what is compiled, which no warm-up has time for
+        with memory_released():
+            steps = [partial(rung.engine(work, context.device, context.seed).train_step, batches[0]) for rung in present]
+            for step in steps:  # compiles what is compiled, for which the warm-up is too short
                 step()
-            timings = time_interleaved(steps, context.device, cold=False, time_limit_s=context.sizes["time_limit_s"])
-            del engines, steps
+            timings = time_interleaved([*steps], context.device, cold=False, time_limit_s=options.time_limit_s)
+            del step, steps  # the last references to the engines
     except torch.OutOfMemoryError as error:
         reason = out_of_memory_reason(error)
         rows = [untimed(rung, value_reason=reason) for rung in present]
-        return Result([*absent, *rows], pd.DataFrame(), found.source)
+        return Result([*absent, *rows], pd.DataFrame(), source)
     rows, frames = [], []
     for rung, timing in zip(present, timings, strict=True):
         params = _params(work, rung) | {"step": "steady"}
-        shared = {"dtype": rung.dtype, "params": params, "data_source": found.source}
+        shared = {"dtype": rung.dtype, "params": params, "data_source": source}
         rows += speed_rows(context, work.name, work.item, work.items, timing, work.flops, work.least_flops, shared)
         frames.append(sample_frame(timing, work.name, rung.dtype, params).assign(kind="steady step", rung=rung.name))
-    rows += _speedups(row, present, timings)
-    return Result(rows + absent, pd.concat(frames, ignore_index=True), found.source)
+    rows += _speedup_rows(row, present, timings)
+    return Result(rows + absent, pd.concat(frames, ignore_index=True), source)
 
 
-def _speedups(row, rungs: list[Rung], timings: list[Timing]) -> list[Row]:
-    """Of each rung over the one before it, and over the first."""
-    found = []
+def _speedup_rows(row: partial[Row], rungs: list[Rung], timings: list[Timing]) -> list[Row]:
+    """Speed-up of each rung over the one before it, and over the first."""
+    rows = []
     for number, (rung, timing) in enumerate(zip(rungs, timings, strict=True)):
         for other in sorted({max(number - 1, 0), 0} - {number}):
             ratio = ratio_estimate(timing.samples_s, timings[other].samples_s)
-            columns = {"limit_source": _NO_LIMIT, "columns": timed_columns(ratio, timing)}
-            found.append(row(rung, metric="speedup", value=ratio.value, step="steady", over=rungs[other].name, **columns))
-    return found
+            columns = {"limit_source": NO_SPEEDUP_LIMIT, "columns": timed_columns(ratio, timing)}
+            rows.append(row(rung, metric="speedup", value=ratio.value, step="steady", over=rungs[other].name, **columns))
+    return rows
 
 
-def _differences(told: Result) -> list[Row]:
-    """How far each rung's losses lie from those of the first over the same steps, early and late, and how far they may: as
-    far as trainings of the first rung lie apart that round differently."""
-    found = []
-    for row in (row for row in told.rows if row.metric == "training_loss"):
-        own = told.samples[told.samples["variant"] == row.variant]
-        curves = {name: part["loss"].to_numpy() for name, part in own[own["kind"] == "step"].groupby("rung")}
-        if row.params["rung"] == BASELINE or BASELINE not in curves:
+def _difference_rows(result: Result) -> list[Row]:
+    """Compare each rung's losses with those of the first, early and late; the twins of the first give the tolerance."""
+    rows = []
+    for row in result.rows:
+        if row.metric != "training_loss" or row.params["rung"] == BASELINE:
             continue
-        twins = own[(own["kind"] == "twin") & (own["dtype"] == twin_format(row.dtype))]
-        compared = agreements(curves[row.params["rung"]], curves[BASELINE], twins, BIAS[row.dtype])
-        found += difference_rows(row, BASELINE, compared)
-    return found
-
-
-def _kinds(context: Context) -> list[str]:
-    return [kind for kind in workloads.KINDS if kind in context.sizes]
-
-
-def _parity(context: Context, kind: str) -> dict:
-    """What is smaller in the model whose losses are compared: layers or batch_size."""
-    return context.sizes[kind].get("parity", {})
+        samples = result.samples.query("variant == @row.variant")
+        curves = {rung: part["loss"].to_numpy() for rung, part in samples.query("kind == 'step'").groupby("rung")}
+        if BASELINE in curves:
+            twins = samples.query(f"kind == 'twin' and dtype == {twin_format(row.dtype)!r}")
+            compared = agreements(curves[row.params["rung"]], curves[BASELINE], twins, BIAS[row.dtype])
+            rows += difference_rows(row, BASELINE, compared)
+    return rows
 
 
 def _params(work: Workload, rung: Rung) -> dict:
@@ -225,14 +399,3 @@ def _row(
         data_source=source,
         **(columns or {}),
     )
-
-
-def _of(rung: Rung, line: Forecast) -> Forecast:
-    return replace(line, params=line.params | {"rung": rung.name})
-
-
-def _ratio_forecast(rate: Forecast, first: Forecast) -> Forecast:
-    known = None not in (rate.estimate, first.estimate)
-    basis = f"the estimated throughputs of {rate.dtype} and {first.dtype}, one over the other" if known else rate.basis
-    estimate = rate.estimate / first.estimate if known else None
-    return replace(rate, metric="speedup", estimate=estimate, basis=basis, params=rate.params | {"over": BASELINE})

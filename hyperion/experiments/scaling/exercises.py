@@ -1,4 +1,4 @@
-"""The exercise of chapter 2.8: efficiency in two modes, which must not be mixed up."""
+"""Exercise of chapter 2.8: the efficiency of weak and of strong scaling."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ _CASES = (
 
 
 def judge_efficiency(efficiency: Callable[[float, float, int, str], float]) -> pd.DataFrame:
-    """Try the reader's function (t1, tN, N, mode) -> efficiency on cases with known answers."""
+    """Test the reader's function (t1, tN, N, mode) -> efficiency on cases with known answers."""
     lines = []
     for name, t1, tN, N, mode, expected in _CASES:
         answer = efficiency(t1, tN, N, mode)

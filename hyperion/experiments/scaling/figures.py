@@ -1,9 +1,9 @@
-"""Figures of scaling: speed-up beside the ideal line, efficiency, and what communication costs, by number of devices."""
+"""Figures of scaling by number of devices: speed-up, efficiency, and the share of communication."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hyperion.figures.material import Material, measured, select
+from hyperion.figures.material import Material, measured, select, values
 from hyperion.figures.plot import Plot
 from hyperion.figures.style import INK, MUTED, add_notes, errors_of, look, new_figure
 from hyperion.results import Row
@@ -12,7 +12,7 @@ _MODES = ("weak", "strong")
 
 
 def scaling(material: Material) -> Figure | None:
-    """Speed-up and efficiency of every workload, weak scaling above strong; cells without a measurement stay empty."""
+    """Draw speed-up and efficiency of every training, weak scaling above strong scaling."""
     rows = measured(material.of("scaling"))
     efficiencies = select(rows, metric="scaling_efficiency")
     if not efficiencies:
@@ -23,7 +23,7 @@ def scaling(material: Material) -> Figure | None:
         _curves(left, _of(rows, "speedup", mode), 1.0)
         most = max((r.params["ranks"] for r in efficiencies), default=1)
         left.plot([1, most], [1, most], color=INK, linestyle=(0, (5, 3)), linewidth=1.2, label="ideal")
-        what = "the batch of a device stays" if mode == "weak" else "the batch of all devices stays"
+        what = "constant batch per device" if mode == "weak" else "constant batch of all devices"
         left.set(ylabel="times one device", title=f"Speed-up, {mode} scaling: {what}")
         left.legend()
         _curves(right, _of(rows, "scaling_efficiency", mode), 1.0)
@@ -34,8 +34,9 @@ def scaling(material: Material) -> Figure | None:
 
 
 def communication(material: Material) -> Figure | None:
-    """Share of a step that vanishes when every device trains alone. Under FSDP2 a lower bound of what communication costs:
-    alone, a device updates the whole state.
+    """Draw the share of a step that disappears when every device trains alone.
+
+    Under FSDP2 this is a lower bound of the cost of communication, because a device alone updates the whole state.
     """
     rows = measured(material.of("scaling", metric="communication_share"))
     if not rows:
@@ -54,11 +55,11 @@ def communication(material: Material) -> Figure | None:
 
 
 def _curves(axes: Axes, rows: list[Row], at_one: float | None) -> None:
-    """A curve for each workload over its numbers of devices; from the point of one device where that is known."""
+    """Draw one curve per training over the number of devices, starting at `at_one` on one device if it is not None."""
     for place, name in enumerate(dict.fromkeys(row.variant for row in rows)):
         chosen = sorted((row for row in rows if row.variant == name), key=lambda row: row.params["ranks"])
         style = look(name, place)
-        x, y = [row.params["ranks"] for row in chosen], [row.value for row in chosen]
+        x, y = [row.params["ranks"] for row in chosen], values(chosen)
         axes.errorbar(x, y, errors_of(chosen), label=name.replace("_", " "), **style)
         if at_one is not None:
             axes.plot([1, x[0]], [at_one, y[0]], **style)
@@ -72,7 +73,7 @@ def _of(rows: list[Row], metric: str, mode: str) -> list[Row]:
 
 
 def _missing(material: Material) -> list[str]:
-    """What was not measured, and why."""
+    """Return notes on what was not measured, with the reason."""
     absent = [row for row in material.of("scaling", metric="scaling_efficiency") if row.value is None]
     reasons: dict[tuple, list[str]] = {}
     for row in absent:
@@ -86,6 +87,6 @@ def _missing(material: Material) -> list[str]:
 TITLES = {"scaling": "Scaling"}
 
 PLOTS = (
-    Plot("scaling", "scaling", "How much faster the same training is on more devices, beside the ideal line.", scaling),
-    Plot("communication", "scaling", "The share of a step that vanishes when every device trains alone.", communication),
+    Plot("scaling", "scaling", "Speed-up and efficiency of the same training on more devices, with the ideal line.", scaling),
+    Plot("communication", "scaling", "The share of a step that disappears when every device trains alone.", communication),
 )

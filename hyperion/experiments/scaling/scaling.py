@@ -1,4 +1,4 @@
-"""Scaling: the same training on 1, 2, 4, … devices, each number of them a launch of its own."""
+"""Scaling: the same training on 1, 2, 4 and more devices, one launch for each number of devices."""
 
 import signal
 
@@ -8,129 +8,184 @@ import pandas as pd
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.ranks import devices_here
 from hyperion.chapter.variants import Report, merged, run_on_ranks
-from hyperion.experiments.scaling.scaling_forecast import efficiency_forecast
-from hyperion.experiments.scaling.scaling_workloads import MODES, Workload, dtype_here, measure_on_rank, workloads_of
+from hyperion.experiments.scaling.scaling_workloads import MODES, ScaledTraining, ScalingOptions, lm_config, measure_on_rank
+from hyperion.models import flops_per_token, llama_flops_per_token, llama_parameter_count, random_llama_shape
+from hyperion.parallel.lora import ATTENTION
 from hyperion.processes import JobError
 from hyperion.processes.job import INTERRUPTED
 from hyperion.results import Estimate, Row, independent_ratio_estimate, median_estimate
+from hyperion.workloads.llama_setup import RANK
 from hyperion.workloads.training_rows import flops_floor
 from hyperion.workloads.twins import SCATTER_FP32
 
 PARITY = 1e-4
 LAUNCH_FAILED = "the launch failed"
+# Share of the step that can hide communication: DDP overlaps its all-reduce with the backward pass only, FSDP2 its
+# gathers with the whole step.
+_HIDING = {"ddp": 2 / 3, "fsdp": 1.0}
 _IDEAL = "no limit: N devices are ideally N times as fast, and more where each holds and updates a part of the state only"
 
 
 def forecast(context: Context) -> list[Forecast]:
-    """Weak-scaling efficiency on all devices, from the bytes that must move and the rates measured in 1.1 and 1.3."""
-    ranks, dtype = max(_counts(context)), dtype_here(context)
-    return [efficiency_forecast(context, workload, ranks, dtype) for workload in workloads_of(context)]
+    """Estimate the weak-scaling efficiency on all devices, from bytes to exchange and the rates of chapters 1.1 and 1.3."""
+    options = ScalingOptions.of(context)
+    devices, dtype = devices_here(context, options.cpu_ranks), options.dtype(context)
+    ranks = max(count for count in options.counts if count <= devices)
+    return [_efficiency_forecast(context, training, ranks, dtype) for training in options.workloads]
 
 
 def run(context: Context, report: Report) -> Result:
-    """Every number of devices in turn. One that fails is told in its cells, and the others go on."""
+    """Run each number of devices in turn. If one fails, its rows have no value and a reason, and the others run."""
+    options = ScalingOptions.of(context)
     samples, missing = [], {}
-    for ranks in context.sizes["counts"]:
-        found, failures = _launched(context, report, ranks)
-        samples += found
+    for ranks in options.counts:
+        frames, failures = _launch(context, options, report, ranks)
+        samples += frames
         missing |= failures
     frame = pd.concat(samples, ignore_index=True) if samples else pd.DataFrame({"workload": [], "ranks": []})
     rows = []
-    for workload in workloads_of(context):
-        own = frame[frame["workload"] == workload.name]
-        for ranks in context.sizes["counts"]:
-            rows += _cells(context, workload, own, ranks, missing.get((workload.name, ranks), ""))
+    for training in options.workloads:
+        own = frame.query("workload == @training.name")
+        for ranks in options.counts:
+            rows += _cells(context, options.dtype(context), training, own, ranks, missing.get((training.name, ranks), ""))
     return Result(rows, frame)
 
 
-EXPERIMENT = Experiment(forecast, run, forecast_reads=("gemm", "bandwidth", "collectives"))
+EXPERIMENT = Experiment(forecast, run, forecast_reads=("gemm", "bandwidth", "collectives"), options=ScalingOptions)
 
 
-def _counts(context: Context) -> list[int]:
-    """The profile's numbers of devices, as far as this machine has them."""
-    return [ranks for ranks in context.sizes["counts"] if ranks <= devices_here(context)]
+def _efficiency_forecast(context: Context, training: ScaledTraining, ranks: int, dtype: str) -> Forecast:
+    """Estimate the weak-scaling efficiency: communication that computation cannot hide adds to the step time."""
+    params = {"model": training.model, "strategy": training.strategy, "mode": "weak", "ranks": ranks}
+    tokens = training.batch("weak", ranks) * training.sequence_length
+    gemm, busbw = context.best_upstream("gemm_tflops", dtype), _best_busbw(context)
+    estimate, basis = None, "no estimate: this run has not measured products and collectives (chapters 1.1 and 1.3)"
+    if ranks == 1:
+        basis = "no estimate: this machine has one device"
+    elif gemm and gemm.value and busbw:
+        flops, sent = _flops_and_bytes(training, ranks, dtype)
+        computing = flops * tokens / ranks / (gemm.value * 1e12)
+        exchanging = sent / (busbw * 1e9)
+        exposed = max(0.0, exchanging - _HIDING[training.strategy] * computing)
+        estimate = computing / (computing + exposed)
+        basis = (
+            f"{computing * 1e3:.3g} ms of products at the measured {gemm.value:.4g} TFLOPS; {sent / 1e9:.3g} GB a rank at the "
+            f"measured {busbw:.4g} GB/s take {exchanging * 1e3:.3g} ms, of which {exposed * 1e3:.3g} ms cannot be hidden"
+        )
+    return Forecast(
+        variant=training.name,
+        metric="scaling_efficiency",
+        estimate=estimate,
+        basis=basis,
+        dtype=dtype,
+        params=params | {"tokens": tokens},
+    )
 
 
-def _launched(context: Context, report: Report, ranks: int) -> tuple[list[pd.DataFrame], dict]:
-    """Samples of all workloads on so many ranks, and why those that are missing are missing, by (workload, ranks)."""
-    names = [workload.name for workload in workloads_of(context)]
-    if ranks > devices_here(context):
-        return [], {(name, ranks): f"this machine has {devices_here(context)} devices" for name in names}
+def _best_busbw(context: Context) -> float | None:
+    rates = [r.value for r in context.upstream if r.metric == "busbw_gb_s" and r.variant == "all_reduce" and r.value]
+    return max(rates, default=None)
+
+
+def _flops_and_bytes(training: ScaledTraining, ranks: int, dtype: str) -> tuple[float, float]:
+    """Return (FLOPs of a token, bytes that each rank sends in a step)."""
+    if training.lora:
+        config = random_llama_shape(training.model, training.vocabulary)
+        flops = llama_flops_per_token(config, training.sequence_length, RANK, ATTENTION).forward_backward
+        parameters, reduced = llama_parameter_count(config), 0  # gradients of the adapters alone
+    else:
+        config = lm_config(training)
+        flops = flops_per_token(config, training.sequence_length).forward_backward
+        parameters = reduced = config.parameter_count
+    passes = (ranks - 1) / ranks
+    if training.strategy == "ddp":
+        return flops, 2 * passes * 4 * reduced  # all-reduce of float32 gradients
+    gathered = 2 if dtype == "bf16" else 4
+    return flops, passes * (2 * gathered * parameters + 4 * reduced)  # gathered forward and backward, then scattered
+
+
+def _launch(
+    context: Context, options: ScalingOptions, report: Report, ranks: int
+) -> tuple[list[pd.DataFrame], dict[tuple[str, int], str]]:
+    """Return samples of all trainings on `ranks` ranks, and the reasons for missing ones by (training, ranks)."""
+    names = [training.name for training in options.workloads]
+    devices = devices_here(context, options.cpu_ranks)
+    if ranks > devices:
+        return [], {(name, ranks): f"this machine has {devices} devices" for name in names}
     try:
-        found = run_on_ranks(context, report, measure_on_rank, {"names": names}, ranks=ranks)
-        return [merged(found).samples], {}
+        results = run_on_ranks(context, report, measure_on_rank, {"names": names}, ranks=ranks)
+        return [merged(results).samples], {}
     except JobError as error:
-        _raise_if_asked_to_end(error)
-        print(f"{ranks} ranks together: {error.what.splitlines()[0]}; each workload again by itself")
+        _raise_if_interrupted(error)
+        print(f"{ranks} ranks together: {error.what.splitlines()[0]}; running each training in a launch of its own")
     samples, missing = [], {}
     for name in names:
         try:
-            found = run_on_ranks(context, report, measure_on_rank, {"names": [name]}, ranks=ranks)
-            samples.append(merged(found).samples)
+            results = run_on_ranks(context, report, measure_on_rank, {"names": [name]}, ranks=ranks)
+            samples.append(merged(results).samples)
         except JobError as error:
-            _raise_if_asked_to_end(error)
+            _raise_if_interrupted(error)
             missing[name, ranks] = f"{LAUNCH_FAILED}: {error.what.splitlines()[0]}"
     return samples, missing
 
 
-def _raise_if_asked_to_end(error: JobError) -> None:
-    """A launch that was asked to end is no failed one: the batch system wants this process to end too."""
+def _raise_if_interrupted(error: JobError) -> None:
+    """Raise if the launch was asked to end (SIGTERM or Ctrl-C): then this process must end too."""
     if error.exit_code in (INTERRUPTED, 128 + signal.SIGTERM):
         raise error
 
 
-def _cells(context: Context, workload: Workload, own: pd.DataFrame, ranks: int, reason: str) -> list[Row]:
-    """The rows of one workload on so many devices; with a reason, rows that are missing and say why."""
+def _cells(context: Context, dtype: str, training: ScaledTraining, own: pd.DataFrame, ranks: int, reason: str) -> list[Row]:
+    """Return the rows of one training on `ranks` devices; with a reason, rows without value."""
     modes = MODES if ranks > 1 else MODES[:1]
     if reason:
         return [
             context.row(
-                workload.name,
+                training.name,
                 "scaling_efficiency",
                 None,
                 value_reason=reason,
-                dtype=dtype_here(context),
-                params=_params(workload, mode, ranks, {}),
+                dtype=dtype,
+                params=_params(training, mode, ranks, {}),
                 limit_source=_IDEAL,
             )
             for mode in modes
         ]
-    rows = [] if ranks == 1 else [_parity_row(context, workload, own, ranks)]
+    rows = [] if ranks == 1 else [_parity_row(context, training, own, ranks)]
     for mode in modes:
-        rows += _mode_rows(context, workload, own, mode, ranks)
+        rows += _mode_rows(context, dtype, training, own, mode, ranks)
     return rows
 
 
-def _mode_rows(context: Context, workload: Workload, own: pd.DataFrame, mode: str, ranks: int) -> list[Row]:
-    times, dtype = step_times(own, mode, ranks), dtype_here(context)
+def _mode_rows(context: Context, dtype: str, training: ScaledTraining, own: pd.DataFrame, mode: str, ranks: int) -> list[Row]:
+    times = step_times(own, mode, ranks)
     if not len(times):
-        absent = own[(own["ranks"] == ranks) & (own["mode"] == mode) & (own["kind"] == "missing")]
-        why = absent["reason"].iloc[0]
+        why = own.query("ranks == @ranks and mode == @mode and kind == 'missing'").iloc[0]["reason"]
         return [
             context.row(
-                workload.name,
+                training.name,
                 "scaling_efficiency",
                 None,
                 value_reason=why,
                 dtype=dtype,
-                params=_params(workload, mode, ranks, {}),
+                params=_params(training, mode, ranks, {}),
                 limit_source=_IDEAL,
             )
         ]
     step = median_estimate(times)
-    facts = own[(own["ranks"] == ranks) & (own["mode"] == mode) & (own["kind"] == "step")].iloc[0]
+    facts = own.query("ranks == @ranks and mode == @mode and kind == 'step'").iloc[0]
     tokens = int(facts["tokens"])
-    params = _params(workload, mode, ranks, {"tokens": tokens})
+    params = _params(training, mode, ranks, {"tokens": tokens})
     floor, source = flops_floor(context.device, dtype, float(facts["least_flops"]) / ranks)
     rate = step.map(lambda seconds: tokens / seconds)
     best = None if floor is None else tokens / floor
     rows = [
-        _row(context, workload, "step_time_s", step, dtype, params, limit=floor, limit_source=source),
-        _row(context, workload, "tokens_per_s", rate, dtype, params, limit=best, limit_source=source),
+        _row(context, training, "step_time_s", step, dtype, params, limit=floor, limit_source=source),
+        _row(context, training, "tokens_per_s", rate, dtype, params, limit=best, limit_source=source),
     ]
     if ranks == 1:
         return rows
-    rows.append(_share_row(context, workload, own, times, params))
+    rows.append(_share_row(context, dtype, training, own, times, params))
     one = step_times(own, MODES[0], 1)
     if not len(one):
         return rows
@@ -138,16 +193,16 @@ def _mode_rows(context: Context, workload: Workload, own: pd.DataFrame, mode: st
     speedup = independent_ratio_estimate(times, one).map(lambda ratio: grown * ratio)
     efficiency = speedup.map(lambda times_faster: times_faster / ranks)
     return rows + [
-        _row(context, workload, "speedup", speedup, dtype, params, limit_source=_IDEAL),
-        _row(context, workload, "scaling_efficiency", efficiency, dtype, params, limit_source=_IDEAL),
+        _row(context, training, "speedup", speedup, dtype, params, limit_source=_IDEAL),
+        _row(context, training, "scaling_efficiency", efficiency, dtype, params, limit_source=_IDEAL),
     ]
 
 
-def _share_row(context: Context, workload: Workload, own: pd.DataFrame, times: np.ndarray, params: dict) -> Row:
-    alone, dtype = step_times(own, "alone", params["ranks"], params["mode"]), dtype_here(context)
+def _share_row(context: Context, dtype: str, training: ScaledTraining, own: pd.DataFrame, times: np.ndarray, params: dict) -> Row:
+    alone = step_times(own, params["mode"], params["ranks"], "alone")
     if not len(alone):
         return context.row(
-            workload.name,
+            training.name,
             "communication_share",
             None,
             dtype=dtype,
@@ -155,27 +210,31 @@ def _share_row(context: Context, workload: Workload, own: pd.DataFrame, times: n
             value_reason="the twin, which holds the whole state, does not fit",
         )
     share = independent_ratio_estimate(times, alone).map(lambda ratio: 1 - ratio)
-    return _row(context, workload, "communication_share", share, dtype, params)
+    return _row(context, training, "communication_share", share, dtype, params)
 
 
-def step_times(own: pd.DataFrame, kind: str, ranks: int, mode: str | None = None) -> np.ndarray:
-    """Seconds of each step, that of the slowest rank: of a mode, or of `alone`, the twin in a group of its own."""
-    chosen = own[(own["ranks"] == ranks) & (own["kind"] == ("alone" if kind == "alone" else "step"))]
-    chosen = chosen[chosen["mode"] == (mode or kind)]
-    return chosen.groupby("index")["time_s"].max().to_numpy()
+def step_times(own: pd.DataFrame, mode: str, ranks: int, kind: str = "step") -> np.ndarray:
+    """Return the seconds of each step on the slowest rank.
+
+    Args:
+        own: samples of one training.
+        kind: "step", or "alone" for steps without communication.
+    """
+    chosen = own.query("ranks == @ranks and mode == @mode and kind == @kind")
+    return np.asarray(chosen.groupby("index")["time_s"].max())
 
 
-def _parity_row(context: Context, workload: Workload, own: pd.DataFrame, ranks: int) -> Row:
-    losses = own[own["kind"] == "parity"].drop_duplicates(["ranks", "index"])
-    alone, here = (losses[losses["ranks"] == n].sort_values("index")["loss"].to_numpy() for n in (1, ranks))
-    params = {"what": "training loss", "model": workload.model, "strategy": workload.strategy, "ranks": ranks, "steps": len(here)}
+def _parity_row(context: Context, training: ScaledTraining, own: pd.DataFrame, ranks: int) -> Row:
+    losses = own.query("kind == 'parity'").drop_duplicates(["ranks", "index"]).sort_values("index")
+    alone, here = (np.asarray(losses.loc[losses["ranks"] == n, "loss"]) for n in (1, ranks))
+    params = {"what": "training loss", "model": training.model, "strategy": training.strategy, "ranks": ranks, "steps": len(here)}
     if len(alone) != len(here):
         return context.row(
-            workload.name, "relative_difference", None, value_reason="one device alone is missing", dtype="fp32", params=params
+            training.name, "relative_difference", None, value_reason="one device alone is missing", dtype="fp32", params=params
         )
     difference = float(np.max(np.abs(here / alone - 1)))
     return context.row(
-        workload.name,
+        training.name,
         "relative_difference",
         difference,
         dtype="fp32",
@@ -186,9 +245,9 @@ def _parity_row(context: Context, workload: Workload, own: pd.DataFrame, ranks: 
     )
 
 
-def _row(context: Context, workload: Workload, metric: str, estimate: Estimate, dtype: str, params: dict, **columns) -> Row:
+def _row(context: Context, training: ScaledTraining, metric: str, estimate: Estimate, dtype: str, params: dict, **columns) -> Row:
     return context.row(
-        workload.name,
+        training.name,
         metric,
         estimate.value,
         dtype=dtype,
@@ -200,5 +259,5 @@ def _row(context: Context, workload: Workload, metric: str, estimate: Estimate, 
     )
 
 
-def _params(workload: Workload, mode: str, ranks: int, more: dict) -> dict:
-    return {"model": workload.model, "strategy": workload.strategy, "mode": mode, "ranks": ranks} | more
+def _params(training: ScaledTraining, mode: str, ranks: int, more: dict) -> dict:
+    return {"model": training.model, "strategy": training.strategy, "mode": mode, "ranks": ranks} | more

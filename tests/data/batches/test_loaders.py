@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from hyperion.data.batches.loaders import LanguageBatches, evaluation_windows
 from hyperion.data.batches.packing import IGNORE_INDEX
+from hyperion.data.errors import DataError
 from hyperion.data.images.device_images import ImageBatches
-from hyperion.data.store.faults import DataError
 
 TOKENS = np.arange(1000, dtype=np.uint16)
 GENERATOR = np.random.default_rng(0)
@@ -126,7 +126,7 @@ def test_a_run_goes_on_with_another_number_of_ranks():
     [
         ({"batch_size": 4, "ranks": 3}, "3 ranks do not divide a batch of 4"),
         ({"batch_size": 4, "ranks": 8}, "8 ranks do not divide a batch of 4"),
-        ({"batch_size": 4, "rank": 2, "ranks": 2}, "no rank 2 of 2"),
+        ({"batch_size": 4, "rank": 2, "ranks": 2}, "rank 2 of 2 does not exist"),
     ],
 )
 def test_ranks_that_do_not_divide_the_batch_are_refused(make, options, message):

@@ -4,13 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperion.data.batches.packing import Padding, packed_windows
-from hyperion.data.store.faults import DataError
+from hyperion.data.errors import DataError
 
 
 @given(st.integers(2, 200), st.integers(1, 20))
 def test_windows_use_each_token_once_and_the_last_one_as_a_target(count, length):
     if count <= length:
-        with pytest.raises(DataError, match=f"{count} tokens fill no window"):
+        with pytest.raises(DataError, match=f"{count} tokens do not fill a window"):
             packed_windows(count, length)
         return
     windows, left_over = packed_windows(count, length)

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from hyperion.data import IGNORE_INDEX
-from hyperion.data.batches.loaders import LanguageBatches
-from hyperion.data.batches.padded_batches import PaddedBatches
+from hyperion.data.batches.loaders import LanguageBatches, PaddedBatches
 from hyperion.data.batches.prefetch import Prefetched
-from hyperion.data.store.faults import DataError
+from hyperion.data.errors import DataError
 from hyperion.hardware import detect_cpu
 from hyperion.models import TransformerConfig, TransformerLM
 from hyperion.training import LanguageEngine, adamw, choose_precision
@@ -99,5 +98,5 @@ def test_an_engine_counts_the_tokens_that_carry_a_loss(tokens):
 
 
 def test_a_stream_in_its_file_has_no_windows_on_a_device(tokens):
-    with pytest.raises(DataError, match="no windows on meta"):
+    with pytest.raises(DataError, match="on the CPU only, not on meta"):
         language(tokens, resident=False, device="meta")

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from hyperion.data import load_cifar10
+from hyperion.data.errors import DataError
 from hyperion.data.images.cifar10 import stage_cifar10
 from hyperion.data.images.cifar10_formats import CLASSES, read_layout
-from hyperion.data.store.faults import DataError
 from hyperion.data.store.staging import cache_root
 from tests.data.cifar10_files import binary_batch, numbered_pictures, small_batches, write_layout
 
@@ -95,7 +95,7 @@ def test_test_images_among_the_train_images_are_refused(full_mirror, leaked, acc
     if accepted:
         assert "10 test images among the train images" in load_cifar10().detail
         return
-    with pytest.raises(DataError, match=r"11 of 10000 images of the test split \(0.11%\) stand in another split too"):
+    with pytest.raises(DataError, match=r"11 of 10000 images of the test split \(0.11%\) also occur in another split"):
         load_cifar10()
 
 
@@ -104,7 +104,7 @@ def test_permuted_labels_are_refused(full_mirror):
     labels = np.arange(10_000) % 10
     labels[[0, 1]] = labels[[1, 0]]
     full_mirror(labels=labels)
-    with pytest.raises(DataError, match="permuted, or the records were shuffled"):
+    with pytest.raises(DataError, match="the labels are permuted or the records shuffled"):
         load_cifar10()
 
 
@@ -126,7 +126,7 @@ def test_a_download_with_the_wrong_md5_is_not_used(serve, tmp_path, capsys, data
     url = serve(tmp_path / "served") + "/cifar-10-python.tar.gz"
     assert load_cifar10(synthetic_counts=FEW, url=url).source == "synthetic"
     banner = capsys.readouterr().out
-    assert "expected c58f30108f718f92721af3b95e74349a; kept as quarantine/" in banner
+    assert "expected c58f30108f718f92721af3b95e74349a; moved to quarantine/" in banner
     assert [path.name for path in (data_home / "raw").iterdir()] == ["quarantine"]
 
 

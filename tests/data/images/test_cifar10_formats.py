@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from hyperion.data.errors import DataError
 from hyperion.data.images.cifar10_formats import LAYOUTS, find_layout, read_binary_batch, read_layout, read_python_batch
-from hyperion.data.store.faults import DataError
 from tests.data.cifar10_files import binary_batch, python2_pickle, python_batch, small_batches, write_layout
 
 
@@ -48,7 +48,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_nothing_runs(tmp_path, prot
     batches = small_batches()
     path = write_layout(tmp_path, "cifar-10-batches-py", batches)
     (path / "data_batch_3").write_bytes(pickle.dumps({"data": Runs(tmp_path / "trace")}, protocol=protocol))
-    with pytest.raises(DataError, match=r"pickle asks for (posix|nt)\.mkdir.*nothing was run") as caught:
+    with pytest.raises(DataError, match=r"pickle refers to (posix|nt)\.mkdir.*nothing was executed") as caught:
         read_layout(path)
     assert str(path / "data_batch_3") in str(caught.value)
     assert not (tmp_path / "trace").exists()
@@ -63,9 +63,9 @@ def test_other_globals_are_refused(thing):
 @pytest.mark.parametrize(
     ("batch", "fault"),
     [
-        ([1, 2], "no dictionary"),
+        ([1, 2], "not a dictionary"),
         ({b"data": [1], b"labels": [1]}, "'data' is list, expected uint8"),
-        ({b"labels": [1]}, "no dictionary with 'data'"),
+        ({b"labels": [1]}, "not a dictionary with 'data'"),
     ],
 )
 def test_other_contents_are_named(batch, fault):
@@ -75,7 +75,7 @@ def test_other_contents_are_named(batch, fault):
 
 def test_labels_must_fit_the_images():
     images, labels = small_batches()["test_batch"]
-    with pytest.raises(DataError, match="'labels' is no list of 4 integers"):
+    with pytest.raises(DataError, match="'labels' is not a list of 4 integers"):
         read_python_batch(python_batch(images, labels[:3], "short"), "here")
     with pytest.raises(DataError, match=r"'data' is uint8 \[4, 3071\]"):
         read_python_batch(python_batch(images.reshape(4, -1)[:, 1:], labels, "narrow"), "here")
@@ -85,7 +85,7 @@ def test_a_truncated_bin_is_named_with_its_bytes(tmp_path):
     path = write_layout(tmp_path, "cifar-10-batches-bin", small_batches())
     file = path / "data_batch_2.bin"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(DataError, match="12192 bytes are 3 records of 3073 bytes and 2973 bytes more") as caught:
+    with pytest.raises(DataError, match="12192 bytes are 3 records of 3073 bytes and 2973 extra bytes") as caught:
         read_layout(path)
     assert str(file) in str(caught.value)
 

@@ -1,9 +1,8 @@
 import numpy as np
 import pytest
 
-from hyperion.data.images.imageset import channel_statistics, check_split
-from hyperion.data.images.synthetic_images import synthetic_images
-from hyperion.data.store.faults import DataError
+from hyperion.data.errors import DataError
+from hyperion.data.images.imageset import channel_statistics, check_split, synthetic_images
 
 IMAGES, LABELS = np.zeros((5, 3, 32, 32), np.uint8), np.arange(5)
 

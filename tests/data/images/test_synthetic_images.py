@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from hyperion.data.images.imageset import check_split
-from hyperion.data.images.synthetic_images import CLASS_COUNT, synthetic_images
+from hyperion.data.images.imageset import CLASS_COUNT, check_split, synthetic_images
 
 
 def _orientation(images: np.ndarray) -> np.ndarray:

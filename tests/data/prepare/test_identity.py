@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from hyperion.data import DataError
-from hyperion.data.prepare.identity import data_identity
+from hyperion.data.prepare.catalog import data_identity
 
 NAMES = ("wikitext-2", "gpt2", "cifar-10")
 

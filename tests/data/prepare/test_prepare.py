@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from hyperion.data import load_tokenizer, load_wikitext2, open_prepared, prepare_images, prepare_text
-from hyperion.data.images.synthetic_images import synthetic_images
-from hyperion.data.store.faults import DataError
+from hyperion.data.errors import DataError
+from hyperion.data.images.imageset import synthetic_images
 from hyperion.data.store.manifest import write_manifest
 from hyperion.data.store.staging import processed_root
 from hyperion.data.text.tokenizer import train_tokenizer
@@ -45,7 +45,7 @@ def test_damaged_text_is_named_and_not_used(text):
     prepared = prepare_text(*text)
     path = prepared.folder / "valid.npy"
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(DataError, match=r"valid.npy holds .* truncated or edited"):
+    with pytest.raises(DataError, match=r"valid.npy has .* truncated or edited"):
         prepare_text(*text)
 
 
@@ -88,7 +88,7 @@ def test_lines_of_train_in_valid_are_refused(text, lines):
     if not lines:
         assert prepare_text(leaked, tokenizer).manifest.facts["overlap"]["valid"] == {"records": 40, "repeated": 0, "first": None}
         return
-    with pytest.raises(DataError, match=r"1 of 40 long lines of the valid split \(2.50%\) stand in another split too"):
+    with pytest.raises(DataError, match=r"1 of 40 long lines of the valid split \(2.50%\) also occur in another split"):
         prepare_text(leaked, tokenizer)
     assert not list(processed_root().iterdir())
 
@@ -103,7 +103,7 @@ def test_test_images_among_the_train_images_are_refused():
 def test_a_product_of_an_unknown_kind_is_refused(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros(3))
     write_manifest(tmp_path, name="n", source="cache", detail="", facts={"kind": "sound"})
-    with pytest.raises(DataError, match="unknown kind of product 'sound'"):
+    with pytest.raises(DataError, match="unknown kind of data 'sound'"):
         open_prepared(tmp_path)
 
 

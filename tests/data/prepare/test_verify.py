@@ -10,13 +10,12 @@ import pytest
 
 from hyperion import cli
 from hyperion.data import load_instructions, load_wikitext2, prepare_images, prepare_text
-from hyperion.data.images.synthetic_images import synthetic_images
-from hyperion.data.instructions.instructions import FILE
-from hyperion.data.prepare import verify
-from hyperion.data.prepare.verify import REASON_FILE, Finding, quarantine
-from hyperion.data.store.faults import DataError
+from hyperion.data.errors import DataError
+from hyperion.data.images.imageset import synthetic_images
+from hyperion.data.prepare.verify import REASON_FILE, Finding, quarantine, verify
 from hyperion.data.store.manifest import read_manifest, write_manifest
 from hyperion.data.store.staging import QUARANTINE, cache_root, processed_root
+from hyperion.data.text.instructions import FILE
 from hyperion.data.text.tokenizer import train_tokenizer
 
 
@@ -98,7 +97,7 @@ FAULTS = {
         "train.npy",
         "damaged: records 2048 to 3071",
     ),
-    "truncation": ("text", lambda f: cut(f / "train.npy", 8), "train.npy", "records 9596 to 9599 are cut off"),
+    "truncation": ("text", lambda f: cut(f / "train.npy", 8), "train.npy", "records 9596 to 9599 are missing"),
     "missing shard": ("text", lambda f: (f / "valid.npy").unlink(), "valid.npy", "is missing"),
     "wrong vocabulary, out of range": (
         "text",
@@ -119,7 +118,7 @@ FAULTS = {
         "images",
         lambda f: swap(f / "train_images.npy", f / "test_images.npy"),
         "train_images.npy",
-        "the splits' files were swapped",
+        "the files of the splits were swapped",
     ),
     "swapped splits of one size, manifest renewed": (
         "text",
@@ -139,7 +138,12 @@ FAULTS = {
         "train_samples.npy",
         "lies outside the 9600 tokens of its split",
     ),
-    "a file too many": ("images", lambda f: (f / "extra.npy").write_bytes(b""), "extra.npy", "does not know this file"),
+    "a file too many": (
+        "images",
+        lambda f: (f / "extra.npy").write_bytes(b""),
+        "extra.npy",
+        "the manifest does not list this file",
+    ),
     "cut manifest": ("text", lambda f: cut(f / "manifest.json", 40), "manifest.json", "unreadable manifest"),
     "no manifest": ("images", lambda f: (f / "manifest.json").unlink(), "manifest.json", "it is missing"),
 }
@@ -157,7 +161,7 @@ def test_each_corruption_is_found_named_and_moved_aside(fault, copies, monkeypat
     assert command(monkeypatch) == 1
     said = capsys.readouterr().out
     assert any(line.strip().startswith(f"{file}: ") and words in line for line in said.splitlines()), said
-    assert "next:  what needs it prepares it again" in said and "2 data sets, 1 damaged" in said
+    assert "next:  run `make reproduce ONLY=01_dataset_preparation`" in said and "2 data sets, 1 damaged" in said
     kept = list((processed_root() / QUARANTINE).iterdir())
     assert len(kept) == 1 and not copies[kind].exists(), "moved aside, and nothing else"
     reasons = json.loads((kept[0] / REASON_FILE).read_text())
@@ -186,7 +190,7 @@ def test_a_product_of_another_version_is_not_called_damaged(copies, monkeypatch,
     manifest = copies["images"] / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"format": 3', '"format": 2'))
     assert command(monkeypatch) == 0 and copies["images"].is_dir()
-    assert "another version of this library made it" in capsys.readouterr().out
+    assert "another version of Hyperion wrote it" in capsys.readouterr().out
 
 
 def test_a_prepared_set_that_was_damaged_is_made_again(monkeypatch, capsys):
@@ -210,7 +214,7 @@ def test_staged_sets_are_verified_too(monkeypatch, capsys):
     assert command(monkeypatch, str(folder)) == 0 and folder.is_dir()
     flip_bit(folder / FILE, 40)
     (verdict,) = verify(folder)
-    assert verdict.findings[0].file == FILE and verdict.kept.parent == cache_root() / QUARANTINE
+    assert verdict.findings[0].file == FILE and verdict.moved_to.parent == cache_root() / QUARANTINE
     assert "make fetch" in verdict.next_step and not folder.exists()
 
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from hyperion.data.store.faults import DataError
+from hyperion.data.errors import DataError
 from hyperion.data.store.manifest import FILE_NAME, read_manifest, write_manifest
 
 
@@ -24,7 +24,7 @@ def test_a_manifest_comes_back_and_vouches_for_its_files(folder):
 
 @pytest.mark.parametrize(
     ("content", "fault"),
-    [(b"one two", "holds 7 bytes where its manifest says 8"), (b"one tw0\n", "sha256"), (None, "words.txt is missing")],
+    [(b"one two", "has 7 bytes, expected 8: truncated or edited"), (b"one tw0\n", "sha256"), (None, "words.txt is missing")],
 )
 def test_damage_is_named(folder, content, fault):
     if content is None:

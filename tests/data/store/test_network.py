@@ -8,8 +8,8 @@ import time
 
 import pytest
 
+from hyperion.data.errors import DataUnavailable
 from hyperion.data.store import network
-from hyperion.data.store.faults import DataUnavailable
 from hyperion.data.store.staging import cache_root
 
 
@@ -95,7 +95,7 @@ def test_a_download_with_the_right_checksum_arrives(serve, tmp_path):
 def test_a_download_with_a_wrong_checksum_is_quarantined(serve, tmp_path):
     (tmp_path / "served").mkdir()
     (tmp_path / "served" / "file.bin").write_bytes(b"a login page")
-    with pytest.raises(DataUnavailable, match=r"expected 00; kept as quarantine/copy.bin"):
+    with pytest.raises(DataUnavailable, match=r"expected 00; moved to quarantine/copy.bin"):
         network.download(serve(tmp_path / "served") + "/file.bin", tmp_path / "copy.bin", md5="00")
     assert not (tmp_path / "copy.bin").exists()
     (kept,) = (cache_root() / "quarantine").iterdir()

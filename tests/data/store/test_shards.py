@@ -1,10 +1,9 @@
 import numpy as np
 import pytest
 
-from hyperion.data.store.array_files import ArrayWriter, narrowed
-from hyperion.data.store.faults import DataError
+from hyperion.data.errors import DataError
+from hyperion.data.store.arrays import ArrayWriter, check_tokens, narrowed, open_shards, token_dtype, write_shards
 from hyperion.data.store.manifest import write_manifest
-from hyperion.data.store.shards import check_tokens, open_shards, token_dtype, write_shards
 
 ARRAYS = {"train": np.arange(1000, dtype=np.uint16), "valid": np.arange(10, dtype=np.uint16)}
 
@@ -26,7 +25,7 @@ def test_arrays_come_back_as_memory_maps(folder):
 def test_a_truncated_file_is_named(folder):
     content = (folder / "train.npy").read_bytes()
     (folder / "train.npy").write_bytes(content[:-10])
-    with pytest.raises(DataError, match=r"train.npy holds 2118 bytes where its manifest says 2128") as caught:
+    with pytest.raises(DataError, match=r"train.npy has 2118 bytes, expected 2128: truncated or edited") as caught:
         open_shards(folder)
     assert str(folder / "train.npy") in str(caught.value)
 
@@ -42,7 +41,7 @@ def test_a_changed_token_is_found(folder):
 def test_arrays_of_objects_are_never_loaded(tmp_path):
     np.save(tmp_path / "train.npy", np.array([{}], dtype=object), allow_pickle=True)
     write_manifest(tmp_path, name="set", source="cache", detail="", facts={})
-    with pytest.raises(DataError, match=r"train.npy is no array of numbers"):
+    with pytest.raises(DataError, match=r"train.npy is not an array of numbers"):
         open_shards(tmp_path)
 
 
@@ -75,7 +74,7 @@ def test_ids_that_no_type_of_a_loader_holds_are_refused():
     ],
 )
 def test_a_value_that_a_narrower_type_does_not_hold_is_named(values, dtype):
-    with pytest.raises(DataError, match=f"value 1 is .*, which {np.dtype(dtype)} does not hold .1 such"):
+    with pytest.raises(DataError, match=f"value 1 is .*, which {np.dtype(dtype)} cannot represent .1 values"):
         narrowed(np.array(values), dtype, "here")
 
 
@@ -96,5 +95,5 @@ def test_ids_outside_the_vocabulary_are_named():
         check_tokens(np.array([0, 1, 2, -1]), 1000, "here")
     with pytest.raises(DataError, match=r"tokens are float64 \[2\], expected integers"):
         check_tokens(np.array([np.nan, 1]), 1000, "here")
-    with pytest.raises(DataError, match=r"token 990 has the id 990, outside a vocabulary of 990 \(10 such\)"):
+    with pytest.raises(DataError, match=r"token 990 has the id 990, outside a vocabulary of 990 \(10 such tokens\)"):
         check_tokens(ARRAYS["train"], 990, "here")

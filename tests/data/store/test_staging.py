@@ -3,7 +3,7 @@ import subprocess
 
 import pytest
 
-from hyperion.data.store.faults import DataError
+from hyperion.data.errors import DataError
 from hyperion.data.store.staging import content_hash, sha256_of, staged
 
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyperion.data import corpus_of_files, load_wikitext2, prepare_text
-from hyperion.data.store.faults import DataError
+from hyperion.data.errors import DataError
 from hyperion.data.store.staging import MARK
-from hyperion.data.text.encoder import Encoder, in_chunks
+from hyperion.data.text.encoding import Encoder, in_chunks
 from hyperion.data.text.tokenizer import id_count, train_tokenizer
 
 LINES = {"train": 600, "valid": 40, "test": 40}
@@ -41,7 +41,7 @@ def test_words_one_by_one_give_the_ids_of_the_whole_line(tokenizer, lines):
 
 def test_what_is_forgotten_is_learned_again(tokenizer, monkeypatch):
     lines = load_wikitext2("synthetic", synthetic_lines=LINES).splits["train"]
-    monkeypatch.setattr("hyperion.data.text.encoder.REMEMBERED_BYTES", 2000)
+    monkeypatch.setattr("hyperion.data.text.encoding.REMEMBERED_BYTES", 2000)
     encoder = Encoder(tokenizer._bpe)
     parts = [encoder.encode(chunk).ids for chunk in in_chunks(lines, 500)]
     assert np.concatenate(parts).tolist() == tokenizer.encode_split(lines).tolist() and len(encoder._place) < 200
@@ -96,7 +96,7 @@ def test_one_id_of_70000_among_300_entries_is_stored_as_it_is(tmp_path, monkeypa
     for split, lines in corpus.splits.items():
         assert sparse.decode(prepared.tokens[split]) == "".join(lines)
     monkeypatch.setenv("HYPERION_DATA", str(tmp_path / "other"))
-    with pytest.raises(DataError, match="is 70000, which uint16 does not hold"):
+    with pytest.raises(DataError, match="is 70000, which uint16 cannot represent"):
         prepare_text(corpus, replace(sparse, vocab_size=300))
 
 

@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from hyperion.data.store.faults import DataError
+from hyperion.data.errors import DataError
 from hyperion.data.text.ngram import bigram_baseline, unigram_baseline
 from hyperion.data.text.synthetic_text import LINE_UNITS, LINE_WORDS, LINES_LIKE_WIKITEXT2, VOCABULARY, EchoLanguage
 
@@ -100,7 +100,7 @@ def test_units_tell_nothing_of_each_other_but_a_line_apart(lines):
 
 
 def test_a_foreign_line_is_named():
-    with pytest.raises(DataError, match="not of the synthetic language") as caught:
+    with pytest.raises(DataError, match="not in the synthetic language") as caught:
         LANGUAGE.ranks([*LANGUAGE.sample(1, 0), " some English \n"])
     assert "line 2: ' some English" in str(caught.value)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperion.data import load_tokenizer, load_wikitext2
-from hyperion.data.store.faults import DataError
+from hyperion.data.errors import DataError
 from hyperion.data.store.staging import cache_root
 from hyperion.data.text.tokenizer import HUB_FOLDER, stage_tokenizer, train_tokenizer
 
@@ -104,5 +104,5 @@ def test_another_tokenizer_is_not_taken_for_gpt2(mirror, tmp_path, monkeypatch, 
     with pytest.raises(DataError, match=r"not GPT-2's tokenizer: .*'Hello world' gives"):
         load_tokenizer("auto")
     (folder / "vocab.json").write_text("{")
-    with pytest.raises(DataError, match="no readable tokenizer"):
+    with pytest.raises(DataError, match="not a readable tokenizer"):
         load_tokenizer("auto")

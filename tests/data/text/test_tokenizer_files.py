@@ -42,7 +42,7 @@ def test_what_is_missing_or_broken_is_named(folder):
     with pytest.raises(DataError, match=r"not a JSON document.*(\n.*)*tokenizer_config.json"):
         read_tokenizer(folder)
     (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match="no readable tokenizer"):
+    with pytest.raises(DataError, match="not a readable tokenizer"):
         read_tokenizer(folder)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(DataError, match="the model has no tokenizer.json"):

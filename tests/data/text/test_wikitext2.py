@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from hyperion.data import load_wikitext2
-from hyperion.data.store.faults import DataError, DataUnavailable
+from hyperion.data.errors import DataError, DataUnavailable
 from hyperion.data.store.staging import cache_root
 from hyperion.data.text.wikitext2 import HUB_FILES, HUB_FOLDER, stage_wikitext2
 
@@ -59,7 +59,7 @@ def test_lines_of_the_valid_split_in_train_are_refused(damaged):
     for size, place in longest.items():
         lines[place] = valid[size].upper()
     (damaged / "wiki.train.tokens").write_text("".join(lines))
-    with pytest.raises(DataError, match=rf"{len(longest)} of \d+ long lines of the valid split .* stand in another split"):
+    with pytest.raises(DataError, match=rf"{len(longest)} of \d+ long lines of the valid split .* also occur in another split"):
         load_wikitext2()
 
 
@@ -123,10 +123,10 @@ def test_a_short_download_leaves_nothing(hub, data_home):
     with pytest.raises(DataError, match="has 100 lines, expected 4358"):
         load_wikitext2("download")
     pyarrow.parquet.write_table(pyarrow.table({"text": ["word " * 20_000] * 4358}), hub / HUB_FILES["test"])
-    with pytest.raises(DataError, match="holds more than 67108864 bytes of text"):
+    with pytest.raises(DataError, match="has more than 67108864 bytes of text"):
         load_wikitext2("download")
     (hub / HUB_FILES["test"]).write_bytes(b"no table")
-    with pytest.raises(DataError, match="no readable Parquet table"):
+    with pytest.raises(DataError, match="not a readable Parquet table"):
         load_wikitext2("download")
     assert not list((data_home / "raw").iterdir())
 
@@ -138,7 +138,7 @@ def test_an_edited_cache_is_refused(mirror, monkeypatch):
     assert stage_wikitext2() == "present"
     path = cache_root() / "wikitext-2" / "wiki.valid.tokens"
     path.write_bytes(path.read_bytes().replace(b"lobster", b"lobsteR", 1))
-    with pytest.raises(DataError, match=r"wiki.valid.tokens does not have its manifest's sha256"):
+    with pytest.raises(DataError, match=r"wiki.valid.tokens was edited: its sha256 differs from the manifest"):
         load_wikitext2("cache")
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from hyperion.experiments.baselines.figures_images import image_training_speed
+from hyperion.experiments.baselines.figures_speed import image_training_speed
 from hyperion.figures.style import styled
 
 

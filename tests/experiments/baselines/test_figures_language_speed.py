@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hyperion.experiments.baselines.figures_language_speed import _notes, language_speed
+from hyperion.experiments.baselines.figures_speed import _notes, language_speed
 from hyperion.figures.style import styled
 from tests.book.made_up_images import language_speed_rows
 

@@ -3,8 +3,16 @@
 import pytest
 import torch
 
-from hyperion.experiments.baselines.image_training_speed import OURS, PLAIN, UNCOMPILED, _Pair, _parity, run
-from hyperion.experiments.baselines.plain_image_loop import PlainLoop, copy_weights, plain_model
+from hyperion.experiments.baselines.image_training_speed import (
+    OURS,
+    PLAIN,
+    UNCOMPILED,
+    ImageTrainingSpeedOptions,
+    _Pair,
+    _parity,
+    run,
+)
+from hyperion.experiments.baselines.plain_loops import PlainImageLoop, copy_weights, plain_model
 from hyperion.hardware import detect_cpu
 from hyperion.models import resnet18
 from hyperion.training import Precision
@@ -65,10 +73,10 @@ def test_products_that_find_no_memory_leave_a_reason(one_thread, tmp_path, monke
 
 def test_other_work_is_noticed(one_thread, tmp_path):
     context = toy_context("image_training_speed", SIZES, tmp_path)
-    pair = _Pair.built(context, *datasets.images(context), batch=8)
+    pair = _Pair.build(context, ImageTrainingSpeedOptions.of(context), *datasets.images(context), batch=8)
     for loop, optimizer in ((PLAIN, pair.plain.optimizer), (OURS, pair.engine.optimizer)):
         optimizer.param_groups[0]["momentum"] = 0.5
-        rows = [row for row in _parity(context, pair, [], "synthetic") if row.metric == "relative_difference"]
+        rows = [row for row in _parity(pair, []) if row.metric == "relative_difference"]
         assert loop in {row.params["of"] for row in rows if row.check_error > row.check_tolerance}
 
 
@@ -86,7 +94,7 @@ def test_the_plain_loop_shows_every_image_once_an_epoch_shifted_and_mirrored():
     images = torch.zeros(40, 3, 32, 32, dtype=torch.uint8)
     images[:, :, 16, 10] = torch.arange(1, 41, dtype=torch.uint8)[:, None]  # one bright pixel tells image and place
     model, _ = plain_model(4)
-    loop = PlainLoop(
+    loop = PlainImageLoop(
         model,
         images.numpy(),
         torch.arange(40).numpy() % 10,

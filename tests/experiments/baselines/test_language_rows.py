@@ -9,7 +9,8 @@ import pytest
 from hyperion.chapter import Context, experiment_named
 from hyperion.data import TextCorpus, prepare_text
 from hyperion.data.text.tokenizer import train_tokenizer
-from hyperion.experiments.baselines.language_rows import Scored, seed_rows, text_floor
+from hyperion.experiments.baselines.language_model import seed_rows
+from hyperion.experiments.baselines.perplexity import Scored, text_floor
 from hyperion.training.evaluate import LanguageEvaluation
 from hyperion.workloads import datasets
 
@@ -81,7 +82,7 @@ def test_rows_of_trained_models_divide_by_tokens_words_and_bytes(prepared, conte
     tokens = len(streams.tokens["valid"])
     nats = tokens * math.log(8)
     scored = Scored.of(corpus, streams, "valid", nats, tokens, 0.0)
-    run = SimpleNamespace(seed=0, name="lm", dtype="fp32", told={}, scored={"valid": scored})
+    run = SimpleNamespace(seed=0, name="lm", dtype="fp32", score_params={}, scored={"valid": scored})
     rows = seed_rows(context, [run, SimpleNamespace(**vars(run) | {"seed": 1})], corpus)
     units = counted("valid")
     expected = {

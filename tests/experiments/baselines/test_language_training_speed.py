@@ -6,10 +6,19 @@ import pytest
 import torch
 
 from hyperion.chapter import experiment_named
-from hyperion.experiments.baselines.language_training_speed import OWN_ROOF, ROOF, _begun, _ours, _parity, _plain, run
+from hyperion.experiments.baselines.language_training_speed import (
+    OWN_ROOF,
+    ROOF,
+    LanguageTrainingSpeedOptions,
+    _ours,
+    _parity,
+    _plain,
+    _start,
+    least_traffic,
+    run,
+)
 from hyperion.experiments.baselines.paired_loops import OURS, PLAIN, PairedLoops
-from hyperion.experiments.baselines.plain_language_model import with_weights_of
-from hyperion.experiments.baselines.step_roof import least_traffic
+from hyperion.experiments.baselines.plain_loops import with_weights_of
 from hyperion.models import TransformerConfig, TransformerLM
 from hyperion.results import Row
 from hyperion.workloads import datasets
@@ -30,6 +39,7 @@ SIZES = {
     "tolerance": 0.01,
     "time_limit_s": 0.05,
 }
+OPTIONS = LanguageTrainingSpeedOptions.parse(SIZES, NAME)
 SMALL = TransformerConfig(vocab_size=70, context=8, width=16, heads=2, layers=2)
 
 
@@ -86,24 +96,26 @@ def test_both_do_the_same_work_and_take_turns(one_thread, tmp_path):
     assert agreement.check_error == agreement.value < agreement.check_tolerance and agreement.params["steps"] >= 20
     curves = result.samples.query("kind == 'parity'").pivot(index="step", columns="loop", values="loss")
     excess = curves[PLAIN] - curves[OURS]  # of classes that no token has
-    classes = workload("language", SIZES, _vocabulary(ours.variant)).config.vocab_size
+    classes = _vocabulary(ours.variant)
     assert excess[1] == pytest.approx(math.log(-(-classes // 64) * 64 / classes), rel=0.05)
 
 
 def test_another_learning_rate_is_noticed(one_thread, tmp_path):
     context = toy_context(NAME, SIZES, tmp_path)
     _, tokenizer, prepared = datasets.text(context)
-    loops = PairedLoops(context, workload("language", SIZES, tokenizer.vocab_size), "fp32", "synthetic", {"batch": 64})
-    faster = PairedLoops(
-        context, workload("language", SIZES | {"learning_rate": 2e-3}, tokenizer.vocab_size), "fp32", "synthetic", {}
-    )
-    tokens, begun = prepared.tokens["train"], {}
+
+    def paired(options: LanguageTrainingSpeedOptions) -> PairedLoops:
+        sizes = options.sizes.model_copy(update={"vocabulary": tokenizer.vocab_size})
+        return PairedLoops(context, workload(sizes), "fp32", "synthetic", {"batch": 64})
+
+    loops, faster = paired(OPTIONS), paired(OPTIONS.model_copy(update={"learning_rate": 2e-3}))
+    tokens, started = prepared.tokens["train"], {}
     for name, build, of in ((OURS, _ours, loops), (PLAIN, _plain, loops), ("faster", _plain, faster)):
-        begun[name] = _begun(of, tokens, build)
+        started[name] = _start(OPTIONS, of, tokens, build)
         for _ in range(28):
-            begun[name].step()
-    same, _ = _parity(loops, begun)
-    other, _ = _parity(loops, {OURS: begun[OURS], PLAIN: begun["faster"]})
+            started[name].step()
+    same, _ = _parity(OPTIONS, loops, started)
+    other, _ = _parity(OPTIONS, loops, {OURS: started[OURS], PLAIN: started["faster"]})
     assert same.check_error < same.check_tolerance < other.check_error
 
 
@@ -149,7 +161,7 @@ def test_products_that_find_no_memory_leave_a_reason(one_thread, tmp_path, monke
 def test_the_forecast_is_the_roof_or_says_what_is_missing(tmp_path):
     foretold = experiment_named(NAME).forecast
     lines = {line.metric: line for line in foretold(toy_context(NAME, SIZES, tmp_path, [COUNTED, *CEILINGS]))}
-    work = workload("language", SIZES, 300)
+    work = workload(OPTIONS.sizes.model_copy(update={"vocabulary": 300}))
     products_s = work.least_flops * work.items / 10e12
     moved_s = sum(least_traffic(work.config, work.items, "fp32").values()) / 100e9
     assert lines["step_time_s"].estimate == pytest.approx(products_s + moved_s)

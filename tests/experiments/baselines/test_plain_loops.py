@@ -8,9 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hyperion.experiments.baselines.plain_image_loop import PADDING, PlainLoop, copy_weights, plain_model
-from hyperion.experiments.baselines.plain_language_model import PlainTraining, filled_up, with_weights_of
+from hyperion.experiments.baselines.plain_loops import (
+    _PADDING,
+    PlainImageLoop,
+    PlainLanguageLoop,
+    copy_weights,
+    plain_model,
+    with_weights_of,
+)
 from hyperion.hardware import detect_cpu
+from hyperion.kernels.token_loss import padded_classes
 from hyperion.models import TransformerConfig, TransformerLM, resnet18
 from hyperion.training import ImageEngine, LanguageEngine, Precision, WarmupCosine, adamw, sgd_nesterov
 
@@ -27,8 +34,8 @@ def language_pair():
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(8 if parameter.ndim >= 2 else 1)  # gradients above a norm of 1, which are clipped
-    assert filled_up(CONFIG.vocab_size) == CONFIG.vocab_size
-    plain = PlainTraining(with_weights_of(model), SCHEDULE, FP32, CPU, compiled=False)
+    assert padded_classes(CONFIG.vocab_size) == CONFIG.vocab_size
+    plain = PlainLanguageLoop(with_weights_of(model), SCHEDULE, FP32, CPU, compiled=False)
     return LanguageEngine(model, adamw(model, SCHEDULE(1)), SCHEDULE, FP32, CPU), plain
 
 
@@ -105,7 +112,7 @@ def image_pair():
     model = resnet18(width=4)
     other, _ = plain_model(4)
     copy_weights(model, other)
-    plain = PlainLoop(other, images, labels, (), 8, 0.02, FP32, CPU, compiled=False)
+    plain = PlainImageLoop(other, images, labels, (), 8, 0.02, FP32, CPU, compiled=False)
     # As hyperion.experiments.baselines.image_training_speed builds ours.
     optimizer = sgd_nesterov(model, 0.02, weight_decay=0.0)
     return ImageEngine(model, optimizer, lambda step: 0.02, FP32, CPU, clip_norm=math.inf), plain
@@ -144,14 +151,14 @@ def test_plain_augmentation_shifts_and_mirrors_as_it_is_told(augment):
     torch.manual_seed(1)
     images, _ = plain.next_batch()
     sources = plain.images[plain.order[:8]]
-    padded = F.pad(sources, [PADDING] * 4)
+    padded = F.pad(sources, [_PADDING] * 4)
     found = set()
     for image, source in zip(images, padded, strict=True):
         matches = {
             (mirrored, top, left)
             for mirrored in (False, True)
-            for top in range(2 * PADDING + 1)
-            for left in range(2 * PADDING + 1)
+            for top in range(2 * _PADDING + 1)
+            for left in range(2 * _PADDING + 1)
             if torch.equal(image, (source.flip(2) if mirrored else source)[:, top : top + 32, left : left + 32])
         }
         assert len(matches) == 1

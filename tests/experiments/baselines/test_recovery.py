@@ -4,9 +4,8 @@ from dataclasses import asdict
 
 import pytest
 
-from hyperion.experiments.baselines.recovery import KINDS, MOST_LOST, PHASES, draw
-from hyperion.experiments.baselines.recovery_faults import Fault
-from hyperion.experiments.baselines.recovery_run import STEPS, run_once
+from hyperion.experiments.baselines.recovery import MOST_LOST, STEPS, draw, run_once
+from hyperion.experiments.baselines.recovery_faults import KINDS, PHASES, Fault
 from hyperion.training import Interrupted, loop
 from tests.chapter.toy import perform, toy_context
 

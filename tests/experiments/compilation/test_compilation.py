@@ -9,7 +9,13 @@ import torch
 from hyperion.chapter import Context, load_profile
 from hyperion.errors import HyperionError
 from hyperion.experiments.compilation import compilation
-from hyperion.experiments.compilation.compilation_subjects import IMAGENET_STEM, fitted, make_subject, reference_output
+from hyperion.experiments.compilation.compilation_models import (
+    IMAGENET_STEM,
+    ModelSpec,
+    fit_to_weights,
+    make_model,
+    reference_output,
+)
 from hyperion.measure import relative_error
 from hyperion.measure.steps.compilation import MODES, Compilation
 from hyperion.results import Row, RowError
@@ -23,6 +29,7 @@ LANGUAGE = {
     "modes": ["eager", "default"],
 }
 IMAGES = {"model": "resnet18_w4", "dtype": "bf16", "batch": 2, "modes": ["eager", "default"]}
+LANGUAGE_SPEC, IMAGE_SPEC = (ModelSpec.model_validate(spec, strict=False) for spec in (LANGUAGE, IMAGES))
 SIZES = {"samples": 50, "back_to_back": 2, "time_limit_s": 0.01, "models": [LANGUAGE, IMAGES]}
 
 
@@ -104,8 +111,9 @@ def test_an_output_of_another_dtype_is_refused(context, compiled):
 
 def test_eager_in_another_dtype_than_declared_is_refused(context, monkeypatch):
     """The published mistake: the flag said bf16, the timed calls computed in fp32."""
-    make = compilation.make_subject
-    monkeypatch.setattr(compilation, "make_subject", lambda spec, *rest: make(spec | {"dtype": "fp32"}, *rest))
+    make = compilation.make_model
+    fp32 = {"dtype": "fp32"}
+    monkeypatch.setattr(compilation, "make_model", lambda spec, *rest: make(spec.model_copy(update=fp32), *rest))
     with pytest.raises(RowError, match=r"share failed its check|check_error is nan"):
         measured(context, IMAGES, "eager")
 
@@ -165,36 +173,41 @@ def test_forecasts_rest_on_ceilings_and_shapes_and_meet_their_rows(context):
     assert any(f.variant == "eager" and f.params.items() <= time.params.items() for f in forecasts[2:])
 
 
+def profile_models(name):
+    return compilation.CompilationOptions.parse(load_profile(name).sizes("compilation"), "compilation").models
+
+
 @pytest.mark.parametrize("name", ["smoke", "full", "study"])
 def test_profiles_measure_eager_and_name_only_modes_there_are(name):
-    for spec in load_profile(name).sizes("compilation")["models"]:
-        assert spec["modes"][0] == "eager" and len(spec["modes"]) > 1 and set(spec["modes"]) <= set(MODES)
-        make_subject(spec, "meta", seed=0)
+    for spec in profile_models(name):
+        assert spec.modes[0] == "eager" and len(spec.modes) > 1 and set(spec.modes) <= set(MODES)
+        make_model(spec, "meta", seed=0)
 
 
 def test_full_has_the_published_shapes():
-    images, language = load_profile("full").sizes("compilation")["models"]
-    assert (images["model"], images["batch"]) == (IMAGENET_STEM, 32)
-    subject = make_subject(language, "meta", seed=0)
-    assert subject.inputs[0].shape == (8, 128) and language["dtype"] == "bf16"
-    config = subject.module.config
+    images, language = profile_models("full")
+    assert (images.model, images.batch) == (IMAGENET_STEM, 32)
+    model = make_model(language, "meta", seed=0)
+    assert model.inputs[0].shape == (8, 128) and language.dtype == "bf16"
+    config = model.module.config
     assert (config.width, config.heads, config.layers, config.vocab_size) == (768, 12, 4, 50257)
 
 
-def test_the_reference_has_the_subjects_own_weights():
-    subject = make_subject(LANGUAGE, "cpu", seed=3)
+def test_the_reference_has_the_models_own_weights():
+    model = make_model(LANGUAGE_SPEC, "cpu", seed=3)
     with torch.inference_mode():
-        own, reference = subject.module(*subject.inputs), reference_output(LANGUAGE, subject)
+        own, reference = model.module(*model.inputs), reference_output(LANGUAGE_SPEC, model)
     assert reference.dtype is torch.float64 and len(reference) == 1 and relative_error(own[:1], reference) < 1e-5
 
 
 def test_given_weights_are_used_and_others_refused():
-    other = make_subject(LANGUAGE, "cpu", seed=1)
+    other = make_model(LANGUAGE_SPEC, "cpu", seed=1)
     weights = other.module.state_dict()
-    loaded = make_subject(LANGUAGE, "cpu", 0, weights)
+    loaded = make_model(LANGUAGE_SPEC, "cpu", 0, weights)
     assert torch.equal(loaded.module.token_embedding.weight, other.module.token_embedding.weight)
-    with pytest.raises(HyperionError, match=r"not those of resnet18_w4: conv1.weight is missing \(and \d+ more\)"):
-        make_subject(IMAGES, "cpu", 0, weights)
-    longer = fitted(LANGUAGE | {"vocabulary": 50257, "sequence_length": 128}, weights)
-    assert (longer["vocabulary"], longer["sequence_length"]) == (64, 8)
-    assert fitted(IMAGES, weights) == IMAGES
+    with pytest.raises(HyperionError, match=r"do not fit resnet18_w4: conv1.weight is missing \(and \d+ more\)"):
+        make_model(IMAGE_SPEC, "cpu", 0, weights)
+    longer = LANGUAGE_SPEC.model_copy(update={"vocabulary": 50257, "sequence_length": 128})
+    shorter = fit_to_weights(longer, weights)
+    assert (shorter.vocabulary, shorter.sequence_length) == (64, 8)
+    assert fit_to_weights(IMAGE_SPEC, weights) == IMAGE_SPEC

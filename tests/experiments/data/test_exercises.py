@@ -7,7 +7,7 @@ import pytest
 from hyperion.chapter.exercises import solved
 from hyperion.data.prepare.verify import examine
 from hyperion.data.store.manifest import read_manifest
-from hyperion.experiments.data.exercises import SOUND, broken_folders, judge_folder_check, told_by_the_library
+from hyperion.experiments.data.exercises import SOUND, broken_folders, judge_folder_check, library_findings
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def test_no_shortcut_passes_and_the_library_does(folders):
 
 
 def test_the_library_names_file_and_fault(folders):
-    told = told_by_the_library(folders).groupby("what was done", sort=False).first()
+    told = library_findings(folders).groupby("what was done", sort=False).first()
     assert list(told.index) == list(folders) and (told.loc[list(SOUND), "found"] == "nothing").all()
     assert told.loc["a NaN in an image, manifest renewed", "found"] == "image 7 holds NaN or infinity"
     assert told.loc["a bit of an image flipped", "file"] == "train_images.npy"

@@ -42,7 +42,7 @@ def legend(axes):
 def test_the_kill_and_the_last_checkpoint_are_marked(tmp_path, material):
     figure, shown = drawn(rank_failure, killed(tmp_path / "run", material, {"kill_after": 6, "checkpoint_every": 4}))
     assert "last checkpoint: step 4" in shown and "killed after step 6" in shown
-    assert upright(figure.axes[0]) == [4.5, 6.5] and "lost and made again: 2 steps" in legend(figure.axes[0])
+    assert upright(figure.axes[0]) == [4.5, 6.5] and "lost and repeated: 2 steps" in legend(figure.axes[0])
 
 
 def test_a_kill_right_after_a_checkpoint_loses_nothing(tmp_path, material):
@@ -53,7 +53,7 @@ def test_a_kill_right_after_a_checkpoint_loses_nothing(tmp_path, material):
 def test_a_kill_before_the_first_checkpoint_has_none_to_mark(tmp_path, material):
     figure, shown = drawn(rank_failure, killed(tmp_path / "run", material, {"kill_after": 3, "checkpoint_every": 4}))
     assert upright(figure.axes[0]) == [3.5] and "last checkpoint" not in shown
-    assert "lost and made again: 3 steps" in legend(figure.axes[0])
+    assert "lost and repeated: 3 steps" in legend(figure.axes[0])
 
 
 def test_a_run_that_kept_no_sizes_has_no_marks(tmp_path, material):
@@ -68,7 +68,7 @@ def test_ranks_differ_in_their_losses(material):
     heights = [bar.get_height() for bar in figure.axes[1].patches]
     assert heights == pytest.approx([100 * (row.value / mean - 1) for row in rows], abs=1e-9) and any(heights)
     assert {text.get_text() for text in figure.axes[1].texts} == {"0", "1", "2", "3"}
-    assert "Their rates, 3.3 % apart at most" in shown and "lm_test_ddp 9.50 to 9.80" in shown
+    assert "Rates of the ranks differ by 3.3 % at most" in shown and "lm_test_ddp 9.50 to 9.80" in shown
 
 
 @pytest.mark.parametrize("function", [parity, resharding, distributed_training, rank_failure])

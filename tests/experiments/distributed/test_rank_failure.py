@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hyperion.experiments.distributed.rank_failure import EXPERIMENT, _ranks_left
+from hyperion.experiments.distributed.rank_failure import EXPERIMENT, _remaining_ranks
 from tests.chapter.toy import perform, toy_context
 
 SIZES = {
@@ -37,4 +37,4 @@ def test_a_rank_that_goes_on_is_counted(tmp_path):
     context = replace(toy_context("rank_failure", SIZES, tmp_path), workspace=tmp_path)
     (tmp_path / "pid-0").write_text(str(os.getpid()))
     (tmp_path / "pid-1").write_text(str(2**22 + 1))  # beyond what Linux numbers processes with
-    assert _ranks_left(context) == 1
+    assert _remaining_ranks(context) == 1

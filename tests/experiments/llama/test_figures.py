@@ -30,9 +30,9 @@ def drawn(function, material):
 
 def test_losses_start_where_nothing_is_known_and_memory_is_labelled(tmp_path):
     figure, shown = drawn(llama_lora, material_of(tmp_path / "run"))
-    assert "knows nothing" in shown and "LoRA\n4.10 GiB" in shown and "full fine-tuning\n21.6 GiB" in shown
+    assert "random weights" in shown and "LoRA\n4.10 GiB" in shown and "full fine-tuning\n21.6 GiB" in shown
     assert "random_llama_1b" in shown and "Random weights" in shown
-    known = next(text for text in figure.axes[0].texts if text.get_text().startswith("knows nothing"))
+    known = next(text for text in figure.axes[0].texts if text.get_text().startswith("random weights"))
     assert known.get_window_extent().x0 >= figure.axes[0].get_window_extent().x1  # no mark can lie on it
     heights = sorted(patch.get_height() for patch in figure.axes[1].patches if patch.get_height())
     assert heights == pytest.approx([2.3, 4.1, 17.5, 21.6])

@@ -13,14 +13,23 @@ from hyperion.data.store.staging import cache_root
 from hyperion.data.text.tokenizer import train_tokenizer
 from hyperion.errors import HyperionError
 from hyperion.experiments.llama import llama_lora
-from hyperion.experiments.llama.llama_adapters import adapter_rows, keeping_adapters
-from hyperion.experiments.llama.llama_lora import fine_tune, fine_tuning_engine, forecast, full_memory, work_of
-from hyperion.experiments.llama.llama_rows import FULL, LORA, least_flops, state_bytes, step_flops
+from hyperion.experiments.llama.fine_tuning import (
+    FULL,
+    LORA,
+    count_tokens,
+    fine_tuning_engine,
+    least_flops,
+    restored_adapters,
+    shape_of,
+    state_bytes,
+    step_flops,
+)
+from hyperion.experiments.llama.llama_lora import LlamaLoraOptions, adapter_rows, fine_tune, forecast, full_memory
 from hyperion.measure import bytes_of, state_of
 from hyperion.models import LlamaLM, load_llama
 from hyperion.results import RowError
 from hyperion.training import Precision
-from hyperion.workloads.llama_setup import base_model, material, with_lora
+from hyperion.workloads.llama_setup import base_model, with_lora
 
 FP32 = Precision("fp32", "test")
 SIZES = {
@@ -48,8 +57,18 @@ def context(tmp_path, monkeypatch) -> Context:
 
 
 @pytest.fixture
-def batch(context):
-    return llama_lora._batches(context, material(context)).next_batch()
+def options(context) -> LlamaLoraOptions:
+    return LlamaLoraOptions.of(context)
+
+
+@pytest.fixture
+def data(context, options):
+    return options.data(context)
+
+
+@pytest.fixture
+def batch(context, options, data):
+    return llama_lora._batches(context, options, data).next_batch()
 
 
 def test_training_lowers_the_held_out_loss_and_every_row_holds(context):
@@ -84,49 +103,47 @@ def test_training_lowers_the_held_out_loss_and_every_row_holds(context):
 
 
 @pytest.mark.parametrize("method", [LORA, FULL])
-def test_the_bytes_of_a_step_are_those_that_are_foretold(context, batch, method):
-    base = base_model(context, material(context), torch.float32)
+def test_the_bytes_of_a_step_are_those_that_are_estimated(context, options, data, batch, method):
+    base = base_model(context, data, torch.float32)
     model = with_lora(base, 0) if method == LORA else LlamaLM(base)
-    engine = fine_tuning_engine(context, model, FP32)
+    engine = fine_tuning_engine(context, options, model, FP32)
     engine.optimizer.zero_grad = lambda: None  # the gradients of the step stay to be counted
     engine.train_step(batch)
     held = state_of(model, engine.optimizer)
     del held["buffers"]
     counted = bytes_of(tensor for tensors in held.values() for tensor in tensors if tensor.ndim)
-    assert counted == state_bytes(base.config, method, "fp32")
+    assert counted == state_bytes(shape_of(base), method, "fp32")
 
 
 def test_the_least_work_is_less_than_the_work(batch):
-    config, work = load_llama("random_llama_d64_l2", vocab_size=640, device="meta").config, work_of(batch)
+    config, work = load_llama("random_llama_d64_l2", vocab_size=640, device="meta").config, count_tokens(batch)
     assert work.positions >= work.tokens > work.completion_tokens > 0
     for method in (LORA, FULL):
         assert 0 < least_flops(config, method, work) < step_flops(config, method, work.length).forward_backward
 
 
-def test_work_is_counted_from_targets(context):
-    found = material(context)
-    whole = torch.from_numpy(found.train.inputs).long(), torch.from_numpy(found.train.targets).long()
-    work = work_of(whole)
-    assert (work.tokens, work.completion_tokens) == (found.train.tokens, found.train.completion_tokens)
+def test_tokens_are_counted_from_targets(data):
+    whole = torch.from_numpy(data.train.inputs).long(), torch.from_numpy(data.train.targets).long()
+    work = count_tokens(whole)
+    assert (work.tokens, work.completion_tokens) == (data.train.tokens, data.train.completion_tokens)
 
 
-def test_a_base_that_was_trained_by_mistake_is_caught(context, batch):
-    found = material(context)
-    base = base_model(context, found, torch.float32)
+def test_a_base_that_was_trained_by_mistake_is_caught(context, options, data, batch):
+    base = base_model(context, data, torch.float32)
     before = frozen_sha256(base)
     model = with_lora(base, 0)
     model.get_parameter("lm.base_model.model.model.norm.weight").requires_grad_(True)
-    engine = fine_tuning_engine(context, model, FP32)
+    engine = fine_tuning_engine(context, options, model, FP32)
     engine.train_step(batch)
-    row = adapter_rows(context, found, engine, before)[0]
+    row = adapter_rows(context, options, data, engine, before)[0]
     with pytest.raises(RowError, match="sha256 unchanged"):
         row.validate()
 
 
-def test_steps_that_only_measure_leave_no_trace(context, batch):
-    model = with_lora(base_model(context, material(context), torch.float32), 0)
-    engine, before = fine_tuning_engine(context, model, FP32), [p.clone() for p in model.parameters()]
-    with keeping_adapters(model):
+def test_steps_that_only_measure_leave_no_trace(context, options, data, batch):
+    model = with_lora(base_model(context, data, torch.float32), 0)
+    engine, before = fine_tuning_engine(context, options, model, FP32), [p.clone() for p in model.parameters()]
+    with restored_adapters(model):
         engine.train_step(batch)
         assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
@@ -143,7 +160,7 @@ def test_real_weights_come_with_their_tokenizer_which_must_fit(context, rows, me
     (cache_root() / "instructions").mkdir()
     tasks = [vars(row) for row in rows_of_tasks.train + rows_of_tasks.held_out]
     (cache_root() / "instructions/instructions.json").write_text(json.dumps(tasks))
-    found = material(real)
+    found = LlamaLoraOptions.of(real).data(real)
     assert (found.model, found.weights) == ("llama", folder)
     assert "real weights" in forecast(real)[0].basis
     if message is None:

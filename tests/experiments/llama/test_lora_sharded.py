@@ -6,12 +6,12 @@ from torch.distributed.fsdp import fully_shard
 
 from hyperion.chapter.context import Context
 from hyperion.checkpoints import CheckpointError, checkpoint_path, frozen_sha256, load_adapter
-from hyperion.experiments.llama.llama_lora import fine_tuning_engine
-from hyperion.experiments.llama.lora_sharded import VARIANT, _layout_rows, forecast, run
+from hyperion.experiments.llama.fine_tuning import fine_tuning_engine
+from hyperion.experiments.llama.lora_sharded import VARIANT, LoraShardedOptions, _layout_rows, forecast, run
 from hyperion.processes import process_group
 from hyperion.results import RowError
 from hyperion.training import Precision
-from hyperion.workloads.llama_setup import base_model, material, with_lora
+from hyperion.workloads.llama_setup import base_model, with_lora
 
 # Two ranks on the CPU; on GPUs, of which there may be one, the chapter itself shows it.
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these two ranks compute on the CPU")
@@ -77,8 +77,8 @@ def test_one_process_loads_the_adapters_of_the_ranks_and_no_other_base_may(done)
         "base.json",
         "manifest.json",
     ]
-    found = material(context)
-    model = with_lora(base_model(context, found, torch.float32), 0)
+    options = LoraShardedOptions.of(context)
+    model = with_lora(base_model(context, options.data(context), torch.float32), 0)
     load_adapter(model, path, frozen_sha256(model))
     with torch.no_grad():
         model.get_parameter("lm.base_model.model.model.norm.weight").add_(0.1)
@@ -88,12 +88,13 @@ def test_one_process_loads_the_adapters_of_the_ranks_and_no_other_base_may(done)
 
 def test_a_wrapper_that_finds_no_layer_is_caught(tmp_path):
     context = context_in(tmp_path)
-    found = material(context)
+    options = LoraShardedOptions.of(context)
+    data = options.data(context)
     with process_group(backend="gloo") as here:
-        model = with_lora(base_model(context, found, torch.float32), 0)
+        model = with_lora(base_model(context, data, torch.float32), 0)
         fully_shard(model)  # the root alone: one unit, the whole model gathered at once
-        engine = fine_tuning_engine(context, model, Precision("fp32", "test"), world=here)
-        row = next(row for row in _layout_rows(context, found, engine) if row.metric == "count")
+        engine = fine_tuning_engine(context, options, model, Precision("fp32", "test"), world=here)
+        row = next(row for row in _layout_rows(context, data, engine) if row.metric == "count")
     assert (row.variant, row.value) == (VARIANT, 1)
     with pytest.raises(RowError, match="decoder layers and the root"):
         row.validate()

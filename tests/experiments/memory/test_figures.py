@@ -41,7 +41,7 @@ def test_the_parts_of_a_phase_are_stacked_up_to_all_tensors(material):
     assert tops == pytest.approx([totals[phase] for phase in PHASES])
     peaks = [line.get_ydata()[0] for line in figure.axes[0].lines]
     assert peaks == pytest.approx([totals[phase] + 2.0 for phase in PHASES[1:]])
-    assert "add up to all tensors that are alive" in texts(figure)
+    assert "add up to all live tensors" in texts(figure)
 
 
 def test_policies_are_drawn_relative_to_none(material):
@@ -52,8 +52,8 @@ def test_policies_are_drawn_relative_to_none(material):
     corner = trade.patches[0].get_bbox()
     assert (corner.x1, corner.y1) == (1.3, 0.6), "what is asked of a policy"
     depths = {line.get_label(): list(line.get_ydata()) for line in depth.lines}
-    assert depths["everything kept"] == pytest.approx([3.9, 11.1])
-    assert depths["inputs of blocks kept"] == pytest.approx([1.65, 2.1])
+    assert depths["no checkpointing"] == pytest.approx([3.9, 11.1])
+    assert depths["every block checkpointed"] == pytest.approx([1.65, 2.1])
 
 
 def test_an_estimate_that_is_too_far_off_has_another_colour(material):

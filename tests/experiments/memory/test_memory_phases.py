@@ -5,7 +5,7 @@ import torch
 
 from hyperion.experiments.memory.memory_phases import EXPERIMENT, PHASES, memory_by_phase
 from hyperion.hardware import detect_cpu
-from hyperion.workloads.workloads import random_batch, workload
+from hyperion.workloads.workloads import ImageSizes, random_batch, workload
 from tests.chapter.toy import perform, toy_context
 
 RATE = {"learning_rate": 1e-3, "warmup_steps": 1}
@@ -69,7 +69,7 @@ def test_shapes_foretold_the_activations(result, tmp_path):
 
 def test_a_loop_that_keeps_its_gradients_is_seen():
     torch.set_num_threads(1)
-    work = workload("image", SIZES["image"])
+    work = workload(ImageSizes(**SIZES["image"]))
     engine = work.engine("fp32", detect_cpu(), 0)
     engine.optimizer.zero_grad = lambda: None
     first = memory_by_phase(engine, random_batch(work, detect_cpu(), 0))[0]

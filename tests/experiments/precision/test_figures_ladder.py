@@ -2,8 +2,7 @@
 
 import pytest
 
-from hyperion.experiments.precision.figures_ladder import training_ladder
-from hyperion.experiments.precision.tables_ladder import ladder_table
+from hyperion.experiments.precision.figures import ladder_table, training_ladder
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
 from hyperion.results import Run

@@ -5,8 +5,8 @@ import torch
 
 from hyperion.chapter import variants
 from hyperion.experiments.precision import precision_variants
-from hyperion.experiments.precision.precision_variants import EXPERIMENT, train_variant
-from hyperion.workloads import workloads
+from hyperion.experiments.precision.precision_variants import EXPERIMENT, PrecisionVariantsOptions, train_variant
+from hyperion.workloads.workloads import store_batches
 from tests.chapter.toy import by_params, perform, toy_context
 
 RATE = {"learning_rate": 1e-3, "warmup_steps": 2}
@@ -91,8 +91,9 @@ def test_shapes_foretell_the_bytes_of_a_step(result, context):
 
 
 def test_fp16_counts_its_skipped_steps_and_tells_its_scale(context):
-    ready = workloads.prepare(context, "image")
-    rows = train_variant(context, None, **ready.for_worker(), dtype="fp16").rows
+    options = PrecisionVariantsOptions.of(context)
+    stored = store_batches(context, options.image, options.batches)
+    rows = train_variant(context, lambda *progress: None, **stored.params, dtype="fp16").rows
     skipped, scale = (next(row.value for row in rows if row.metric == name) for name in ("count", "loss_scale"))
     assert scale == 65536 / 2**skipped
     assert next(row for row in rows if row.metric == "training_loss").value > 0

@@ -8,13 +8,20 @@ import torch
 
 from hyperion.chapter import Result
 from hyperion.errors import HyperionError
-from hyperion.experiments.precision.ladder_rungs import BASELINE, AllLogits, Rung, ladder
 from hyperion.experiments.precision.precision_variants import why_not_timed
-from hyperion.experiments.precision.training_ladder import EXPERIMENT, _differences
+from hyperion.experiments.precision.training_ladder import (
+    BASELINE,
+    EXPERIMENT,
+    AllLogits,
+    Rung,
+    TrainingLadderOptions,
+    _difference_rows,
+    build_ladder,
+)
 from hyperion.hardware import detect_cpu
 from hyperion.parallel.plan import EVERY_BLOCK
 from hyperion.results import Run
-from hyperion.workloads import workloads
+from hyperion.workloads.workloads import random_batch, workload
 from tests.chapter.toy import by_params, perform, toy_context
 
 RATE = {"learning_rate": 1e-3, "warmup_steps": 2}
@@ -32,6 +39,13 @@ SIZES = {
     | RATE,
     "image": {"width": 8, "batch_size": 4, "parity": {"batch_size": 2}, "rungs": [BASELINE, "channels_last"]} | RATE,
 }
+
+
+OPTIONS = TrainingLadderOptions.parse(SIZES, "training_ladder")
+
+
+def ladder(kind: str) -> list[Rung]:
+    return build_ladder(detect_cpu(), OPTIONS.ladders[kind].rungs)
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +70,8 @@ def result(context, folder):
     return perform(context, folder)
 
 
-def test_each_rung_adds_one_thing_and_what_is_missing_is_passed_by(context):
-    rungs = {rung.name: rung for rung in ladder(context, "language")}
+def test_each_rung_adds_one_thing_and_what_is_missing_is_passed_by():
+    rungs = {rung.name: rung for rung in ladder("language")}
     assert "TF32" in rungs["tf32"].absent and "no fp8" in rungs["fp8"].absent
     kept = [rung for rung in rungs.values() if not rung.absent]
     for below, rung in pairwise(kept):
@@ -66,28 +80,28 @@ def test_each_rung_adds_one_thing_and_what_is_missing_is_passed_by(context):
     assert kept[0] == Rung(BASELINE) and kept[-1].checkpointing == EVERY_BLOCK and kept[-1].fused and kept[-1].chunked
 
 
-def test_engines_are_what_their_rungs_say(context):
+def test_engines_are_what_their_rungs_say():
     device = detect_cpu()
-    language = workloads.workload("language", SIZES["language"], vocabulary=64)
+    language = workload(OPTIONS.language.model_copy(update={"vocabulary": 64}))
     plain, chunked = (replace(Rung(BASELINE), chunked=value).engine(language, device, 0) for value in (False, True))
     assert isinstance(plain.model, AllLogits) and chunked.model.loss_chunk_tokens == language.items // 4
-    batch = workloads.random_batch(language, device, 0)
+    batch = random_batch(language, device, 0)
     with torch.no_grad():
         torch.testing.assert_close(plain.summed_loss(batch), chunked.summed_loss(batch), rtol=1e-6, atol=0)
     assert not plain.optimizer.param_groups[0]["fused"]
     assert Rung("x", fused=True).engine(language, device, 0).optimizer.param_groups[0]["fused"]
-    image = workloads.workload("image", SIZES["image"])
+    image = workload(OPTIONS.image)
     for last in (False, True):
         kernel = Rung("x", channels_last=last).engine(image, device, 0).model.conv1.weight
         assert kernel.is_contiguous(memory_format=torch.channels_last) is last
 
 
 @pytest.mark.slow
-def test_every_rung_has_time_memory_and_a_loss_beside_that_of_the_first(result, context):
+def test_every_rung_has_time_memory_and_a_loss_beside_that_of_the_first(result):
     models = {row.variant for row in result.rows}
     assert len(models) == 2 and "resnet18_w8" in models
     for kind, model in zip(("language", "image"), sorted(models), strict=True):
-        present = [rung.name for rung in ladder(context, kind) if not rung.absent]
+        present = [rung.name for rung in ladder(kind) if not rung.absent]
         own = [row for row in result.rows if row.variant == model and row.value is not None]
         for metric in ("step_time_s", "tensor_memory_gib", "training_loss"):
             assert [row.params["rung"] for row in own if row.metric == metric] == present
@@ -117,7 +131,7 @@ def test_what_is_bought_for_memory_saves_some(result):
 def test_a_loss_that_strays_is_not_stored(result, context, tmp_path):
     strayed = result.samples.copy()
     strayed.loc[strayed["rung"] == "fused optimizer", "loss"] *= 1.2
-    rows = _differences(Result([row for row in result.rows if row.metric == "training_loss"], strayed))
+    rows = _difference_rows(Result([row for row in result.rows if row.metric == "training_loss"], strayed))
     strays = {row.params["rung"]: row.value for row in rows if row.params["window"] == "late"}
     assert strays["fused optimizer"] == pytest.approx(0.2, rel=0.02) and strays["chunked loss"] < 0.01
     with pytest.raises(HyperionError, match="no further from the baseline's than 8 twins"):

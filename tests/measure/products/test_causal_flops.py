@@ -13,7 +13,7 @@ from hyperion.models import TransformerLM, named_config
 from hyperion.processes import world
 from hyperion.training import choose_precision
 from hyperion.workloads.llama_setup import lora_model
-from hyperion.workloads.workloads import workload
+from hyperion.workloads.workloads import LanguageSizes, workload
 
 CPU = detect_cpu()
 MODEL, LENGTH, VOCABULARY, BATCH = "lm_d64_h4_l2", 32, 96, 2
@@ -38,8 +38,7 @@ def whole_and_attention():
 
 def test_the_limit_of_a_workload_counts_half_of_attention(whole_and_attention):
     whole, attention = whole_and_attention
-    sizes = {"model": MODEL, "batch_size": BATCH, "sequence_length": LENGTH, "learning_rate": 1e-3, "warmup_steps": 1}
-    work = workload("language", sizes, vocabulary=VOCABULARY)
+    work = workload(LanguageSizes(model=MODEL, batch_size=BATCH, sequence_length=LENGTH, vocabulary=VOCABULARY))
     assert work.flops.forward == whole
     assert work.least_flops == 3 * (whole - attention / 2)
     assert work.block_flops == whole - attention / 2 - 2 * VOCABULARY * 64
@@ -53,11 +52,11 @@ def test_the_limit_of_the_language_baseline_counts_half_of_attention(whole_and_a
 
 @pytest.mark.parametrize("model", [MODEL, "random_llama_d64_l2"])
 def test_the_limit_of_what_is_scaled_counts_half_of_attention(monkeypatch, model, whole_and_attention):
-    context = SimpleNamespace(seed=0, device=CPU, sizes={"learning_rate": 1e-3})
+    context, options = SimpleNamespace(seed=0, device=CPU), SimpleNamespace(learning_rate=1e-3)
     # The plan of ranks needs a process group; FLOPs do not depend on it.
     monkeypatch.setattr(scaling_workloads, "parallelize", lambda model, plan, here: model)
-    scaled = scaling_workloads.Workload("w", model, "ddp", BATCH, LENGTH, VOCABULARY)
-    _, least = scaling_workloads._engine(context, scaled, world(), "ddp", choose_precision(CPU, "fp32"))
+    scaled = scaling_workloads.ScaledTraining("w", model, "ddp", BATCH, LENGTH, VOCABULARY)
+    _, least = scaling_workloads._engine(context, options, scaled, world(), "ddp", choose_precision(CPU, "fp32"))
     if model == MODEL:
         whole, attention = whole_and_attention
         whole *= 3

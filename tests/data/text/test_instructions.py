@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperion.data import DataError, DataUnavailable, load_instructions
-from hyperion.data.instructions.instructions import COUNT, FILE, Instruction, split_by_prompt, stage_instructions
 from hyperion.data.store.staging import cache_root
+from hyperion.data.text.instructions import COUNT, FILE, Instruction, split_by_prompt, stage_instructions
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_rows_that_are_not_the_published_ones_are_said_to_be_others(put, rows):
     "spoil, message",
     [
         (lambda rows: json.dumps(rows)[:-2], "not a JSON document"),
-        (lambda rows: json.dumps({"rows": rows}), "no list"),
+        (lambda rows: json.dumps({"rows": rows}), "not a list"),
         (lambda rows: json.dumps(rows[1:]), f"has {COUNT - 1} records, expected {COUNT}"),
         (lambda rows: json.dumps([*rows[:7], {"instruction": "Hm?", "output": "x"}, *rows[8:]]), "record 7 lacks"),
         (lambda rows: json.dumps([*rows[:9], rows[9] | {"output": " "}, *rows[10:]]), "record 9 has an empty"),

@@ -1,8 +1,8 @@
-"""Data that a split has in common with another one: what a model has seen in training tells nothing when it is tested.
+"""Find records that occur in more than one split: a test on records seen in training measures nothing.
 
-Records are compared exactly: images byte by byte, lines by their words or token ids. A copy that was changed (compressed
-again, cut otherwise, edited) is not found. CIFAR-10 is known for such near duplicates: Barz and Denzler, Do We Train on
-Test Data?, J. Imaging 2020, find one for 3.3 % of its test images.
+Records are compared exactly: images byte by byte, lines by their words or token ids. Changed copies (compressed again, cropped,
+edited) are not detected. CIFAR-10 has such near duplicates for 3.3 % of its test images: Barz and Denzler, Do We Train on Test
+Data?, J. Imaging 2020.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,28 +11,28 @@ from hashlib import blake2b
 
 import numpy as np
 
-from hyperion.data.store.faults import DataError
+from hyperion.data.errors import DataError
 
-# Headings and short sentences repeat in honest splits: of WikiText-2's lines with 10 words or more, 7 of valid and test stand
-# in another split too, all headings; of those with 12 words or more (train 16,281, valid 1,736, test 1,963) none does.
+# Headings and short sentences repeat in correct splits too. Of WikiText-2's lines of at least 10 words, 7 in valid and test also
+# occur in another split, all of them headings; of those of at least 12 words (train 16,281, valid 1,736, test 1,963), none.
 LONG_LINE_WORDS = 12
-# Where only token ids are known; a made-up line has 16. In GPT-2's tokens, of WikiText-2's lines with 12 or more 66 stand in
-# another split too, of those with 16 or more (16,363, 1,746, 1,995) none does.
+# Used where only token ids are known; a synthetic line has 16. In GPT-2's tokens, 66 of WikiText-2's lines of at least 12 tokens
+# occur in another split, and none of those of at least 16 (train 16,363, valid 1,746, test 1,995).
 LONG_LINE_TOKENS = 16
-# Share of a split's records. WikiText-2 and the mirror's CIFAR-10 have 0; a few do not change a score, and a corpus of one's
-# own may repeat a notice.
+# Largest allowed share of a split's records. WikiText-2 and CIFAR-10 have 0. A few repeated records do not change a score, and a
+# user's own corpus may repeat a notice.
 TOLERANCE = 1e-3
 _ROWS_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """How many records of a split stand in another split too.
+    """Number of records of a split that also occur in another split.
 
     Attributes:
-        records: of the split that were compared: all images, or the long lines.
-        repeated: of these, those that another split has as well.
-        first: place of the first repeated one, counted as the caller counts its records; None where there is none.
+        records: number of compared records: all images, or the long lines.
+        repeated: number of these that another split contains too.
+        first: number of the first repeated record, in the caller's numbering; None if there is none.
     """
 
     records: int
@@ -41,11 +41,11 @@ class Overlap:
 
     @property
     def share(self) -> float:
-        """Repeated records over all that were compared, 0 where there are none."""
+        """Repeated records divided by compared records, 0 if there are none."""
         return self.repeated / self.records if self.records else 0.0
 
     def as_dict(self) -> dict:
-        """JSON-able, for a manifest."""
+        """Return the fields, JSON-able, for a manifest."""
         return asdict(self)
 
 
@@ -58,11 +58,11 @@ def line_overlap(splits: Mapping[str, Iterable[str]]) -> dict[str, Overlap]:
 
 
 def token_overlap(tokens: Mapping[str, np.ndarray], samples: Mapping[str, np.ndarray]) -> dict[str, Overlap]:
-    """The same for lines of at least LONG_LINE_TOKENS tokens; memory grows with the splits other than 'train' only.
+    """Compare the lines of at least LONG_LINE_TOKENS tokens. Memory grows with the splits other than 'train' only.
 
     Args:
         tokens: split to token ids [tokens].
-        samples: split to int64 [samples, 2]: where each line begins in the stream, and its number of tokens.
+        samples: split to int64 [samples, 2]: start of each line in the stream, and its number of tokens.
     """
     return _overlap({split: _long_samples(tokens[split], samples[split]) for split in tokens})
 
@@ -73,21 +73,21 @@ def image_overlap(train: np.ndarray, test: np.ndarray) -> dict[str, Overlap]:
 
 
 def require_little_overlap(found: Mapping[str, Overlap], what: str, where: object) -> None:
-    """Refuse splits of which more than TOLERANCE stands in another split.
+    """Check that at most TOLERANCE of each split occurs in another split.
 
     Args:
-        what: the records, as "images".
+        what: name of the records, such as "images".
 
     Raises:
-        DataError: names split, share and the first record.
+        DataError: names the split, the share and the first record.
     """
     for split, overlap in found.items():
         if overlap.share > TOLERANCE:
             raise DataError(
-                f"{overlap.repeated} of {overlap.records} {what} of the {split} split ({overlap.share:.2%}) stand in "
-                f"another split too, the first is number {overlap.first}; at most {TOLERANCE:.1%} may",
+                f"{overlap.repeated} of {overlap.records} {what} of the {split} split ({overlap.share:.2%}) also occur "
+                f"in another split; the first is number {overlap.first}, and at most {TOLERANCE:.1%} is allowed",
                 where=where,
-                next_step="a score on them would be none: copy the original files, or remove them from one split",
+                next_step="copy the original files, or remove the repeated records from one split",
             )
 
 

@@ -1,30 +1,29 @@
-"""Batches of instruction rows on the device, in the resumable order and the parts of ranks of every loader."""
+"""Batches of tokenized instruction rows on the device, as wide as their longest row."""
 
 import numpy as np
 import torch
 
-from hyperion.data.batches.loaders import ResumableBatches
-from hyperion.data.batches.token_stream import on_device
-from hyperion.data.instructions.completions import Completions
+from hyperion.data.batches.loaders import ResumableBatches, on_device
+from hyperion.data.text.instructions import Completions
 
-WIDTH_MULTIPLE = 8  # batches are padded to a multiple of this: matrix units want one, and shapes repeat more often
+WIDTH_MULTIPLE = 8  # matrix units prefer such widths, and fewer distinct shapes occur
 
 
 class InstructionBatches(ResumableBatches):
-    """Batches of inputs and targets int64 [batch, width], targets IGNORE_INDEX on prompts and padding.
+    """Batches of inputs and targets int64 [batch, width], with targets IGNORE_INDEX on prompts and padding.
 
-    The width is that of the longest row of the whole batch, so that each rank's part has it too and a row is computed in
-    the same shape on any number of ranks.
+    The width is that of the longest row of the global batch, rounded up to WIDTH_MULTIPLE. So a row has the same shape on any
+    number of ranks.
 
     Args:
-        completions: rows from tokenize_completions, kept on the device.
-        batch_size: rows in a batch, of all ranks together.
-        shuffle: a new order every epoch, else the order of the rows (evaluation).
-        drop_last: leave out the rows that fill no whole batch, else end the epoch with a smaller one.
-        rank, ranks: this process's part of each batch; evaluation takes whole batches, on every rank.
+        completions: rows from `tokenize_completions`; they are copied to the device.
+        batch_size: rows in a global batch.
+        shuffle: use a new order in every epoch; otherwise the order of the rows (evaluation).
+        drop_last: leave out the last, incomplete batch of an epoch.
+        rank, ranks: this process's part of each batch. For evaluation use whole batches on every rank.
 
     Raises:
-        DataError: too few rows for one batch, or a batch that the ranks do not divide.
+        DataError: the rows do not fill one batch, or the ranks do not divide the batch.
     """
 
     def __init__(

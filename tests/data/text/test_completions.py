@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperion.data import IGNORE_INDEX, DataError, Instruction, load_instructions, tokenize_completions
-from hyperion.data.instructions.completions import fit
+from hyperion.data.text.instructions import fit
 from hyperion.data.text.tokenizer import train_tokenizer
 
 ROWS = load_instructions("synthetic")

@@ -1,1 +1,0 @@
-"""Instruction rows and their completions."""

@@ -1,0 +1,233 @@
+"""Arrays on disk: written piece by piece with a checksum per block of rows, verified when opened, read by memory map."""
+
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from hyperion.data.errors import DataError
+from hyperion.data.store.manifest import DataManifest, read_manifest, write_manifest
+from hyperion.data.store.staging import staged
+from hyperion.untrusted import open_regular
+
+FOLDER = "checksums"  # next to the arrays; one file of CRC-32 values per array
+BLOCK_BYTES = 2048
+
+
+def rows_of_a_block(dtype: DTypeLike, row_shape: tuple[int, ...]) -> int:
+    """Return the number of rows that share a checksum: 1 for CIFAR-10 images, 1,024 for tokens of 16 bits."""
+    return max(1, BLOCK_BYTES // (np.dtype(dtype).itemsize * int(np.prod(row_shape, dtype=np.int64))))
+
+
+def narrowed(values: np.ndarray, dtype: DTypeLike, where: object) -> np.ndarray:
+    """Return `values` as a new array of type `dtype`, with every value unchanged.
+
+    Raises:
+        DataError: `dtype` cannot represent a value (too large, negative, fractional, NaN); the first one is named.
+    """
+    values, dtype = np.asarray(values), np.dtype(dtype)
+    if np.can_cast(values.dtype, dtype, casting="safe"):
+        return np.array(values, dtype=dtype, order="C")
+    with np.errstate(invalid="ignore"):  # casting NaN to an integer warns; the comparison below detects it
+        cast = np.array(values, dtype=dtype, order="C")
+    # A negative number that was cast to an unsigned type can compare equal to the original, so the signs are compared too.
+    changed = np.flatnonzero(((cast != values) | ((cast < 0) != (values < 0))).reshape(-1))
+    if len(changed):
+        raise DataError(
+            f"value {changed[0]} is {values.reshape(-1)[changed[0]]}, which {dtype} cannot represent ({len(changed)} values)",
+            where=where,
+            next_step="check their origin: ids must be below the vocabulary size, labels below the number of classes",
+        )
+    return cast
+
+
+def open_array(path: Path) -> np.ndarray:
+    """Return a read-only memory map of the array in a .npy file.
+
+    Raises:
+        DataError: it is not a regular file, or not an array of plain numbers with at least one dimension.
+    """
+    again = "prepare the data again"
+    try:
+        open_regular(path, DataError, again).close()
+        array = np.lib.format.open_memmap(path, mode="r")
+    except (ValueError, OSError, TypeError, OverflowError, SyntaxError, MemoryError) as error:
+        # NumPy parses the header as a Python literal, so a damaged header can raise any of these.
+        raise DataError(f"{path.name} is not an array of numbers: {error}", where=path, next_step=again) from error
+    if not array.ndim or array.dtype.kind not in "biuf" or 0 in array.shape[1:]:
+        fault = f"{path.name} is {array.dtype} {list(array.shape)}, expected rows of numbers"
+        raise DataError(fault, where=path, next_step=again)
+    return array
+
+
+class ArrayWriter:
+    """Write rows, a few at a time, to the new file `<folder>/<name>.npy`, and their checksums to `<folder>/checksums/<name>.npy`.
+
+    Args:
+        row_shape: shape of one row; () for a plain sequence of numbers.
+    """
+
+    def __init__(self, folder: Path, name: str, dtype: DTypeLike, row_shape: tuple[int, ...] = ()):
+        self.rows, self.dtype, self._row_shape = 0, np.dtype(dtype), tuple(row_shape)
+        self._checksums, self._sums = folder / FOLDER / f"{name}.npy", bytearray()
+        self._block = rows_of_a_block(self.dtype, self._row_shape) * self.dtype.itemsize * int(np.prod(row_shape, dtype=int))
+        self._left = b""  # rows of the last block, while it is incomplete
+        self._file = open(folder / f"{name}.npy", "xb")  # noqa: SIM115 - closed by `close`
+        self._write_header()
+
+    def append(self, rows: np.ndarray) -> None:
+        """Append rows [n, *row_shape].
+
+        Raises:
+            DataError: the file's type cannot represent a value.
+        """
+        content = narrowed(rows, self.dtype, self._file.name)
+        self._file.write(content.data)
+        self.rows += len(content)
+        ready = memoryview(self._left + content.tobytes())
+        full = len(ready) - len(ready) % self._block
+        self._add_sums(ready[:full])
+        self._left = bytes(ready[full:])
+
+    def close(self) -> None:
+        """Write the final number of rows and the checksums."""
+        self._add_sums(memoryview(self._left))
+        end = self._file.tell()
+        self._file.seek(0)
+        self._write_header()
+        self._file.seek(end)
+        self._file.close()
+        self._checksums.parent.mkdir(exist_ok=True)
+        np.save(self._checksums, np.frombuffer(self._sums, np.uint32))
+
+    def _write_header(self) -> None:
+        # NumPy reserves space for a larger first dimension, so the final header fits over the first one.
+        described = np.lib.format.dtype_to_descr(self.dtype)
+        header = {"descr": described, "fortran_order": False, "shape": (self.rows, *self._row_shape)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+    def _add_sums(self, content: memoryview) -> None:
+        self._sums += _checksums(content, self._block).tobytes()
+
+    def __enter__(self) -> "ArrayWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()  # no effect after `close`; an unfinished file is removed with its staging folder
+
+
+def damaged_rows(folder: Path, name: str) -> list[tuple[int, int]]:
+    """Return the ranges (first, last) of rows of `<name>.npy` whose checksum differs; a range covers whole blocks.
+
+    Raises:
+        DataError: the array or its checksums are missing or unreadable.
+    """
+    array, expected = open_array(folder / f"{name}.npy"), open_array(folder / FOLDER / f"{name}.npy")
+    block = rows_of_a_block(array.dtype, array.shape[1:])
+    runs: list[tuple[int, int]] = []
+    for number, first in enumerate(range(0, len(array), block)):
+        content = np.ascontiguousarray(array[first : first + block])
+        if number < len(expected) and zlib.crc32(content.data.cast("B")) == expected[number]:
+            continue
+        last = min(first + block, len(array)) - 1
+        if runs and runs[-1][1] == first - 1:
+            runs[-1] = (runs[-1][0], last)
+        else:
+            runs.append((first, last))
+    return runs
+
+
+def _checksums(content: memoryview, block: int) -> np.ndarray:
+    return np.array([zlib.crc32(content[at : at + block]) for at in range(0, len(content), block)], dtype=np.uint32)
+
+
+ROWS_AT_ONCE = 4096
+ROWS_READ_AT_ONCE = 1 << 18  # a stream may be longer than memory
+
+
+def token_dtype(vocab_size: int, where: object = "vocabulary") -> np.dtype:
+    """Return uint16 if it can represent every token id, else uint32.
+
+    Args:
+        vocab_size: largest id + 1, which exceeds the number of entries if some ids are unused.
+
+    Raises:
+        DataError: an id needs more than 31 bits; loaders store ids as int32.
+    """
+    if not 1 <= vocab_size <= 1 << 31:
+        fault = f"a vocabulary of {vocab_size} ids, expected 1 to {1 << 31}"
+        raise DataError(fault, where=where, next_step="use a tokenizer whose ids start at 0 and have few gaps")
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
+def write_shards(folder: Path, arrays: dict[str, np.ndarray], *, name: str, source: str, detail: str, facts: dict) -> None:
+    """Store each array as `<key>.npy` in the new folder `folder`, with checksums and a manifest. The folder appears complete
+    or not at all.
+
+    Raises:
+        DataError: the disk is full or not writable; partial files are removed.
+    """
+    with staged(folder) as work:
+        for key, array in arrays.items():
+            with ArrayWriter(work, key, array.dtype, array.shape[1:]) as writer:
+                for first in range(0, len(array), ROWS_AT_ONCE):
+                    writer.append(array[first : first + ROWS_AT_ONCE])
+                writer.close()
+        write_manifest(work, name=name, source=source, detail=detail, facts=facts)
+
+
+def open_shards(folder: Path) -> tuple[dict[str, np.ndarray], DataManifest]:
+    """Return memory maps of a folder's arrays by name, and the manifest, after checking every file against the manifest.
+
+    Raises:
+        DataError: a file is missing, truncated, edited, or not an array of plain numbers.
+    """
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise DataError("no manifest, so this is not a folder of prepared data", where=folder, next_step="prepare the data again")
+    manifest.verify(folder)
+    return {Path(name).stem: open_array(folder / name) for name in manifest.files if is_array(name)}, manifest
+
+
+def is_array(name: str) -> bool:
+    """Return True if a file of a manifest is an array, not a checksum file or a tokenizer."""
+    return name.endswith(".npy") and "/" not in name
+
+
+def check_tokens(tokens: np.ndarray, vocab_size: int, where: object) -> None:
+    """Check that a token stream fits a vocabulary.
+
+    Args:
+        vocab_size: largest id + 1.
+
+    Raises:
+        DataError: the stream is not integers [tokens], or an id is outside the vocabulary, so the tokens belong to another
+            tokenizer; the first such id is named.
+    """
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        fault = f"tokens are {tokens.dtype} {list(tokens.shape)}, expected integers [tokens]"
+        raise DataError(fault, where=where, next_step="prepare the data again")
+    first, count = first_bad(tokens, lambda part: (part < 0) | (part >= vocab_size))
+    if first is not None:
+        raise DataError(
+            f"token {first} has the id {tokens[first]}, outside a vocabulary of {vocab_size} ({count} such tokens)",
+            where=where,
+            next_step="prepare the data again with this tokenizer",
+        )
+
+
+def first_bad(rows: np.ndarray, is_bad: Callable[[np.ndarray], np.ndarray]) -> tuple[int | None, int]:
+    """Return the index of the first bad row (None if there is none) and the number of bad rows. The array may exceed memory.
+
+    Args:
+        is_bad: function of n rows that returns bool [n].
+    """
+    first, count = None, 0
+    for start in range(0, len(rows), ROWS_READ_AT_ONCE):
+        bad = np.flatnonzero(is_bad(np.asarray(rows[start : start + ROWS_READ_AT_ONCE])))
+        count += len(bad)
+        if first is None and len(bad):
+            first = start + int(bad[0])
+    return first, count

@@ -1,0 +1,337 @@
+"""Instruction rows for fine-tuning: an instruction, an optional input, and the completion to learn; and their token ids.
+
+The real ones are the 1,100 rows of Sebastian Raschka's "Build a Large Language Model (From Scratch)", chapter 7
+(github.com/rasbt/LLMs-from-scratch, Apache License 2.0). The synthetic ones are generated, and each completion follows from its
+prompt, so that a perfect model reaches a loss of 0.
+
+Only completions carry a loss; prompt and padding are context. A row is prompt, completion and the end of text, in this order,
+and `targets` are shifted by one token against `inputs`:
+
+    inputs      p1      p2      p3   c1   c2   (padding)
+    targets     IGNORE  IGNORE  c1   c2   end  IGNORE
+
+Padding is on the right, where causal attention hides it from every real token, so no attention mask is needed.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from hyperion.data.batches.packing import IGNORE_INDEX
+from hyperion.data.errors import DataError, DataUnavailable
+from hyperion.data.store.arrays import narrowed
+from hyperion.data.store.manifest import read_manifest, write_manifest
+from hyperion.data.store.network import download
+from hyperion.data.store.sources import Checksums, compare_checksums, mirror_root, take
+from hyperion.data.store.staging import cache_root, staged
+from hyperion.data.text.corpus import TextCorpus
+from hyperion.data.text.synthetic_text import EchoLanguage
+from hyperion.data.text.tokenizer import Tokenizer
+from hyperion.untrusted import printable, read_bounded, read_json
+
+FOLDER, FILE = "instructions", "instructions.json"
+COUNT = 1100
+URL = "https://raw.githubusercontent.com/rasbt/LLMs-from-scratch/main/ch07/01_main-chapter-code/instruction-data.json"
+SHA256 = "7e09a9af353722ca15c18bc580f093f9c39d3178335a75177319cb1e1d163944"
+HELD_OUT_EVERY = 10  # one of ten prompts is held out
+KEYS = ("instruction", "input", "output")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One row; `input` is "" if the instruction needs none."""
+
+    instruction: str
+    input: str
+    output: str
+
+    @property
+    def prompt(self) -> str:
+        """The text given to the model: the template with instruction and input, up to the heading of the response."""
+        given = f"### Input:\n{self.input}\n\n" if self.input else ""
+        return f"### Instruction:\n{self.instruction}\n\n{given}### Response:\n"
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """Instruction rows in two splits without common prompts.
+
+    Attributes:
+        name: 'instructions' or 'synthetic-instructions'; a synthetic set never has the name of the real one.
+        source: 'mirror', 'cache', 'download' or 'synthetic'.
+        detail: description of the source, without paths of the machine.
+        train, held_out: the rows.
+        least_loss_nats: loss per completion token of a perfect model, None if unknown.
+        checksums: result of the comparison with the published checksum; None for synthetic rows.
+    """
+
+    name: str
+    source: str
+    detail: str
+    train: tuple[Instruction, ...] = field(repr=False)
+    held_out: tuple[Instruction, ...] = field(repr=False)
+    least_loss_nats: float | None = None
+    checksums: Checksums | None = None
+
+    @property
+    def sha256(self) -> str:
+        """Hash of all rows."""
+        rows = [[[getattr(row, key) for key in KEYS] for row in part] for part in (self.train, self.held_out)]
+        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+    def as_corpus(self) -> TextCorpus:
+        """Return the train rows as a corpus, to train a tokenizer on."""
+        lines = [row.prompt + row.output + "\n" for row in self.train]
+        return TextCorpus(self.name, self.source, self.detail, {"train": lines, "valid": [], "test": []})
+
+
+def load_instructions(source: str = "auto", *, allow_synthetic: bool = True, seed: int = 0, url: str = URL) -> InstructionSet:
+    """Load the instruction rows, or synthetic ones if they are requested or allowed as a fallback.
+
+    Args:
+        source: 'auto', 'mirror', 'cache', 'download' or 'synthetic'.
+        allow_synthetic: let 'auto' fall back to synthetic rows.
+        seed: seed of the synthetic rows.
+        url: address for a download.
+
+    Raises:
+        DataError: the file is unreadable, a record is invalid (its number is given), or no source has the data.
+    """
+    suppliers = {
+        "mirror": lambda: _read(mirror_root() / FILE, "mirror", "the mirror"),
+        "cache": cached_instructions,
+        "download": lambda: _downloaded(url),
+        "synthetic": lambda: synthetic_instructions(seed=seed),
+    }
+    return take(FOLDER, source, suppliers, allow_synthetic)
+
+
+def stage_instructions(url: str = URL) -> str:
+    """Stage the rows in the cache, from the mirror if it has them, else from their publisher.
+
+    Returns:
+        'present' if the cache already has them, else their origin.
+
+    Raises:
+        DataError: no source has the data, or they are wrong; the cache is unchanged.
+    """
+    target = cache_root() / FOLDER
+    if target.is_dir():
+        cached_instructions()
+        return "present"
+    try:
+        path = mirror_root() / FILE
+        _read(path, "mirror", "the mirror")
+    except DataUnavailable:
+        _stage_download(target, url)
+        return "downloaded"
+    with staged(target) as work:
+        (work / FILE).write_bytes(read_bounded(path, DataError, _AGAIN))
+        write_manifest(work, name=FOLDER, source="mirror", detail="copied from the mirror")
+    return "copied from the mirror"
+
+
+def synthetic_instructions(train: int = 990, held_out: int = 110, seed: int = 0) -> InstructionSet:
+    """Generate tasks on synthetic words, without repeated prompts; by default as many rows as the real set."""
+    generator, words = np.random.default_rng(seed), EchoLanguage().words
+    rows: dict[str, Instruction] = {}
+    while len(rows) < train + held_out:
+        text, solve = _TASKS[generator.integers(len(_TASKS))]
+        given = [words[i] for i in generator.integers(len(words), size=generator.integers(2, 6))]
+        row = Instruction(text, " ".join(given), solve(given))
+        rows.setdefault(row.prompt, row)
+    generated = tuple(rows.values())
+    detail = f"made-up tasks on made-up words, seed {seed}, {train} + {held_out} rows, each answer follows from its prompt"
+    return InstructionSet("synthetic-instructions", "synthetic", detail, generated[:train], generated[train:], 0.0)
+
+
+_TASKS: tuple[tuple[str, Callable[[list[str]], str]], ...] = (
+    ("Repeat the words.", " ".join),
+    ("Write the words in reverse order.", lambda words: " ".join(words[::-1])),
+    ("Sort the words by the alphabet.", lambda words: " ".join(sorted(words))),
+    ("Name the first word.", lambda words: words[0]),
+    ("Name the last word.", lambda words: words[-1]),
+    ("How many words are there?", lambda words: f"There are {len(words)} words."),
+)
+
+
+def _read(path: Path, source: str, label: str, origin: str = "") -> InstructionSet:
+    if not path.is_file():
+        raise DataUnavailable(f"{label} has no {path.name}", where=path, next_step=f"put {FILE} there, or run `make fetch`")
+    rows = _records(path)
+    if len(rows) != COUNT:
+        raise DataError(f"{path.name} has {len(rows)} records, expected {COUNT}", where=path, next_step=_AGAIN)
+    train, held_out = split_by_prompt(rows)
+    published = checksums(path)
+    detail = f"{COUNT} rows{origin}, {len(held_out)} held out, {published}"
+    return InstructionSet(FOLDER, source, detail, train, held_out, checksums=published)
+
+
+def checksums(path: Path) -> Checksums:
+    """Compare the file with the published hash."""
+    return compare_checksums({path: SHA256}, "sha256", _UNPROVEN)
+
+
+_UNPROVEN = "the rows' form is checked, not their content"
+_AGAIN = "copy the file again from its source, or remove it and run `make fetch`"
+
+
+def _records(path: Path) -> list[Instruction]:
+    """Return the rows of a JSON list of objects with the three keys.
+
+    Raises:
+        DataError: not a regular file, not UTF-8, not JSON, not a list, or a record (its number is given) with a missing or
+            unknown key or an empty instruction or output.
+    """
+    try:
+        records = read_json(path, DataError, _AGAIN)
+    except OSError as error:
+        raise DataError(f"cannot read {path.name}: {error.strerror}", where=path, next_step=_AGAIN) from error
+    if not isinstance(records, list):
+        raise DataError(f"{path.name} is not a list of records", where=path, next_step=_AGAIN)
+    for number, record in enumerate(records):
+        if not isinstance(record, dict) or any(not isinstance(record.get(key), str) for key in KEYS):
+            fault = f"record {number} lacks one of the texts {', '.join(KEYS)}"
+        elif record.keys() - set(KEYS):
+            fault = f"record {number} has unknown keys {sorted(map(printable, record.keys() - set(KEYS)))[:3]}"
+        elif any(_is_torn(record[key]) for key in KEYS):
+            fault = f"record {number} contains half of a surrogate pair, which is not valid text"
+        elif not record["instruction"].strip() or not record["output"].strip():
+            fault = f"record {number} has an empty instruction or output"
+        else:
+            continue
+        raise DataError(fault, where=f"{path}, record {number}", next_step=_AGAIN)
+    return [Instruction(*(record[key] for key in KEYS)) for record in records]
+
+
+def _is_torn(text: str) -> bool:
+    """Return True if a text contains half of a surrogate pair, which JSON can represent and UTF-8 cannot."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def split_by_prompt(rows: Sequence[Instruction]) -> tuple[tuple[Instruction, ...], tuple[Instruction, ...]]:
+    """Return (train, held out). Every tenth prompt is held out, with all its rows.
+
+    A prompt may occur twice with different completions. Both rows go to the same split; otherwise the model would be tested on a
+    prompt that it was trained on.
+    """
+    numbers: dict[str, int] = {}
+    for row in rows:
+        numbers.setdefault(row.prompt, len(numbers))
+    held_out = {prompt for prompt, number in numbers.items() if number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1}
+    return (tuple(row for row in rows if row.prompt not in held_out), tuple(row for row in rows if row.prompt in held_out))
+
+
+def cached_instructions(source: str = "cache") -> InstructionSet:
+    """Load the rows from the cache.
+
+    Args:
+        source: source named in the result.
+
+    Raises:
+        DataError: they are missing or wrong.
+    """
+    folder = cache_root() / FOLDER
+    manifest = read_manifest(folder)
+    if manifest is not None:
+        manifest.verify(folder)
+    return _read(folder / FILE, source, "the cache", f", {manifest.detail}" if manifest is not None else "")
+
+
+def _downloaded(url: str) -> InstructionSet:
+    target = cache_root() / FOLDER
+    if target.is_dir():
+        return cached_instructions()  # not downloaded again; the source is reported as the cache
+    _stage_download(target, url)
+    return cached_instructions("download")
+
+
+def _stage_download(target: Path, url: str) -> None:
+    with staged(target) as work:
+        download(url, work / FILE, sha256=SHA256)
+        write_manifest(work, name=FOLDER, source="download", detail="downloaded from github.com/rasbt/LLMs-from-scratch")
+
+
+LEAST_PROMPT_SHARE = 4  # a row that is too long keeps at least 1/4 of its length for the end of the prompt
+
+
+@dataclass(frozen=True)
+class Completions:
+    """Tokenized rows of equal length.
+
+    Attributes:
+        inputs: int32 [rows, length], padded on the right with the end of text.
+        targets: int32 [rows, length], the next token if it belongs to the completion, else IGNORE_INDEX.
+        sizes: int64 [rows], number of real tokens in each row of inputs; the rest is padding.
+        prompts_cut: number of rows whose prompt was truncated at its start.
+        completions_cut: number of rows whose completion was truncated at its end, which includes the end of text.
+    """
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    sizes: np.ndarray
+    prompts_cut: int
+    completions_cut: int
+
+    @property
+    def tokens(self) -> int:
+        """Number of input tokens: prompts and completions without padding."""
+        return int(self.sizes.sum())
+
+    @property
+    def completion_tokens(self) -> int:
+        """Number of tokens that carry a loss."""
+        return int((self.targets != IGNORE_INDEX).sum())
+
+
+def tokenize_completions(rows: Sequence[Instruction], tokenizer: Tokenizer, length: int) -> Completions:
+    """Tokenize rows, with prompt and completion tokenized separately, so that no token belongs to both.
+
+    A row longer than length + 1 tokens first loses the start of its prompt (its end has the heading of the response) and then,
+    if that is not enough, the end of its completion. No row is dropped or loses its whole completion. Both truncations are
+    counted.
+
+    Args:
+        tokenizer: its beginning-of-text token, if it has one, starts each prompt.
+        length: number of positions of a row.
+
+    Raises:
+        DataError: there are no rows, or the length is below 1.
+    """
+    if not rows or length < 1:
+        raise DataError(f"{len(rows)} rows at {length} tokens", next_step="give at least one row and a length of 1 or more")
+    prompts = tokenizer.encode([row.prompt for row in rows])
+    completions = tokenizer.encode([row.output for row in rows])
+    inputs = np.full((len(rows), length), tokenizer.eos_id, dtype=np.int32)
+    targets = np.full((len(rows), length), IGNORE_INDEX, dtype=np.int32)
+    sizes = np.empty(len(rows), dtype=np.int64)
+    cuts = np.zeros(2, dtype=np.int64)
+    beginning = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    for number, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        whole = [*beginning, *prompt], [*completion, tokenizer.eos_id]
+        prompt, completion = fit(*whole, length + 1, len(beginning))
+        cuts += [len(prompt) < len(whole[0]), len(completion) < len(whole[1])]
+        ids = narrowed(np.array(prompt + completion), np.int32, tokenizer.name)
+        sizes[number] = size = len(ids) - 1
+        inputs[number, :size] = ids[:-1]
+        targets[number, len(prompt) - 1 : size] = completion
+    return Completions(inputs, targets, sizes, *map(int, cuts))
+
+
+def fit(prompt: list[int], completion: list[int], limit: int, beginning: int = 0) -> tuple[list[int], list[int]]:
+    """Truncate prompt and completion to `limit` tokens in total; at least one token of each remains.
+
+    Args:
+        beginning: number of tokens at the start of the prompt that are never removed (the beginning of text).
+    """
+    most = limit - min(len(prompt), max(1, limit // LEAST_PROMPT_SHARE))
+    completion = completion[:most]
+    room = limit - len(completion)
+    if len(prompt) > room:
+        beginning = min(beginning, room)
+        prompt = prompt[:beginning] + prompt[len(prompt) - room + beginning :]
+    return prompt, completion

@@ -1,0 +1,167 @@
+"""Figures of training speed: this library's training loops compared with plain public ones."""
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from hyperion.figures.formats import items
+from hyperion.figures.material import Material, measured
+from hyperion.figures.style import COLOURS, INK, add_notes, errors_of, new_figure, whole_numbers
+from hyperion.results import Row, known
+
+# Colour and label by loop.
+_LOOPS = {"plain": (COLOURS[1], "plain public loop"), "hyperion": (COLOURS[0], "this library")}
+# Colour by part of a roof. Rows of older references time each product alone, with attention as a part of its own.
+_PARTS = {
+    "products": COLOURS[6],
+    "attention": COLOURS[2],
+    "activations": COLOURS[5],
+    "logits": COLOURS[4],
+    "optimizer": COLOURS[3],
+}
+# Label by the parameter "what" of a share.
+_OWN = "of the roof of its own products"
+_ROOFS = {"of the step's roof": "roof", _OWN: "roof of its\nown products"}
+
+
+def image_training_speed(material: Material) -> Figure | None:
+    """Draw images per second of both loops by batch size with the speed-up, and their losses over the same batches."""
+    rows = measured(material.of("image_training_speed"))
+    rates = [row for row in rows if row.metric == "images_per_s"]
+    if not rates:
+        return None
+    title = f"Training {rates[0].variant}, loader included"
+    figure, (left, right) = new_figure(title, material.machine("image_training_speed"), 2)
+    batches = sorted({row.params["batch"] for row in rates})
+    _draw_alone(left, batches, [row for row in rows if row.metric == "share"])
+    _draw_rates(left, batches, rates, [row for row in rows if row.metric == "speedup"])
+    _draw_losses(right, material.samples("image_training_speed"), "image")
+    limits = {row.params["batch"]: row.limit for row in rates if row.limit}
+    notes = [f"The device's limit for these FLOPs: {items(max(limits.values()))} images/s."] if limits else []
+    how = next((row.params for row in rows if row.metric == "speedup"), {})
+    if how and not how["replayed"]:
+        notes.append("Here the library's steps are not replayed from a graph: both loops do the same, one step at a time.")
+    add_notes(figure, notes)
+    return figure
+
+
+def _draw_alone(axes: Axes, batches: list[int], shares: list[Row]) -> None:
+    """Draw the rate of a step that takes only the time of its products, each alone."""
+    for number, (batch, params) in enumerate({row.params["batch"]: row.params for row in shares}.items()):
+        place = batches.index(batch)
+        rate = batch / sum(seconds for name, seconds in params.items() if name.endswith("_s"))
+        label = None if number else "its products alone"
+        axes.plot([place - 0.4, place + 0.4], [rate, rate], color=INK, linestyle="--", linewidth=1, label=label)
+
+
+def _draw_rates(axes: Axes, batches: list[int], rates: list[Row], ratios: list[Row]) -> None:
+    for place, (loop, (colour, label)) in enumerate(_LOOPS.items()):
+        chosen = [row for row in rates if row.params["loop"] == loop]
+        x = [batches.index(row.params["batch"]) + 0.36 * (place - 0.5) for row in chosen]
+        axes.bar(x, [known(row.value) for row in chosen], 0.34, color=colour, label=label, yerr=errors_of(chosen), ecolor=INK)
+    for ratio in ratios:
+        batch = ratio.params["batch"]
+        x = batches.index(batch) + 0.18
+        top = max(row.ci_high or known(row.value) for row in rates if row.params["batch"] == batch)
+        axes.annotate(
+            f"{ratio.value:.2f} ×\n[{ratio.ci_low:.2f}, {ratio.ci_high:.2f}]",
+            (x, top),
+            xytext=(0, 4),
+            ha="center",
+            textcoords="offset points",
+            fontsize=9,
+            fontweight="bold",
+        )
+    axes.set_xticks(range(len(batches)), [f"batch {batch}" for batch in batches])
+    axes.yaxis.set_major_formatter(lambda value, _: items(value))
+    axes.margins(y=0.3)
+    axes.grid(axis="x", visible=False)
+    axes.set(ylabel="images/s", ylim=(0, None), title="Speed, in turn; 95 % interval")
+    axes.legend(loc="upper right" if len(batches) > 2 else "upper center", ncols=2)
+
+
+def _draw_losses(axes: Axes, samples: pd.DataFrame, item: str) -> None:
+    """Draw the losses of both loops over the same batches, in nats per item.
+
+    Reads samples of kind "parity": columns loop, batch, step, loss.
+    """
+    samples = samples.query("kind == 'parity'")
+    batch = max(samples["batch"])
+    for loop, width in (("plain", 4.0), ("hyperion", 1.3)):
+        curve = samples.query("loop == @loop and batch == @batch").sort_values("step")
+        colour, label = _LOOPS[loop]
+        axes.plot(curve["step"], curve["loss"], color=colour, linewidth=width, label=label, alpha=0.55 if width > 2 else 1)
+    whole_numbers(axes.xaxis)
+    title = f"Same weights, same batches of {batch:,.0f} {item}s"
+    axes.set(xlabel="optimizer step", ylabel=f"loss, nats per {item}", title=title)
+    axes.legend()
+
+
+def language_speed(material: Material) -> Figure | None:
+    """Draw milliseconds per step of both loops and of the roofs by part, and the losses over the same batches."""
+    rows = measured(material.of("language_training_speed"))
+    times = {row.params["loop"]: row for row in rows if row.metric == "step_time_s"}
+    if len(times) < len(_LOOPS):
+        return None
+    ours = times["hyperion"]
+    title = f"Training {ours.variant}, {ours.params['batch']:,} tokens a step"
+    figure, (left, right) = new_figure(title, material.machine("language_training_speed"), 2)
+    shares = [row for row in rows if row.metric == "share"]
+    ratio = next(row for row in rows if row.metric == "speedup")
+    _draw_steps(left, times, shares, ratio)
+    _draw_losses(right, material.samples("language_training_speed"), "token")
+    add_notes(figure, _notes(shares, compiled=ours.params["compiled"]))
+    return figure
+
+
+def _notes(shares: list[Row], compiled: bool) -> list[str]:
+    notes = [] if compiled else ["Here neither is compiled: both do the same, operator by operator."]
+    if not shares:
+        return [*notes, "No roof: this run has measured no ceilings."]
+    params = {name: value for row in shares for name, value in row.params.items()}
+    ways = [f"all at the rate of this run's fastest, {params['gemm_tflops']:.4g} TFLOPS"] if "gemm_tflops" in params else []
+    if any(row.params["what"] == _OWN for row in shares):
+        alone = "each at the time it takes alone" if "attention_s" in params else "one after the other, in turn with the steps"
+        ways.append(f"the step's own, {alone}")
+    return [
+        *notes,
+        f"Roof: products, {' or '.join(ways)}; then the bytes moved outside of products, at the fastest stream, "
+        f"{params['bandwidth_gb_s']:.4g} GB/s. Percentages: the roofs as shares of a step.",
+    ]
+
+
+def _draw_steps(axes: Axes, times: dict[str, Row], shares: list[Row], ratio: Row) -> None:
+    names, drawn = [], set()
+    for what, name in _ROOFS.items():
+        for row in [row for row in shares if row.params["what"] == what][:1]:
+            bottom = 0.0
+            for part, colour in _PARTS.items():
+                height = 1e3 * row.params.get(f"{part}_s", 0.0)
+                label = part if height and part not in drawn else None
+                axes.bar([len(names)], [height], 0.6, bottom=[bottom], color=colour, label=label)
+                bottom, drawn = bottom + height, drawn | {part} if height else drawn
+            _annotate(axes, len(names), bottom, f"{bottom:.3g} ms")
+            names.append(name)
+    for loop in ("hyperion", "plain"):
+        row, (colour, label) = times[loop], _LOOPS[loop]
+        at, height = len(names), 1e3 * known(row.value)
+        errors = errors_of([row])
+        axes.bar([at], [height], 0.6, color=colour, yerr=errors and [[1e3 * e[0]] for e in errors], ecolor=INK)
+        lines = [f"{height:.3g} ms"]
+        of_loop = [share for share in shares if share.params["loop"] == loop]
+        if of_loop:
+            lines.append(", ".join(f"{100 * known(share.value):.0f} %" for share in of_loop))
+        if loop == "hyperion":
+            lines.insert(0, f"{ratio.value:.3f} × [{ratio.ci_low:.3f}, {ratio.ci_high:.3f}]")
+        _annotate(axes, at, 1e3 * (row.ci_high or known(row.value)), "\n".join(lines))
+        names.append(label)
+    axes.set_xticks(range(len(names)), names)
+    axes.margins(y=0.5)
+    axes.grid(axis="x", visible=False)
+    axes.set(ylabel="ms per step", ylim=(0, None), title="A step, in turn; 95 % interval")
+    if shares:
+        axes.legend(loc="upper left")
+
+
+def _annotate(axes: Axes, x: float, y: float, text: str) -> None:
+    axes.annotate(text, (x, y), xytext=(0, 4), ha="center", textcoords="offset points", fontsize=9, fontweight="bold")

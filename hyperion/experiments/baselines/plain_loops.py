@@ -1,0 +1,225 @@
+"""Training loops as public scripts write them for a GPU, to compare this library with: a ResNet-18 and a GPT-2.
+
+Shape suffixes as in hyperion.models.transformer. P is the vocabulary V padded to a multiple of 64, for aligned rows. The classes
+above V are scored like all others and are never right.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hyperion import compat
+from hyperion.data import channel_statistics
+from hyperion.data.images.device_images import require_form
+from hyperion.hardware import Device
+from hyperion.kernels.token_loss import padded_classes
+from hyperion.models import TransformerConfig, TransformerLM, resnet18
+from hyperion.training import Precision, adamw
+from hyperion.workloads.workloads import CLASSES
+
+_MOMENTUM, _PADDING = 0.9, 4
+_PUBLISHED_WIDTH = 64  # torchvision has no other
+
+
+def plain_model(width: int) -> tuple[nn.Module, str]:
+    """Return torchvision's ResNet-18 with the CIFAR stem and "torchvision"; at other widths this library's and "hyperion".
+
+    Raises:
+        HyperionError: torchvision is needed and cannot be imported.
+    """
+    if width != _PUBLISHED_WIDTH:
+        return resnet18(CLASSES, width), "hyperion"
+    compat.import_torchvision()
+    from torchvision.models import resnet18 as published
+
+    model = published(num_classes=CLASSES)
+    model.conv1 = nn.Conv2d(3, width, kernel_size=3, stride=1, padding=1, bias=False)
+    model.maxpool = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue] declared as MaxPool2d
+    return model, "torchvision"
+
+
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Copy the weights of a ResNet-18 to one with other names; both list the same tensors in the same order."""
+    values = source.state_dict().values()
+    target.load_state_dict(dict(zip(target.state_dict(), values, strict=True)))
+
+
+class PlainImageLoop:
+    """Training of a ResNet-18 on images that are all on the device as normalised float32.
+
+    Plain indexing draws and augments a batch. Autocast, channels-last, torch.compile, and torch.optim.SGD with its default
+    implementation, which on a GPU updates all parameters in a few kernels. No loss is read.
+
+    Args:
+        model: on the CPU.
+        images, labels: uint8 [N, 3, 32, 32] and integers [N].
+        augment: 'crop' and 'flip', see ImageSet.augmentations.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        images: np.ndarray,
+        labels: np.ndarray,
+        augment: tuple[str, ...],
+        batch: int,
+        learning_rate: float,
+        precision: Precision,
+        device: Device,
+        compiled: bool,
+    ):
+        require_form(images, labels)
+        where = torch.device(device.torch_device)
+        mean, deviation = (torch.tensor(values, device=where)[:, None, None] for values in channel_statistics(images))
+        self.images = (torch.from_numpy(images).to(where).float() / 255 - mean) / deviation
+        self.labels = torch.from_numpy(labels).to(where).long()
+        # torch declares no overload with memory_format.
+        self.model = model.to(where, memory_format=torch.channels_last).train()  # pyright: ignore[reportCallIssue]
+        self.forward = torch.compile(self.model) if compiled else self.model
+        self.optimizer = torch.optim.SGD(self.model.parameters(), learning_rate, momentum=_MOMENTUM, nesterov=True)
+        self.augment, self.batch, self.precision, self.device = augment, batch, precision, device
+        self.order, self.position = torch.randperm(len(labels), device=where), 0
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        """Return images [B, 3, 32, 32] and labels [B]; reshuffle at the end of an epoch."""
+        if self.position + self.batch > len(self.labels):
+            self.order, self.position = torch.randperm(len(self.labels), device=self.labels.device), 0
+        chosen = self.order[self.position : self.position + self.batch]
+        self.position += self.batch
+        images = self.images[chosen]
+        if "flip" in self.augment:
+            mirrored = torch.rand(self.batch, device=images.device) < 0.5
+            images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
+        if "crop" in self.augment:
+            images = _cropped(images)
+        return images.contiguous(memory_format=torch.channels_last), self.labels[chosen]
+
+    def train_on(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Do one optimizer step and return the loss before it."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with self.precision.autocast(self.device):
+            loss = F.cross_entropy(self.forward(images), labels)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def step(self) -> Tensor:
+        """Do one optimizer step on the next batch and return the loss before it."""
+        return self.train_on(*self.next_batch())
+
+
+def _cropped(images: Tensor) -> Tensor:
+    count, channels, side, _ = images.shape
+    padded = F.pad(images, [_PADDING] * 4)
+    tops, lefts = torch.randint(0, 2 * _PADDING + 1, (2, count), device=images.device)
+    pixels = torch.arange(side, device=images.device)
+    rows, columns = tops[:, None] + pixels, lefts[:, None] + pixels
+    image = torch.arange(count, device=images.device)[:, None, None, None]
+    channel = torch.arange(channels, device=images.device)[:, None, None]
+    return padded[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
+
+
+class PlainBlock(nn.Module):
+    """Pre-norm attention and MLP with residual connections; one product computes query, key and value."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        B, T, D = x_BTD.shape
+        q, k, v = (
+            part.view(B, T, self.heads, D // self.heads).transpose(1, 2) for part in self.qkv(self.norm_1(x_BTD)).split(D, dim=2)
+        )
+        y_BNTH = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_BTD = x_BTD + self.projection(y_BNTH.transpose(1, 2).contiguous().view(B, T, D))
+        return x_BTD + self.down(F.gelu(self.up(self.norm_2(x_BTD)), approximate="tanh"))
+
+
+class PlainTransformer(nn.Module):
+    """A GPT-2 with P classes, its head tied to the token embedding."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.classes = padded_classes(config.vocab_size)
+        self.tokens = nn.Embedding(self.classes, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(PlainBlock(config.width, config.heads) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, self.classes, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, inputs_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Return logits_BTP, or the mean negative log-likelihood in nats if targets are given."""
+        positions_T = torch.arange(inputs_BT.shape[1], device=inputs_BT.device)
+        x_BTD = self.tokens(inputs_BT) + self.positions(positions_T)
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        logits_BTP = self.head(self.norm(x_BTD))
+        if targets_BT is None:
+            return logits_BTP
+        return F.cross_entropy(logits_BTP.view(-1, self.classes), targets_BT.reshape(-1))
+
+
+@torch.no_grad()
+def with_weights_of(source: TransformerLM) -> PlainTransformer:
+    """Return a plain model with the weights of `source`, on its device and in its dtype; embedding rows above V are zero."""
+    weight = source.token_embedding.weight
+    with torch.device(weight.device):
+        plain = PlainTransformer(source.config).to(weight.dtype)
+    plain.tokens.weight.zero_()[: len(weight)] = weight
+    pairs = [(plain.positions, source.position_embedding), (plain.norm, source.final_norm)]
+    for block, theirs in zip(plain.blocks, cast(Iterable[Any], source.blocks), strict=True):
+        attention = theirs.attention
+        pairs += [
+            (block.norm_1, theirs.attention_norm),
+            (block.norm_2, theirs.mlp_norm),
+            (block.projection, attention.output),
+            (block.up, theirs.mlp.up),
+            (block.down, theirs.mlp.down),
+        ]
+        for name in ("weight", "bias"):
+            parts = [getattr(layer, name) for layer in (attention.query, attention.key, attention.value)]
+            getattr(block.qkv, name).copy_(torch.cat(parts))
+    for layer, other in pairs:
+        layer.load_state_dict(other.state_dict())
+    return plain
+
+
+class PlainLanguageLoop:
+    """Training of a GPT-2: autocast, torch.compile of the whole model, fused AdamW, gradients clipped to norm 1.
+
+    No loss is read.
+
+    Args:
+        model: on the device.
+        schedule: learning rate of a step, counted from 1.
+    """
+
+    def __init__(
+        self, model: PlainTransformer, schedule: Callable[[int], float], precision: Precision, device: Device, compiled: bool
+    ):
+        self.model, self.schedule, self.precision, self.device = model.train(), schedule, precision, device
+        self.forward = torch.compile(model) if compiled else model
+        self.optimizer = adamw(model, schedule(1))
+        self.steps = 0
+
+    def train_on(self, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        """Do one optimizer step and return the loss before it."""
+        self.steps += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.schedule(self.steps)
+        with self.precision.autocast(self.device):
+            loss = self.forward(inputs_BT, targets_BT)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()

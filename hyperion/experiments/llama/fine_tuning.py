@@ -1,0 +1,214 @@
+"""What both experiments on fine-tuning share: bytes and FLOPs of a step from shapes, the engine, and checks of the adapters."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hyperion.chapter.context import Context
+from hyperion.chapter.options import Options
+from hyperion.checkpoints import frozen_sha256, load_adapter
+from hyperion.data.batches.packing import IGNORE_INDEX
+from hyperion.models import (
+    LlamaLM,
+    LlamaShape,
+    ModelFlops,
+    llama_flops_per_token,
+    llama_lora_parameter_count,
+    llama_parameter_count,
+)
+from hyperion.parallel.lora import ATTENTION
+from hyperion.results import Row
+from hyperion.training import LanguageEngine, Precision, WarmupCosine, adamw
+from hyperion.workloads.llama_setup import RANK, FineTuningData, base_model, fine_tuning_data, with_lora
+
+LORA, FULL = "LoRA", "full fine-tuning"
+METHODS = (LORA, FULL)
+# Loading copies float32 values; merging rounds B A into W, and sums in another order.
+LOADED_TOLERANCE, MERGED_TOLERANCE = 1e-5, 1e-4
+_TRAINED_BYTES = 16  # per parameter that AdamW trains: weight, gradient and two moments in float32
+_WARMUP_SHARE = 0.1
+_PROBE_ROWS = 4
+
+
+class FineTuningOptions(Options):
+    """Options of both experiments.
+
+    Args:
+        model: a random configuration by name, "random_llama_1b".
+        real_weights: use the folder llama/ of the mirror or the cache instead, if there is one.
+        sequence_length: largest number of tokens of a row.
+        batch_size: rows of one optimizer step, over all ranks together.
+        held_out_rows: number of held-out rows to use; None for all.
+        steps: optimizer steps.
+        learning_rate: largest learning rate, after a warm-up of a tenth of the steps.
+        precision: of the training; "auto" is bf16 where matrix units support it, else fp32.
+        steady_time_limit_s: seconds for timing the steady step.
+    """
+
+    model: str
+    real_weights: bool
+    sequence_length: int
+    batch_size: int
+    held_out_rows: int | None = None
+    steps: int
+    learning_rate: float
+    precision: str
+    steady_time_limit_s: float
+
+    def data(self, context: Context, quiet: bool = False) -> FineTuningData:
+        """Return the tokenized rows, see `fine_tuning_data`."""
+        return fine_tuning_data(
+            context,
+            self.model,
+            self.sequence_length,
+            real_weights=self.real_weights,
+            held_out_rows=self.held_out_rows,
+            quiet=quiet,
+        )
+
+
+def fine_tuning_engine(
+    context: Context, options: FineTuningOptions, model: nn.Module, precision: Precision, **engine_options: Any
+) -> LanguageEngine:
+    """Return an engine with AdamW without weight decay, and a warm-up and a cosine over the steps of the options."""
+    rate, steps = options.learning_rate, options.steps
+    schedule = WarmupCosine(rate, math.ceil(_WARMUP_SHARE * steps), steps + 1)
+    optimizer = adamw(model, rate, weight_decay=0.0)
+    return LanguageEngine(model, optimizer, schedule, precision, context.device, **engine_options)
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Token counts of one batch of instruction rows.
+
+    Attributes:
+        positions: positions that the step computes, padding included.
+        tokens: tokens of prompts and completions.
+        completion_tokens: tokens that carry a loss.
+        length: mean number of tokens of a row.
+    """
+
+    positions: int
+    tokens: int
+    completion_tokens: int
+    length: int
+
+
+def count_tokens(batch: tuple[Tensor, Tensor]) -> TokenCounts:
+    """Count the tokens of a batch (inputs, targets). Each row's inputs end one token before its last target."""
+    inputs, targets = (side.cpu() for side in batch)
+    last = torch.where(targets != IGNORE_INDEX, torch.arange(targets.shape[1]), 0).max(dim=1).values
+    tokens, completion = int((last + 1).sum()), int((targets != IGNORE_INDEX).sum())
+    return TokenCounts(inputs.numel(), tokens, completion, round(tokens / len(inputs)))
+
+
+def shape_of(model: nn.Module) -> LlamaShape:
+    """Return the shape of a Llama of transformers."""
+    config = model.config
+    return LlamaShape(**{field.name: getattr(config, field.name) for field in fields(LlamaShape)})
+
+
+def state_bytes(shape: LlamaShape, method: str, dtype: str) -> int:
+    """Return the bytes of weights, gradients and moments, which all exist when the backward pass ends.
+
+    A frozen base is stored in the dtype of the computation. Trained weights are float32: in 16 bits, the small updates of
+    fine-tuning would be rounded to zero.
+    """
+    frozen = 0 if method == FULL else llama_parameter_count(shape) * (2 if dtype == "bf16" else 4)
+    return frozen + _TRAINED_BYTES * trained_parameters(shape, method)
+
+
+def step_bytes(shape: LlamaShape, method: str, dtype: str, positions: int) -> dict[str, int]:
+    """Return the parts of a step's peak memory in bytes, by name: the larger of two moments.
+
+    At the start of the backward pass there are logits and no gradients; at its end gradients and no logits. Activations of the
+    decoder layers are ignored: they are small for short rows.
+    """
+    whole, trained = state_bytes(shape, method, dtype), trained_parameters(shape, method)
+    start = {"weights and moments": whole - 4 * trained, "logits": logits_bytes(shape, dtype, positions)}
+    if dtype == "bf16" and method == FULL:
+        start["16-bit copies of the weights"] = 2 * trained
+    end = {"weights, gradients and moments": whole}
+    return max(start, end, key=lambda parts: sum(parts.values()))
+
+
+def logits_bytes(shape: LlamaShape, dtype: str, positions: int) -> int:
+    """Return the bytes of logits, log-probabilities and one gradient in float32; in bf16 also of 16-bit logits and gradients."""
+    return positions * shape.vocab_size * (16 if dtype == "bf16" else 12)
+
+
+def trained_parameters(shape: LlamaShape, method: str) -> int:
+    """Return the number of parameters that the method trains."""
+    return llama_parameter_count(shape) if method == FULL else llama_lora_parameter_count(shape, RANK, ATTENTION)
+
+
+def step_flops(shape: LlamaShape, method: str, length: int) -> ModelFlops:
+    """Return the FLOPs of one token of a row of `length` tokens."""
+    return llama_flops_per_token(shape, length, RANK, ATTENTION) if method == LORA else llama_flops_per_token(shape, length)
+
+
+def least_flops(shape: LlamaShape, method: str, counts: TokenCounts) -> float:
+    """Return the FLOPs per token that every implementation needs: no attention, and the head only where there is a loss."""
+    whole = step_flops(shape, method, 0).forward_backward
+    head = 2 * shape.vocab_size * shape.hidden_size * (2 if method == LORA else 3)
+    return whole - head * (1 - counts.completion_tokens / counts.tokens)
+
+
+def load_base_and_adapter(context: Context, data: FineTuningData, path: Path, dtype: torch.dtype) -> LlamaLM:
+    """Return a new base model with the saved adapters.
+
+    The model first gets other adapters, so that a checkpoint that is not loaded changes the logits.
+
+    Raises:
+        CheckpointError: the adapters were trained on another base.
+    """
+    fresh = with_lora(base_model(context, data, dtype), context.seed + 1)
+    load_adapter(fresh, path, frozen_sha256(fresh))
+    return fresh
+
+
+def equality_row(
+    context: Context, data: FineTuningData, variant: str, what: str, difference: float, check: str, tolerance: float, **params
+) -> Row:
+    """Return the row of a relative difference that must not exceed the tolerance."""
+    return context.row(
+        variant,
+        "relative_difference",
+        difference,
+        dtype="fp32",
+        params={"model": data.model, "what": what, **params},
+        check=check,
+        check_error=difference,
+        check_tolerance=tolerance,
+        data_source=data.rows.source,
+    )
+
+
+@torch.no_grad()
+def probe_logits(model: nn.Module, data: FineTuningData, device: str) -> Tensor:
+    """Return the float32 logits of the first held-out rows. Converts the model to float32."""
+    width = int(data.held_out.sizes[:_PROBE_ROWS].max())
+    inputs = torch.from_numpy(data.held_out.inputs[:_PROBE_ROWS, :width]).long().to(device)
+    return model.float().eval()(inputs)
+
+
+def largest_difference(values: Tensor, expected: Tensor) -> float:
+    """Return the largest absolute difference over the largest absolute expected value."""
+    return float((values - expected).abs().max() / expected.abs().max())
+
+
+@contextmanager
+def restored_adapters(model: nn.Module) -> Iterator[None]:
+    """Context that restores the trainable parameters at its end, so that timed steps do not change the trained model."""
+    trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    yield
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in trained:
+                parameter.copy_(trained[name])

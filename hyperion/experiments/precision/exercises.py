@@ -1,0 +1,59 @@
+"""The self-marking exercise of the chapter on precision: write a training step with a loss scale."""
+
+from collections.abc import Callable
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+Step = Callable[[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, Tensor], object]
+CLIP_NORM = 1.0
+_OVERFLOWS = 1e35  # a gradient of this size times the initial scale of 65536 exceeds float32
+
+
+def judge_scaled_step(my_step: Step) -> pd.DataFrame:
+    """Judge a training step with a loss scale on gradients with a known correct update.
+
+    Args:
+        my_step: takes model, optimizer, torch.amp.GradScaler and loss; runs backward, clips the unscaled gradient to norm 1
+            (`CLIP_NORM`), updates the weights and the scale, and clears the gradients.
+
+    Returns:
+        One line per fault: whether the step is free of it, and what was observed.
+    """
+    (large, left), (small, _) = _one_step(my_step, 5.0), _one_step(my_step, 0.5)
+    stayed, scales = _overflow(my_step)
+    faults = {
+        "a gradient of norm 5 is not clipped to 1": (_near(large, CLIP_NORM), f"moved by {large:.3g}"),
+        "a gradient of norm 0.5 is changed": (_near(small, 0.5), f"moved by {small:.3g}"),
+        "an overflow changes the weights": (stayed, "unchanged" if stayed else "changed"),
+        "the scale stays after an overflow": (scales[1] == scales[0] / 2, f"{scales[0]:g}, then {scales[1]:g}"),
+        "gradients are left behind": (left == 0, f"norm {left:.3g} after the step"),
+    }
+    return pd.DataFrame([{"fault": name, "right": bool(free), "seen": seen} for name, (free, seen) in faults.items()])
+
+
+def _one_step(my_step: Step, size: float) -> tuple[float, float]:
+    """Return the norm of the update for a true gradient of this norm, and the norm of the gradient after the step."""
+    weights, optimizer, scaler, model = _one_layer()
+    my_step(model, optimizer, scaler, (weights * torch.tensor([[0.6, 0.8]])).sum() * size)
+    left = 0.0 if weights.grad is None else weights.grad.norm().item()
+    return weights.detach().norm().item(), left
+
+
+def _overflow(my_step: Step) -> tuple[bool, tuple[float, float]]:
+    """Return whether the weights are unchanged after a gradient overflow, and the scale before and after."""
+    weights, optimizer, scaler, model = _one_layer()
+    scale = scaler.get_scale()
+    my_step(model, optimizer, scaler, (weights * _OVERFLOWS).sum())
+    return not weights.detach().any(), (scale, scaler.get_scale())
+
+
+def _one_layer() -> tuple[Tensor, torch.optim.Optimizer, torch.amp.GradScaler, nn.Module]:
+    model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return model.weight, torch.optim.SGD(model.parameters(), lr=1.0), torch.amp.GradScaler("cpu"), model
+
+
+def _near(value: float, expected: float) -> bool:
+    return abs(value - expected) <= 1e-3 * expected
