@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hyperion.chapter.context import Context
-from hyperion.chapter.isolated import run_isolated
+from hyperion.chapter.variants import run_isolated
 from hyperion.processes import JobError
 from hyperion.results import Run
 from tests.reproduce.small_book import recording, write_notebook

@@ -1,13 +1,24 @@
-"""The book: tables, figures, report and reference pages, built after the fact from rows and samples alone. Knows no torch."""
+"""The book: tables, figures, report and reference pages, built from stored rows and samples. Imports no torch."""
 
-from hyperion.book.display import announce, banner, show, show_predictions, show_published, show_table, teach
+from hyperion.book.display import (
+    announce,
+    banner,
+    compared_steps,
+    fill,
+    pick,
+    show,
+    show_predictions,
+    show_published,
+    show_table,
+    teach,
+    verdict,
+)
 from hyperion.book.export import export_run
 from hyperion.book.outline import environment
 from hyperion.book.plots import all_plots, draw
 from hyperion.book.reference import headline_markdown, reference_readme
 from hyperion.book.report import write_report
 from hyperion.experiments.interconnect.figures import kernels_chosen, link_meanings, links_between, rates_by_size
-from hyperion.figures.display_text import compared_steps, fill, pick, verdict
 from hyperion.figures.material import Material
 from hyperion.figures.published import published_bandwidth, published_baseline, published_gemm, published_source
 from hyperion.figures.tables import epoch_table, markdown, metric_table, tidy

@@ -1,4 +1,4 @@
-"""What notebooks call: a result as pictures and tables, a banner, and a lesson in numbers that come from rows."""
+"""Display functions for notebooks: results, tables, predictions, banners, and text whose numbers come from rows."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -6,12 +6,11 @@ from typing import Protocol
 import pandas as pd
 
 from hyperion.book.plots import draw, plots_of
-from hyperion.errors import HyperionError
-from hyperion.figures.display_text import fill
+from hyperion.errors import HyperionError, not_none
+from hyperion.figures.formats import number, percent, quoted_value
 from hyperion.figures.material import Material
 from hyperion.figures.published import published_tables
-from hyperion.figures.tables import escaped, html, markdown_text, tables_of
-from hyperion.figures.tables_predictions import prediction_basis, prediction_table
+from hyperion.figures.tables import escaped, html, markdown_text, prediction_basis, prediction_error, prediction_table, tables_of
 from hyperion.results import Row, Run
 from hyperion.untrusted import printable
 
@@ -22,7 +21,7 @@ _BANNER = (
 
 
 class HasRows(Protocol):
-    """What an experiment gives back, as far as it is shown: its rows, its data source, where it was replayed from."""
+    """A result as `show` needs it: rows, data source, and the machine it was replayed from."""
 
     rows: list[Row]
     source: str
@@ -30,18 +29,18 @@ class HasRows(Protocol):
 
 
 def show(result: HasRows, run: Run, published: bool = False, figures: Iterable[str] | None = None) -> None:
-    """Show a result: banner where one is due, the figures of its experiment, and a table a metric.
+    """Show a result: its banners, the figures of its experiment, and one table for each metric.
 
     Args:
-        run: the run that keeps the result; figures that span experiments (a roofline) read the others there.
+        run: the run that stores the result; some figures (a roofline) also read rows of other experiments from it.
         published: draw the published MI250X numbers into the matrix product and bandwidth figures.
-        figures: names of those to show; None shows all of the experiment.
+        figures: names of the figures to show; None shows all of the experiment.
 
     Raises:
-        HyperionError: the result holds no row.
+        HyperionError: the result has no rows.
     """
     if not result.rows:
-        raise HyperionError("the result holds no row: nothing was measured", next_step="run the experiment again")
+        raise HyperionError("the result has no rows: nothing was measured", next_step="run the experiment again")
     announce(result)
     material, experiment = Material(run), result.rows[0].experiment
     chosen = None if figures is None else set(figures)
@@ -55,23 +54,23 @@ def show(result: HasRows, run: Run, published: bool = False, figures: Iterable[s
 
 
 def announce(result: HasRows) -> None:
-    """The banners that a result calls for: replayed from another machine, synthetic data."""
+    """Show the banners of a result: replayed from another machine, synthetic data."""
     if result.replayed_from:
-        banner(f"REPLAY: measured on {result.replayed_from} and shown again. Nothing below was measured on this machine.")
+        banner(f"REPLAY: measured on {result.replayed_from}, not on this machine.")
     if result.source == "synthetic":
-        banner("SYNTHETIC DATA: made by code, not the real data set. Losses and accuracies say nothing about the real one.")
+        banner("SYNTHETIC DATA: generated, not the real data set. Losses and accuracies say nothing about the real data set.")
 
 
 def banner(text: str) -> None:
-    """A line that cannot be overlooked, as HTML and as plain text."""
+    """Show a warning that stands out, as HTML or plain text."""
     rule = "=" * min(100, len(text))
     _display({"text/html": f'<div style="{_BANNER}">{escaped(text)}</div>', "text/plain": f"{rule}\n{text}\n{rule}"})
 
 
 def show_table(table: pd.DataFrame, caption: str = "") -> None:
-    """A table of text, numbers to the right, under its caption."""
+    """Show a table under its caption. Columns of numbers are right-aligned."""
     title = f"<p><b>{escaped(caption)}</b></p>" if caption else ""
-    # Jupyter would set every cell to the right, sentences too.
+    # Jupyter right-aligns every cell, including text.
     style = (
         "<style>div.table td,div.table th{text-align:left!important;vertical-align:top}"
         "div.table td.number,div.table th.number{text-align:right!important;font-variant-numeric:tabular-nums}</style>"
@@ -81,40 +80,40 @@ def show_table(table: pd.DataFrame, caption: str = "") -> None:
 
 
 def show_predictions(predictions: pd.DataFrame) -> None:
-    """Show what `Chapter.predict` wrote down: guess and estimate a line, then what the estimates rest on.
+    """Show the predictions of `Chapter.predict`: guess and estimate of each, then the basis of the estimates.
 
     Args:
         predictions: columns variant, dtype, params, metric, guess, estimate, basis.
     """
-    show_table(prediction_table(predictions), "Written down before the first sample")
+    show_table(prediction_table(predictions), "Predictions, stored before the first measurement")
     for sentence in prediction_basis(predictions):
         _display({"text/markdown": f"*{markdown_text(sentence)}*", "text/plain": sentence})
 
 
 def show_published(*names: str) -> None:
-    """Show the published MI250X tables, marked as another machine's, each with what is wrong with it.
+    """Show the published MI250X tables with their known defects, under a banner that this run did not measure them.
 
     Args:
-        names: which ones (see `published_tables`); all without any.
+        names: names of tables (see `published_tables`); all of them if empty.
     """
-    banner("PUBLISHED ELSEWHERE: none of these numbers was measured by this run.")
+    banner("PUBLISHED ELSEWHERE: this run measured none of these numbers.")
     for caption, table, defects in published_tables(*names):
         show_table(table, caption)
         _display({"text/markdown": f"*Known defects: {defects}.*", "text/plain": f"Known defects: {defects}."})
 
 
 def teach(template: str, **named: Row | float) -> None:
-    """A lesson in Markdown whose numbers come from rows: see `display_text.fill` for the fields, `pick` for the rows.
+    """Show Markdown text whose numbers come from rows; see `fill` for the fields and `pick` for the rows.
 
     Raises:
-        HyperionError: a row, or what the text wants of it, is missing.
+        HyperionError: a row, or a value of it that the text quotes, is missing.
     """
     text = fill(template, **named)
     _display({"text/markdown": text, "text/plain": text})
 
 
 def _display(bundle: dict) -> None:
-    """Display a bundle of representations in a notebook; elsewhere print its plain text."""
+    """Display representations by MIME type in a notebook; elsewhere print the plain text."""
     from IPython import get_ipython
     from IPython.display import display
 
@@ -122,3 +121,102 @@ def _display(bundle: dict) -> None:
         print(printable(bundle["text/plain"]))
     else:
         display(bundle, raw=True)
+
+
+def pick(rows: Iterable[Row], metric: str, best: bool = False, **wanted) -> Row:
+    """Return the one measured row of a metric whose columns or parameters have the wanted values.
+
+    Args:
+        best: of several rows, return the best by the metric's direction.
+        wanted: `variant="copy"`, `dtype="bf16"`, or a parameter such as `m=8192` or `split="valid"`.
+
+    Raises:
+        HyperionError: there is no such row, or there are several and `best` is False.
+    """
+    matching = [row for row in rows if row.metric == metric and _matches(row, wanted)]
+    chosen = [row for row in matching if row.value is not None]
+    request = ", ".join([metric, *(f"{name}={value!r}" for name, value in wanted.items())])
+    if not chosen:
+        reasons = "; ".join(dict.fromkeys(row.value_reason for row in matching))
+        raise HyperionError(
+            f"no measured row of {request}" + (f" ({reasons})" if reasons else ""),
+            next_step="run its experiment, or pick another row",
+        )
+    if len(chosen) > 1 and not best:
+        raise HyperionError(f"{len(chosen)} rows of {request}", next_step="select one by column or parameter, or pass best=True")
+    lowest = chosen[0].definition.direction == "lower"
+    return (min if lowest else max)(chosen, key=lambda row: not_none(row.value))
+
+
+def fill(template: str, **named: Row | float) -> str:
+    """Return the template with its fields filled from rows, so that no number in it is typed.
+
+    Fields of a row `best`: `{best.value}` and `{best.limit}` with unit, `{best.share}` of the limit in percent,
+    `{best.predicted}`, `{best.error}` of the prediction with its sign, `{best.interval}`, `{best.variant}`,
+    `{best.dtype}`, and any of its parameters. A plain number, computed from rows, gets four digits.
+
+    Raises:
+        HyperionError: a field has no argument, or the row lacks the value.
+    """
+    values = {name: _Quoted(name, row) if isinstance(row, Row) else number(row) for name, row in named.items()}
+    try:
+        return template.format(**values)
+    except KeyError as error:
+        remedy = f"pass it: teach(template, {error.args[0]}=pick(result.rows, …))"
+        raise HyperionError(f"the text has a field {error.args[0]!r} without an argument", next_step=remedy) from error
+
+
+def verdict(speedup: Row) -> str:
+    """Return the conclusion from a ratio of speeds: "faster than", "slower than", or "as fast, within noise, as"."""
+    if not_none(speedup.ci_low) > 1:
+        return "faster than"
+    return "slower than" if not_none(speedup.ci_high) < 1 else "as fast, within noise, as"
+
+
+def compared_steps(row: Row) -> str:
+    """Return the steps that a comparison of losses covers: "steps 1 to 25", or "200 steps" for all of them."""
+    if "first" not in row.params:
+        return f"{row.params['steps']} steps"
+    return f"steps {row.params['first']} to {row.params['last']}"
+
+
+class _Quoted:
+    """The fields of a row for a template. A field that the row lacks raises HyperionError."""
+
+    def __init__(self, name: str, row: Row):
+        self._name, self._row = name, row
+
+    def __getattr__(self, field: str) -> str:
+        row = self._row
+        quotable = {
+            "value": row.value,
+            "limit": row.limit,
+            "predicted": row.predicted,
+            "share": row.fraction_of_limit,
+            "error": prediction_error(row),
+            "low": row.ci_low,
+            "high": row.ci_high,
+        }
+        if field in ("variant", "dtype", "experiment", "data_source"):
+            return getattr(row, field)
+        if field == "interval":
+            return f"{self.low.removesuffix(f' {row.unit}')} to {self.high}"
+        value = quotable[field] if field in quotable else row.params.get(field)
+        if value is None:
+            reason = {"value": row.value_reason, "limit": row.limit_source, "share": row.limit_source}.get(field, "")
+            raise HyperionError(
+                f"the text quotes {self._name}.{field}, which the row of {row.metric} does not have"
+                + (f" ({reason})" if reason else ""),
+                next_step="quote it only if the row has it",
+            )
+        if field in ("share", "error"):
+            return f"{percent(value, signed=field == 'error')} %"
+        if field in quotable:
+            return quoted_value(value, row.unit)
+        # Readers know sizes such as 8192 by their digits; larger numbers need separators.
+        return f"{value:,}" if isinstance(value, int) and value >= 100_000 else f"{value}"
+
+
+def _matches(row: Row, wanted: dict) -> bool:
+    columns = ("notebook", "experiment", "variant", "dtype", "rank", "data_source")
+    return all((getattr(row, name) if name in columns else row.params.get(name)) == value for name, value in wanted.items())

@@ -1,4 +1,4 @@
-"""A run's rows by subject: benchmarks/<subject>/ with CSV, JSON and PNG of each experiment."""
+"""Export a run by subject: benchmarks/<subject>/ with CSV, JSON and PNG of each experiment."""
 
 import json
 
@@ -13,10 +13,10 @@ from hyperion.results.rows import COLUMNS
 def export_run(run: Run, material: Material | None = None) -> list[str]:
     """Write benchmarks/<subject>/<experiment>.csv and .json with the same rows, and the figures, as one transaction.
 
-    Made from rows and samples alone, so the same rows give the same bytes.
+    The same rows and samples give the same bytes.
 
     Args:
-        material: of the run as it is now, so that figures drawn from it are not drawn again; read anew when left out.
+        material: material of the run, whose figures are not drawn again; None reads the run.
 
     Returns:
         The paths written, relative to the run.
@@ -28,7 +28,7 @@ def export_run(run: Run, material: Material | None = None) -> list[str]:
 
 
 def tables(material: Material) -> dict[str, bytes]:
-    """CSV and JSON of every experiment by path."""
+    """Return CSV and JSON of every experiment by path."""
     contents = {}
     for experiment in dict.fromkeys(name for _, name in material.experiments):
         rows = material.of(experiment)
@@ -39,13 +39,13 @@ def tables(material: Material) -> dict[str, bytes]:
 
 
 def pictures(material: Material) -> dict[str, bytes]:
-    """PNG of every figure that the run has rows for, by path."""
+    """Return the PNG of every figure that the run has rows for, by path."""
     present = {name for _, name in material.experiments} | {ALL}
     drawn = {plot: picture(plot, material) for plot in all_plots() if plot.experiment in present}
     return {picture_path(plot.experiment, plot.name): content for plot, content in drawn.items() if content}
 
 
 def rows_to_json(rows: list[Row]) -> str:
-    """The rows as a JSON list of objects with the columns of rows.csv."""
+    """Return the rows as a JSON list of objects with the columns of rows.csv."""
     lines = [{column: getattr(row, column) for column in COLUMNS} for row in rows]
     return json.dumps(lines, indent=1, ensure_ascii=False, allow_nan=False) + "\n"

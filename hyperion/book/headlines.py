@@ -1,9 +1,10 @@
-"""The numbers that a reader wants first: the best of each kind that a run holds, named exactly, with its share of the limit."""
+"""Headlines of a run: the best value of each kind with its share of the limit."""
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
-from hyperion.figures.display_text import quoted_value
+from hyperion.errors import not_none
+from hyperion.figures.formats import quoted_value
 from hyperion.figures.material import Material, made_from_rows, measured
 from hyperion.figures.tables import is_floor
 from hyperion.results import Row
@@ -21,14 +22,14 @@ _LOOPS = ("image_training_speed", "language_training_speed")
 
 @dataclass(frozen=True)
 class Headline:
-    """One number that a reader wants first.
+    """One number of the headline table.
 
     Args:
-        label: what it is.
-        value: with its unit.
-        fraction: share of the limit, None when there is no limit.
-        limit: the limit in words, or why there is none.
-        row: the row it is quoted from.
+        label: name of the quantity.
+        value: value with its unit.
+        fraction: share of the limit, None without a limit.
+        limit: the limit with its unit, or why there is none.
+        row: the row of the value.
     """
 
     label: str
@@ -40,7 +41,7 @@ class Headline:
 
 @made_from_rows("the headlines")
 def headlines(material: Material) -> list[Headline]:
-    """The best value of each kind that the run holds, chapter by chapter."""
+    """Return the best value of each kind in the run, in the order of the chapters."""
     rows = [row for row in measured(material.rows) if not row.hot]
     found = [*_hardware(rows), *_steps(rows), *_links(rows), *_baselines(rows)]
     found += [*_precise(rows), *_compiled(rows), *_parity(rows), *_scaled(rows)]
@@ -52,12 +53,12 @@ def _hardware(rows: list[Row]) -> Iterator[tuple[str, Row]]:
     copies = [r for r in rows if (r.experiment, r.metric, r.variant) == ("bandwidth", "bandwidth_gb_s", "copy")]
     largest = max((r.params["elements"] for r in copies), default=0)
     yield from ((f"matrix product, {r.dtype}, cold caches", r) for r in _best(products, lambda r: r.dtype))
-    # Smaller arrays may owe their rate to a cache.
+    # A cache may serve smaller arrays.
     yield from ((f"memory copy, {r.dtype}, largest arrays", r) for r in copies if r.params["elements"] == largest)
 
 
 def _steps(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    """The reference models of chapter 1.2, over all its formats and batches."""
+    """The fastest step of each reference model of chapter 1.2, over all formats and batches."""
     chosen = [r for r in rows if r.experiment in _REFERENCE_STEPS and r.metric == "samples_per_s"]
     for row in _best(chosen, lambda r: r.variant):
         compiled = ", compiled" if row.params.get("mode") == "compiled" else ""
@@ -70,7 +71,7 @@ def _links(rows: list[Row]) -> Iterator[tuple[str, Row]]:
 
 
 def _baselines(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    """What they reach, in the mean where several seeds were trained, and the rate of their steps."""
+    """The quality of the baselines (the mean if several seeds were trained) and the rate of their steps."""
     averaged = {(row.variant, row.metric) for row in rows if "seeds" in row.params}
     for row in rows:
         what, split = _REACHED.get((row.experiment, row.metric), ("", ""))
@@ -88,22 +89,23 @@ def _baselines(rows: list[Row]) -> Iterator[tuple[str, Row]]:
 
 
 def _precise(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    """The format that speeds up each training of chapter 2.3 most."""
+    """The fastest format of each training of chapter 2.3."""
     ratios = [r for r in rows if (r.experiment, r.metric) == ("precision_variants", "speedup")]
     for row in _best(ratios, lambda r: r.variant):
         yield f"{row.variant}, training: {row.dtype} over {row.params['over']}", row
 
 
 def _compiled(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    """The fastest compiled mode of each model of chapter 2.7. Its own time decides: every ratio is taken beside eager calls
-    of its own, so that the largest need not be that of the fastest mode.
+    """The fastest compiled mode of each model of chapter 2.7.
+
+    The mode with the shortest time, not with the largest ratio: every mode has its own eager baseline.
     """
 
     def subject(row: Row) -> str:
         return f"{row.params['model']}, inference, {row.dtype}, batch {row.params['batch']:,}"
 
     compiled = [r for r in rows if r.experiment == "compilation"]
-    times = {row.key[:-1]: row.value for row in compiled if row.metric == "inference_time_s"}
+    times = {row.key[:-1]: not_none(row.value) for row in compiled if row.metric == "inference_time_s"}
     ratios = [row for row in compiled if row.metric == "speedup" and row.key[:-1] in times]
     for row in _best(ratios, subject, lambda r: -times[r.key[:-1]]):
         yield f"{subject(row)}: {row.variant} over eager", row
@@ -122,10 +124,12 @@ def _scaled(rows: list[Row]) -> Iterator[tuple[str, Row]]:
         yield f"{row.params['model']}, {row.params['strategy'].upper()}: weak scaling to {most} devices", row
 
 
-def _best(rows: list[Row], kind: Callable[[Row], Hashable], worth: Callable[[Row], float] = lambda row: row.value) -> list[Row]:
-    """The row of the largest worth, its value unless told otherwise, of each kind, in the order in which the kinds come."""
+def _best(
+    rows: list[Row], kind: Callable[[Row], Hashable], score: Callable[[Row], float] = lambda row: not_none(row.value)
+) -> list[Row]:
+    """Return the row with the highest score of each kind, in the order of the kinds. The score is the value by default."""
     kinds = dict.fromkeys(kind(row) for row in rows)
-    return [max((row for row in rows if kind(row) == one), key=worth) for one in kinds]
+    return [max((row for row in rows if kind(row) == one), key=score) for one in kinds]
 
 
 def _headline(label: str, row: Row) -> Headline:
@@ -134,4 +138,4 @@ def _headline(label: str, row: Row) -> Headline:
     else:
         limit = f"{'floor' if is_floor(row) else 'limit'} {quoted_value(row.limit, row.unit)}"
     fraction = None if is_floor(row) else row.fraction_of_limit
-    return Headline(label, quoted_value(row.value, row.unit), fraction, limit, row)
+    return Headline(label, quoted_value(not_none(row.value), row.unit), fraction, limit, row)

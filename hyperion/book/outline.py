@@ -1,12 +1,11 @@
-"""A run told in order, for the report and the reference page alike: sections, what is missing, environment."""
+"""The outline of a run, shared by the report and the reference page: sections, missing values, environment."""
 
 from dataclasses import dataclass, field
 
 import pandas as pd
 
 from hyperion.book.plots import draw, plots_of, results_folder, title_of
-from hyperion.figures.machines import device_name, replayed_from
-from hyperion.figures.material import Material, made_from_rows
+from hyperion.figures.material import Material, device_name, made_from_rows, replayed_from
 from hyperion.figures.plot import ALL, Plot
 from hyperion.figures.tables import tables_of
 from hyperion.results import StoreError
@@ -16,7 +15,7 @@ SUMMARY = "benchmarks/summary.png"
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of a section: where it lies in the run, what to see in it, its PNG bytes."""
+    """A figure of a section: its path in the run, its caption, its PNG bytes."""
 
     path: str
     caption: str
@@ -34,7 +33,7 @@ class Section:
 
 
 def banner(material: Material) -> str:
-    """What a reader must know before believing a number: replayed from elsewhere, or made of synthetic data; else ""."""
+    """Return the warnings about a run: replayed from another machine, synthetic data. "" without any."""
     parts = []
     if material.replayed:
         parts.append(f"Replay: measured on {', '.join(material.replayed)} and shown again, not measured on this machine.")
@@ -45,20 +44,20 @@ def banner(material: Material) -> str:
 
 @made_from_rows("the sections")
 def sections(material: Material) -> list[Section]:
-    """Every experiment in the order of the rows, the scored predictions last."""
-    told = [_section(material, experiment) for experiment in dict.fromkeys(e for _, e in material.experiments)]
+    """Return one section for each experiment in the order of the rows, then the scored predictions."""
+    found = [_section(material, experiment) for experiment in dict.fromkeys(e for _, e in material.experiments)]
     scored = [picture for picture in _pictures(material, ALL) if picture.path != SUMMARY]
-    return told + ([Section("predictions", "Predictions scored", scored, [])] if scored else [])
+    return found + ([Section("predictions", "Predictions scored", scored, [])] if scored else [])
 
 
 def summary(material: Material) -> Picture | None:
-    """The run in one picture, None when it holds too little for one."""
+    """Return the summary figure, None when the run has too few results for one."""
     return next((picture for picture in _pictures(material, ALL) if picture.path == SUMMARY), None)
 
 
 @made_from_rows("the table of what is missing")
 def missing(material: Material) -> pd.DataFrame:
-    """What was skipped, unsupported or without limit, and why: columns experiment, what, missing, reason; one line a reason."""
+    """Return values and limits that are missing, one line for each reason: columns experiment, what, missing, reason."""
     lines: dict[tuple[str, str, str], dict[str, None]] = {}
     for row in material.rows:
         name = " ".join(part for part in (row.variant, row.dtype, row.metric) if part)
@@ -78,7 +77,7 @@ def missing(material: Material) -> pd.DataFrame:
 
 @made_from_rows("the table of environments")
 def environment(material: Material) -> pd.DataFrame:
-    """Device, versions and source that the experiments were measured with: a column for each way they were."""
+    """Return device, versions and source of the measurements, one column for each environment."""
     columns = {}
     for experiments in _measured_alike(material):
         machine = replayed_from(material.run, *experiments[0])
@@ -97,11 +96,11 @@ def _shown(value) -> str:
 
 
 def _measured_alike(material: Material) -> list[list[tuple[str, str]]]:
-    """The run's experiments, those together that were measured in one environment with one profile and seed."""
+    """Group the run's experiments by environment, profile and seed."""
     groups: dict[tuple, list[tuple[str, str]]] = {}
     for pair in material.experiments:
-        told = _provenance(material, pair)
-        key = (replayed_from(material.run, *pair), *(told.get(name) for name in ("environment", "profile", "seed")))
+        provenance = _provenance(material, pair)
+        key = (replayed_from(material.run, *pair), *(provenance.get(name) for name in ("environment", "profile", "seed")))
         groups.setdefault(key, []).append(pair)
     return list(groups.values())
 
@@ -111,38 +110,38 @@ def _provenance(material: Material, pair: tuple[str, str]) -> dict:
 
 
 def _lines(material: Material, experiments: list[tuple[str, str]]) -> dict:
-    """What was measured with what, by name; where an experiment of this machine has no provenance, run.json tells."""
+    """Return the properties of an environment by name. Without provenance of the experiment they come from run.json."""
     here = not any(replayed_from(material.run, *pair) for pair in experiments)
-    told = material.information if here else {}
-    told = told | (_provenance(material, experiments[0]) if experiments else {})
-    kept = told.get("environment") or {}
-    if isinstance(kept, str):
-        if kept not in material.environments:
+    provenance = material.information if here else {}
+    provenance = provenance | (_provenance(material, experiments[0]) if experiments else {})
+    stored = provenance.get("environment") or {}
+    if isinstance(stored, str):
+        if stored not in material.environments:
             raise StoreError(
-                f"no environment {kept!r:.40} is stored, in which {'/'.join(experiments[0])} was measured",
+                f"the environment {stored!r:.40} of {'/'.join(experiments[0])} is not stored",
                 where=material.run.folder,
                 next_step="check the run: hyperion verify",
             )
-        kept = material.environments[kept]
-    source = kept.get("source") or {}
-    packages = ", ".join(f"{name} {version}" for name, version in sorted((kept.get("packages") or {}).items()))
+        stored = material.environments[stored]
+    source = stored.get("source") or {}
+    packages = ", ".join(f"{name} {version}" for name, version in sorted((stored.get("packages") or {}).items()))
     changed = {True: ", with local changes", False: "", None: ", unknown whether changed"}[source.get("modified")]
     sources = sorted({row.data_source for row in material.rows if (row.notebook, row.experiment) in experiments} - {""})
     return {
-        "device": device_name({"environment": kept}),
-        "devices": len(kept.get("gpus") or []) or "",
-        "CPU": (kept.get("cpu") or {}).get("name"),
-        "torch": kept.get("torch"),
-        "CUDA": kept.get("cuda"),
-        "ROCm (HIP)": kept.get("hip"),
-        "driver": kept.get("driver"),
-        "collectives": kept.get("collectives"),
-        "collective settings": ", ".join(f"{k}={v}" for k, v in (kept.get("collective_settings") or {}).items()),
-        "Python": kept.get("python"),
+        "device": device_name({"environment": stored}),
+        "devices": len(stored.get("gpus") or []) or "",
+        "CPU": (stored.get("cpu") or {}).get("name"),
+        "torch": stored.get("torch"),
+        "CUDA": stored.get("cuda"),
+        "ROCm (HIP)": stored.get("hip"),
+        "driver": stored.get("driver"),
+        "collectives": stored.get("collectives"),
+        "collective settings": ", ".join(f"{k}={v}" for k, v in (stored.get("collective_settings") or {}).items()),
+        "Python": stored.get("python"),
         "packages": packages,
-        "operating system": " ".join(filter(None, (kept.get("os"), kept.get("kernel")))),
-        "profile": told.get("profile"),
-        "seed": told.get("seed"),
+        "operating system": " ".join(filter(None, (stored.get("os"), stored.get("kernel")))),
+        "profile": provenance.get("profile"),
+        "seed": provenance.get("seed"),
         "data source": ", ".join(sources) or "none used",
         "commit": f"{source['commit']}{changed}" if source.get("commit") else None,
         "source sha256": source.get("hash"),
@@ -150,14 +149,14 @@ def _lines(material: Material, experiments: list[tuple[str, str]]) -> dict:
 
 
 def picture_path(experiment: str, name: str) -> str:
-    """Where a figure lies in its run: with its subject, the one that sums up the run above all of them."""
+    """Return the path of a figure in its run: in its subject's folder, the summary above all of them."""
     if experiment == ALL:
         return SUMMARY if name == "summary" else f"benchmarks/{name}/{name}.png"
     return f"benchmarks/{results_folder(experiment)}/{name}.png"
 
 
 def picture(plot: Plot, material: Material) -> bytes | None:
-    """PNG bytes of a figure as pages and folders hold it, drawn once for a material; None when there is nothing to draw."""
+    """Return the PNG bytes of a figure, drawn once for a material; None when there is nothing to draw."""
     if plot.name not in material.drawn:
         material.drawn[plot.name] = draw(plot.name, material)
     return material.drawn[plot.name]

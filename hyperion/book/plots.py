@@ -1,6 +1,6 @@
 """Every figure of the book by name: those of the subjects, and those that span a run."""
 
-from hyperion.book import plots_predictions, plots_summary
+from hyperion.book import run_figures
 from hyperion.chapter.subjects import subject_of, subjects
 from hyperion.errors import HyperionError
 from hyperion.figures.material import Material, made_from_rows
@@ -13,9 +13,9 @@ _OF_THE_RUN = (
         ALL,
         "The run at a glance: rates and their limits, the measured roofline, and how much better the language model predicts "
         "than counting does.",
-        plots_summary.summary,
+        run_figures.summary,
     ),
-    Plot("predictions", ALL, "Predicted values over measured ones.", plots_predictions.predictions),
+    Plot("predictions", ALL, "Predicted values over measured ones.", run_figures.predictions),
 )
 
 
@@ -75,7 +75,7 @@ def draw(name: str, material: Material, **options) -> bytes | None:
             figure = chosen.draw(material, **options)
             return None if figure is None else png(figure)
 
-    # One refused value must not cost the page, and no figure may be missing without a word.
+    # One refused value must not prevent the page, and a missing figure needs a warning.
     refused = any(row.is_unexpected and chosen.experiment in (ALL, row.experiment) for row in material.rows)
     try:
         content, why = drawn(), "nothing is left to draw"

@@ -1,34 +1,33 @@
-"""The page of a reference machine: README.md with tables and pictures that reads well on a code host."""
+"""The page of a reference machine: README.md with tables and pictures, for a code host."""
 
 import pandas as pd
 
 from hyperion.book.headlines import headlines
 from hyperion.book.outline import Picture, Section, banner, environment, missing, sections, summary
 from hyperion.figures.formats import percent
-from hyperion.figures.machines import device_name
-from hyperion.figures.material import Material
+from hyperion.figures.material import Material, device_name
 from hyperion.figures.tables import markdown, markdown_code, markdown_text
 from hyperion.results import Run
 
 README = "README.md"
-# Longer tables are folded away: the page is read for its pictures first.
+# Longer tables are folded, so that the pictures are near each other.
 _UNFOLDED_LINES = 12
 
 
 def reference_readme(run: Run, material: Material | None = None) -> dict[str, bytes]:
-    """README.md of a run and the pictures it shows, by path relative to the run.
+    """Return README.md of a run and its pictures, by path relative to the run.
 
     Args:
-        material: of the run as it is now, so that figures drawn from it are not drawn again; read anew when left out.
+        material: material of the run, whose figures are not drawn again; None reads the run.
     """
     material = material or Material(run)
-    told = sections(material)
+    parts = sections(material)
     first = summary(material)
-    shown = ([first] if first else []) + [picture for section in told for picture in section.pictures]
-    return {README: _page(material, first, told).encode()} | {picture.path: picture.content for picture in shown}
+    shown = ([first] if first else []) + [picture for section in parts for picture in section.pictures]
+    return {README: _page(material, first, parts).encode()} | {picture.path: picture.content for picture in shown}
 
 
-def _page(material: Material, first: Picture | None, told: list[Section]) -> str:
+def _page(material: Material, first: Picture | None, found: list[Section]) -> str:
     information = material.information
     parts = [
         f"# {markdown_text(device_name(information))}",
@@ -43,7 +42,7 @@ def _page(material: Material, first: Picture | None, told: list[Section]) -> str
     quoted = _headline_table(material)
     if len(quoted):
         parts += ["## At a glance", markdown(quoted)]
-    for section in told:
+    for section in found:
         parts += [f"## {markdown_text(section.title)}", *_body(section)]
     absent = missing(material)
     if len(absent):
@@ -53,7 +52,7 @@ def _page(material: Material, first: Picture | None, told: list[Section]) -> str
 
 
 def headline_markdown(run: Run) -> str:
-    """The headline figures of a run as a Markdown table, for any page that quotes them."""
+    """Return the headlines of a run as a Markdown table."""
     return markdown(_headline_table(Material(run)))
 
 

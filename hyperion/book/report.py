@@ -1,17 +1,18 @@
-"""The report: one HTML page with everything in it, to be opened offline or sent to somebody."""
+"""The report: one self-contained HTML page, which works offline."""
 
 import base64
+from collections.abc import Iterable
 from pathlib import Path
 
-from hyperion.book.comparison import comparison_table, reference_machines
+import pandas as pd
+
 from hyperion.book.headlines import Headline, headlines
 from hyperion.book.outline import Picture, Section, banner, environment, missing, sections
-from hyperion.book.report_css import STYLE
-from hyperion.figures.formats import percent
-from hyperion.figures.machines import device_name
-from hyperion.figures.material import Material
-from hyperion.figures.published import published_source, published_tables
+from hyperion.figures.formats import number, percent
+from hyperion.figures.material import Material, device_name, made_from_rows
+from hyperion.figures.published import published_bandwidth, published_baseline, published_gemm, published_source, published_tables
 from hyperion.figures.tables import escaped, html
+from hyperion.paths import reference_folder
 from hyperion.results import Run
 from hyperion.results.execution import unexpected_in
 
@@ -21,25 +22,25 @@ _PNG_WIDTH = slice(16, 20)
 
 
 def write_report(run: Run, material: Material | None = None) -> Path:
-    """Write report.html into the run; it fetches nothing. Returns its path.
+    """Write report.html into the run and return its path.
 
     Args:
-        material: of the run as it is now, so that figures drawn from it are not drawn again; read anew when left out.
+        material: material of the run, whose figures are not drawn again; None reads the run.
     """
     run.write({REPORT: report_page(material or Material(run)).encode()})
     return run.folder / REPORT
 
 
 def report_page(material: Material) -> str:
-    """The whole page as HTML, the same for the same rows."""
-    told = sections(material)
+    """Return the page as HTML. The same rows give the same page."""
+    found = sections(material)
     title = f"Hyperion on {escaped(_machine(material))}"
     body = [
         _header(material, title),
         _unexpected(material),
         _cards(headlines(material)),
-        _contents(told),
-        *(_section(section) for section in told),
+        _contents(found),
+        *(_section(section) for section in found),
         _missing(material),
         _comparison(material),
         _published(),
@@ -49,7 +50,7 @@ def report_page(material: Material) -> str:
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{STYLE}</style></head>\n<body><main>\n" + "\n".join(body) + "\n</main></body></html>\n"
+        f"<title>{title}</title><style>{_STYLE}</style></head>\n<body><main>\n" + "\n".join(body) + "\n</main></body></html>\n"
     )
 
 
@@ -66,9 +67,9 @@ def _header(material: Material, title: str) -> str:
 
 
 def _unexpected(material: Material) -> str:
-    """What the run's own checks found wrong, before anything else of the page is believed; "" where nothing was."""
+    """Return the section of the run's failed checks, "" without any. It comes first: they put the other results in doubt."""
     found = unexpected_in(material.run)
-    lines = [f"<li>{escaped(stem)}: {escaped(sentence)}</li>" for stem, told in found.items() for sentence in told]
+    lines = [f"<li>{escaped(stem)}: {escaped(sentence)}</li>" for stem, sentences in found.items() for sentence in sentences]
     if not lines:
         return ""
     return f'<section id="unexpected"><h2>Unexpected</h2><ul>{"".join(lines)}</ul></section>'
@@ -90,9 +91,9 @@ def _card(headline: Headline) -> str:
     )
 
 
-def _contents(told: list[Section]) -> str:
-    links = [(section.experiment, section.title) for section in told]
-    links += [("missing", "Not measured"), ("comparison", "Beside other machines")]
+def _contents(found: list[Section]) -> str:
+    links = [(section.experiment, section.title) for section in found]
+    links += [("missing", "Not measured"), ("comparison", "Comparison with other machines")]
     links += [("published", "Published MI250X tables"), ("environment", "Environment")]
     return "<nav>" + "".join(f'<a href="#{escaped(anchor)}">{escaped(title)}</a>' for anchor, title in links) + "</nav>"
 
@@ -100,7 +101,7 @@ def _contents(told: list[Section]) -> str:
 def _section(section: Section) -> str:
     parts = [_figure(picture) for picture in section.pictures]
     for caption, table in section.tables:
-        # Where there are pictures, they are read first; numbers are one click away.
+        # In a section with pictures the tables are folded, so that the pictures are near each other.
         opened = "" if section.pictures or len(table) > _UNFOLDED_LINES else " open"
         parts.append(f"<details{opened}><summary>{escaped(caption)}</summary>{html(table)}</details>")
     return f'<section id="{escaped(section.experiment)}"><h2>{escaped(section.title)}</h2>{"".join(parts)}</section>'
@@ -108,7 +109,7 @@ def _section(section: Section) -> str:
 
 def _figure(picture: Picture) -> str:
     content = base64.b64encode(picture.content).decode()
-    # Drawn smaller than their pixels: sharp on fine screens, and lettering of one size all down the page.
+    # Shown smaller than their pixels: sharp on high-resolution screens, with text of the same size in all figures.
     width = round(int.from_bytes(picture.content[_PNG_WIDTH], "big") / 1.2)
     return (
         f'<figure><img alt="{escaped(picture.caption)}" width="{width}" src="data:image/png;base64,{content}">'
@@ -118,18 +119,18 @@ def _figure(picture: Picture) -> str:
 
 def _missing(material: Material) -> str:
     absent = missing(material)
-    told = html(absent) if len(absent) else "<p>Nothing: every value was measured and every limit is known.</p>"
-    return f'<section id="missing"><h2>Not measured, or without a limit</h2>{told}</section>'
+    content = html(absent) if len(absent) else "<p>Nothing: every value was measured and every limit is known.</p>"
+    return f'<section id="missing"><h2>Not measured, or without a limit</h2>{content}</section>'
 
 
 def _comparison(material: Material) -> str:
     references = reference_machines(material)
-    told = ", ".join(f"{m.run.folder.name} ({device_name(m.information)})" for m in references) or "none"
+    names = ", ".join(f"{m.run.folder.name} ({device_name(m.information)})" for m in references) or "none"
     return (
-        '<section id="comparison"><h2>Beside other machines</h2>'
-        f"<p>Reference runs in this repository: {escaped(told)}. A cell is empty where another model, format or data source "
-        "was measured, so that there is nothing to compare. What was published was measured in another way, with the defects "
-        f"listed below.</p>{html(comparison_table(material, references))}</section>"
+        '<section id="comparison"><h2>Comparison with other machines</h2>'
+        f"<p>Reference runs in this repository: {escaped(names)}. A cell is empty if the machine has no value for the same "
+        "model, format and data source. The published values come from another method, with the defects listed below."
+        f"</p>{html(comparison_table(material, references))}</section>"
     )
 
 
@@ -154,3 +155,101 @@ def _footer(material: Material) -> str:
         f"<footer>Built from {len(material.rows)} rows. {len(names)} files of the run were checked against its manifest "
         "before this page was written.</footer>"
     )
+
+
+_PUBLISHED_MODELS = {"resnet50": "ResNet-50", "encoder": "Transformer encoder"}
+
+
+def reference_machines(material: Material) -> list[Material]:
+    """Return the stored reference runs on real data, without this run and the ones that it replays."""
+    found = [Material(Run.open(path.parent)) for path in sorted(reference_folder().glob("*/run.json"))]
+    own = {material.run.folder.resolve().name, *material.replayed}
+    return [m for m in found if "synthetic" not in m.data_sources and m.run.folder.name not in own]
+
+
+@made_from_rows("the comparison")
+def comparison_table(material: Material, references: Iterable[Material]) -> pd.DataFrame:
+    """Return one line for each headline of the run: its value and share of the limit, the same of every reference machine,
+    the ratio of the two values, and the published MI250X value of the same quantity.
+
+    A cell is empty if the model, format or data source differs.
+    """
+    others = [(m.run.folder.name, {_identity(h): h for h in headlines(m)}) for m in references]
+    return pd.DataFrame([_line(headline, others) for headline in headlines(material)])
+
+
+def _line(headline: Headline, others: list[tuple[str, dict]]) -> dict[str, str]:
+    line = {"": headline.label, "this run": headline.value, "% of limit": percent(headline.fraction)}
+    for name, quantities in others:
+        same = quantities.get(_identity(headline))
+        ratio = headline.row.value / same.row.value if same and same.row.value else None
+        line |= {
+            name: same.value if same else "",
+            f"% of limit, {name}": percent(same.fraction) if same else "",
+            f"this run / {name}": number(ratio, 3),
+        }
+    return line | {"MI250X, as published": _published_value(headline)}
+
+
+def _identity(headline: Headline) -> tuple:
+    return headline.label, headline.row.variant, headline.row.dtype, headline.row.data_source
+
+
+def _published_value(headline: Headline) -> str:
+    """Return the published value of the same quantity, "" if there is none."""
+    row = headline.row
+    value = None
+    if row.metric == "gemm_tflops":
+        table = published_gemm()
+        value = table.loc[table["dtype"] == row.dtype, "tflops"].max()
+    elif row.metric == "bandwidth_gb_s" and row.variant == "add":
+        value = published_bandwidth()["gb_s"].max()
+    elif row.metric == "samples_per_s" and row.dtype == "fp32" and row.variant in _PUBLISHED_MODELS:
+        table = published_baseline().set_index("model")
+        value = table.loc[_PUBLISHED_MODELS[row.variant], "samples_per_s"]
+    return "" if value is None or value != value else f"{value:,g} {row.unit}"
+
+
+# System fonts, light or dark by the reader's setting; nothing is fetched.
+_STYLE = """
+:root{--ink:#1b1f24;--soft:#5d6670;--line:#e1e4e8;--page:#f6f7f9;--card:#fff;--accent:#0072B2;--warn:#fff4ec;--edge:#D55E00}
+@media(prefers-color-scheme:dark){:root{--ink:#e6e8ea;--soft:#9aa4ae;--line:#30363d;--page:#0f1317;--card:#171c22;
+--accent:#56B4E9;--warn:#2b1d12}}
+*{box-sizing:border-box}
+html{scroll-behavior:smooth}
+body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
+main{max-width:1120px;margin:0 auto;padding:2.2rem 1.2rem 4rem}
+h1{font-size:1.9rem;line-height:1.2;margin:0}
+h2{font-size:1.25rem;margin:0 0 .8rem}
+h3{font-size:.82rem;font-weight:600;color:var(--soft);margin:0}
+.facts,footer{color:var(--soft);margin:.3rem 0 0}
+.banner{background:var(--warn);border-left:6px solid var(--edge);padding:.7rem 1rem;font-weight:600;border-radius:4px}
+.cards{display:grid;grid-template-columns:repeat(auto-fill,minmax(190px,1fr));gap:.8rem;margin:1.4rem 0}
+.card,section:not(.cards){background:var(--card);border:1px solid var(--line);border-radius:10px}
+.card{padding:.9rem 1rem;min-width:0}
+.card p{margin:.15rem 0 0;font-size:.8rem;color:var(--soft)}
+.card .value{font-size:1.55rem;line-height:1.25;font-weight:650;color:var(--ink);white-space:nowrap}
+.card .value span{font-size:.85rem;font-weight:500;color:var(--soft)}
+.card .limit{display:-webkit-box;-webkit-box-orient:vertical;-webkit-line-clamp:3;overflow:hidden}
+.gauge{height:6px;background:var(--line);border-radius:3px;margin:.45rem 0 0;overflow:hidden}
+.gauge i{display:block;height:100%;background:var(--accent)}
+nav{display:flex;flex-wrap:wrap;gap:.35rem .9rem;margin:0 0 1.4rem}
+a{color:var(--accent);text-decoration:none}
+a:hover{text-decoration:underline}
+section:not(.cards){padding:1.2rem 1.3rem;margin:0 0 1.1rem}
+figure{margin:0 0 1.1rem}
+img{display:block;max-width:100%;background:#fff;border-radius:6px;padding:.4rem}
+figcaption{color:var(--soft);font-size:.88rem;margin-top:.3rem}
+details{margin:.4rem 0}
+summary{cursor:pointer;font-weight:600;font-size:.9rem;padding:.2rem 0}
+.table{overflow-x:auto}
+table{border-collapse:collapse;font-size:.84rem;margin:.4rem 0 .8rem;width:100%}
+th,td{padding:.32rem .65rem;text-align:left;border-bottom:1px solid var(--line);vertical-align:top}
+th{font-weight:600;color:var(--soft)}
+td.number,th.number{text-align:right;font-variant-numeric:tabular-nums}
+td.number{white-space:nowrap}
+.published{border-style:dashed!important}
+.halves{display:grid;grid-template-columns:repeat(auto-fit,minmax(320px,1fr));gap:1.4rem}
+.half{min-width:0}
+.defects{font-size:.84rem;color:var(--soft)}
+""".strip()

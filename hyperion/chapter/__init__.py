@@ -1,4 +1,4 @@
-"""A chapter: how a notebook predicts, runs and keeps experiments, and how subjects and profiles are found."""
+"""A chapter: how a notebook predicts, runs and stores experiments. Finds subjects, experiments and profiles."""
 
 from hyperion.chapter.chapter import Chapter, open_chapter, run_information
 from hyperion.chapter.context import Context, Experiment, Forecast, Result

@@ -1,4 +1,4 @@
-"""A chapter: the notebook's side of an experiment. Predict, run, keep; or find what an earlier go already kept."""
+"""A chapter: predict and run experiments from a notebook and store their rows, or reuse the rows that the run has."""
 
 import functools
 import hashlib
@@ -13,13 +13,13 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from hyperion.chapter.context import Context, Result
-from hyperion.chapter.isolated import run_isolated
 from hyperion.chapter.profiles import REPLAY, default_profile, load_profile
 from hyperion.chapter.registry import experiment_named, module_of
 from hyperion.chapter.replay import finished_in, measured_under, reference_run
+from hyperion.chapter.variants import run_isolated
 from hyperion.data.prepare.catalog import data_identity
 from hyperion.dependencies import reached_source_hash
-from hyperion.errors import HyperionError, require_seed
+from hyperion.errors import HyperionError, not_none, require_seed
 from hyperion.hardware import detect, fingerprint
 from hyperion.results import Prediction, Row, Run, must_remeasure, new_run_folder, rows_to_csv
 from hyperion.results.execution import UNEXPECTED_CLAIM, UNEXPECTED_ROW, note_unexpected
@@ -36,7 +36,7 @@ class Chapter:
 
     @functools.cached_property
     def environment(self) -> dict:
-        """What the rows are measured in: this machine now, or what the reference run says of its machine."""
+        """The environment of the rows: this machine's, or the reference machine's in replay."""
         return fingerprint() if self.reference is None else self.reference.information()["environment"]
 
     @property
@@ -60,15 +60,14 @@ class Chapter:
             self._unexpected(otherwise, UNEXPECTED_CLAIM)
 
     def expect_timing(self, holds: object, otherwise: str) -> None:
-        """Check a claim that rests on measured times alone: as `expect` on a GPU, a warning on a CPU.
+        """Check a claim about measured times: as `expect` on a GPU, with a warning instead of UNEXPECTED on a CPU.
 
-        A GPU is a job's own. A CPU's cores serve whatever else runs there, and a second of another process's work can turn
-        such a claim around; a chapter that is right must not end for that, nor may it pass in silence.
+        A job has its GPU to itself. Other processes share the CPU, and one second of their work can reverse such a claim.
         """
         if self.on_accelerator:
             self.expect(holds, otherwise)
         elif not _truth(holds, otherwise):
-            print(f"WARNING: {otherwise}. On a CPU other work can be to blame: run this notebook alone before you believe it.")
+            print(f"WARNING: {otherwise}. On a CPU other processes can cause this: run this notebook alone to check.")
 
     def expect_within(self, row: Row, low: float, high: float, what: str) -> None:
         """Check that a measured value lies within bounds, with its whole 95 % confidence interval.
@@ -80,13 +79,14 @@ class Chapter:
             low, high: bounds, in the unit of the row.
             what: the quantity, which begins the sentence: "our clock over the plain loop's".
         """
-        told = f"{what}: {row.value:.4g} ({row.ci_low:.4g} to {row.ci_high:.4g})"
-        if low <= row.ci_low and row.ci_high <= high:
+        ci_low, ci_high = not_none(row.ci_low), not_none(row.ci_high)
+        value = f"{what}: {row.value:.4g} ({ci_low:.4g} to {ci_high:.4g})"
+        if low <= ci_low and ci_high <= high:
             return
-        if row.ci_high < low or row.ci_low > high:
-            self.expect_timing(False, f"{told} lies outside {low:g} to {high:g}")
+        if ci_high < low or ci_low > high:
+            self.expect_timing(False, f"{value} lies outside {low:g} to {high:g}")
         else:
-            print(f"WARNING: undecided: {told} is not within {low:g} to {high:g} for certain. More samples would decide.")
+            print(f"WARNING: undecided: {value} may be outside {low:g} to {high:g}. More samples would decide.")
 
     def options(self, experiment: str) -> Any:
         """Return an experiment's options, an instance of its own class of `Options`; see `sizes`.
@@ -94,7 +94,7 @@ class Chapter:
         Raises:
             HyperionError: an unknown, missing or invalid option, by name.
         """
-        return experiment_named(experiment).options.parse(self.sizes(experiment), experiment)
+        return not_none(experiment_named(experiment).options).parse(self.sizes(experiment), experiment)
 
     def sizes(self, experiment: str) -> dict:
         """Return what the profile states for an experiment; in replay, what it was measured with."""
@@ -104,10 +104,10 @@ class Chapter:
         return self.profile.sizes(experiment)
 
     def predict(self, experiment: str, guess: float | None = None) -> pd.DataFrame:
-        """Write down the reader's guess (of the first line) and the library's estimates; what is written stays.
+        """Store the reader's guess (of the first line) and the library's estimates. A stored prediction does not change.
 
-        The estimates are made anew when the rows they rest on have changed. In replay they are the reference machine's;
-        the guess beside them is this reader's.
+        If the rows that the estimates use have changed, there are new estimates. In replay the estimates are the reference
+        machine's, the guess is this reader's.
 
         Args:
             guess: the reader's guess, in the unit of the first forecast's metric.
@@ -122,18 +122,19 @@ class Chapter:
         self.results.predict(replace(p, guess=None if place else guess) for place, p in enumerate(predictions))
         predictions = self._predictions(experiment, digest)
         if guess is not None and predictions and predictions[0].guess != guess:
-            kept = "no guess" if predictions[0].guess is None else f"the guess {predictions[0].guess:g}"
+            first = predictions[0].guess
+            stored = "The prediction is stored without a guess" if first is None else f"The guess {first:g} is already stored"
             print(
-                f"{kept} was written down before, and stays; {guess:g} came too late. "
-                "For a fresh try restart the kernel and run from the top: that makes a new run."
+                f"{stored} and stays; the new guess {guess:g} is ignored. "
+                "To guess again, restart the kernel and run all cells: that makes a new run."
             )
         columns = ["variant", "dtype", "params", "metric", "guess", "estimate", "basis"]
         return pd.DataFrame([{column: getattr(p, column) for column in columns} for p in predictions], columns=columns)
 
     def run(self, experiment: str) -> Result:
-        """Run an experiment and keep its rows, or return what this run folder already keeps of the very same experiment.
+        """Run an experiment and store its rows, or return the stored rows if this run has them for the same inputs.
 
-        In replay nothing is measured: rows and samples come from the reference machine, each as it was measured there.
+        In replay nothing is measured: rows and samples are those of the reference machine.
         """
         self.predict(experiment)
         if self.reference is not None:
@@ -145,7 +146,7 @@ class Chapter:
         result = self._measure(experiment, digest, data)
         rows = [row.without_failed_value() for row in result.rows]
         result = replace(result, rows=_with_predictions(rows, self._predictions(experiment, digest)))
-        # What this very run downloaded was not there before; it is what the rows were made from all the same.
+        # Data that this experiment downloaded had no identity before it ran.
         taken = self._data(experiment)
         self.results.record(
             self.notebook,
@@ -163,14 +164,14 @@ class Chapter:
         return result
 
     def _holds(self, experiment: str, digest: str) -> bool:
-        """Whether the run holds this very experiment, made from the data that lie there now."""
+        """Return True if the run has this experiment with the same inputs and the same data."""
         kept = self.results.finished(self.notebook, experiment)
         return kept is not None and (kept["input_hash"], kept.get("data")) == (digest, self._data(experiment))
 
     def _asked_anew(self, experiment: str) -> bool:
-        """Whether this experiment is measured again although the run holds it: what it holds, or a claim on it, is unexpected.
+        """Return True if a stored experiment must be measured again, because a value of it or a claim about it is unexpected.
 
-        A claim alone costs no training in a process of its own: the same seed would give the same again.
+        A failed claim alone does not repeat an isolated experiment (a training): the same seed gives the same result.
         """
         if experiment in self._measured_here:
             return False
@@ -179,7 +180,7 @@ class Chapter:
             return False
         why = "a value of it" if lacking else "a claim of this notebook on what was measured before"
         print(f"{experiment}: measured again, because {why} was unexpected")
-        if lacking and self._workspace(experiment).exists():  # its checkpoints would only give the same back
+        if lacking and self._workspace(experiment).exists():  # its checkpoints would restore the refused value
             shutil.rmtree(self._workspace(experiment))
         return True
 
@@ -200,12 +201,12 @@ class Chapter:
         stored = self.results.rows(self.notebook, experiment)
         rows = _with_predictions(stored, self._predictions(experiment, digest))
         self.results.confirm(self.notebook, experiment, rows)
-        source = self.results.finished(self.notebook, experiment)["source"]
+        source = not_none(self.results.finished(self.notebook, experiment))["source"]
         return Result(rows, self.results.samples(self.notebook, experiment), source)
 
     def _measure(self, experiment: str, digest: str, data: dict) -> Result:
         chosen = experiment_named(experiment)
-        # Checkpoints of another configuration or of other data must not be resumed, so the folder bears their hash.
+        # The hash in the folder's name prevents a resume from checkpoints of another configuration or other data.
         folder = self._workspace(experiment) / _digest([digest, data])
         context = self._context(experiment, chosen.reads, folder)
         with tqdm(desc=experiment, leave=False) as bar:
@@ -215,7 +216,7 @@ class Chapter:
                 bar.set_postfix_str(note)
 
             result = run_isolated(context, report) if chosen.isolated else chosen.run(context, report)
-            # A bar that closes short of its end turns red and stays, as if the experiment had failed.
+            # tqdm shows a bar that closes before its end in red, like a failure.
             bar.n = bar.total = bar.total or 1
             return result
 
@@ -236,7 +237,7 @@ class Chapter:
         )
 
     def _input_hash(self, experiment: str) -> str:
-        """Hash of what the experiment depends on, times and its own values left out; files of data are told by `_data`."""
+        """Return a hash of the experiment's inputs. `_data` identifies the data files."""
         chosen = experiment_named(experiment)
         context = self._context(experiment, chosen.reads)
         asked = {"source": self.data_source, "synthetic": context.synthetic, "allowed": context.allow_synthetic}
@@ -257,7 +258,7 @@ class Chapter:
         return data_identity(experiment_named(experiment).data, self.data_source)
 
     def _provenance(self, experiment: str) -> dict:
-        """What tells, of one experiment, how it was asked for and with which code it was measured."""
+        """Return the provenance of an experiment: how it was called, the device, and the source of the code."""
         return {
             "profile": self.profile.name,
             "data_source": self.data_source,
@@ -272,10 +273,10 @@ class Chapter:
         return [p for p in self.results.predictions(self.notebook, experiment) if p.input_hash == digest]
 
     def _forecasts(self, experiment: str) -> list[Prediction]:
-        """The library's estimates, from the ceilings that the run holds now."""
+        """Return the library's estimates from the ceilings in the run."""
         chosen, digest = experiment_named(experiment), self._input_hash(experiment)
         context = self._context(experiment, (*chosen.reads, *chosen.forecast_reads))
-        # An estimate after the fact uses nothing of what was measured, but the reader must know.
+        # Such an estimate uses none of the measured values, but the reader must know.
         late = "; made after the measurement" if self._holds(experiment, digest) else ""
         return [
             Prediction(
@@ -296,14 +297,15 @@ class Chapter:
         ]
 
     def _replayed_forecasts(self, experiment: str) -> tuple[str, list[Prediction]]:
-        """The estimates that the reference run made before it measured what it holds, under this run's digest."""
-        measured = finished_in(self.reference, self.notebook, experiment)["input_hash"]
-        digest = f"replay:{self.reference.folder.name}:{measured}"
-        written = self.reference.predictions(self.notebook, experiment)
+        """Return the digest of the replay, and the estimates that the reference run stored before it measured."""
+        measured = finished_in(not_none(self.reference), self.notebook, experiment)["input_hash"]
+        digest = f"replay:{not_none(self.reference).folder.name}:{measured}"
+        written = not_none(self.reference).predictions(self.notebook, experiment)
         return digest, [replace(p, guess=None, input_hash=digest) for p in written if p.input_hash == measured]
 
     def _replay(self, experiment: str) -> Result:
-        machine, reference = self.reference.folder.name, self.reference
+        reference = not_none(self.reference)
+        machine = reference.folder.name
         kept = finished_in(reference, self.notebook, experiment)
         provenance, environment = measured_under(reference, self.notebook, experiment)
         rows, samples = reference.rows(self.notebook, experiment), reference.samples(self.notebook, experiment)
@@ -321,7 +323,7 @@ class Chapter:
         return Result(rows, samples, kept["source"], replayed_from=machine)
 
 
-def _truth(holds: object, otherwise: str) -> bool:
+def _truth(holds: Any, otherwise: str) -> bool:
     kind = type(holds)
     # An array has `size`, a tensor `numel`.
     if hasattr(holds, "item") and (holds.numel() if hasattr(holds, "numel") else getattr(holds, "size", None)) == 1:
@@ -335,11 +337,11 @@ def _truth(holds: object, otherwise: str) -> bool:
 
 
 def _with_predictions(rows: list[Row], predictions: list[Prediction]) -> list[Row]:
-    """The rows with the estimates that were written down for them."""
+    """Return the rows with their stored estimates."""
 
     def estimate(row: Row) -> float | None:
-        # A forecast names the parameters it depends on; a row may state more of them. What all ranks have together is not
-        # what one of them has.
+        # A forecast names the parameters that it depends on; a row may have more of them. A forecast of all ranks together
+        # does not apply to the row of one rank.
         for p in predictions:
             same = (p.variant, p.dtype, p.metric) == (row.variant, row.dtype, row.metric)
             if same and p.each_rank == (row.rank is not None) and p.params.items() <= row.params.items():
@@ -350,7 +352,7 @@ def _with_predictions(rows: list[Row], predictions: list[Prediction]) -> list[Ro
 
 
 def _values_of(rows: list[Row]) -> str:
-    """Digest of rows as measured, "" of none; what was predicted of them is no part of it."""
+    """Return a digest of measured rows without their predictions, "" for no rows."""
     return _digest(rows_to_csv([replace(row, predicted=None) for row in rows])) if rows else ""
 
 
@@ -398,5 +400,5 @@ def open_chapter(
 
 
 def run_information(profile: str, data_source: str, seed: int) -> dict:
-    """What run.json says of a run: how it was asked for, and the environment it ran in."""
+    """Return the content of run.json: how the run was called, and its environment."""
     return {"profile": profile, "data_source": data_source, "seed": seed, "environment": fingerprint()}

@@ -1,4 +1,4 @@
-"""Reference runs as a chapter replays them: which one, and what it says its experiments were measured under."""
+"""Reference runs for replay: find one, and read its experiments' provenance and environment."""
 
 from hyperion.chapter.profiles import load_profile
 from hyperion.errors import HyperionError
@@ -7,7 +7,7 @@ from hyperion.results import Run, find_run
 
 
 def reference_runs() -> list[Run]:
-    """The committed reference runs, those a reader wants first: real data before synthetic, most GPUs before fewer or none."""
+    """Return the stored reference runs: real data before synthetic data, then more GPUs before fewer."""
     runs = [Run.open(path.parent) for path in sorted(reference_folder().glob("*/run.json"))]
 
     def place(run: Run) -> tuple:
@@ -19,10 +19,10 @@ def reference_runs() -> list[Run]:
 
 
 def reference_run(machine: str, notebook: str) -> Run:
-    """The named reference run, or the first that holds the notebook.
+    """Return the named reference run, or the first with rows of the notebook.
 
     Raises:
-        HyperionError: there is none.
+        HyperionError: there is no such run.
     """
     if machine:
         return Run.open(find_run(str(reference_folder() / machine)))
@@ -33,10 +33,10 @@ def reference_run(machine: str, notebook: str) -> Run:
 
 
 def finished_in(reference: Run, notebook: str, experiment: str) -> dict:
-    """What the reference run says of a finished experiment.
+    """Return the record of a finished experiment of the reference run.
 
     Raises:
-        HyperionError: it holds none of that name.
+        HyperionError: the reference run has no such experiment.
     """
     kept = reference.finished(notebook, experiment)
     if kept is None:
@@ -49,10 +49,10 @@ def finished_in(reference: Run, notebook: str, experiment: str) -> dict:
 
 
 def measured_under(reference: Run, notebook: str, experiment: str) -> tuple[dict, dict]:
-    """Provenance and environment of an experiment of the reference run; where it wrote none, what its run.json says."""
+    """Return provenance and environment of an experiment of the reference run; without provenance, those of run.json."""
     asked = reference.information()
     provenance = finished_in(reference, notebook, experiment).get("provenance")
     if not provenance:
         sizes = load_profile(asked["profile"]).sizes(experiment)
         provenance = {"profile": asked["profile"], "seed": asked["seed"], "sizes": sizes}
-    return provenance, reference.environments().get(provenance.get("environment"), asked["environment"])
+    return provenance, reference.environments().get(provenance.get("environment", ""), asked["environment"])

@@ -1,19 +1,37 @@
-"""Variants of one experiment, each in a process of its own, so that no variant's memory or settings reach another."""
+"""Run an experiment or its variants in processes of their own, so that none sees the memory or the settings of another."""
 
+import os
 from collections.abc import Callable
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pandas as pd
 
-from hyperion.chapter.context import Context, Result
+from hyperion.chapter.context import Context, Report, Result
+from hyperion.chapter.registry import experiment_named
 from hyperion.chapter.subjects import subjects
 from hyperion.processes import Job, report_progress, run_job, run_ranks
 from hyperion.processes.job import entry_of, load_entry
 from hyperion.results import rows_from_csv, rows_to_csv
 from hyperion.results.rows import own_metrics, own_metrics_from_json, own_metrics_to_json
 
-Report = Callable[[int, int, str], object]
+# A new process spends longer on starting Python and torch than on its work, and keeps a core busy while it starts.
+_CORES_EACH, _FEWEST, _MOST = 2, 2, 8
+
+
+def run_isolated(context: Context, report: Report) -> Result:
+    """Run the context's experiment in a fresh process, within its `timeout_s`.
+
+    Raises:
+        JobError: the experiment raised, was killed, or ran past `timeout_s`.
+    """
+    return run_variant(context, report, run_experiment)
+
+
+def run_experiment(context: Context, report: Report) -> Result:
+    """Run the context's experiment; the entry point of `run_isolated`'s process."""
+    return experiment_named(context.experiment).run(context, report)
 
 
 def run_variant(context: Context, report: Report, function: Callable[..., Result], params: dict | None = None) -> Result:
@@ -24,7 +42,7 @@ def run_variant(context: Context, report: Report, function: Callable[..., Result
         params: JSON-able keyword arguments.
 
     Raises:
-        JobError: the variant raised, was killed, or ran past the profile's `timeout_s` (an hour unless named).
+        JobError: the variant raised, was killed, or ran past the experiment's `timeout_s`.
     """
     context.workspace.mkdir(parents=True, exist_ok=True)
     samples_file = context.workspace / "samples.parquet"
@@ -40,15 +58,18 @@ def run_variant(context: Context, report: Report, function: Callable[..., Result
 def run_on_ranks(
     context: Context, report: Report, function: Callable[..., Result], params: dict | None = None, *, ranks: int
 ) -> list[Result]:
-    """Call `function(context, report, **params) -> Result` on every rank of a process group; the results in rank order.
+    """Call `function(context, report, **params) -> Result` on every rank of a process group.
 
     Args:
-        function, params: as in `run_variant`. A rank finds its place with `hyperion.processes.world()`, and
-            `context.device` is its device.
-        ranks: from 1.
+        function, params: as in `run_variant`. `hyperion.processes.world()` returns the rank's number, and `context.device` is
+            its device.
+        ranks: number of ranks, at least 1.
+
+    Returns:
+        The results in rank order.
 
     Raises:
-        RankError: a rank failed; it is named. Every rank's log is kept in the workspace.
+        RankError: a rank failed; the error names it. The workspace keeps the log of every rank.
     """
     context.workspace.mkdir(parents=True, exist_ok=True)
     samples_file = context.workspace / "samples.parquet"
@@ -62,8 +83,63 @@ def run_on_ranks(
     return [unpacked(answer, _of_rank(samples_file, rank), context.experiment) for rank, answer in enumerate(answers)]
 
 
+def run_side_by_side(context: Context, report: Report, function: Callable[..., Result], variants: list[dict]) -> list[Result]:
+    """Call `function(context, report, **params) -> Result` for each of `variants`, each in a fresh process.
+
+    Several run at the same time, each on its share of the CPU cores. Use this for memory and losses, which other processes do
+    not change, never for speed.
+
+    Args:
+        function: as in `run_variant`.
+        variants: JSON-able keyword arguments.
+
+    Returns:
+        The results in the order of `variants`.
+
+    Raises:
+        JobError: a variant failed. Running variants are waited for, the others are not started.
+    """
+    cores = len(os.sched_getaffinity(0))
+    at_once = min(_MOST, max(_FEWEST, cores // _CORES_EACH))
+    threads = max(1, cores // at_once)
+    with ThreadPoolExecutor(at_once) as pool:
+        jobs = [
+            pool.submit(
+                run_variant,
+                replace(context, workspace=context.workspace / f"variant-{number}"),
+                lambda done, total, note: None,
+                on_few_threads,
+                {"function": entry_of(function), "params": params, "threads": threads},
+            )
+            for number, params in enumerate(variants)
+        ]
+        try:
+            for done, job in enumerate(as_completed(jobs), 1):
+                job.result()
+                report(done, len(jobs), "variants, each in a process of its own")
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [job.result() for job in jobs]
+
+
+def run_counted(context: Context, report: Report, function: Callable[..., Result], variants: list[dict]) -> list[Result]:
+    """Run variants that count the bytes of their own tensors; arguments and result as in `run_side_by_side`.
+
+    On an accelerator each variant has a process of its own, because its allocator's statistics are read as well. On a CPU
+    only the tensors are counted. Other variants do not change that count, so they run one after another in this process.
+    """
+    if context.device.kind != "cpu":
+        return run_side_by_side(context, report, function, variants)
+    results = []
+    for done, params in enumerate(variants):
+        report(done, len(variants), "variants, one after another")
+        results.append(function(context, report, **params))
+    return results
+
+
 def merged(results: list[Result]) -> Result:
-    """The rows and samples of several results as one; all of them took the same data source."""
+    """Return the rows and samples of several results as one result. All of them use the same data source."""
     rows = [row for result in results for row in result.rows]
     frames = [result.samples for result in results if not result.samples.empty]
     samples = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
@@ -71,14 +147,14 @@ def merged(results: list[Result]) -> Result:
 
 
 def packed(context: Context) -> dict:
-    """Return a context as JSON-able values; the definitions of the upstream rows' own metrics go with them."""
+    """Return a context as JSON-able values, with the definitions of the upstream rows' own metrics."""
     metrics = own_metrics_to_json(own_metrics(context.upstream))
     upstream = {"upstream": rows_to_csv(context.upstream), "upstream_metrics": metrics}
     return asdict(context) | {"workspace": str(context.workspace)} | upstream
 
 
 def restored(settings: dict) -> Context:
-    """The context that `packed` made values of."""
+    """Return the context from the values of `packed`."""
     metrics = own_metrics_from_json(settings["upstream_metrics"], where="upstream rows")
     upstream = rows_from_csv(settings["upstream"], where="upstream rows", metrics=metrics)
     others = {name: value for name, value in settings.items() if name != "upstream_metrics"}
@@ -86,7 +162,7 @@ def restored(settings: dict) -> Context:
 
 
 def unpacked(answer: dict, samples_file: Path, experiment: str) -> Result:
-    """The Result that a worker answered with; its samples file is taken away."""
+    """Return the Result in a worker's answer. Deletes its samples file."""
     samples = pd.read_parquet(samples_file)
     samples_file.unlink()
     where = f"answer of {experiment}"
@@ -96,8 +172,8 @@ def unpacked(answer: dict, samples_file: Path, experiment: str) -> Result:
 
 
 def run_in_worker(context: dict, function: str, params: dict, samples_file: str) -> dict:
-    """The worker's entry: the variant's rows as CSV text, its samples in `samples_file`."""
-    subjects()  # a function of a subject outside of the library is found by it
+    """Run a variant; the worker's entry point. Return its rows as CSV text; its samples go to `samples_file`."""
+    subjects()  # adds folders of HYPERION_SUBJECTS to the import path, where the function may be
     result = load_entry(function)(restored(context), report_progress, **params)
     result.samples.to_parquet(samples_file, index=False)
     metrics = own_metrics_to_json(own_metrics(result.rows))
@@ -105,7 +181,7 @@ def run_in_worker(context: dict, function: str, params: dict, samples_file: str)
 
 
 def run_on_rank(context: dict, function: str, params: dict, samples_file: str) -> dict:
-    """A rank's entry: as `run_in_worker`, with a samples file of its own."""
+    """Run a variant on a rank; its entry point. As `run_in_worker`, with a samples file for each rank."""
     from hyperion.processes import world  # imports torch
 
     return run_in_worker(context, function, params, str(_of_rank(Path(samples_file), world().rank)))
@@ -113,3 +189,11 @@ def run_on_rank(context: dict, function: str, params: dict, samples_file: str) -
 
 def _of_rank(samples_file: Path, rank: int) -> Path:
     return samples_file.with_name(f"samples-{rank}.parquet")
+
+
+def on_few_threads(context: Context, report: Report, function: str, params: dict, threads: int) -> Result:
+    """Call a function with PyTorch limited to `threads` CPU threads; the entry point of `run_side_by_side`'s processes."""
+    import torch  # here, because this module is imported where pages are made without torch
+
+    torch.set_num_threads(threads)
+    return load_entry(function)(context, report, **params)

@@ -1,4 +1,4 @@
-"""Numbers as text: as many digits as the measurement carries, and no more."""
+"""Format numbers with the digits that their measurement supports."""
 
 import math
 
@@ -6,7 +6,7 @@ _DIGITS = 4
 
 
 def number(value: float | None, digits: int = _DIGITS) -> str:
-    """`value` to `digits` significant digits, integers and large numbers with thousands marks, "" for None."""
+    """Return `value` with `digits` significant digits and thousands separators, "" for None."""
     if value is None:
         return ""
     if value == 0 or not math.isfinite(value):
@@ -20,29 +20,39 @@ def number(value: float | None, digits: int = _DIGITS) -> str:
 
 
 def number_within(value: float | None, low: float | None, high: float | None) -> str:
-    """`value` to the digits that its interval leaves certain: two digits of the interval's width."""
-    return f"{value:,.{_decimals(value, low, high)}f}" if _usable(value, low, high) else number(value)
+    """Return `value` to the second digit of its interval's width; further digits are noise."""
+    decimals = _decimals(value, low, high)
+    return number(value) if value is None or decimals is None else f"{value:,.{decimals}f}"
 
 
 def interval(value: float | None, low: float | None, high: float | None) -> str:
-    """A confidence interval as "low – high", to the same digits as `number_within` gives the value."""
+    """Return a confidence interval as "low – high", with the decimals of `number_within`."""
     if low is None or high is None:
         return ""
-    if not _usable(value, low, high):
-        return f"{number(low)} – {number(high)}"
     decimals = _decimals(value, low, high)
+    if decimals is None:
+        return f"{number(low)} – {number(high)}"
     return f"{low:,.{decimals}f} – {high:,.{decimals}f}"
 
 
 def percent(fraction: float | None, signed: bool = False) -> str:
-    """A fraction as percent: one decimal, "" for None."""
+    """Return a fraction in percent with one decimal, "" for None."""
     if fraction is None:
         return ""
     return f"{100 * fraction:{'+' if signed else ''}.1f}"
 
 
+def quoted_value(value: float, unit: str) -> str:
+    """Return a value with its unit for a sentence; fractions in percent."""
+    if unit == "fraction":
+        # Below this 0.0 % would be left.
+        return f"{percent(value)} %" if value == 0 or abs(value) >= 5e-4 else f"{value:.1e}"
+    shown = f"{number(value / 1e6)} M" if abs(value) >= 1e6 else number(value)
+    return shown + {"1": "", "perplexity": "", "ratio": " ×"}.get(unit, f" {unit}")
+
+
 def items(count: float) -> str:
-    """A count for an axis: 20 M, 1.5 k, 512."""
+    """Return a count for an axis: "20 M", "1.5 k", "512"."""
     for size, mark in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if count >= size:
             return f"{count / size:g}{mark}"
@@ -50,24 +60,22 @@ def items(count: float) -> str:
 
 
 def byte_size(count: float) -> str:
-    """Bytes in the largest binary unit that leaves a number of at least 1: 64 B, 4 KiB, 1.5 GiB."""
+    """Return bytes in the largest binary unit that gives at least 1: "64 B", "4 KiB", "1.5 GiB"."""
     for size, mark in ((2**30, " GiB"), (2**20, " MiB"), (2**10, " KiB")):
         if count >= size:
             return f"{count / size:.3g}{mark}"
     return f"{count:.4g} B"
 
 
-def _usable(value: float | None, low: float | None, high: float | None) -> bool:
-    return None not in (value, low, high) and high > low and abs(value) >= 1e-4
-
-
-def _decimals(value: float, low: float, high: float) -> int:
-    certain = 1 - math.floor(math.log10(high - low))
-    # Neither does a very narrow interval make eight digits useful, nor a very wide one three digits useless.
-    magnitude = math.floor(math.log10(abs(value)))
-    return max(0, 2 - magnitude, min(certain, 5 - magnitude))
-
-
 def memory_unit(gib: list[float]) -> tuple[float, str]:
     """Return (units in a GiB, the unit's name): MiB where all values are below half a GiB."""
     return (1.0, "GiB") if max(gib, default=1.0) >= 0.5 else (1024.0, "MiB")
+
+
+def _decimals(value: float | None, low: float | None, high: float | None) -> int | None:
+    """Return the decimals for a value and its interval, None without an interval or for a tiny value."""
+    if value is None or low is None or high is None or high <= low or abs(value) < 1e-4:
+        return None
+    # Between three and six significant digits: a narrow interval needs no more, a wide one no fewer.
+    magnitude = math.floor(math.log10(abs(value)))
+    return max(0, 2 - magnitude, min(1 - math.floor(math.log10(high - low)), 5 - magnitude))

@@ -1,4 +1,4 @@
-"""What every figure and page is made from: the rows, samples and predictions of one run, and the machine's name."""
+"""The data of figures and pages: rows, samples and predictions of one run, and the name of its machine."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -9,24 +9,25 @@ from typing import ParamSpec, TypeVar
 import pandas as pd
 
 from hyperion.errors import HyperionError, not_none
-from hyperion.figures.machines import machine_name, replayed_from
 from hyperion.results import Prediction, Row, Run
 
 Parameters = ParamSpec("Parameters")
 Made = TypeVar("Made")
 
+_REPLAY = "replay:"
+
 
 def made_from_rows(what: str) -> Callable[[Callable[Parameters, Made]], Callable[Parameters, Made]]:
-    """Decorate a function that makes a table or a picture from rows: rows that it cannot use are an error in words.
+    """Decorate a function that makes a table or a figure, so that unusable rows raise a HyperionError.
 
-    The rows of a run keep the rules of their metrics, but a run of somebody else may lack any parameter that a table or a
-    picture of its experiment is made from, or have it in another type.
+    Stored rows obey the rules of their metrics. Nothing checks their parameters: in a run from elsewhere one may be missing or
+    of another type.
 
     Args:
-        what: what the function makes, as the beginning of a sentence.
+        what: what the function makes, the subject of the error message.
 
     Raises:
-        HyperionError: by the decorated function, instead of any other exception; that one is its cause.
+        HyperionError: instead of any other exception of the decorated function, which is its cause.
     """
 
     def decorated(function: Callable[Parameters, Made]) -> Callable[Parameters, Made]:
@@ -48,12 +49,12 @@ def made_from_rows(what: str) -> Callable[[Callable[Parameters, Made]], Callable
 
 
 def select(rows: Iterable[Row], **wanted) -> list[Row]:
-    """Rows whose columns have the wanted values, `select(rows, metric="accuracy", dtype="bf16")`."""
+    """Return the rows whose columns have the wanted values: `select(rows, metric="accuracy", dtype="bf16")`."""
     return [row for row in rows if all(getattr(row, column) == value for column, value in wanted.items())]
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:
-    """Rows that have a value."""
+    """Return the rows that have a value; `values` returns the values."""
     return [row for row in rows if row.value is not None]
 
 
@@ -99,12 +100,12 @@ class Material:
 
     @cached_property
     def drawn(self) -> dict[str, bytes | None]:
-        """Figures drawn so far by name (hyperion.book.outline.picture)."""
+        """PNG of the figures drawn so far by name, a cache of hyperion.book.outline.picture."""
         return {}
 
     @property
     def replayed(self) -> list[str]:
-        """Reference machines that experiments of this run were replayed from."""
+        """Names of the reference machines that experiments of this run were replayed from."""
         return sorted({replayed_from(self.run, *pair) for pair in self.experiments} - {""})
 
     @property
@@ -112,14 +113,41 @@ class Material:
         return sorted({row.data_source for row in self.rows} - {""})
 
     def of(self, experiment: str, **wanted) -> list[Row]:
-        """Rows of an experiment, whichever notebook ran it."""
+        """Return the rows of an experiment, of any notebook."""
         return select(self.rows, experiment=experiment, **wanted)
 
     def samples(self, experiment: str) -> pd.DataFrame:
-        """Raw samples of an experiment, empty when it has not run."""
+        """Return the raw samples of an experiment, empty when it has not run."""
         frames = [self.run.samples(*pair) for pair in self.experiments if pair[1] == experiment]
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
     def machine(self, experiment: str) -> str:
-        """Name for titles of the machine that an experiment of this run was measured on."""
+        """Return the name, for titles, of the machine that an experiment of this run was measured on."""
         return next(machine_name(self.run, *pair) for pair in self.experiments if pair[1] == experiment)
+
+
+def device_name(information: dict) -> str:
+    """Return the name of the first GPU in run.json, else of the CPU.
+
+    Args:
+        information: contents of run.json, with the hardware fingerprint under "environment".
+    """
+    environment = information.get("environment") or {}
+    gpus = environment.get("gpus") or []
+    if gpus:
+        return gpus[0]["name"]
+    cpu = environment.get("cpu")
+    return f"{cpu['name']} ({cpu['cores']} cores)" if cpu else "a machine that run.json does not describe"
+
+
+def replayed_from(run: Run, notebook: str, experiment: str) -> str:
+    """Return the reference machine that an experiment of this run was replayed from, "" when it was measured here."""
+    finished = run.finished(notebook, experiment)
+    digest = finished["input_hash"] if finished else ""
+    return digest.removeprefix(_REPLAY).partition(":")[0] if digest.startswith(_REPLAY) else ""
+
+
+def machine_name(run: Run, notebook: str, experiment: str) -> str:
+    """Return the device that the experiment ran on, or the reference machine followed by "(replay)", for titles."""
+    reference = replayed_from(run, notebook, experiment)
+    return f"{reference} (replay)" if reference else device_name(run.information())

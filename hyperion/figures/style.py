@@ -1,4 +1,4 @@
-"""One look for every figure: colour-blind safe colours with a marker each, PNG bytes that do not change between calls."""
+"""The style of all figures: colour-blind safe colours, each with a marker, and reproducible PNG bytes."""
 
 import io
 import textwrap
@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
 
@@ -22,7 +23,7 @@ INK, MUTED, GRID = "#1b1f24", "#6a737d", "#e3e6ea"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5b5b5b")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _FIXED = {"fp64": 6, "fp32": 0, "tf32": 5, "fp16": 4, "bf16": 1, "fp8": 3, "int8": 2, "copy": 0, "scale": 4, "add": 2, "triad": 1}
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9.5,
     "text.color": INK,
@@ -66,8 +67,11 @@ def new_figure(
     title: str, machine: str, panels: int = 1, *, lines: int = 1, width: float = 0, height: float = 4.2
 ) -> tuple[Figure, list[Axes]]:
     """A figure that says what it shows and on which machine, with `lines` rows of `panels` panels. Sizes in inches."""
-    figure = Figure(figsize=(width or (7.6 if panels == 1 else 10.4), height), dpi=DPI, layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.06, wspace=0.04)
+    figure = Figure(
+        figsize=(width or (7.6 if panels == 1 else 10.4), height),
+        dpi=DPI,
+        layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06, wspace=0.04),
+    )
     figure.suptitle(f"{title}  ·  {machine}", x=0.012, ha="left", fontsize=11.5, fontweight="bold")
     return figure, list(figure.subplots(lines, panels, squeeze=False).flat)
 

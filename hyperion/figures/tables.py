@@ -7,13 +7,14 @@ becomes columns; what they share is left to the caption.
 import json
 from collections.abc import Iterable
 from html import escape
+from typing import cast
 
 import pandas as pd
 
 from hyperion.errors import HyperionError
 from hyperion.figures.formats import interval, number, number_within, percent
 from hyperion.figures.material import made_from_rows
-from hyperion.results import Row
+from hyperion.results import Row, metric_named
 from hyperion.untrusted import printable
 
 
@@ -61,16 +62,16 @@ def metric_table(rows: Iterable[Row], metric: str) -> pd.DataFrame:
         raise HyperionError(f"no row of {metric}", next_step="run the experiment that produces it")
     unit = chosen[0].unit
     identity = pd.DataFrame([_identity(row) for row in chosen], dtype=object)
-    differing = [c for c in identity if identity[c].map(text_of).nunique() > 1 or len(chosen) == 1 and c == "variant"]
+    differing = [c for c in identity if len(set(identity[c].map(text_of))) > 1 or len(chosen) == 1 and c == "variant"]
     values = pd.DataFrame([_value_columns(row, metric, unit_mark(unit)) for row in chosen])
-    values = values[[column for column in values if values[column].ne("").any()]]
+    values = values[[column for column in values if values[column].ne("").to_numpy().any()]]
     return pd.concat([identity[differing].map(text_of), values], axis=1)
 
 
 def shared_identity(rows: Iterable[Row]) -> str:
     """What all rows have in common of variant, dtype and parameters, for captions: "cache cold · dtype fp32"."""
     identity = pd.DataFrame([_identity(row) for row in rows], dtype=object)
-    shared = [c for c in identity if identity[c].map(text_of).nunique() == 1 and identity[c].map(text_of).iloc[0]]
+    shared = [c for c in identity if len(set(identity[c].map(text_of))) == 1 and text_of(identity[c].iloc[0])]
     # A hash identifies, but nobody reads it in a caption; it stands in rows.csv.
     told = [column for column in shared if column != "variant" and not column.endswith("sha256")]
     return " · ".join(f"{column} {text_of(identity[column].iloc[0])}" for column in told)
@@ -117,7 +118,7 @@ def markdown(table: pd.DataFrame) -> str:
     """A table as GitHub-flavoured Markdown, numbers to the right."""
     header = [_markdown_cell(column) for column in table.columns]
     body = [[_markdown_cell(cell) for cell in line] for line in table.itertuples(index=False)]
-    aligned = ["---:" if _numeric(table[column]) else "---" for column in table.columns]
+    aligned = ["---:" if _numeric(cast(pd.Series, table[column])) else "---" for column in table.columns]
     return "\n".join(f"| {' | '.join(line)} |" for line in [header, aligned, *body]) + "\n"
 
 
@@ -138,7 +139,7 @@ def markdown_code(value) -> str:
 
 def html(table: pd.DataFrame) -> str:
     """A table as HTML, numbers to the right."""
-    numeric = [_numeric(table[column]) for column in table.columns]
+    numeric = [_numeric(cast(pd.Series, table[column])) for column in table.columns]
     styled = table.map(escaped)
     head = "".join(f"<th{_right(n)}>{escaped(column)}</th>" for column, n in zip(table.columns, numeric, strict=True))
     lines = (
@@ -231,3 +232,45 @@ def _numeric(column: pd.Series) -> bool:
 
 def _right(numeric: bool) -> str:
     return ' class="number"' if numeric else ""
+
+
+def prediction_table(predictions: pd.DataFrame) -> pd.DataFrame:
+    """Return one line for each prediction: variant and parameters, the reader's guess, the library's estimate, both with unit.
+
+    Predictions with neither are omitted, except for the first, which the reader is asked to guess.
+
+    Args:
+        predictions: columns variant, dtype, params (dict), metric, guess, estimate, basis.
+    """
+    lines, identities = [], []
+    for position, line in enumerate(predictions.to_dict("records")):
+        guess, estimate = _known(line["guess"]), _known(line["estimate"])
+        if position and guess is None and estimate is None:
+            continue
+        identities.append(identity_of(line["variant"], line["dtype"], None, line["params"]))
+        unit = unit_mark(metric_named(line["metric"]).unit)
+        lines.append(
+            {"what": f"{line['metric']}{unit}", "your guess": number(guess) or "none", "estimate": number(estimate) or "none"}
+        )
+    identity = pd.DataFrame(identities, dtype=object).map(text_of)
+    shown = [column for column in identity if identity[column].ne("").to_numpy().any() and column != "rank"]
+    return pd.concat([identity[shown], pd.DataFrame(lines)], axis=1)
+
+
+def prediction_basis(predictions: pd.DataFrame) -> list[str]:
+    """Return one sentence for each basis of estimates, or reason for none, with the formats if there are several."""
+    groups: dict[tuple[str, bool], dict[str, None]] = {}
+    for line in predictions.to_dict("records"):
+        known = _known(line["estimate"]) is not None
+        basis = line["basis"].removeprefix("no estimate: ").removeprefix("no limit: ")
+        groups.setdefault((basis, known), {})[line["dtype"] or line["variant"]] = None
+    everyone = len(groups) == 1
+    return [
+        ("Estimate" if known else "No estimate") + ("" if everyone else f" for {', '.join(names)}") + f": {basis}."
+        for (basis, known), names in groups.items()
+    ]
+
+
+def _known(value) -> float | None:
+    """Return a number, or None for pandas' NaN."""
+    return None if value is None or value != value else value

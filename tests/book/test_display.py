@@ -1,11 +1,13 @@
 """What a notebook shows: banners, pictures, tables, lessons."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from hyperion.book import display
+from hyperion.book.display import compared_steps, fill, pick, verdict
 from hyperion.errors import HyperionError
+from hyperion.results import Row
 
 
 @dataclass
@@ -39,7 +41,7 @@ def test_replay_and_synthetic_are_announced_first(run, material, shown):
 
 
 def test_a_result_without_rows_is_refused(run, shown):
-    with pytest.raises(HyperionError, match="holds no row"):
+    with pytest.raises(HyperionError, match="has no rows"):
         display.show(Result(), run)
 
 
@@ -53,3 +55,59 @@ def test_outside_a_notebook_plain_text_is_printed(material, capsys):
 def test_teach_gives_markdown(material, shown):
     display.teach("**{row.value}**", row=material.of("gemm", metric="gemm_tflops")[0])
     assert shown[0]["text/markdown"].startswith("**") and "TFLOPS" in shown[0]["text/markdown"]
+
+
+def test_pick_finds_the_one_row(material):
+    assert pick(material.rows, "gemm_tflops", dtype="bf16", m=1024, variant="torch.mm").params["m"] == 1024
+    assert pick(material.rows, "perplexity_token", best=True).value == 38.2
+    best = pick(material.of("gemm"), "gemm_tflops", best=True)
+    assert best.value == max(r.value for r in material.of("gemm", metric="gemm_tflops") if r.value)
+
+
+def test_pick_refuses_none_and_several(material):
+    with pytest.raises(HyperionError, match="no measured row of gemm_tflops, dtype='fp8'"):
+        pick(material.rows, "gemm_tflops", dtype="fp8")
+    with pytest.raises(HyperionError, match=r"\d+ rows of gemm_tflops"):
+        pick(material.rows, "gemm_tflops", dtype="bf16")
+
+
+def test_compared_steps_names_the_window_or_all_steps(material):
+    row = material.rows[0]
+    assert compared_steps(replace(row, params={"steps": 200, "first": 1, "last": 25})) == "steps 1 to 25"
+    assert compared_steps(replace(row, params={"steps": 200})) == "200 steps"
+
+
+def test_fill_writes_values_with_units(material):
+    row = pick(material.rows, "bandwidth_gb_s", variant="copy", elements=500_000_000)
+    text = fill("{copy.variant}: {copy.value} of {copy.limit}, {copy.share}; off by {copy.error}; {n}", copy=row, n=1 / 3)
+    share = f"{100 * row.value / 4800:.1f} %"
+    assert text == f"copy: {row.value:,.0f} GB/s of 4,800 GB/s, {share}; off by {100 * (4800 / row.value - 1):+.1f} %; 0.3333"
+    accuracy = pick(material.rows, "accuracy", split="test")
+    assert fill("{a.value} on {a.split}", a=accuracy) == "91.7 % on test"
+
+
+def test_fill_fails_where_the_row_lacks_what_the_text_says(material, cpu_material):
+    row = pick(cpu_material.rows, "gemm_tflops", best=True)
+    with pytest.raises(HyperionError, match=r"quotes best.share.*no data sheet entry"):
+        fill("{best.share} of the limit", best=row)
+    with pytest.raises(HyperionError, match="field 'worst'"):
+        fill("{worst.value}", best=row)
+
+
+def test_a_ratio_of_speeds_says_faster_only_when_its_whole_interval_does():
+    def ratio(low, value, high):
+        return Row(
+            notebook="n",
+            experiment="e",
+            variant="v",
+            metric="speedup",
+            value=value,
+            n=30,
+            ci_low=low,
+            ci_high=high,
+            limit_source="no limit: made up",
+        )
+
+    assert verdict(ratio(1.01, 1.1, 1.2)) == "faster than"
+    assert verdict(ratio(0.7, 0.8, 0.99)) == "slower than"
+    assert verdict(ratio(0.99, 1.1, 1.2)) == "as fast, within noise, as"

@@ -6,8 +6,9 @@ from html.parser import HTMLParser
 
 import pytest
 
+from hyperion.book.headlines import headlines
 from hyperion.book.outline import banner, sections
-from hyperion.book.report import report_page, write_report
+from hyperion.book.report import comparison_table, reference_machines, report_page, write_report
 from hyperion.figures.material import Material
 from hyperion.results import Run, StoreError
 from tests.book.made_up import made_up_run
@@ -54,7 +55,7 @@ def test_it_shows_headlines_missing_values_environment_and_published_tables(page
         "not a Vision Transformer",
         "without warm-up",
         "data mirror",
-        "Beside other machines",
+        "Comparison with other machines",
     ):
         assert expected in page, expected
 
@@ -80,3 +81,28 @@ def test_edited_rows_are_refused(run, tmp_path):
         rows.write("edited")
     with pytest.raises(StoreError, match=r"truncated or edited"):
         write_report(copy)
+
+
+def test_the_same_quantity_stands_in_one_line_with_its_ratio(material, tmp_path):
+    other = Material(Run.open(shutil.copytree(material.run.folder, tmp_path / "other")))
+    table = comparison_table(material, [other]).set_index("")
+    assert table.index.tolist() == [headline.label for headline in headlines(material)]
+    best = table.loc["matrix product, bf16, cold caches"]
+    assert best["other"] == best["this run"] and best["this run / other"] == "1"
+    assert best["MI250X, as published"] == "121.07 TFLOPS"
+
+
+def test_other_data_are_another_quantity(material, tmp_path):
+    synthetic = Material(made_up_run(tmp_path / "invented", source="synthetic"))
+    table = comparison_table(material, [synthetic]).set_index("")
+    told = {label.partition(", ")[2]: label for label in table.index}
+    assert table.loc[told["perplexity per token, valid split"], "invented"] == ""
+    assert table.loc["matrix product, bf16, cold caches", "invented"] != ""
+
+
+def test_a_run_is_not_its_own_reference(material, tmp_path):
+    names = {m.run.folder.name for m in reference_machines(material)}
+    assert names and not any("synthetic" in name for name in names)
+    name = sorted(names)[0]
+    replayed = Material(made_up_run(tmp_path / "again", replay=f"replay:{name}:"))
+    assert name not in {m.run.folder.name for m in reference_machines(replayed)}

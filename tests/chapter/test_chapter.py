@@ -42,7 +42,7 @@ def test_rows_carry_the_estimate_written_before(run_folder):
 def test_a_guess_made_after_the_fact_changes_nothing_and_says_so(run_folder, capsys):
     chapter = open_chapter(NOTEBOOK, profile="smoke", output=str(run_folder))
     assert list(chapter.predict("leakage", guess=4.16)["guess"]) == [4.0]
-    assert "the guess 4 was written down before, and stays; 4.16 came too late" in capsys.readouterr().out
+    assert "The guess 4 is already stored and stays; the new guess 4.16 is ignored" in capsys.readouterr().out
     chapter.predict("leakage", guess=4.0)
     assert "too late" not in capsys.readouterr().out
 
@@ -277,7 +277,7 @@ def test_replay_keeps_this_readers_guess_and_shows_no_estimate_of_another_config
     assert list(table["guess"]) == [3.5] and list(table["estimate"]) == [pytest.approx(4.1589, abs=1e-4)]
     chapter.run("leakage")
     chapter.predict("leakage", guess=3.6)
-    assert "3.6 came too late" in capsys.readouterr().out
+    assert "the new guess 3.6 is ignored" in capsys.readouterr().out
     assert [p.guess for p in Run.open(tmp_path / "replayed").predictions()] == [3.5]
 
 
@@ -288,7 +288,7 @@ def test_a_guess_after_the_measurement_is_told_that_it_came_too_late(run_folder,
     other = open_chapter(NOTEBOOK, profile="smoke", output=str(tmp_path / "run"), seed=5)
     other.run("leakage")
     assert other.predict("leakage", guess=4.0)["guess"].isna().all()
-    assert "no guess was written down before, and stays; 4 came too late" in capsys.readouterr().out
+    assert "The prediction is stored without a guess and stays; the new guess 4 is ignored" in capsys.readouterr().out
 
 
 def test_what_the_notebooks_check_failed_on_is_measured_anew_once(run_folder, tmp_path, monkeypatch, capsys):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyperion.figures.formats import byte_size, interval, items, number, number_within, percent
+from hyperion.figures.formats import byte_size, interval, items, number, number_within, percent, quoted_value
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,7 @@ def test_percent_and_items():
 )
 def test_bytes_are_written_in_binary_units(count, text):
     assert byte_size(count) == text
+
+
+def test_a_fraction_too_small_for_percent_keeps_its_digits():
+    assert [quoted_value(value, "fraction") for value in (0.0, 0.25, 1.2e-6)] == ["0.0 %", "25.0 %", "1.2e-06"]

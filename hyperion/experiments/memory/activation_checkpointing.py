@@ -13,8 +13,7 @@ from torch import Tensor
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.options import Options
 from hyperion.chapter.rows import out_of_memory_reason
-from hyperion.chapter.side_by_side import run_counted
-from hyperion.chapter.variants import Report, merged
+from hyperion.chapter.variants import Report, merged, run_counted
 from hyperion.measure import PeakMemoryRegion, SavedForBackward, TensorMemory, state_of
 from hyperion.models import layout_of
 from hyperion.parallel import ParallelPlan

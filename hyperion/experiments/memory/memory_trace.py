@@ -12,8 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.options import Options
-from hyperion.chapter.side_by_side import run_counted
-from hyperion.chapter.variants import Report, merged
+from hyperion.chapter.variants import Report, merged, run_counted
 from hyperion.hardware import Device
 from hyperion.measure import state_of
 from hyperion.measure.memory_use.timeline import MemoryHistory, MemoryTimeline

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hyperion.chapter import side_by_side
+from hyperion.chapter import variants
 from hyperion.experiments.precision import precision_variants
 from hyperion.experiments.precision.precision_variants import EXPERIMENT, PrecisionVariantsOptions, train_variant
 from hyperion.workloads.workloads import store_batches
@@ -42,9 +42,9 @@ def context(folder):
 
 @pytest.fixture(scope="module")
 def result(context, folder):
-    # The variants of toys in one process after another: test_side_by_side has the processes, the smoke profile has both.
+    # The variants of toys in one process after another: test_variants has the processes, the smoke profile has both.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(precision_variants, "run_side_by_side", side_by_side.run_counted)
+        patch.setattr(precision_variants, "run_side_by_side", variants.run_counted)
         return perform(context, folder)
 
 

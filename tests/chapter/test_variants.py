@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hyperion.chapter.context import Result
-from hyperion.chapter.side_by_side import run_counted, run_side_by_side
+from hyperion.chapter.variants import run_counted, run_side_by_side
 from hyperion.processes import JobError
 from tests.chapter.toy import toy_context
 

@@ -1,6 +1,6 @@
 """Whose numbers these are."""
 
-from hyperion.figures.machines import device_name, machine_name, replayed_from
+from hyperion.figures.material import device_name, machine_name, replayed_from
 from tests.book.made_up import made_up_run
 
 
