@@ -1,6 +1,7 @@
 """The report: one self-contained HTML page, which works offline."""
 
 import base64
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -198,16 +199,17 @@ def _identity(headline: Headline) -> tuple:
 def _published_value(headline: Headline) -> str:
     """Return the published value of the same quantity, "" if there is none."""
     row = headline.row
-    value = None
+    value: float = math.nan
     if row.metric == "gemm_tflops":
         table = published_gemm()
-        value = table.loc[table["dtype"] == row.dtype, "tflops"].max()
+        rates = zip(table["dtype"], table["tflops"], strict=True)
+        value = max((rate for dtype, rate in rates if dtype == row.dtype), default=math.nan)
     elif row.metric == "bandwidth_gb_s" and row.variant == "add":
-        value = published_bandwidth()["gb_s"].max()
+        value = max(published_bandwidth()["gb_s"])
     elif row.metric == "samples_per_s" and row.dtype == "fp32" and row.variant in _PUBLISHED_MODELS:
         table = published_baseline().set_index("model")
-        value = table.loc[_PUBLISHED_MODELS[row.variant], "samples_per_s"]
-    return "" if value is None or value != value else f"{value:,g} {row.unit}"
+        value = float(table["samples_per_s"].to_dict()[_PUBLISHED_MODELS[row.variant]])
+    return "" if math.isnan(value) else f"{value:,g} {row.unit}"
 
 
 # System fonts, light or dark by the reader's setting; nothing is fetched.

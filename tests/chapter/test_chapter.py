@@ -441,11 +441,7 @@ def test_unknown_profile_and_experiment_list_what_there_is(tmp_path):
 
 def test_every_profile_has_sizes_for_every_experiment_that_any_has():
     profiles = [load_profile(name) for name in profile_names() if name != "replay"]
-    # Chapters have numbers; a section of another name belongs to a command.
-    chapters = [{nb: es for nb, es in p.sections.items() if nb[0].isdigit()} for p in profiles]
-    sections = [{(nb, e): set(sizes) for nb, es in chapter.items() for e, sizes in es.items()} for chapter in chapters]
-    assert all(section.keys() == sections[0].keys() for section in sections)
-    assert {experiment for _, experiment in sections[0]} == set(experiment_names())
+    assert all(profile.experiments.keys() == set(experiment_names()) for profile in profiles)
 
 
 def test_run_json_names_no_folder_of_this_machine(run_folder):
