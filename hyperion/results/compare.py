@@ -9,9 +9,8 @@ import numpy as np
 from hyperion.errors import HyperionError
 from hyperion.results.circumstances import require_distinct
 from hyperion.results.folders import find_run
-from hyperion.results.power import Power, log_deviations
 from hyperion.results.rows import Row
-from hyperion.results.statistics import DIVISIONS, fenced, randomization_test
+from hyperion.results.statistics import DIVISIONS, Power, fenced, log_deviations, randomization_test
 from hyperion.results.store import RUN, Run
 
 RELAUNCHES = 5

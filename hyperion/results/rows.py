@@ -13,8 +13,7 @@ from typing import Any
 
 from hyperion.errors import HyperionError
 from hyperion.results.metrics import BUILT_IN, Metric, metric_named, require_one_definition
-from hyperion.results.typed import from_json
-from hyperion.untrusted import parse_json
+from hyperion.untrusted import from_json, parse_json
 
 SCHEMA_VERSION = 1
 

@@ -34,8 +34,7 @@ from hyperion.results.rows import (
     rows_to_csv,
 )
 from hyperion.results.samples import read_samples
-from hyperion.results.typed import from_json
-from hyperion.untrusted import DOCUMENT_BYTES, parse_json
+from hyperion.untrusted import DOCUMENT_BYTES, from_json, parse_json
 
 ROWS, RUN, EXPERIMENTS, PREDICTIONS = "rows.csv", "run.json", "experiments.json", "predictions.json"
 ENVIRONMENTS, METRICS = "environments.json", "metrics.json"

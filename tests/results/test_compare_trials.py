@@ -16,8 +16,7 @@ from scipy import stats
 
 from hyperion.results import Row, compare, sensitivity
 from hyperion.results.compare import SIGNIFICANCE, SMALLEST_CHANGE
-from hyperion.results.power import Power, log_deviations
-from hyperion.results.statistics import DIVISIONS, fenced, randomization_test
+from hyperion.results.statistics import DIVISIONS, Power, fenced, log_deviations, randomization_test
 
 METRICS = 300
 # A right rule fails one of the tests of false confirmations by chance once in 10,000 runs, if seeds were not fixed.

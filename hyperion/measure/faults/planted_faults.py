@@ -368,6 +368,6 @@ def run_self_test(device: Device, faults: Iterable[Fault] = FAULTS) -> list[Faul
 
     Args:
         device: device for products and copies; faults that need a particular device use a description of it.
-        faults: faults to plant; `hyperion.doctor.harness_faults.ALL_FAULTS` also contains faults that need a model or rows.
+        faults: faults to plant; `hyperion.doctor.harness.ALL_FAULTS` also contains faults that need a model or rows.
     """
     return run_faults(device, faults)
