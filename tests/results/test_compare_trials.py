@@ -253,7 +253,7 @@ def test_three_percent_is_reported_with_its_power_and_the_power_is_true():
     seen = np.mean([c.verdict == "regression" for c in rates])
     assert 0 < stated <= 0.5 and abs(stated - seen) < 0.1
     said = sensitivity(compared[0])
-    assert "a change of 3% for the worse would have been confirmed with a chance of" in said
+    assert "a worsening of 3% would be confirmed with a probability of" in said
 
 
 def test_what_is_called_detectable_is_caught_about_four_times_out_of_five():

@@ -353,7 +353,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "kHz taken for MHz",
         "Device",
-        "no clock in MHz",
+        "not a clock in MHz",
         _wrong_device((110, 64 * GIB, 1_700_000), "a limit of 191,488 TFLOPS, which no fault exceeds"),
     ),
     Fault("a value above the peak", "Row.validate", "beyond its limit", _above_peak),
