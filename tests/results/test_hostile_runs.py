@@ -277,7 +277,7 @@ RULED = {
     "interval out of order": ({"ci_low": times(1.5), "ci_high": times(0.5)}, "lies outside its own interval"),
     "limit": ({"limit": lambda cell: "1.0"}, "beyond its limit"),
     "check": ({"check_error": lambda cell: "1.0"}, "failed its check"),
-    "samples": ({"n": lambda cell: "31"}, "says n = 31, there are 30 samples"),
+    "samples": ({"n": lambda cell: "31"}, "has n = 31, but there are 30 samples"),
     "faster throughout": ({c: times(0.5) for c in ("value", "ci_low", "ci_high")}, "its samples give"),
     "narrower interval": ({"ci_high": times(0.999)}, "its samples give"),
     "clock in kHz": ({"clock_mhz": times(1000.0)}, "clocks are in MHz"),
