@@ -201,12 +201,12 @@ def _published_value(headline: Headline) -> str:
     value = None
     if row.metric == "gemm_tflops":
         table = published_gemm()
-        value = table.loc[table["dtype"] == row.dtype, "tflops"].max()
+        value = max(table.query("dtype == @row.dtype")["tflops"].tolist(), default=None)
     elif row.metric == "bandwidth_gb_s" and row.variant == "add":
-        value = published_bandwidth()["gb_s"].max()
+        value = max(published_bandwidth()["gb_s"].tolist())
     elif row.metric == "samples_per_s" and row.dtype == "fp32" and row.variant in _PUBLISHED_MODELS:
         table = published_baseline().set_index("model")
-        value = table.loc[_PUBLISHED_MODELS[row.variant], "samples_per_s"]
+        value = float(table["samples_per_s"].to_dict()[_PUBLISHED_MODELS[row.variant]])
     return "" if value is None or value != value else f"{value:,g} {row.unit}"
 
 

@@ -55,4 +55,5 @@ def measured_under(reference: Run, notebook: str, experiment: str) -> tuple[dict
     if not provenance:
         sizes = load_profile(asked["profile"]).sizes(experiment)
         provenance = {"profile": asked["profile"], "seed": asked["seed"], "sizes": sizes}
-    return provenance, reference.environments().get(provenance.get("environment", ""), asked["environment"])
+    environment = reference.environments().get(provenance.get("environment", ""))
+    return provenance, asked["environment"] if environment is None else environment

@@ -160,8 +160,10 @@ def whole_numbers(axis: Axis) -> None:
 
 def spread_labels(axes: Axes, labels: Iterable[tuple[float, str, str]], gap_points: float = 11, size: float = 8.5) -> None:
     """Labels (y, text, colour) at the panel's right edge, moved apart where their lines lie too close to each other."""
-    axes.figure.draw_without_rendering()
-    scale = 72 / axes.figure.dpi
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.draw_without_rendering()
+    scale = 72 / figure.dpi
     placed: float | None = None
     for y, text, colour in sorted(labels):
         wanted = axes.transData.transform((1, y))[1] * scale
