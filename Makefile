@@ -47,9 +47,10 @@ lab: ## JupyterLab on loopback with its token
 report: ## tables and pictures of a run (RUN=, else the latest)
 	@$(enter) run hyperion report $${RUN:+"$$RUN"}
 
-lint: ## style of library, tests and notebooks
+lint: ## style and formatting of library, tests and notebooks; types of the library
 	@$(enter) --extra lint run ruff check .
 	@$(enter) --extra lint run ruff format --check .
+	@$(enter) --extra lint run pyright
 
 clean: ## remove the environments and caches; data/ and results/ stay
 	@grep -qs '^name = "hyperion"' pyproject.toml || { echo "make clean: this folder is no checkout of Hyperion" >&2; exit 2; }

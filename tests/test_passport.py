@@ -93,7 +93,7 @@ TAMPERED = [
 @pytest.mark.parametrize(("path", "value", "section", "_"), TAMPERED)
 def test_a_change_shows_in_the_hash_of_its_section(tmp_path, path, value, section, _):
     said = refusal(tmp_path, changed(path, value), rehashed=False)
-    assert said.startswith(f"hashes.{section}: is not that of the content")
+    assert said.startswith(f"hashes.{section}: does not match the content")
 
 
 @pytest.mark.parametrize(
@@ -118,16 +118,16 @@ def test_a_change_shows_in_the_hash_of_its_section(tmp_path, path, value, sectio
         ("floors/verdicts/0/value", 1000, "floors.verdicts[0].value: is 1000, its source says 1200"),
         ("floors/verdicts/0/measured", 1.0, "floors.verdicts[0].measured: is 1.0, the rows say 1350"),
         ("floors/verdicts/0/quantity", "luck", "floors.verdicts: has 'luck'"),
-        ("floors/unknown", "no idea", "floors: has verdicts, or says why"),
+        ("floors/unknown", "no idea", "floors: must have either verdicts or a reason"),
         ("fingerprint/color", "red", "unknown field fingerprint.color"),
         ("fingerprint/gpus/0/name", 3, "fingerprint.gpus[0].name must be a text"),
-        ("fingerprint/packages", {"torch": "/home/me/torch"}, "fingerprint.packages.torch: names a path"),
+        ("fingerprint/packages", {"torch": "/home/me/torch"}, "fingerprint.packages.torch: contains a path"),
         ("fingerprint/source", {"hash": "x"}, "missing field fingerprint.source.commit"),
         ("device", "NVIDIA H200", "device: is 'NVIDIA H200', the fingerprint says 'AMD Instinct MI250X/MI250'"),
         ("devices", 4, "devices: is 4, the fingerprint has 8"),
-        ("created", "yesterday", "created: is no date"),
+        ("created", "yesterday", "created: is not a date"),
         ("schema", 2, "schema: is 2, this version reads 1"),
-        ("ceilings", [], "ceilings: holds no value"),
+        ("ceilings", [], "ceilings: contains no value"),
         ("extra", 1, "unknown field extra"),
     ],
 )
@@ -146,7 +146,7 @@ def test_a_value_beyond_the_data_sheet_is_refused_though_its_own_limit_allows_it
 def test_a_row_that_stands_twice_is_refused(tmp_path):
     content = of_node()
     content["ceilings"].append(copy.deepcopy(content["ceilings"][1]))
-    assert "ceilings[8]: says again what ceilings[1] says" in refusal(tmp_path, content)
+    assert "ceilings[8]: repeats ceilings[1]" in refusal(tmp_path, content)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"schema": 1, "schema": 1}', '{"schema": NaN}', "null", "\x00"])

@@ -6,7 +6,7 @@ import pytest
 
 from hyperion.hardware import detect_cpu
 from hyperion.hardware.floors import STREAMS
-from hyperion.passport.sizes import gemm_size, stream_bytes
+from hyperion.passport.measure import gemm_size, stream_bytes
 
 CPU = detect_cpu()
 

@@ -1,7 +1,6 @@
 """The report: one self-contained HTML page, which works offline."""
 
 import base64
-import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -199,17 +198,16 @@ def _identity(headline: Headline) -> tuple:
 def _published_value(headline: Headline) -> str:
     """Return the published value of the same quantity, "" if there is none."""
     row = headline.row
-    value: float = math.nan
+    value = None
     if row.metric == "gemm_tflops":
         table = published_gemm()
-        rates = zip(table["dtype"], table["tflops"], strict=True)
-        value = max((rate for dtype, rate in rates if dtype == row.dtype), default=math.nan)
+        value = max(table.query("dtype == @row.dtype")["tflops"].tolist(), default=None)
     elif row.metric == "bandwidth_gb_s" and row.variant == "add":
-        value = max(published_bandwidth()["gb_s"])
+        value = max(published_bandwidth()["gb_s"].tolist())
     elif row.metric == "samples_per_s" and row.dtype == "fp32" and row.variant in _PUBLISHED_MODELS:
         table = published_baseline().set_index("model")
         value = float(table["samples_per_s"].to_dict()[_PUBLISHED_MODELS[row.variant]])
-    return "" if math.isnan(value) else f"{value:,g} {row.unit}"
+    return "" if value is None or value != value else f"{value:,g} {row.unit}"
 
 
 # System fonts, light or dark by the reader's setting; nothing is fetched.

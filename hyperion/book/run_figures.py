@@ -125,9 +125,9 @@ def _draw_roofline(axes: Axes, rows: list[Row]) -> None:
 
 def _draw_losses(axes: Axes, epochs: list[Row], material: Material) -> None:
     samples = material.samples("language_model")
-    steps = samples.loc[samples["kind"] == "step"].sort_values(by="step")
+    steps = samples.query("kind == 'step'").sort_values("step")
     if "seed" in steps:
-        steps = steps.loc[steps["seed"] == steps["seed"].min()]
+        steps = steps.query("seed == seed.min()")
     window = max(1, len(steps) // _STEPS_DRAWN)
     total, last = steps["step"].max(), epochs[-1]
     mean = steps["loss"].rolling(5 * window, min_periods=1).mean()

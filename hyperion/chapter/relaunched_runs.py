@@ -5,7 +5,7 @@ import uuid
 from pathlib import Path
 
 from hyperion.chapter.chapter import run_information
-from hyperion.hardware.fingerprint import git_state
+from hyperion.hardware.facts import git_state
 from hyperion.measure import SIDES, Launched, Relaunched
 from hyperion.results import Run
 

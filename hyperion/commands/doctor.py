@@ -55,8 +55,7 @@ def env() -> None:
 
 def print_numerics() -> int:
     """Print this device's numbers next to the float64 ones; return 1 when one exceeds its tolerance."""
-    from hyperion.doctor.numerics import check_numerics
-    from hyperion.doctor.numerics_table import numerics_table
+    from hyperion.doctor.numerics import check_numerics, numerics_table
 
     output = console()
     report = check_numerics(on_line=lambda line: output.print(line, markup=False))
@@ -103,10 +102,10 @@ def _print_harness() -> int:
 
 def _print_comparison_trials() -> int:
     """Print the comparisons of real launches; return 1 when a planted 10 % was missed or false alarms were too many."""
-    from hyperion.doctor.comparison import conclusion, keeps_its_word, try_comparison
+    from hyperion.doctor.comparison import conclusion, is_reliable, try_comparison
 
     output = console()
     trials, folder = try_comparison(on_line=lambda line: output.print(line, markup=False))
     for line in (*conclusion(trials), f"rows and every comparison: {folder}"):
         output.print(line, markup=False, soft_wrap=True)
-    return 0 if keeps_its_word(trials) else 1
+    return 0 if is_reliable(trials) else 1

@@ -1,9 +1,7 @@
-"""Checks of this machine and installation, each with its evidence and, where something is wrong, the remedy."""
+"""Checks of this machine and installation, each with its evidence and, if something is wrong, the remedy."""
 
-from hyperion.doctor.checkup import CHECKS, run_checks
-from hyperion.doctor.floor_table import floor_frame, floor_table
-from hyperion.doctor.floors import FloorReport, Verdict, check_floors, floors_of, floors_of_run, judge
-from hyperion.doctor.result import CheckResult
+from hyperion.doctor.checks import CHECKS, CheckResult, run_checks
+from hyperion.doctor.floors import FloorReport, Verdict, check_floors, floor_frame, floor_table, floors_of, floors_of_run, judge
 
 __all__ = [
     "CHECKS",

@@ -1,4 +1,4 @@
-"""Does the comparison keep its word on this machine? Trials with real launches: of the same code, and of planted slowdowns."""
+"""Test `compare` on this machine with real launches: it must detect planted slowdowns and raise few false alarms."""
 
 import tempfile
 from collections.abc import Callable
@@ -16,23 +16,23 @@ from hyperion.results.compare import SIGNIFICANCE
 
 FUNCTIONS = ("product", "sum")
 OPERATIONS = 100
-# (slowdown, trials): 20 each of the same code and of 10 %, and some of 3 %, where the threshold lies.
+# (slowdown, trials): 20 of the same code, 20 with a slowdown of 10 %, and a few with 3 %, the threshold of `compare`.
 SURE = 0.10
 TRIALS = ((0.0, 20), (SURE, 20), (0.03, 4))
-# That false alarms of a comparison which keeps its word are taken for a failure.
+# Probability that a correct comparison fails this test because of its false alarms.
 CHANCE_OF_FAILURE = 1e-4
 _NOTEBOOK, _EXPERIMENT = "doctor", "comparison"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One comparison of A with B, five launches a side.
+    """One comparison of A with B, five launches per side.
 
     Args:
-        slowdown: what was planted into B, 0 for the same code.
-        planted: the function that it was planted into; the other one is as in A.
-        compared: both functions.
-        power: the comparison's own account of what it could have seen.
+        slowdown: slowdown planted into B, 0 for the same code.
+        planted: the function that is slower in B; the other function is the same in A and B.
+        compared: comparisons of both functions.
+        power: the sentence of `sensitivity` on the changes that this comparison could detect.
     """
 
     slowdown: float
@@ -42,32 +42,32 @@ class Trial:
 
     @property
     def caught(self) -> bool:
-        """Whether the planted slowdown was confirmed."""
+        """True if the planted slowdown was confirmed."""
         return self._of(self.planted).verdict == "regression"
 
     @property
     def false_alarms(self) -> int:
-        """Changes that were confirmed where nothing was planted."""
+        """Number of confirmed changes of functions that are the same in A and B."""
         return sum(c.verdict != "same" for c in self.compared if not self.slowdown or c is not self._of(self.planted))
 
     def _of(self, function: str) -> Comparison:
         return next(c for c in self.compared if f" {function} " in f" {c.name} ")
 
     def __str__(self) -> str:
-        found = "; ".join(f"{f} {self._of(f).change:+.1%}, {self._of(f).verdict}" for f in FUNCTIONS)
+        changes = "; ".join(f"{f} {self._of(f).change:+.1%}, {self._of(f).verdict}" for f in FUNCTIONS)
         what = f"{self.slowdown:.0%} planted into {self.planted}" if self.slowdown else "the same code"
-        return f"{what}: {found}"
+        return f"{what}: {changes}"
 
 
 def try_comparison(on_line: Callable[[str], object], trials: tuple[tuple[float, int], ...] = TRIALS) -> tuple[list[Trial], Path]:
-    """Run the trials, those of each slowdown in turn with the others, and store how they came out.
+    """Run the trials, alternating between the slowdowns, and store their outcomes.
 
     Args:
-        on_line: called with an account of each trial.
-        trials: (slowdown, how many of it).
+        on_line: called with one line per trial.
+        trials: pairs of a slowdown and its number of trials.
 
     Returns:
-        The trials, and the folder of the run that holds them.
+        The trials, and the folder of the run in which they are stored.
     """
     folder = new_run_folder("comparison")
     run = Run.create(folder, run_information("comparison", "", 0))
@@ -76,15 +76,15 @@ def try_comparison(on_line: Callable[[str], object], trials: tuple[tuple[float, 
         for slowdown in left:
             if left[slowdown]:
                 left[slowdown] -= 1
-                done.append(_tried(slowdown, FUNCTIONS[left[slowdown] % 2]))
+                done.append(_run_trial(slowdown, FUNCTIONS[left[slowdown] % 2]))
                 on_line(str(done[-1]))
-                # Whatever ends the call, what was tried stands.
+                # After each trial, so that an interrupted call keeps the finished ones.
                 run.record(_NOTEBOOK, _EXPERIMENT, rows_of(done), frame_of(done), input_hash="trials")
     return done, folder
 
 
 def rows_of(trials: list[Trial]) -> list[Row]:
-    """The share of trials in which what was planted was confirmed, and in which something was that was not planted."""
+    """Return by slowdown the share of trials that confirmed the planted slowdown, and the share with a false alarm."""
     rows = []
     for slowdown in sorted({trial.slowdown for trial in trials}):
         of = [trial for trial in trials if trial.slowdown == slowdown]
@@ -110,7 +110,7 @@ def rows_of(trials: list[Trial]) -> list[Row]:
 
 
 def frame_of(trials: list[Trial]) -> pd.DataFrame:
-    """Every comparison of every trial, with the time of each launch: another rule can be tried on the same launches."""
+    """Return all comparisons with the times of their launches, on which other rules can be tried later."""
     return pd.DataFrame(
         {
             "trial": number,
@@ -134,24 +134,26 @@ def frame_of(trials: list[Trial]) -> pd.DataFrame:
 
 
 def conclusion(trials: list[Trial]) -> list[str]:
-    """How many trials were silent and how many caught what was planted, by slowdown, with the power of the last of each."""
+    """Return lines on the trials of each slowdown: detected slowdowns, trials without false alarm, power of the last trial."""
     lines = []
     for slowdown in sorted({trial.slowdown for trial in trials}):
         of = [trial for trial in trials if trial.slowdown == slowdown]
         silent = sum(trial.false_alarms == 0 for trial in of)
         if slowdown:
-            lines.append(f"{slowdown:.0%} planted: caught in {sum(t.caught for t in of)} of {len(of)}, nothing else in {silent}")
+            lines.append(
+                f"{slowdown:.0%} planted: detected in {sum(t.caught for t in of)} of {len(of)} trials, no false alarm in {silent}"
+            )
         else:
-            lines.append(f"the same code: silent in {silent} of {len(of)}")
+            lines.append(f"the same code: no false alarm in {silent} of {len(of)} trials")
         lines.append(f"  {of[-1].power}")
     return lines
 
 
-def keeps_its_word(trials: list[Trial]) -> bool:
-    """Whether every planted 10 % and more was confirmed, and false alarms were no more than the rule allows itself.
+def is_reliable(trials: list[Trial]) -> bool:
+    """Return True if every planted slowdown of 10 % or more was confirmed and false alarms were no more than allowed.
 
-    The rule confirms something that is not there in at most 5 % of comparisons. More trials with a false alarm than that
-    explains, with a chance of 1 in 10,000, are a failure.
+    The rule of `compare` allows a false alarm in at most 5 % of comparisons. The test fails if so many trials have a false alarm
+    that a rule with 5 % would show them with a probability below 1 in 10,000.
     """
     from scipy import stats
 
@@ -160,14 +162,14 @@ def keeps_its_word(trials: list[Trial]) -> bool:
     return bool(alarms <= allowed) and all(trial.caught or trial.slowdown < SURE for trial in trials)
 
 
-def _tried(slowdown: float, planted: str) -> Trial:
-    with tempfile.TemporaryDirectory(prefix="hyperion-comparison-") as made:
-        sides = Path(made) / "as-is", Path(made) / "planted"
+def _run_trial(slowdown: float, planted: str) -> Trial:
+    with tempfile.TemporaryDirectory(prefix="hyperion-comparison-") as folder:
+        sides = Path(folder) / "as-is", Path(folder) / "planted"
         for side, share in zip(sides, (0.0, slowdown), strict=True):
             side.mkdir()
             operations = {name: OPERATIONS + round(OPERATIONS * share * (name == planted)) for name in FUNCTIONS}
             (side / "planted.py").write_text(f"OPERATIONS = {operations}\n")
         work = Path(comparison_work.__file__)
-        launched = record_launches(relaunch(work, *sides), work, sides, Path(made))
+        launched = record_launches(relaunch(work, *sides), work, sides, Path(folder))
         compared = compare(*(relaunches(str(side)) for side in launched))
     return Trial(slowdown, planted, tuple(compared), sensitivity(compared))

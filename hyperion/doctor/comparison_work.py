@@ -1,6 +1,7 @@
-"""What the trials of the comparison time: two functions of many small operations, their number told by the side's folder.
+"""Work that the trials of `hyperion.doctor.comparison` relaunch: two functions of many small operations.
 
-So a slowdown can be planted: one more operation in a hundred is a slowdown of 1 %.
+The number of operations comes from a file in the folder of each side. One more operation in a hundred is a planted slowdown of
+1 %. This is a file of its own because `relaunch` starts it in a new process.
 """
 
 from collections.abc import Callable
@@ -9,14 +10,14 @@ import torch
 
 
 def work() -> dict[str, Callable[[], object]]:
-    """A product, and a sum over 64 KB.
+    """Return the functions to time: matrix products, and sums over 64 KB.
 
-    Both do the same in every launch. Some functions do not (a stream through arrays that come to lie elsewhere each time): of
-    those a tenth is not always caught, and `compare` says so in its power.
+    Both take the same time in every launch. Functions whose time depends on the addresses of their arrays do not: for those a
+    slowdown of a tenth is not always detected, which `compare` reports as low power.
     """
-    from planted import OPERATIONS  # pyright: ignore[reportMissingImports]  # the trial writes it into each side's folder
+    from planted import OPERATIONS  # pyright: ignore[reportMissingImports]  # a trial writes this module into the folder of each side
 
-    torch.set_num_threads(1)  # operations so small gain nothing from threads
+    torch.set_num_threads(1)  # such small operations gain nothing from threads
     a, out = torch.randn(64, 64), torch.empty(64, 64)
     x, total = torch.randn(1 << 14), torch.empty(())
 
@@ -24,8 +25,8 @@ def work() -> dict[str, Callable[[], object]]:
         for _ in range(OPERATIONS["product"]):
             torch.mm(a, a, out=out)
 
-    def total_of() -> None:
+    def add_up() -> None:
         for _ in range(OPERATIONS["sum"]):
             torch.sum(x, dim=0, out=total)
 
-    return {"product": product, "sum": total_of}
+    return {"product": product, "sum": add_up}

@@ -1,7 +1,8 @@
-"""Measuring what floors name: on one device, on both dies of an MI250X module, and on all devices at once.
+"""Measure the quantities of floors on one device, on both dies of an MI250X module, and on all devices at once.
 
-Devices that share a package share its power: what one reaches alone, two may not reach together. One process a device,
-from a common start, and each keeps its device busy until the slowest is done, so that none finishes in the others' absence.
+Devices that share a package share its power, so two dies together may be slower than one alone. Each device has its own
+process. All processes of a mode start together, and each keeps its device busy until the slowest has finished, so that every
+measurement happens under full load.
 """
 
 import itertools
@@ -12,9 +13,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from hyperion.doctor.machine_rows import all_reduce_row, gemm_rows, named, stream_rows
+from hyperion.doctor.machine_rows import all_reduce_row, gemm_rows, stream_rows, with_params
 from hyperion.hardware import Device, Floor
-from hyperion.hardware.readers import gcd_position
+from hyperion.hardware.telemetry import gcd_position
 from hyperion.processes import Job, roll_call, run_ranks, world
 from hyperion.processes.group import StoreBarrier
 from hyperion.results import Row
@@ -24,10 +25,10 @@ _HANG_S = 120.0
 
 
 def modes_of(devices: list[Device], root: Path = Path("/")) -> dict[str, list[int]]:
-    """Which devices work at once, by mode; modes that this machine has not are left out.
+    """Return the indices of the devices that work at the same time, by mode. Modes that need other hardware are omitted.
 
     Args:
-        root: where sysfs is, which tells the first die of an MI250X module from the second.
+        root: root of the file tree with sysfs, which tells which die of an MI250X module a device is.
     """
     modes = {ONE: [0]}
     ordered = sorted(devices, key=lambda device: device.pci_address or "")
@@ -43,10 +44,10 @@ def modes_of(devices: list[Device], root: Path = Path("/")) -> dict[str, list[in
 def measure_floors(
     floors: list[Floor], devices: list[Device], on_line: Callable[[str], object], time_limit_s: float = 2.0
 ) -> list[Row]:
-    """Rows for the floors in every mode, which stands in their params, one of each device that worked.
+    """Measure the floors in every mode and return one row per device; `params["mode"]` names the mode.
 
     Raises:
-        RankError: a device's process failed, or hung.
+        RankError: the process of a device failed or hung.
     """
     params = {
         "floors": [asdict(floor) for floor in floors],
@@ -60,27 +61,29 @@ def measure_floors(
 
 
 def measure_on_rank(floors: list[dict], modes: dict[str, list[int]], time_limit_s: float, heat_s: float) -> dict:
-    """A rank's side: its device alone or beside others, mode by mode, then the all-reduce of all.
+    """Run on each rank: measure this device in each mode, then the all-reduce over all devices.
 
     Args:
-        heat_s: how long a device does the work before it is timed: clocks and power need a while to settle.
+        heat_s: seconds of work before the timed work, because clocks and power need time to settle.
     """
-    here, todo = world(), [Floor(**floor) for floor in floors]
+    here, wanted = world(), [Floor(**floor) for floor in floors]
     barrier, rows = StoreBarrier(), []
     for mode, ranks in modes.items():
-        for number, floor in enumerate(todo if here.rank in ranks else ()):
+        for number, floor in enumerate(wanted if here.rank in ranks else ()):
             if floor.quantity != "all_reduce":
                 if here.rank == 0:
                     print(f"{mode}: {floor.quantity} {floor.dtype}", flush=True)
                 together = _Together(barrier, f"{mode}/{number}", len(ranks))
-                rows += named(together.measured(_measurement(floor, here.device, time_limit_s), heat_s), here.rank, mode=mode)
+                rows += with_params(
+                    together.measure_with_others(_measurement(floor, here.device, time_limit_s), heat_s), here.rank, mode=mode
+                )
         barrier.wait(f"{mode}/end", here.size)
-    rows += named(_all_reduces(todo, time_limit_s), rank=here.rank, mode=list(modes)[-1])
+    rows += with_params(_all_reduces(wanted, time_limit_s), rank=here.rank, mode=list(modes)[-1])
     return {"rows": [asdict(row) for row in rows]}
 
 
 def measure_floor(floor: Floor, device: Device, time_limit_s: float) -> list[Row]:
-    """Rows of one floor's quantity on one device, under the floor's conditions: products with warm caches, streams cold."""
+    """Measure the quantity of one floor on one device under its conditions: products with warm caches, streams with cold ones."""
     if floor.quantity == "gemm":
         return gemm_rows(device, floor.dtype, floor.size, cold=False, time_limit_s=time_limit_s)
     return stream_rows(device, floor.quantity, floor.dtype, floor.size, time_limit_s=time_limit_s)
@@ -92,14 +95,14 @@ def _measurement(floor: Floor, device: Device, time_limit_s: float) -> Callable[
 
 @dataclass(frozen=True)
 class _Together:
-    """Ranks that measure one thing at once."""
+    """Ranks that measure at the same time."""
 
     barrier: StoreBarrier
     name: str
     ranks: int
 
-    def measured(self, measure: Callable[[], list[Row]], heat_s: float) -> list[Row]:
-        """What `measure` returns when all of the ranks do it at the same time, on devices that are warm."""
+    def measure_with_others(self, measure: Callable[[], list[Row]], heat_s: float) -> list[Row]:
+        """Call `measure` at the same time on all ranks, on warm devices, and return its rows."""
         started = time.monotonic()
         while time.monotonic() - started < heat_s:
             measure()
@@ -112,7 +115,7 @@ class _Together:
 
 
 def _all_reduces(floors: list[Floor], time_limit_s: float) -> list[Row]:
-    """The all-reduces that floors of this many ranks name."""
+    """Measure the all-reduces of the floors that have this number of ranks."""
     here = world()
     wanted = [floor for floor in floors if floor.quantity == "all_reduce" and floor.ranks == here.size]
     if not wanted or here.size < 2:

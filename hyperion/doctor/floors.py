@@ -1,8 +1,11 @@
-"""Is this machine healthy? What was measured, now or in a run, held against the floors that are known for its device."""
+"""Judge the health of a machine: compare measured values with the floors (least acceptable values) of its device."""
 
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+import pandas as pd
+from rich.table import Table
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Floor, collect_facts, detect, facts_of, floors_for
@@ -10,21 +13,23 @@ from hyperion.results import Row, Run, find_run
 from hyperion.units import GIB
 
 MET, NOT_MET, NOT_MEASURED = "met", "not met", "not measured"
-# Failed measurements: they say nothing about the floor, and nothing good about the machine.
+# Outcomes of failed measurements. They say nothing about the floor.
 IMPOSSIBLE, WRONG = "above its limit", "wrong output"
-# A run's products have sizes of their own: 4096 will do for a floor of 4000.
+# The products of a run have other sizes than the floors: a product of size 4096 counts for a floor of size 4000.
 _SIZE_TOLERANCE = 0.05
+COLUMNS = ("at work", "quantity", "floor", "measured [95 % CI]", "power", "verdict", "source")
+_COLOURS = {MET: "green", NOT_MEASURED: "yellow"}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One floor and what was found.
+    """The outcome of one floor.
 
     Args:
-        outcome: met, not met, not measured, or a failed measurement: above its limit, or with a wrong output.
-        row: what was measured; of several devices the slowest one's. None where nothing was.
-        note: why nothing was measured, or what to know beside the outcome.
-        mode: how many devices worked at once, "" where only one is meant.
+        outcome: "met", "not met", "not measured", or for a failed measurement "above its limit" or "wrong output".
+        row: the measured row, of the slowest device if there are several; None if nothing was measured.
+        note: why nothing was measured, or a remark on the outcome.
+        mode: which devices worked at the same time; "" if only one mode was measured.
     """
 
     floor: Floor
@@ -39,8 +44,8 @@ class FloorReport:
     """All verdicts about one device.
 
     Args:
-        device: its name.
-        unknown: why no floor is known for it, else "".
+        device: name of the device.
+        unknown: why no floor is known for the device, or "".
     """
 
     device: str
@@ -49,34 +54,34 @@ class FloorReport:
 
     @property
     def healthy(self) -> bool | None:
-        """False when a floor is not met, True when all that were measured are, None when none was."""
+        """False if a measured floor is not met, True if all measured floors are met, None if no floor was measured."""
         outcomes = {verdict.outcome for verdict in self.verdicts} - {NOT_MEASURED}
         return None if not outcomes else outcomes == {MET}
 
     @property
     def conclusion(self) -> str:
-        """One sentence for the end of the table."""
+        """The conclusion in one sentence."""
         if self.unknown:
             return self.unknown
         met, left = (sum(v.outcome == outcome for v in self.verdicts) for outcome in (MET, NOT_MEASURED))
         measured = len(self.verdicts) - left
         also = f"; {left} not measured" if left else ""
         if self.healthy is None:
-            return f"{self.device}: health not known, none of {len(self.verdicts)} floors was measured"
+            return f"{self.device}: health unknown, none of the {len(self.verdicts)} floors was measured"
         if self.healthy:
-            return f"{self.device}: healthy, all {measured} floors that were measured are met{also}"
-        return f"{self.device}: NOT healthy, {measured - met} of {measured} floors that were measured are not met{also}"
+            return f"{self.device}: healthy, all {measured} measured floors are met{also}"
+        return f"{self.device}: NOT healthy, {measured - met} of {measured} measured floors are not met{also}"
 
 
 def check_floors(run: str | None = None, on_line: Callable[[str], object] = print) -> FloorReport:
-    """Measure what the floors of this machine's device name, or read it from a run.
+    """Compare this machine, or the machine of a run, with the floors of its device.
 
     Args:
-        run: a run's name; None measures now.
-        on_line: told what is being measured.
+        run: name of a run to read; None measures now.
+        on_line: called with a line about each measurement.
 
     Raises:
-        HyperionError: no such run, or a run that was replayed and measured nothing.
+        HyperionError: there is no such run, or the run is a replay and has no measurements of its own.
     """
     if run is not None:
         return floors_of_run(Run.open(find_run(run)))
@@ -88,7 +93,7 @@ def check_floors(run: str | None = None, on_line: Callable[[str], object] = prin
     from hyperion.doctor.floor_modes import measure_floors
 
     rows = measure_floors(floors, [detect(facts, index) for index in range(len(facts.gpus))], on_line)
-    # An all-reduce takes all devices, whatever the modes of the others.
+    # An all-reduce always uses all devices, so its floors are judged once and not in each mode.
     single, reductions = ([f for f in floors if (f.quantity == "all_reduce") == collective] for collective in (False, True))
     modes = list(dict.fromkeys(row.params["mode"] for row in rows))
     verdicts = [verdict for mode in modes for verdict in judge(single, rows, mode)] + judge(reductions, rows)
@@ -96,25 +101,29 @@ def check_floors(run: str | None = None, on_line: Callable[[str], object] = prin
 
 
 def floors_of_run(run: Run) -> FloorReport:
-    """The floors of the device that a run was measured on, held against its rows."""
+    """Compare the rows of a run with the floors of the device that it was measured on.
+
+    Raises:
+        HyperionError: the run is a replay, or run.json has no (valid) environment.
+    """
     information = run.information()
     if information.get("profile") == "replay":
         raise HyperionError(
-            "a replayed run measured nothing", where=run.folder, next_step="name the reference machine it was replayed from"
+            "this run is a replay: it has no measurements of its own",
+            where=run.folder,
+            next_step="name the reference machine that it replays",
         )
     if "environment" not in information:
-        raise HyperionError(
-            "run.json does not say on which device it was measured", where=run.folder, next_step="measure it again"
-        )
+        raise HyperionError("run.json does not name the device of the run", where=run.folder, next_step="measure it again")
     return floors_of(information["environment"], run.rows())
 
 
 def floors_of(environment: dict, rows: Iterable[Row]) -> FloorReport:
-    """The floors of a device held against rows that were measured on it.
+    """Compare rows with the floors of the device that they were measured on.
 
     Args:
-        environment: the fingerprint of the machine; in a notebook `chapter.environment`, in replay the reference's.
-        rows: of any experiments; `chapter.results.rows()`.
+        environment: fingerprint of the machine; in a notebook `chapter.environment`.
+        rows: rows of any experiments; in a notebook `chapter.results.rows()`.
 
     Raises:
         HyperionError: the fingerprint has a field that is unknown, missing or of another type.
@@ -126,55 +135,71 @@ def floors_of(environment: dict, rows: Iterable[Row]) -> FloorReport:
 
 
 def judge(floors: Iterable[Floor], rows: Iterable[Row], mode: str = "") -> list[Verdict]:
-    """A verdict for each floor. Of several devices the slowest one's value counts.
+    """Return a verdict for each floor. If several devices were measured, the slowest counts.
 
     Args:
-        rows: what was measured; those that no floor is about are passed over.
-        mode: take only the rows whose params name this mode; "" takes all.
+        rows: measured rows; rows that belong to no floor are ignored.
+        mode: use only rows with this value of `params["mode"]`; "" uses all rows.
     """
     rows = [row for row in rows if not mode or row.params.get("mode") == mode]
     return [_verdict(floor, rows, mode) for floor in floors]
 
 
+def floor_frame(report: FloorReport) -> pd.DataFrame:
+    """Return the verdicts as a table of texts with the columns `COLUMNS`, one line per verdict; empty if no floor is known."""
+    return pd.DataFrame([_cells(verdict) for verdict in report.verdicts], columns=list(COLUMNS))
+
+
+def floor_table(report: FloorReport) -> Table:
+    """Return `floor_frame` as a table for the terminal, with coloured verdicts."""
+    table = Table(*(column.replace("[", "\\[") for column in COLUMNS), pad_edge=False)
+    for verdict in report.verdicts:
+        cells = [cell.replace("[", "\\[") for cell in _cells(verdict)]
+        cells[COLUMNS.index("verdict")] = f"[{_COLOURS.get(verdict.outcome, 'red')}]{cells[COLUMNS.index('verdict')]}[/]"
+        table.add_row(*cells)
+    return table
+
+
 def _verdict(floor: Floor, rows: list[Row], mode: str) -> Verdict:
-    found = [row for row in rows if _about(floor, row)]
+    matching = [row for row in rows if _matches(floor, row)]
     by_device: dict[int | None, list[Row]] = {}
-    for row in found:
+    for row in matching:
         if row.value is not None:
             by_device.setdefault(row.rank, []).append(row)
     if not by_device:
-        reason = found[0].value_reason if found else _absent(floor, rows)
+        reason = matching[0].value_reason if matching else _why_absent(floor, rows)
         return Verdict(floor, NOT_MEASURED, note=reason, mode=mode)
     best = [_best(floor, of_device) for of_device in by_device.values()]
     for row in best:
         error, tolerance = _number(row.check_error), _number(row.check_tolerance)
-        # Not `error > tolerance`: a NaN must fail.
+        # Written as `not <=` so that a NaN fails.
         if row.check and not error <= tolerance:
             return Verdict(floor, WRONG, row, f"{row.check}: off by {error:.2g}", mode)
         if row.limit is not None and _number(row.value) > row.limit:
             return Verdict(floor, IMPOSSIBLE, row, f"limit {row.limit:.6g}: a failed measurement", mode)
     slowest = min(best, key=lambda row: _number(row.value))
     met = _number(slowest.value) >= floor.value
-    notes = [_otherwise(floor, slowest)]
+    notes = [_differences(floor, slowest)]
     if _number(slowest.ci_low) < floor.value <= _number(slowest.ci_high):
         notes.append("the interval includes the floor: measure it again")
     return Verdict(floor, MET if met else NOT_MET, slowest, "; ".join(filter(None, notes)), mode)
 
 
 def _number(value: float | None) -> float:
-    """Return the value, NaN where a row has none: no comparison holds for it."""
+    """Return the value, or NaN for None, because every comparison with NaN is false."""
     return math.nan if value is None else value
 
 
-def _otherwise(floor: Floor, row: Row) -> str:
-    """How a row's size and format differ from the floor's, "" where they do not."""
+def _differences(floor: Floor, row: Row) -> str:
+    """Return how size and format of a row differ from those of the floor, or ""."""
     size = row.params.get({"gemm_tflops": "m", "bandwidth_gb_s": "elements"}.get(floor.metric, "bytes"))
     parts = [f"size {size:,}"] if size != floor.size else []
     parts += [row.dtype] if row.dtype != floor.dtype else []
     return f"measured at {' and '.join(parts)}" if parts else ""
 
 
-def _about(floor: Floor, row: Row) -> bool:
+def _matches(floor: Floor, row: Row) -> bool:
+    """Return True if the row measures what the floor is about."""
     if row.metric != floor.metric:
         return False
     if floor.quantity == "gemm":
@@ -188,7 +213,10 @@ def _about(floor: Floor, row: Row) -> bool:
 
 
 def _best(floor: Floor, rows: list[Row]) -> Row:
-    """Of one device's rows that of the floor's format and the largest arrays: smaller ones may owe their rate to a cache."""
+    """Return the fastest of one device's rows, preferring the format of the floor.
+
+    Of a bandwidth only the largest arrays count: smaller ones may fit into a cache.
+    """
     rows = [row for row in rows if row.dtype == floor.dtype] or rows
     if floor.metric == "bandwidth_gb_s":
         largest = max(row.params["elements"] for row in rows)
@@ -196,7 +224,7 @@ def _best(floor: Floor, rows: list[Row]) -> Row:
     return max(rows, key=lambda row: _number(row.value))
 
 
-def _absent(floor: Floor, rows: list[Row]) -> str:
+def _why_absent(floor: Floor, rows: list[Row]) -> str:
     if floor.quantity == "all_reduce":
         ranks = sorted(
             {row.params["ranks"] for row in rows if row.metric == floor.metric and row.params.get("ranks") is not None}
@@ -205,3 +233,29 @@ def _absent(floor: Floor, rows: list[Row]) -> str:
         return f"no all-reduce of {floor.size / GIB:g} GiB on {floor.ranks} devices{others}"
     size = f" of {floor.size} x {floor.size} x {floor.size}" if floor.quantity == "gemm" else ""
     return f"no row of {floor.quantity}{size} in {floor.dtype}"
+
+
+def _cells(verdict: Verdict) -> list[str]:
+    floor = verdict.floor
+    return [
+        verdict.mode,
+        f"{floor.quantity} {floor.dtype}",
+        f"{floor.value:.5g} {floor.unit}",
+        _measured(verdict),
+        _power(verdict),
+        verdict.outcome + (f": {verdict.note}" if verdict.note else ""),
+        f"{floor.source}; {floor.conditions}",
+    ]
+
+
+def _measured(verdict: Verdict) -> str:
+    row = verdict.row
+    if row is None:
+        return ""
+    interval = f" [{row.ci_low:.5g}, {row.ci_high:.5g}] n={row.n}" if row.n else ""
+    place = f", device {row.rank}" if row.rank else ""
+    return f"{row.value:.5g}{interval}{place}"
+
+
+def _power(verdict: Verdict) -> str:
+    return "" if verdict.row is None or verdict.row.power_w is None else f"{verdict.row.power_w:.0f} W"

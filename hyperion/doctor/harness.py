@@ -1,22 +1,33 @@
-"""The harness's self-test as a table: every planted fault, what a reader would have believed, and the check that refused it."""
+"""Self-test of the measurements: plant known mistakes and show which check refuses each of them.
+
+`hyperion.measure` has most of the faults. Those that need a model or a row are here, because the packages they import come
+after `hyperion.measure`.
+"""
 
 from collections.abc import Sequence
 
+import torch
 from rich.table import Table
+from torch import nn
 
-from hyperion.doctor.harness_faults import ALL_FAULTS
-from hyperion.hardware import detect
-from hyperion.measure.faults.planted_faults import FaultResult, run_self_test
+from hyperion.chapter.rows import sample_frame
+from hyperion.experiments.steps.exercises import stand_in
+from hyperion.hardware import Device, detect
+from hyperion.measure import time_function
+from hyperion.measure.faults.planted_faults import FAULTS, Believe, Fault, FaultResult, run_self_test
+from hyperion.models.reference import VisionTransformer
 
 
 def self_test() -> list[FaultResult]:
-    """Plant every fault on this machine's device; some 15 s on a CPU."""
+    """Plant every fault on the device of this machine; takes about 15 s on a CPU."""
     return run_self_test(detect(), ALL_FAULTS)
 
 
 def self_test_table(results: Sequence[FaultResult]) -> Table:
-    """One line a fault; what is not caught, and a clean twin that does not pass, stand out."""
-    table = Table("planted fault", "what would have been believed", "caught", "by, and its words", "clean twin", pad_edge=False)
+    """Return one line per fault; faults that were missed and correct measurements that were refused are red."""
+    table = Table(
+        "planted fault", "wrong result without the check", "caught", "check and its message", "clean twin", pad_edge=False
+    )
     for r in results:
         caught, twin = ("yes" if r.caught else "[red]NO[/]", "passes" if r.twin_passes else f"[red]{_plain(r.twin_message)}[/]")
         table.add_row(r.name, _plain(r.believed), caught, f"{r.check}: {_plain(r.message)}", twin)
@@ -24,14 +35,49 @@ def self_test_table(results: Sequence[FaultResult]) -> Table:
 
 
 def self_test_conclusion(results: Sequence[FaultResult]) -> str:
-    """The verdict in one line."""
+    """Return the conclusion in one line."""
     wrong = [r.name for r in results if not r.passed]
     caught, passing = sum(r.caught for r in results), sum(r.twin_passes for r in results)
-    told = f"{caught} of {len(results)} planted faults caught, {passing} of {len(results)} clean twins pass"
-    told += f", in {sum(r.seconds for r in results):.0f} s"
-    return told + (f"; not told apart: {', '.join(wrong)}" if wrong else "")
+    text = f"{caught} of {len(results)} planted faults caught, {passing} of {len(results)} clean twins pass"
+    text += f", in {sum(r.seconds for r in results):.0f} s"
+    return text + (f"; not distinguished: {', '.join(wrong)}" if wrong else "")
 
 
 def _plain(text: str) -> str:
-    """Text in which rich takes nothing for a style, shortened to what a table holds."""
+    """Return the text escaped for rich and shortened to 160 characters."""
     return (text if len(text) <= 160 else f"{text[:159]}…").replace("[", "\\[")
+
+
+class _StandIn(VisionTransformer):
+    """A model of 212,328 parameters with the name of ViT-B/16.
+
+    A published benchmark timed such a model when it could not import the real one.
+    """
+
+    @property
+    def name(self) -> str:
+        return "vit_b_16"
+
+    def _make(self) -> nn.Module:
+        return stand_in()
+
+
+def _substituted_model(device: Device, broken: bool, believe: Believe) -> None:
+    believe("the step time of a model of 212,328 parameters as that of ViT-B/16, which has 86,567,656")
+    with torch.device("meta"):
+        (_StandIn if broken else VisionTransformer)().build()
+
+
+def _hot_labelled_cold(device: Device, broken: bool, believe: Believe) -> None:
+    source = torch.randn(1 << 16, device=device.torch_device)
+    target = torch.empty_like(source)
+    timing = time_function(lambda: target.copy_(source), device, cold=False, minimum_samples=10, time_limit_s=0.05)
+    believe(f"{timing.estimate.map(lambda seconds: 2 * source.nbytes / seconds / 1e9).value:.3g} GB/s, labelled cold")
+    sample_frame(timing, "copy", "fp32", {"elements": source.numel(), "cache": "cold" if broken else "hot"})
+
+
+ALL_FAULTS: tuple[Fault, ...] = (
+    *FAULTS,
+    Fault("samples of a warm cache labelled cold", "checks.require_cache_label", "labelled cold", _hot_labelled_cold),
+    Fault("a substituted model", "ReferenceModel.build", "the built model has 212,328", _substituted_model),
+)

@@ -1,4 +1,4 @@
-"""Ceilings of one device as verified rows: products and streams with their joules, launches, copies, an all-reduce."""
+"""Measure one device and return verified rows: products and streams with their energy, launches, copies, all-reduces."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -32,7 +32,10 @@ _ENERGY_METRICS = {"gemm_tflops": "energy_j_per_tflop", "bandwidth_gb_s": "energ
 
 
 def gemm_rows(device: Device, dtype: str, size: int, *, cold: bool, time_limit_s: float) -> list[Row]:
-    """Rate and energy of a square product with cold or warm caches; without a value and with the reason where there is none."""
+    """Measure rate and energy of a square product (M = N = K = `size`) with cold or warm caches.
+
+    If the device cannot compute it, return one row without a value, with the reason.
+    """
     row = Row(
         notebook=NOTEBOOK,
         experiment="gemm",
@@ -42,8 +45,8 @@ def gemm_rows(device: Device, dtype: str, size: int, *, cold: bool, time_limit_s
         dtype=dtype,
         params={"m": size, "n": size, "k": size, "cache": "cold" if cold else "hot"},
     )
-    if absent := _cannot(device, dtype):
-        return [replace(row, value_reason=absent)]
+    if reason := _unsupported(device, dtype):
+        return [replace(row, value_reason=reason)]
     try:
         product = Gemm(size, size, size, dtype, device)
         timing, verification = product.measure(cold=cold, time_limit_s=time_limit_s)
@@ -62,7 +65,10 @@ def gemm_rows(device: Device, dtype: str, size: int, *, cold: bool, time_limit_s
 
 
 def stream_rows(device: Device, operation: str, dtype: str, elements: int, *, time_limit_s: float) -> list[Row]:
-    """Rate and energy of a stream with flushed caches; without a value and with the reason where it does not fit."""
+    """Measure bandwidth and energy of a stream with flushed caches.
+
+    If the arrays do not fit into memory, return one row without a value, with the reason.
+    """
     row = Row(
         notebook=NOTEBOOK,
         experiment="bandwidth",
@@ -85,7 +91,7 @@ def stream_rows(device: Device, operation: str, dtype: str, elements: int, *, ti
 
 
 def launch_rows(device: Device, *, time_limit_s: float) -> list[Row]:
-    """What launching the smallest kernel costs the host, and its turn within a graph where the device has graphs."""
+    """Measure the host time of launching the smallest kernel, alone and, if the device has graphs, within a graph."""
     cost = measure_launch(device, time_limit_s=time_limit_s)
     rows = []
     for variant, timing, calls in (("eager", cost.eager, cost.eager_calls), ("graph", cost.graph, cost.graph_kernels)):
@@ -101,7 +107,7 @@ def launch_rows(device: Device, *, time_limit_s: float) -> list[Row]:
 
 
 def transfer_rows(device: Device, direction: str, count: int, *, pinned: bool, time_limit_s: float) -> list[Row]:
-    """Rate of a copy of `count` bytes between host and device."""
+    """Measure the bandwidth of a copy of `count` bytes between host and device."""
     row = Row(
         notebook=NOTEBOOK,
         experiment="transfer",
@@ -119,7 +125,7 @@ def transfer_rows(device: Device, direction: str, count: int, *, pinned: bool, t
 
 
 def all_reduce_row(here: World, roll: RollCall, dtype: str, size_bytes: int, *, time_limit_s: float) -> Row:
-    """Bus bandwidth of an all-reduce over all ranks. Every rank calls it."""
+    """Measure the bus bandwidth of an all-reduce over all ranks. Every rank must call it."""
     device, collective = here.device, COLLECTIVES["all_reduce"]
     row = Row(
         notebook=NOTEBOOK,
@@ -131,8 +137,8 @@ def all_reduce_row(here: World, roll: RollCall, dtype: str, size_bytes: int, *, 
         params={"bytes": size_bytes, "ranks": here.size, "backend": here.backend},
     )
     if (needed := memory_needed(size_bytes)) > device.memory_bytes:
-        there = f"needs {needed / GIB:.1f} GiB, the device has {device.memory_bytes / GIB:.1f}"
-        return replace(row, value_reason=there)
+        reason = f"needs {needed / GIB:.1f} GiB, the device has {device.memory_bytes / GIB:.1f}"
+        return replace(row, value_reason=reason)
     measured = measure_collective(collective, size_bytes, dtype, here, roll, time_limit_s=time_limit_s)
     rate = measured.timing.estimate.map(measured.busbw_gb_s)
     limit, source = busbw_limit(device, collective, here.size)
@@ -140,18 +146,18 @@ def all_reduce_row(here: World, roll: RollCall, dtype: str, size_bytes: int, *, 
     return replace(row, value=rate.value, limit=limit, limit_source=source, **columns)
 
 
-def named(rows: Iterable[Row], rank: int | None = None, **params) -> list[Row]:
-    """The rows with more parameters, and the rank they were taken on."""
+def with_params(rows: Iterable[Row], rank: int | None = None, **params) -> list[Row]:
+    """Return the rows with additional params and with the rank that measured them."""
     return [replace(row, params=row.params | params, rank=rank) for row in rows]
 
 
-def _cannot(device: Device, dtype: str) -> str:
+def _unsupported(device: Device, dtype: str) -> str:
     supported, how = device.supports(dtype)
     return "" if supported else f"unsupported: {how}"
 
 
 def _energy_row(row: Row, energy: Energy, joules: Estimate | None) -> Row:
-    """The row of the joules beside that of the rate: same work, same samples."""
+    """Return the row of the energy that belongs to the row of a rate (same work, same samples)."""
     params = row.params | ({"power_scope": energy.scope} if energy.scope else {})
     if energy.counter_difference is not None:
         params["counter_difference"] = round(energy.counter_difference, 4)

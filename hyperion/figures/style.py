@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure, SubFigure
+from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from PIL import Image
@@ -159,10 +159,9 @@ def whole_numbers(axis: Axis) -> None:
 
 
 def spread_labels(axes: Axes, labels: Iterable[tuple[float, str, str]], gap_points: float = 11, size: float = 8.5) -> None:
-    """Write labels (y, text, colour) at the panel's right edge, moved apart so that they do not overlap."""
-    figure = axes.figure
-    while isinstance(figure, SubFigure):
-        figure = figure.figure
+    """Labels (y, text, colour) at the panel's right edge, moved apart where their lines lie too close to each other."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
     figure.draw_without_rendering()
     scale = 72 / figure.dpi
     placed: float | None = None

@@ -1,13 +1,11 @@
-"""Which device this is, what its data sheet promises, how it is doing, and what it was measured with."""
+"""Devices: detection, data sheets, floors, telemetry, and the fingerprint of the machine."""
 
 from hyperion.hardware.detect import detect, detect_cpu
 from hyperion.hardware.device import DTYPES, PATHS, Device, HardwareError, canonical_dtype, fp8_format, gemm_path
-from hyperion.hardware.facts import Facts, GpuFacts, collect_facts
-from hyperion.hardware.fingerprint import facts_of, fingerprint, git_state, source_hash
+from hyperion.hardware.facts import Facts, GpuFacts, collect_facts, facts_of, fingerprint, git_state, source_hash
 from hyperion.hardware.floors import Floor, floors_for
-from hyperion.hardware.sampler import Sampler, read
 from hyperion.hardware.specs import Peak, Specification, lookup, peak, specification
-from hyperion.hardware.telemetry import Telemetry
+from hyperion.hardware.telemetry import Sampler, Telemetry, read
 
 __all__ = [
     "DTYPES",

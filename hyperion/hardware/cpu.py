@@ -1,6 +1,6 @@
-"""What the operating system tells about the CPU: usable cores, last-level cache, instruction sets, clocks.
+"""Facts about the CPU from the operating system: usable cores, caches, instruction sets, clocks.
 
-Linux' /proc and /sys are read below `root`, so that tests can hand in the tree of another machine.
+/proc and /sys of Linux are read below `root`, so that tests can use the files of another machine.
 """
 
 import os
@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-# Instruction sets that change the peak or the native data types; the full flag list would only add noise.
+# Instruction sets that determine peaks and native data types; other CPU flags are not recorded.
 RELEVANT_FLAGS = (
     "avx",
     "avx2",
@@ -33,10 +33,10 @@ RELEVANT_FLAGS = (
 
 @dataclass(frozen=True)
 class CpuFacts:
-    """The CPU as this process may use it. Clocks in MHz, sizes in bytes; None where the system does not tell.
+    """The CPU as far as this process may use it. Clocks in MHz, sizes in bytes; None if unknown.
 
-    `cores` counts physical cores in the affinity mask, capped by the cgroup's CPU quota; a virtual machine's CPUs
-    count as the cores it says they are. `nominal_clock_mhz` is the base clock; `max_clock_mhz` is cpufreq's maximum.
+    `cores` counts physical cores in the affinity mask, limited by the CPU quota of the cgroup. In a virtual machine, the cores
+    that the hypervisor reports count. `nominal_clock_mhz` is the base clock; `max_clock_mhz` is cpufreq's maximum.
     """
 
     name: str
@@ -55,11 +55,11 @@ class CpuFacts:
 
 @dataclass(frozen=True)
 class CacheLevel:
-    """One level of the caches that hold data.
+    """One level of data caches.
 
     Args:
         level: 1, 2, 3.
-        sizes_bytes: size of each cache of this level: one a core, or one a socket or core complex.
+        sizes_bytes: size of each cache of this level; there may be one per core, core complex or socket.
     """
 
     level: int
@@ -67,7 +67,7 @@ class CacheLevel:
 
 
 def data_caches(root: Path = Path("/"), usable: set[int] | None = None) -> tuple[CacheLevel, ...]:
-    """The data caches that the usable CPUs reach, innermost level first; none where the system does not tell.
+    """Return the data caches of the usable CPUs, innermost level first; empty if unknown.
 
     Args:
         usable: overrides the affinity mask of this process (for tests).
@@ -82,7 +82,7 @@ def data_caches(root: Path = Path("/"), usable: set[int] | None = None) -> tuple
 
 
 def usable_cpus() -> set[int]:
-    """Numbers of the logical CPUs that this process may run on."""
+    """Return the numbers of the logical CPUs that this process may run on."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
@@ -113,7 +113,7 @@ def read_cpu(root: Path = Path("/"), usable: set[int] | None = None) -> CpuFacts
 
 
 def _text(path: Path) -> str | None:
-    """A small system file's text, or None where it is absent or may not be read."""
+    """Return the text of a system file, or None if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:
@@ -130,14 +130,14 @@ def _khz(path: Path) -> float | None:
 
 
 def _cpuinfo(root: Path) -> dict[str, str]:
-    """The first processor's block of /proc/cpuinfo."""
+    """Return the first processor's entry of /proc/cpuinfo."""
     block = (_text(root / "proc/cpuinfo") or "").split("\n\n")[0]
     pairs = (line.split(":", 1) for line in block.splitlines() if ":" in line)
     return {key.strip(): value.strip() for key, value in pairs}
 
 
 def _nominal_clock(root: Path, info: dict[str, str]) -> float | None:
-    """Base clock: cpufreq's, else the one in the model name, else the time-stamp counter's (bogomips / 2 on x86)."""
+    """Return the base clock in MHz: from cpufreq, else from the model name, else of the time-stamp counter (bogomips / 2)."""
     base = _khz(root / "sys/devices/system/cpu/cpu0/cpufreq/base_frequency")
     if base:
         return base
@@ -150,7 +150,7 @@ def _nominal_clock(root: Path, info: dict[str, str]) -> float | None:
 
 
 def _physical_cores(root: Path, usable: set[int]) -> int:
-    """Distinct cores among the usable logical CPUs (SMT siblings share one set of arithmetic units)."""
+    """Count distinct cores among the usable logical CPUs, because SMT siblings share their arithmetic units."""
     siblings = set()
     for cpu in usable:
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
@@ -159,7 +159,7 @@ def _physical_cores(root: Path, usable: set[int]) -> int:
 
 
 def _cgroup_quota(root: Path) -> float | None:
-    """CPUs' worth of time this cgroup may use (v2, then v1), or None when unlimited."""
+    """Return the number of CPUs whose time this cgroup may use (v2, else v1), or None if it is unlimited."""
     text = _text(root / "sys/fs/cgroup/cpu.max")
     if text:
         quota, period = text.split()
@@ -170,7 +170,7 @@ def _cgroup_quota(root: Path) -> float | None:
 
 
 def _within_quota(count: int, quota: float | None) -> int:
-    # Rounded up: a limit derived from it must never lie below what the machine can do.
+    # Rounded up, so that a limit derived from it is never below what the machine can do.
     return count if quota is None else max(1, min(count, -int(-quota // 1)))
 
 
@@ -180,7 +180,7 @@ def _memory_limit(root: Path, physical_bytes: int) -> int:
 
 
 def _last_level_cache(root: Path, usable: set[int]) -> int | None:
-    """Bytes of all last-level caches that the usable CPUs reach (one per socket or core complex), or None."""
+    """Return the bytes of all last-level caches of the usable CPUs (one per socket or core complex), or None."""
     levels = data_caches(root, usable)
     return sum(levels[-1].sizes_bytes) if levels else None
 

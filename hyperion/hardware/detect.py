@@ -1,4 +1,4 @@
-"""Find the devices of this machine: NVIDIA GPUs, AMD GPUs (an MI250X counts as its two dies) or the CPU."""
+"""Find the devices of this machine: NVIDIA GPUs, AMD GPUs (each die of an MI250X is a device) or the CPU."""
 
 import re
 from collections.abc import Mapping
@@ -7,17 +7,19 @@ from hyperion.hardware.device import Device, HardwareError
 from hyperion.hardware.facts import Facts, GpuFacts, collect_facts
 from hyperion.hardware.specs import data_sheet_cache_bytes, lookup
 
-# Where a variable names those that are visible. PyTorch prefers ROCm's own to CUDA's, which ROCm obeys too.
+# Variables that select the visible devices, by precedence: ROCm obeys CUDA's variable if its own is not set.
 _VARIABLES = {"cuda": ("CUDA_VISIBLE_DEVICES",), "rocm": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")}
 
 
 def detect(facts: Facts | None = None, index: int = 0) -> Device:
-    """The device this machine would compute on: GPU number `index` where torch sees GPUs, else the CPU.
+    """Return GPU number `index` if torch sees GPUs, else the CPU.
 
     Args:
-        facts: what was read from torch and the system; None reads this machine.
-        index: PyTorch's device number, counted after CUDA_VISIBLE_DEVICES and its kin.
-    Raises HardwareError when the index does not exist or a GPU is there but cannot be opened.
+        facts: facts about the machine; None reads this machine.
+        index: PyTorch's device number (only visible devices are counted).
+
+    Raises:
+        HardwareError: there is no GPU of this index, or a GPU cannot be opened.
     """
     facts = facts or collect_facts()
     if facts.gpu_error:
@@ -38,7 +40,7 @@ def detect(facts: Facts | None = None, index: int = 0) -> Device:
 
 
 def detect_cpu(facts: Facts | None = None) -> Device:
-    """The CPU of this machine as a device, also where there are GPUs."""
+    """Return the CPU of this machine as a device, even if there are GPUs."""
     cpu = (facts or collect_facts()).cpu
     return Device(
         kind="cpu",
@@ -58,29 +60,34 @@ def detect_cpu(facts: Facts | None = None) -> Device:
 
 
 def one_at_a_time(device: Device, count: int, environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """Variables that show a process one accelerator, for each that may work while the others do; none for a CPU.
+    """Return, for each accelerator that can be used independently, the variables that make only it visible; [] for a CPU.
 
-    The two dies of an MI250X share the module's power: work on one slows the other, so that of each pair one counts.
+    The two dies of an MI250X share the power of the module, so work on one slows down the other. Only one die of each pair is
+    returned.
 
     Args:
-        device: the first.
-        count: how many are visible.
-        environment: may name those that are visible, by number or UUID.
+        device: the first visible device.
+        count: number of visible devices.
+        environment: environment variables, which may select visible devices by number or UUID.
     """
     variables = _VARIABLES.get(device.kind)
     if variables is None:
         return []
     named = next((environment[variable] for variable in variables if environment.get(variable)), "")
     names = [name.strip() for name in named.split(",")][:count] if named else [str(number) for number in range(count)]
-    found, _ = lookup(device)
-    if found is not None and "(one GCD)" in found.name:
+    sheet, _ = lookup(device)
+    if sheet is not None and "(one GCD)" in sheet.name:
         names = list({_module(place, name): name for place, name in reversed(list(enumerate(names)))}.values())[::-1]
-    # All of them alike: whichever is read, it names the same one.
+    # All variables get the same value, because it depends on the build of torch which one is read.
     return [dict.fromkeys(variables, name) for name in names]
 
 
 def parse_gcn_arch(name: str) -> str:
-    """'gfx90a:sramecc+:xnack-' -> 'gfx90a'. Raises HardwareError when it is no gfx name."""
+    """Return the architecture of a gcnArchName: 'gfx90a' of 'gfx90a:sramecc+:xnack-'.
+
+    Raises:
+        HardwareError: it is not a gfx name.
+    """
     base = name.split(":", 1)[0]
     if not re.fullmatch(r"gfx[0-9a-f]{3,5}", base):
         raise HardwareError(
@@ -94,7 +101,7 @@ def parse_gcn_arch(name: str) -> str:
 def _detect_gpu(facts: Facts, gpu: GpuFacts, index: int) -> Device:
     rocm = bool(facts.hip)
     arch = parse_gcn_arch(gpu.gcn_arch_name or "") if rocm else f"sm_{gpu.major}{gpu.minor}"
-    # torch knows the L2 only; an Infinity Cache behind it (256 MiB on MI300X) must be flushed as well.
+    # torch reports the L2 only. An Infinity Cache behind it (256 MiB on MI300X) must be flushed, too.
     caches = [size for size in (gpu.l2_cache_bytes, data_sheet_cache_bytes(gpu.name, arch)) if size]
     return Device(
         kind="rocm" if rocm else "cuda",
@@ -113,5 +120,5 @@ def _detect_gpu(facts: Facts, gpu: GpuFacts, index: int) -> Device:
 
 
 def _module(place: int, name: str) -> int:
-    """Which module a die belongs to: its own number tells, and without one its place among neighbours."""
+    """Return the number of a die's module, from the die's number or, without one, from its place in the list."""
     return (int(name) if name.isdecimal() else place) // 2

@@ -1,4 +1,4 @@
-"""One device, the number formats that it multiplies, and which of its peaks limits a matrix product of each.
+"""Devices, the number formats whose matrix products they support, and the peak that limits each format.
 
 Sources: the vendors' instruction set references; AMD, "Data types and precision support" (rocm.docs.amd.com, 2025-10).
 """
@@ -26,12 +26,12 @@ _ALIASES = {
     "float8_e5m2fnuz": "fp8_e5m2fnuz",
 }
 
-# GPUs whose matrix units take fp64 and fp32 operands; elsewhere those products run on the vector units.
+# GPUs whose matrix units support fp64 and fp32 operands; other GPUs compute these products on vector units.
 _FP64_MATRIX = {"sm_80", "sm_90", "sm_100", "sm_103", "gfx90a", "gfx940", "gfx941", "gfx942", "gfx950"}
 _FP32_MATRIX = {"gfx908", "gfx90a", "gfx940", "gfx941", "gfx942", "gfx950"}
 _CDNA3 = {"gfx940", "gfx941", "gfx942"}
 
-# No processor that PyTorch runs on lies outside; a clock given in kHz or GHz does.
+# All processors that PyTorch supports have a clock in this range; a clock in kHz or GHz is outside.
 _CLOCKS_MHZ = (50, 20_000)
 
 
@@ -43,9 +43,12 @@ class HardwareError(HyperionError):
 class Device:
     """One device as PyTorch enumerates it.
 
-    kind is 'cuda' (NVIDIA), 'rocm' (AMD) or 'cpu'; arch is 'sm_90', 'gfx90a', 'x86_64'. compute_units are the SMs, CUs
-    or cores that PyTorch or the operating system count (a Radeon card counts pairs of CUs). max_clock_mhz is what the
-    driver reports, None when it does not. isa holds a CPU's relevant instruction sets.
+    Args:
+        kind: 'cuda' (NVIDIA), 'rocm' (AMD) or 'cpu'.
+        arch: 'sm_90', 'gfx90a', 'x86_64'.
+        compute_units: SMs, CUs or cores as PyTorch or the operating system count them (pairs of CUs on Radeon cards).
+        max_clock_mhz: maximum clock that the driver reports, or None.
+        isa: relevant instruction sets of a CPU.
     """
 
     kind: str
@@ -65,27 +68,31 @@ class Device:
     family: int | None = None
 
     def __post_init__(self):
-        """Refuse a clock in another unit: a limit made of it would let every value pass.
+        """Refuse a clock in another unit, because a limit derived from it would accept every value.
 
         Raises:
-            HardwareError: a clock that is none in MHz.
+            HardwareError: a clock cannot be in MHz.
         """
         for name in ("max_clock_mhz", "nominal_clock_mhz"):
             clock_mhz = getattr(self, name)
             if clock_mhz is not None and not _CLOCKS_MHZ[0] <= clock_mhz <= _CLOCKS_MHZ[1]:
                 raise HardwareError(
-                    f"{name} is {clock_mhz:g}, which is no clock in MHz",
+                    f"{name} is {clock_mhz:g}, which is not a clock in MHz",
                     where=self.name,
-                    next_step="the driver may tell kHz, Hz or nothing: convert it, or leave the clock None",
+                    next_step="the driver may report kHz, Hz or nothing: convert the value, or use None",
                 )
 
     def supports(self, dtype_name: str) -> tuple[bool, str]:
-        """Whether matrix products of this type run here, with the reason."""
+        """Return whether this device supports matrix products of this type, and the reason."""
         return supports(self, dtype_name)
 
 
 def canonical_dtype(name: str) -> str:
-    """One spelling per data type: 'torch.bfloat16' and 'bfloat16' become 'bf16'. Raises HyperionError if unknown."""
+    """Return the short name of a data type: 'bf16' for 'torch.bfloat16' and 'bfloat16'.
+
+    Raises:
+        HyperionError: the data type is unknown.
+    """
     short = str(name).removeprefix("torch.").lower()
     short = _ALIASES.get(short, short)
     if short not in DTYPES:
@@ -94,14 +101,14 @@ def canonical_dtype(name: str) -> str:
 
 
 def supports(device: Device, dtype_name: str) -> tuple[bool, str]:
-    """Whether the device multiplies matrices of this type, and why (or why not). 'fp8' asks for any fp8 format."""
+    """Return whether the device supports matrix products of this type, and the reason. 'fp8' stands for any fp8 format."""
     dtype = canonical_dtype(dtype_name)
     rules = {"cuda": _cuda_supports, "rocm": _rocm_supports, "cpu": _cpu_supports}
     return rules[device.kind](device, dtype)
 
 
 def fp8_format(device: Device) -> str | None:
-    """The 4-bit-exponent fp8 type the device multiplies: 'fp8_e4m3fn' (OCP), 'fp8_e4m3fnuz' (CDNA 3), or None."""
+    """Return the fp8 type with 4 exponent bits that the device supports: 'fp8_e4m3fn' (OCP), 'fp8_e4m3fnuz' (CDNA 3), or None."""
     for dtype in ("fp8_e4m3fn", "fp8_e4m3fnuz"):
         if supports(device, dtype)[0]:
             return dtype
@@ -109,8 +116,10 @@ def fp8_format(device: Device) -> str | None:
 
 
 def gemm_path(dtype_name: str, device: Device) -> str:
-    """The peak, one of PATHS, that limits a matrix product of this type on this device: fp32 runs on the matrix units
-    of CDNA (where a GCD may beat its vector peak), and on the vector units of NVIDIA GPUs, Radeon cards and CPUs."""
+    """Return the peak (one of PATHS) that limits a matrix product of this type on this device.
+
+    For example, fp32 products run on the matrix units of CDNA, but on the vector units of NVIDIA GPUs, Radeon cards and CPUs.
+    """
     dtype = canonical_dtype(dtype_name)
     if dtype == "fp64":
         return "fp64_matrix" if device.arch in _FP64_MATRIX else "fp64_vector"

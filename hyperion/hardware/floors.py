@@ -1,7 +1,7 @@
-"""What a healthy device reaches at least: vendors' acceptance floors, and sanity bounds of ours where there are none.
+"""Floors: the least that a healthy device reaches, from vendors' acceptance tests, or else sanity bounds of ours.
 
-The numbers are in floors.toml, validated when it is loaded. A vendor's floor is cited, with how we read its
-page where that misprints; a bound of ours bears that name, and never a vendor's.
+The numbers are in floors.toml, which is validated when it is loaded. A vendor's floor is cited, with our reading of the page if
+that has a misprint. A bound of ours is labelled as ours.
 """
 
 import functools
@@ -14,7 +14,7 @@ from hyperion.hardware.specs import Specification, load_file, load_specification
 
 FLOORS_FILE = Path(__file__).with_name("floors.toml")
 STREAMS = ("copy", "scale", "add", "triad", "dot")
-# What is measured of a quantity, and in which unit; the metrics are those of result rows.
+# The metric of result rows that belongs to each quantity, and its unit.
 METRICS = dict.fromkeys(STREAMS, "bandwidth_gb_s") | {"gemm": "gemm_tflops", "all_reduce": "busbw_gb_s"}
 _UNITS = {"bandwidth_gb_s": "GB/s", "gemm_tflops": "TFLOPS", "busbw_gb_s": "GB/s"}
 _SHARED = ("memory bandwidth", "peak", "link")
@@ -23,7 +23,7 @@ OURS = "sanity bound, ours"
 
 @dataclass(frozen=True)
 class FloorEntry:
-    """A [[floor]]: a vendor's number; the header of floors.toml explains the fields."""
+    """A [[floor]] of floors.toml, a vendor's number. The header of the file explains the fields."""
 
     devices: list[str]
     arch: str
@@ -41,13 +41,13 @@ class FloorEntry:
         unit = _UNITS[METRICS[self.quantity]]
         _require(self.unit == unit, f"{self.quantity} is measured in {unit}, not in {self.unit}")
         collective = self.quantity == "all_reduce"
-        _require((self.ranks is not None) == collective, "an all_reduce names its ranks, and nothing else does")
+        _require((self.ranks is not None) == collective, "ranks is needed for all_reduce and not allowed otherwise")
         _require(self.devices, "devices must name entries of specs.toml")
 
 
 @dataclass(frozen=True)
 class SanityEntry:
-    """A [[sanity]]: a share of the data sheet's value that we hold for the least of a healthy device."""
+    """A [[sanity]] of floors.toml: the share of a data sheet's value that a healthy device should reach, in our judgement."""
 
     quantity: str
     dtype: str
@@ -76,7 +76,7 @@ class FloorFile:
         for entry in self.floor:
             _require(entry.source in self.sources, f"{entry.quantity}: unknown source {entry.source}")
             for name in entry.devices:
-                _require(name in known, f"{entry.quantity}: {name!r} is no entry of specs.toml")
+                _require(name in known, f"{entry.quantity}: {name!r} is not in specs.toml")
                 _require(known[name].arch == entry.arch, f"{name}: architecture {known[name].arch}, not {entry.arch}")
                 key = (name, entry.quantity, entry.dtype, entry.size, entry.ranks)
                 _require(key not in seen, f"{name}: two floors for {entry.quantity}")
@@ -88,11 +88,11 @@ class Floor:
     """One floor of one device, resolved.
 
     Args:
-        quantity, dtype, size, ranks: what to measure, as the header of floors.toml says; ranks is None but for all_reduce.
+        quantity, dtype, size, ranks: what to measure (see the header of floors.toml); ranks is None except for all_reduce.
         value, unit: the least that a healthy device reaches.
-        conditions: how the floor's owner measures it.
+        conditions: the conditions under which the source measures it.
         source: the vendor's document, or "sanity bound, ours: <share> of <data sheet value>".
-        date: the document's, "" for a bound of ours.
+        date: date of the document, "" for a bound of ours.
     """
 
     quantity: str
@@ -107,29 +107,32 @@ class Floor:
 
     @property
     def metric(self) -> str:
-        """The metric of the result row that it is held against."""
+        """The metric of the result rows to compare with."""
         return METRICS[self.quantity]
 
     @property
     def ours(self) -> bool:
-        """Whether it is a sanity bound of ours rather than a vendor's floor."""
+        """True for a sanity bound of ours, False for a vendor's floor."""
         return self.source.startswith(OURS)
 
 
 def floors_for(device: Device, devices: int = 1) -> tuple[list[Floor], str]:
-    """(floors of this device in the file's order, ''), or ([], why none is known).
+    """Return (floors of this device in the order of the file, ''), or ([], reason why none is known).
 
     Args:
-        devices: devices of this kind in the host; without a second one there is no all-reduce to bound.
+        devices: number of devices of this kind in the host; with one there is no floor for an all-reduce.
     """
     if device.kind == "cpu":
-        return [], f"no floor is known for {device.name}: no vendor publishes any for a CPU, nor its memory bandwidth"
+        return (
+            [],
+            f"no floor is known for {device.name}: CPU vendors publish neither floors nor the memory bandwidth of a machine",
+        )
     sheet, reason = lookup(device)
     if sheet is None:
         return [], f"no floor is known for {device.name}: {reason}"
     file = load_floors()
     floors = [_published(entry, file) for entry in file.floor if sheet.name in entry.devices]
-    # A vendor's floor makes a bound of ours for the same thing needless, in whatever format and size.
+    # A vendor's floor replaces a bound of ours for the same quantity, in any format and size.
     covered = {floor.quantity if floor.quantity != "gemm" else (floor.quantity, floor.dtype) for floor in floors}
     for entry in file.sanity:
         name = entry.quantity if entry.quantity != "gemm" else (entry.quantity, entry.dtype)
@@ -140,7 +143,11 @@ def floors_for(device: Device, devices: int = 1) -> tuple[list[Floor], str]:
 
 @functools.cache
 def load_floors(path: Path = FLOORS_FILE) -> FloorFile:
-    """Read and validate the file. Raises SpecificationError naming file, entry and field."""
+    """Read and validate the file.
+
+    Raises:
+        SpecificationError: names file, entry and field.
+    """
     return load_file(path, FloorFile)
 
 
@@ -152,7 +159,7 @@ def _published(entry: FloorEntry, file: FloorFile) -> Floor:
 
 
 def _sanity(entry: SanityEntry, device: Device, sheet: Specification, devices: int) -> Floor | None:
-    """A bound of ours, None where the data sheet has no value to take a share of."""
+    """Return a bound of ours, or None if the data sheet lacks the value."""
     ranks = None
     if entry.of == "memory bandwidth":
         whole = sheet.memory_bandwidth_gb_s

@@ -1,4 +1,4 @@
-"""The form of specs.toml and cpu_specs.toml, checked on load: every cell is complete or says why it is empty."""
+"""Schema of specs.toml and cpu_specs.toml, checked on load: every cell is complete or has a reason why it is empty."""
 
 import dataclasses
 import re
@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 
 from hyperion.hardware.device import PATHS
 
-AGREEMENT = 0.01  # published and derived value of a cell agree within this, or a note says why not
+AGREEMENT = 0.01  # largest relative difference of published and derived value without a note
 
 
 Form = TypeVar("Form")
 
 
 class SchemaFault(ValueError):
-    """A fault of a table: what is wrong, and at which place in the file."""
+    """An error in a table: what is wrong, and at which place in the file."""
 
     def __init__(self, what: str, place: str):
         super().__init__(what)
@@ -39,12 +39,13 @@ class Source:
 
     @property
     def cited(self) -> str:
+        """The document as a citation."""
         return f"{self.publisher}, {self.title} ({self.date}), {self.url}"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One peak of one device; the header of specs.toml explains the fields."""
+    """One peak of one device. The header of specs.toml explains the fields."""
 
     ops: int | None = None
     limit_ops: int | None = None
@@ -58,16 +59,16 @@ class Cell:
         if self.ops is None:
             others = (self.limit_ops, self.clock_mhz, self.published, self.source, self.note)
             _require(self.reason, "a cell without ops needs a reason")
-            _require(all(value is None for value in others), "a cell with a reason takes no other field")
+            _require(all(value is None for value in others), "a cell with a reason must have no other field")
             return
-        _require(not self.reason, "a cell with ops takes a note, not a reason")
+        _require(not self.reason, "a cell with ops may have a note, not a reason")
         _require(self.note or (self.clock_mhz and self.published), "without clock_mhz or published a note must say why")
         _require(self.limit_ops is None or self.limit_ops >= self.ops, "limit_ops must not be below ops")
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Device memory: published bandwidth beside bus width and rate per pin."""
+    """Device memory: published bandwidth, bus width, and rate per pin in Gbit/s."""
 
     bandwidth_gb_s: float
     bus_bits: int
@@ -82,15 +83,20 @@ class Memory:
 
     @property
     def derived_gb_s(self) -> float:
+        """Bandwidth from bus width and rate, in GB/s."""
         return self.bus_bits * self.rate_gbps / 8
 
 
 @dataclass(frozen=True)
 class Link:
-    """GPU-to-GPU bandwidth of all links in one direction and to whom, or the reason it is unknown.
+    """GPU-to-GPU bandwidth of all links in one direction, or the reason why it is unknown.
 
-    per_peer_gb_s: what a single peer gets of it; missing where one peer can have all of it (a switch).
-    one_peer: the value is that to one peer, and other peers have other links besides.
+    Args:
+        gb_s: bandwidth in GB/s.
+        to: the links and their other ends.
+        reason: why the bandwidth is unknown.
+        per_peer_gb_s: the share of a single peer; None if one peer can use all of it (a switch).
+        one_peer: `gb_s` is the bandwidth to one peer; other peers have other links.
     """
 
     gb_s: float | None = None
@@ -102,15 +108,21 @@ class Link:
     def __post_init__(self):
         known = self.gb_s is not None and self.to is not None and self.reason is None
         unknown = self.gb_s is None and self.to is None and self.reason is not None
-        _require(known or unknown, "a link has gb_s and to, or a reason")
+        _require(known or unknown, "a link needs gb_s and to, or a reason")
         whole = self.gb_s or 0.0
         shared = self.per_peer_gb_s is None or known and not self.one_peer and self.per_peer_gb_s <= whole
-        _require(shared and (known or not self.one_peer), "per_peer_gb_s is a part of gb_s, and not of a link to one peer")
+        _require(
+            shared and (known or not self.one_peer), "per_peer_gb_s must be a part of gb_s, and is not allowed with one_peer"
+        )
 
 
 @dataclass(frozen=True)
 class DeviceEntry:
-    """One device as PyTorch enumerates it. enumerated_units: what PyTorch may count when it is not compute_units."""
+    """One device as PyTorch enumerates it.
+
+    Args:
+        enumerated_units: the numbers of units that PyTorch may report, if they differ from compute_units.
+    """
 
     name: str
     kind: str
@@ -130,9 +142,9 @@ class DeviceEntry:
     def __post_init__(self):
         _require(self.kind in ("cuda", "rocm"), "kind must be cuda or rocm")
         counts = self.enumerated_units
-        _require(counts is None or (counts and min(counts) > 0), "enumerated_units must name counts, or be left out")
+        _require(counts is None or (counts and min(counts) > 0), "enumerated_units must be positive numbers, or be left out")
         _require(re.fullmatch(r"sm_\d+|gfx[0-9a-f]{3,5}", self.arch), "arch must look like sm_90 or gfx90a")
-        _require(self.matches, "matches must name the device as PyTorch does")
+        _require(self.matches, "matches must list the names that PyTorch gives the device")
         _require(set(self.paths) == set(PATHS), f"paths must be exactly {', '.join(PATHS)}")
         one_clock = (self.max_clock_mhz is None) != (self.max_clock_reason is None)
         _require(one_clock, "exactly one of max_clock_mhz and max_clock_reason is needed")
@@ -157,7 +169,7 @@ class SpecificationFile:
 
     def __post_init__(self):
         names = [entry.name for entry in self.device]
-        _require(names and len(set(names)) == len(names), "there must be devices, each with a name of its own")
+        _require(names and len(set(names)) == len(names), "there must be devices, with different names")
         for entry in self.device:
             used = [entry.source, entry.memory.source, *(cell.source for cell in entry.paths.values())]
             unknown = sorted({name for name in used if name is not None} - self.sources.keys())
@@ -166,7 +178,7 @@ class SpecificationFile:
 
 @dataclass(frozen=True)
 class CpuRule:
-    """Operations per cycle of a core that has all these flags, for a vendor's family or for any CPU."""
+    """Operations per cycle of a core with all these flags, for one CPU family of a vendor or for any CPU."""
 
     flags: list[str]
     source: str
@@ -176,9 +188,10 @@ class CpuRule:
     family: int | None = None
 
     def __post_init__(self):
-        _require(self.flags and self.ops and set(self.ops) <= set(PATHS), f"ops must be of {', '.join(PATHS)}")
+        _require(self.flags and self.ops and set(self.ops) <= set(PATHS), f"the keys of ops must be among {', '.join(PATHS)}")
 
-    def holds(self, flags: set[str], vendor: str, family: int | None) -> bool:
+    def applies(self, flags: set[str], vendor: str, family: int | None) -> bool:
+        """Return True if the rule applies to a CPU with these flags, of this vendor and family."""
         own = self.vendor is None or (self.vendor == vendor and self.family == family)
         return own and flags.issuperset(self.flags)
 
@@ -195,8 +208,8 @@ class CpuRules:
         _require(not unknown, f"unknown source {', '.join(unknown)}")
 
     def best(self, path: str, flags: tuple[str, ...], vendor: str, family: int | None) -> CpuRule | None:
-        """The rule for a path: the CPU's own family's before the general ones, then the one with most operations."""
-        fitting = [rule for rule in self.rule if path in rule.ops and rule.holds(set(flags), vendor, family)]
+        """Return the rule for a path: rules of the CPU's family replace general ones, more operations win."""
+        fitting = [rule for rule in self.rule if path in rule.ops and rule.applies(set(flags), vendor, family)]
         own = {frozenset(rule.flags) for rule in fitting if rule.vendor}
         fitting = [rule for rule in fitting if rule.vendor or frozenset(rule.flags) not in own]
         return max(fitting, key=lambda rule: rule.ops[path], default=None)
@@ -210,11 +223,11 @@ def build(form: Any, value: Any, place: str = "") -> Any:
     """Return `value`, as `tomllib` returned it, as `form`.
 
     Args:
-        form: a dataclass above, list, dict, bool, int, float or str, or one of them | None.
-        place: where the value is in the file, for the error.
+        form: a dataclass, list, dict, bool, int, float or str, or one of these | None.
+        place: place of the value in the file, for the error.
 
     Raises:
-        SchemaFault: the first fault: a field that is unknown, missing or of another type, a number that is not above 0, or an
+        SchemaFault: the first error: a field that is unknown, missing or of another type, a number that is not above 0, or an
             empty text.
     """
     if isinstance(form, types.UnionType):

@@ -1,7 +1,7 @@
-"""Data sheet peaks: units x operations per clock x clock, with the published value, its source and its date.
+"""Data sheets: peaks (units x operations per clock x clock), memory and link bandwidth, with their sources.
 
-The numbers are in specs.toml (GPUs) and cpu_specs.toml (CPUs), validated when they are loaded. A device gets an entry
-only when its name, architecture, compute units and memory all agree; else it has no peak, and the reason says why.
+The numbers are in specs.toml (GPUs) and cpu_specs.toml (CPUs), which are validated when they are loaded. A device has a data
+sheet only if its name, architecture, compute units and memory all agree with an entry; else its peaks are None, with a reason.
 """
 
 import functools
@@ -17,19 +17,22 @@ from hyperion.hardware.schema import Cell, CpuRules, DeviceEntry, SchemaFault, S
 SPECS_FILE = Path(__file__).with_name("specs.toml")
 CPU_SPECS_FILE = Path(__file__).with_name("cpu_specs.toml")
 Form = TypeVar("Form")
-MEMORY_TOLERANCE = 0.06  # drivers and ECC keep a few percent of the data sheet's memory
+MEMORY_TOLERANCE = 0.06  # drivers and ECC reserve a few percent of the memory
 
 
 class SpecificationError(HyperionError):
-    """A specification file that is not valid."""
+    """An invalid specification file."""
 
 
 @dataclass(frozen=True)
 class Peak:
     """One peak in TFLOPS (TOPS for int8), dense.
 
-    derived_tflops is at the clock of the published value (a CPU's at its nominal clock), limit_tflops at the maximum
-    clock. reason says why limit_tflops is None; note is what a reader should know beside the number.
+    Args:
+        derived_tflops: units x operations x clock, at the clock of the published value (of a CPU at the nominal clock).
+        limit_tflops: the same at the maximum clock.
+        reason: why `limit_tflops` is None.
+        note: a remark on the number.
     """
 
     path: str
@@ -44,12 +47,12 @@ class Peak:
 
     @property
     def nominal_tflops(self) -> float | None:
-        """The estimate for predictions: the published value, else the derived one. Never a limit."""
+        """The estimate for predictions: the published value, else the derived one. It is not a limit."""
         return self.published_tflops if self.published_tflops is not None else self.derived_tflops
 
     @property
     def limit_source(self) -> str | None:
-        """Where the limit comes from, for a result row: 'fp16: 132 x 4096 ops/clock x 1980 MHz; <document>'."""
+        """The source of the limit for a result row: 'fp16: 132 x 4096 ops/clock x 1980 MHz; <document>'."""
         return None if self.limit_tflops is None else f"{self.path}: {self.formula}; {self.source}"
 
 
@@ -57,9 +60,13 @@ class Peak:
 class Specification:
     """The data sheet of one device. Bandwidths in GB/s (1e9 bytes); link_gb_s is one direction.
 
-    memory_bandwidth_gb_s is the published value; memory_bandwidth_limit_gb_s the larger of it and bus width x rate.
-    link_per_peer_gb_s is what one peer gets of the link, None where it can be all of it; link_to_one_peer: the value is
-    that to one peer alone. A missing value has its reason in memory_bandwidth_source or link.
+    Args:
+        memory_bandwidth_gb_s: the published value.
+        memory_bandwidth_limit_gb_s: the larger of the published value and bus width x rate.
+        memory_bandwidth_source: source of the bandwidth, or the reason why it is unknown.
+        link: the links and their other ends, or the reason why `link_gb_s` is unknown.
+        link_per_peer_gb_s: the share of one peer; None if one peer can use all of it.
+        link_to_one_peer: `link_gb_s` is the bandwidth to one peer.
     """
 
     name: str
@@ -74,34 +81,38 @@ class Specification:
     link_source: str = ""
 
     def link_limit_gb_s(self, ranks: int) -> tuple[float | None, str]:
-        """(GB/s that one of `ranks` devices of a host can send to the others at most, its source), or (None, why not)."""
+        """Return (most GB/s that one of `ranks` devices of a host can send to the others, source), or (None, reason)."""
         if self.link_gb_s is None:
             return None, self.link
         if self.link_to_one_peer and ranks > 2:
             return None, f"pairs of devices have different numbers of links ({self.link_gb_s:g} GB/s: {self.link})"
-        reached = min(self.link_gb_s, (ranks - 1) * (self.link_per_peer_gb_s or self.link_gb_s))
-        return reached, f"{self.link}; {self.link_source}"
+        limit_gb_s = min(self.link_gb_s, (ranks - 1) * (self.link_per_peer_gb_s or self.link_gb_s))
+        return limit_gb_s, f"{self.link}; {self.link_source}"
 
     def peak(self, path: str) -> Peak:
-        """The peak of one of device.PATHS; a limit of None has its reason. Raises HyperionError for another path."""
+        """Return the peak of one of `device.PATHS`; if its limit is None, it has a reason.
+
+        Raises:
+            HyperionError: the path is unknown.
+        """
         if path not in self.peaks:
             raise HyperionError(f"Unknown peak {path!r}.", next_step=f"Use one of {', '.join(PATHS)}.")
         return self.peaks[path]
 
 
 def specification(device: Device) -> Specification | None:
-    """The device's data sheet, or None for an unknown or altered device; `lookup` also gives the reason."""
+    """Return the device's data sheet, or None for an unknown or altered device; `lookup` also returns the reason."""
     return lookup(device)[0]
 
 
 def peak(device: Device, path: str) -> Peak:
-    """The device's peak on this path. Always a Peak: for an unknown device an empty one that carries the reason."""
-    found, reason = lookup(device)
-    return Peak(path, reason=reason) if found is None else found.peak(path)
+    """Return the device's peak on this path; for an unknown device, an empty one with the reason."""
+    sheet, reason = lookup(device)
+    return Peak(path, reason=reason) if sheet is None else sheet.peak(path)
 
 
 def lookup(device: Device) -> tuple[Specification | None, str]:
-    """(data sheet, '') for a known device, else (None, why there is none)."""
+    """Return (data sheet, '') for a known device, else (None, reason)."""
     if device.kind == "cpu":
         return _cpu_specification(device, load_cpu_rules()), ""
     entries = load_specifications()
@@ -118,7 +129,7 @@ def lookup(device: Device) -> tuple[Specification | None, str]:
 
 
 def data_sheet_cache_bytes(name: str, arch: str) -> int | None:
-    """Last-level cache of the data sheet (an Infinity Cache where there is one), or None for an unknown name."""
+    """Return the last-level cache of the data sheet (Infinity Cache included) in bytes, or None for an unknown name."""
     for entry in load_specifications().device:
         if entry.arch == arch and any(_plain(name) == _plain(match) for match in entry.matches):
             return int(entry.last_level_cache_mib * 2**20)
@@ -127,29 +138,41 @@ def data_sheet_cache_bytes(name: str, arch: str) -> int | None:
 
 @functools.cache
 def load_specifications(path: Path = SPECS_FILE) -> SpecificationFile:
-    """Read and validate the GPU file. Raises SpecificationError naming file, device and field."""
+    """Read and validate the GPU file.
+
+    Raises:
+        SpecificationError: names file, device and field.
+    """
     return load_file(path, SpecificationFile)
 
 
 @functools.cache
 def load_cpu_rules(path: Path = CPU_SPECS_FILE) -> CpuRules:
-    """Read and validate the CPU file. Raises SpecificationError naming file and field."""
+    """Read and validate the CPU file.
+
+    Raises:
+        SpecificationError: names file and field.
+    """
     return load_file(path, CpuRules)
 
 
 def load_file(path: Path, form: type[Form]) -> Form:
-    """A TOML file of ours as the dataclass `form`. Raises SpecificationError naming file, entry and field."""
+    """Read a TOML file of this package as the dataclass `form`.
+
+    Raises:
+        SpecificationError: names file, entry and field.
+    """
     try:
         return build(form, tomllib.loads(path.read_text(encoding="utf-8")))
     except tomllib.TOMLDecodeError as error:
         raise SpecificationError(
-            f"{path.name} is not valid TOML: {error}", where=path.name, next_step="Correct the file at that line."
+            f"{path.name} is not valid TOML: {error}", where=path.name, next_step="correct the file at that line"
         ) from error
     except SchemaFault as fault:
         raise SpecificationError(
             f"{path.name}: {fault.what}",
             where=f"{path.name}, {fault.place or 'whole file'}",
-            next_step=f"Correct the field; the header of {path.name} explains every one.",
+            next_step=f"correct the field; the header of {path.name} explains every field",
         ) from fault
 
 
@@ -162,7 +185,7 @@ def _same_name(name: str, entry: DeviceEntry) -> bool:
 
 
 def _difference(device: Device, entry: DeviceEntry) -> str | None:
-    """What sets this device apart from the entry of its name, or None when they are the same."""
+    """Return how the device differs from the entry of its name, or None if it does not."""
     if device.kind != entry.kind or device.arch != entry.arch:
         return f"architecture {device.arch}, expected {entry.arch}"
     if device.compute_units not in (entry.enumerated_units or [entry.compute_units]):
@@ -194,7 +217,7 @@ def _gpu_peak(device: Device, entry: DeviceEntry, path: str, cell: Cell, entries
     if cell.ops is None:
         return Peak(path, reason=cell.reason)
     source = entries.sources[cell.source or entry.source]
-    # The driver may allow more than the data sheet (factory overclocks); a limit below the true maximum would be wrong.
+    # The driver may allow a higher clock than the data sheet (factory overclocks), and a limit must use the true maximum.
     clock_mhz = max((clock for clock in (entry.max_clock_mhz, device.max_clock_mhz) if clock), default=None)
     ops = cell.limit_ops or cell.ops
     return Peak(
@@ -211,7 +234,7 @@ def _gpu_peak(device: Device, entry: DeviceEntry, path: str, cell: Cell, entries
 
 
 def _cpu_specification(device: Device, rules: CpuRules) -> Specification:
-    """A CPU's peaks: cores x operations per cycle of its instruction set x clock; no memory bandwidth."""
+    """Return a CPU's peaks: cores x operations per cycle of its instruction set x clock. The memory bandwidth is unknown."""
     return Specification(
         name=device.name,
         peaks={path: _cpu_peak(device, rules, path) for path in PATHS},
@@ -243,5 +266,5 @@ def _cpu_peak(device: Device, rules: CpuRules, path: str) -> Peak:
 
 
 def tera(units: int | None, ops_per_clock: int, clock_mhz: float | None) -> float | None:
-    """units x operations per clock x MHz in tera-operations per second, or None when a factor is unknown."""
+    """Return units x operations per clock x MHz in tera-operations per second, or None if a factor is unknown."""
     return units * ops_per_clock * clock_mhz * 1e6 / 1e12 if units and clock_mhz else None

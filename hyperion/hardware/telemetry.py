@@ -1,23 +1,48 @@
-"""Clock, power, temperature and throttling of a device, now or over a region. What is unreadable is None, never 0."""
+"""Clock, power, temperature and throttling of a device, read once or sampled while a block of code runs.
 
+NVIDIA GPUs are read with NVML, AMD GPUs with amdsmi (where ROCm installed it) and sysfs, CPUs with cpufreq. What cannot be read
+is None with a reason, never 0. A reader is a function without arguments. It finds its device by UUID or PCI address, because
+torch's index counts visible devices and the libraries' index counts all of them.
+"""
+
+import functools
+import importlib.util
+import os
 import statistics
+import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
+from hyperion.hardware.device import Device
+
 QUANTITIES = ("clock_mhz", "memory_clock_mhz", "power_w", "temperature_c", "throttle")
+# NVML's clock event bits that mean a slow-down. The bits for idling and for clocks set by an application do not.
+NVML_SLOWDOWNS = {
+    0x04: "sw_power_cap",
+    0x08: "hw_slowdown",
+    0x10: "sync_boost",
+    0x20: "sw_thermal",
+    0x40: "hw_thermal",
+    0x80: "hw_power_brake",
+}
+MI250_PCI_IDS = ("0x7408", "0x740c")
+AMD_NOT_AVAILABLE = 0xFFFF  # value in gpu_metrics of a field that this device does not report
 
 
 @dataclass(frozen=True)
 class Telemetry:
     """One reading, or the medians of `samples` readings.
 
-    throttle is 'none' or the slow-down reasons joined by '+'. power_scope is 'device', or 'module' where the reading
-    covers both dies of an MI250X. unreadable names each missing quantity with its reason.
-
-    energy_j is the device's own energy counter: since some moment in one reading, over the time between the first and the
-    last reading in medians of several; None where there is no such counter. window_s is that time, interval_s what lay
-    between two readings; 0 in a single reading.
+    Args:
+        throttle: 'none', or the slow-down reasons joined by '+'.
+        power_scope: 'device', or 'module' if the power is that of both dies of an MI250X.
+        unreadable: the reason for each quantity that is None.
+        energy_j: energy counter of the device: in one reading its value; in medians the energy between the first and the last
+            reading. None without a counter.
+        window_s, interval_s: time from the first to the last reading, and between two readings; 0 in a single reading.
     """
 
     clock_mhz: float | None = None
@@ -36,13 +61,73 @@ class Telemetry:
 Reader = Callable[[], Telemetry]
 
 
+def read(device: Device) -> Telemetry:
+    """Return the state of the device now. An unreadable quantity is None, with its reason in `unreadable`."""
+    return reader_for(device)()
+
+
+@functools.cache
+def reader_for(device: Device) -> Reader:
+    """Return the reader (NVML, amdsmi, sysfs, cpufreq) of this device."""
+    return {"cuda": nvml_reader, "rocm": amd_reader, "cpu": cpu_reader}[device.kind](device)
+
+
+class Sampler:
+    """Read a device in a thread about every `interval_s` seconds while the code in a `with` block runs.
+
+        with Sampler(device) as sampler:
+            work()
+        sampler.telemetry            # medians over the block
+
+    At least one reading is taken. An error of the reader is raised when the block ends.
+    """
+
+    def __init__(self, device: Device, interval_s: float = 0.1, reader: Reader | None = None):
+        self._read = reader or reader_for(device)
+        self._interval_s = interval_s
+        self._readings: list[Telemetry] = []
+        self._moments_s: list[float] = []
+        self._stop = threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
+
+    def __enter__(self) -> "Sampler":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self._error is not None and exception[0] is None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while True:
+                reading = self._read()
+                self._moments_s.append(time.monotonic())
+                self._readings.append(reading)
+                if self._stop.wait(self._interval_s):
+                    return
+        except Exception as error:  # raised in the caller's thread by __exit__
+            self._error = error
+
+    @property
+    def telemetry(self) -> Telemetry:
+        """Medians of the readings so far, with all throttling reasons."""
+        readings = list(self._readings)
+        moments_s = self._moments_s[: len(readings)]
+        window_s = moments_s[-1] - moments_s[0] if readings else 0.0
+        return replace(median_of(readings), window_s=window_s, interval_s=self._interval_s)
+
+
 def unreadable(reason: str, samples: int = 1) -> Telemetry:
-    """A reading without any value, for this reason."""
+    """Return a reading without values, with this reason for each."""
     return Telemetry(unreadable=dict.fromkeys(QUANTITIES, reason), samples=samples)
 
 
 def from_raw(raw: dict[str, float | str | None], reason: str, power_scope: str = "device") -> Telemetry:
-    """A reading from what a library returned; zeros and missing values become None with `reason`."""
+    """Return a reading of the values of a library; zeros and missing values become None with `reason`."""
     values: dict[str, Any] = {name: raw.get(name) or None for name in QUANTITIES}
     missing = {name: reason for name, value in values.items() if value is None}
     scope = power_scope if values["power_w"] else None
@@ -51,7 +136,7 @@ def from_raw(raw: dict[str, float | str | None], reason: str, power_scope: str =
 
 
 def median_of(readings: list[Telemetry]) -> Telemetry:
-    """Medians of the readable values of several readings; a quantity read at no moment keeps its reason."""
+    """Return the medians of the values of several readings; a quantity that no reading has keeps its reason."""
     if not readings:
         return unreadable("no reading was taken", samples=0)
     medians = {}
@@ -73,5 +158,213 @@ def median_of(readings: list[Telemetry]) -> Telemetry:
 
 
 def _counted_between(first: float | None, last: float | None) -> float | None:
-    """What a counter counted between two readings; None without a counter, or when it was reset in between."""
+    """Return the increase of a counter between two readings; None without a counter, or if it was reset in between."""
     return last - first if first is not None and last is not None and last > first else None
+
+
+def nvml_reader(device: Device) -> Reader:
+    """Return the reader of an NVIDIA GPU, which is found by its UUID or else by its PCI address."""
+    try:
+        import pynvml
+    except ImportError:
+        return lambda: unreadable("nvidia-ml-py is not installed")
+    try:
+        pynvml.nvmlInit()
+        handle = _nvml_handle(pynvml, device)
+    except pynvml.NVMLError as error:
+        reason = f"NVML: {error}"
+        return lambda: unreadable(reason)
+    if handle is None:
+        return lambda: unreadable("torch reports neither a UUID nor a PCI address to find the GPU in NVML")
+    return lambda: _read_nvml(pynvml, handle)
+
+
+def _nvml_handle(pynvml, device: Device):
+    if device.uuid:
+        uuid = device.uuid if device.uuid.startswith(("GPU-", "MIG-")) else f"GPU-{device.uuid}"
+        return pynvml.nvmlDeviceGetHandleByUUID(uuid)
+    return pynvml.nvmlDeviceGetHandleByPciBusId(device.pci_address) if device.pci_address else None
+
+
+def _read_nvml(pynvml, handle) -> Telemetry:
+    queries = {
+        "clock_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
+        "memory_clock_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_MEM),
+        "power_w": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
+        "temperature_c": lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
+        "throttle": lambda: nvml_throttle(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)),
+        "energy_j": lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000,
+    }
+    raw = {}
+    for name, query in queries.items():
+        try:
+            raw[name] = query()
+        except pynvml.NVMLError:
+            raw[name] = None
+    return from_raw(raw, "NVML does not report it for this GPU")
+
+
+def nvml_throttle(bits: int) -> str:
+    """Return the slow-down reasons in NVML's bit mask, joined by '+', or 'none'."""
+    return "+".join(name for bit, name in NVML_SLOWDOWNS.items() if bits & bit) or "none"
+
+
+def amd_reader(device: Device, root: Path = Path("/")) -> Reader:
+    """Return the reader of an AMD GPU: amdsmi if ROCm's library is installed, and sysfs for other quantities."""
+    address = device.pci_address
+    if not address:
+        return lambda: unreadable("torch reports no PCI address to find the GPU by")
+    metrics = _amdsmi_metrics(address)
+    position = gcd_position(device, root)
+
+    def read() -> Telemetry:
+        raw = read_amd_sysfs(address, root)
+        if metrics is not None:
+            raw.update({name: value for name, value in metrics().items() if value is not None})
+        return interpret_amd(raw, position)
+
+    return read
+
+
+def interpret_amd(raw: dict[str, float | str | None], position: str) -> Telemetry:
+    """Return a reading of an AMD GPU.
+
+    Args:
+        position: 'device', or for a die of an MI250X 'first' or 'second'. Only the first die reports power, that of the whole
+            module; the power of a second die is None whatever the driver returns.
+    """
+    if position == "second":
+        reading = from_raw({**raw, "power_w": None, "energy_j": None}, "the driver does not report it for this GPU")
+        reading.unreadable["power_w"] = "the second die of an MI250X reports no power; the first reports the module's"
+        return reading
+    scope = "module" if position == "first" else "device"
+    return from_raw(raw, "the driver does not report it for this GPU", power_scope=scope)
+
+
+def gcd_position(device: Device, root: Path = Path("/")) -> str:
+    """Return whether a die of an MI250(X) module is 'first' or 'second' by PCI address; 'device' for any other GPU."""
+    if device.arch != "gfx90a" or "MI250" not in device.name:
+        return "device"
+    dies = sorted(
+        folder.name
+        for folder in (root / "sys/bus/pci/devices").glob("*")
+        if (folder / "device").is_file() and (folder / "device").read_text().strip() in MI250_PCI_IDS
+    )
+    # A die that is not listed counts as first: any power that it reports is then the module's.
+    return "second" if device.pci_address in dies and dies.index(device.pci_address) % 2 else "first"
+
+
+def read_amd_sysfs(pci_address: str, root: Path = Path("/")) -> dict[str, float | str | None]:
+    """Return clocks in MHz, power in W and junction temperature in degrees C from the amdgpu driver's hwmon files."""
+    folders = sorted((root / "sys/bus/pci/devices" / pci_address / "hwmon").glob("hwmon*"))
+    if not folders:
+        return {}
+    folder = folders[0]
+    sensors = {_text(label): label.name.removesuffix("_label") for label in folder.glob("*_label")}
+
+    def value(sensor: str | None, suffix: str, scale: float) -> float | None:
+        text = _text(folder / f"{sensor}_{suffix}") if sensor else None
+        return int(text) * scale if text and text.lstrip("-").isdigit() else None
+
+    return {
+        "clock_mhz": value(sensors.get("sclk", "freq1"), "input", 1e-6),
+        "memory_clock_mhz": value(sensors.get("mclk", "freq2"), "input", 1e-6),
+        "power_w": value("power1", "average", 1e-6) or value("power1", "input", 1e-6),
+        "temperature_c": value(sensors.get("junction", "temp1"), "input", 1e-3),
+    }
+
+
+def _amdsmi_metrics(pci_address: str):
+    """Return a function that reads this GPU with amdsmi, or None without ROCm's library.
+
+    The library is looked for first, because without it an amdsmi from a package index fails on import.
+    """
+    library = Path(os.environ.get("ROCM_PATH", "/opt/rocm")) / "lib" / "libamd_smi.so"
+    if not library.is_file() or importlib.util.find_spec("amdsmi") is None:
+        return None
+    import amdsmi  # pyright: ignore[reportMissingImports]  # part of ROCm, not of our requirements
+
+    try:
+        amdsmi.amdsmi_init()
+        for handle in amdsmi.amdsmi_get_processor_handles():
+            if amdsmi.amdsmi_get_gpu_device_bdf(handle).casefold() == pci_address.casefold():
+                return lambda: _read_amdsmi(amdsmi, handle)
+    except amdsmi.AmdSmiException:
+        return None  # sysfs still has everything but throttling
+    return None
+
+
+def _read_amdsmi(amdsmi, handle) -> dict[str, float | str | None]:
+    try:
+        readings = interpret_amdsmi(amdsmi.amdsmi_get_gpu_metrics_info(handle))
+    except amdsmi.AmdSmiException:
+        readings = {}  # this firmware has no metrics table; sysfs still has everything but throttling
+    try:
+        readings["energy_j"] = interpret_amdsmi_energy(amdsmi.amdsmi_get_energy_count(handle))
+    except amdsmi.AmdSmiException:
+        readings["energy_j"] = None  # this device has no energy counter
+    return readings
+
+
+def interpret_amdsmi_energy(count: dict) -> float | None:
+    """Return the joules of amdsmi's energy counter: ticks times microjoules per tick. ROCm 5 names the ticks 'power'."""
+    ticks = count.get("energy_accumulator", count.get("power"))
+    resolution_uj = count.get("counter_resolution")
+    if not isinstance(ticks, int | float) or not isinstance(resolution_uj, int | float):
+        return None
+    return ticks * resolution_uj * 1e-6 if ticks > 0 and resolution_uj > 0 else None
+
+
+def interpret_amdsmi(metrics: dict) -> dict[str, float | str | None]:
+    """Return amdsmi's gpu_metrics under our names; 'N/A', 65535 and 0 mean that the device does not report the field."""
+
+    def value(*names: str) -> float | None:
+        for name in names:
+            number = metrics.get(name)
+            if isinstance(number, int | float) and 0 < number < AMD_NOT_AVAILABLE:
+                return float(number)
+        return None
+
+    status = metrics.get("throttle_status")
+    readable = isinstance(status, int) and 0 <= status < 0xFFFFFFFF
+    return {
+        "clock_mhz": value("current_gfxclk", "average_gfxclk_frequency"),
+        "memory_clock_mhz": value("current_uclk", "average_uclk_frequency"),
+        "power_w": value("current_socket_power", "average_socket_power"),
+        "temperature_c": value("temperature_hotspot", "temperature_edge"),
+        "throttle": (f"status_0x{status:x}" if status else "none") if readable else None,
+    }
+
+
+def cpu_reader(device: Device, root: Path = Path("/")) -> Reader:
+    """Return the reader of the CPU's clock: cpufreq, else /proc/cpuinfo (except in virtual machines, where it is a constant)."""
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    files = [root / f"sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_cur_freq" for cpu in cpus]
+    files = [file for file in files if file.is_file()][:8]  # a few are enough for the median; reading hundreds takes long
+    power = "CPU power counters need rights that an ordinary user has not"
+
+    def read() -> Telemetry:
+        clock_mhz = None
+        if files:
+            clock_mhz = statistics.median(float(_text(file) or 0) / 1000 for file in files)
+        elif "hypervisor" not in device.isa:
+            clock_mhz = _cpuinfo_clock(root)
+        reading = from_raw({"clock_mhz": clock_mhz}, "the system does not tell it for a CPU")
+        reading.unreadable["power_w"] = power
+        return reading
+
+    return read
+
+
+def _cpuinfo_clock(root: Path) -> float | None:
+    lines = (_text(root / "proc/cpuinfo") or "").splitlines()
+    clocks = [float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")]
+    return statistics.median(clocks) if clocks else None
+
+
+def _text(path: Path) -> str | None:
+    """Return the text of a sensor, or None if it cannot be read (amdgpu returns EINVAL for a sensor that a die lacks)."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

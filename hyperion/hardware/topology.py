@@ -1,7 +1,7 @@
-"""How the devices of a machine reach each other, as lines of text: NVLink, xGMI and PCIe between GPUs, sockets and NUMA nodes.
+"""Topology of a machine as lines of text: NVLink, xGMI and PCIe between GPUs, sockets and NUMA nodes.
 
-Read from NVML for NVIDIA, from the amdgpu driver's files for AMD; where neither tells, torch says between which GPUs a copy
-goes directly. Linux' files are read below `root`, so that tests can hand in another machine's.
+The links of NVIDIA GPUs are read with NVML, those of AMD GPUs from files of the amdgpu driver. Without either, torch reports
+which GPUs can copy to each other directly. Files of Linux are read below `root`, so that tests can use those of another machine.
 """
 
 import re
@@ -11,7 +11,7 @@ from itertools import permutations
 from pathlib import Path
 
 from hyperion.hardware.device import Device
-from hyperion.hardware.readers import _nvml_handle
+from hyperion.hardware.telemetry import _nvml_handle
 
 # NVML's levels of the nearest common ancestor, under the names that nvidia-smi gives them.
 _ANCESTORS = {
@@ -29,13 +29,13 @@ _KFD_NODES = "sys/class/kfd/kfd/topology/nodes"
 
 @dataclass(frozen=True)
 class Topology:
-    """Between each pair of devices what a message takes.
+    """The links between the devices of a machine.
 
     Args:
-        links: short words by (from, to), indices of devices.
-        meanings: what each word stands for.
-        numa_nodes: of each device, None where the system does not tell.
-        source: who told.
+        links: short name of the link by (from, to), indices of devices.
+        meanings: the meaning of each short name.
+        numa_nodes: NUMA node of each device, None if unknown.
+        source: where the links were read.
     """
 
     links: dict[tuple[int, int], str]
@@ -45,7 +45,7 @@ class Topology:
 
     @property
     def lines(self) -> list[str]:
-        """A matrix of the links, a legend, and the source."""
+        """The matrix of links, a legend, and the source."""
         count = len(self.numa_nodes)
         names = [f"GPU{index}" for index in range(count)]
         table = [["", *names, "NUMA node"]]
@@ -62,12 +62,12 @@ class Topology:
 def topology_lines(
     devices: Sequence[Device], root: Path = Path("/"), nvml=None, can_access: Callable[[int, int], bool] | None = None
 ) -> list[str]:
-    """The topology of these devices as printable lines; of a CPU its sockets and NUMA nodes.
+    """Return the topology of these devices as lines of text; of a CPU its sockets and NUMA nodes.
 
     Args:
         devices: GPUs in torch's order, or one CPU.
-        nvml: the pynvml module, None to import it where it is installed.
-        can_access: whether GPU i reads GPU j's memory directly, None to ask torch.
+        nvml: the pynvml module; None imports it if it is installed.
+        can_access: returns whether GPU i can read the memory of GPU j directly; None uses torch.
     """
     if devices[0].kind == "cpu":
         return cpu_lines(root)
@@ -77,27 +77,27 @@ def topology_lines(
 def topology_of(
     devices: Sequence[Device], root: Path = Path("/"), nvml=None, can_access: Callable[[int, int], bool] | None = None
 ) -> Topology:
-    """The topology of these GPUs; arguments as of `topology_lines`."""
-    found = _nvidia(devices, root, nvml) if devices[0].kind == "cuda" else _amd(devices, root)
-    return found or _peers(devices, root, can_access)
+    """Return the topology of these GPUs. The arguments are those of `topology_lines`."""
+    topology = _nvidia(devices, root, nvml) if devices[0].kind == "cuda" else _amd(devices, root)
+    return topology or _peers(devices, root, can_access)
 
 
 def cpu_lines(root: Path = Path("/")) -> list[str]:
-    """Sockets, and of each NUMA node its CPUs, its memory and the distances that the firmware gives."""
+    """Return lines on the sockets and on each NUMA node: CPUs, memory, and the distances that the firmware reports."""
     cpus = sorted((root / "sys/devices/system/cpu").glob("cpu[0-9]*/topology/physical_package_id"))
     sockets = {file.read_text().strip() for file in cpus}
-    lines = [f"{len(sockets)} socket{'s' * (len(sockets) != 1)}" if sockets else "sockets: the system does not tell"]
+    lines = [f"{len(sockets)} socket{'s' * (len(sockets) != 1)}" if sockets else "sockets: unknown"]
     nodes = sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda folder: int(folder.name[4:]))
     for node in nodes:
         total = re.search(r"MemTotal:\s+(\d+) kB", _text(node / "meminfo"))
         memory = f"{int(total[1]) / 2**20:.0f} GiB" if total else "memory unknown"
         cpus, distances = (_text(node / name).strip() for name in ("cpulist", "distance"))
         lines.append(f"NUMA node {node.name[4:]}: CPUs {cpus or 'none'}, {memory}, distances {distances or 'unknown'}")
-    return lines if nodes else [*lines, "NUMA nodes: the system does not tell"]
+    return lines if nodes else [*lines, "NUMA nodes: unknown"]
 
 
 def _nvidia(devices: Sequence[Device], root: Path, nvml) -> Topology | None:
-    """What nvidia-smi topo -m shows, or None without NVML."""
+    """Return what `nvidia-smi topo -m` shows, or None without NVML."""
     if nvml is None:
         try:
             import pynvml as nvml
@@ -121,7 +121,7 @@ def _nvidia(devices: Sequence[Device], root: Path, nvml) -> Topology | None:
 
 
 def _link_ends(nvml, handle) -> list[str]:
-    """Of each active NVLink of a GPU where it ends: "switch", or the place of another GPU."""
+    """Return the other end of each active NVLink of a GPU: "switch", or the PCI address of a GPU."""
     ends = []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
@@ -135,7 +135,7 @@ def _link_ends(nvml, handle) -> list[str]:
 
 
 def _nvlink(ends: list[list[str]], places: list[str], i: int, j: int) -> str:
-    """NV and the number of NVLinks between two GPUs, direct or through the switch; "" without any."""
+    """Return "NV" and the number of NVLinks between two GPUs, direct or through the switch; "" without any."""
     count = ends[i].count(places[j]) or min(ends[i].count("switch"), ends[j].count("switch"))
     return f"NV{count}" if count else ""
 
@@ -146,14 +146,14 @@ def _ancestor(nvml, one, other) -> str:
 
 
 def _place(bus_id: bytes | str) -> str:
-    """A PCI address in one spelling: NVML writes domains in eight digits and in capitals."""
+    """Return a PCI address in the spelling of sysfs; NVML writes the domain with eight digits, in capitals."""
     text = bus_id.decode() if isinstance(bus_id, bytes) else bus_id
     domain, _, rest = text.rstrip("\0").lower().partition(":")
     return f"{int(domain, 16):04x}:{rest}"
 
 
 def _amd(devices: Sequence[Device], root: Path) -> Topology | None:
-    """xGMI and PCIe links that the amdgpu driver lists, or None where it lists none."""
+    """Return the xGMI and PCIe links that the amdgpu driver lists, or None if it lists none."""
     nodes = {folder.name: _properties(folder / "properties") for folder in (root / _KFD_NODES).glob("*")}
     index_of = {device.pci_address: index for index, device in enumerate(devices)}
     gpu_of = {number: index_of.get(_kfd_place(node)) for number, node in nodes.items() if node.get("simd_count")}
@@ -167,12 +167,12 @@ def _amd(devices: Sequence[Device], root: Path) -> Topology | None:
         word = {_KFD_XGMI: "XGMI", _KFD_PCIE: "PCIe"}.get(kind, f"type {kind}")
         if word == "XGMI" and link.get("max_bandwidth"):
             word = f"XGMI{link['max_bandwidth'] // 1000}"
-            meanings[word] = f"xGMI, {link['max_bandwidth'] / 1000:g} GB/s by the driver's account"
+            meanings[word] = f"xGMI, {link['max_bandwidth'] / 1000:g} GB/s according to the driver"
         if not links.get(ends, "").startswith("XGMI"):
             links[ends] = word
     if not links:
         return None
-    meanings |= {"XGMI": "xGMI, its rate not told", "PCIe": "PCIe, directly"}
+    meanings |= {"XGMI": "xGMI of unknown rate", "PCIe": "direct PCIe"}
     for pair in permutations(range(len(devices)), 2):
         links.setdefault(pair, "none")
     meanings["none"] = "no link listed"
@@ -180,7 +180,7 @@ def _amd(devices: Sequence[Device], root: Path) -> Topology | None:
 
 
 def _kfd_place(node: dict[str, int]) -> str:
-    """The PCI address in a node's location_id: bus, device and function; the bits above say which partition it is."""
+    """Return the PCI address of a node, from bus, device and function in its location_id (higher bits name a partition)."""
     location = node.get("location_id", 0) & 0xFFFF
     return f"{node.get('domain', 0):04x}:{location >> 8:02x}:{location >> 3 & 31:02x}.{location & 7}"
 
@@ -191,20 +191,20 @@ def _properties(file: Path) -> dict[str, int]:
 
 
 def _peers(devices: Sequence[Device], root: Path, can_access: Callable[[int, int], bool] | None) -> Topology:
-    """Between which GPUs torch copies directly: all that is known where no library tells of links."""
+    """Return which GPUs torch copies between directly, which is all that is known without a library that lists links."""
     if can_access is None:
         import torch
 
         can_access = torch.cuda.can_device_access_peer
     pairs = permutations(range(len(devices)), 2)
     links = {(i, j): "P2P" if can_access(devices[i].index, devices[j].index) else "host" for i, j in pairs}
-    meanings = {"P2P": "direct copies, by an unknown link", "host": "through the host's memory"}
-    return Topology(links, meanings, _numa_nodes(devices, root), "torch: no library here tells of links")
+    meanings = {"P2P": "direct copies over an unknown link", "host": "copies through host memory"}
+    return Topology(links, meanings, _numa_nodes(devices, root), "torch, because no library lists the links")
 
 
 def _numa_nodes(devices: Sequence[Device], root: Path) -> tuple[int | None, ...]:
     texts = [_text(root / f"sys/bus/pci/devices/{device.pci_address}/numa_node").strip() for device in devices]
-    # The kernel writes -1 where the firmware does not say.
+    # The kernel writes -1 if the firmware does not report the node.
     return tuple(int(text) if text.isdigit() else None for text in texts)
 
 

@@ -1,4 +1,4 @@
-"""Passport: one file that says what a machine is, what it reaches and which floors it meets; measured, and verified."""
+"""Passports: one JSON file per machine with its fingerprint, measured ceilings and floors; to write and to verify."""
 
 from hyperion.passport.measure import measure_passport, passport_name, write_passport
 from hyperion.passport.verify import PassportError, verify_passport

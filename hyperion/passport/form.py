@@ -1,12 +1,12 @@
-"""A passport: one JSON file that says what a machine is, what it reached, and which floors it met.
+"""The form of a passport: one JSON file with the fingerprint, the measured ceilings and the floors of a machine.
 
     {"schema": 1, "hyperion": "0.1.0", "created": "2026-11-21", "device": …, "devices": 4,
      "fingerprint": {…}, "ceilings": [{row}, …], "floors": {"unknown": "", "verdicts": […]},
      "hashes": {"fingerprint": …, "ceilings": …, "floors": …, "whole": …}}
 
-`ceilings` are result rows with all their columns. The hashes show that a part was changed after it was written, and which;
-they do not show who wrote it, nor that it was measured: whoever changes a value can compute them anew. What a passport
-claims is therefore also held against the data sheets, its own intervals, checks and floors.
+`ceilings` are result rows with all their columns. The hashes show which part was changed after it was written. They do not
+show who wrote it or that it was measured, because anyone who changes a value can recompute them. Therefore `verify_passport`
+also compares the values with the data sheets, their intervals, their checks and the floors.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ from hyperion.results.rows import COLUMNS
 
 SCHEMA = 1
 SECTIONS = ("fingerprint", "ceilings", "floors")
-# A path of somebody's machine; the paths within addresses on the web follow a letter.
+# Paths of a machine. The lookbehind excludes paths in web addresses.
 _PATH = re.compile(r"(?<![\w.:/~-])(/(home|root|Users|tmp|mnt|scratch|lustre|gpfs|work|var|opt|data|nfs|usr)/|~/|[A-Z]:\\)")
 
 
 @dataclass(frozen=True)
 class FloorVerdict:
-    """What was found about one floor; the fields are those of `hyperion.hardware.Floor`, and the outcome."""
+    """The outcome of one floor: the fields of `hyperion.hardware.Floor`, outcome, measured value and note."""
 
     quantity: str
     dtype: str
@@ -43,25 +43,25 @@ class FloorVerdict:
 
 @dataclass(frozen=True)
 class FloorSection:
-    """All verdicts, or in `unknown` why no floor is known for the device."""
+    """The verdicts on all floors, or in `unknown` the reason why no floor is known for the device."""
 
     unknown: str
     verdicts: tuple[FloorVerdict, ...]
 
 
 def row_to_json(row: Row) -> dict:
-    """A row with its unit, in the order of rows.csv."""
+    """Return a row as JSON, with its unit, in the column order of rows.csv."""
     return {column: getattr(row, column) for column in COLUMNS}
 
 
 def hashes_of(content: dict) -> dict[str, str]:
-    """sha256 of each section, and of everything but the hashes."""
+    """Return the sha256 of each section, and of everything but the hashes under "whole"."""
     whole = {name: value for name, value in content.items() if name != "hashes"}
     return {name: _hash(content[name]) for name in SECTIONS} | {"whole": _hash(whole)}
 
 
 def private_text(value, place: str) -> str:
-    """The place of a text that names a path of somebody's machine, or "" ."""
+    """Return the place of the first text that contains a path of a machine, or ""."""
     if isinstance(value, str):
         return place if _PATH.search(value) else ""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()

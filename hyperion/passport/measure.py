@@ -1,4 +1,4 @@
-"""Measuring a passport: the ceilings of this machine within a few minutes, the most telling ones first."""
+"""Measure a passport: the ceilings of this machine within a few minutes, the most important ones first."""
 
 import json
 import time
@@ -12,28 +12,41 @@ import torch
 import hyperion
 from hyperion.doctor import FloorReport, judge
 from hyperion.doctor.floor_modes import measure_floor
-from hyperion.doctor.machine_rows import all_reduce_row, gemm_rows, launch_rows, named, stream_rows, transfer_rows
+from hyperion.doctor.machine_rows import all_reduce_row, gemm_rows, launch_rows, stream_rows, transfer_rows, with_params
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device, Facts, Floor, collect_facts, detect, fingerprint, floors_for
 from hyperion.hardware.floors import STREAMS
-from hyperion.measure import FORMATS
+from hyperion.measure import FORMATS, Gemm, matmul_precision
+from hyperion.measure.traffic.bandwidth import OPERATIONS, REDUCTIONS
 from hyperion.passport.form import SCHEMA, FloorSection, FloorVerdict, hashes_of, private_text, row_to_json
-from hyperion.passport.sizes import gemm_size, stream_bytes
 from hyperion.processes import Job, RankError, roll_call, run_ranks, world
 from hyperion.results import Row, write_atomically
 
 _LONGEST_CELL_S = 5.0
-# A cell warms up for half of its time limit besides, makes its operands and verifies its output.
+# A cell also warms up (half of its time limit), makes its operands and verifies its output.
 _CELL_OVERHEAD = 3.0
 _TRANSFER_BYTES = 256 << 20
 _ALL_REDUCE_BYTES = 1 << 30
 _HANG_S = 120.0
+_LARGEST_GEMM, _SMALLEST_GEMM = 8192, 256
+# Calls per measurement: warm-up and thirty samples, each with a cache flush that takes about as long.
+_CALLS = 45
+_PROBES = 3
+_LARGEST_STREAM, _SMALLEST_STREAM = 1 << 30, 8 << 20
+# At most a tenth of a copy's traffic may stay in the last-level cache, or the copy would not measure memory.
+_CACHE_MULTIPLE = 10
 _STREAM_DTYPES = ("fp32", "fp64", "fp16", "bf16")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Something to measure: its name, and a function of the seconds it may take that returns rows."""
+    """One measurement.
+
+    Args:
+        name: name for progress lines.
+        measure: measures within the given seconds and returns rows.
+        absent: the row to store, with a reason, if there is no time left.
+    """
 
     name: str
     measure: Callable[[float], list[Row]]
@@ -41,11 +54,11 @@ class Cell:
 
 
 def measure_passport(time_limit_s: float = 300.0, on_line: Callable[[str], object] = print) -> dict:
-    """This machine's passport, as JSON that `write_passport` writes and `verify_passport` holds to its rules.
+    """Measure this machine and return its passport as JSON for `write_passport`.
 
     Args:
-        time_limit_s: about how long it may take; what the time did not suffice for is a row without a value that says so.
-        on_line: told what is being measured.
+        time_limit_s: approximate duration; measurements that do not fit become rows without a value, with the reason.
+        on_line: called with a line about each measurement.
     """
     deadline = time.monotonic() + time_limit_s
     facts = collect_facts()
@@ -69,13 +82,13 @@ def measure_passport(time_limit_s: float = 300.0, on_line: Callable[[str], objec
 
 
 def write_passport(content: dict, path: Path) -> None:
-    """Write a passport whole or not at all; missing folders are made."""
+    """Write a passport atomically; missing folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
 def passport_name(content: dict) -> str:
-    """A file name by device: cpu-2-cores.json, nvidia-h200-x4.json."""
+    """Return the file name for a passport, from its device: cpu-2-cores.json, nvidia-h200-x4.json."""
     fingerprint_of, devices = content["fingerprint"], content["devices"]
     if not fingerprint_of["gpus"]:
         return f"cpu-{fingerprint_of['cpu']['cores']}-cores.json"
@@ -83,11 +96,40 @@ def passport_name(content: dict) -> str:
     return "-".join(words) + (f"-x{devices}" if devices > 1 else "") + ".json"
 
 
+def passport_of(facts: Facts, device: Device, devices: int, rows: list[Row], report: FloorReport) -> dict:
+    """Return the passport of a machine, from its facts, the rows measured on it, and the verdicts on its floors."""
+    verdicts = tuple(
+        FloorVerdict(**asdict(v.floor), outcome=v.outcome, measured=None if v.row is None else v.row.value, note=v.note)
+        for v in report.verdicts
+    )
+    content = {
+        "schema": SCHEMA,
+        "hyperion": hyperion.__version__,
+        "created": datetime.now(UTC).date().isoformat(),
+        "device": device.name,
+        "devices": devices,
+        "fingerprint": shareable_fingerprint(facts),
+        "ceilings": [row_to_json(row) for row in rows],
+        "floors": asdict(FloorSection(report.unknown, verdicts)),
+    }
+    content = json.loads(json.dumps(content, allow_nan=False))  # tuples become lists, as after reading the file
+    if place := private_text(content, "passport"):
+        raise HyperionError(f"{place} contains a path of this machine", next_step="report this: a passport must not contain any")
+    return content | {"hashes": hashes_of(content)}
+
+
+def shareable_fingerprint(facts: Facts) -> dict:
+    """Return the fingerprint without the visible-device variables that contain anything but numbers, such as UUIDs."""
+    content = fingerprint(facts)
+    plain = {name: value for name, value in content["visible_devices"].items() if value.replace(",", "").isdigit()}
+    return content | {"visible_devices": plain}
+
+
 def _cells(device: Device, floors: list[Floor]) -> list[Cell]:
-    """What to measure, in the order of what it tells."""
+    """Return the measurements, the most important ones first."""
     formats = sorted(FORMATS, key=lambda name: name != "fp32")
     streams = [(operation, dtype) for dtype in _STREAM_DTYPES for operation in STREAMS]
-    # An all-reduce is of all devices together.
+    # An all-reduce uses all devices: see _all_reduces.
     own = [floor for floor in floors if floor.quantity != "all_reduce"]
     cells = [_gemm_cell(device, formats[0]), *(_stream_cell(device, *stream) for stream in streams[: len(STREAMS)])]
     cells += [_floor_cell(device, floor) for floor in own]
@@ -146,7 +188,7 @@ def _absent(experiment: str, variant: str, metric: str, dtype: str) -> Row:
 
 
 def _all_reduces(floors: list[Floor], devices: int, device: Device, on_line: Callable[[str], object]) -> list[Row]:
-    """All-reduces over all GPUs, in processes of their own; on one device a row that says why there is none."""
+    """Measure all-reduces over all GPUs in separate processes; with one device, return a row with the reason for no value."""
     row = _absent("collectives", "all_reduce", "busbw_gb_s", "fp32")
     if devices < 2 or device.kind == "cpu":
         return [replace(row, params={"ranks": 1}, value_reason="one device: a collective takes at least two ranks")]
@@ -161,39 +203,69 @@ def _all_reduces(floors: list[Floor], devices: int, device: Device, on_line: Cal
 
 
 def all_reduces_on_rank(sizes: list[int]) -> dict:
-    """A rank's side; samples are the slowest rank's, so that all ranks have the same rows."""
+    """Run on each rank. The samples are those of the slowest rank, so all ranks return the same rows."""
     here = world()
     with roll_call(_HANG_S) as roll:
         rows = [all_reduce_row(here, roll, "fp32", size, time_limit_s=2.0) for size in sizes]
         roll.step("the end of the measurement")
         torch.distributed.barrier()
-    return {"rows": [asdict(row) for row in named(rows)]}
+    return {"rows": [asdict(row) for row in with_params(rows)]}
 
 
-def passport_of(facts: Facts, device: Device, devices: int, rows: list[Row], report: FloorReport) -> dict:
-    """The passport of a machine: its facts, what was measured on it, and what became of the floors."""
-    verdicts = tuple(
-        FloorVerdict(**asdict(v.floor), outcome=v.outcome, measured=None if v.row is None else v.row.value, note=v.note)
-        for v in report.verdicts
-    )
-    content = {
-        "schema": SCHEMA,
-        "hyperion": hyperion.__version__,
-        "created": datetime.now(UTC).date().isoformat(),
-        "device": device.name,
-        "devices": devices,
-        "fingerprint": shareable_fingerprint(facts),
-        "ceilings": [row_to_json(row) for row in rows],
-        "floors": asdict(FloorSection(report.unknown, verdicts)),
-    }
-    content = json.loads(json.dumps(content, allow_nan=False))  # tuples become lists, as they will be when read
-    if place := private_text(content, "passport"):
-        raise HyperionError(f"{place} names a path of this machine", next_step="report this: a passport must not")
-    return content | {"hashes": hashes_of(content)}
+def gemm_size(device: Device, dtype: str, limit_s: float) -> int:
+    """Return the largest M = N = K, a power of two from 256 to 8192, whose samples take at most `limit_s` and whose matrices
+    take at most an eighth of the memory."""
+    size = _SMALLEST_GEMM
+    while size < _LARGEST_GEMM:
+        doubled = 2 * size
+        needed_bytes = 3 * doubled**2 * max(4, FORMATS[dtype].bytes)
+        # Twice the size is eight times the work.
+        if needed_bytes > device.memory_bytes / 8 or 8 * _CALLS * _gemm_s(device, dtype, size) > limit_s:
+            break
+        size = doubled
+    return size
 
 
-def shareable_fingerprint(facts: Facts) -> dict:
-    """The fingerprint, in which visible devices named otherwise than by numbers (UUIDs) are left out as well."""
-    content = fingerprint(facts)
-    plain = {name: value for name, value in content["visible_devices"].items() if value.replace(",", "").isdigit()}
-    return content | {"visible_devices": plain}
+def stream_bytes(device: Device, operation: str, dtype: str, limit_s: float) -> int:
+    """Return the bytes of one array: larger than the caches, unless its samples would take longer than `limit_s`."""
+    cache = device.last_level_cache_bytes or 0
+    array_bytes = max(_CACHE_MULTIPLE * cache // 2, _LARGEST_STREAM if device.kind != "cpu" else 64 << 20)
+    array_bytes = min(array_bytes, device.memory_bytes // 16)
+    while array_bytes > _SMALLEST_STREAM and _CALLS * _stream_s(device, operation, dtype, array_bytes) > limit_s:
+        array_bytes //= 2
+    return array_bytes // 4096 * 4096
+
+
+def _gemm_s(device: Device, dtype: str, size: int) -> float:
+    try:
+        product = Gemm(size, size, size, dtype, device)
+        with matmul_precision(FORMATS[dtype]):
+            return _call_s(product, device)
+    except (HyperionError, RuntimeError):
+        return float("inf")  # no size fits; the measurement itself will report the reason
+
+
+def _stream_s(device: Device, operation: str, dtype: str, count: int) -> float:
+    # An eighth of the array is enough: beyond the caches, time is proportional to bytes.
+    chosen, storage = (OPERATIONS | REDUCTIONS)[operation], FORMATS[dtype].storage
+    options = {"dtype": storage, "device": device.torch_device}
+    inputs = [torch.zeros(count // 8 // storage.itemsize, **options) for _ in range(chosen.inputs)]
+    output = torch.empty_like(inputs[0]) if operation in OPERATIONS else torch.empty((), **options)
+    return 8 * _call_s(lambda: chosen.run(output, *inputs), device)
+
+
+def _call_s(function: Callable[[], object], device: Device) -> float:
+    """Return the seconds of the fastest of a few calls, because other processes may slow some down.
+
+    The first call is not timed: it loads libraries and allocates memory.
+    """
+    synchronize = (lambda: None) if device.kind == "cpu" else lambda: torch.cuda.synchronize(device.torch_device)
+    function()
+    synchronize()
+    fastest = float("inf")
+    for _ in range(_PROBES):
+        started = time.perf_counter()
+        function()
+        synchronize()
+        fastest = min(fastest, time.perf_counter() - started)
+    return fastest

@@ -8,8 +8,7 @@ from typing import cast
 from hyperion.errors import HyperionError
 from hyperion.results import Run, StoreError
 from hyperion.results.execution import LEDGER
-from hyperion.results.typed import from_json
-from hyperion.untrusted import inner_path, read_json
+from hyperion.untrusted import from_json, inner_path, read_json
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What two sets of runs are: that no launch is counted twice, and every circumstance in which the sets differ."""
+"""Circumstances of two sets of runs: list every difference, and refuse launches that are given twice."""
 
 import hashlib
 import json
@@ -14,9 +14,9 @@ from hyperion.errors import HyperionError
 from hyperion.results.rows import Row
 from hyperion.results.store import Run
 
-# Relative difference of the clocks of one value from which on it is stated.
+# Smallest relative difference of the clocks of a value that is listed.
 CLOCK_DIFFERENCE = 0.03
-# The order in which circumstances are stated; all others follow by name.
+# Circumstances that are listed first, in this order; all others follow by name.
 _FIRST = (
     "device",
     "profile",
@@ -31,15 +31,15 @@ _FIRST = (
     "source.hash",
     "source.modified",
 )
-# Of a launch of `hyperion relaunch`: which one it is, and lists whose digest is stated.
+# Fields of a launch of `hyperion relaunch` that are no circumstances: its identity, and a list of files whose digest is listed.
 _IDENTITY = ("call", "side", "launch", "files")
-_DIGEST = re.compile("[0-9a-f]{32,}")  # shown by its first characters
+_DIGEST = re.compile("[0-9a-f]{32,}")  # only its first characters are shown
 _NOT_RECORDED = "not recorded"
 
 
 @dataclass(frozen=True)
 class Circumstance:
-    """One circumstance in which the sides differ, or one side differs within itself; texts for A and for B."""
+    """One circumstance that is not the same in all runs, with its values on side A and on side B as texts."""
 
     name: str
     a: str
@@ -47,24 +47,26 @@ class Circumstance:
 
 
 def circumstances(runs_a: list[Run], runs_b: list[Run]) -> list[Circumstance]:
-    """Every circumstance that is not the same in all runs of both sides, the most important first.
+    """Return every circumstance that is not the same in all runs of both sides, the most important first.
 
-    Device, profile, data source, seed, versions, source, the sizes and data of each experiment that both sides hold, and all
-    else that the environment records. Throttled rows are stated even where both sides have them, clocks where a value's
-    median clocks are more than 3 % apart.
+    Compared are device, profile, data source, seed, versions, source, sizes and data of each experiment that both sides have,
+    and everything else in the environment. Throttled rows are always listed. Clocks are listed if the median clocks of a value
+    differ by more than 3 %.
     """
     sides = [_recorded(runs) for runs in (runs_a, runs_b)]
-    found = [_throttled(runs_a, runs_b), _clocks(runs_a, runs_b)]
+    differences = [_throttled(runs_a, runs_b), _clocks(runs_a, runs_b)]
     for name in sides[0].keys() | sides[1].keys():
         texts = [side.get(name, {_NOT_RECORDED}) for side in sides]
         if len(texts[0] | texts[1]) > 1 and not _of_one_side(name, sides):
-            found.append(Circumstance(name, *(", ".join(sorted(text)) for text in texts)))
+            differences.append(Circumstance(name, *(", ".join(sorted(text)) for text in texts)))
     order = {name: place for place, name in enumerate(_FIRST)}
-    return sorted(filter(None, found), key=lambda one: (order.get(one.name, len(order)), not _of_experiment(one.name), one.name))
+    return sorted(
+        filter(None, differences), key=lambda one: (order.get(one.name, len(order)), not _of_experiment(one.name), one.name)
+    )
 
 
 def require_distinct(runs_a: list[Run], runs_b: list[Run]) -> None:
-    """Refuse a launch that is given twice, on one side or on both: by its folder, as a copy, or by its place in a call.
+    """Refuse a launch that is given twice, on one side or on both: the same folder, a copy, or the same launch of a call.
 
     Raises:
         HyperionError: names both folders.
@@ -78,7 +80,7 @@ def require_distinct(runs_a: list[Run], runs_b: list[Run]) -> None:
                     raise HyperionError(
                         f"the same launch is given twice: {why}",
                         where=f"{seen[identity]} and {here}",
-                        next_step="name each launch once; a copy of a run is no second measurement",
+                        next_step="name each launch once; a copy of a run is not another measurement",
                     )
                 seen[identity] = here
 
@@ -89,19 +91,19 @@ def _identities(run: Run) -> Iterator[tuple[str, object]]:
     if launched:
         place = tuple(launched.get(part) for part in ("call", "side", "launch"))
         yield f"launch {place[2]} of side {place[1]} of one call", place
-    # What was measured, without what may be added later (predictions). Times never repeat to the last bit.
+    # The measured values without predictions, which may be added later. Times of two runs are never equal to the last bit.
     measured = sorted(repr((row.key, row.value, row.value_reason, row.n, row.ci_low, row.ci_high)) for row in run.rows())
     if measured:
-        yield "every value is the same to the last bit", hashlib.sha256("\n".join(measured).encode()).hexdigest()
+        yield "all values are equal to the last bit", hashlib.sha256("\n".join(measured).encode()).hexdigest()
 
 
 def _recorded(runs: list[Run]) -> dict[str, set[str]]:
-    """What was recorded of all runs of a side, by name."""
-    found = defaultdict(set)
+    """Return the recorded values of all runs of a side, by name."""
+    recorded = defaultdict(set)
     for run in runs:
         for name, value in _statements(run):
-            found[name].add(_text(value))
-    return found
+            recorded[name].add(_text(value))
+    return recorded
 
 
 def _statements(run: Run) -> Iterator[tuple[str, object]]:
@@ -121,11 +123,11 @@ def _statements(run: Run) -> Iterator[tuple[str, object]]:
     for notebook, experiment in sorted({(row.notebook, row.experiment) for row in rows}):
         finished = run.finished(notebook, experiment) or {}
         provenance = finished.get("provenance", {})
-        # What an experiment was measured under need not be what the run was started with.
+        # A run may be continued with other settings, so each experiment has its own.
         for name in ("profile", "data_source", "seed"):
             if name in provenance:
                 yield name.replace("_", " "), provenance[name]
-        if not launched:  # of which it is the launch again
+        if not launched:  # launches of `hyperion relaunch` state only the launch number here
             yield from _flat(provenance.get("sizes", {}), f"sizes of {notebook}/{experiment}: ")
         yield from _flat(finished.get("data", {}), f"data of {notebook}/{experiment}: ")
 
@@ -138,7 +140,7 @@ def _device(environment: dict) -> str:
 
 def _flat(content: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
     for name, value in content.items():
-        # A list of devices by field; of how many devices is stated under "device".
+        # A list of devices by field. The number of devices is listed under "device".
         if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
             value = {field: ", ".join(sorted({_text(entry.get(field)) for entry in value})) for field in value[0]}
         if isinstance(value, dict):
@@ -148,7 +150,7 @@ def _flat(content: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _of_one_side(name: str, sides: list[dict[str, set[str]]]) -> bool:
-    """Whether it belongs to an experiment that one side lacks altogether: its values are listed as missing."""
+    """Return True if it belongs to an experiment that one side lacks, whose values are listed as missing anyway."""
     experiment = name.partition(": ")[0] + ": "
     return _of_experiment(name) and not all(any(other.startswith(experiment) for other in side) for side in sides)
 
@@ -163,8 +165,8 @@ def _throttled(runs_a: list[Run], runs_b: list[Run]) -> Circumstance | None:
         states = [row.throttle for run in runs for row in run.rows() if row.throttle is not None]
         reasons = Counter(state for state in states if state != "none")
         any_throttled |= bool(reasons)
-        told = f"{reasons.total()} of {len(states)} rows" + (f" ({', '.join(sorted(reasons))})" if reasons else "")
-        texts.append(told if states else "unreadable")
+        text = f"{reasons.total()} of {len(states)} rows" + (f" ({', '.join(sorted(reasons))})" if reasons else "")
+        texts.append(text if states else "unreadable")
     return Circumstance("throttled rows", *texts) if any_throttled else None
 
 

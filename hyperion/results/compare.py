@@ -1,4 +1,4 @@
-"""Comparing two sets of launches: what became slower, is it more than chance, and what is missing?"""
+"""Compare two sets of launches: what became slower, whether it is more than chance, and which values are missing."""
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -9,17 +9,16 @@ import numpy as np
 from hyperion.errors import HyperionError
 from hyperion.results.circumstances import require_distinct
 from hyperion.results.folders import find_run
-from hyperion.results.power import Power, log_deviations
 from hyperion.results.rows import Row
-from hyperion.results.statistics import DIVISIONS, fenced, randomization_test
+from hyperion.results.statistics import DIVISIONS, Power, fenced, log_deviations, randomization_test
 from hyperion.results.store import RUN, Run
 
 RELAUNCHES = 5
 SMALLEST_CHANGE = 0.03
 SIGNIFICANCE = 0.05
 VERDICTS = ("regression", "improvement", "indicative", "same", "missing")
-# A row of a search says how much it has seen; what it found then is in its params as well.
-_SEARCHED, _FOUND = "seen", ("seen", "stopped", "m", "n", "k")
+# A row of a search has the number of candidates in its params, and also the result of the search.
+_SEARCHED, _SEARCH_RESULT = "seen", ("seen", "stopped", "m", "n", "k")
 
 
 @dataclass(frozen=True)
@@ -27,21 +26,21 @@ class Comparison:
     """One metric of one variant in the two sets.
 
     Args:
-        value_a, value_b: typical value of each side: geometric mean over its launches, outliers drawn to a fence; of values
-            that are not all positive their mean. None where the value is missing.
-        change: relative change from A to B, positive where B is better. Where values are not all positive, the difference
-            over the larger of the two. None where the value is missing.
-        spread: relative standard deviation from launch to launch of a side, pooled over the sides; None with one launch a
-            side, or where values are not all positive.
-        p_value: of the randomization test, corrected over all metrics compared; None where nothing can be confirmed.
-        verdict: regression or improvement (confirmed), indicative (moved by more than 3 %, but nothing can be confirmed),
-            same, or missing (not in all runs of both sides).
-        power: the chance that a change of 3 % for the worse would have been confirmed, given how the launches scatter and
-            how many there are; None where nothing can be confirmed. 3 % is the threshold itself, so that it is a half at most.
-        detectable: the smallest change for the worse that would have been confirmed four times out of five; None where
-            nothing can be confirmed, or where no change would.
-        reason: of a missing value, where it is missing and why.
-        launches_a, launches_b: the values of the launches of each side, as far as they hold one.
+        value_a, value_b: typical value of each side: geometric mean over its launches after clipping outliers (`fenced`), or
+            the mean if values are not all positive. None if the value is missing.
+        change: relative change from A to B, positive if B is better. If values are not all positive, the difference over the
+            larger of the two. None if the value is missing.
+        spread: relative standard deviation between launches of one side, pooled over the sides; None with one launch per side,
+            or if values are not all positive.
+        p_value: p-value of the randomization test, corrected over all metrics; None if nothing can be confirmed.
+        verdict: "regression" or "improvement" (confirmed), "indicative" (a change of more than 3 % that cannot be confirmed),
+            "same", or "missing" (not in all runs of both sides).
+        power: probability that a worsening of 3 % would be confirmed, given the spread and the number of launches; None if
+            nothing can be confirmed. It is at most one half, because 3 % is the threshold itself.
+        detectable: the smallest worsening that would be confirmed with a probability of 80 %; None if there is none, or if
+            nothing can be confirmed.
+        reason: where a missing value is missing, and why.
+        launches_a, launches_b: the values of the launches of each side that have one.
     """
 
     name: str
@@ -60,7 +59,11 @@ class Comparison:
 
 
 def relaunches(name: str) -> list[Run]:
-    """The runs behind a command-line name: one run, or every run in a folder of runs. Links to one run are one run."""
+    """Return the runs behind a command-line name: one run, or all runs in a folder. Links to the same run count once.
+
+    Raises:
+        HyperionError: there is no such run.
+    """
     folder = Path(name)
     if folder.is_dir() and not (folder / RUN).is_file():
         runs = sorted({path.parent.resolve() for path in folder.glob(f"*/{RUN}")})
@@ -71,21 +74,21 @@ def relaunches(name: str) -> list[Run]:
 
 
 def compare(runs_a: list[Run], runs_b: list[Run]) -> list[Comparison]:
-    """Compare every metric with a better direction, the worst change first; then list every value that a run lacks.
+    """Compare all metrics that have a better direction, the worst change first; missing values follow.
 
-    A change is confirmed (regression, improvement) if it exceeds 3 % and the randomization test over whole launches finds it
-    at 5 %, corrected over all metrics: in at most one comparison of twenty of the same code is anything confirmed, however
-    launches scatter. It is the estimate that exceeds 3 %, not the lower end of its interval: the test says that there is a
-    change, the estimate how large it is, and to show that a change is more than 3 % would take one of 6 % and more.
+    A change is confirmed (regression or improvement) if its estimate exceeds 3 % and the randomization test over whole launches
+    is significant at 5 %, corrected over all metrics. So at most one in twenty comparisons of the same code confirms anything,
+    whatever the distribution of the launches. The estimate must exceed 3 %, not the lower end of its interval: the latter
+    would need a change of 6 % or more.
 
-    Only launches of one call of `hyperion relaunch`, five a side, can confirm anything: they took turns, so that the machine
-    was the same for both sides (`why_indicative`). Without that, a change above 3 % is indicative.
+    Only launches of one call of `hyperion relaunch`, at least five per side, can confirm a change: they alternate between the
+    sides, so changes of the machine affect both (`why_indicative`). Otherwise a change above 3 % is indicative.
 
-    A value is missing if some run has it and another has not; what has no value in any run is not compared.
+    A value is missing if some runs have it and others do not. A value that no run has is not compared.
 
     Raises:
-        HyperionError: a launch is given twice, the two sides share no value, or they are launches of `hyperion relaunch` that
-            did not take turns.
+        HyperionError: a launch is given twice, the sides share no value, or launches of different calls of `hyperion relaunch`
+            are compared.
     """
     require_distinct(runs_a, runs_b)
     _require_turns(runs_a, runs_b)
@@ -93,7 +96,7 @@ def compare(runs_a: list[Run], runs_b: list[Run]) -> list[Comparison]:
     rows = [_by_identity(run) for run in runs]
     values = _values(rows)
     absent = [_missing(key, rows[: len(runs_a)], rows[len(runs_a) :]) for key in values if len(values[key]) < len(runs)]
-    shared: dict[tuple, float] = {}  # 1 where higher is better, -1 where lower is
+    shared: dict[tuple, float] = {}  # 1 if higher is better, -1 if lower is better
     for key in (key for key in values if len(values[key]) == len(runs)):
         # A package may have changed the unit or the direction of its metric between two runs.
         forms = sorted({(of_run[key].definition.unit, of_run[key].definition.direction) for of_run in rows})
@@ -119,33 +122,35 @@ def compare(runs_a: list[Run], runs_b: list[Run]) -> list[Comparison]:
 
 
 def why_indicative(runs_a: list[Run], runs_b: list[Run]) -> str:
-    """Why no change between these runs can be confirmed; "" if it can."""
+    """Return why no change between these runs can be confirmed, or ""."""
     if any("relaunch" not in run.information() for run in (*runs_a, *runs_b)):
-        return "the runs did not take turns, so that a change of the machine looks like a change of the code"
+        return "the runs did not alternate, so a change of the machine looks like a change of the code"
     if min(len(runs_a), len(runs_b)) < RELAUNCHES:
-        return f"fewer than {RELAUNCHES} launches a side confirm nothing"
+        return f"fewer than {RELAUNCHES} launches per side cannot confirm a change"
     return ""
 
 
 def sensitivity(compared: list[Comparison]) -> str:
-    """What a comparison could have seen, in a sentence; "" where nothing can be confirmed."""
-    seen = [c for c in compared if c.power is not None]
-    if not seen:
+    """Return a sentence on the changes that a comparison could detect, or "" if nothing can be confirmed."""
+    testable = [c for c in compared if c.power is not None]
+    if not testable:
         return ""
-    powers = [c.power for c in seen if c.power is not None]
-    changes = sorted(float("inf") if c.detectable is None else c.detectable for c in seen)
+    powers = [c.power for c in testable if c.power is not None]
+    changes = sorted(float("inf") if c.detectable is None else c.detectable for c in testable)
     middle = changes[(len(changes) - 1) // 2]
     confirmed = "none, for half of the values" if middle == float("inf") else f"{middle:.1%}"
     return (
-        f"power: a change of {SMALLEST_CHANGE:.0%} for the worse would have been confirmed with a chance of "
-        f"{np.median(powers):.0%} (median over the values; {min(powers):.0%} to {max(powers):.0%}), and four times out of "
-        f"five one of {confirmed}"
+        f"power: a worsening of {SMALLEST_CHANGE:.0%} would be confirmed with a probability of {np.median(powers):.0%} (median "
+        f"over the values; {min(powers):.0%} to {max(powers):.0%}); confirmed with a probability of 80 %: {confirmed}"
     )
 
 
 def _require_turns(runs_a: list[Run], runs_b: list[Run]) -> None:
-    """Launches that took turns have seen the machine once, however many they are: their scatter does not hold what changed
-    until another call, so that a change of the machine would be confirmed as one of the code."""
+    """Refuse launches of different calls of `hyperion relaunch`, or of both versions on one side.
+
+    The launches of one call show the machine at one time. Their spread does not include changes of the machine between calls,
+    which the test would confirm as changes of the code.
+    """
     sides = [[run.information().get("relaunch", {}) for run in side] for side in (runs_a, runs_b)]
     calls = {launched.get("call") for side in sides for launched in side}
     where = f"{runs_a[0].folder} and {runs_b[0].folder}"
@@ -162,7 +167,7 @@ def _require_turns(runs_a: list[Run], runs_b: list[Run]) -> None:
 
 
 def _values(rows: list[dict[tuple, Row]]) -> dict[tuple, list[float]]:
-    """The values of each quantity, of the runs that hold one."""
+    """Return the values of each quantity from the runs that have one."""
     values = defaultdict(list)
     for of_run in rows:
         for key, row in of_run.items():
@@ -172,29 +177,29 @@ def _values(rows: list[dict[tuple, Row]]) -> dict[tuple, list[float]]:
 
 
 def _by_identity(run: Run) -> dict[tuple, Row]:
-    """Rows by their key without what a search found: its winner may have another shape in each run."""
-    found, searches = {}, defaultdict(list)
+    """Return rows by key; the key of a search omits its result, because the winner may have another shape in each run."""
+    by_key, searches = {}, defaultdict(list)
     for row in run.rows():
         if _SEARCHED in row.params:
-            given = {name: value for name, value in row.params.items() if name not in _FOUND}
+            given = {name: value for name, value in row.params.items() if name not in _SEARCH_RESULT}
             searches[replace(row, params=given).key].append(row)
         else:
-            found[row.key] = row
+            by_key[row.key] = row
     for key, rows in searches.items():
-        # Several searches that differ in the shape alone are told apart by it.
-        found |= {key: rows[0]} if len(rows) == 1 else {row.key: row for row in rows}
-    return found
+        # Several searches that differ only in their shape keep it in their keys.
+        by_key |= {key: rows[0]} if len(rows) == 1 else {row.key: row for row in rows}
+    return by_key
 
 
 def _missing(key: tuple, *sides: list[dict[tuple, Row]]) -> Comparison:
-    found, told = [], []
+    values, reasons_by_side = [], []
     for side, runs in zip("AB", sides, strict=True):
         rows = [run.get(key) for run in runs]
-        found.append(tuple(row.value for row in rows if row is not None and row.value is not None))
+        values.append(tuple(row.value for row in rows if row is not None and row.value is not None))
         reasons = sorted({"no row" if row is None else row.value_reason for row in rows if row is None or row.value is None})
         if reasons:
-            some = f"{len(runs) - len(found[-1])} of {len(runs)} launches of " if found[-1] else ""
-            told.append(f"not in {some}{side}: {', '.join(reasons)}")
+            some = f"{len(runs) - len(values[-1])} of {len(runs)} launches of " if values[-1] else ""
+            reasons_by_side.append(f"not in {some}{side}: {', '.join(reasons)}")
     return Comparison(
         _name(key),
         key[-1],
@@ -204,14 +209,14 @@ def _missing(key: tuple, *sides: list[dict[tuple, Row]]) -> Comparison:
         None,
         None,
         "missing",
-        reason="; ".join(told),
-        launches_a=found[0],
-        launches_b=found[1],
+        reason="; ".join(reasons_by_side),
+        launches_a=values[0],
+        launches_b=values[1],
     )
 
 
 def _incomparable(key: tuple, values: list[float], launches_a: int, forms: list[tuple[str, str]]) -> Comparison:
-    """A metric of a package whose definition is not the same in all runs; listed as missing."""
+    """Return a missing value: a metric of a package that the runs define differently."""
     stated = ", ".join(f"[{unit}] {'no direction' if better == 'none' else f'{better} is better'}" for unit, better in forms)
     a, b = tuple(values[:launches_a]), tuple(values[launches_a:])
     reason = f"the runs define the metric differently: {stated}"
@@ -222,7 +227,7 @@ def _by_ratio(keys: dict[tuple, float], table: np.ndarray, launches_a: int, conf
     """Compare positive values by their ratio.
 
     Args:
-        keys: 1 where higher is better, -1 where lower is, by key.
+        keys: 1 if higher is better, -1 if lower is better, by key.
         table: values of shape (launches, keys), the launches of A first.
     """
     if not keys:
@@ -267,7 +272,7 @@ def _by_ratio(keys: dict[tuple, float], table: np.ndarray, launches_a: int, conf
 
 
 def _by_difference(key: tuple, better: float, values: np.ndarray, launches_a: int) -> Comparison:
-    """A comparison of values without a logarithm (no graph break, a loss below its floor): never confirmed."""
+    """Compare values that are not all positive (number of graph breaks, loss below its floor) by difference; never confirmed."""
     a, b = values[:launches_a], values[launches_a:]
     mean_a, mean_b = float(a.mean()), float(b.mean())
     largest = max(abs(mean_a), abs(mean_b))

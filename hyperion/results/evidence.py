@@ -1,4 +1,4 @@
-"""What a run's files prove: unchanged since written, rules kept, counts that agree, rows recomputed from their samples."""
+"""Verify a run: unchanged files, valid rows, consistent counts, and rows that follow from their samples."""
 
 import json
 from collections import Counter
@@ -15,9 +15,9 @@ from hyperion.results.store import Run
 from hyperion.untrusted import parse_json
 
 _NEXT = "restore the run from where it was copied, or measure the experiment again"
-_SAME = 1e-9  # relative; the samples are stored to the last bit, so that only the order of operations may differ
+_SAME = 1e-9  # relative tolerance: samples are stored exactly, so only the order of operations may differ
 _PHASES = ("forward", "backward", "optimizer")
-# Work over the median time; work that neither the row nor its samples name is taken from the row's own value.
+# Metrics that are work over the median time. If the row does not state the work, it is inferred from the value.
 _RATES = (
     "gemm_tflops",
     "bandwidth_gb_s",
@@ -34,22 +34,22 @@ _TIMES = ("step_time_s", "call_time_s", "inference_time_s", "collective_time_s",
 
 
 def verify_run(run: Run) -> list[str]:
-    """Check everything that a run's files allow to be checked.
+    """Verify everything that the files of a run allow to verify.
 
     Returns:
-        One sentence a proven statement, and what is not proven.
+        One line per verified statement, and lines on what is not verified.
 
     Raises:
-        HyperionError: the first file, rule, count or row that does not hold.
+        HyperionError: the first file, row or count that is wrong.
     """
     names, rows, experiments = run.verify(), run.rows(), run.experiments()
     statements = [
-        f"unchanged since written: {len(names)} files have the size and sha256 that {MANIFEST} gives them "
-        "(this does not show an edit of a file and of its hash)",
-        f"rules: {len(rows)} rows keep the rules of their metrics: unit, interval around the value, error within "
-        "tolerance, value within its limit, no key twice",
-        f"counts: {len(experiments)} experiments have as many rows as experiments.json says, and every environment "
-        f"is the one of its digest ({len(run.environments())})",
+        f"unchanged since written: {len(names)} files have the size and sha256 of {MANIFEST} "
+        "(an edit of a file together with its hash is not detected)",
+        f"rules: {len(rows)} rows follow the rules of their metrics: unit, interval around the value, error within "
+        "tolerance, value within its limit, unique key",
+        f"counts: {len(experiments)} experiments have the number of rows in experiments.json, and all {len(run.environments())} "
+        "environments match their digests",
     ]
     sampled, proven, others = 0, Counter(), Counter()
     for name in experiments:
@@ -60,17 +60,17 @@ def verify_run(run: Run) -> list[str]:
             proof = _recomputed(row, groups, f"{name} in {run.folder}")
             proven[proof] += bool(proof)
             others[row.metric] += not proof
-    statements.append(f"samples: {len(experiments)} files are readable and hold {sampled} samples")
+    statements.append(f"samples: {len(experiments)} files are readable and contain {sampled} samples")
     statements += [f"recomputed from samples: {count} rows, {proof}" for proof, count in sorted(proven.items()) if count]
     left = ", ".join(f"{count} {metric}" for metric, count in sorted(others.items()) if count)
     statements.append(f"not recomputed: {left or 'no row'}")
     if strangers := _strangers(run, names):
-        statements.append(f"not covered: {len(strangers)} files that {MANIFEST} does not name: {', '.join(strangers[:5])}")
+        statements.append(f"not covered: {len(strangers)} files that are not in {MANIFEST}: {', '.join(strangers[:5])}")
     return statements
 
 
 def _sample_groups(samples: pd.DataFrame, experiment: str) -> dict[tuple, np.ndarray]:
-    """Seconds by (variant, dtype, params as JSON, phase), of the samples that name them."""
+    """Return seconds by (variant, dtype, params as JSON, phase) of all samples that have these columns."""
     if not {"variant", "dtype", "params", "time_s"} <= set(samples.columns):
         return {}
     timed = samples.loc[samples["params"].notna() & samples["time_s"].notna()]
@@ -87,54 +87,54 @@ def _sample_groups(samples: pd.DataFrame, experiment: str) -> dict[tuple, np.nda
 def _numbers(column: pd.Series, experiment: str) -> np.ndarray:
     numbers = np.asarray(pd.to_numeric(column, errors="coerce"), dtype=np.float64)
     if not np.isfinite(numbers).all() or (numbers <= 0).any():
-        raise StoreError("samples of time that are no seconds above 0", where=experiment, next_step=_NEXT)
+        raise StoreError("time samples that are not positive numbers of seconds", where=experiment, next_step=_NEXT)
     return numbers
 
 
 def _recomputed(row: Row, groups: dict[tuple, np.ndarray], where: str) -> str:
-    """What of the row its samples prove, "" where they determine nothing.
+    """Recompute a row from its samples and return what they confirm, or "" if they do not determine the row.
 
     Raises:
-        StoreError: the samples say something else than the row.
+        StoreError: the samples do not agree with the row.
     """
     function = _function_of(row)
     if function is None or row.value is None or None in (row.n, row.ci_low, row.ci_high):
         return ""
     phase = row.metric.removesuffix("_time_s")
     phases = ("", phase if phase in _PHASES else "step")
-    found = [groups[key] for key in ((row.variant, row.dtype, _key(row.params), p) for p in phases) if key in groups]
-    if len(found) != 1:
+    matching = [groups[key] for key in ((row.variant, row.dtype, _key(row.params), p) for p in phases) if key in groups]
+    if len(matching) != 1:
         return ""
-    estimate, work = median_estimate(found[0]), _work(row)
+    estimate, work = median_estimate(matching[0]), _work(row)
     exact = row.metric not in _RATES or work is not None
     factor = (work or 1.0) if exact else row.value / function(estimate.value)
     named = f"{row.metric} of {row.variant} {row.dtype} {row.params}".strip()
     if row.n != estimate.n:
-        raise StoreError(f"{named} says n = {row.n}, there are {estimate.n} samples", where=where, next_step=_NEXT)
+        raise StoreError(f"{named} has n = {row.n}, but there are {estimate.n} samples", where=where, next_step=_NEXT)
     forms = [
         form.map(lambda time_s, function=function: factor * function(time_s))
-        for form in (estimate, _drifting(estimate, found[0]))
+        for form in (estimate, _drifting(estimate, matching[0]))
     ]
     if not any(_agree(row, form) for form in forms):
         fault = f"{named} is {row.value:.9g} [{row.ci_low:.9g}, {row.ci_high:.9g}], its samples give {forms[0]}"
         raise StoreError(fault, where=where, next_step=_NEXT)
-    return "value, interval and n" if exact else "interval and n relative to the value (the samples do not name the work)"
+    return "value, interval and n" if exact else "interval and n relative to the value (the row does not state the work)"
 
 
 def _function_of(row: Row) -> Callable[[float], float] | None:
-    """The monotone function of the median time, up to a factor, that the metric is; None for other metrics."""
+    """Return the metric as a monotone function of the median time, up to a factor; None for other metrics."""
     if row.metric in _TIMES or row.metric.removesuffix("_time_s") in _PHASES:
         return lambda time_s: time_s
     return (lambda time_s: 1 / time_s) if row.metric in _RATES else None
 
 
 def _work(row: Row) -> float | None:
-    """Operations, bytes or items of one call in the unit of the rate, None where the row's params do not say."""
+    """Return operations, bytes or items of one call in the unit of the rate; None if the params do not state them."""
     params = {name: value for name, value in row.params.items() if type(value) in (int, float) and value > 0}
     if row.metric == "gemm_tflops" and {"m", "n", "k"} <= params.keys() and "kind" not in row.params:
         return 2 * params["m"] * params["n"] * params["k"] * params.get("products", 1) / 1e12
     if row.metric in ("algbw_gb_s", "bandwidth_gb_s"):
-        # A working set is not what a call moves: it may pass over it several times.
+        # Only "bytes" is the traffic of a call. A call may pass over a working set several times.
         return params["bytes"] / 1e9 if "bytes" in params else None
     if row.metric in ("samples_per_s", "images_per_s", "tokens_per_s", "loader_samples_per_s"):
         return params.get("batch")
@@ -142,7 +142,7 @@ def _work(row: Row) -> float | None:
 
 
 def _drifting(estimate: Estimate, samples: np.ndarray) -> Estimate:
-    """The interval of samples that drift reaches from the median of their first third to that of their last."""
+    """Return the interval of samples with drift: it includes the medians of their first and their last third."""
     third = len(samples) // 3
     if third == 0:
         return estimate

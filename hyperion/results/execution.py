@@ -1,7 +1,7 @@
-"""What passes between the driver and the kernel that executes a notebook for it, besides the notebook's own text.
+"""The log by which the kernel that executes a notebook reports to the driver (`hyperion reproduce`).
 
-The driver names a file; the kernel adds a line to it for each experiment that it measures or finds kept, and for each
-result that is not as it must be. So the driver knows what this very execution did, whatever rows lay in the run before.
+The driver sets the path of the log. The kernel appends a line for each experiment that it measures or takes from the run, and for
+each unexpected result. So the driver can distinguish this execution from rows that the run already had.
 """
 
 import json
@@ -15,43 +15,43 @@ if TYPE_CHECKING:
 LOG = "HYPERION_EXECUTION_LOG"
 REMEASURE = "HYPERION_REMEASURE"
 MEASURED, KEPT = "measured", "kept"
-# A row that lost its value, and a claim of the notebook that does not hold.
+# A row whose value was refused, and a claim of the notebook that is false.
 UNEXPECTED_ROW, UNEXPECTED_CLAIM = "unexpected row", "unexpected claim"
-# In a run: what the driver remembers of each notebook.
+# File of a run with the driver's state of each notebook.
 LEDGER = "reproduce.json"
 
 
 def note_experiment(notebook: str, experiment: str, what: str) -> None:
-    """Tell the driver, where there is one, that an experiment was MEASURED or KEPT."""
+    """Report to the driver, if there is one, that an experiment was MEASURED or KEPT."""
     _note([notebook, experiment, what])
 
 
 def note_unexpected(notebook: str, sentence: str, what: str) -> None:
-    """Tell the driver, where there is one, of an UNEXPECTED_ROW or an UNEXPECTED_CLAIM."""
+    """Report an UNEXPECTED_ROW or an UNEXPECTED_CLAIM to the driver, if there is one."""
     _note([notebook, sentence, what])
 
 
 def executed(log: Path, notebook: str) -> dict[str, str]:
-    """{experiment: MEASURED or KEPT} of a notebook, by its execution's log; measured once is measured."""
-    found: dict[str, str] = {}
+    """Return {experiment: MEASURED or KEPT} of a notebook from a log. MEASURED prevails if both occur."""
+    outcomes: dict[str, str] = {}
     for experiment, what in _noted(log, notebook):
-        if what in (MEASURED, KEPT) and found.get(experiment) != MEASURED:
-            found[experiment] = what
-    return found
+        if what in (MEASURED, KEPT) and outcomes.get(experiment) != MEASURED:
+            outcomes[experiment] = what
+    return outcomes
 
 
 def unexpected(log: Path, notebook: str, *kinds: str) -> list[str]:
-    """The sentences on what was unexpected in a notebook, by its execution's log, each once.
+    """Return the distinct sentences on unexpected results of a notebook from a log.
 
     Args:
-        kinds: UNEXPECTED_ROW, UNEXPECTED_CLAIM or both; both when left out.
+        kinds: UNEXPECTED_ROW, UNEXPECTED_CLAIM or both; default: both.
     """
     wanted = kinds or (UNEXPECTED_ROW, UNEXPECTED_CLAIM)
     return list(dict.fromkeys(sentence for sentence, what in _noted(log, notebook) if what in wanted))
 
 
 def unexpected_in(run: "Run") -> dict[str, list[str]]:
-    """{notebook: sentences on what was unexpected in its latest go}, of those notebooks of a run that have any."""
+    """Return {notebook: sentences on unexpected results in its latest execution} for the notebooks of a run that have any."""
     if not (run.folder / LEDGER).is_file():
         return {}
     notebooks = json.loads(run.read(LEDGER))["notebooks"]
@@ -59,7 +59,7 @@ def unexpected_in(run: "Run") -> dict[str, list[str]]:
 
 
 def must_remeasure() -> bool:
-    """Whether the driver asks for new measurements: something was unexpected in those that the notebook has."""
+    """Return True if the driver asks for new measurements because the stored ones have unexpected results."""
     return os.environ.get(REMEASURE) == "1"
 
 

@@ -1,7 +1,7 @@
-"""Files written whole or not at all, and folders whose every file is vouched for by a manifest.
+"""Atomic writes of files, and folders with a manifest of all their files.
 
-A run folder may come from somebody else. Every name that its files give must stay inside it, and readers write nothing:
-a commit that its writer did not finish is read through its list of renames; only the next writer carries it out.
+A run folder may come from another person. So names in its files must stay inside the folder, and readers never write. If a writer
+was killed during a commit, readers follow its list of renames, and the next writer executes it.
 """
 
 import contextlib
@@ -25,26 +25,26 @@ from hyperion.untrusted import inner_path, open_regular, read_json
 MANIFEST = "MANIFEST"
 PENDING = "MANIFEST.pending"
 LOCK, WRITER_LOCK = ".lock", ".writer.lock"
-LARGEST_FILE_BYTES = 2**30  # of a run: its samples are a few MiB
+LARGEST_FILE_BYTES = 2**30  # largest file of a run; samples usually take a few MiB
 _OWN = (MANIFEST, PENDING, LOCK, WRITER_LOCK)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _RESTORE = "restore the file from where it was copied, or delete the run and measure again"
 _MOVE_AWAY = "restore the file, or move the folder away and run again"
-_DISTRUST = "do not use this folder: its files name others that Hyperion never writes; delete it or copy it anew"
+_DISTRUST = "do not use this folder: its files contain names that Hyperion never writes; delete it or copy it again"
 
 
 class StoreError(HyperionError):
-    """A results folder that cannot be written or must not be believed."""
+    """A results folder that cannot be written or is damaged."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a folder's manifest says, and where its files are while a commit is unfinished.
+    """The manifest of a folder, and the places of its files during an unfinished commit.
 
     Args:
         folder: the folder.
-        entries: {name: {"sha256": …, "size": bytes}} of every vouched file.
-        moved: temporary file's name by name, for the files that an unfinished commit has written but not renamed.
+        entries: {name: {"sha256": …, "size": bytes}} of every file.
+        moved: {name: name of the temporary file} of files that an unfinished commit has written but not renamed.
     """
 
     folder: Path
@@ -52,7 +52,7 @@ class Manifest:
     moved: dict[str, str]
 
     def read(self, name: str) -> bytes:
-        """Return the verified content of a vouched file.
+        """Return the verified content of a file.
 
         Raises:
             StoreError: the file is missing, is no regular file, is not in the manifest, or has another size or hash.
@@ -63,7 +63,7 @@ class Manifest:
         return content
 
     def verify(self, name: str) -> None:
-        """Hash a vouched file without holding it in memory.
+        """Verify a file without reading it into memory at once.
 
         Raises:
             StoreError: as `read`.
@@ -81,7 +81,7 @@ class Manifest:
         place = inner_path(self.folder, self.moved.get(name, name), StoreError, _DISTRUST)
         try:
             with open_regular(place, StoreError, _RESTORE) as file:
-                # Before reading: a file that was extended without end must not be hashed.
+                # Before reading, so that an enormous file is not hashed.
                 self._check(name, os.fstat(file.fileno()).st_size)
                 yield file
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -92,24 +92,24 @@ class Manifest:
     def _check(self, name: str, size: int, digest: str | None = None) -> None:
         path, entry = self.folder / name, self.entries[name]
         if size != entry["size"]:
-            fault = f"file is {size} bytes long where its manifest says {entry['size']}: truncated or edited"
+            fault = f"file has {size} bytes, but its manifest says {entry['size']}: it was truncated or edited"
             raise StoreError(fault, where=path, next_step=_RESTORE)
         if digest is not None and digest != entry["sha256"]:
-            raise StoreError("file does not have its manifest's sha256: it was edited", where=path, next_step=_RESTORE)
+            raise StoreError("file does not match the sha256 in its manifest: it was edited", where=path, next_step=_RESTORE)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to `path` so that a reader, or a power cut, meets the old file or the new one and nothing between.
+    """Write `content` to `path` atomically: readers see the old file or the new one, also after a power cut.
 
     Raises:
-        StoreError: the folder is not writable or the disk is full; the old file is untouched.
+        StoreError: the folder is not writable or the disk is full; the old file is unchanged.
     """
-    temporary = _write_beside(path, content)
+    temporary = _write_temporary(path, content)
     try:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise _explained(error, path) from error
+        raise _write_error(error, path) from error
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -117,18 +117,18 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def commit(folder: Path, contents: dict[str, bytes]) -> None:
-    """Add or replace several files of a vouched folder as one transaction.
+    """Add or replace several files of a folder and its manifest as one transaction.
 
-    The new files and the manifest that will vouch for them are written beside the old ones, then the list of renames,
-    then all are renamed. A process killed in between leaves that list: readers read through it, and the next writer
-    finishes it. Nothing after the list needs disk space.
+    First the new files and the new manifest are written under temporary names, then the list of renames, then the files are
+    renamed. If the process is killed after the list was written, readers follow the list and the next writer executes it. The
+    steps after the list need no disk space.
 
     Args:
         contents: bytes by path relative to `folder`, each at most `LARGEST_FILE_BYTES`.
 
     Raises:
         StoreError: the folder is not writable, the disk is full, or a name leaves the folder, is a link or one of the
-            store's own files; the old files are untouched.
+            store's own files; the old files are unchanged.
     """
     make_folder(folder)
     with locked(folder, create=True):
@@ -137,15 +137,15 @@ def commit(folder: Path, contents: dict[str, bytes]) -> None:
         entries = read_manifest(folder).entries | {
             name: {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)} for name, content in contents.items()
         }
-        vouching = json.dumps({"schema": 1, "files": entries}, indent=1, sort_keys=True).encode()
+        manifest = json.dumps({"schema": 1, "files": entries}, indent=1, sort_keys=True).encode()
         moves: dict[str, str] = {}
         try:
-            for name, content in (contents | {MANIFEST: vouching}).items():
+            for name, content in (contents | {MANIFEST: manifest}).items():
                 _remove_strays(folder / name)
-                moves[str(_write_beside(folder / name, content).relative_to(folder))] = name
+                moves[str(_write_temporary(folder / name, content).relative_to(folder))] = name
             write_atomically(folder / PENDING, json.dumps(moves, indent=1).encode())
         except BaseException:
-            # Once the list of renames is in place the change is made, whatever interrupted us: its files must stay.
+            # Once the list of renames is written, the commit counts as done, so its files must not be removed.
             if not (folder / PENDING).exists():
                 for temporary in moves:
                     (folder / temporary).unlink(missing_ok=True)
@@ -154,23 +154,23 @@ def commit(folder: Path, contents: dict[str, bytes]) -> None:
 
 
 def read_verified(folder: Path, name: str) -> bytes:
-    """The bytes of a vouched file.
+    """Return the verified bytes of a file.
 
     Raises:
-        StoreError: the file is missing, is not in the manifest, or its size or hash is not what the manifest says.
+        StoreError: the file is missing, is not in the manifest, or its size or hash does not match the manifest.
     """
     with locked(folder):
         return read_manifest(folder).read(name)
 
 
-def vouched_names(folder: Path) -> set[str]:
-    """Names of the files that the manifest vouches for."""
+def manifest_names(folder: Path) -> set[str]:
+    """Return the names of the files in the manifest."""
     with locked(folder):
         return set(read_manifest(folder).entries)
 
 
 def verify_folder(folder: Path) -> list[str]:
-    """Check every file that the manifest vouches for; return their names.
+    """Verify every file in the manifest and return the names.
 
     Raises:
         StoreError: names the first file that is missing, truncated or edited.
@@ -183,7 +183,7 @@ def verify_folder(folder: Path) -> list[str]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The folder's manifest, without entries for a new folder; nothing is written. Call it under the folder's lock.
+    """Return the manifest of a folder, without entries if the folder is new. The caller must hold the folder's lock.
 
     Raises:
         StoreError: the manifest or the list of renames is damaged, or names a file outside the folder.
@@ -194,23 +194,23 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest(folder, {}, moved)
     document = _document(path)
     if not isinstance(document, dict) or document.get("schema") != 1 or not isinstance(document.get("files"), dict):
-        raise _unreadable(path, 'it is no {"schema": 1, "files": {…}}')
+        raise _unreadable(path, 'it is not {"schema": 1, "files": {…}}')
     for name, entry in document["files"].items():
         _require_file_name(folder, name)
         known = isinstance(entry, dict) and entry.keys() == {"sha256", "size"}
         if not known or not isinstance(entry["sha256"], str) or not _SHA256.fullmatch(entry["sha256"]):
             raise _unreadable(path, f"{name!r} has no sha256 and size")
         if type(entry["size"]) is not int or not 0 <= entry["size"] <= LARGEST_FILE_BYTES:
-            raise _unreadable(path, f"{name!r} is said to be {entry['size']!r:.40} bytes long")
+            raise _unreadable(path, f"{name!r} has a size of {entry['size']!r:.40} bytes")
     return Manifest(folder, document["files"], moved)
 
 
 @contextlib.contextmanager
 def locked(folder: Path, name: str = LOCK, create: bool = False) -> Iterator[None]:
-    """Hold a lock of the folder: one process at a time.
+    """Hold a lock of the folder, so that one process at a time uses it.
 
-    Writers create the lock file; readers use it where it exists. A folder in which nobody ever wrote (a fresh checkout of
-    the reference results) has none and needs none.
+    Writers create the lock file. Readers use it if it exists and is writable: a fresh checkout of the reference results has none
+    and needs none.
 
     Raises:
         StoreError: the lock file is a link, a named pipe or a folder, or it cannot be created.
@@ -223,18 +223,18 @@ def locked(folder: Path, name: str = LOCK, create: bool = False) -> Iterator[Non
         try:
             held.enter_context(file_lock(path))
         except OSError as error:
-            raise _explained(error, path) from error
+            raise _write_error(error, path) from error
         yield
 
 
 def _pending(folder: Path) -> dict[str, str]:
-    """The list of renames of an unfinished commit, {temporary name: name}, {} without one."""
+    """Return the list of renames of an unfinished commit as {temporary name: name}, or {}."""
     path = inner_path(folder, PENDING, StoreError, _DISTRUST)
     if not os.path.lexists(path):
         return {}
     moves = _document(path)
     if not isinstance(moves, dict):
-        raise _unreadable(path, "it is no list of renames")
+        raise _unreadable(path, "it is not a list of renames")
     for temporary, name in moves.items():
         if name != MANIFEST:
             _require_file_name(folder, name)
@@ -242,21 +242,21 @@ def _pending(folder: Path) -> dict[str, str]:
         target, source = PurePosixPath(name), PurePosixPath(temporary)
         ours = source.parent == target.parent and re.fullmatch(rf"\.{re.escape(target.name)}\.\w+\.tmp", source.name)
         if not ours:
-            fault = f"{temporary!r} is no temporary file of {name!r}"
+            fault = f"{temporary!r} is not a temporary file of {name!r}"
             raise StoreError(f"a rename that Hyperion never writes: {fault}", where=path, next_step=_DISTRUST)
     if len(set(moves.values())) != len(moves):
-        raise _unreadable(path, "two files are to get the same name")
+        raise _unreadable(path, "two files would get the same name")
     return moves
 
 
 def _finish(folder: Path) -> None:
-    """Carry out the renames of a commit, this one's or one that its writer left. Writers only, under the folder's lock."""
+    """Execute the renames of this or an unfinished commit. Only for writers that hold the folder's lock."""
     for temporary, name in _pending(folder).items():
         if os.path.lexists(folder / temporary):
             try:
                 os.replace(folder / temporary, folder / name)
             except OSError as error:
-                raise _explained(error, folder / name) from error
+                raise _write_error(error, folder / name) from error
             _sync_folder((folder / name).parent)
     (folder / PENDING).unlink(missing_ok=True)
 
@@ -272,7 +272,7 @@ def _require_writable_names(folder: Path, contents: dict[str, bytes]) -> None:
     for name, content in contents.items():
         _require_file_name(folder, name)
         if len(content) > LARGEST_FILE_BYTES:
-            fault = f"{len(content)} bytes are more than a file of a run may have ({LARGEST_FILE_BYTES})"
+            fault = f"{len(content)} bytes exceed the largest size of a file of a run ({LARGEST_FILE_BYTES})"
             raise StoreError(fault, where=folder / name, next_step="record fewer samples")
 
 
@@ -286,13 +286,13 @@ def _document(path: Path) -> object:
 
 
 def _remove_strays(path: Path) -> None:
-    # Left by a writer killed before its list of renames. The caller holds the folder's lock, so nobody is writing them.
+    # Left by a writer that was killed before it wrote its list of renames. The caller holds the lock, so they are not in use.
     for stray in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         stray.unlink(missing_ok=True)
 
 
-def _write_beside(path: Path, content: bytes) -> Path:
-    # A name that nobody can foresee, created exclusively: a link laid there beforehand is not followed.
+def _write_temporary(path: Path, content: bytes) -> Path:
+    # An unpredictable name, created exclusively, so that a link planted in advance is not followed.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -303,29 +303,29 @@ def _write_beside(path: Path, content: bytes) -> Path:
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise _explained(error, path) from error
+        raise _write_error(error, path) from error
     return temporary
 
 
 def make_folder(folder: Path) -> None:
-    """Make `folder` if need be.
+    """Make `folder` if it does not exist.
 
     Raises:
-        StoreError: it cannot be made, or not be written to.
+        StoreError: it cannot be made or is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _explained(error, folder) from error
+        raise _write_error(error, folder) from error
     if not os.access(folder, os.W_OK):
-        raise _explained(PermissionError(errno.EACCES, "folder is not writable"), folder)
+        raise _write_error(PermissionError(errno.EACCES, "folder is not writable"), folder)
 
 
 def _unreadable(path: Path, fault: object) -> StoreError:
     return StoreError(f"unreadable manifest: {fault}", where=path, next_step=_MOVE_AWAY)
 
 
-def _explained(error: OSError, path: Path) -> StoreError:
+def _write_error(error: OSError, path: Path) -> StoreError:
     return refused_write(
         error,
         StoreError,

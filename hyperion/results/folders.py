@@ -1,4 +1,4 @@
-"""Naming and finding runs: results/<time>-<name>, the newest finished one behind the link `latest`."""
+"""Name and find runs: folders results/<time>-<name>, and the link `latest` to the newest finished run."""
 
 import os
 import re
@@ -15,11 +15,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def new_run_folder(name: str, results: Path | None = None) -> Path:
-    """Make a folder of its own for a run; two callers at the same moment get two folders.
+    """Make a new folder for a run; simultaneous callers get different folders.
 
     Args:
-        name: what the run is, in letters, digits, '.', '_' and '-' (a profile, say).
-        results: folder of all runs, `results_folder()` unless named.
+        name: name of the run, such as a profile, in letters, digits, '.', '_' and '-'.
+        results: folder of all runs, default `results_folder()`.
     """
     results = results or results_folder()
     make_folder(results)
@@ -31,11 +31,11 @@ def new_run_folder(name: str, results: Path | None = None) -> Path:
             return folder
         except FileExistsError:
             continue
-    raise StoreError("1000 runs of this name within one second", where=results, next_step="wait a second")
+    raise StoreError("1000 runs of this name within one second", where=results, next_step="try again")
 
 
 def checked_name(name: str) -> str:
-    """`name` if it can be a folder's name and is none of ours.
+    """Return `name` if it is a valid name of a run.
 
     Raises:
         HyperionError: it has other characters, or is `latest`, `reference` or `passports`.
@@ -49,7 +49,7 @@ def checked_name(name: str) -> str:
 
 
 def set_latest(run: Path) -> None:
-    """Point results/latest at a finished run, atomically."""
+    """Set the link results/latest to a finished run, atomically."""
     temporary = run.parent / f".{LATEST}.{os.getpid()}"
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(run.name)
@@ -57,10 +57,10 @@ def set_latest(run: Path) -> None:
 
 
 def find_run(name: str) -> Path:
-    """The folder of a run named on the command line: a path, a run's name, `latest`, or a reference machine's name.
+    """Return the folder of a run by its path, its name, `latest`, or the name of a reference machine.
 
     Raises:
-        HyperionError: there is none; the message lists the runs there are.
+        HyperionError: there is no such run; the message lists all runs.
     """
     places = [Path(name), results_folder() / name, reference_folder() / name]
     for place in places:
@@ -68,5 +68,5 @@ def find_run(name: str) -> Path:
             return place.resolve()
     known = sorted(p.parent.name for root in (results_folder(), reference_folder()) for p in root.glob("*/run.json"))
     raise HyperionError(
-        f"no run {name!r}", where=" or ".join(map(str, places)), next_step=f"name one of: {', '.join(known) or 'none so far'}"
+        f"no run {name!r}", where=" or ".join(map(str, places)), next_step=f"name one of: {', '.join(known) or 'no run yet'}"
     )

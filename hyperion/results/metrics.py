@@ -164,7 +164,7 @@ def metric_named(name: str) -> Metric:
     """Return the metric of this name: a built-in one or one that this process registered.
 
     Raises:
-        HyperionError: no such metric; the message lists those there are.
+        HyperionError: there is no such metric; the message lists all metrics.
     """
     if name not in REGISTRY:
         raise HyperionError(

@@ -13,13 +13,10 @@ from typing import Any, TypeVar
 
 from hyperion.errors import HyperionError
 from hyperion.results.metrics import BUILT_IN, Metric, metric_named, require_one_definition
-from hyperion.results.typed import from_json
-from hyperion.untrusted import parse_json
+from hyperion.untrusted import from_json, parse_json
 
 SCHEMA_VERSION = 1
-
-
-# Begins the `value_reason` of a value that was measured and refused.
+# Prefix of `value_reason` if the value was measured and refused.
 UNEXPECTED = "unexpected: "
 
 
@@ -42,11 +39,11 @@ def known(value: Value | None) -> Value:
 
 
 def require_file_names(notebook: str, experiment: str) -> None:
-    """Refuse a notebook or an experiment that cannot be a part of a file's name: "notebook.experiment.parquet".
+    """Refuse names of notebooks and experiments that cannot be parts of the file name "notebook.experiment.parquet".
 
     Raises:
-        RowError: one of them has a character such as "/", begins with a dot, or is longer than 80 characters; or the
-            experiment has a dot, so that two pairs would give one name.
+        RowError: a name has a character such as "/", begins with a dot, or is longer than 80 characters; or the experiment has
+            a dot, so that two pairs could give the same name.
     """
     for name, text in (("notebook", notebook), ("experiment", experiment)):
         if not _FILE_NAMES[name].fullmatch(text):
@@ -62,19 +59,19 @@ class Row:
     """One measured, counted or computed value with its limit, statistics, check and circumstances.
 
     Args:
-        notebook, experiment, variant: where the value comes from; the notebook by its file's stem.
-        dtype: number format of the arithmetic, or "" where there is none.
-        params: shapes, batch, world size, epoch: whatever tells this row from its sisters (JSON values).
-        rank: the rank it was taken on; None for a value of the whole run.
-        metric, value: a registered metric; value None needs `value_reason` (unsupported, unavailable, no peak …).
-        n, ci_low, ci_high: number of samples behind the value and the 95 % confidence interval.
-        predicted: the library's estimate, written before the first sample.
-        limit, limit_source: the bound physics or information theory sets, and where it comes from or why there is none.
-        check, check_error, check_tolerance: what was verified, how far off it was, how far it may be.
-        data_source: mirror, cache, download, synthetic, or "" where no data set is involved.
-        clock_mhz, power_w, throttle: the device's state during the samples; None when unreadable.
+        notebook, experiment, variant: origin of the value; the notebook by the stem of its file.
+        dtype: number format of the arithmetic, or "".
+        params: shapes, batch, world size, epoch and other values that distinguish this row from others (JSON values).
+        rank: the rank that measured it; None for a value of the whole run.
+        metric, value: a registered metric and its value; None needs a `value_reason` (unsupported, unavailable, no peak …).
+        n, ci_low, ci_high: number of samples of the value and its 95 % confidence interval.
+        predicted: the library's estimate, stored before the first sample.
+        limit, limit_source: physical or information-theoretic bound of the value, and its source or the reason why there is none.
+        check, check_error, check_tolerance: what was verified, the error, and the largest error allowed.
+        data_source: mirror, cache, download, synthetic, or "" if no data set is used.
+        clock_mhz, power_w, throttle: state of the device during the samples; None if unreadable.
         own_metric: the metric's definition in the run that the row was read from; None for a metric that is built in or
-            registered in this process. No column, and no part of a row's identity.
+            registered in this process. It is not a column and not part of the identity of a row.
     """
 
     notebook: str
@@ -120,17 +117,17 @@ class Row:
 
     @property
     def key(self) -> tuple:
-        """What identifies the row within its run."""
+        """The columns that identify the row within its run."""
         return (self.notebook, self.experiment, self.variant, self.dtype, _json(self.params), self.rank, self.metric)
 
     @property
     def hot(self) -> bool:
-        """Whether caches were warm: shown beside the cold value, but nobody's ceiling."""
+        """True if caches were warm; such a value is shown, but is not used as a ceiling."""
         return self.params.get("cache") == "hot"
 
     @property
     def fraction_of_limit(self) -> float | None:
-        """How near the value is to its limit, at most 1: value/limit where higher is better, limit/value where lower is."""
+        """The value relative to its limit, at most 1: value/limit if higher is better, limit/value if lower is better."""
         direction = self.definition.direction
         if self.value is None or self.limit is None or direction == "none":
             return None
@@ -139,16 +136,16 @@ class Row:
 
     @property
     def is_unexpected(self) -> bool:
-        """Whether its value was refused: it failed its check, lay past its limit, or was not finite."""
+        """True if the value was refused: it failed its check, was beyond its limit, or was not finite."""
         return self.value is None and self.value_reason.startswith(UNEXPECTED)
 
     def without_failed_value(self) -> "Row":
-        """This row, without its value if that failed its check, lies past its limit or is not finite.
+        """Return this row, without its value if that failed its check, is beyond its limit or is not finite.
 
-        A wrong number is never stored as a number; `value_reason` then holds it in words, with the error and the tolerance.
+        A wrong number is never stored as a number: `value_reason` then states it with the error and the tolerance.
 
         Raises:
-            RowError: the row breaks another rule of its metric, which is a fault of the code and not of the measurement.
+            RowError: the row breaks another rule of its metric, which is an error of the code and not of the measurement.
         """
         failure = self._failure()
         if not failure or self.value is None:
@@ -167,25 +164,25 @@ class Row:
         )
 
     def validate(self) -> None:
-        """Hold the row against its metric's rules.
+        """Check the rules of the row's metric.
 
         Raises:
             RowError: names the row, the broken rule and the remedy.
         """
         self._validate_form()
         failure = self._failure()
-        told = f"{failure}; its value is {self.value:.6g} {self.unit}" if failure else ""
-        self._demand(not failure, told, "the output or the clock is wrong: find out why before timing it")
+        text = f"{failure}; its value is {self.value:.6g} {self.unit}" if failure else ""
+        self._demand(not failure, text, "the output or the clock is wrong: find the cause before measuring again")
 
     def _validate_form(self) -> None:
-        """All rules but those that the measured numbers themselves can break."""
+        """Check all rules except those that a measured number can break."""
         metric = self.definition
         for name in ("notebook", "experiment", "variant"):
-            self._demand(bool(getattr(self, name)), f"{name} is empty", "name where the value comes from")
-        self._demand(isinstance(self.params, dict), f"has params that are no JSON object: {self.params!r:.60}", "use a dict")
+            self._demand(bool(getattr(self, name)), f"{name} is empty", "state the origin of the value")
+        self._demand(isinstance(self.params, dict), f"has params that are not a JSON object: {self.params!r:.60}", "use a dict")
         for name in _TEXTS:
             text = getattr(self, name)
-            self._demand(isinstance(text, str), f"{name} is {text!r}, which is no text", 'leave it "" where there is none')
+            self._demand(isinstance(text, str), f"{name} is {text!r}, which is not a text", 'use "" if there is none')
         require_file_names(self.notebook, self.experiment)
         for column in _FLOATS:
             number = getattr(self, column)
@@ -194,18 +191,18 @@ class Row:
         for column in _INTEGERS:
             number = getattr(self, column)
             known = number is None or 0 <= number < _MOST_COUNTED
-            self._demand(known, f"{column} is {number!r:.40}", "store a count, or null where there is none")
+            self._demand(known, f"{column} is {number!r:.40}", "store a count, or null if there is none")
         for column in ("clock_mhz", "power_w"):
             reading = getattr(self, column)
-            told = f"{column} is {reading:g}" if reading is not None else ""
-            self._demand(reading is None or reading > 0, told, "store null for what is unreadable, never 0")
-            self._demand(reading is None or reading < _MOST_READING, told, "clocks are in MHz (not kHz), power in watts")
-        self._demand(_is_json(self.params), f"has params that are no JSON object: {self.params!r:.200}", "use plain values")
-        self._demand(_is_bounded(self.params), "has params beyond what a float can hold", "store other numbers")
+            text = f"{column} is {reading:g}" if reading is not None else ""
+            self._demand(reading is None or reading > 0, text, "store null for an unreadable value, never 0")
+            self._demand(reading is None or reading < _MOST_READING, text, "clocks are in MHz (not kHz), power in watts")
+        self._demand(_is_json(self.params), f"has params that are not a JSON object: {self.params!r:.200}", "use plain values")
+        self._demand(_is_bounded(self.params), "has params beyond the range of a float", "store other numbers")
         if self.value is None:
             self._demand(bool(self.value_reason), "value is null without a reason", "give value_reason")
             return
-        self._demand(not self.value_reason, "has both a value and a reason for having none", "leave one of them out")
+        self._demand(not self.value_reason, "has both a value and a reason for having none", "remove one of them")
         if metric.needs_limit:
             self._demand(bool(self.limit_source), "states neither a limit nor why it has none", "fill limit_source")
         if metric.needs_interval:
@@ -222,7 +219,7 @@ class Row:
             self._demand(known, f"check {self.check!r} lacks its error or tolerance", "record both")
 
     def _failure(self) -> str:
-        """Why the measured value cannot be believed, as the end of a sentence about it; "" where nothing speaks against it."""
+        """Return why the measured value must be refused, as the end of a sentence, or ""."""
         if self.value is None:
             return ""
         if not math.isfinite(self.value):
@@ -249,7 +246,7 @@ _FILE_NAMES = {"notebook": re.compile(r"\w[\w .+-]{0,79}"), "experiment": re.com
 _MOST_COUNTED = 2**63
 # Above any clock in MHz and any device's power in W, below any clock in kHz and any power in mW.
 _MOST_READING = 20_000
-# The order of the file: who, what, how sure, how near the limit, under which circumstances.
+# The order in the file: origin, value, statistics, limit and check, circumstances.
 COLUMNS = (
     "notebook",
     "experiment",
@@ -279,12 +276,12 @@ _METRIC_CELLS = tuple(map(COLUMNS.index, ("notebook", "experiment", "metric")))
 
 
 def rows_to_csv(rows: Iterable[Row]) -> str:
-    """CSV text of the rows; floats are written with repr, so reading them back gives the same bits."""
+    """Return the rows as CSV. Floats are written with repr, so they are read back exactly."""
     return "".join([_line(COLUMNS), *(_line([_cell(getattr(row, column)) for column in COLUMNS]) for row in rows)])
 
 
 def _line(cells: Iterable[str]) -> str:
-    # Python's default line end "\r\n" is what makes the writer quote a lone "\r" inside a cell; on disk a line ends in "\n".
+    # With its default line end "\r\n" the writer quotes a lone "\r" inside a cell. On disk lines end with "\n".
     text = io.StringIO()
     csv.writer(text).writerow(cells)
     return text.getvalue().removesuffix("\r\n") + "\n"
@@ -308,7 +305,7 @@ def own_metrics(rows: Iterable[Row]) -> dict[str, list[Metric]]:
 
 
 def own_metrics_to_json(metrics: OwnMetrics) -> dict[str, list[dict]]:
-    """Return definitions as JSON-able values; `own_metrics_from_json` reads them."""
+    """Return definitions as JSON values; `own_metrics_from_json` reads them."""
     return {name: [asdict(metric) for metric in of_experiment] for name, of_experiment in metrics.items()}
 
 
@@ -335,17 +332,16 @@ def own_metrics_from_json(document: object, where: object) -> dict[str, list[Met
 def rows_from_csv(
     text: str, where: object = "rows.csv", *, validated: bool = True, metrics: OwnMetrics | None = None
 ) -> list[Row]:
-    """Rows of a CSV text.
+    """Return the rows in a CSV text.
 
     Args:
-        validated: hold each row against its metric's rules. False for rows on their way from a worker: a failed check must
-            not cost the others, and `Run.record` validates whatever is stored.
+        validated: check the rules of each row's metric. False for rows from a worker: one failed check must not lose the other
+            rows, and `Run.record` validates what it stores.
         metrics: the definitions of all metrics of the rows that are not built in, by "notebook/experiment", as
-            `own_metrics` returns them; this process's own are not used then. None: use those that this process registered.
+            `own_metrics` returns them. None: those that this process registered.
 
     Raises:
-        RowError: another header, a missing cell, a number that is none, an unknown metric, a unit that is not the metric's,
-            a broken rule.
+        RowError: an unexpected header, a missing cell, an invalid number, an unknown metric, a wrong unit, or a broken rule.
     """
     known = None if metrics is None else frozenset((name, metric) for name in metrics for metric in metrics[name])
     return list(_parsed(text, str(where), validated, known))
@@ -353,7 +349,7 @@ def rows_from_csv(
 
 @functools.lru_cache(maxsize=4)
 def _parsed(text: str, where: str, validated: bool, metrics: frozenset[tuple[str, Metric]] | None) -> tuple[Row, ...]:
-    # Kept by the text: one call asks for the same rows a hundred times, and rows do not change.
+    # Cached by text, because one command reads the same rows a hundred times, and rows are immutable.
     reader = csv.reader(io.StringIO(text), strict=True)
     own = None if metrics is None else {(name, metric.name): metric for name, metric in metrics}
     rows: list[Row] = []
@@ -366,7 +362,7 @@ def _parsed(text: str, where: str, validated: bool, metrics: frozenset[tuple[str
         for number, cells in enumerate(reader, 1):
             rows.append(_parse(cells, f"{where}, row {number}", validated, own))
     except csv.Error as error:
-        fault = f"no CSV of ours after row {len(rows)}: {error}"
+        fault = f"invalid CSV after row {len(rows)}: {error}"
         raise RowError(fault, where=where, next_step="run the experiment again") from error
     places: dict[tuple, int] = {}
     for number, row in enumerate(rows, 1):
@@ -396,7 +392,7 @@ def _parse(cells: list[str], where: str, validated: bool, own: dict[tuple[str, s
 
 @functools.lru_cache(maxsize=8192)
 def _row_and_unit(cells: tuple[str, ...], validated: bool, definition: Metric | None) -> tuple[Row, str]:
-    # Kept by the line: with each experiment that is recorded the file is another one, and almost all its lines are the same.
+    # Cached by line, because recording an experiment changes the file but not most of its lines.
     named = dict(zip(COLUMNS, cells, strict=True))
     unit = named.pop("unit")
     columns: dict[str, Any] = {name: _typed(name, text) for name, text in named.items()}
@@ -414,7 +410,7 @@ def _typed(name: str, text: str):
     if name == "params":
         params = parse_json(text, RowError, "run the experiment again", where="params")
         if not isinstance(params, dict):
-            raise ValueError(f"params is no JSON object: {text!r}")
+            raise ValueError(f"params is not a JSON object: {text!r}")
         return params
     if name == "throttle":
         return text or None

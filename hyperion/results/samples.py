@@ -1,26 +1,26 @@
-"""Reading a file of samples: a Parquet table of numbers, texts and lists of numbers, whose size is known before it is read."""
+"""Read files of samples safely: Parquet tables of numbers, texts and lists of numbers, whose size is checked before decoding."""
 
 import pandas as pd
 
 from hyperion.results.files import StoreError
 
-# The largest of our own experiments records 50,000 rows.
+# Generous limits: the largest experiment of Hyperion records 50,000 rows.
 LARGEST_ROWS, LARGEST_CELLS, LARGEST_DECODED_BYTES = 20_000_000, 100_000_000, 2**30
 _NEXT = "restore the file from where it was copied, or delete the run and measure again"
 
 
 def read_samples(content: bytes, where: object) -> pd.DataFrame:
-    """Return a Parquet file's table; nothing in it is executed, and its size is checked before it is decoded.
+    """Return the table of a Parquet file. Its size is checked before it is decoded, and nothing in it is executed.
 
-    Types are taken from the file's schema alone: the pandas metadata, which can name types of Python, is not read.
+    Types come from the Parquet schema. The pandas metadata is ignored, because it can name Python types.
 
     Args:
         content: the file's bytes.
         where: the file, for the error.
 
     Raises:
-        StoreError: it is no Parquet, has other types than numbers, dates, texts and lists of numbers, has a column
-            twice, or is larger than any recording of ours.
+        StoreError: it is not Parquet, has other types than numbers, dates, texts and lists of numbers, has two columns of the
+            same name, or is larger than anything that Hyperion records.
     """
     import pyarrow as pa
 
@@ -51,7 +51,8 @@ def _table(content: bytes, where: object):
         if not _plain(field.type):
             fault = f"samples with a column of type {field.type} ({field.name!r:.40})"
             raise StoreError(fault, where=where, next_step="record numbers, dates, texts and lists of numbers")
-    # A text that is stored once and repeated a million times is small until it is decoded: its size is counted first.
+    # A text that is stored once and repeated a million times is small until it is decoded, so its decoded size is computed
+    # first.
     texts = [field.name for field in schema if _is_text(field.type)]
     table = parquet.ParquetFile(pa.BufferReader(content), read_dictionary=texts).read(use_threads=False)
     for name in texts:
@@ -66,7 +67,7 @@ def _table(content: bytes, where: object):
 def _text_bytes(chunk) -> int:
     import pyarrow.compute as compute
 
-    # pyarrow makes these functions when it is imported, so that a type checker does not see them.
+    # By name, because pyarrow creates these functions at import and type checkers do not see them.
     lengths = compute.call_function("binary_length", [chunk.dictionary])
     return compute.call_function("sum", [lengths.take(chunk.indices).cast("int64")]).as_py() or 0
 
@@ -91,4 +92,4 @@ def _is_text(kind) -> bool:
 
 def _require(holds: bool, size: str, where: object) -> None:
     if not holds:
-        raise StoreError(f"samples of {size} are none of ours", where=where, next_step=_NEXT)
+        raise StoreError(f"samples of {size} are more than Hyperion records", where=where, next_step=_NEXT)

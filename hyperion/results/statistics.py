@@ -1,4 +1,4 @@
-"""Medians, bootstrap confidence intervals, interleaved A/B ratios, and a randomization test for sets of launches."""
+"""Medians, bootstrap confidence intervals, interleaved A/B ratios, a randomization test for sets of launches and its power."""
 
 import functools
 import itertools
@@ -11,6 +11,11 @@ import numpy as np
 RESAMPLES = 2000
 CONFIDENCE = 0.95
 DIVISIONS = 10_000
+POWER_TRIALS = 1000
+WANTED_POWER = 0.8
+_POWER_DIVISIONS = 400
+_LARGEST = 0.99
+_STEP = math.log(1.1)
 _CELLS = 4_000_000  # numbers of a test held in memory at once, in each of a few arrays
 
 
@@ -27,18 +32,18 @@ class Estimate:
         return f"{self.value:.5g} [{self.ci_low:.5g}, {self.ci_high:.5g}] n={self.n}"
 
     def map(self, function) -> "Estimate":
-        """The estimate of a monotone function of the value (say, rate = work / time): ends swap where it falls."""
+        """Return the estimate of a monotone function of the value, such as rate = work / time."""
         low, high = sorted((function(self.ci_low), function(self.ci_high)))
         return Estimate(function(self.value), low, high, self.n)
 
     def magnitude(self) -> "Estimate":
-        """The estimate without its sign; an interval around zero starts there."""
+        """Return the estimate of the absolute value; an interval that contains zero starts at zero."""
         low, high = sorted((abs(self.ci_low), abs(self.ci_high)))
         return Estimate(abs(self.value), 0.0 if self.ci_low < 0 < self.ci_high else low, high, self.n)
 
 
 def median_estimate(samples, seed: int = 0) -> Estimate:
-    """Median and percentile-bootstrap interval of `samples` (any unit; 1-D, at least one finite value).
+    """Return the median and its percentile-bootstrap interval of `samples` (any unit; 1-D, not empty, all finite).
 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, section 13.3.
     """
@@ -48,25 +53,26 @@ def median_estimate(samples, seed: int = 0) -> Estimate:
 
 
 def ratio_estimate(times_a, times_b, seed: int = 0) -> Estimate:
-    """Speed of A over B, median(times_b) / median(times_a), from an interleaved run: sample i of A stands beside sample i of B.
+    """Return the speed of A over B, median(times_b) / median(times_a), of an interleaved run.
 
-    The pairs are resampled together, so that drift which hits both sides of a pair cancels.
+    Samples i of A and B are a pair, measured one after the other. Pairs are resampled together, so that drift cancels.
 
     Raises:
-        ValueError: the two series differ in length, so they were not interleaved.
+        ValueError: the series differ in length, so they were not interleaved.
     """
     a, b = _finite(times_a), _finite(times_b)
     if len(a) != len(b):
-        raise ValueError(f"{len(a)} samples of A beside {len(b)} of B: an interleaved run has as many of each")
+        raise ValueError(f"{len(a)} samples of A and {len(b)} of B: an interleaved run has as many of each")
     picks = _resampled(len(a), seed)
     ratios = np.median(b[picks], axis=1) / np.median(a[picks], axis=1)
     return _estimate(float(np.median(b) / np.median(a)), ratios, len(a))
 
 
 def independent_ratio_estimate(times_a, times_b, seed: int = 0) -> Estimate:
-    """Speed of A over B, median(times_b) / median(times_a), of two series that were not interleaved.
+    """Return the speed of A over B, median(times_b) / median(times_a), of two series that were not interleaved.
 
-    Each is resampled by itself, so the interval holds no drift between the two: a claim of "faster" needs `ratio_estimate`.
+    Each series is resampled separately, so the interval does not include drift between them. A claim of "faster" needs
+    `ratio_estimate`.
     """
     a, b = _finite(times_a), _finite(times_b)
     medians_a = np.median(a[_resampled(len(a), seed)], axis=1)
@@ -75,11 +81,11 @@ def independent_ratio_estimate(times_a, times_b, seed: int = 0) -> Estimate:
 
 
 def estimates_of_medians(series: Sequence, function: Callable[[np.ndarray], Sequence[float]], seed: int = 0) -> list[Estimate]:
-    """Estimates of what `function` makes of the medians of several series (a fit through them, say), each resampled by itself.
+    """Return estimates of a function of the medians of several series, such as a fit. Series are resampled separately.
 
     Args:
-        series: one sequence of samples a point; they may differ in length.
-        function: takes the medians, one a series, and returns the values to estimate.
+        series: one sequence of samples per point; lengths may differ.
+        function: takes one median per series and returns the values to estimate.
     """
     series = [_finite(samples) for samples in series]
     values = function(np.array([np.median(samples) for samples in series]))
@@ -90,11 +96,11 @@ def estimates_of_medians(series: Sequence, function: Callable[[np.ndarray], Sequ
 
 
 def proportion_estimate(successes: int, n: int) -> Estimate:
-    """A share of successes with its Wilson score interval (accuracy on n images).
+    """Return the share of successes with its Wilson score interval (for example, accuracy on n images).
 
     Source: Wilson, JASA 22 (1927) 209-212.
     """
-    # Imported where it is used: it takes almost a second, which every worker process of every chapter would pay.
+    # Imported here because the import takes almost a second, which every worker process would pay.
     from scipy import stats
 
     interval = stats.binomtest(successes, n).proportion_ci(CONFIDENCE, method="wilson")
@@ -103,16 +109,16 @@ def proportion_estimate(successes: int, n: int) -> Estimate:
 
 
 def mean_estimate(samples) -> Estimate:
-    """Mean of a few independent repetitions (seeds) with Student's 95 % interval.
+    """Return the mean of independent repetitions (seeds) with Student's 95 % interval.
 
     Raises:
-        ValueError: fewer than two, of which nobody can say how they scatter.
+        ValueError: fewer than two samples, whose spread is unknown.
     """
     from scipy import stats
 
     values = _finite(samples)
     if len(values) < 2:
-        raise ValueError(f"{len(values)} repetition has no spread: give at least two")
+        raise ValueError(f"{len(values)} repetition has no spread: at least two are needed")
     reach = stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
     mean = float(values.mean())
     return Estimate(mean, float(mean - reach), float(mean + reach), len(values))
@@ -120,11 +126,11 @@ def mean_estimate(samples) -> Estimate:
 
 @dataclass(frozen=True)
 class RandomizationTest:
-    """What `randomization_test` returns.
+    """The outcome of `randomization_test`.
 
     Args:
-        differences: mean of B less mean of A, by value; shape (values,).
-        p_values: corrected over all values together, so that the chance of any false alarm is bounded; shape (values,).
+        differences: mean of B minus mean of A, by value; shape (values,).
+        p_values: corrected over all values, so that the probability of any false alarm is bounded; shape (values,).
         largest: the largest statistic among all values in each division of the launches, the observed one first; shape
             (divisions,).
     """
@@ -140,17 +146,16 @@ def randomization_test(values: np.ndarray, launches_a: int, smallest: float, div
     If the code is the same, every division of the launches into an A and a B of these sizes is equally likely. The statistic
     of a value is its correlation with the side, and 0 where the sides differ by `smallest` or less. The p-value is the share
     of divisions in which the largest statistic is at least the observed one, by Westfall and Young's step-down over the
-    values. Whole launches are divided, so that values which are slow together in a launch stay together.
+    values. Whole launches are divided, because values within a launch are correlated.
 
-    The chance of any false alarm at p <= 0.05 is at most 5 %, exactly: launches may be normal, heavy-tailed, skewed or
-    bimodal. A smaller change cannot be found by luck, which is why `smallest` makes the test sharper where values scatter
-    little.
+    The probability of any false alarm at p <= 0.05 is at most 5 %, exactly, also for heavy-tailed, skewed or bimodal launches.
+    `smallest` makes the test more powerful for values with a small spread: it excludes changes that are too small to count.
 
     Args:
         values: logarithms, larger is better; shape (launches, values), the launches of A first. At least one value.
-        launches_a: how many of them are of A.
+        launches_a: number of launches of A.
         smallest: relative change (0.03 for 3 %) that a difference must exceed to count.
-        divisions: all are used if there are at most so many (252 of five and five), else so many at random.
+        divisions: number of divisions: all if there are no more (252 of five and five), else this many at random.
 
     Source: Westfall and Young, Resampling-Based Multiple Testing, 1993, algorithm 2.8; Phipson and Smyth, Statistical
     Applications in Genetics and Molecular Biology 9 (2010) article 39, for counting the observed division.
@@ -164,9 +169,9 @@ def randomization_test(values: np.ndarray, launches_a: int, smallest: float, div
     order = np.argsort(observed)
     reached, largest = np.zeros(len(order)), []
     for some in np.array_split(contrasts, math.ceil(contrasts.shape[0] * len(order) / _CELLS)):
-        # Column by column the largest statistic of this value and all that are less significant.
+        # By column: the largest statistic of this value and all less significant ones.
         maxima = np.maximum.accumulate(_correlations(some @ values, lengths, smallest)[:, order], axis=1)
-        # Divisions that are equal but for rounding reach it, too.
+        # The factor counts divisions that are equal except for rounding.
         reached += (maxima >= observed[order] * (1 - 1e-9)).sum(axis=0)
         largest.append(maxima[:, -1])
     p_values = np.empty(len(order))
@@ -176,7 +181,7 @@ def randomization_test(values: np.ndarray, launches_a: int, smallest: float, div
 
 @functools.lru_cache(maxsize=16)
 def side_contrasts(launches_a: int, launches_b: int, divisions: int) -> np.ndarray:
-    """Divisions of launches into two sides, as weights that give the mean of B less the mean of A.
+    """Return divisions of launches into two sides, as weights that give the mean of B minus the mean of A.
 
     Returns:
         Shape (divisions, launches); the first one is the observed division (A first), the others are in random order.
@@ -190,20 +195,20 @@ def side_contrasts(launches_a: int, launches_b: int, divisions: int) -> np.ndarr
         of_a[0] = range(launches_a)
     contrasts = np.full((len(of_a), launches), 1 / launches_b)
     np.put_along_axis(contrasts, of_a, -1 / launches_a, axis=1)
-    contrasts.flags.writeable = False  # it is shared by all callers
+    contrasts.flags.writeable = False  # the cached array is shared by all callers
     return contrasts
 
 
 def fenced(values: np.ndarray, launches_a: int) -> np.ndarray:
-    """Values with outliers drawn to a fence, so that one launch that stalled does not hide a change.
+    """Return values with outliers clipped to fences, so that one stalled launch does not hide a change.
 
-    The fences are common to both sides, and as far outside of the bulk as the bulk is wide. The bulk is all launches but a
-    tenth at each end, though never so few that the smaller side could lie outside. (With ten launches a side of normal
-    values the fences are about four standard deviations from the middle.)
+    The fences are common to both sides. Their distance from the bulk is the width of the bulk. The bulk is all launches except a
+    tenth at each end, or fewer, so that the smaller side is never wholly outside. (For ten launches per side with normal values,
+    the fences are about four standard deviations from the middle.)
 
     Args:
         values: shape (launches, values), the launches of A first.
-        launches_a: how many of them are of A.
+        launches_a: number of launches of A.
     """
     ends = min(launches_a, len(values) - launches_a) // 5
     ordered = np.sort(values, axis=0)
@@ -211,15 +216,87 @@ def fenced(values: np.ndarray, launches_a: int) -> np.ndarray:
     return np.clip(values, 2 * low - high, 2 * high - low)
 
 
+class Power:
+    """The power of a comparison of launches: the probability that its rule confirms a change of a given size.
+
+    It is simulated with the rule itself. The logarithms of a changed value are normal, with the measured spread; the other values
+    are as measured. The random draws are the same for every spread and change, so the power increases smoothly with the change
+    and the result is reproducible.
+
+    Args:
+        launches_a, launches_b: number of launches of each side.
+        largest: the largest statistic among all values in each division of the launches, as `randomization_test` returns it
+            for as many `divisions`.
+        smallest: relative change that a difference must exceed to count.
+        significance: largest p-value that confirms.
+    """
+
+    def __init__(
+        self, launches_a: int, launches_b: int, largest: np.ndarray, *, divisions: int, smallest: float, significance: float
+    ):
+        self._draws = _draws(launches_a, launches_b, divisions)
+        # In the observed division and its mirror image, a new change is compared only with itself: the step-down has removed all
+        # more significant values, and less significant ones do not matter.
+        self._others = np.where(np.abs(self._draws[1]) > 1 - 1e-9, 0.0, largest[: len(self._draws[1])])
+        self._smallest, self._significance = smallest, significance
+        self._chances: dict[tuple[float, float], float] = {}
+
+    def chance(self, deviation: float, change: float) -> float:
+        """Return the probability that a worsening by `change` (0.03 for 3 %) is confirmed.
+
+        It is at most one half for a change equal to the threshold, because half of the time the estimate is below it.
+
+        Args:
+            deviation: standard deviation of the logarithms between launches; rounded to steps of 10 %.
+        """
+        deviation = math.exp(round(math.log(max(deviation, 1e-6)) / _STEP) * _STEP)
+        if (deviation, change) not in self._chances:
+            self._chances[deviation, change] = self._simulated(deviation, change)
+        return self._chances[deviation, change]
+
+    def detectable(self, deviation: float) -> float | None:
+        """Return the smallest worsening that is confirmed with a probability of 80 %; None if not even one of 99 % is."""
+        low, high = self._smallest, _LARGEST
+        if self.chance(deviation, high) < WANTED_POWER:
+            return None
+        while high > 1.02 * low:
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if self.chance(deviation, middle) >= WANTED_POWER else (middle, high)
+        return high
+
+    def _simulated(self, deviation: float, change: float) -> float:
+        noise, side, squares, products, side_square = self._draws
+        shift = math.log1p(-change)
+        lengths = np.sqrt(deviation**2 * squares + 2 * deviation * shift * products + shift**2 * side_square)
+        observed = deviation * noise[:, 0] + shift * side[0]
+        worse = np.flatnonzero(-np.expm1(observed) > self._smallest)
+        reach = np.abs(observed[worse, None]) * (1 - 1e-9)
+        # Lengths are the same in all divisions, so the value reaches its own statistic if its difference does.
+        itself = np.abs(deviation * noise[worse] + shift * side) >= reach
+        p_values = np.mean(itself | (self._others >= reach / lengths[worse, None]), axis=1)
+        return float(np.count_nonzero(p_values <= self._significance) / len(noise))
+
+
+def log_deviations(values: np.ndarray, launches_a: int) -> np.ndarray:
+    """Return the standard deviation between launches of one side, pooled over the sides; 0 with one launch per side.
+
+    Args:
+        values: logarithms, shape (launches, values), the launches of A first.
+        launches_a: number of launches of A.
+    """
+    squares = sum(((side - side.mean(axis=0)) ** 2).sum(axis=0) for side in (values[:launches_a], values[launches_a:]))
+    return np.sqrt(squares / max(1, len(values) - 2))
+
+
 def _correlations(differences: np.ndarray, lengths: np.ndarray, smallest: float) -> np.ndarray:
-    """Up to a factor the size of the correlation with the side, 0 for changes that are too small to count."""
+    """Return, up to a factor, the absolute correlation with the side; 0 for changes that are too small to count."""
     counts = (np.abs(np.expm1(differences)) > smallest) & (lengths > 0)
     return np.divide(np.abs(differences), lengths, out=np.zeros_like(differences), where=counts)
 
 
 def _estimate(value: float, resampled: np.ndarray, n: int) -> Estimate:
     low, high = np.quantile(resampled, [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2])
-    # With a handful of samples the percentile interval of a median can miss the median itself by a rounding.
+    # With few samples, rounding can put the median just outside its percentile interval.
     return Estimate(value, min(float(low), value), max(float(high), value), n)
 
 
@@ -232,3 +309,19 @@ def _finite(samples) -> np.ndarray:
     if len(values) == 0 or not np.isfinite(values).all():
         raise ValueError(f"{len(values)} samples, {int(np.isfinite(values).sum())} of them finite: nothing to estimate from")
     return values
+
+
+@functools.lru_cache(maxsize=16)
+def _draws(launches_a: int, launches_b: int, divisions: int) -> tuple:
+    """Return statistics of standard normal launches.
+
+    The differences of means in each division, shape (trials, divisions); the same for a value that is 0 in A and 1 in B, shape
+    (divisions,); and sums over the launches: squares and products with the side, both of shape (trials,), and the squared side.
+    """
+    launches = launches_a + launches_b
+    noise = np.random.default_rng(0).standard_normal((POWER_TRIALS, launches))
+    noise -= noise.mean(axis=1, keepdims=True)
+    side = (np.arange(launches) >= launches_a) - launches_b / launches
+    # The divisions are in random order, so the first ones are a random sample.
+    contrasts = side_contrasts(launches_a, launches_b, divisions)[:_POWER_DIVISIONS]
+    return noise @ contrasts.T, contrasts @ side, (noise**2).sum(axis=1), noise @ side, float(side @ side)

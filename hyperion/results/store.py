@@ -1,4 +1,4 @@
-"""A run's folder: rows, samples, predictions and finished experiments, each change one transaction."""
+"""Run folders: rows, samples, predictions and finished experiments. Each change is one transaction."""
 
 import hashlib
 import io
@@ -16,10 +16,10 @@ from hyperion.results.files import (
     StoreError,
     commit,
     locked,
+    manifest_names,
     read_manifest,
     read_verified,
     verify_folder,
-    vouched_names,
 )
 from hyperion.results.metrics import Metric
 from hyperion.results.rows import (
@@ -34,8 +34,7 @@ from hyperion.results.rows import (
     rows_to_csv,
 )
 from hyperion.results.samples import read_samples
-from hyperion.results.typed import from_json
-from hyperion.untrusted import DOCUMENT_BYTES, parse_json
+from hyperion.untrusted import DOCUMENT_BYTES, from_json, parse_json
 
 ROWS, RUN, EXPERIMENTS, PREDICTIONS = "rows.csv", "run.json", "experiments.json", "predictions.json"
 ENVIRONMENTS, METRICS = "environments.json", "metrics.json"
@@ -44,15 +43,15 @@ _ANEW = "restore the file from where it was copied, or delete the run and measur
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A value foretold before the first sample: the reader's guess and the library's estimate, either of them None.
+    """A prediction made before the first sample: the reader's guess and the library's estimate, each of which may be None.
 
-    The fields notebook to metric are those of the row it foretells.
+    The fields `notebook` to `metric` are those of the predicted row.
 
     Args:
         basis: what the estimate was computed from (ceilings and shapes), or why there is none.
-        input_hash: hash of what the experiment depends on; another configuration is another prediction.
-        upstream_hash: digest of the earlier rows that the estimate was computed from; other rows give another estimate.
-        each_rank: it foretells the rows of single ranks, not the row of all ranks together.
+        input_hash: hash of the inputs of the experiment; another configuration has its own prediction.
+        upstream_hash: digest of the earlier rows from which the estimate was computed.
+        each_rank: it predicts the rows of single ranks, not the row of all ranks together.
     """
 
     notebook: str
@@ -89,7 +88,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Environment:
-    """The fields of a fingerprint that pages and comparisons read; it has more."""
+    """The fields of a fingerprint that pages and comparisons read; other fields are ignored."""
 
     gpus: list[_Gpu] | None = None
     cpu: _Cpu | None = None
@@ -100,7 +99,7 @@ class _Environment:
 
 @dataclass(frozen=True)
 class _Information:
-    """The fields of run.json that are read; a run may say more."""
+    """The fields of run.json that are read; other fields are ignored."""
 
     schema: int
     profile: str | None = None
@@ -129,14 +128,14 @@ class _Finished:
 
 
 class Run:
-    """One folder of results. Every method reads or writes whole, verified files; several processes may share the folder."""
+    """One folder of results. Methods read verified files and write atomically; several processes may share the folder."""
 
     def __init__(self, folder: Path):
         self.folder = Path(folder)
 
     @classmethod
     def create(cls, folder: Path, information: dict) -> "Run":
-        """Make a run folder with its run.json (environment, versions, hashes; JSON-able). An existing run is refused.
+        """Make a run folder with a run.json of `information` (environment, versions, hashes).
 
         Raises:
             StoreError: the folder is not writable, or already holds a run.
@@ -150,10 +149,10 @@ class Run:
 
     @classmethod
     def open(cls, folder: Path) -> "Run":
-        """An existing run.
+        """Open an existing run.
 
         Raises:
-            StoreError: there is no run in the folder, or it was written with another schema, or edited.
+            StoreError: there is no run in the folder, it has another schema, or it was edited.
         """
         folder = Path(folder)
         if not (folder / RUN).is_file():
@@ -255,7 +254,7 @@ class Run:
         note_experiment(notebook, experiment, MEASURED)
 
     def confirm(self, notebook: str, experiment: str, rows: Iterable[Row]) -> None:
-        """Say that a stored experiment stands; its rows may bear new predictions, all else stays as it was recorded."""
+        """Keep a stored experiment and report it as kept. Its rows may have new predictions; all else stays unchanged."""
         rows = _checked(notebook, experiment, rows)
         with locked(self.folder, WRITER_LOCK, create=True):
             if rows != self.rows(notebook, experiment):
@@ -263,9 +262,9 @@ class Run:
         note_experiment(notebook, experiment, KEPT)
 
     def finished(self, notebook: str, experiment: str) -> dict | None:
-        """{input_hash, rows, source, data, provenance} of a stored experiment, None when it was not finished.
+        """Return {input_hash, rows, source, data, provenance} of a stored experiment, or None if it is not finished.
 
-        Provenance is what the experiment was measured under, which need not be what run.json says of the run's start.
+        The provenance states profile, seed and environment of the experiment, which may differ from those in run.json.
         """
         return self.experiments().get(f"{notebook}/{experiment}")
 
@@ -273,34 +272,34 @@ class Run:
         """Return the environments that experiments of this run were measured in, by the digest in their provenance.
 
         Raises:
-            HyperionError: the file is damaged, or an environment is not the one of its digest.
+            HyperionError: the file is damaged, or an environment does not match its digest.
         """
-        found = self._json_of(ENVIRONMENTS)
-        from_json(dict[str, _Environment], found, ENVIRONMENTS, extra=True)
-        for digest, environment in found.items():
+        environments = self._json_of(ENVIRONMENTS)
+        from_json(dict[str, _Environment], environments, ENVIRONMENTS, extra=True)
+        for digest, environment in environments.items():
             if digest != environment_digest(environment):
-                fault = f"environment {digest!r:.40} is not the one of its digest: it was edited"
+                fault = f"environment {digest!r:.40} does not match its digest: it was edited"
                 raise StoreError(fault, where=self.folder / ENVIRONMENTS, next_step=_ANEW)
-        return found
+        return environments
 
     def predict(self, predictions: Iterable[Prediction]) -> None:
-        """Write predictions down, before the first sample. What was written for a variant stays, with two exceptions.
+        """Store predictions before the first sample. A stored prediction is not changed, with two exceptions.
 
-        A guess that was left out is taken as long as the experiment has not finished. Estimates of a configuration give
-        way, all of them, when the rows they are computed from have changed; the reader's guess stays then, too.
+        A missing guess is added if the experiment is not finished. If the rows from which the estimates of a configuration were
+        computed have changed, all its estimates are replaced; the reader's guess is kept.
         """
         with locked(self.folder, WRITER_LOCK, create=True):
             written, experiments = self.predictions(), self.experiments()
             for prediction in predictions:
                 finished = experiments.get(f"{prediction.notebook}/{prediction.experiment}")
                 if finished is not None and finished["input_hash"] == prediction.input_hash:
-                    prediction = replace(prediction, guess=None)  # it came too late
-                written = _written_down(written, prediction)
+                    prediction = replace(prediction, guess=None)  # too late
+                written = _with_prediction(written, prediction)
             self.write({PREDICTIONS: _json([asdict(p) for p in written])})
 
     def predictions(self, notebook: str | None = None, experiment: str | None = None) -> list[Prediction]:
-        """Predictions written so far, of one notebook or experiment if named."""
-        if PREDICTIONS not in vouched_names(self.folder):
+        """Return the stored predictions, of one notebook or experiment if named."""
+        if PREDICTIONS not in manifest_names(self.folder):
             return []
         predictions = from_json(list[Prediction], self.document(PREDICTIONS), PREDICTIONS)
         return [
@@ -310,7 +309,7 @@ class Run:
         ]
 
     def hashes(self) -> dict[str, str]:
-        """sha256 of every file that the manifest vouches for, by name."""
+        """Return the sha256 of every file in the manifest, by name."""
         with locked(self.folder):
             return {name: entry["sha256"] for name, entry in read_manifest(self.folder).entries.items()}
 
@@ -319,30 +318,32 @@ class Run:
         commit(self.folder, contents)
 
     def read(self, name: str) -> bytes:
-        """A verified file of the run."""
+        """Return the verified content of a file of the run."""
         return read_verified(self.folder, name)
 
     def document(self, name: str):
         """Return a verified JSON file of the run, parsed.
 
         Raises:
-            StoreError: it is damaged, or no JSON document of at most 64 MiB.
+            StoreError: it is damaged, is not JSON, or is larger than 64 MiB.
         """
         content = read_verified(self.folder, name)
         if len(content) > DOCUMENT_BYTES:
-            raise StoreError(f"{len(content)} bytes of JSON are not ours", where=self.folder / name, next_step=_ANEW)
+            raise StoreError(
+                f"{len(content)} bytes of JSON are more than Hyperion writes", where=self.folder / name, next_step=_ANEW
+            )
         return parse_json(content, StoreError, _ANEW, where=self.folder / name)
 
     def verify(self) -> list[str]:
-        """Check every file against the manifest, every row against its rules, and the documents against each other.
+        """Verify every file with the manifest, every row with its rules, and the documents with each other.
 
-        `hyperion.results.evidence.verify_run` does this and recomputes rows from their samples.
+        `hyperion.results.evidence.verify_run` also recomputes rows from their samples.
 
         Returns:
-            The names of the files checked.
+            The names of the verified files.
 
         Raises:
-            HyperionError: the first file that is damaged, or the first rule that is broken.
+            HyperionError: the first damaged file or broken rule.
         """
         names = verify_folder(self.folder)
         rows, experiments, environments = self.rows(), self.experiments(), self.environments()
@@ -351,11 +352,12 @@ class Run:
             if unused := [metric.name for metric in metrics if (name, metric.name) not in used]:
                 fault = f"{METRICS} defines {unused[0]} for {name!r:.200}, which has no row of it in {ROWS}"
                 raise StoreError(fault, where=self.folder / METRICS, next_step=_ANEW)
-        self.information(), self.predictions()
+        # Reading validates them.
+        _ = self.information(), self.predictions()
         counted = Counter(f"{row.notebook}/{row.experiment}" for row in rows)
         for name, entry in experiments.items():
             if entry["rows"] != counted[name]:
-                fault = f"{name} has {counted[name]} rows in {ROWS} where {EXPERIMENTS} says {entry['rows']}"
+                fault = f"{name} has {counted[name]} rows in {ROWS}, but {EXPERIMENTS} says {entry['rows']}"
                 raise StoreError(fault, where=self.folder / ROWS, next_step=_ANEW)
             digest = entry.get("provenance", {}).get("environment")
             if digest is not None and digest not in environments:
@@ -370,12 +372,12 @@ class Run:
         """Return rows.csv with these rows of an experiment in place of its earlier ones, and the metrics that they define."""
         rows = [row for row in self.rows() if (row.notebook, row.experiment) != (notebook, experiment)] + rows
         metrics, files = own_metrics(rows), {ROWS: rows_to_csv(rows).encode()}
-        if metrics or METRICS in vouched_names(self.folder):
+        if metrics or METRICS in manifest_names(self.folder):
             files[METRICS] = _json(own_metrics_to_json(metrics))
         return files
 
     def experiments(self) -> dict[str, dict]:
-        """Return what `finished` tells of every stored experiment, by "notebook/experiment".
+        """Return the entries of all stored experiments (see `finished`), by "notebook/experiment".
 
         Raises:
             HyperionError: the file is damaged, or an entry has another form.
@@ -387,7 +389,7 @@ class Run:
         return found
 
     def _json_of(self, name: str) -> dict:
-        return self.document(name) if name in vouched_names(self.folder) else {}
+        return self.document(name) if name in manifest_names(self.folder) else {}
 
 
 def environment_digest(environment: dict) -> str:
@@ -407,12 +409,12 @@ def _checked(notebook: str, experiment: str, rows: Iterable[Row]) -> list[Row]:
         if (row.notebook, row.experiment) != (notebook, experiment):
             raise RowError(f"row belongs to {row.notebook}/{row.experiment}", where=f"{notebook}/{experiment}")
     if len({row.key for row in rows}) != len(rows):
-        raise RowError("two rows with the same key", where=f"{notebook}/{experiment}", next_step="tell them apart in params")
+        raise RowError("two rows with the same key", where=f"{notebook}/{experiment}", next_step="give them different params")
     return rows
 
 
-def _written_down(written: list[Prediction], new: Prediction) -> list[Prediction]:
-    """The predictions with a new one among them; the first of a configuration's bears the reader's guess."""
+def _with_prediction(written: list[Prediction], new: Prediction) -> list[Prediction]:
+    """Return the predictions with a new one; the first prediction of a configuration has the reader's guess."""
 
     def configuration(p: Prediction) -> tuple:
         return p.notebook, p.experiment, p.input_hash
@@ -420,10 +422,10 @@ def _written_down(written: list[Prediction], new: Prediction) -> list[Prediction
     def key(p: Prediction) -> tuple:
         return configuration(p), p.variant, p.dtype, json.dumps(p.params, sort_keys=True), p.metric, p.upstream_hash
 
-    for place, kept in enumerate(written):
-        if key(kept) == key(new):
-            guess = new.guess if kept.guess is None else kept.guess
-            return [*written[:place], replace(kept, guess=guess), *written[place + 1 :]]
+    for place, stored in enumerate(written):
+        if key(stored) == key(new):
+            guess = new.guess if stored.guess is None else stored.guess
+            return [*written[:place], replace(stored, guess=guess), *written[place + 1 :]]
     outdated = [p for p in written if configuration(p) == configuration(new) and p.upstream_hash != new.upstream_hash]
     guess = next((p.guess for p in outdated if p.guess is not None), new.guess)
     return [p for p in written if p not in outdated] + [replace(new, guess=guess)]

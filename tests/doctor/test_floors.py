@@ -59,7 +59,7 @@ def outcomes(verdicts) -> dict[str, str]:
 def test_a_gcd_that_reaches_all_of_amds_floors_is_healthy():
     report = FloorReport(GCD.name, tuple(judge(FLOORS, healthy())))
     assert [v.outcome for v in report.verdicts if not v.floor.ours] == [MET] * 7
-    assert report.healthy and "healthy, all 7 floors" in report.conclusion and "1 not measured" in report.conclusion
+    assert report.healthy and "healthy, all 7 measured floors" in report.conclusion and "1 not measured" in report.conclusion
 
 
 def test_a_copy_of_1150_is_not_met_and_amds_floor_is_cited():
@@ -157,7 +157,7 @@ def test_a_run_is_judged_by_the_device_it_was_measured_on(tmp_path):
     report = floors_of_run(stored("bad", 1150.0))
     assert report.device == "AMD Instinct MI250X/MI250" and report.healthy is False
     assert floors_of(fingerprint(NODE), healthy(copy=1150.0)).healthy is False
-    with pytest.raises(HyperionError, match="replayed run"):
+    with pytest.raises(HyperionError, match="this run is a replay"):
         floors_of_run(stored("again", 1300.0, profile="replay"))
 
 

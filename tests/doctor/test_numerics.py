@@ -7,11 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from hyperion.commands.doctor import print_numerics
-from hyperion.doctor.numerics import NumericsReport, check_numerics, compare
-from hyperion.doctor.numerics_cases import CASES, uniform
-from hyperion.doctor.numerics_pack import PACK, difference, make_pack, read_pack
-from hyperion.doctor.numerics_table import numerics_table
-from hyperion.doctor.numerics_tolerances import note, tolerances
+from hyperion.doctor.numerics import NumericsReport, check_numerics, compare, note, numerics_table, tolerances
+from hyperion.doctor.numerics_reference import CASES, PACK, difference, make_pack, read_pack, uniform
 from hyperion.hardware import detect, detect_cpu
 from tests.hardware.machines import facts
 
@@ -84,7 +81,7 @@ def test_a_planted_error_is_caught_and_named(monkeypatch, capsys, plant):
     plant(monkeypatch)
     report = fp32(LANGUAGE)
     assert not report.passed
-    assert "the first tensor that is off: the logits of language in fp32" in report.conclusion
+    assert "the first wrong tensor: the logits of language in fp32" in report.conclusion
     monkeypatch.setattr("hyperion.doctor.numerics.check_numerics", lambda on_line: report)
     assert print_numerics() == 1
     assert "WRONG NUMBERS" in capsys.readouterr().out

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hyperion.doctor import torch_checks
+from hyperion.doctor import checks
 from hyperion.install.machine import DetectedAccelerator
 from hyperion.install.plan import Build
 
@@ -25,23 +25,23 @@ AMD = DetectedAccelerator("rocm", "8 AMD GPU(s), gfx90a", rocm_version=(7, 2))
     ],
 )
 def test_the_build_against_the_machine(build, machine, override, status):
-    result = torch_checks.check_torch_build(build, machine, override)
+    result = checks.check_torch_build(build, machine, override)
     assert result.status == status and bool(result.remedy) == (status != "ok")
     if status == "fail":
         assert machine.evidence in result.evidence
 
 
 def test_a_cpu_build_has_no_accelerator_to_check():
-    assert torch_checks.check_accelerator(CPU).status == "skip"
+    assert checks.check_accelerator(CPU).status == "skip"
 
 
 def test_visible_devices_are_named():
-    result = torch_checks.check_accelerator(ROCM, lambda: ["AMD Instinct MI250X"] * 8, {})
+    result = checks.check_accelerator(ROCM, lambda: ["AMD Instinct MI250X"] * 8, {})
     assert (result.status, result.evidence) == ("ok", "8 visible: AMD Instinct MI250X")
 
 
 def test_masked_devices_are_blamed_on_the_mask():
-    result = torch_checks.check_accelerator(ROCM, list, {"HIP_VISIBLE_DEVICES": "9", "HOME": "/root"})
+    result = checks.check_accelerator(ROCM, list, {"HIP_VISIBLE_DEVICES": "9", "HOME": "/root"})
     assert result.status == "fail" and "unset HIP_VISIBLE_DEVICES" in result.remedy
 
 
@@ -49,12 +49,12 @@ def test_torchs_own_words_are_kept():
     def names():
         raise RuntimeError("The NVIDIA driver on your system is too old")
 
-    result = torch_checks.check_accelerator(CUDA, names, {})
+    result = checks.check_accelerator(CUDA, names, {})
     assert result.status == "fail" and "too old" in result.evidence and "driver" in result.remedy
 
 
 def test_this_device_copies_and_computes_right():
-    result = torch_checks.check_arithmetic()
+    result = checks.check_arithmetic()
     assert result.status == "ok" and "copied there and back" in result.evidence
 
 
@@ -66,7 +66,7 @@ def test_a_copy_that_drops_a_bit_is_caught():
         return moved
 
     calls = iter([copy, lambda tensor, target: tensor])
-    result = torch_checks.check_arithmetic("cpu", lambda tensor, target: next(calls)(tensor, target))
+    result = checks.check_arithmetic("cpu", lambda tensor, target: next(calls)(tensor, target))
     assert result.status == "fail" and "1 of 1048576 bytes" in result.evidence
 
 
@@ -80,5 +80,5 @@ def test_a_copy_that_drops_a_bit_is_caught():
     ],
 )
 def test_a_wrong_or_imprecise_product_is_caught(multiply):
-    result = torch_checks.check_arithmetic("cpu", multiply=multiply)
+    result = checks.check_arithmetic("cpu", multiply=multiply)
     assert result.status == "fail" and "off by" in result.evidence and result.remedy

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperion.hardware import detect, detect_cpu
-from hyperion.hardware.readers import (
+from hyperion.hardware.telemetry import (
     NVML_SLOWDOWNS,
     _nvml_handle,
     amd_reader,

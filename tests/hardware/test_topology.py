@@ -77,7 +77,7 @@ def test_without_nvml_torch_is_asked(tmp_path):
     nvml.nvmlInit = lambda: (_ for _ in ()).throw(nvml.NVMLError("driver not loaded"))
     lines = topology_lines(devices("H200"), tmp_path, nvml, can_access=lambda i, j: i // 2 == j // 2)
     assert lines[1].split()[:5] == ["GPU0", "X", "P2P", "host", "host"]
-    assert lines[-1] == "(from torch: no library here tells of links)"
+    assert lines[-1] == "(from torch, because no library lists the links)"
 
 
 def kfd(root, links: list[tuple[int, int, int, int]]) -> None:
@@ -101,7 +101,7 @@ def test_dies_of_a_module_are_told_from_those_of_another_by_their_xgmi_links(tmp
     lines = topology_lines(devices("MI250X"), tmp_path)
     assert lines[1].split() == ["GPU0", "X", "XGMI200", "XGMI50", "PCIe", "unknown"]
     assert lines[2].split()[1:4] == ["XGMI200", "X", "none"]
-    assert "XGMI200: xGMI, 200 GB/s by the driver's account" in lines and "none: no link listed" in lines
+    assert "XGMI200: xGMI, 200 GB/s according to the driver" in lines and "none: no link listed" in lines
 
 
 def test_amd_without_its_drivers_files_asks_torch(tmp_path):
@@ -131,8 +131,8 @@ def test_a_cpus_sockets_and_numa_nodes(tmp_path):
 def test_what_a_system_does_not_tell_is_said(tmp_path, folder):
     (tmp_path / folder).mkdir(parents=True, exist_ok=True)
     told = cpu_lines(tmp_path)
-    assert told[0] == "sockets: the system does not tell"
-    nothing, no_files = ("NUMA nodes: the system does not tell", "NUMA node 0: CPUs none, memory unknown, distances unknown")
+    assert told[0] == "sockets: unknown"
+    nothing, no_files = ("NUMA nodes: unknown", "NUMA node 0: CPUs none, memory unknown, distances unknown")
     assert told[1] == (no_files if folder else nothing)
 
 

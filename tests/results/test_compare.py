@@ -68,7 +68,7 @@ def test_noise_and_two_percent_are_not_flagged(launched, slowdown):
 
 @pytest.mark.parametrize(
     ("count", "call", "why"),
-    [(1, None, "did not take turns"), (12, None, "did not take turns"), (4, "monday", "fewer than 5 launches")],
+    [(1, None, "did not alternate"), (12, None, "did not alternate"), (4, "monday", "fewer than 5 launches")],
 )
 def test_ordinary_runs_and_few_launches_are_indicative(launched, count, call, why):
     sides = launched("a", count, call=call), launched("b", count, slowdown=0.10, call=call)

@@ -16,8 +16,7 @@ from scipy import stats
 
 from hyperion.results import Row, compare, sensitivity
 from hyperion.results.compare import SIGNIFICANCE, SMALLEST_CHANGE
-from hyperion.results.power import Power, log_deviations
-from hyperion.results.statistics import DIVISIONS, fenced, randomization_test
+from hyperion.results.statistics import DIVISIONS, Power, fenced, log_deviations, randomization_test
 
 METRICS = 300
 # A right rule fails one of the tests of false confirmations by chance once in 10,000 runs, if seeds were not fixed.
@@ -254,7 +253,7 @@ def test_three_percent_is_reported_with_its_power_and_the_power_is_true():
     seen = np.mean([c.verdict == "regression" for c in rates])
     assert 0 < stated <= 0.5 and abs(stated - seen) < 0.1
     said = sensitivity(compared[0])
-    assert "a change of 3% for the worse would have been confirmed with a chance of" in said
+    assert "a worsening of 3% would be confirmed with a probability of" in said
 
 
 def test_what_is_called_detectable_is_caught_about_four_times_out_of_five():

@@ -13,9 +13,9 @@ from hyperion.results.files import (
     PENDING,
     StoreError,
     commit,
+    manifest_names,
     read_verified,
     verify_folder,
-    vouched_names,
     write_atomically,
 )
 
@@ -160,10 +160,10 @@ def test_an_interruption_at_any_rename_leaves_the_old_or_the_new(tmp_path, monke
         with pytest.raises(KeyboardInterrupt):
             commit(tmp_path, {"a": b"new", "b": b"new", "c": b"new"})
     expected = {"a": b"old", "b": b"old"} if count == 0 else dict.fromkeys("abc", b"new")
-    assert {name: read_verified(tmp_path, name) for name in vouched_names(tmp_path)} == expected
+    assert {name: read_verified(tmp_path, name) for name in manifest_names(tmp_path)} == expected
     assert verify_folder(tmp_path) == sorted(expected)
     commit(tmp_path, {"d": b"later"})
-    assert {name: read_verified(tmp_path, name) for name in vouched_names(tmp_path)} == expected | {"d": b"later"}
+    assert {name: read_verified(tmp_path, name) for name in manifest_names(tmp_path)} == expected | {"d": b"later"}
     assert not (tmp_path / PENDING).exists()
     assert not list(tmp_path.glob("*.tmp")) and not list(tmp_path.glob(".*.tmp"))
 
@@ -196,7 +196,7 @@ def test_readers_write_nothing(tmp_path, monkeypatch, count):
 
     before = state()
     assert (tmp_path / PENDING).exists()
-    assert {name: read_verified(tmp_path, name) for name in vouched_names(tmp_path)} == {
+    assert {name: read_verified(tmp_path, name) for name in manifest_names(tmp_path)} == {
         "a": b"new",
         "sub/b": b"new",
         "c": b"new",
@@ -231,7 +231,7 @@ def between(tmp_path):
 def everything_of(folder):
     return [
         lambda: read_verified(folder, "a"),
-        lambda: vouched_names(folder),
+        lambda: manifest_names(folder),
         lambda: verify_folder(folder),
         lambda: commit(folder, {"b": b"2"}),
     ]
@@ -296,7 +296,7 @@ def test_an_extended_file_is_refused_before_it_is_hashed(between):
     with open(between / "a", "ab") as file:
         file.truncate(2**40)
     for action in (lambda: read_verified(between, "a"), lambda: verify_folder(between)):
-        with pytest.raises(StoreError, match="1099511627776 bytes long"):
+        with pytest.raises(StoreError, match="has 1099511627776 bytes"):
             action()
 
 

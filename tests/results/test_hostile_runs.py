@@ -277,13 +277,13 @@ RULED = {
     "interval out of order": ({"ci_low": times(1.5), "ci_high": times(0.5)}, "lies outside its own interval"),
     "limit": ({"limit": lambda cell: "1.0"}, "beyond its limit"),
     "check": ({"check_error": lambda cell: "1.0"}, "failed its check"),
-    "samples": ({"n": lambda cell: "31"}, "says n = 31, there are 30 samples"),
+    "samples": ({"n": lambda cell: "31"}, "has n = 31, but there are 30 samples"),
     "faster throughout": ({c: times(0.5) for c in ("value", "ci_low", "ci_high")}, "its samples give"),
     "narrower interval": ({"ci_high": times(0.999)}, "its samples give"),
     "clock in kHz": ({"clock_mhz": times(1000.0)}, "clocks are in MHz"),
     "another metric": ({"metric": lambda cell: "luck"}, "unknown metric 'luck'"),
     "path": ({"experiment": lambda cell: "../../up"}, "cannot be a part of a file's name"),
-    "another experiment": ({"experiment": lambda cell: "other"}, "has 3 rows in rows.csv where experiments.json says 4"),
+    "another experiment": ({"experiment": lambda cell: "other"}, "has 3 rows in rows.csv, but experiments.json says 4"),
     "no reason": ({"value": lambda cell: ""}, "value is null without a reason"),
 }
 
@@ -311,13 +311,13 @@ LENIENT = {"name": "step_time_s", "unit": "s", "direction": "none", "meaning": "
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("experiments.json", lambda d: d[ENTRY].update(rows=3), "has 4 rows in rows.csv where experiments.json says 3"),
+        ("experiments.json", lambda d: d[ENTRY].update(rows=3), "has 4 rows in rows.csv, but experiments.json says 3"),
         ("experiments.json", lambda d: d.update({"a/b": d.pop(ENTRY)}), "a/b has 0 rows"),
         ("experiments.json", lambda d: d.update(other=d.pop(ENTRY)), "experiment is '', which cannot be"),
         ("experiments.json", lambda d: d.clear(), "has rows in rows.csv and no entry in experiments.json"),
         ("experiments.json", lambda d: d[ENTRY]["provenance"].update(environment="0" * 16), "which environments.json lacks"),
         ("experiments.json", lambda d: d.update({"../../up/x": {"input_hash": "h", "rows": 0}}), "notebook is '..', which"),
-        ("environments.json", lambda d: next(iter(d.values())).update(torch="9"), "is not the one of its digest"),
+        ("environments.json", lambda d: next(iter(d.values())).update(torch="9"), "does not match its digest"),
         ("run.json", lambda d: d.update(schema=2), "run has schema 2"),
         ("metrics.json", lambda d: d.clear(), "unknown metric 'own_score': the run does not define it"),
         ("metrics.json", lambda d: d.update({ENTRY: d.pop(ENTRY_SCORED)}), "unknown metric 'own_score'"),
@@ -372,13 +372,13 @@ def slower():
         (lambda: b"PAR1" + bytes(40) + b"PAR1", "unreadable samples"),
         (lambda: written(pa.table({"x": np.zeros(20_000_001, dtype=bool)})), "20000001 rows"),
         (lambda: written(pa.table({name: np.zeros(17_000_000, dtype=bool) for name in "abcdef"})), "102000000 values"),
-        (repeated_text, "bytes are none of ours"),
+        (repeated_text, "bytes are more than Hyperion records"),
         (lambda: written(pa.table({"x": [b"pickled"]})), "column of type binary"),
         (lambda: written(pa.table({"x": [{"a": 1}]})), "column of type struct"),
         (lambda: written(pa.table([[1], [2]], names=["x", "x"])), "two columns of the same name"),
         (slower, "its samples give"),
         (lambda: written(pa.table({"variant": ["v"], "dtype": [""], "params": ["{"], "time_s": [1.0]})), "not a JSON document"),
-        (lambda: written(pa.table({"variant": ["v"], "dtype": [""], "params": ["{}"], "time_s": [-1.0]})), "no seconds above 0"),
+        (lambda: written(pa.table({"variant": ["v"], "dtype": [""], "params": ["{}"], "time_s": [-1.0]})), "not positive num"),
     ],
 )
 def test_samples_that_are_none_are_refused(place, originals, monkeypatch, capsys, content, said):

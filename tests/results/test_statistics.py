@@ -41,7 +41,7 @@ def test_the_ratio_interval_covers_the_ratio_and_cancels_shared_drift():
 
 
 def test_a_ratio_of_unpaired_series_is_refused():
-    with pytest.raises(ValueError, match="3 samples of A beside 2 of B"):
+    with pytest.raises(ValueError, match="3 samples of A and 2 of B"):
         ratio_estimate([1, 2, 3], [1, 2])
 
 

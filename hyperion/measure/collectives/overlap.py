@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -101,7 +102,7 @@ def measure_overlap(
 
     def at_once() -> None:
         roll.step(f"{buffers.described}, overlapped with a computation")
-        work = dist.all_reduce(buffers.output, async_op=True)
+        work = cast(dist.Work, dist.all_reduce(buffers.output, async_op=True))  # None is for ranks outside of the group
         compute()
         wait_for_peers(work)
 

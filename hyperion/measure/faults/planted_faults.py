@@ -353,7 +353,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "kHz taken for MHz",
         "Device",
-        "no clock in MHz",
+        "not a clock in MHz",
         _wrong_device((110, 64 * GIB, 1_700_000), "a limit of 191,488 TFLOPS, which no fault exceeds"),
     ),
     Fault("a value above the peak", "Row.validate", "beyond its limit", _above_peak),
@@ -368,6 +368,6 @@ def run_self_test(device: Device, faults: Iterable[Fault] = FAULTS) -> list[Faul
 
     Args:
         device: device for products and copies; faults that need a particular device use a description of it.
-        faults: faults to plant; `hyperion.doctor.harness_faults.ALL_FAULTS` also contains faults that need a model or rows.
+        faults: faults to plant; `hyperion.doctor.harness.ALL_FAULTS` also contains faults that need a model or rows.
     """
     return run_faults(device, faults)

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperion.hardware import Sampler, Telemetry, detect_cpu
-from hyperion.hardware.readers import interpret_amd, interpret_amdsmi_energy
-from hyperion.hardware.telemetry import median_of
+from hyperion.hardware.telemetry import interpret_amd, interpret_amdsmi_energy, median_of
 from hyperion.measure import Timing, energy_of, time_function
 from hyperion.results import metric_named
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyperion.doctor.harness_faults import ALL_FAULTS
+from hyperion.doctor.harness import ALL_FAULTS
 from hyperion.hardware import detect_cpu
 from hyperion.hardware.device import Device
 from hyperion.measure.clock import checks, timing

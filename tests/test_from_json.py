@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperion.results.typed import FieldError, from_json
+from hyperion.untrusted import FieldError, from_json
 
 
 @dataclass(frozen=True)

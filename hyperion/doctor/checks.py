@@ -1,0 +1,296 @@
+"""Checks of the installation: Python, torch and its GPU, the notebook kernel, data, results folder, disk space and caches."""
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+import torch
+
+from hyperion import compat
+from hyperion.data.errors import DataError, DataUnavailable
+from hyperion.data.store.sources import FETCH_HINT, mirror_root
+from hyperion.data.store.staging import cache_root
+from hyperion.errors import HyperionError
+from hyperion.install.machine import DetectedAccelerator, collect_facts, decide
+from hyperion.install.plan import MINIMUM_PYTHON, Build, check_build, choose
+from hyperion.paths import home_folder, results_folder
+
+NEEDED_GB = 5.0  # data, checkpoints, executed notebooks and compile caches of a full run
+# Variables that name cache folders, with the default folder below the home folder (None: a temporary folder).
+CACHES = {
+    "HF_HOME": ".cache/huggingface",
+    "TORCHINDUCTOR_CACHE_DIR": None,
+    "TRITON_CACHE_DIR": ".triton/cache",
+    "MIOPEN_USER_DB_PATH": ".config/miopen",
+    "JUPYTER_RUNTIME_DIR": ".local/share/jupyter/runtime",
+    "MPLCONFIGDIR": ".config/matplotlib",
+}
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The result of one check.
+
+    Args:
+        id: name of the check, stable for scripts.
+        status: 'ok', 'warn' (works with a limitation), 'fail' (must be fixed) or 'skip' (does not apply).
+        evidence: what the check observed.
+        remedy: the next step if the status is 'warn' or 'fail', else "".
+    """
+
+    id: str
+    status: Literal["ok", "warn", "fail", "skip"]
+    evidence: str
+    remedy: str = ""
+
+
+def check_python(version: Sequence[int | str] = sys.version_info, executable: str = sys.executable) -> CheckResult:
+    """Check that Python is new enough."""
+    evidence = f"Python {'.'.join(map(str, version[:3]))}, {executable}"
+    if tuple(version[:2]) >= MINIMUM_PYTHON:
+        return CheckResult("python", "ok", evidence)
+    return CheckResult("python", "fail", evidence, "use Python 3.11 or newer: make setup PYTHON=/path/to/python3.12")
+
+
+def check_torchvision(load: Callable[[], ModuleType] = compat.import_torchvision) -> CheckResult:
+    """Check that torchvision can be imported. transformers and peft import it if it is installed, so they fail with it."""
+    try:
+        module = load()
+    except HyperionError as error:
+        return CheckResult("torchvision", "fail", error.what, error.next_step or "")
+    evidence = f"torchvision {module.__version__}"
+    if compat.prepare_torchvision():
+        evidence += ", without its compiled operators (a CUDA wheel with a CPU torch); Hyperion does not use them"
+    return CheckResult("torchvision", "ok", evidence)
+
+
+def check_notebook_kernel(start: Callable[[], str] | None = None) -> CheckResult:
+    """Check that a notebook kernel starts and runs in this interpreter.
+
+    Args:
+        start: starts a kernel and returns the path of its interpreter.
+    """
+    try:
+        kernel_python = (start or start_kernel)()
+    except Exception as error:  # Jupyter may raise anything: a missing package, a port in use, a timeout
+        remedy = "install ipykernel here (`make setup` does); find stale kernels with `jupyter kernelspec list`"
+        return CheckResult("notebook_kernel", "fail", f"no kernel: {type(error).__name__}: {error}", remedy)
+    if kernel_python == sys.executable:
+        return CheckResult("notebook_kernel", "ok", f"a kernel started in {kernel_python}")
+    evidence = f"a kernel started in {kernel_python}, not in {sys.executable}"
+    remedy = "remove the kernel of that name: `jupyter kernelspec list`, then `jupyter kernelspec remove python3`"
+    return CheckResult("notebook_kernel", "fail", evidence, remedy)
+
+
+def start_kernel(timeout_s: float = 60) -> str:
+    """Start a kernel as papermill does and return the path of its interpreter."""
+    from jupyter_client.manager import start_new_kernel
+
+    manager, client = start_new_kernel(kernel_name="python3", startup_timeout=timeout_s)
+    try:
+        output: list[str] = []
+
+        def listen(message: dict) -> None:
+            output.append(message["content"].get("text", ""))
+
+        code = "import sys; print(sys.executable)"
+        client.execute_interactive(code, timeout=timeout_s, output_hook=listen)
+        return "".join(output).strip()
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+def installed_build() -> Build:
+    """Return the build of the torch that this process imported."""
+    return Build(str(torch.__version__), torch.version.cuda, torch.version.hip)
+
+
+def check_torch_build(
+    build: Build | None = None, machine: DetectedAccelerator | None = None, override: str | None = None
+) -> CheckResult:
+    """Check that torch has a supported version and is built for the GPU of this machine."""
+    build, machine = build or installed_build(), machine or decide(collect_facts())
+    try:
+        check_build(build, machine, choose(machine, os.environ.get("TORCH", "") if override is None else override))
+    except HyperionError as error:
+        return CheckResult("torch_build", "fail", f"{error.what}; {machine.evidence}", error.next_step or "")
+    evidence = f"{build}; {machine.evidence}"
+    if machine.note:
+        return CheckResult("torch_build", "warn", f"{evidence}; {machine.note}", "set TORCH= to choose another build")
+    return CheckResult("torch_build", "ok", evidence)
+
+
+def check_accelerator(
+    build: Build | None = None, names: Callable[[], list[str]] | None = None, masks: Mapping[str, str] = os.environ
+) -> CheckResult:
+    """Check that a GPU build of torch can open the GPUs.
+
+    Args:
+        names: returns the names of the GPUs that torch opens, or raises torch's RuntimeError.
+        masks: environment variables, of which *_VISIBLE_DEVICES are read.
+    """
+    build = build or installed_build()
+    if build.kind == "cpu":
+        return CheckResult("accelerator", "skip", "a CPU build of torch: everything runs on the CPU")
+    hidden = {name: value for name, value in masks.items() if name.endswith("_VISIBLE_DEVICES")}
+    try:
+        gpus, problem = (names or _device_names)(), "torch opens no GPU"
+    except RuntimeError as error:
+        gpus, problem = [], str(error)
+    if gpus:
+        return CheckResult("accelerator", "ok", f"{len(gpus)} visible: {', '.join(sorted(set(gpus)))}")
+    remedy = "update the GPU driver to the version that this build needs; in a container, pass the devices through"
+    if hidden:
+        remedy = f"unset {', '.join(hidden)}, or set them to a device that exists"
+    return CheckResult("accelerator", "fail", f"{problem}; masks: {hidden or 'none'}", remedy)
+
+
+def _device_names() -> list[str]:
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def check_arithmetic(
+    device: str | None = None,
+    copy: Callable[[torch.Tensor, str], torch.Tensor] = lambda tensor, target: tensor.to(target),
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.matmul,
+) -> CheckResult:
+    """Check that bytes survive a copy to the device and back, and that a float32 product agrees with float64 on the CPU.
+
+    Args:
+        device: 'cuda' or 'cpu'; default: the GPU if torch opens one.
+        copy: moves a tensor to a device.
+        multiply: the product under test, of two float32 matrices of shape (256, 256).
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    remedy = "do not use results of this device: run the vendor's diagnostics, then reinstall driver and torch"
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, generator=generator)
+    wrong = int((copy(copy(data, device), "cpu") != data).sum())
+    if wrong:
+        evidence = f"{wrong} of {data.numel()} bytes came back wrong from {device}"
+        return CheckResult("arithmetic", "fail", evidence, remedy)
+    a, b = torch.randn(2, 256, 256, generator=generator)
+    got, exact = copy(multiply(copy(a, device), copy(b, device)), "cpu").double(), a.double() @ b.double()
+    error = ((got - exact).norm() / exact.norm()).item()
+    # The error is about 2e-7 in float32, 3e-4 if TF32 is enabled, and above 1e-3 in bfloat16.
+    if not error < 6e-4:
+        return CheckResult("arithmetic", "fail", f"a 256×256 product on {device} is off by {error:.2g}", remedy)
+    evidence = f"{device}: 1 MiB copied there and back without errors, a float32 product within {error:.1g} of float64"
+    return CheckResult("arithmetic", "ok", evidence)
+
+
+def check_data_source(mirror: Callable[[], Path] = mirror_root, cache: Path | None = None) -> CheckResult:
+    """Check that real data are available: from a mirror, or downloaded earlier with `make fetch`."""
+    try:
+        root = mirror()
+        if any(root.iterdir()):
+            return CheckResult("data_source", "ok", f"mirror {root}")
+        return CheckResult("data_source", "fail", f"mirror {root} is empty", "fill it, or unset HYPERION_DATA_MIRROR")
+    except DataError as error:
+        if not isinstance(error, DataUnavailable):
+            return CheckResult("data_source", "fail", error.what, error.next_step or "")
+    cache = cache_root() if cache is None else cache
+    staged = sorted(path.name for path in cache.glob("[!.]*")) if cache.is_dir() else []
+    if staged:
+        return CheckResult("data_source", "ok", f"cache {cache} holds {', '.join(staged)}")
+    return CheckResult(
+        "data_source",
+        "warn",
+        "no mirror and no data in the cache: data will be downloaded, and the smoke profile falls back to synthetic data",
+        FETCH_HINT,
+    )
+
+
+def check_results_folder(folder: Path | None = None) -> CheckResult:
+    """Check that the results folder is writable."""
+    folder = folder or results_folder()
+    cause = _not_writable(folder)
+    if cause is None:
+        return CheckResult("results_folder", "ok", str(folder))
+    remedy = "make it writable, or set HYPERION_RESULTS=/folder to another one"
+    return CheckResult("results_folder", "fail", f"{folder}: {cause}", remedy)
+
+
+def check_disk_space(folder: Path | None = None, free_gb: float | None = None) -> CheckResult:
+    """Check that the disk of the results folder has room for a run."""
+    folder = folder or results_folder()
+    if free_gb is None:
+        free_gb = shutil.disk_usage(_existing(folder)).free / 1e9
+    evidence = f"{free_gb:.1f} GB free for {folder}; a full run needs {NEEDED_GB:.0f} GB"
+    if free_gb >= NEEDED_GB:
+        return CheckResult("disk_space", "ok", evidence)
+    remedy = "free disk space, or set HYPERION_RESULTS and HYPERION_DATA to folders on another disk"
+    return CheckResult("disk_space", "warn" if free_gb >= 1 else "fail", evidence, remedy)
+
+
+def check_caches(variables: Mapping[str, str] = os.environ, home: Path | None = None) -> CheckResult:
+    """Check that the cache folders of compilers, kernel libraries and Jupyter are writable."""
+    home = home or home_folder()
+    folders = {
+        name: Path(variables[name]) if variables.get(name) else home / default
+        for name, default in CACHES.items()
+        if variables.get(name) or default
+    }
+    broken = {name: cause for name, path in folders.items() if (cause := _not_writable(path))}
+    if not broken:
+        return CheckResult("caches", "ok", f"{len(folders)} cache folders are writable")
+    evidence = "; ".join(f"{name} = {folders[name]}: {cause}" for name, cause in broken.items())
+    # mktemp: a predictable name below /tmp may already belong to another user.
+    settings = " ".join(f"{name}=$(mktemp -d)" for name in broken)
+    return CheckResult("caches", "fail", evidence, f"set them to node-local folders: export {settings}")
+
+
+def _not_writable(folder: Path) -> str | None:
+    """Return why no file can be written below the folder, or None. The folder need not exist yet.
+
+    It writes a file, because mode bits do not tell about quotas or read-only file systems.
+    """
+    place = _existing(folder)
+    if not place.is_dir():
+        return f"{place} is not a folder"
+    try:
+        with tempfile.TemporaryFile(dir=place) as probe:
+            probe.write(b"hyperion")
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def _existing(path: Path) -> Path:
+    """Return the path, or its nearest existing parent."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+
+
+# In this order, because an earlier check explains the failures of later ones. Parameters of checks are for tests.
+CHECKS: tuple[Callable[..., CheckResult], ...] = (
+    check_python,
+    check_torch_build,
+    check_accelerator,
+    check_arithmetic,
+    check_torchvision,
+    check_notebook_kernel,
+    check_data_source,
+    check_results_folder,
+    check_disk_space,
+    check_caches,
+)
+
+
+def run_checks(checks: tuple[Callable[..., CheckResult], ...] = CHECKS) -> list[CheckResult]:
+    """Run all checks and return their results. A check that raises an exception counts as failed; the others still run."""
+    results = []
+    for check in checks:
+        try:
+            results.append(check())
+        except Exception as error:  # report any exception and continue
+            name = check.__name__.removeprefix("check_")
+            evidence = f"the check itself raised {type(error).__name__}: {error}"
+            results.append(CheckResult(name, "fail", evidence, "report this message with the whole output of `hyperion doctor`"))
+    return results
