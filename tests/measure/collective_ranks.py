@@ -100,7 +100,7 @@ def _overlaps() -> dict:
     roll, begun = RollCall(), []
 
     def sleep() -> None:
-        begun.append("overlapped with a computation" in roll.doing)
+        begun.append("overlapped with a computation" in roll.operation)
         time.sleep(0.01)
 
     beside = {"a sleep": sleep, "products": None}

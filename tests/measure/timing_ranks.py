@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from hyperion import measure
+from hyperion.measure.api import functions
 from hyperion.errors import HyperionError
 from hyperion.processes import world
 
@@ -62,7 +63,7 @@ def too_slow(rank: int) -> str:
 
 
 def missing(rank: int) -> str:
-    measure.api._RENDEZVOUS_S = 1.0
+    functions._RENDEZVOUS_S = 1.0
     return _error(lambda: measure.time(lambda: None, **OPTIONS)) if rank == 0 else ""
 
 
