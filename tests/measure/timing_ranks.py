@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from hyperion import measure
-from hyperion.measure.api import functions
 from hyperion.errors import HyperionError
+from hyperion.measure.api import functions
 from hyperion.processes import world
 
 OPTIONS = {"device": "cpu", "cold": False, "minimum_samples": 5, "time_limit_s": 2.0}
