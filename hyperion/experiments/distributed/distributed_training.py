@@ -213,7 +213,7 @@ def _overlap_rows(context: Context, options: DistributedTrainingOptions, results
     """Count the examples of the first epoch that two ranks got, and those that no rank got."""
     rows = []
     for recipe in options.trainings:
-        seen = [result.samples.query("training == @recipe.name") for result in results]
+        seen = [result.samples.loc[result.samples["training"] == recipe.name] for result in results]
         parts = [frame.loc[frame["kind"] == "example", "example"].to_numpy(dtype=np.int64) for frame in seen]
         whole = set(seen[0].loc[seen[0]["kind"] == "of one device", "example"].astype(np.int64))
         times = Counter(np.concatenate(parts).tolist())
