@@ -7,7 +7,7 @@ from hyperion.results.execution import must_remeasure
 from hyperion.results.files import StoreError, write_atomically
 from hyperion.results.folders import find_run, new_run_folder, set_latest
 from hyperion.results.metrics import REGISTRY, Metric, metric_named, register_metric
-from hyperion.results.rows import SCHEMA_VERSION, Row, RowError, known, rows_from_csv, rows_to_csv
+from hyperion.results.rows import SCHEMA_VERSION, Row, RowError, rows_from_csv, rows_to_csv
 from hyperion.results.statistics import (
     Estimate,
     estimates_of_medians,
@@ -37,7 +37,6 @@ __all__ = [
     "estimates_of_medians",
     "find_run",
     "independent_ratio_estimate",
-    "known",
     "mean_estimate",
     "median_estimate",
     "metric_named",

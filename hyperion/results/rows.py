@@ -27,17 +27,6 @@ class RowError(HyperionError):
 Value = TypeVar("Value")
 
 
-def known(value: Value | None) -> Value:
-    """Return a value that is never None here, such as that of a measured row, with a type that says so.
-
-    Raises:
-        TypeError: it is None.
-    """
-    if value is None:
-        raise TypeError("a value is None where one is needed")
-    return value
-
-
 def require_file_names(notebook: str, experiment: str) -> None:
     """Refuse names of notebooks and experiments that cannot be parts of the file name "notebook.experiment.parquet".
 

@@ -11,10 +11,11 @@ import torch
 
 from hyperion.chapter.context import Context, Forecast
 from hyperion.chapter.rows import gemm_limit, sample_frame, stream_ceiling, timed_columns
+from hyperion.errors import not_none
 from hyperion.hardware import Device, gemm_path, peak
 from hyperion.measure import Ceilings, Timing, Verification, time_function
 from hyperion.models import ModelFlops
-from hyperion.results import Estimate, Row, known, mean_estimate
+from hyperion.results import Estimate, Row, mean_estimate
 from hyperion.training import EpochRecord, History, TorchEngine
 
 # `limit_source` of a speed-up.
@@ -67,7 +68,7 @@ def _peaks(engine: TorchEngine, history: History) -> list[float | None]:
     peaks = [record.peak_memory_gib for record in history.epochs]
     if engine.uncaptured or None in peaks:
         return peaks
-    return list(accumulate(map(known, peaks), max))
+    return list(accumulate(map(not_none, peaks), max))
 
 
 def _epoch_params(record: EpochRecord) -> dict:
@@ -238,7 +239,7 @@ def step_forecasts(
     if gemm is None or stream is None:
         estimate, basis = None, "no estimate: this run has measured no ceilings (01_hardware_exploration)"
     else:
-        ceilings = Ceilings(known(gemm.value), known(stream.value), "measured")
+        ceilings = Ceilings(not_none(gemm.value), not_none(stream.value), "measured")
         arithmetic = ceilings.least_time_s(flops.forward_backward * items, 0)
         moving = ceilings.least_time_s(0, sum(traffic.values()))
         estimate = items / (arithmetic + moving)

@@ -14,6 +14,7 @@ from hyperion.chapter.context import Context, Forecast
 from hyperion.data import channel_statistics
 from hyperion.data.batches.loaders import LanguageBatches
 from hyperion.data.images.device_images import ImageBatches
+from hyperion.errors import not_none
 from hyperion.hardware import Device
 from hyperion.models import (
     ModelFlops,
@@ -26,7 +27,6 @@ from hyperion.models import (
     resnet18,
 )
 from hyperion.models.resnet import IMAGE_SIZE
-from hyperion.results import known
 from hyperion.training import (
     ActivationBytes,
     ImageEngine,
@@ -133,7 +133,7 @@ class Workload:
         """Return the bytes that a forward pass keeps for the backward pass, computed from shapes."""
         if isinstance(self.sizes, ImageSizes):
             return image_activations(self.sizes.width, self.sizes.batch_size, sixteen_bit)
-        return language_activations(known(self.config), self.sizes.batch_size, self.sizes.sequence_length, sixteen_bit)
+        return language_activations(not_none(self.config), self.sizes.batch_size, self.sizes.sequence_length, sixteen_bit)
 
     @property
     def standing_bytes(self) -> int:
@@ -238,7 +238,7 @@ def expected_workload(context: Context, sizes: LanguageSizes | ImageSizes) -> Wo
     if isinstance(sizes, ImageSizes):
         return workload(sizes)
     counted = datasets.vocabulary_row(context)
-    return None if counted is None else workload(_with_vocabulary(sizes, int(known(counted.value))))
+    return None if counted is None else workload(_with_vocabulary(sizes, int(not_none(counted.value))))
 
 
 def rate_forecast(context: Context, work: Workload, dtype: str) -> Forecast:
@@ -325,7 +325,7 @@ def random_batch(work: Workload, device: Device, seed: int) -> Batch:
     """Return a batch drawn from a seed, for measurements that depend on shapes alone."""
     generator, count = torch.Generator().manual_seed(seed), work.sizes.batch_size
     if isinstance(work.sizes, LanguageSizes):
-        shape, vocabulary = (count, work.sizes.sequence_length), known(work.config).vocab_size
+        shape, vocabulary = (count, work.sizes.sequence_length), not_none(work.config).vocab_size
         inputs, targets = (torch.randint(vocabulary, shape, generator=generator) for _ in range(2))
     else:
         inputs = torch.randn(count, 3, IMAGE_SIZE, IMAGE_SIZE, generator=generator)

@@ -7,6 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hyperion.errors import not_none
 from hyperion.experiments.baselines import figures_speed
 from hyperion.figures.formats import items, number
 from hyperion.figures.material import Material, measured
@@ -23,7 +24,7 @@ from hyperion.figures.style import (
     spread_labels,
     whole_numbers,
 )
-from hyperion.results import Row, known
+from hyperion.results import Row
 
 _THROUGHPUT = {"tokens_per_s": "tokens/s", "images_per_s": "images/s"}
 _BASELINES = ("language_model", "image_classifier")
@@ -70,8 +71,8 @@ def image_classifier(material: Material) -> Figure | None:
     tested = measured(material.of("image_classifier", metric="accuracy"))
     for row in [row for row in tested if row.params.get("split") == "test"]:
         x = max(r.params["epoch"] for r in epochs)
-        label = f"test split {100 * known(row.value):.1f} %"
-        right.errorbar([x], [known(row.value)], errors_of([row]), label=label, linestyle="none", **look("test", 1))
+        label = f"test split {100 * not_none(row.value):.1f} %"
+        right.errorbar([x], [not_none(row.value)], errors_of([row]), label=label, linestyle="none", **look("test", 1))
         right.legend(loc="center right")
     classes = {r.params["class"] for r in material.of("image_pipeline", metric="count") if "class" in r.params}
     if classes:
@@ -106,7 +107,7 @@ def time_to_accuracy(material: Material) -> Figure | None:
     target = rows[0].params["target"]
     limit_line(axes, target, f"target: {100 * target:g} %", INK)
     for row in measured(rows)[:1]:
-        time_s = known(row.value)
+        time_s = not_none(row.value)
         axes.axvline(time_s, color=COLOURS[2], linewidth=1.4)
         axes.annotate(
             f"after {time_s:.3g} s",
@@ -130,13 +131,13 @@ def perplexity(material: Material) -> Figure | None:
     rows = [r for r in measured(material.rows) if r.metric == "perplexity_token" and r.params.get("split") == "valid"]
     if len({row.variant for row in rows}) < 2:
         return None
-    rows = sorted(rows, key=lambda row: -known(row.value))
+    rows = sorted(rows, key=lambda row: -not_none(row.value))
     machine = material.machine(rows[0].experiment)
     figure, (axes,) = new_figure("Perplexity of the valid split", machine, height=1.6 + 0.42 * len(rows))
     colours = [COLOURS[6] if row.experiment == "ngram_baselines" else COLOURS[0] for row in rows]
-    axes.barh(range(len(rows)), [known(row.value) for row in rows], color=colours, height=0.62)
+    axes.barh(range(len(rows)), [not_none(row.value) for row in rows], color=colours, height=0.62)
     for y, row in enumerate(rows):
-        value = known(row.value)
+        value = not_none(row.value)
         axes.annotate(number(value), (value, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
     axes.set_yticks(range(len(rows)), [_model_name(row) for row in rows])
     axes.grid(axis="y", visible=False)
@@ -172,12 +173,12 @@ def throughput(material: Material) -> Figure | None:
         for position, variant in enumerate(dict.fromkeys(row.variant for row in rates if row.metric == metric)):
             points = [row for row in rates if (row.metric, row.variant) == (metric, variant)]
             x = [row.params["epoch"] for row in points]
-            values = [known(row.value) for row in points]
+            values = [not_none(row.value) for row in points]
             axes.errorbar(x, values, errors_of(points), label=variant, **look(variant, position))
         for row in [row for row in steady if row.metric == metric]:
-            axes.axhspan(known(row.ci_low), known(row.ci_high), color=MUTED, alpha=0.25, linewidth=0)
+            axes.axhspan(not_none(row.ci_low), not_none(row.ci_high), color=MUTED, alpha=0.25, linewidth=0)
             # Dotted, because a dashed line is a limit everywhere in the book, and this is none.
-            axes.axhline(known(row.value), color=MUTED, linestyle=":", linewidth=1.6, label="a steady step, timed alone")
+            axes.axhline(not_none(row.value), color=MUTED, linestyle=":", linewidth=1.6, label="a steady step, timed alone")
         axes.set(xlabel="epoch", ylabel=_THROUGHPUT[metric], ylim=(0, None), title=f"{_THROUGHPUT[metric]} by epoch")
         axes.set_ylim(0, axes.get_ylim()[1] * 1.1)
         axes.yaxis.set_major_formatter(lambda value, _: items(value))
@@ -203,7 +204,9 @@ def leakage(material: Material) -> Figure | None:
     steps = samples.query("kind == 'step'").sort_values("step")
     axes.plot(steps["step"], steps["loss"], color=COLOURS[0], linewidth=1.2, label="training loss, each step")
     last = steps["step"].max()
-    axes.errorbar([last * 1.04], [known(row.value)], errors_of(rows[:1]), label="held-out loss, 95 % interval", **look("held", 1))
+    axes.errorbar(
+        [last * 1.04], [not_none(row.value)], errors_of(rows[:1]), label="held-out loss, 95 % interval", **look("held", 1)
+    )
     labels = []
     if row.predicted is not None:
         axes.axhline(row.predicted, color=INK, linestyle=(0, (5, 3)), linewidth=1.2)
@@ -258,7 +261,7 @@ def _draw_epochs(axes: Axes, rows: list[Row], metrics: tuple[str, ...]) -> None:
         points = [row for row in rows if row.metric == metric]
         x = [row.params["epoch"] for row in points]
         label = metric.replace("_", " ")
-        axes.errorbar(x, [known(row.value) for row in points], errors_of(points), label=label, **look(metric, position))
+        axes.errorbar(x, [not_none(row.value) for row in points], errors_of(points), label=label, **look(metric, position))
     axes.set(xlabel="epoch")
     whole_numbers(axes.xaxis)
 
@@ -266,7 +269,7 @@ def _draw_epochs(axes: Axes, rows: list[Row], metrics: tuple[str, ...]) -> None:
 def _draw_memory(axes: Axes, rows: list[Row]) -> None:
     peaks: dict[str, float] = {}
     for row in rows:
-        peaks[row.variant] = max(known(row.value), peaks.get(row.variant, 0.0))
+        peaks[row.variant] = max(not_none(row.value), peaks.get(row.variant, 0.0))
     axes.barh(range(len(peaks)), list(peaks.values()), color=COLOURS[0], height=0.5)
     for y, peak in enumerate(peaks.values()):
         axes.annotate(number(peak, 3), (peak, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
@@ -282,7 +285,7 @@ def counted_losses(material: Material) -> list[tuple[float, str, str]]:
     """Return (loss in nats, label with perplexity, colour) of the counting models on the valid split."""
     rows = measured(material.of("ngram_baselines", metric="perplexity_token"))
     return [
-        (math.log(known(row.value)), f"{_model_name(row)} ({number(known(row.value))})", MUTED)
+        (math.log(not_none(row.value)), f"{_model_name(row)} ({number(not_none(row.value))})", MUTED)
         for row in rows
         if row.params.get("split") == "valid"
     ]

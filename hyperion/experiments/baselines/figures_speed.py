@@ -4,10 +4,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hyperion.errors import not_none
 from hyperion.figures.formats import items
 from hyperion.figures.material import Material, measured
 from hyperion.figures.style import COLOURS, INK, add_notes, errors_of, new_figure, whole_numbers
-from hyperion.results import Row, known
+from hyperion.results import Row
 
 # Colour and label by loop.
 _LOOPS = {"plain": (COLOURS[1], "plain public loop"), "hyperion": (COLOURS[0], "this library")}
@@ -58,11 +59,11 @@ def _draw_rates(axes: Axes, batches: list[int], rates: list[Row], ratios: list[R
     for place, (loop, (colour, label)) in enumerate(_LOOPS.items()):
         chosen = [row for row in rates if row.params["loop"] == loop]
         x = [batches.index(row.params["batch"]) + 0.36 * (place - 0.5) for row in chosen]
-        axes.bar(x, [known(row.value) for row in chosen], 0.34, color=colour, label=label, yerr=errors_of(chosen), ecolor=INK)
+        axes.bar(x, [not_none(row.value) for row in chosen], 0.34, color=colour, label=label, yerr=errors_of(chosen), ecolor=INK)
     for ratio in ratios:
         batch = ratio.params["batch"]
         x = batches.index(batch) + 0.18
-        top = max(row.ci_high or known(row.value) for row in rates if row.params["batch"] == batch)
+        top = max(row.ci_high or not_none(row.value) for row in rates if row.params["batch"] == batch)
         axes.annotate(
             f"{ratio.value:.2f} ×\n[{ratio.ci_low:.2f}, {ratio.ci_high:.2f}]",
             (x, top),
@@ -144,16 +145,16 @@ def _draw_steps(axes: Axes, times: dict[str, Row], shares: list[Row], ratio: Row
             names.append(name)
     for loop in ("hyperion", "plain"):
         row, (colour, label) = times[loop], _LOOPS[loop]
-        at, height = len(names), 1e3 * known(row.value)
+        at, height = len(names), 1e3 * not_none(row.value)
         errors = errors_of([row])
         axes.bar([at], [height], 0.6, color=colour, yerr=errors and [[1e3 * e[0]] for e in errors], ecolor=INK)
         lines = [f"{height:.3g} ms"]
         of_loop = [share for share in shares if share.params["loop"] == loop]
         if of_loop:
-            lines.append(", ".join(f"{100 * known(share.value):.0f} %" for share in of_loop))
+            lines.append(", ".join(f"{100 * not_none(share.value):.0f} %" for share in of_loop))
         if loop == "hyperion":
             lines.insert(0, f"{ratio.value:.3f} × [{ratio.ci_low:.3f}, {ratio.ci_high:.3f}]")
-        _annotate(axes, at, 1e3 * (row.ci_high or known(row.value)), "\n".join(lines))
+        _annotate(axes, at, 1e3 * (row.ci_high or not_none(row.value)), "\n".join(lines))
         names.append(label)
     axes.set_xticks(range(len(names)), names)
     axes.margins(y=0.5)

@@ -13,10 +13,11 @@ from hyperion.chapter.options import Options
 from hyperion.chapter.variants import Report
 from hyperion.data import PreparedText, TextCorpus, Tokenizer
 from hyperion.data.batches.loaders import LanguageBatches, evaluation_windows
+from hyperion.errors import not_none
 from hyperion.experiments.baselines.captured_parity import captured_parity
 from hyperion.experiments.baselines.perplexity import MEASURES, Scored, perplexity_rows, text_floor
 from hyperion.models import TransformerConfig, TransformerLM, flops_per_token, named_config
-from hyperion.results import Row, known
+from hyperion.results import Row
 from hyperion.training import (
     History,
     LanguageEngine,
@@ -136,7 +137,7 @@ def forecast(context: Context) -> list[Forecast]:
     options, counted = LanguageModelOptions.of(context), datasets.vocabulary_row(context)
     if counted is None:
         return [Forecast(variant=options.model, metric="tokens_per_s", estimate=None, basis=NO_VOCABULARY)]
-    options, vocabulary = options.for_source(counted.data_source), int(known(counted.value))
+    options, vocabulary = options.for_source(counted.data_source), int(not_none(counted.value))
     config, tokens = options.config(vocabulary), options.batch_size * options.sequence_length
     return step_forecasts(
         context,

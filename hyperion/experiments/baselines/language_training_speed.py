@@ -34,6 +34,7 @@ from hyperion.chapter.options import Options
 from hyperion.chapter.rows import out_of_memory_reason, sample_frame, stream_ceiling, timed_columns
 from hyperion.chapter.variants import Report
 from hyperion.data.batches.loaders import LanguageBatches
+from hyperion.errors import not_none
 from hyperion.experiments.baselines.paired_loops import OURS, PLAIN, PairedLoops, wait_for
 from hyperion.experiments.baselines.plain_loops import PlainLanguageLoop, with_weights_of
 from hyperion.experiments.baselines.products_alone import one_pass, products_of
@@ -41,7 +42,7 @@ from hyperion.hardware import Device
 from hyperion.kernels.token_loss import padded_classes
 from hyperion.measure import FORMATS, PeakMemoryRegion, Timing, time_interleaved
 from hyperion.models import TransformerConfig, TransformerLM
-from hyperion.results import Estimate, Row, known, ratio_estimate
+from hyperion.results import Estimate, Row, ratio_estimate
 from hyperion.training import LanguageEngine, choose_precision, compile_options
 from hyperion.units import GIB
 from hyperion.workloads import datasets
@@ -211,7 +212,7 @@ def _start(options: LanguageTrainingSpeedOptions, loops: PairedLoops, tokens: np
     with PeakMemoryRegion(device) as region:
         loop.step()
     if accelerator:
-        loop.peak_gib = known(region.peak.gib) - before / GIB
+        loop.peak_gib = not_none(region.peak.gib) - before / GIB
     if engine is not None:
         engine.capture()
     third_s = _seconds_of(loop.step, device)
@@ -277,7 +278,7 @@ def _parity(options: LanguageTrainingSpeedOptions, loops: PairedLoops, started: 
     The classes that the plain model adds to the vocabulary V raise its loss by at most ln(P / V), and the loss before the first
     step is ln V; the rest of the difference is rounding.
     """
-    classes = known(loops.work.config).vocab_size
+    classes = not_none(loops.work.config).vocab_size
     tolerance = options.tolerance + math.log(padded_classes(classes) / classes) / math.log(classes)
     steps = min(len(loop.losses) for loop in started.values())
     curves = {name: torch.stack(loop.losses[:steps]).float().cpu().numpy() for name, loop in started.items()}
@@ -321,7 +322,7 @@ def _additional_bytes(options: LanguageTrainingSpeedOptions, work: Workload, dty
     """
     if not (options.compiled and dtype in SIXTEEN_BIT):
         return 0.0
-    config = known(work.config)
+    config = not_none(work.config)
     residual = 2 * 2 * 2 * config.layers * work.items * config.width
     return residual + 2 * work.items * config.vocab_size
 
@@ -398,10 +399,10 @@ def step_roof(context: Context, work: Workload, dtype: str) -> StepRoof | None:
     gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
     if gemm is None or stream is None:
         return None
-    tflops, how = known(gemm.value), f"at the measured {gemm.value:.4g} TFLOPS"
+    tflops, how = not_none(gemm.value), f"at the measured {gemm.value:.4g} TFLOPS"
     products = {"products": work.least_flops * work.items / (tflops * 1e12)}
-    traffic = least_traffic(known(work.config), work.items, dtype)
-    return StepRoof(products, how, {"gemm_tflops": tflops}, known(stream.value), traffic)
+    traffic = least_traffic(not_none(work.config), work.items, dtype)
+    return StepRoof(products, how, {"gemm_tflops": tflops}, not_none(stream.value), traffic)
 
 
 def own_roof(context: Context, work: Workload, dtype: str, together: Timing) -> StepRoof | None:
@@ -414,5 +415,5 @@ def own_roof(context: Context, work: Workload, dtype: str, together: Timing) -> 
     if stream is None:
         return None
     products, how = {"products": together.estimate.value}, "one after the other at their own sizes"
-    traffic = least_traffic(known(work.config), work.items, dtype)
-    return StepRoof(products, how, {}, known(stream.value), traffic, together)
+    traffic = least_traffic(not_none(work.config), work.items, dtype)
+    return StepRoof(products, how, {}, not_none(stream.value), traffic, together)

@@ -8,8 +8,9 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.options import Options
 from hyperion.chapter.variants import Report
 from hyperion.data import Baseline, bigram_baseline, unigram_baseline
+from hyperion.errors import not_none
 from hyperion.experiments.baselines.perplexity import Scored, perplexity_rows, text_floor
-from hyperion.results import Row, known
+from hyperion.results import Row
 from hyperion.workloads import datasets
 from hyperion.workloads.workloads import NO_VOCABULARY
 
@@ -25,7 +26,7 @@ def forecast(context: Context) -> list[Forecast]:
     counted = datasets.vocabulary_row(context)
     estimate, basis = None, NO_VOCABULARY
     if counted is not None:
-        vocabulary = int(known(counted.value))
+        vocabulary = int(not_none(counted.value))
         weights = [1 / rank for rank in range(1, vocabulary + 1)]
         total = math.fsum(weights)
         estimate = math.exp(-math.fsum(w / total * math.log(w / total) for w in weights))

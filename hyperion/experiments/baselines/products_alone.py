@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hyperion.chapter.rows import sample_frame
+from hyperion.errors import not_none
 from hyperion.hardware import Device
 from hyperion.kernels.token_loss import padded_classes
 from hyperion.measure import FORMATS, Timing, time_function
 from hyperion.models import TransformerConfig
 from hyperion.models.resnet import IMAGE_SIZE, block_shapes
-from hyperion.results import known
 from hyperion.results.statistics import Estimate, estimates_of_medians
 from hyperion.training import Precision
 from hyperion.workloads.workloads import CLASSES, ImageSizes, Workload
@@ -140,7 +140,7 @@ def products_of(work: Workload, compiled: bool) -> list[ProductAlone]:
     """Return the products of a step of either baseline."""
     if isinstance(work.sizes, ImageSizes):
         return image_products(work.sizes.width, work.items)
-    config = known(work.config)
+    config = not_none(work.config)
     return language_products(config, work.items // config.context, compiled)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyperion.results import known
+from hyperion.errors import not_none
 from hyperion.training import TorchEngine, loop
 
 PHASES = ("loader", "forward", "backward", "optimizer", "evaluation", "save")
@@ -81,8 +81,8 @@ class Phases:
             if not now and (fault is not None or phase in self.counted):
                 return function(*args)
             # A NaN replaces a number of an operator's result; in weights and optimizer state it can strike at any moment.
-            numbers_only = now and known(fault).kind == "NaN" and phase not in _STATE and phase not in _CALLS
-            at = 1 + int(known(fault).moment * self.moments[phase][numbers_only]) if now else None
+            numbers_only = now and not_none(fault).kind == "NaN" and phase not in _STATE and phase not in _CALLS
+            at = 1 + int(not_none(fault).moment * self.moments[phase][numbers_only]) if now else None
             moments = _Moments(at, numbers_only, self._strike)
             with _calls(moments) if phase in _CALLS else moments:
                 result = function(*args)
@@ -95,7 +95,7 @@ class Phases:
 
     def _strike(self, result: Any) -> None:
         """Strike; `result` is the result of the operator or the phase, None for a call."""
-        fault = known(self.fault)
+        fault = not_none(self.fault)
         if self.struck or fault.kind == "NaN" and not self._poison(result):
             return
         self.struck = True
@@ -110,7 +110,7 @@ class Phases:
     @torch.no_grad()
     def _poison(self, result: Any) -> bool:
         """Set one number to NaN: of a batch, of an operator's result, or of weights and optimizer state."""
-        fault = known(self.fault)
+        fault = not_none(self.fault)
         if fault.phase in _STATE:
             states = [value for state in self.engine.optimizer.state.values() for value in state.values()]
             result = [*self.engine.model.parameters(), *states]

@@ -14,11 +14,12 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.options import Options
 from hyperion.chapter.rows import out_of_memory_reason
 from hyperion.chapter.variants import Report, merged, run_counted
+from hyperion.errors import not_none
 from hyperion.measure import PeakMemoryRegion, SavedForBackward, TensorMemory, state_of
 from hyperion.models import layout_of
 from hyperion.parallel import ParallelPlan
 from hyperion.parallel.plan import BUDGET, EVERY_BLOCK, NONE, SELECTIVE
-from hyperion.results import Row, known
+from hyperion.results import Row
 from hyperion.training import TorchEngine, choose_precision
 from hyperion.units import GIB
 from hyperion.workloads.memory_forecasts import BASIS, applied, build_step, estimate_step, plan_within_budget
@@ -220,7 +221,7 @@ def _gradients(context: Context, work: Workload, plan: ParallelPlan) -> tuple[di
             loss = engine.summed_loss(batch) / engine.count_items(batch)
         loss.backward()
     statistics = {name: buffer for name, buffer in engine.model.named_buffers() if buffer.is_floating_point()}
-    return {name: known(parameter.grad) for name, parameter in engine.model.named_parameters()}, statistics
+    return {name: not_none(parameter.grad) for name, parameter in engine.model.named_parameters()}, statistics
 
 
 @contextlib.contextmanager
@@ -269,7 +270,7 @@ def _depth_row(setup: _Setup, work: Workload, policy: str) -> Row:
 
 
 def _depth_params(work: Workload, policy: str) -> dict:
-    layers = known(work.config).layers
+    layers = not_none(work.config).layers
     return {"batch": work.items, "checkpointing": policy, "layers": layers, "what": "activations after forward"}
 
 

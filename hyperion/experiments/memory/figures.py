@@ -5,11 +5,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from hyperion.errors import not_none
 from hyperion.figures.formats import memory_unit
 from hyperion.figures.material import Material, measured
 from hyperion.figures.plot import Plot
 from hyperion.figures.style import COLOURS, GRID, INK, MARKERS, MUTED, add_notes, log_ticks, look, new_figure
-from hyperion.results import Row, known
+from hyperion.results import Row
 
 # Parts of the bars from the bottom, with the place of their colour: first what is always there, then what comes and goes.
 _PARTS = {"parameters": 0, "optimizer state": 5, "buffers": 6, "batch": 3, "activations": 1, "gradients": 2}
@@ -42,7 +43,7 @@ def memory_phases(material: Material) -> Figure | None:
     for place, model in enumerate(models):
         line = panels[place * len(dtypes) : (place + 1) * len(dtypes)]
         of_model = [row for row in rows if row.variant == model]
-        unit = memory_unit([known(row.value) for row in of_model])
+        unit = memory_unit([not_none(row.value) for row in of_model])
         for axes, dtype in zip(line, dtypes, strict=True):
             _draw_phases(axes, [row for row in of_model if row.dtype == dtype], unit)
             axes.set_title(f"{model}, {dtype}")
@@ -74,7 +75,7 @@ def checkpointing(material: Material) -> Figure | None:
 def _draw_phases(axes: Axes, rows: list[Row], unit: tuple[float, str]) -> None:
     per_gib, name = unit
     gib = {
-        (row.params["phase"], row.params.get("part")): known(row.value) for row in rows if row.metric == "allocated_memory_gib"
+        (row.params["phase"], row.params.get("part")): not_none(row.value) for row in rows if row.metric == "allocated_memory_gib"
     }
     phases = list(dict.fromkeys(phase for phase, _ in gib))
     bottoms = [0.0] * len(phases)
@@ -86,7 +87,7 @@ def _draw_phases(axes: Axes, rows: list[Row], unit: tuple[float, str]) -> None:
         ("tensor_memory_gib", {"color": INK, "linewidth": 1.8}, "peak within the phase"),
         ("peak_memory_gib", {"color": MUTED, "linewidth": 1.4, "linestyle": (0, (2, 1.5))}, "the same by the allocator"),
     ):
-        peaks = {row.params["phase"]: known(row.value) for row in rows if row.metric == metric}
+        peaks = {row.params["phase"]: not_none(row.value) for row in rows if row.metric == metric}
         for number, phase in enumerate(phase for phase in phases if phase in peaks):
             place, y = phases.index(phase), per_gib * peaks[phase]
             axes.plot([place - 0.36, place + 0.36], [y, y], label=None if number else label, **style)
@@ -97,7 +98,7 @@ def _draw_phases(axes: Axes, rows: list[Row], unit: tuple[float, str]) -> None:
 
 def _sum_of_parts(rows: list[Row]) -> str:
     checked = [row for row in rows if row.check]
-    worst = max(known(row.check_error) for row in checked)
+    worst = max(not_none(row.check_error) for row in checked)
     return (
         f"The parts, each counted independently, add up to all live tensors within {100 * worst:.2g} %. "
         "Activations are the tensors that autograd keeps for the backward pass."
@@ -116,8 +117,8 @@ def _draw_trade(axes: Axes, rows: list[Row]) -> None:
             if not {NONE, how} <= memory.keys() or how not in times:
                 continue
             # Time is the inverse of the speed-up, so the ends of the interval swap.
-            speedup, low, high = (known(v) for v in (times[how].value, times[how].ci_low, times[how].ci_high))
-            longer, share = 1 / speedup, known(memory[how].value) / known(memory[NONE].value)
+            speedup, low, high = (not_none(v) for v in (times[how].value, times[how].ci_low, times[how].ci_high))
+            longer, share = 1 / speedup, not_none(memory[how].value) / not_none(memory[NONE].value)
             ends = [[longer - 1 / high], [1 / low - longer]]
             colour = COLOURS[place]
             axes.errorbar(longer, share, xerr=ends, fmt=marker, color=colour, ecolor=colour, markersize=8)
@@ -134,7 +135,7 @@ def _draw_trade(axes: Axes, rows: list[Row]) -> None:
     axes.axhline(1, color=MUTED, linestyle=(0, (5, 3)), linewidth=1.2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f} %")
-    right = max(1.4, *(1 / known(row.ci_low) for row in rows if row.metric == "speedup"))
+    right = max(1.4, *(1 / not_none(row.ci_low) for row in rows if row.metric == "speedup"))
     axes.set(xlabel="time of a step", ylabel="memory", xlim=(0.9, right + 0.1), ylim=(0, 1.08))
     dtypes = ", ".join(dict.fromkeys(_dtype_of(rows, model) for model in models))
     axes.set_title(f"Relative to no checkpointing ({dtypes}); grey: -40 % for +30 %")
@@ -145,11 +146,11 @@ def _dtype_of(rows: list[Row], model: str) -> str:
 
 
 def _draw_depth(axes: Axes, rows: list[Row]) -> None:
-    per_gib, unit = memory_unit([known(row.value) for row in rows])
+    per_gib, unit = memory_unit([not_none(row.value) for row in rows])
     for position, (how, label) in enumerate(((NONE, "no checkpointing"), (EVERY_BLOCK, "every block checkpointed"))):
         points = sorted((r for r in rows if r.params["checkpointing"] == how), key=lambda r: r.params["layers"])
         depths, style = [r.params["layers"] for r in points], look(how, position)
-        axes.plot(depths, [per_gib * known(r.value) for r in points], label=label, **style)
+        axes.plot(depths, [per_gib * not_none(r.value) for r in points], label=label, **style)
         predicted = [(d, per_gib * r.predicted) for d, r in zip(depths, points, strict=True) if r.predicted is not None]
         hollow = style | {"markerfacecolor": "none", "markersize": 10, "linestyle": "none"}
         axes.plot([depth for depth, _ in predicted], [gib for _, gib in predicted], **hollow)
@@ -164,7 +165,7 @@ def memory_estimate(material: Material) -> Figure | None:
     rows = measured(rows)
     if not rows:
         return None
-    peaks, predicted = [known(row.value) for row in rows], [known(row.predicted) for row in rows]
+    peaks, predicted = [not_none(row.value) for row in rows], [not_none(row.predicted) for row in rows]
     names = [_cell_name(row) for row in rows]
     figure, (left, right) = new_figure(
         "Peak memory, predicted and measured", material.machine("memory_estimate"), 2, height=1.7 + 0.34 * len(rows)
@@ -209,7 +210,7 @@ def memory_trace(material: Material) -> Figure | None:
     figure, panels = new_figure(
         "Memory over one step", material.machine("memory_trace"), len(policies), lines=2, height=6.8, width=10.4
     )
-    unit = memory_unit([known(row.value) for row in measured(rows) if row.metric == "tensor_memory_gib"])
+    unit = memory_unit([not_none(row.value) for row in measured(rows) if row.metric == "tensor_memory_gib"])
     for axes, how in zip(panels, policies, strict=False):
         _draw_history(axes, samples.query("checkpointing == @how"), unit)
         axes.set_title("no checkpointing" if how == NONE else how)
@@ -218,7 +219,7 @@ def memory_trace(material: Material) -> Figure | None:
         axes.set_ylim(0, highest)
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles[::-1], names[::-1], loc="outside right upper", fontsize=8.5)
-    grid = known(panels[0].get_subplotspec()).get_gridspec()
+    grid = not_none(panels[0].get_subplotspec()).get_gridspec()
     for axes in panels[len(policies) :]:
         axes.remove()
     _draw_kernels(figure.add_subplot(grid[1, :]), [row for row in rows if row.metric == "share"])
@@ -248,7 +249,7 @@ def _draw_history(axes: Axes, samples: pd.DataFrame, unit: tuple[float, str]) ->
 
 
 def _draw_kernels(axes: Axes, rows: list[Row]) -> None:
-    shares = sorted((known(row.value), row.params["what"]) for row in measured(rows))
+    shares = sorted((not_none(row.value), row.params["what"]) for row in measured(rows))
     axes.barh(range(len(shares)), [100 * share for share, _ in shares], height=0.6, color=COLOURS[0])
     for place, (share, name) in enumerate(shares):
         shortened = name if len(name) <= 80 else f"{name[:79]}…"

@@ -8,11 +8,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hyperion.errors import not_none
 from hyperion.figures.formats import memory_unit, number
 from hyperion.figures.material import Material, measured
 from hyperion.figures.plot import Plot
 from hyperion.figures.style import COLOURS, GRID, INK, MUTED, add_notes, errors_of, look, new_figure, spread_labels, whole_numbers
-from hyperion.results import Row, known
+from hyperion.results import Row
 
 _VARIANTS, _LADDER, _REFERENCE = "precision_variants", "training_ladder", "fp32"
 _SMALLEST = 1e-7  # relative differences below the rounding of float32 are drawn here
@@ -81,25 +82,25 @@ def _of(rows: list[Row], metric: str, **params) -> dict[str, Row]:
 def _draw_times(axes: Axes, title: str, rows: list[Row]) -> None:
     times, speedups = _of(rows, "step_time_s"), _of(rows, "speedup")
     for place, (dtype, row) in enumerate(times.items()):
-        time_ms, errors = 1e3 * known(row.value), [[1e3 * side[0]] for side in known(errors_of([row]))]
+        time_ms, errors = 1e3 * not_none(row.value), [[1e3 * side[0]] for side in not_none(errors_of([row]))]
         axes.barh(place, time_ms, xerr=errors, height=0.62, color=look(dtype)["color"], ecolor=INK, capsize=2.5)
-        speedup = f"  ({number(known(speedups[dtype].value), 3)} × {_REFERENCE})" if dtype in speedups else ""
-        _label_bar(axes, place, 1e3 * known(row.ci_high), f"{number(time_ms, 3)} ms{speedup}")
+        speedup = f"  ({number(not_none(speedups[dtype].value), 3)} × {_REFERENCE})" if dtype in speedups else ""
+        _label_bar(axes, place, 1e3 * not_none(row.ci_high), f"{number(time_ms, 3)} ms{speedup}")
     _finish_bars(axes, list(times), "ms per step")
     axes.set_title(title)
 
 
 def _draw_memory(axes: Axes, rows: list[Row]) -> None:
     tensors, peaks = _of(rows, "tensor_memory_gib", phase="whole step"), _of(rows, "peak_memory_gib")
-    per_gib, unit = memory_unit([known(row.value) for row in tensors.values()])
+    per_gib, unit = memory_unit([not_none(row.value) for row in tensors.values()])
     for place, (dtype, row) in enumerate(tensors.items()):
-        held_gib = furthest = known(row.value)
+        held_gib = furthest = not_none(row.value)
         axes.barh(place, per_gib * held_gib, height=0.62, color=look(dtype)["color"])
         if row.predicted is not None:
             axes.plot(per_gib * row.predicted, place, "D", color=INK, markerfacecolor="none", markersize=6)
             furthest = max(furthest, row.predicted)
         if dtype in peaks:
-            peak_gib = known(peaks[dtype].value)
+            peak_gib = not_none(peaks[dtype].value)
             axes.plot([per_gib * peak_gib] * 2, [place - 0.31, place + 0.31], color=INK, linewidth=1.6)
             furthest = max(furthest, peak_gib)
         _label_bar(axes, place, per_gib * furthest, f"{number(per_gib * held_gib, 3)} {unit}")
@@ -128,7 +129,7 @@ def _draw_differences(axes: Axes, samples: pd.DataFrame, rows: list[Row]) -> Non
     allowed: dict[tuple[float, int, int], list[str]] = {}
     for row in measured(rows):
         if row.metric == "relative_difference":
-            key = (known(row.check_tolerance), row.params.get("first", 1), row.params.get("last", steps))
+            key = (not_none(row.check_tolerance), row.params.get("first", 1), row.params.get("last", steps))
             allowed.setdefault(key, []).append(row.dtype)
     labels = []
     for (tolerance, first, last), dtypes in allowed.items():
@@ -197,9 +198,9 @@ def ladder_table(rows: Iterable[Row]) -> pd.DataFrame:
                 "model": model,
                 "rung": step.name,
                 "format": step.time.dtype,
-                "ms a step": number(1e3 * known(step.time.value), 3),
+                "ms a step": number(1e3 * not_none(step.time.value), 3),
                 "Δ time": _change_of_time(step.speedup),
-                "GiB": number(known(step.memory.value), 3) if step.memory else "not counted",
+                "GiB": number(not_none(step.memory.value), 3) if step.memory else "not counted",
                 "Δ memory": _change_of_memory(before, step),
                 "Δ loss early": _change_of_loss(step.early),
                 "Δ loss late": _change_of_loss(step.late),
@@ -218,20 +219,20 @@ def _change_of_time(speedup: Row | None) -> str:
     if speedup is None:
         return ""
     # Time is the inverse of speed, so the ends of the interval swap.
-    value, low, high = (100 * (1 / known(ratio) - 1) for ratio in (speedup.value, speedup.ci_high, speedup.ci_low))
+    value, low, high = (100 * (1 / not_none(ratio) - 1) for ratio in (speedup.value, speedup.ci_high, speedup.ci_low))
     return f"{value:+.1f} % [{low:+.1f}, {high:+.1f}]"
 
 
 def _change_of_memory(before: Step | None, step: Step) -> str:
     if before is None or before.memory is None or step.memory is None or before.memory.metric != step.memory.metric:
         return ""
-    return f"{100 * (known(step.memory.value) / known(before.memory.value) - 1):+.1f} %"
+    return f"{100 * (not_none(step.memory.value) / not_none(before.memory.value) - 1):+.1f} %"
 
 
 def _change_of_loss(row: Row | None) -> str:
     if row is None:
         return ""
-    value, allowed = (number(100 * known(share), 2) for share in (row.value, row.check_tolerance))
+    value, allowed = (number(100 * not_none(share), 2) for share in (row.value, row.check_tolerance))
     return f"{value} % (allowed {allowed} %)"
 
 
@@ -251,7 +252,7 @@ def training_ladder(material: Material) -> Figure | None:
     )
     for place, (model, steps) in enumerate(models.items()):
         time, memory, loss = panels[3 * place : 3 * place + 3]
-        _draw_steps(time, steps, [1e3 * known(step.time.value) for step in steps], "ms per step")
+        _draw_steps(time, steps, [1e3 * not_none(step.time.value) for step in steps], "ms per step")
         peaks_gib = [step.memory and step.memory.value for step in steps]
         per_gib, unit = memory_unit([peak for peak in peaks_gib if peak is not None])
         _draw_steps(memory, steps, [peak and per_gib * peak for peak in peaks_gib], f"{unit} at the peak")
@@ -295,8 +296,8 @@ def _draw_losses(axes: Axes, steps: list[Step]) -> None:
         for row, marker, height in ((step.early, "o", -0.14), (step.late, "s", 0.14)):
             if row is None:
                 continue
-            axes.plot(100 * known(row.value), place + height, marker, color=INK, markersize=4.5)
-            tolerance = 100 * known(row.check_tolerance)
+            axes.plot(100 * not_none(row.value), place + height, marker, color=INK, markersize=4.5)
+            tolerance = 100 * not_none(row.check_tolerance)
             axes.plot(tolerance, place + height, "|", color=_MORE, markersize=9, markeredgewidth=2)
     axes.set_xscale("symlog", linthresh=1e-4)
     _finish_steps(axes, steps, "% between losses; bars: allowed")

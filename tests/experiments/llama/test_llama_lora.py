@@ -149,7 +149,9 @@ def test_steps_that_only_measure_leave_no_trace(context, options, data, batch):
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("rows, message", [(640, None), (300, "the model's embedding has 300 rows"), (4000, "trained with another tokenizer")])
+@pytest.mark.parametrize(
+    "rows, message", [(640, None), (300, "the model's embedding has 300 rows"), (4000, "trained with another tokenizer")]
+)
 def test_real_weights_come_with_their_tokenizer_which_must_fit(context, rows, message):
     folder = cache_root() / "llama"
     load_llama("random_llama_d64_l2", vocab_size=rows).save_pretrained(folder)
