@@ -407,12 +407,12 @@ def test_work_left_to_a_pool_is_refused_and_a_future_that_is_not_done_too():
         pool.submit(int).result()
 
         def leave():
-            pool.submit(time.sleep, 0.05)
+            pool.submit(time.sleep, 0.5)
 
         with pytest.raises(HarnessError, match="is still working after the call returned"):
             measure.time(leave, **SHORT)
         with pytest.raises(HarnessError, match="returned a Future whose work is not done"):
-            measure.time(lambda: pool.submit(time.sleep, 0.05), **SHORT)
+            measure.time(lambda: pool.submit(time.sleep, 0.5), **SHORT)
 
 
 def test_a_thread_that_is_blocked_in_a_read_is_nobody_s_work_and_one_that_computes_is():
