@@ -138,11 +138,11 @@ def bad_mirror(root: Path, fault: str) -> Path:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("truncated .bin", "15265 bytes are 4 records of 3073 bytes and 2973 bytes more"),
-        ("records of CIFAR-100", "15370 bytes are 5 records of 3073 bytes and 5 bytes more"),
+        ("truncated .bin", "15265 bytes are 4 records of 3073 bytes and 2973 extra bytes"),
+        ("records of CIFAR-100", "15370 bytes are 5 records of 3073 bytes and 5 extra bytes"),
         ("text in Latin-1", "not UTF-8: byte 0xe9 at offset 6"),
         ("text in UTF-16", "not UTF-8: byte 0xff at offset 0"),
-        ("pickle that runs code", "mkdir, which no CIFAR-10 batch needs; nothing was run"),
+        ("pickle that runs code", "mkdir, which no CIFAR-10 batch needs; nothing was executed"),
     ],
 )
 def test_bad_files_are_not_staged(hyperion, tmp_path, fault, words):
@@ -157,7 +157,7 @@ def test_a_notebook_that_meets_a_bad_file_says_so_in_the_same_words(hyperion, ch
     cell = "from hyperion.data import load_cifar10\nload_cifar10(data_source)"
     write_notebook(checkout / "phase1_hardware", "01_first", [cell])
     done = hyperion("reproduce", HYPERION_DATA_MIRROR=tmp_path / "mirror")
-    told(done, 1, "01_first.ipynb, cell In [3]: DataError: pickle asks for", file)
+    told(done, 1, "01_first.ipynb, cell In [3]: DataError: the pickle refers to", file)
     assert "----> " not in done.stdout
     assert not (tmp_path / "mirror" / "it ran").exists()
     nothing_half_written(tmp_path / "results")
@@ -227,6 +227,7 @@ SIZES = {
     "warmup_share": 0.2,
     "weight_decay": 5e-4,
     "label_smoothing": 0.0,
+    "reaches": 0.0,
     "border": "black",
     "hole": 0,
     "precision": "fp32",
@@ -268,6 +269,6 @@ def test_corrupted_checkpoints_of_a_training_that_goes_on(tmp_path, monkeypatch,
     with pytest.raises(JobError, match="checkpoints can be used") as caught:
         train()
     assert str(earlier.parent) in str(caught.value) and "manifest.json" in str(caught.value.where)
-    assert "remove it to start from the beginning" in caught.value.next_step
+    assert "remove it to train from the beginning" in caught.value.next_step
     assert "Traceback" not in str(caught.value) + capsys.readouterr().out
     assert contents(context.workspace) == before

@@ -85,14 +85,14 @@ def test_compare_fails_on_a_confirmed_regression_and_ordinary_runs_are_indicativ
             stored(tmp_path / side / str(index), rate + index / 10, call)
     slower = hyperion("compare", str(tmp_path / "a"), str(tmp_path / "b"))
     assert slower.returncode == 1 and "regression" in slower.stdout and "-20" in slower.stdout
-    assert "power: a change of 3% for the worse" in slower.stdout and "power at 3" in slower.stdout
+    assert "power: a worsening of 3% would be confirmed" in slower.stdout and "power at 3" in slower.stdout
     assert slower.stdout.splitlines()[-1] == "exit code 1: 1 confirmed regression, nothing missing"
     assert hyperion("compare", str(tmp_path / "b"), str(tmp_path / "a")).returncode == 0
 
     one, other = (stored(tmp_path / name, rate) for name, rate in (("ordinary", 100.5), ("other", 81.5)))
     single = hyperion("compare", str(one.folder), str(other.folder))
     assert single.returncode == 0 and "1 indicative" in single.stdout and "power: a" not in single.stdout
-    assert "indicative: worse" in single.stdout and "did not take turns" in single.stdout
+    assert "indicative: worse" in single.stdout and "did not alternate" in single.stdout
     assert single.stdout.splitlines()[-1] == (
         "exit code 0: no confirmed regression, nothing missing, 1 indicative (never a failure)"
     )

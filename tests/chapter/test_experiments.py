@@ -110,7 +110,7 @@ def test_roofline_ridge_is_the_quotient_of_the_measured_ceilings(ceilings, folde
 def test_forecasts_on_an_unknown_device_are_null_with_the_reason(folder):
     context = Context(notebook="toy", experiment="roofline", sizes={}, workspace=folder)
     assert experiment_named("roofline").forecast(context) == []
-    sizes = {"dtype": "fp32", "millions": [1]}
+    sizes = {"dtype": "fp32", "millions": [1], "time_limit_s": 0.1}
     for forecast in experiment_named("bandwidth").forecast(replace(context, experiment="bandwidth", sizes=sizes)):
         assert forecast.estimate is None and forecast.basis
 
@@ -227,6 +227,7 @@ def test_language_model_scores_once_a_seed_above_the_floor_and_resumes_to_the_sa
         "steady_time_limit_s": 0.05,
         "dropout": 0.2,
         "seeds": 2,
+        "beats": {"baseline": "unigram", "factor": 1.0, "floor_share": 1.0},
     }
     result, context = perform("language_model", sizes, folder, text.rows)
     excess = [row for row in result.rows if row.metric == "excess_loss_nats"]
@@ -306,6 +307,7 @@ def test_image_classifier_tests_once_a_seed_and_knows_the_best_possible(folder):
         "warmup_share": 0.2,
         "weight_decay": 5e-4,
         "label_smoothing": 0.1,
+        "reaches": 0.0,
         "border": "reflect",
         "hole": 8,
         "precision": "auto",

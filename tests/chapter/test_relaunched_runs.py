@@ -78,7 +78,7 @@ def test_a_slowdown_is_exit_code_1_and_the_same_code_0(sides, tmp_path, capsys, 
     relaunched = Relaunched(tuple(made), Plan(120, 5e-3, {"step": 1}, 1.0))
     assert print_launches(relaunched, sides[0], sides[1:], tmp_path / "place") == code
     said = capsys.readouterr().out
-    assert ("regression" in said.split("launches:")[0]) == bool(code) and "power: a change of 3%" in said
+    assert ("regression" in said.split("launches:")[0]) == bool(code) and "power: a worsening of 3%" in said
     # What sets the versions apart is stated, and what they have in common is not.
     assert "relaunch folder: A old; B new" in said and "relaunch source: A" in said and "relaunch launch" not in said
     assert f"exit code {code}: {'1' if code else 'no'} confirmed regression" in said
