@@ -178,7 +178,7 @@ def test_a_subject_of_ones_own_runs_and_is_measured_again_when_its_files_change(
         ("sizes.toml", "[smoke.doubling]", "[smoke.dubling]", "dubling"),
         ("sizes.toml", "lengths = [1, 10]", "lengths = [", "not valid TOML"),
         ("metrics.py", '"doublings", "doublings"', '"step_time_s", "doublings"', "step_time_s"),
-        ("doubling.py", "EXPERIMENT = ", "EXPERIMENT = = ", "doubling.py:26"),
+        ("doubling.py", "EXPERIMENT = ", "EXPERIMENT = = ", "doubling.py:30"),
         ("doubling.py", "import pandas as pd", "import pandsa as pd", "doubling.py:3"),
     ],
 )
