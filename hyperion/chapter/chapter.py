@@ -191,10 +191,10 @@ class Chapter:
 
     def _report_unexpected(self, rows: list[Row]) -> None:
         for row in (row for row in rows if row.is_unexpected):
-            told = [row.experiment, row.variant, row.dtype, *(f"{name} {value}" for name, value in row.params.items())]
-            told += [] if row.rank is None else [f"rank {row.rank}"]
+            parts = [row.experiment, row.variant, row.dtype, *(f"{name} {value}" for name, value in row.params.items())]
+            parts += [] if row.rank is None else [f"rank {row.rank}"]
             reason = row.value_reason.removeprefix(UNEXPECTED)
-            self._unexpected(f"{', '.join(filter(None, told))}: {row.metric} {reason}", UNEXPECTED_ROW)
+            self._unexpected(f"{', '.join(filter(None, parts))}: {row.metric} {reason}", UNEXPECTED_ROW)
 
     def _keep(self, experiment: str, digest: str) -> Result:
         print(f"{experiment}: kept from an earlier call of this run, nothing measured again")

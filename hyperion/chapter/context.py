@@ -97,15 +97,15 @@ class Result:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One experiment: how it is foretold and how it is run.
+    """One experiment: how it is predicted and how it is run.
 
     Args:
-        forecast: estimates, the one the reader is asked to guess first.
-        run: does it. Takes a report callable (done, total, note) for progress.
-        isolated: give it a process of its own, so that its peak memory is its own.
-        reads: experiments of the same run whose rows it computes with; other rows there make it run again.
-        forecast_reads: those whose rows only its forecast uses; other rows there make a new forecast, nothing else.
-        options: type of its options, which profiles state.
+        forecast: returns the predictions; the reader is asked to guess the first one.
+        run: measures, and reports progress to a callable (done, total, note).
+        isolated: run it in a separate process, so that its peak memory can be measured.
+        reads: experiments of the same run whose rows it uses; when those rows change, it runs again.
+        forecast_reads: experiments whose rows only its forecast uses; when those change, only the forecast is repeated.
+        options: class of its options, which profiles give; None for an experiment without any.
         data: data sets it loads, by the names of `hyperion.data.prepare.catalog`.
     """
 

@@ -38,23 +38,23 @@ def record_launches(relaunched: Relaunched, work: Path, folders: tuple[Path, Pat
         of_side = relaunched.of(side)
         version = {"folder": folder.resolve().name} | git_state(folder, within=".")
         for launched in of_side:
-            told = (
+            facts = (
                 asked
                 | version
                 | {"side": side, "launch": launched.number, "launches": len(of_side)}
                 | {"source": launched.source, "files": launched.files}
             )
-            run = Run.create(place / side / str(launched.number), information | {"relaunch": told})
-            _record(run, launched, work.stem, told)
+            run = Run.create(place / side / str(launched.number), information | {"relaunch": facts})
+            _record(run, launched, work.stem, facts)
     return place / SIDES[0], place / SIDES[1]
 
 
-def _record(run: Run, launched: Launched, experiment: str, told: dict) -> None:
+def _record(run: Run, launched: Launched, experiment: str, facts: dict) -> None:
     rows = [
         answer.row(notebook=NOTEBOOK, experiment=experiment, variant=name, params=_LEVELLED)
         for name, answer in launched.answers.items()
     ]
     environment = run.information()["environment"]
-    provenance = {"profile": NOTEBOOK, "seed": 0, "sizes": told, "source": environment["source"]}
-    digest = hashlib.sha256(f"{told['work_sha256']} {launched.source}".encode()).hexdigest()[:16]
+    provenance = {"profile": NOTEBOOK, "seed": 0, "sizes": facts, "source": environment["source"]}
+    digest = hashlib.sha256(f"{facts['work_sha256']} {launched.source}".encode()).hexdigest()[:16]
     run.record(NOTEBOOK, experiment, rows, launched.samples, input_hash=digest, provenance=provenance, environment=environment)

@@ -72,9 +72,9 @@ def shared_identity(rows: Iterable[Row]) -> str:
     """What all rows have in common of variant, dtype and parameters, for captions: "cache cold · dtype fp32"."""
     identity = pd.DataFrame([_identity(row) for row in rows], dtype=object)
     shared = [c for c in identity if len(set(identity[c].map(text_of))) == 1 and text_of(identity[c].iloc[0])]
-    # A hash identifies, but nobody reads it in a caption; it stands in rows.csv.
-    told = [column for column in shared if column != "variant" and not column.endswith("sha256")]
-    return " · ".join(f"{column} {text_of(identity[column].iloc[0])}" for column in told)
+    # A hash is unreadable in a caption; rows.csv has it.
+    shown = [column for column in shared if column != "variant" and not column.endswith("sha256")]
+    return " · ".join(f"{column} {text_of(identity[column].iloc[0])}" for column in shown)
 
 
 def unit_mark(unit: str) -> str:
