@@ -49,13 +49,16 @@ def test_a_change_in_a_library_file_counts_only_where_it_is_reached(tmp_path, mo
     (package / "near" / "deep.py").write_text("x = 2")
     after = digest(tmp_path, cell)
     assert after != before
-    (package / "near" / "sizes.toml").write_text("a = 1")
-    assert digest(tmp_path, cell) != after
+    (package / "near" / "devices.toml").write_text("a = 1")
+    with_data = digest(tmp_path, cell)
+    assert with_data != after
+    (package / "near" / "sizes.toml").write_text("a = 1")  # sizes are among the parameters, by value
+    assert digest(tmp_path, cell) == with_data
 
 
 def test_experiments_are_reached_by_name_and_broken_cells_by_their_text(tmp_path):
     notebook = read_notebook(write_notebook(tmp_path, "01_x", ["def broken(", USES_RESULTS], produces=["gemm"]))
-    assert {"hyperion.experiments.hardware.gemm", "hyperion.results"} <= library_modules(notebook)
+    assert {"hyperion.experiments.hardware.gemm", "hyperion.results.store"} <= library_modules(notebook)
 
 
 def test_rows_digest_depends_on_values_not_on_order(tmp_path):
