@@ -19,7 +19,6 @@ from hyperion.figures.material import Material
 from hyperion.results import Run
 from tests.readme import PAGES, README, ROOT, commands, folders, needs_the_book, run
 
-
 DISTRIBUTED = [command for command in commands() if command.startswith((".venv/bin/torchrun", ".venv/bin/python"))]
 
 
