@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import hyperion
+from hyperion.forms import read_form
 from hyperion.hardware.cpu import CpuFacts, read_cpu
-from hyperion.untrusted import from_json
 
 VISIBLE_DEVICE_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -150,7 +150,7 @@ def facts_of(content: dict, place: str = "fingerprint") -> Facts:
     Raises:
         HyperionError: names a field that is unknown, missing or of another type.
     """
-    return from_json(Facts, {name: value for name, value in content.items() if name != "source"}, place)
+    return read_form(Facts, {name: value for name, value in content.items() if name != "source"}, place)
 
 
 def package_folder() -> Path:

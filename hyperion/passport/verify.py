@@ -8,6 +8,7 @@ from typing import Any
 from hyperion.chapter.rows import bandwidth_limit, gemm_limit
 from hyperion.doctor import judge
 from hyperion.errors import HyperionError
+from hyperion.forms import read_form
 from hyperion.hardware import Device, Floor, detect, facts_of, floors_for, lookup
 from hyperion.hardware.floors import METRICS
 from hyperion.measure import FORMATS
@@ -16,7 +17,7 @@ from hyperion.measure.traffic.bandwidth import OPERATIONS, REDUCTIONS
 from hyperion.passport.form import SCHEMA, FloorSection, FloorVerdict, hashes_of, private_text
 from hyperion.results import Row, RowError
 from hyperion.results.rows import COLUMNS
-from hyperion.untrusted import from_json, read_json
+from hyperion.untrusted import read_json
 
 _METRICS = ("gemm_tflops", "bandwidth_gb_s", "busbw_gb_s", "launch_time_s", "energy_j_per_tflop", "energy_j_per_gb")
 # The params that a row may have, with their types.
@@ -76,12 +77,12 @@ def verify_passport(path: Path) -> int:
 def _verify(content: dict) -> int:
     if isinstance(content, dict) and content.get("schema") != SCHEMA:
         raise _refusal("schema", f"is {content.get('schema')!r}, this version reads {SCHEMA}")
-    document = from_json(_Document, content, "passport")
+    document = read_form(_Document, content, "passport")
     _require(re.fullmatch(r"\d{4}-\d{2}-\d{2}", document.created), "created", "is not a date like 2026-11-21")
     _verify_hashes(content)
     if place := private_text(content, ""):
         raise _refusal(place.lstrip("."), "contains a path of a machine")
-    from_json(_Source, document.fingerprint.get("source"), "fingerprint.source")
+    read_form(_Source, document.fingerprint.get("source"), "fingerprint.source")
     facts = facts_of(document.fingerprint)
     device = detect(facts)
     _require(device.name == document.device, "device", f"is {document.device!r}, the fingerprint says {device.name!r}")
@@ -119,7 +120,7 @@ def _row(entry: dict, place: str, device: Device) -> Row:
     _require(not unknown, f"{place}.{unknown[0] if unknown else ''}", "is an unknown field")
     missing = sorted(set(COLUMNS) - entry.keys())
     _require(not missing, f"{place}.{missing[0] if missing else ''}", "is missing")
-    row = from_json(Row, {name: value for name, value in entry.items() if name != "unit"}, place)
+    row = read_form(Row, {name: value for name, value in entry.items() if name != "unit"}, place)
     _require(row.metric in _METRICS, f"{place}.metric", f"is {row.metric!r}, must be one of {', '.join(_METRICS)}")
     _require(entry["unit"] == row.unit, f"{place}.unit", f"is {entry['unit']!r}, {row.metric} is in {row.unit!r}")
     _verify_params(row, f"{place}.params")
@@ -144,7 +145,7 @@ def _row(entry: dict, place: str, device: Device) -> Row:
 def _verify_params(row: Row, place: str) -> None:
     for name, value in row.params.items():
         _require(name in _PARAMS, f"{place}.{name}", "is an unknown field")
-        checked: Any = from_json(_PARAMS[name], value, f"{place}.{name}")
+        checked: Any = read_form(_PARAMS[name], value, f"{place}.{name}")
         _require(_PARAMS[name] is not int or checked >= 0, f"{place}.{name}", f"is {value}")
 
 
@@ -154,7 +155,7 @@ def _known_limit(row: Row, place: str, device: Device) -> float | None:
         _require(row.dtype in FORMATS, f"{place}.dtype", f"is {row.dtype!r}, an unknown number format")
         return gemm_limit(device, row.dtype)[0]
     if row.metric == "busbw_gb_s":
-        sheet, ranks = lookup(device)[0], from_json(int, row.params.get("ranks"), f"{place}.params.ranks")
+        sheet, ranks = lookup(device)[0], read_form(int, row.params.get("ranks"), f"{place}.params.ranks")
         _require(ranks >= 2, f"{place}.params.ranks", f"is {ranks}, a collective needs at least two")
         link = sheet.link_limit_gb_s(ranks)[0] if sheet else None
         # With an in-switch reduction each byte is sent once instead of almost twice. The fingerprint does not tell whether it was
@@ -163,7 +164,7 @@ def _known_limit(row: Row, place: str, device: Device) -> float | None:
     operation = (OPERATIONS | REDUCTIONS).get(row.variant)
     if row.metric != "bandwidth_gb_s" or operation is None:
         return None
-    elements = from_json(int, row.params.get("elements"), f"{place}.params.elements")
+    elements = read_form(int, row.params.get("elements"), f"{place}.params.elements")
     _require(row.dtype in FORMATS, f"{place}.dtype", f"is {row.dtype!r}, an unknown number format")
     return bandwidth_limit(device, operation.arrays * elements * FORMATS[row.dtype].bytes)[0]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from hyperion.forms import read_form
 from hyperion.results.execution import KEPT, MEASURED, note_experiment
 from hyperion.results.files import (
     WRITER_LOCK,
@@ -34,7 +35,7 @@ from hyperion.results.rows import (
     rows_to_csv,
 )
 from hyperion.results.samples import read_samples
-from hyperion.untrusted import DOCUMENT_BYTES, from_json, parse_json
+from hyperion.untrusted import DOCUMENT_BYTES, parse_json
 
 ROWS, RUN, EXPERIMENTS, PREDICTIONS = "rows.csv", "run.json", "experiments.json", "predictions.json"
 ENVIRONMENTS, METRICS = "environments.json", "metrics.json"
@@ -171,7 +172,7 @@ class Run:
             HyperionError: it is damaged, or a field that pages read has another type.
         """
         content = self.document(RUN)
-        from_json(_Information, content, RUN, extra=True)
+        read_form(_Information, content, RUN, extra=True)
         return content
 
     def rows(self, notebook: str | None = None, experiment: str | None = None) -> list[Row]:
@@ -275,7 +276,7 @@ class Run:
             HyperionError: the file is damaged, or an environment does not match its digest.
         """
         environments = self._json_of(ENVIRONMENTS)
-        from_json(dict[str, _Environment], environments, ENVIRONMENTS, extra=True)
+        read_form(dict[str, _Environment], environments, ENVIRONMENTS, extra=True)
         for digest, environment in environments.items():
             if digest != environment_digest(environment):
                 fault = f"environment {digest!r:.40} does not match its digest: it was edited"
@@ -301,7 +302,7 @@ class Run:
         """Return the stored predictions, of one notebook or experiment if named."""
         if PREDICTIONS not in manifest_names(self.folder):
             return []
-        predictions = from_json(list[Prediction], self.document(PREDICTIONS), PREDICTIONS)
+        predictions = read_form(list[Prediction], self.document(PREDICTIONS), PREDICTIONS)
         return [
             p
             for p in predictions
@@ -383,7 +384,7 @@ class Run:
             HyperionError: the file is damaged, or an entry has another form.
         """
         found = self._json_of(EXPERIMENTS)
-        from_json(dict[str, _Finished], found, EXPERIMENTS, extra=True)
+        read_form(dict[str, _Finished], found, EXPERIMENTS, extra=True)
         for name in found:
             require_file_names(*name.partition("/")[::2])
         return found
