@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hyperion.doctor import FloorReport, judge
 from hyperion.hardware import collect_facts, detect, fingerprint, floors_for
 from hyperion.passport import PassportError, measure_passport, passport_name, verify_passport, write_passport
-from hyperion.passport.form import hashes_of, private_text
 from hyperion.passport.measure import passport_of, shareable_fingerprint
+from hyperion.passport.verify import hashes_of, private_text
 from tests.doctor.test_floors import healthy, row
 from tests.hardware.machines import facts, gpu
 from tests.test_cli import hyperion

@@ -1,5 +1,18 @@
-"""Verify a passport: form, hashes, units, intervals, checks, limits of the data sheet, and floors."""
+"""The form of a passport, and its verification: hashes, units, intervals, checks, limits of the data sheet, and floors.
 
+A passport is one JSON file with the fingerprint, the measured ceilings and the floors of a machine:
+
+    {"schema": 1, "hyperion": "0.1.0", "created": "2026-11-21", "device": …, "devices": 4,
+     "fingerprint": {…}, "ceilings": [{row}, …], "floors": {"unknown": "", "verdicts": […]},
+     "hashes": {"fingerprint": …, "ceilings": …, "floors": …, "whole": …}}
+
+`ceilings` are result rows with all their columns. The hashes show which part was changed after it was written. They do not
+show who wrote it or that it was measured, because anyone who changes a value can recompute them. Therefore `verify_passport`
+also compares the values with the data sheets, their intervals, their checks and the floors.
+"""
+
+import hashlib
+import json
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,17 +27,20 @@ from hyperion.hardware.floors import METRICS
 from hyperion.measure import FORMATS
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES
 from hyperion.measure.traffic.bandwidth import OPERATIONS, REDUCTIONS
-from hyperion.passport.form import SCHEMA, FloorSection, FloorVerdict, hashes_of, private_text
 from hyperion.results import Row, RowError
 from hyperion.results.rows import COLUMNS
 from hyperion.untrusted import read_json
 
+SCHEMA = 1
+SECTIONS = ("fingerprint", "ceilings", "floors")
 _METRICS = ("gemm_tflops", "bandwidth_gb_s", "busbw_gb_s", "launch_time_s", "energy_j_per_tflop", "energy_j_per_gb")
 # The params that a row may have, with their types.
 _PARAMS = dict.fromkeys(("m", "n", "k", "elements", "bytes", "ranks", "calls", "floor"), int)
 _PARAMS |= dict.fromkeys(("cache", "backend", "power_scope"), str) | {"pinned": bool, "counter_difference": float}
 _LARGEST_BYTES = 16 * 2**20  # thousands of values take about one MiB
 _ROUNDING = 1 + 1e-9
+# Paths of a machine. The lookbehind excludes paths in web addresses.
+_PATH = re.compile(r"(?<![\w.:/~-])(/(home|root|Users|tmp|mnt|scratch|lustre|gpfs|work|var|opt|data|nfs|usr)/|~/|[A-Z]:\\)")
 
 
 class PassportError(HyperionError):
@@ -34,14 +50,40 @@ class PassportError(HyperionError):
 
 
 @dataclass(frozen=True)
-class _Source:
+class FloorVerdict:
+    """The outcome of one floor: the fields of `hyperion.hardware.Floor`, outcome, measured value and note."""
+
+    quantity: str
+    dtype: str
+    size: int
+    value: float
+    unit: str
+    conditions: str
+    source: str
+    date: str
+    ranks: int | None
+    outcome: str
+    measured: float | None
+    note: str
+
+
+@dataclass(frozen=True)
+class FloorSection:
+    """The verdicts on all floors, or in `unknown` the reason why no floor is known for the device."""
+
+    unknown: str
+    verdicts: tuple[FloorVerdict, ...]
+
+
+@dataclass(frozen=True)
+class _SourceState:
     hash: str
     commit: str | None
     modified: bool | None
 
 
 @dataclass(frozen=True)
-class _Document:
+class _Passport:
     """The outer form of a passport; the entries of `fingerprint` and `ceilings` are verified one by one."""
 
     schema: int
@@ -63,7 +105,7 @@ def verify_passport(path: Path) -> int:
     from fewer than 30 samples; a failed check; a verdict on a floor that does not follow from the rows.
 
     Raises:
-        PassportError: names the field and the reason. `hyperion.passport.form` explains what hashes cannot show.
+        PassportError: names the field and the reason. the head of this module explains what hashes cannot show.
     """
     content = _read(path)
     try:
@@ -74,15 +116,38 @@ def verify_passport(path: Path) -> int:
         raise PassportError(error.what.replace("passport.", ""), where=path, next_step="measure it again") from error
 
 
+def row_to_json(row: Row) -> dict:
+    """Return a row as JSON, with its unit, in the column order of rows.csv."""
+    return {column: getattr(row, column) for column in COLUMNS}
+
+
+def hashes_of(content: dict) -> dict[str, str]:
+    """Return the sha256 of each section, and of everything but the hashes under "whole"."""
+    whole = {name: value for name, value in content.items() if name != "hashes"}
+    return {name: _hash(content[name]) for name in SECTIONS} | {"whole": _hash(whole)}
+
+
+def private_text(value, place: str) -> str:
+    """Return the place of the first text that contains a path of a machine, or ""."""
+    if isinstance(value, str):
+        return place if _PATH.search(value) else ""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        inner = f"{place}.{key}" if isinstance(key, str) else f"{place}[{key}]"
+        if found := (isinstance(key, str) and private_text(key, inner)) or private_text(item, inner):
+            return found
+    return ""
+
+
 def _verify(content: dict) -> int:
     if isinstance(content, dict) and content.get("schema") != SCHEMA:
         raise _refusal("schema", f"is {content.get('schema')!r}, this version reads {SCHEMA}")
-    document = read_form(_Document, content, "passport")
+    document = read_form(_Passport, content, "passport")
     _require(re.fullmatch(r"\d{4}-\d{2}-\d{2}", document.created), "created", "is not a date like 2026-11-21")
     _verify_hashes(content)
     if place := private_text(content, ""):
         raise _refusal(place.lstrip("."), "contains a path of a machine")
-    read_form(_Source, document.fingerprint.get("source"), "fingerprint.source")
+    read_form(_SourceState, document.fingerprint.get("source"), "fingerprint.source")
     facts = facts_of(document.fingerprint)
     device = detect(facts)
     _require(device.name == document.device, "device", f"is {document.device!r}, the fingerprint says {device.name!r}")
@@ -207,3 +272,8 @@ def _require(holds, field: str, reason: str) -> None:
 
 def _refusal(field: str, reason: str) -> PassportError:
     return PassportError(f"{field}: {reason}", next_step="measure it again: hyperion passport")
+
+
+def _hash(value) -> str:
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()

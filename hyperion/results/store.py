@@ -81,7 +81,7 @@ class _Cpu:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _RecordedSource:
     commit: str | None = None
     modified: bool | None = None
     hash: str | None = None
@@ -93,7 +93,7 @@ class _Environment:
 
     gpus: list[_Gpu] | None = None
     cpu: _Cpu | None = None
-    source: _Source | None = None
+    source: _RecordedSource | None = None
     packages: dict[str, str | None] | None = None
     collective_settings: dict | None = None
 
