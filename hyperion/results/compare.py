@@ -8,10 +8,9 @@ import numpy as np
 
 from hyperion.errors import HyperionError
 from hyperion.results.circumstances import require_distinct
-from hyperion.results.folders import find_run
 from hyperion.results.rows import Row
 from hyperion.results.statistics import DIVISIONS, Power, fenced, log_deviations, randomization_test
-from hyperion.results.store import RUN, Run
+from hyperion.results.store import RUN, Run, find_run
 
 RELAUNCHES = 5
 SMALLEST_CHANGE = 0.03
