@@ -3,7 +3,6 @@
 All vendor-specific code works on `MachineFacts`, so tests can run it with the facts of any machine.
 """
 
-import dataclasses
 import hashlib
 import importlib.metadata
 import os
@@ -13,7 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import hyperion
@@ -97,10 +96,6 @@ class MachineFacts:
     machine: str = ""
     host_hash: str = ""
     visible_devices: dict[str, str] = field(default_factory=dict)
-
-    def to_json(self) -> dict:
-        """Return the facts as nested dicts and lists for `json.dumps`."""
-        return dataclasses.asdict(self)
 
 
 def collect_facts() -> MachineFacts:
@@ -224,7 +219,7 @@ def fingerprint(facts: MachineFacts | None = None) -> dict:
     Keys: python, torch, cuda, hip, driver, collectives (nccl or rccl), collective_settings (its environment variables),
     packages, os, kernel, machine, cpu, gpus, visible_devices, host_hash, source (hash, commit, modified).
     """
-    content = (facts or collect_facts()).to_json()
+    content = asdict(facts or collect_facts())
     for gpu in content["gpus"]:
         gpu["uuid"] = gpu["uuid"] and hashlib.sha256(gpu["uuid"].encode()).hexdigest()[:12]
     content["source"] = {"hash": source_hash(), **git_state()}

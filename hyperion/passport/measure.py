@@ -18,9 +18,10 @@ from hyperion.hardware import Device, Floor, MachineFacts, collect_facts, detect
 from hyperion.hardware.floors import STREAMS
 from hyperion.measure import FORMATS, Gemm, matmul_precision
 from hyperion.measure.traffic.bandwidth import OPERATIONS, REDUCTIONS
-from hyperion.passport.verify import SCHEMA, FloorSection, FloorVerdict, hashes_of, private_text, row_to_json
+from hyperion.passport.verify import SCHEMA, FloorSection, FloorVerdict, hashes_of, private_text
 from hyperion.processes import Job, RankError, roll_call, run_ranks, world
 from hyperion.results import Row, write_atomically
+from hyperion.results.rows import COLUMNS
 
 _LONGEST_MEASUREMENT_S = 5.0
 # A measurement also warms up (half of its time limit), makes its operands and verifies its output.
@@ -109,7 +110,7 @@ def passport_of(facts: MachineFacts, device: Device, devices: int, rows: list[Ro
         "device": device.name,
         "devices": devices,
         "fingerprint": shareable_fingerprint(facts),
-        "ceilings": [row_to_json(row) for row in rows],
+        "ceilings": [{column: getattr(row, column) for column in COLUMNS} for row in rows],
         "floors": asdict(FloorSection(report.unknown, verdicts)),
     }
     content = json.loads(json.dumps(content, allow_nan=False))  # tuples become lists, as after reading the file

@@ -116,11 +116,6 @@ def verify_passport(path: Path) -> int:
         raise PassportError(error.what.replace("passport.", ""), where=path, next_step="measure it again") from error
 
 
-def row_to_json(row: Row) -> dict:
-    """Return a row as JSON, with its unit, in the column order of rows.csv."""
-    return {column: getattr(row, column) for column in COLUMNS}
-
-
 def hashes_of(content: dict) -> dict[str, str]:
     """Return the sha256 of each section, and of everything but the hashes under "whole"."""
     whole = {name: value for name, value in content.items() if name != "hashes"}
