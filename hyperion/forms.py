@@ -57,7 +57,8 @@ def _adapter(form: Any, extra: bool) -> "TypeAdapter":
 
     # Inside a dict, because pydantic allows no settings for a dataclass at the top; so the place is a part of its errors, too.
     settings = ConfigDict(strict=True, extra="ignore" if extra else "forbid", allow_inf_nan=False)
-    return TypeAdapter(dict[str, form], config=settings)
+    inside = dict[str, form]  # pyright: ignore[reportInvalidTypeForm]  # known only when this runs
+    return TypeAdapter(inside, config=settings)
 
 
 def _place(location: Sequence[int | str], document: Any) -> str:
