@@ -325,7 +325,11 @@ LENIENT = {"name": "step_time_s", "unit": "s", "direction": "none", "meaning": "
         ("metrics.json", lambda d: d[ENTRY_SCORED].append(d[ENTRY_SCORED][0]), "defines a metric twice"),
         ("metrics.json", lambda d: d[ENTRY_SCORED][0].update(unit="s"), "unit 'points' where own_score has 's'"),
         ("metrics.json", lambda d: d[ENTRY_SCORED][0].update(direction="lower"), "lies beyond its limit"),
-        ("metrics.json", lambda d: d[ENTRY_SCORED][0].update(direction="up"), "direction must be one of 'higher', 'lower'"),
+        (
+            "metrics.json",
+            lambda d: d[ENTRY_SCORED][0].update(direction="up"),
+            "direction must be 'higher', 'lower' or 'none', not 'up'",
+        ),
         ("metrics.json", lambda d: d[ENTRY_SCORED][0].update(needs_interval=True), "lacks n or the 95 % confidence interval"),
         ("metrics.json", lambda d: d[ENTRY_SCORED][0].update(needs_check=1), "needs_check must be a valid boolean, not 1"),
         ("metrics.json", lambda d: d[ENTRY_SCORED][0].update(meaning="two\nlines"), "meaning is 'two\\nlines'"),
