@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hyperion.checkpoints.ranks import agreed, on_rank_0, rank_and_size
+from hyperion.checkpoints.sharded import agreed, on_rank_0, rank_and_size
 from hyperion.checkpoints.states import EARLIER, CheckpointError, read_state, write_state
 from hyperion.errors import refused_write, require_number
 from hyperion.untrusted import inner_path, open_regular, printable, read_json

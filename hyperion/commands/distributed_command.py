@@ -19,7 +19,7 @@ from hyperion.chapter.chapter import run_information
 from hyperion.chapter.context import Context, Result
 from hyperion.chapter.profiles import default_profile, load_profile
 from hyperion.chapter.variants import merged, packed, restored
-from hyperion.checkpoints import on_rank_0, save_adapter
+from hyperion.checkpoints import on_rank_0
 from hyperion.commands.distributed_options import COMMAND, parsed
 from hyperion.commands.distributed_progress import Progress, scaling_table, training_table
 from hyperion.commands.distributed_request import Machine, Request, checked
@@ -31,7 +31,7 @@ from hyperion.parallel import assert_ranks_agree
 from hyperion.processes import Job, RankError, process_group, run_ranks, world
 from hyperion.processes.group import choose_device, rank_info
 from hyperion.results import Run, new_run_folder, set_latest
-from hyperion.training import Interrupted, train
+from hyperion.training import Interrupted, save_adapter, train
 from hyperion.workloads.recipes import Recipe, set_up
 from hyperion.workloads.training_rows import loss_curve
 

@@ -18,7 +18,7 @@ from hyperion.data.batches.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
 from hyperion.parallel import average_statistics, ranks_of, reshard, start_sum
-from hyperion.training.precision import Precision
+from hyperion.training.recipe import Precision
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ import shutil
 import pytest
 import torch
 
-from hyperion.checkpoints import CheckpointError, frozen_sha256, load_adapter, save_adapter
+from hyperion.checkpoints import CheckpointError
 from hyperion.models import LlamaLM, load_llama
-from hyperion.parallel import add_lora
+from hyperion.training import add_lora, frozen_sha256, load_adapter, save_adapter
 from tests.parallel.small import tiny_llama
 
 TOKENS = torch.arange(12).view(2, 6)

@@ -36,8 +36,7 @@ from hyperion.data import (
 from hyperion.data.images.cifar10_formats import LAYOUTS, read_python_batch
 from hyperion.data.images.imageset import synthetic_images
 from hyperion.data.prepare.verify import examine, verify
-from hyperion.data.store.manifest import FILE_NAME, write_manifest
-from hyperion.data.store.staging import MARK
+from hyperion.data.store.folders import FILE_NAME, MARK, write_manifest
 from hyperion.data.text.corpus import count_non_empty, count_words_with_eos
 from hyperion.data.text.tokenizer import train_tokenizer
 from hyperion.data.text.wikitext2 import synthetic_corpus

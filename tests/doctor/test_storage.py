@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyperion.data.errors import DataUnavailable
+from hyperion.data.store.folders import DataUnavailable
 from hyperion.doctor import checks
 
 

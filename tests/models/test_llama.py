@@ -17,8 +17,8 @@ from hyperion.models import (
     random_llama_config,
     require_vocabulary,
 )
-from hyperion.parallel import add_lora, expected_lora_parameters
-from hyperion.parallel.lora import ATTENTION
+from hyperion.training import add_lora, expected_lora_parameters
+from hyperion.training.lora import ATTENTION
 
 NAME, V = "random_llama_d64_l2", 300
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hyperion.data.store.staging import MARK
+from hyperion.data.store.folders import MARK
 from hyperion.errors import HyperionError
 from hyperion.models import load_llama, local_llama
-from hyperion.models.llama_files import INDEX, verify_llama_folder
+from hyperion.models.llama import INDEX, verify_llama_folder
 
 pytestmark = pytest.mark.usefixtures("data_home")
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hyperion.errors import HyperionError
-from hyperion.parallel.lora import add_lora, expected_lora_parameters, trainable_parameter_count
+from hyperion.training.lora import add_lora, expected_lora_parameters, trainable_parameter_count
 from tests.parallel.small import tiny_llama
 
 

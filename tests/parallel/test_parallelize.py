@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hyperion.errors import HyperionError
 from hyperion.models import Layout, TransformerLM, resnet18
 from hyperion.parallel import ParallelPlan, parallelize
-from hyperion.parallel.plan import BUDGET, CHECKPOINTING, NONE
+from hyperion.parallel.parallelize import BUDGET, CHECKPOINTING, NONE
 from tests.parallel import small
 from tests.parallel.on_ranks import IMAGE_PLANS, PLANS
 

@@ -8,7 +8,7 @@ import torch
 from hyperion.checkpoints import read_state, write_state
 from hyperion.hardware import detect_cpu
 from hyperion.training import EpochRecord, History, mean_over_ranks
-from hyperion.training.history import UNTIMED_STEPS, EpochMeter
+from hyperion.training.clocks import UNTIMED_STEPS, EpochMeter
 
 RECORD = EpochRecord(1, 10, 10, 2.5, 1e-3, 640, 0.5, 7, 900.0, "peak_rss_gib", None, {"loss": 2.0})
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hyperion.checkpoints import read_state
-from hyperion.training.nonfinite import is_finite, non_finite
+from hyperion.training.snapshots import is_finite, non_finite
 
 GOOD, NO_LOSS, NO_NORM = (1.0, 2.0, 1.0), (math.nan, 2.0, math.nan), (1.0, math.inf, 1.0)
 

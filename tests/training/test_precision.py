@@ -15,8 +15,8 @@ from hyperion.training import (
     ImageEngine,
     LanguageEngine,
     NonFiniteError,
-    Plan,
     Precision,
+    TrainingPlan,
     adamw,
     choose_precision,
     sgd_nesterov,
@@ -173,12 +173,12 @@ def test_the_scale_is_part_of_the_checkpoint(tmp_path):
 def test_training_goes_on_over_an_overflow_but_not_over_gradients_that_are_no_numbers():
     engine = engine_in("fp16")
     overflow_next(engine, times=3)
-    assert len(train(engine, small_batches(), Plan(steps=6)).losses) == 6
+    assert len(train(engine, small_batches(), TrainingPlan(steps=6)).losses) == 6
     assert engine.scaler.skipped_steps == 3
     # Halved from 65536 until below 1, the scale is not to blame any more.
     overflow_next(engine, times=100)
     with pytest.raises(NonFiniteError, match="gradient norm"):
-        train(engine, small_batches(), Plan(steps=30))
+        train(engine, small_batches(), TrainingPlan(steps=30))
     assert engine.scaler.skipped_steps == 3 + 14
 
 
@@ -188,4 +188,4 @@ def test_bf16_and_fp32_scale_nothing():
         assert engine.scaler.scale == 1 and engine.scaler.state_dict() == {}
         overflow_next(engine)
         with pytest.raises(NonFiniteError):
-            train(engine, small_batches(), Plan(steps=2))
+            train(engine, small_batches(), TrainingPlan(steps=2))

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from hyperion.checkpoints import newest_good, write_sharded
-from hyperion.training import NonFiniteError, Plan, train
-from hyperion.training.nonfinite import non_finite_tensor
+from hyperion.checkpoints.sharded import non_finite_tensor
+from hyperion.training import NonFiniteError, TrainingPlan, train
 from hyperion.training.snapshots import read_run
 from tests.training.small import STEPS, small_batches, small_engine, small_validation
 
-PLAN = Plan(steps=9, checkpoint_every=3)
+PLAN = TrainingPlan(steps=9, checkpoint_every=3)
 
 
 def weight_after_step(engine, step, value=math.nan):
@@ -59,8 +59,10 @@ def test_an_evaluation_that_is_no_number_stops_the_run_before_it_is_saved(tmp_pa
     engine = small_engine()
     engine.evaluate = lambda batches: {"loss": math.nan}
     with pytest.raises(NonFiniteError, match="evaluation after step 7: loss nan"):
-        train(engine, small_batches(), Plan(steps=STEPS, checkpoint_every=3), validation=small_validation, folder=tmp_path)
-    resumed = train(small_engine(seed=1), small_batches(), Plan(steps=9), validation=small_validation, folder=tmp_path)
+        train(
+            engine, small_batches(), TrainingPlan(steps=STEPS, checkpoint_every=3), validation=small_validation, folder=tmp_path
+        )
+    resumed = train(small_engine(seed=1), small_batches(), TrainingPlan(steps=9), validation=small_validation, folder=tmp_path)
     assert resumed.resumed_at == [6] and math.isfinite(resumed.epochs[0].evaluation["loss"])
 
 

@@ -7,7 +7,7 @@ import torch
 from hyperion.checkpoints import read_state, write_state
 from hyperion.errors import HyperionError
 from hyperion.training import rng_state, seed_everything, set_rng_state
-from hyperion.training.seeds import seed_rank
+from hyperion.training.recipe import seed_rank
 
 
 def draws():

@@ -6,7 +6,7 @@ import pytest
 
 from hyperion.hardware import Device, detect_cpu
 from hyperion.training import Interrupted, StopFlag
-from hyperion.training.stopping import SYNC_STEPS, Pulse
+from hyperion.training.clocks import SYNC_STEPS, Pulse
 
 
 def test_sigterm_sets_the_flag_and_the_old_handler_comes_back():

@@ -1,16 +1,26 @@
-"""Batches of tokens on the device, in a deterministic order that can be resumed exactly at any batch."""
+"""Batches of tokens on the device, in a deterministic order that can be resumed exactly at any batch.
+
+Rows are windows of a token stream, padded lines, or instructions. `Prefetched` builds the batches of any of them in threads.
+"""
 
 import threading
+import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hyperion.data.batches.packing import IGNORE_INDEX, Padding
-from hyperion.data.errors import DataError
 from hyperion.data.store.arrays import narrowed
+from hyperion.data.store.folders import DataError
+from hyperion.data.text.instructions import Completions
+
+Batch = tuple[Tensor, Tensor]
+WIDTH_MULTIPLE = 8  # matrix units prefer such widths, and fewer distinct shapes occur
 
 
 class ResumableBatches(ABC):
@@ -233,6 +243,142 @@ class PaddedBatches(ResumableBatches):
         outside = places >= on_device(sizes.copy(), windows.device)[:, None]
         inputs = windows[:, :-1].masked_fill(outside[:, :-1], self.padding_id)
         return inputs, windows[:, 1:].masked_fill(outside[:, 1:], IGNORE_INDEX)
+
+
+class InstructionBatches(ResumableBatches):
+    """Batches of inputs and targets int64 [batch, width], with targets IGNORE_INDEX on prompts and padding.
+
+    The width is that of the longest row of the global batch, rounded up to WIDTH_MULTIPLE. So a row has the same shape on any
+    number of ranks.
+
+    Args:
+        completions: rows from `tokenize_completions`; they are copied to the device.
+        batch_size: rows in a global batch.
+        shuffle: use a new order in every epoch; otherwise the order of the rows (evaluation).
+        drop_last: leave out the last, incomplete batch of an epoch.
+        rank, ranks: this process's part of each batch. For evaluation use whole batches on every rank.
+
+    Raises:
+        DataError: the rows do not fill one batch, or the ranks do not divide the batch.
+    """
+
+    def __init__(
+        self,
+        completions: Completions,
+        batch_size: int,
+        seed: int = 0,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        device: str | torch.device = "cpu",
+        rank: int = 0,
+        ranks: int = 1,
+    ):
+        super().__init__(len(completions.inputs), batch_size, seed, drop_last, rank, ranks)
+        self.shuffle, self._sizes = shuffle, completions.sizes
+        self._inputs, self._targets = (
+            torch.from_numpy(values).to(device) for values in (completions.inputs, completions.targets)
+        )
+
+    def _identity(self) -> dict:
+        return {**super()._identity(), "shuffle": self.shuffle, "tokens": int(self._sizes.sum())}
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(self.records)
+        return np.random.default_rng((self.seed, epoch)).permutation(self.records)
+
+    def _batch(self, epoch: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        longest = int(self._sizes[self._whole_batch(epoch, position)].max())
+        width = min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, self._inputs.shape[1])
+        own = on_device(self._examples(epoch, position), self._inputs.device)
+        return self._inputs[own, :width].long(), self._targets[own, :width].long()
+
+
+class Prefetched:
+    """Prefetches another loader's batches. They are bitwise the same for any number of workers.
+
+    A batch is a function of its place in the sequence alone, so any thread can build it at any time. The state is the place of
+    the last returned batch, not of the prefetched ones, so a run resumes as it does without threads.
+
+    Args:
+        batches: loader on the host, for example with windows of a stream in a file. Its position advances with this loader.
+        workers: number of threads. NumPy and file reads release Python's global lock.
+        ahead: number of batches that are ready or in progress.
+        device: device of the returned batches, copied from pinned memory without waiting.
+
+    Attributes:
+        waited_s: total time for which `next_batch` waited for a thread, in seconds.
+    """
+
+    def __init__(self, batches: ResumableBatches, workers: int = 2, ahead: int = 4, device: str | torch.device = "cpu"):
+        self.batches, self.workers, self.ahead = batches, workers, max(ahead, workers)
+        self.waited_s = 0.0
+        self._device = torch.device(device)
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="batches")
+        self._pending: deque[tuple[tuple[int, int], Future[Batch]]] = deque()
+
+    def __len__(self) -> int:
+        """Number of batches in an epoch."""
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Iterate over the rest of the current epoch, or over the next epoch if the current one is complete."""
+        for _ in range(self.batches.left_in_epoch()):
+            yield self.next_batch()
+
+    def next_batch(self) -> Batch:
+        """Return the next batch; after the last batch of an epoch the next epoch begins."""
+        place = self.batches.advance()
+        if self._pending and self._pending[0][0] != place:
+            self._forget()  # the wrapped loader was moved in the meantime
+        self._plan(place)
+        future = self._pending.popleft()[1]
+        started = time.perf_counter()
+        batch = future.result()
+        self.waited_s += time.perf_counter() - started
+        self._plan(self.batches.place_after(place))
+        if self._device.type == "cpu":
+            return batch
+        # PyTorch's pinned-memory allocator does not reuse a block before the copy from it, on this stream, has finished.
+        inputs, targets = batch
+        return inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
+
+    def state_dict(self) -> dict:
+        """Return the position in the sequence, JSON-able."""
+        return self.batches.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from `state`, with any number of workers; see `ResumableBatches`."""
+        self.batches.load_state_dict(state)
+        self._forget()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._forget()
+        self._threads.shutdown()
+
+    def _plan(self, place: tuple[int, int]) -> None:
+        """Submit the batch of `place` and those after it, up to `ahead` batches, unless they are pending already."""
+        following = self.batches.place_after(self._pending[-1][0]) if self._pending else place
+        while len(self._pending) < self.ahead:
+            self._pending.append((following, self._threads.submit(self._make, following)))
+            following = self.batches.place_after(following)
+
+    def _make(self, place: tuple[int, int]) -> Batch:
+        inputs, targets = self.batches.batch_at(*place)
+        return (inputs, targets) if self._device.type == "cpu" else (inputs.pin_memory(), targets.pin_memory())
+
+    def _forget(self) -> None:
+        for _, future in self._pending:
+            future.cancel()
+        self._pending.clear()
+
+    def __enter__(self) -> "Prefetched":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def evaluation_windows(

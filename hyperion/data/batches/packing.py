@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hyperion.data.errors import DataError
+from hyperion.data.store.folders import DataError
 
 IGNORE_INDEX = -100  # PyTorch's default: targets with this value carry no loss
 

@@ -10,7 +10,6 @@ from typing import cast
 
 import numpy as np
 
-from hyperion.data.errors import DataError, DataUnavailable
 from hyperion.data.images.cifar10_formats import (
     BINARY_ARCHIVE,
     CLASSES,
@@ -23,11 +22,9 @@ from hyperion.data.images.cifar10_formats import (
     read_layout,
 )
 from hyperion.data.images.imageset import ImageSet, channel_statistics, check_split, synthetic_images
-from hyperion.data.store.manifest import read_manifest, write_manifest
-from hyperion.data.store.network import download
+from hyperion.data.store.folders import DataError, DataUnavailable, cache_root, read_manifest, staged, write_manifest
 from hyperion.data.store.overlap import image_overlap, require_little_overlap
-from hyperion.data.store.sources import Checksums, compare_checksums, mirror_root, take
-from hyperion.data.store.staging import cache_root, staged
+from hyperion.data.store.sources import Checksums, compare_checksums, download, mirror_root, take
 from hyperion.untrusted import read_bounded
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"

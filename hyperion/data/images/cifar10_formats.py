@@ -17,8 +17,8 @@ from typing import IO, Any, cast
 
 import numpy as np
 
-from hyperion.data.errors import DataError
 from hyperion.data.images.imageset import IMAGE_SHAPE
+from hyperion.data.store.folders import DataError
 from hyperion.untrusted import open_regular, printable, read_bounded
 
 RECORD_BYTES = 1 + 3 * 32 * 32
@@ -35,7 +35,7 @@ REMEDY = "copy the file again from its source, or remove it and run `make fetch`
 
 
 @dataclass(frozen=True)
-class Batches:
+class SplitArrays:
     """Images uint8 [N, 3, 32, 32] and labels int64 [N] of both splits, in the order of the files."""
 
     train_images: np.ndarray
@@ -59,7 +59,7 @@ def _batch_names(path: Path) -> list[str]:
     return [f"{batch}{suffix}" for batch in (*TRAIN_BATCHES, TEST_BATCH)]
 
 
-def read_layout(path: Path) -> Batches:
+def read_layout(path: Path) -> SplitArrays:
     """Read any of the four official layouts.
 
     Raises:
@@ -74,7 +74,7 @@ def read_layout(path: Path) -> Batches:
     if missing:
         raise DataError(f"{path.name} lacks {', '.join(missing)}", where=path, next_step=REMEDY)
     images, labels = zip(*(batches[name] for name in wanted), strict=True)
-    return Batches(np.concatenate(images[:-1]), np.concatenate(labels[:-1]), images[-1].copy(), labels[-1])
+    return SplitArrays(np.concatenate(images[:-1]), np.concatenate(labels[:-1]), images[-1].copy(), labels[-1])
 
 
 def read_binary_batch(content: bytes, where: object) -> tuple[np.ndarray, np.ndarray]:

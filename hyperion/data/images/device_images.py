@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hyperion.data.batches.loaders import ResumableBatches, on_device
-from hyperion.data.errors import DataError
 from hyperion.data.store.arrays import narrowed
+from hyperion.data.store.folders import DataError
 
 CROP_PADDING = 4
 BORDERS = ("black", "reflect")

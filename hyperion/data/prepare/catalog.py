@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from hyperion.data.errors import DataError, DataUnavailable
 from hyperion.data.images import cifar10
 from hyperion.data.images.cifar10_formats import find_layout
+from hyperion.data.store.folders import QUARANTINE, DataError, DataUnavailable, cache_root, content_hash
 from hyperion.data.store.sources import Checksums, Sourced, mirror_root
-from hyperion.data.store.staging import QUARANTINE, cache_root, content_hash
 from hyperion.data.text import instructions, tokenizer, wikitext2
 
 _UNFINISHED = ".part"

@@ -22,14 +22,10 @@ from pathlib import Path
 import numpy as np
 
 from hyperion.data.batches.packing import IGNORE_INDEX
-from hyperion.data.errors import DataError, DataUnavailable
 from hyperion.data.store.arrays import narrowed
-from hyperion.data.store.manifest import read_manifest, write_manifest
-from hyperion.data.store.network import download
-from hyperion.data.store.sources import Checksums, compare_checksums, mirror_root, take
-from hyperion.data.store.staging import cache_root, staged
-from hyperion.data.text.corpus import TextCorpus
-from hyperion.data.text.synthetic_text import EchoLanguage
+from hyperion.data.store.folders import DataError, DataUnavailable, cache_root, read_manifest, staged, write_manifest
+from hyperion.data.store.sources import Checksums, compare_checksums, download, mirror_root, take
+from hyperion.data.text.corpus import EchoLanguage, TextCorpus
 from hyperion.data.text.tokenizer import Tokenizer
 from hyperion.untrusted import printable, read_bounded, read_json
 

@@ -14,11 +14,9 @@ from typing import cast
 import numpy as np
 import tokenizers
 
-from hyperion.data.errors import DataError, DataUnavailable
 from hyperion.data.store.arrays import token_dtype
-from hyperion.data.store.network import download, hub_endpoint
-from hyperion.data.store.sources import Checksums, compare_checksums, mirror_root, take
-from hyperion.data.store.staging import cache_root, staged
+from hyperion.data.store.folders import DataError, DataUnavailable, cache_root, staged
+from hyperion.data.store.sources import Checksums, compare_checksums, download, hub_endpoint, mirror_root, take
 from hyperion.data.text.corpus import TextCorpus
 from hyperion.data.text.encoding import EncoderPool
 from hyperion.untrusted import parse_json, printable, read_bounded, read_json

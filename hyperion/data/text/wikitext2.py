@@ -7,14 +7,19 @@ wikitext-2-v1.
 from collections.abc import Callable
 from pathlib import Path
 
-from hyperion.data.errors import DataError, DataUnavailable
-from hyperion.data.store.manifest import read_manifest, write_manifest
-from hyperion.data.store.network import download, hub_endpoint, require_network
+from hyperion.data.store.folders import DataError, DataUnavailable, cache_root, read_manifest, staged, write_manifest
 from hyperion.data.store.overlap import line_overlap, require_little_overlap
-from hyperion.data.store.sources import Checksums, compare_checksums, mirror_root, take
-from hyperion.data.store.staging import cache_root, staged
-from hyperion.data.text.corpus import SPLITS, TextCorpus, count_non_empty, count_words_with_eos, read_lines, require_counts
-from hyperion.data.text.synthetic_text import LINES_LIKE_WIKITEXT2, EchoLanguage
+from hyperion.data.store.sources import Checksums, compare_checksums, download, hub_endpoint, mirror_root, require_network, take
+from hyperion.data.text.corpus import (
+    LINES_LIKE_WIKITEXT2,
+    SPLITS,
+    EchoLanguage,
+    TextCorpus,
+    count_non_empty,
+    count_words_with_eos,
+    read_lines,
+    require_counts,
+)
 from hyperion.untrusted import read_bounded
 
 FOLDER = "wikitext-2"

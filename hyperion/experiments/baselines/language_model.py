@@ -22,7 +22,7 @@ from hyperion.training import (
     History,
     LanguageEngine,
     LanguageEvaluation,
-    Plan,
+    TrainingPlan,
     WarmupCosine,
     adamw,
     choose_precision,
@@ -121,9 +121,9 @@ class LanguageModelOptions(Options):
         return self.model_copy(update=self.when_synthetic.model_dump(exclude_none=True)) if source == "synthetic" else self
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> TrainingPlan:
         """Length of the training, and when to evaluate and save."""
-        return Plan(
+        return TrainingPlan(
             epochs=self.epochs, steps=self.steps, evaluate_every=self.evaluate_every, checkpoint_every=self.checkpoint_every
         )
 

@@ -36,8 +36,8 @@ from hyperion.training import (
     ImageEngine,
     LanguageEngine,
     NonFiniteError,
-    Plan,
     Precision,
+    TrainingPlan,
     WarmupCosine,
     adamw,
     rng_state,
@@ -242,7 +242,7 @@ def run_once(
     if fault or watch:
         phases.plant(batches)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    plan = Plan(steps=STEPS, checkpoint_every=EVERY)
+    plan = TrainingPlan(steps=STEPS, checkpoint_every=EVERY)
     try:
         history = train(engine, batches, plan, validation=validation, folder=Path(folder))
     except (NonFiniteError, CheckpointError) as error:

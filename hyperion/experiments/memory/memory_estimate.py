@@ -18,7 +18,7 @@ from hyperion.hardware import Device
 from hyperion.measure import bytes_of, memory_cap, state_of
 from hyperion.measure.memory_use.peak import allocated_peak
 from hyperion.measure.memory_use.timeline import ACTIVATIONS, GRADIENTS, MemoryTimeline
-from hyperion.parallel.plan import NONE, ParallelPlan
+from hyperion.parallel.parallelize import NONE, ParallelPlan
 from hyperion.results import Row
 from hyperion.training.memory_estimate import largest_batch
 from hyperion.units import GIB

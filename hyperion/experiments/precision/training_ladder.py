@@ -33,7 +33,7 @@ from hyperion.measure import PeakMemoryRegion, Timing, time_interleaved
 from hyperion.measure.steps.compilation import missing_compiler
 from hyperion.models import TransformerLM
 from hyperion.parallel import ParallelPlan
-from hyperion.parallel.plan import EVERY_BLOCK, NONE
+from hyperion.parallel.parallelize import EVERY_BLOCK, NONE
 from hyperion.results import Row, ratio_estimate
 from hyperion.training import TorchEngine
 from hyperion.training.float8 import float8_formats, to_float8

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from hyperion.data.batches.loaders import LanguageBatches, evaluation_windows
 from hyperion.data.batches.packing import IGNORE_INDEX
-from hyperion.data.errors import DataError
 from hyperion.data.images.device_images import ImageBatches
+from hyperion.data.store.folders import DataError
 
 TOKENS = np.arange(1000, dtype=np.uint16)
 GENERATOR = np.random.default_rng(0)

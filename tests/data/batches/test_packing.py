@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperion.data.batches.packing import Padding, packed_windows
-from hyperion.data.errors import DataError
+from hyperion.data.store.folders import DataError
 
 
 @given(st.integers(2, 200), st.integers(1, 20))

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from hyperion.data import IGNORE_INDEX
-from hyperion.data.batches.loaders import LanguageBatches, PaddedBatches
-from hyperion.data.batches.prefetch import Prefetched
-from hyperion.data.errors import DataError
+from hyperion.data.batches.loaders import LanguageBatches, PaddedBatches, Prefetched
+from hyperion.data.store.folders import DataError
 from hyperion.hardware import detect_cpu
 from hyperion.models import TransformerConfig, TransformerLM
 from hyperion.training import LanguageEngine, adamw, choose_precision

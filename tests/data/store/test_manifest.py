@@ -2,8 +2,7 @@ import json
 
 import pytest
 
-from hyperion.data.errors import DataError
-from hyperion.data.store.manifest import FILE_NAME, read_manifest, write_manifest
+from hyperion.data.store.folders import FILE_NAME, DataError, read_manifest, write_manifest
 
 
 @pytest.fixture

@@ -8,9 +8,8 @@ import time
 
 import pytest
 
-from hyperion.data.errors import DataUnavailable
 from hyperion.data.store import network
-from hyperion.data.store.staging import cache_root
+from hyperion.data.store.folders import DataUnavailable, cache_root
 
 
 def test_a_silent_host_is_given_up_and_remembered(silent):
@@ -156,7 +155,7 @@ class Endless(http.server.SimpleHTTPRequestHandler):
 
 
 def test_a_download_without_end_is_broken_off(serve, tmp_path, monkeypatch):
-    monkeypatch.setattr("hyperion.data.store.network.DOWNLOAD_LIMIT_BYTES", 1 << 21)
+    monkeypatch.setattr("hyperion.data.store.sources.DOWNLOAD_LIMIT_BYTES", 1 << 21)
     with pytest.raises(DataUnavailable, match="download failed: more than 2 MiB"):
         network.download(serve(tmp_path, Endless) + "/file", tmp_path / "file")
     assert (tmp_path / "file").stat().st_size <= 4 << 20

@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from hyperion.data.errors import DataError, DataUnavailable
+from hyperion.data.store.folders import DataError, DataUnavailable
 from hyperion.data.store.sources import Checksums, mirror_root, take
 
 

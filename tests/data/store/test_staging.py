@@ -3,8 +3,7 @@ import subprocess
 
 import pytest
 
-from hyperion.data.errors import DataError
-from hyperion.data.store.staging import content_hash, sha256_of, staged
+from hyperion.data.store.folders import DataError, content_hash, sha256_of, staged
 
 
 def test_a_folder_appears_whole(tmp_path):

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperion.data.errors import DataError
+from hyperion.data.store.folders import DataError
 from hyperion.data.text.corpus import TextCorpus, count_non_empty, count_words_with_eos, read_lines, require_counts
 
 

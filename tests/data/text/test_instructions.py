@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperion.data import DataError, DataUnavailable, load_instructions
-from hyperion.data.store.staging import cache_root
+from hyperion.data.store.folders import cache_root
 from hyperion.data.text.instructions import COUNT, FILE, Instruction, split_by_prompt, stage_instructions
 
 

@@ -3,9 +3,9 @@ import itertools
 import numpy as np
 import pytest
 
-from hyperion.data.errors import DataError
+from hyperion.data.store.folders import DataError
+from hyperion.data.text.corpus import LINE_UNITS, LINE_WORDS, LINES_LIKE_WIKITEXT2, VOCABULARY, EchoLanguage
 from hyperion.data.text.ngram import bigram_baseline, unigram_baseline
-from hyperion.data.text.synthetic_text import LINE_UNITS, LINE_WORDS, LINES_LIKE_WIKITEXT2, VOCABULARY, EchoLanguage
 
 LANGUAGE = EchoLanguage()
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperion.data import load_tokenizer, load_wikitext2
-from hyperion.data.errors import DataError
-from hyperion.data.store.staging import cache_root
+from hyperion.data.store.folders import DataError, cache_root
 from hyperion.data.text.tokenizer import HUB_FOLDER, stage_tokenizer, train_tokenizer
 
 TEXTS = st.lists(st.text(st.characters(exclude_categories=["Cs"])), max_size=5)

@@ -8,8 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from hyperion.data import load_wikitext2
-from hyperion.data.errors import DataError, DataUnavailable
-from hyperion.data.store.staging import cache_root
+from hyperion.data.store.folders import DataError, DataUnavailable, cache_root
 from hyperion.data.text.wikitext2 import HUB_FILES, HUB_FOLDER, stage_wikitext2
 
 SMALL = {"train": 30, "valid": 5, "test": 5}
