@@ -6,7 +6,6 @@ https://www.cs.toronto.edu/~kriz/cifar.html
 
 import hashlib
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 
@@ -15,17 +14,15 @@ from hyperion.data.images.cifar10_formats import (
     CLASSES,
     LAYOUTS,
     PYTHON_ARCHIVE,
-    REMEDY,
-    UNPACKED_BYTES,
     find_layout,
     layout_files,
     read_layout,
 )
 from hyperion.data.images.imageset import ImageSet, channel_statistics, check_split, synthetic_images
-from hyperion.data.store.folders import DataError, DataUnavailable, cache_root, read_manifest, staged, write_manifest
+from hyperion.data.store.folders import DataError, DataUnavailable, read_manifest, write_manifest
 from hyperion.data.store.overlap import image_overlap, require_little_overlap
-from hyperion.data.store.sources import Checksums, compare_checksums, download, mirror_root, take
-from hyperion.untrusted import read_bounded
+from hyperion.data.store.sources import Checksums, PublishedSet, compare_checksums, download, take
+from hyperion.errors import not_none
 
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 FOLDER = "cifar-10"  # in the cache; a mirror has the official names at its top level
@@ -69,51 +66,21 @@ def load_cifar10(
         DataError: files are missing, truncated, miscounted, unsafe, or have other pixels or labels; train and test images
             overlap; or no source has the data.
     """
-    suppliers = {
-        "mirror": lambda: _read(mirror_root(), "mirror", "the mirror"),
-        "cache": cached_cifar10,
-        "download": lambda: _downloaded(url),
-        "synthetic": lambda: synthetic_images(synthetic_counts, seed),
-    }
+    suppliers = {**published(url).suppliers(), "synthetic": lambda: synthetic_images(synthetic_counts, seed)}
     return take("cifar-10", source, suppliers, allow_synthetic)
 
 
-def stage_cifar10(url: str = URL) -> str:
-    """Stage CIFAR-10 in the cache, from the mirror if it has it, else from its official address.
+def published(url: str = URL) -> PublishedSet[ImageSet]:
+    """Return the official CIFAR-10, downloaded from `url` if necessary.
 
-    Returns:
-        'present' if the cache already has it, else its origin.
-
-    Raises:
-        DataError: no source has the data, or they are wrong; the cache is unchanged.
+    The mirror has the official names at its top level.
     """
-    target = cache_root() / FOLDER
-    if target.is_dir():
-        cached_cifar10()
-        return "present"
-    try:
-        root = mirror_root()
-        _read(root, "mirror", "the mirror")
-    except DataUnavailable:
-        _stage_from_url(target, url)
-        return "downloaded"
-    layout = cast(Path, find_layout(root))  # not None: _read found it
-    with staged(target) as work:
-        for file in layout_files(layout):
-            copy = work / file.relative_to(root)
-            copy.parent.mkdir(exist_ok=True)
-            copy.write_bytes(read_bounded(file, DataError, REMEDY, UNPACKED_BYTES))
-        write_manifest(work, name=FOLDER, source="mirror", detail="copied from the mirror")
-    return "copied from the mirror"
 
+    def fetch(work: Path) -> None:
+        download(url, work / PYTHON_ARCHIVE, md5=OFFICIAL_MD5[PYTHON_ARCHIVE])
+        write_manifest(work, name=FOLDER, source="download", detail=f"downloaded from {url}")
 
-def cached_cifar10() -> ImageSet:
-    """Load CIFAR-10 from the cache.
-
-    Raises:
-        DataError: it is missing or wrong.
-    """
-    return _read(cache_root() / FOLDER, "cache", "the cache")
+    return PublishedSet(FOLDER, _read, lambda root: layout_files(not_none(find_layout(root))), fetch, at_top=True)
 
 
 def checksums(layout: Path, note: str = "") -> Checksums:
@@ -191,17 +158,3 @@ def _require_means(images: np.ndarray, layout: Path) -> float:
             next_step="these are not the pixels of CIFAR-10 (channel order, scale or content): copy the official archive",
         )
     return shift
-
-
-def _downloaded(url: str) -> ImageSet:
-    target = cache_root() / FOLDER
-    if target.is_dir():
-        return cached_cifar10()  # not downloaded again; the source is reported as the cache
-    _stage_from_url(target, url)
-    return _read(target, "download", "the cache")
-
-
-def _stage_from_url(target: Path, url: str) -> None:
-    with staged(target) as work:
-        download(url, work / PYTHON_ARCHIVE, md5=OFFICIAL_MD5[PYTHON_ARCHIVE])
-        write_manifest(work, name=FOLDER, source="download", detail=f"downloaded from {url}")

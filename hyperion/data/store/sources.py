@@ -13,13 +13,14 @@ import urllib.error
 import urllib.parse
 import urllib.request
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol, TypeVar
+from typing import BinaryIO, Generic, Protocol, TypeVar
 
-from hyperion.data.store.folders import QUARANTINE, DataError, DataUnavailable, cache_root, content_hash
+from hyperion.data.store.folders import QUARANTINE, DataError, DataUnavailable, cache_root, content_hash, staged, write_manifest
 from hyperion.paths import expanded, silent_hosts_folder
+from hyperion.untrusted import read_bounded
 
 ORDER = ("mirror", "cache", "download", "synthetic")
 SOURCES = ("auto", *ORDER)
@@ -31,6 +32,7 @@ PROBE_LIMIT_S = 3.0
 STALL_LIMIT_S = 10.0
 DOWNLOAD_LIMIT_S = 1800.0
 DOWNLOAD_LIMIT_BYTES = 1 << 30  # CIFAR-10, the largest of the downloads, has 170 MB
+COPY_LIMIT_BYTES = 1 << 28  # of a file of the mirror; an unpacked CIFAR-10 batch has 31 MB, its archive 170 MB
 PROBE_MEMORY_S = 60.0
 CHUNK_BYTES = 1 << 20
 OFFLINE_SWITCHES = ("HYPERION_OFFLINE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
@@ -153,6 +155,81 @@ def take(name: str, wanted: str, suppliers: Mapping[str, Callable[[], T]], allow
         return result
     reasons = "; ".join(f"{source}: {reason}" for source, reason in refused.items())
     raise DataError(f"no source has {name} ({reasons})", where=cache_root(), next_step=FETCH_HINT)
+
+
+@dataclass(frozen=True)
+class PublishedSet(Generic[T]):
+    """A published data set: in the mirror, in its folder of the cache, or downloaded into that folder.
+
+    Attributes:
+        folder: its folder in the cache.
+        read: reads and checks the set in a folder, given the name of the source and how messages call the place. It raises
+            DataUnavailable if the folder lacks the set, and DataError if the data are wrong.
+        files: the data files of a set that `read` has accepted.
+        fetch: downloads the set into an empty working folder.
+        at_top: the mirror has the files at its top level, not in `folder`.
+        manifest: write a manifest when the files are copied from the mirror.
+    """
+
+    folder: str
+    read: Callable[[Path, str, str], T]
+    files: Callable[[Path], Iterable[Path]]
+    fetch: Callable[[Path], None]
+    at_top: bool = False
+    manifest: bool = True
+
+    def mirrored(self) -> T:
+        """Load the set from the mirror."""
+        return self.read(self._in_mirror(), "mirror", "the mirror")
+
+    def cached(self) -> T:
+        """Load the set from the cache."""
+        return self.read(cache_root() / self.folder, "cache", "the cache")
+
+    def downloaded(self) -> T:
+        """Load the set after a download. If the cache has it already, it is not downloaded again, and its source is the cache."""
+        target = cache_root() / self.folder
+        if target.is_dir():
+            return self.cached()
+        with staged(target) as work:
+            self.fetch(work)
+        return self.read(target, "download", "the cache")
+
+    def suppliers(self) -> dict[str, Callable[[], T]]:
+        """Return the functions that load the set, by source, for `take`."""
+        return {"mirror": self.mirrored, "cache": self.cached, "download": self.downloaded}
+
+    def stage(self) -> str:
+        """Stage the set in the cache, from the mirror if it has it, else from its publisher.
+
+        Returns:
+            'present' if the cache already has it, else its origin.
+
+        Raises:
+            DataError: no source has the data, or they are wrong; the cache is unchanged.
+        """
+        target = cache_root() / self.folder
+        if target.is_dir():
+            self.cached()
+            return "present"
+        try:
+            self.mirrored()
+        except DataUnavailable:
+            with staged(target) as work:
+                self.fetch(work)
+            return "downloaded"
+        place, origin = self._in_mirror(), "copied from the mirror"
+        with staged(target) as work:
+            for file in self.files(place):
+                copy = work / file.relative_to(place)
+                copy.parent.mkdir(exist_ok=True)
+                copy.write_bytes(read_bounded(file, DataError, "copy it into the mirror again", COPY_LIMIT_BYTES))
+            if self.manifest:
+                write_manifest(work, name=self.folder, source="mirror", detail=origin)
+        return origin
+
+    def _in_mirror(self) -> Path:
+        return mirror_root() if self.at_top else mirror_root() / self.folder
 
 
 def _announce(name: str, result: Sourced, refused: Mapping[str, str]) -> None:

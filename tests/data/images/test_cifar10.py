@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hyperion.data import load_cifar10
-from hyperion.data.images.cifar10 import stage_cifar10
+from hyperion.data.images.cifar10 import published
 from hyperion.data.images.cifar10_formats import CLASSES, read_layout
 from hyperion.data.store.folders import DataError, cache_root
 from tests.data.cifar10_files import binary_batch, numbered_pictures, small_batches, write_layout
@@ -50,8 +50,8 @@ def test_the_mirror_is_counted_and_called_not_official(mirror, monkeypatch, caps
 @pytest.mark.slow
 def test_an_archive_of_the_python_layout_is_served_from_the_cache(flat_layouts, labels_in_turn, monkeypatch):
     monkeypatch.setenv("HYPERION_DATA_MIRROR", str(flat_layouts))
-    assert stage_cifar10() == "copied from the mirror"
-    assert stage_cifar10() == "present"
+    assert published().stage() == "copied from the mirror"
+    assert published().stage() == "present"
     monkeypatch.delenv("HYPERION_DATA_MIRROR")
     images = load_cifar10("cache")
     assert images.source == "cache" and "not official (0 of 1 files" in images.detail

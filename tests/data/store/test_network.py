@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hyperion.data.store import network
+from hyperion.data.store import sources
 from hyperion.data.store.folders import DataUnavailable, cache_root
 
 
@@ -16,7 +16,7 @@ def test_a_silent_host_is_given_up_and_remembered(silent):
     address, accepted = silent
     for _ in range(2):
         with pytest.raises(DataUnavailable, match=r"no answer|timed out") as caught:
-            network.require_network(address)
+            sources.require_network(address)
         assert address in str(caught.value) and "make fetch" in str(caught.value)
     assert len(accepted) == 1
 
@@ -26,8 +26,8 @@ def test_one_call_of_the_driver_asks_a_silent_host_once_in_all_its_processes(sil
     monkeypatch.setenv("HYPERION_SILENT_HOSTS", str(tmp_path))
     for _ in range(2):
         with pytest.raises(DataUnavailable, match=r"no answer|timed out"):
-            network.require_network(address)
-        network._silent_until.clear()  # what another process does not know
+            sources.require_network(address)
+        sources._silent_until.clear()  # what another process does not know
     assert len(accepted) == 1
 
 
@@ -60,25 +60,25 @@ def test_a_silent_network_costs_seconds_in_every_process(silent):
 
 def test_a_refused_port_is_named(refused):
     with pytest.raises(DataUnavailable, match=rf"no network: {refused}/ .*refused"):
-        network.require_network(refused)
+        sources.require_network(refused)
 
 
 def test_a_name_that_does_not_resolve_is_named():
     with pytest.raises(DataUnavailable, match=r"no network: http://host.invalid/"):
-        network.require_network("http://host.invalid/file")
+        sources.require_network("http://host.invalid/file")
 
 
-@pytest.mark.parametrize("switch", network.OFFLINE_SWITCHES)
+@pytest.mark.parametrize("switch", sources.OFFLINE_SWITCHES)
 def test_an_offline_switch_is_obeyed_before_any_connection(switch, silent, monkeypatch):
     address, accepted = silent
     monkeypatch.setenv(switch, "1")
     with pytest.raises(DataUnavailable, match=f"offline: {switch}=1"):
-        network.require_network(address)
+        sources.require_network(address)
     assert not accepted
 
 
 def test_any_status_counts_as_an_answer(serve, tmp_path):
-    assert network.require_network(serve(tmp_path / "nothing here") + "/some/file") is None
+    assert sources.require_network(serve(tmp_path / "nothing here") + "/some/file") is None
 
 
 def test_a_download_with_the_right_checksum_arrives(serve, tmp_path):
@@ -87,7 +87,7 @@ def test_a_download_with_the_right_checksum_arrives(serve, tmp_path):
     (tmp_path / "served" / "file.bin").write_bytes(content)
     url = serve(tmp_path / "served") + "/file.bin"
     sums = {name: hashlib.new(name, content).hexdigest() for name in ("md5", "sha256")}
-    network.download(url, tmp_path / "copy.bin", **sums)
+    sources.download(url, tmp_path / "copy.bin", **sums)
     assert (tmp_path / "copy.bin").read_bytes() == content
 
 
@@ -95,7 +95,7 @@ def test_a_download_with_a_wrong_checksum_is_quarantined(serve, tmp_path):
     (tmp_path / "served").mkdir()
     (tmp_path / "served" / "file.bin").write_bytes(b"a login page")
     with pytest.raises(DataUnavailable, match=r"expected 00; moved to quarantine/copy.bin"):
-        network.download(serve(tmp_path / "served") + "/file.bin", tmp_path / "copy.bin", md5="00")
+        sources.download(serve(tmp_path / "served") + "/file.bin", tmp_path / "copy.bin", md5="00")
     assert not (tmp_path / "copy.bin").exists()
     (kept,) = (cache_root() / "quarantine").iterdir()
     assert kept.read_bytes() == b"a login page"
@@ -103,7 +103,7 @@ def test_a_download_with_a_wrong_checksum_is_quarantined(serve, tmp_path):
 
 def test_a_missing_file_is_named(serve, tmp_path):
     with pytest.raises(DataUnavailable, match="404"):
-        network.download(serve(tmp_path) + "/absent.bin", tmp_path / "copy.bin")
+        sources.download(serve(tmp_path) + "/absent.bin", tmp_path / "copy.bin")
 
 
 class _Interrupted(http.server.SimpleHTTPRequestHandler):
@@ -126,16 +126,16 @@ class _Stalling(_Interrupted):
 
 def test_a_download_that_breaks_off_is_an_error(serve, tmp_path):
     with pytest.raises(DataUnavailable, match=r"10 of 1000 bytes|IncompleteRead|10 bytes read"):
-        network.download(serve(tmp_path, _Interrupted) + "/file", tmp_path / "copy.bin")
+        sources.download(serve(tmp_path, _Interrupted) + "/file", tmp_path / "copy.bin")
 
 
 def test_a_download_that_stalls_is_given_up_and_its_host_remembered(serve, tmp_path, monkeypatch):
-    monkeypatch.setattr(network, "STALL_LIMIT_S", 0.2)
+    monkeypatch.setattr(sources, "STALL_LIMIT_S", 0.2)
     address = serve(tmp_path, _Stalling)
     with pytest.raises(DataUnavailable, match="download failed: .*timed out"):
-        network.download(address + "/file", tmp_path / "copy.bin")
+        sources.download(address + "/file", tmp_path / "copy.bin")
     with pytest.raises(DataUnavailable, match="no network: .*timed out"):
-        network.require_network(address)
+        sources.require_network(address)
 
 
 class Endless(http.server.SimpleHTTPRequestHandler):
@@ -157,5 +157,5 @@ class Endless(http.server.SimpleHTTPRequestHandler):
 def test_a_download_without_end_is_broken_off(serve, tmp_path, monkeypatch):
     monkeypatch.setattr("hyperion.data.store.sources.DOWNLOAD_LIMIT_BYTES", 1 << 21)
     with pytest.raises(DataUnavailable, match="download failed: more than 2 MiB"):
-        network.download(serve(tmp_path, Endless) + "/file", tmp_path / "file")
+        sources.download(serve(tmp_path, Endless) + "/file", tmp_path / "file")
     assert (tmp_path / "file").stat().st_size <= 4 << 20

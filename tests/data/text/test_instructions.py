@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hyperion.data import DataError, DataUnavailable, load_instructions
 from hyperion.data.store.folders import cache_root
-from hyperion.data.text.instructions import COUNT, FILE, Instruction, split_by_prompt, stage_instructions
+from hyperion.data.text.instructions import COUNT, FILE, Instruction, published, split_by_prompt
 
 
 @pytest.fixture
@@ -72,9 +72,9 @@ def test_wrong_rows_are_named(put, rows, spoil, message):
 
 def test_staged_once_served_from_the_cache_and_damage_is_told(put, rows, monkeypatch, refused):
     with pytest.raises(DataUnavailable):
-        stage_instructions(refused + "/rows.json")
+        published(refused + "/rows.json").stage()
     put(json.dumps(rows))
-    assert [stage_instructions(), stage_instructions()] == ["copied from the mirror", "present"]
+    assert [published().stage(), published().stage()] == ["copied from the mirror", "present"]
     monkeypatch.delenv("HYPERION_DATA_MIRROR")
     found = load_instructions("auto", url=refused)
     assert found.source == "cache" and "copied from the mirror" in found.detail

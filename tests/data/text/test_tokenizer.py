@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hyperion.data import load_tokenizer, load_wikitext2
 from hyperion.data.store.folders import DataError, cache_root
-from hyperion.data.text.tokenizer import HUB_FOLDER, stage_tokenizer, train_tokenizer
+from hyperion.data.text.tokenizer import GPT2, HUB_FOLDER, train_tokenizer
 
 TEXTS = st.lists(st.text(st.characters(exclude_categories=["Cs"])), max_size=5)
 
@@ -78,7 +78,7 @@ def test_gpt2_downloaded_then_from_the_cache(mirror, tmp_path, serve, monkeypatc
     assert one.source == "download"
     monkeypatch.setenv("HYPERION_OFFLINE", "1")
     other = load_tokenizer("auto")
-    assert other.source == "cache" and other.sha256 == one.sha256 and stage_tokenizer() == "present"
+    assert other.source == "cache" and other.sha256 == one.sha256 and GPT2.stage() == "present"
     (cache_root() / "gpt2" / "merges.txt").unlink()
     with pytest.raises(DataError, match=r"merges.txt is missing"):
         load_tokenizer("auto")
