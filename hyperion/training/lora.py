@@ -35,9 +35,7 @@ WEIGHTS, CONFIG, BASE = "adapter_model.safetensors", "adapter_config.json", "bas
 _MARK, _NAME = ".lora_", "default"
 
 
-def add_lora(
-    model: nn.Module, rank: int = 16, alpha: float = 32, targets: Sequence[str] = ATTENTION, dropout: float = 0.0
-) -> nn.Module:
+def add_lora(model: nn.Module, rank: int = 16, alpha: float = 32, targets: Sequence[str] = ATTENTION) -> nn.Module:
     """Add LoRA adapters from peft to the model and freeze everything else. Call it before `parallelize`.
 
     A target layer W of shape [d_out, d_in] computes W x + (alpha / r) B A x, with A [r, d_in] random and B [d_out, r]
@@ -52,7 +50,6 @@ def add_lora(
         rank: r; at most the smaller side of every target layer.
         alpha: numerator of the scale alpha / r.
         targets: last parts of the names of the target layers.
-        dropout: probability of zeroing an input of A while training.
 
     Returns:
         The peft model around `model`.
@@ -67,7 +64,7 @@ def add_lora(
     # peft's class for causal language models adds generate(), and needs the methods of a transformers model.
     task = "CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None
     scale: Any = alpha  # peft annotates int, and computes with any number
-    config = LoraConfig(r=rank, lora_alpha=scale, target_modules=list(targets), lora_dropout=dropout, task_type=task)
+    config = LoraConfig(r=rank, lora_alpha=scale, target_modules=list(targets), task_type=task)
     with warnings.catch_warnings():
         # peft uses a property of transformers by its deprecated name; users cannot fix that.
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -110,7 +110,7 @@ def is_prepared(folder: Path) -> bool:
     Decided by its manifest or by the checksums of one of its arrays. Other folders are never touched.
     """
     names = (name for of_kind in ARRAYS_OF.values() for name in of_kind)
-    return _kind_of(folder) in ARRAYS_OF or any((folder / CHECKSUMS / f"{name}.npy").is_file() for name in names)
+    return _is_described(_manifest_of(folder)) or any((folder / CHECKSUMS / f"{name}.npy").is_file() for name in names)
 
 
 def examine(folder: Path) -> list[DataFinding]:
@@ -238,38 +238,29 @@ def _products(folder: Path) -> list[Path]:
 
 
 def _verdict(folder: Path) -> FolderVerdict:
-    if _kind_of(folder) in ARRAYS_OF and _facts_of(folder).get("format") != FORMAT:
-        return FolderVerdict(folder, [], None, OUTDATED)
-    findings, origin = examine(folder), _origin_of(folder)
+    manifest, origin = _manifest_of(folder), ""
+    if manifest is not None:
+        if _is_described(manifest) and manifest.facts.get("format") != FORMAT:
+            return FolderVerdict(folder, [], None, OUTDATED)
+        official = manifest.facts.get("official")
+        publisher = "" if official is None else "official, " if official is True else "not official, "
+        origin = f"{publisher}{manifest.source}: {manifest.detail}"
+    findings = examine(folder)
     kept = quarantine(folder, findings) if findings else None
     return FolderVerdict(folder, findings, kept, PREPARE_AGAIN if findings else "", origin)
 
 
-def _origin_of(folder: Path) -> str:
-    """Return the source named in the manifest, "" if there is none."""
+def _manifest_of(folder: Path) -> DataManifest | None:
+    """Return the manifest of a folder, None if it is missing or unreadable."""
     try:
-        manifest = read_manifest(folder)
+        return read_manifest(folder)
     except DataError:
-        return ""
-    if manifest is None:
-        return ""
-    official = manifest.facts.get("official")
-    publisher = "" if official is None else "official, " if official is True else "not official, "
-    return f"{publisher}{manifest.source}: {manifest.detail}"
+        return None
 
 
-def _facts_of(folder: Path) -> dict:
-    """Return the facts in the manifest, an empty dict if it is missing or unreadable."""
-    try:
-        manifest = read_manifest(folder)
-    except DataError:
-        return {}
-    return {} if manifest is None else manifest.facts
-
-
-def _kind_of(folder: Path) -> str | None:
-    kind = _facts_of(folder).get("kind")
-    return kind if isinstance(kind, str) else None
+def _is_described(manifest: DataManifest | None) -> bool:
+    kind = None if manifest is None else manifest.facts.get("kind")
+    return isinstance(kind, str) and kind in ARRAYS_OF
 
 
 def _staged_verdict(place: tuple[Path, Callable[[], Sourced]]) -> FolderVerdict:
@@ -354,12 +345,8 @@ def _decoder(path: Path) -> tokenizers.Tokenizer | None:
 
 
 def _check_type(path: Path, array: np.ndarray, dtype: np.dtype, row_shape: tuple[int, ...]) -> None:
-    if array.dtype != dtype or array.shape[1:] != row_shape:
-        raise DataError(
-            f"{path.name} is {array.dtype.str} {list(array.shape)}, expected {dtype.str} {['N', *row_shape]}",
-            where=path,
-            next_step=_REMEDY,
-        )
+    fault = f"{path.name} is {array.dtype.str} {list(array.shape)}, expected {dtype.str} {['N', *row_shape]}"
+    _require(array.dtype == dtype and array.shape[1:] == row_shape, fault, path)
 
 
 def _check_token_type(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
@@ -381,58 +368,42 @@ def _check_overlap(folder: Path, found: dict[str, SplitOverlap], expected: dict,
     """Check that the splits overlap little, and as much as when the data were prepared."""
     require_little_overlap(found, what, folder / FILE_NAME)
     for split, overlap in found.items():
-        if overlap.as_dict() != expected[split]:
-            raise DataError(
-                f"{overlap.repeated} of {overlap.records} {what} of the {split} split also occur in another "
-                f"split; when the data were prepared, it was {expected[split]['repeated']} of {expected[split]['records']}",
-                where=folder / FILE_NAME,
-                next_step=_REMEDY,
-            )
+        fault = (
+            f"{overlap.repeated} of {overlap.records} {what} of the {split} split also occur in another "
+            f"split; when the data were prepared, it was {expected[split]['repeated']} of {expected[split]['records']}"
+        )
+        _require(overlap.as_dict() == expected[split], fault, folder / FILE_NAME)
 
 
 def _check_count(path: Path, what: str, found: int, expected: int) -> None:
-    if found != expected:
-        raise DataError(
-            f"{path.name} has {found} {what}, but had {expected} when it was prepared: another split's file, or truncated",
-            where=path,
-            next_step=_REMEDY,
-        )
+    fault = f"{path.name} has {found} {what}, but had {expected} when it was prepared: another split's file, or truncated"
+    _require(found == expected, fault, path)
 
 
 def _check_opening(path: Path, tokens: np.ndarray, decoder: tokenizers.Tokenizer, opening: dict) -> None:
     count, text = opening["tokens"], opening["text"]
     found = decoder.decode(np.asarray(tokens[:count]).tolist(), skip_special_tokens=False)
-    if found != text:
-        raise DataError(
-            f"tokens 0 to {count - 1} of {path.name} decode to {found[:40]!r}, but the split begins with {text[:40]!r}: "
-            "tokens of another vocabulary, or another split's file",
-            where=path,
-            next_step=_REMEDY,
-        )
+    fault = (
+        f"tokens 0 to {count - 1} of {path.name} decode to {found[:40]!r}, but the split begins with {text[:40]!r}: "
+        "tokens of another vocabulary, or another split's file"
+    )
+    _require(found == text, fault, path)
 
 
 def _check_samples(path: Path, samples: np.ndarray, tokens: int) -> None:
     _check_type(path, samples, np.dtype(np.int64), (2,))
     first, count = first_bad(samples, lambda part: (part[:, 0] < 0) | (part[:, 1] < 1) | (part[:, 1] > tokens - part[:, 0]))
-    if first is not None:
-        raise DataError(
-            f"sample {first} of {path.name} lies outside the {tokens} tokens of its split ({count} such samples)",
-            where=path,
-            next_step=_REMEDY,
-        )
+    fault = f"sample {first} of {path.name} lies outside the {tokens} tokens of its split ({count} such samples)"
+    _require(first is None, fault, path)
 
 
 def _check_channels(path: Path, images: np.ndarray, expected: list[float]) -> None:
     if images.dtype != np.uint8 or images.shape[1:] != IMAGE_SHAPE or not len(images):
         return  # check_images reports it
     means, _ = channel_statistics(images)
-    if not np.allclose(means, expected, rtol=0, atol=1e-9):
-        raise DataError(
-            f"{path.name} has channel means {_listed(means)}, but had {_listed(expected)} when it was prepared: "
-            "another split's file, or other pixels",
-            where=path,
-            next_step=_REMEDY,
-        )
+    found, wanted = (", ".join(f"{mean:.4f}" for mean in values) for values in (means, expected))
+    fault = f"{path.name} has channel means {found}, but had {wanted} when it was prepared: another split's file, or other pixels"
+    _require(np.allclose(means, expected, rtol=0, atol=1e-9), fault, path)
 
 
 def _check_classes(path: Path, labels: np.ndarray, expected: dict[str, int]) -> None:
@@ -441,14 +412,13 @@ def _check_classes(path: Path, labels: np.ndarray, expected: dict[str, int]) -> 
         return  # check_labels reports it
     found = np.bincount(np.asarray(labels), minlength=len(names))
     for name, count in zip(names, found, strict=True):
-        if count != expected[name]:
-            raise DataError(
-                f"{path.name} has {count} labels of class {name!r}, but had {expected[name]} when it was prepared: "
-                "another split's file, or edited",
-                where=path,
-                next_step=_REMEDY,
-            )
+        fault = (
+            f"{path.name} has {count} labels of class {name!r}, but had {expected[name]} when it was prepared: "
+            "another split's file, or edited"
+        )
+        _require(count == expected[name], fault, path)
 
 
-def _listed(means: Iterable[float]) -> str:
-    return ", ".join(f"{mean:.4f}" for mean in means)
+def _require(sound: bool, fault: str, path: Path) -> None:
+    if not sound:
+        raise DataError(fault, where=path, next_step=_REMEDY)

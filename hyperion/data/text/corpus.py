@@ -130,14 +130,6 @@ class EchoLanguage:
         words = self.unigram_entropy_nats_per_word() * LINE_WORDS / LINE_UNITS
         return float(words + unknown / LINE_UNITS * position)
 
-    def unigram_entropy_nats_per_unit(self) -> float:
-        """Return the entropy of a unit without history."""
-        return self.ngram_entropy_nats_per_unit(1)
-
-    def bigram_entropy_nats_per_unit(self) -> float:
-        """Return the entropy of a unit given the previous one."""
-        return self.ngram_entropy_nats_per_unit(2)
-
 
 @dataclass(frozen=True)
 class LineFile:

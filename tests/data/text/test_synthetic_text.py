@@ -68,16 +68,16 @@ def test_the_likelihood_of_a_text_is_computed_word_by_word():
 def test_unigram_and_bigram_models_reach_the_stated_entropies_and_no_less(units):
     train, held_out = units[: len(units) // 2], units[len(units) // 2 :]
     for score, entropy in (
-        (unigram_baseline(train, held_out, 257), LANGUAGE.unigram_entropy_nats_per_unit()),
-        (bigram_baseline(train, held_out, 257, prefix_id=256), LANGUAGE.bigram_entropy_nats_per_unit()),
+        (unigram_baseline(train, held_out, 257), LANGUAGE.ngram_entropy_nats_per_unit(1)),
+        (bigram_baseline(train, held_out, 257, prefix_id=256), LANGUAGE.ngram_entropy_nats_per_unit(2)),
     ):
         assert score.total_nll_nats / score.tokens == pytest.approx(entropy, abs=0.02)
 
 
 def test_the_floor_lies_well_below_what_short_histories_reach():
     floor = LANGUAGE.entropy_rate_nats_per_unit()
-    assert floor <= LANGUAGE.unigram_entropy_nats_per_unit() - 1
-    assert floor <= LANGUAGE.bigram_entropy_nats_per_unit() - 0.5
+    assert floor <= LANGUAGE.ngram_entropy_nats_per_unit(1) - 1
+    assert floor <= LANGUAGE.ngram_entropy_nats_per_unit(2) - 0.5
     entropies = [LANGUAGE.ngram_entropy_nats_per_unit(order) for order in range(1, 17)]
     assert all(a >= b for a, b in itertools.pairwise(entropies))
     assert entropies[0] - entropies[7] < 0.05, "eight units of history tell only where the line ends"
