@@ -18,7 +18,7 @@ from typing import cast
 
 from hyperion.errors import HyperionError, refused_write
 from hyperion.paths import data_folder
-from hyperion.untrusted import inner_path, open_regular, printable, read_json
+from hyperion.untrusted import FieldError, from_json, inner_path, open_regular, printable, read_json
 
 # `staged` writes this file into every folder: size and modification time of each file, by relative path. Without it,
 # `hyperion clean` could not distinguish Hyperion's files from the user's. The dot excludes it from a data set's identity.
@@ -246,10 +246,14 @@ def read_manifest(folder: Path) -> DataManifest | None:
         return None
     except OSError as error:
         raise DataError(f"unreadable manifest: {error.strerror}", where=path, next_step=remedy) from error
-    fault = _fault_of(document)
-    if fault:
-        raise DataError(f"unreadable manifest: {fault}", where=path, next_step=remedy)
-    manifest = DataManifest(**document)
+    try:
+        manifest = from_json(DataManifest, document, "the manifest")
+        entries = from_json(dict[str, _FileEntry], manifest.files, "files")
+    except FieldError as error:
+        raise _UnreadableManifest(printable(error.what)[:200], where=path, next_step=remedy) from error
+    if negative := [name for name, entry in entries.items() if entry.bytes < 0]:
+        fault = f"{printable(negative[0])[:80]!r} has {entries[negative[0]].bytes} bytes"
+        raise _UnreadableManifest(fault, where=path, next_step=remedy)
     if manifest.schema_version != SCHEMA_VERSION or not manifest.files:
         raise DataError(
             f"manifest has schema {manifest.schema_version} and {len(manifest.files)} files, expected schema {SCHEMA_VERSION}",
@@ -268,22 +272,9 @@ class _UnreadableManifest(DataError):
         super().__init__(f"unreadable manifest: {what}", where=where, next_step=next_step)
 
 
-_TYPES = {"name": str, "source": str, "detail": str, "files": dict, "facts": dict, "schema_version": int}
+@dataclass(frozen=True)
+class _FileEntry:
+    """Entry of a file in a manifest."""
 
-
-def _fault_of(document: object) -> str:
-    """Return why a document is not a manifest, "" if it is one."""
-    if not isinstance(document, dict):
-        return "it is not a JSON object"
-    if unknown := sorted(document.keys() - _TYPES.keys()):
-        return f"it has the unknown fields {printable(', '.join(unknown))[:80]}"
-    for name, kind in _TYPES.items():
-        if name not in document and name not in ("facts", "schema_version"):
-            return f"it lacks {name!r}"
-        if type(document.get(name, kind())) is not kind:
-            return f"{name!r} is {type(document[name]).__name__}, expected {kind.__name__}"
-    for name, entry in document["files"].items():
-        good = isinstance(entry, dict) and entry.keys() == {"sha256", "bytes"}
-        if not good or not isinstance(entry["sha256"], str) or type(entry["bytes"]) is not int or entry["bytes"] < 0:
-            return f"its entry of {printable(name)[:80]!r} is not a sha256 with a number of bytes"
-    return ""
+    sha256: str
+    bytes: int
