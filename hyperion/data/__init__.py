@@ -4,9 +4,9 @@ Everything here works without torch. The loaders need it: import them from `hype
 `hyperion.data.images.device_images`.
 """
 
-from hyperion.data.batches.packing import IGNORE_INDEX, Padding, packed_windows
 from hyperion.data.images.cifar10 import load_cifar10
 from hyperion.data.images.imageset import ImageSet, channel_statistics
+from hyperion.data.packing import IGNORE_INDEX, Padding, packed_windows
 from hyperion.data.prepare.catalog import FetchReport, fetch_all
 from hyperion.data.prepare.prepare import PreparedImages, PreparedText, open_prepared, prepare_images, prepare_text
 from hyperion.data.prepare.verify import DataFinding, FolderVerdict, verify

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyperion.data.batches.packing import IGNORE_INDEX
+from hyperion.data.packing import IGNORE_INDEX
 from hyperion.data.store.folders import DataUnavailable, cache_root, staged
 from hyperion.data.store.sources import download, hub_endpoint, mirror_root
 from hyperion.errors import HyperionError

@@ -27,7 +27,7 @@ from hyperion import processes
 from hyperion.checkpoints import CheckpointError, agreed, read_sharded, write_sharded
 from hyperion.checkpoints.sharded import difference, mismatch, require_finite
 from hyperion.checkpoints.states import EARLIER
-from hyperion.data.batches.packing import IGNORE_INDEX
+from hyperion.data.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError, require_number
 from hyperion.hardware import Device
 from hyperion.parallel import (

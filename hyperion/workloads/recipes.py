@@ -10,7 +10,7 @@ from pydantic import ConfigDict
 
 from hyperion.chapter.context import Context
 from hyperion.checkpoints import agreed, on_rank_0
-from hyperion.data.batches.loaders import InstructionBatches, LanguageBatches, ResumableBatches, evaluation_windows
+from hyperion.data.batches import InstructionBatches, LanguageBatches, ResumableBatches, evaluation_windows
 from hyperion.data.images.device_images import ImageBatches
 from hyperion.data.images.imageset import channel_statistics
 from hyperion.errors import HyperionError

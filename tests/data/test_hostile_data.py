@@ -33,7 +33,7 @@ from hyperion.data import (
     prepare_text,
     read_tokenizer,
 )
-from hyperion.data.images.cifar10_formats import LAYOUTS, read_python_batch
+from hyperion.data.images.cifar10 import LAYOUTS, read_python_batch
 from hyperion.data.images.imageset import synthetic_images
 from hyperion.data.prepare.verify import examine, verify
 from hyperion.data.store.folders import FILE_NAME, MARK, write_manifest

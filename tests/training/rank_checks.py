@@ -29,7 +29,7 @@ from hyperion.checkpoints import (
     saving,
     write_sharded,
 )
-from hyperion.data.batches.loaders import LanguageBatches
+from hyperion.data.batches import LanguageBatches
 from hyperion.data.images.device_images import ImageBatches
 from hyperion.errors import HyperionError
 from hyperion.models import TransformerConfig, TransformerLM, resnet18

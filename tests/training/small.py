@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hyperion.data.batches.loaders import LanguageBatches, evaluation_windows
+from hyperion.data.batches import LanguageBatches, evaluation_windows
 from hyperion.hardware import Device, detect_cpu
 from hyperion.models import TransformerConfig, TransformerLM
 from hyperion.training import LanguageEngine, TrainingPlan, WarmupCosine, adamw, choose_precision, seed_everything, train

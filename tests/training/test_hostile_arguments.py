@@ -11,8 +11,8 @@ from torch import nn
 
 from hyperion.checkpoints import CheckpointError, checkpoint_path, load, load_latest, newest_good, save, saving, write_state
 from hyperion.checkpoints.weights import read_weights
-from hyperion.data.batches.packing import IGNORE_INDEX
 from hyperion.data.images.device_images import ImageBatches
+from hyperion.data.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError
 from hyperion.experiments.baselines.plain_loops import PlainImageLoop
 from hyperion.hardware import detect_cpu

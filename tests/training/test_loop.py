@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hyperion.checkpoints import CheckpointError, read_state
-from hyperion.data.batches.loaders import Prefetched
+from hyperion.data.batches import Prefetched
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect
 from hyperion.training import EXIT_CODE, Interrupted, NonFiniteError, TrainingPlan, seed_everything, train

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hyperion.data.images import cifar10
-from hyperion.data.images.cifar10_formats import find_layout
+from hyperion.data.images.cifar10 import find_layout
 from hyperion.data.store.folders import QUARANTINE, DataError, DataUnavailable, cache_root, content_hash
 from hyperion.data.store.sources import Checksums, PublishedSet, Sourced, mirror_root
 from hyperion.data.text import instructions, tokenizer, wikitext2

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hyperion.data.batches.packing import Padding, packed_windows
 from hyperion.data.images.imageset import ImageSet, channel_statistics, check_split
+from hyperion.data.packing import Padding, packed_windows
 from hyperion.data.prepare.verify import ARRAYS_OF, FORMAT, SAMPLES, TOKENIZER_FILE, content_faults
 from hyperion.data.store.arrays import ArrayWriter, open_array, open_shards, token_dtype, write_shards
 from hyperion.data.store.folders import DataError, DataManifest, processed_root, staged, write_manifest

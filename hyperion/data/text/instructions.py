@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hyperion.data.batches.packing import IGNORE_INDEX
+from hyperion.data.packing import IGNORE_INDEX
 from hyperion.data.store.arrays import narrowed
 from hyperion.data.store.folders import DataError, DataUnavailable, read_manifest, write_manifest
 from hyperion.data.store.sources import Checksums, PublishedSet, compare_checksums, download, take
@@ -146,10 +146,10 @@ def _read(folder: Path, source: str, label: str) -> InstructionSet:
     if len(rows) != COUNT:
         raise DataError(f"{path.name} has {len(rows)} records, expected {COUNT}", where=path, next_step=_AGAIN)
     train, held_out = split_by_prompt(rows)
-    published = checksums(path)
+    compared = checksums(path)
     origin = f", {manifest.detail}" if manifest is not None else ""
-    detail = f"{COUNT} rows{origin}, {len(held_out)} held out, {published}"
-    return InstructionSet(FOLDER, source, detail, train, held_out, checksums=published)
+    detail = f"{COUNT} rows{origin}, {len(held_out)} held out, {compared}"
+    return InstructionSet(FOLDER, source, detail, train, held_out, checksums=compared)
 
 
 def checksums(path: Path) -> Checksums:

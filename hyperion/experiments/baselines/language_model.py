@@ -12,7 +12,7 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.options import Options
 from hyperion.chapter.variants import Report
 from hyperion.data import PreparedText, TextCorpus, Tokenizer
-from hyperion.data.batches.loaders import LanguageBatches, evaluation_windows
+from hyperion.data.batches import LanguageBatches, evaluation_windows
 from hyperion.errors import not_none
 from hyperion.experiments.baselines.captured_parity import captured_parity
 from hyperion.experiments.baselines.perplexity import MEASURES, Scored, perplexity_rows, text_floor

@@ -18,7 +18,7 @@ import torch._dynamo
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.options import Options
 from hyperion.chapter.variants import Report
-from hyperion.data.batches.loaders import LanguageBatches
+from hyperion.data.batches import LanguageBatches
 from hyperion.measure.steps.compilation import missing_compiler
 from hyperion.models import TransformerConfig, TransformerLM, layout_of
 from hyperion.parallel import ParallelPlan, parallelize

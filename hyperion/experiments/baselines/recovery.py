@@ -24,7 +24,7 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.options import Options
 from hyperion.chapter.variants import Report
 from hyperion.checkpoints import CheckpointError
-from hyperion.data.batches.loaders import LanguageBatches, evaluation_windows
+from hyperion.data.batches import LanguageBatches, evaluation_windows
 from hyperion.data.images.device_images import ImageBatches
 from hyperion.experiments.baselines.recovery_faults import KINDS, PHASES, Fault, Phases, cut_off
 from hyperion.hardware import detect_cpu

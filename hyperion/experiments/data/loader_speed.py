@@ -14,7 +14,7 @@ from hyperion.chapter.options import Options
 from hyperion.chapter.rows import bandwidth_limit, sample_frame, stream_ceiling, timed_columns
 from hyperion.chapter.variants import Report
 from hyperion.data import IGNORE_INDEX, PreparedText, Tokenizer
-from hyperion.data.batches.loaders import LanguageBatches, PaddedBatches, Prefetched, ResumableBatches
+from hyperion.data.batches import LanguageBatches, PaddedBatches, Prefetched, ResumableBatches
 from hyperion.errors import not_none
 from hyperion.measure import Timing, Verification, time_function
 from hyperion.models import TransformerLM, flops_per_token, named_config

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hyperion.chapter.context import Context
 from hyperion.chapter.options import Options
-from hyperion.data.batches.packing import IGNORE_INDEX
+from hyperion.data.packing import IGNORE_INDEX
 from hyperion.models import (
     LlamaLM,
     LlamaShape,

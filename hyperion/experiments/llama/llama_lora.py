@@ -12,8 +12,8 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_columns
 from hyperion.chapter.variants import Report, merged, run_variant
 from hyperion.data import Completions
-from hyperion.data.batches.loaders import InstructionBatches
-from hyperion.data.batches.packing import IGNORE_INDEX
+from hyperion.data.batches import InstructionBatches
+from hyperion.data.packing import IGNORE_INDEX
 from hyperion.experiments.llama.fine_tuning import (
     FULL,
     LOADED_TOLERANCE,

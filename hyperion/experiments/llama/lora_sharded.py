@@ -12,7 +12,7 @@ from hyperion.chapter.ranks import RankOptions, ranks_of
 from hyperion.chapter.rows import sample_frame, timed_columns
 from hyperion.chapter.variants import Report, merged, run_on_ranks
 from hyperion.checkpoints import checkpoint_path
-from hyperion.data.batches.loaders import InstructionBatches
+from hyperion.data.batches import InstructionBatches
 from hyperion.experiments.llama.fine_tuning import (
     LOADED_TOLERANCE,
     LORA,

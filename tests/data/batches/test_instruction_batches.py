@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hyperion.data import IGNORE_INDEX, DataError, load_instructions, tokenize_completions
-from hyperion.data.batches.loaders import InstructionBatches
+from hyperion.data.batches import InstructionBatches
 from hyperion.data.text.tokenizer import train_tokenizer
 
 ROWS = load_instructions("synthetic")

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyperion.data.batches.loaders import LanguageBatches, evaluation_windows
-from hyperion.data.batches.packing import IGNORE_INDEX
+from hyperion.data.batches import LanguageBatches, evaluation_windows
 from hyperion.data.images.device_images import ImageBatches
+from hyperion.data.packing import IGNORE_INDEX
 from hyperion.data.store.folders import DataError
 
 TOKENS = np.arange(1000, dtype=np.uint16)

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperion.data.batches.packing import Padding, packed_windows
+from hyperion.data.packing import Padding, packed_windows
 from hyperion.data.store.folders import DataError
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hyperion.data import IGNORE_INDEX
-from hyperion.data.batches.loaders import LanguageBatches, PaddedBatches, Prefetched
+from hyperion.data.batches import LanguageBatches, PaddedBatches, Prefetched
 from hyperion.data.store.folders import DataError
 from hyperion.hardware import detect_cpu
 from hyperion.models import TransformerConfig, TransformerLM

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from hyperion.data import load_cifar10
-from hyperion.data.images.cifar10 import published
-from hyperion.data.images.cifar10_formats import CLASSES, read_layout
+from hyperion.data.images.cifar10 import CLASSES, published, read_layout
 from hyperion.data.store.folders import DataError, cache_root
 from tests.data.cifar10_files import binary_batch, numbered_pictures, small_batches, write_layout
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hyperion.data.images.cifar10_formats import LAYOUTS, find_layout, read_binary_batch, read_layout, read_python_batch
+from hyperion.data.images.cifar10 import LAYOUTS, find_layout, read_binary_batch, read_layout, read_python_batch
 from hyperion.data.store.folders import DataError
 from tests.data.cifar10_files import binary_batch, python2_pickle, python_batch, small_batches, write_layout
 

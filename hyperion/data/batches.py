@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hyperion.data.batches.packing import IGNORE_INDEX, Padding
+from hyperion.data.packing import IGNORE_INDEX, Padding
 from hyperion.data.store.arrays import narrowed
 from hyperion.data.store.folders import DataError
 from hyperion.data.text.instructions import Completions
@@ -29,6 +29,8 @@ class ResumableBatches(ABC):
     With several ranks, a batch is the global batch, and rank r of R gets the r-th of R equal runs of consecutive examples. The
     position in the sequence does not depend on the number of ranks, so a run can be resumed on any number.
     """
+
+    shuffle = True  # a new order in every epoch; otherwise the order of the records
 
     def __init__(self, records: int, batch_size: int, seed: int, drop_last: bool, rank: int, ranks: int):
         _require_equal_parts(records, batch_size, drop_last, rank, ranks)
@@ -128,9 +130,11 @@ class ResumableBatches(ABC):
         size = batch // self.ranks
         return slice(self.rank * size, (self.rank + 1) * size)
 
-    @abstractmethod
     def _order(self, epoch: int) -> np.ndarray:
         """Return the examples of an epoch in their order, a function of epoch and seed only."""
+        if not self.shuffle:
+            return np.arange(self.records)
+        return np.random.default_rng((self.seed, epoch)).permutation(self.records)
 
     @abstractmethod
     def _batch(self, epoch: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -233,9 +237,6 @@ class PaddedBatches(ResumableBatches):
     def _identity(self) -> dict:
         return {**super()._identity(), "sequence_length": self.sequence_length, "tokens": self.padding.tokens}
 
-    def _order(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng((self.seed, epoch)).permutation(self.records)
-
     def _batch(self, epoch: int, position: int) -> tuple[Tensor, Tensor]:
         starts, sizes = np.asarray(self._samples[self._examples(epoch, position)]).T
         windows = self._stream.windows(starts, self.sequence_length + 1)
@@ -282,11 +283,6 @@ class InstructionBatches(ResumableBatches):
 
     def _identity(self) -> dict:
         return {**super()._identity(), "shuffle": self.shuffle, "tokens": int(self._sizes.sum())}
-
-    def _order(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(self.records)
-        return np.random.default_rng((self.seed, epoch)).permutation(self.records)
 
     def _batch(self, epoch: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         longest = int(self._sizes[self._whole_batch(epoch, position)].max())
