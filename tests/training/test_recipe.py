@@ -1,13 +1,17 @@
-"""The precision is chosen by what the device has, and says why; fp16 survives gradients that overflow."""
+"""Optimizers, schedules, precisions and seeds; fp16 survives gradients that overflow."""
 
 import copy
 import math
+import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hyperion.checkpoints import CheckpointError
+from hyperion.checkpoints import CheckpointError, read_state, write_state
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
 from hyperion.models import TransformerConfig, TransformerLM, resnet18
@@ -17,12 +21,68 @@ from hyperion.training import (
     NonFiniteError,
     Precision,
     TrainingPlan,
+    WarmupCosine,
     adamw,
     choose_precision,
+    decay_groups,
+    rng_state,
+    seed_everything,
+    set_rng_state,
     sgd_nesterov,
     train,
 )
+from hyperion.training.recipe import seed_rank
 from tests.training.small import small_batches
+
+
+def test_matrices_decay_and_vectors_do_not():
+    model = TransformerLM(TransformerConfig(7, 4, 8, 2, 1))
+    decayed, plain = decay_groups(model, 0.3)
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
+    assert {p.ndim for p in plain["params"]} == {1}
+    assert {p.ndim for p in decayed["params"]} == {2}
+    assert len(decayed["params"]) + len(plain["params"]) == len(list(model.parameters()))
+
+
+def test_frozen_parameters_are_left_out():
+    model = resnet18(width=4)
+    model.conv1.weight.requires_grad_(False)
+    assert all(p is not model.conv1.weight for group in decay_groups(model, 0.1) for p in group["params"])
+
+
+def test_the_kinds():
+    model = resnet18(width=4)
+    assert isinstance(adamw(model, 1e-3), torch.optim.AdamW)
+    sgd = sgd_nesterov(model, 0.1)
+    assert isinstance(sgd, torch.optim.SGD) and sgd.defaults["nesterov"] and sgd.defaults["momentum"] == 0.9
+
+
+def test_the_corners():
+    rate = WarmupCosine(peak=1.0, warmup_steps=10, total_steps=110, final_fraction=0.2)
+    assert rate(1) == pytest.approx(0.1)
+    assert rate(10) == 1.0
+    assert rate(60) == pytest.approx(0.6)
+    assert rate(110) == rate(500) == pytest.approx(0.2)
+
+
+def test_without_warm_up_the_first_step_is_near_the_peak():
+    assert WarmupCosine(1.0, 0, 1000)(1) == pytest.approx(1.0, abs=1e-4)
+
+
+@given(warmup=st.integers(0, 50), extra=st.integers(1, 100), final=st.floats(0, 1))
+def test_it_rises_then_falls_and_stays_in_range(warmup, extra, final):
+    rate = WarmupCosine(2.0, warmup, warmup + extra, final)
+    rates = [rate(step) for step in range(1, warmup + extra + 5)]
+    assert all(0 <= value <= 2.0 for value in rates)
+    top = max(warmup, 1) - 1
+    assert rates[:top] == sorted(rates[:top])
+    assert all(a >= b - 1e-12 for a, b in zip(rates[top:], rates[top + 1 :], strict=False))
+
+
+def test_a_warm_up_longer_than_the_run_is_refused():
+    with pytest.raises(HyperionError, match="warmup_steps 5"):
+        WarmupCosine(1.0, 5, 5)
+
 
 CPU = replace(detect_cpu(), isa=("avx2",))
 
@@ -189,3 +249,56 @@ def test_bf16_and_fp32_scale_nothing():
         overflow_next(engine)
         with pytest.raises(NonFiniteError):
             train(engine, small_batches(), TrainingPlan(steps=2))
+
+
+def draws():
+    return [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(3).tolist()]
+
+
+def test_a_seed_repeats_every_generator():
+    seed_everything(11)
+    first = draws()
+    seed_everything(11)
+    assert draws() == first
+    seed_everything(12)
+    assert draws() != first
+
+
+def test_every_rank_and_every_start_draws_its_own_numbers():
+    drawn = []
+    for seed, step, rank in [(3, 0, 0), (3, 0, 1), (3, 9, 0), (4, 0, 0), (2**63, 0, 0), (3, 0, 0)]:
+        seed_rank(seed, step, rank)
+        drawn.append(tuple(map(str, draws())))
+    assert drawn[0] == drawn[-1]
+    assert len(set(drawn)) == len(drawn) - 1
+
+
+def test_the_state_survives_a_file(tmp_path):
+    seed_everything(3)
+    draws()
+    np.random.randn(1)  # numpy keeps the second half of a pair of normal numbers
+    write_state(tmp_path, rng_state())
+    expected = draws()
+    set_rng_state(read_state(tmp_path))
+    assert draws() == expected
+
+
+@pytest.fixture
+def restore_determinism():
+    before = torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 2**64, True, 0.5])
+def test_a_seed_that_a_generator_does_not_take_is_refused_before_any_is_seeded(seed):
+    seed_everything(3)
+    expected = random.Random(3).random()
+    with pytest.raises(HyperionError, match="seed is ") as refusal:
+        seed_everything(seed)
+    assert random.random() == expected and "SEED=0" in refusal.value.next_step
+
+
+def test_deterministic_mode_is_torchs(restore_determinism):
+    seed_everything(0, deterministic=True)
+    assert torch.are_deterministic_algorithms_enabled()

@@ -1,10 +1,22 @@
-"""Sums and norms of a model alone; those over ranks are judged in test_parallelize."""
+"""Sums, norms and checks of a model alone, and ranks that drift apart; sums over ranks are judged in test_parallelize."""
 
 import pytest
 import torch
 from torch import nn
 
-from hyperion.parallel import clip_gradients, is_replicated, is_sharded, local_gradient_norm, ranks_of, reshard, start_sum
+from hyperion.parallel import (
+    assert_ranks_agree,
+    clip_gradients,
+    fsdp_units,
+    full_parameter_bytes,
+    is_replicated,
+    is_sharded,
+    local_gradient_norm,
+    local_parameter_bytes,
+    ranks_of,
+    reshard,
+    start_sum,
+)
 
 
 def test_alone_a_sum_is_the_value_itself():
@@ -37,3 +49,28 @@ def test_clipping_is_torchs(limit):
         clip(model, limit, local_gradient_norm(model))
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(ours, torchs) for ours, torchs in zip(*gradients, strict=True))
+
+
+@pytest.mark.process
+def test_equal_ranks_pass(answers):
+    assert [answer["agreement"]["clean"] for answer in answers] == ["", ""]
+
+
+@pytest.mark.process
+def test_a_value_changed_on_one_rank_is_named_on_all(answers):
+    for answer in answers:
+        told = answer["agreement"]["values"]
+        assert "parameter blocks.1.mlp.up.weight of rank 1 differs from that of rank 0; 2 of 52 parameters differ" in told
+
+
+@pytest.mark.process
+def test_models_of_other_shapes_are_told_apart_before_anything_hangs(answers):
+    expected = "parameter names, shapes or dtypes of rank 1 differ from those of rank 0"
+    assert all(expected in answer["agreement"]["shapes"] for answer in answers)
+
+
+def test_alone_a_model_agrees_with_itself_and_holds_all_it_has():
+    model = nn.Linear(3, 4).to(torch.bfloat16)
+    assert_ranks_agree(model)
+    assert local_parameter_bytes(model) == full_parameter_bytes(model) == 2 * 16
+    assert fsdp_units(model) == []

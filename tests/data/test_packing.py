@@ -1,3 +1,5 @@
+"""Rows are counted as they are built."""
+
 import numpy as np
 import pytest
 from hypothesis import given
