@@ -1,4 +1,4 @@
-"""The README's text and commands, for the tests that run them."""
+"""Text and commands of the README and of the pages it links to, for the tests that run them."""
 
 import os
 import re
@@ -9,12 +9,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "docs/running.md", "docs/comparing.md", "docs/headlines.md")}
 LONGEST_S = 1500
 
 
 def commands() -> list[str]:
-    """Lines of the README's shell blocks, comments cut off, in their order."""
-    blocks = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+    """Lines of the pages' shell blocks, comments cut off, in their order."""
+    blocks = [block for page in PAGES.values() for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL)]
     return [line.split("  #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
 
 
