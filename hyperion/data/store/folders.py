@@ -220,7 +220,7 @@ class DataManifest:
 
 
 def write_manifest(folder: Path, *, name: str, source: str, detail: str, facts: dict | None = None) -> DataManifest:
-    """Hash every file of `folder` (a working folder of `staging.staged`) and write the manifest into it."""
+    """Hash every file of `folder` (a working folder of `staged`) and write the manifest into it."""
     files = {
         path.relative_to(folder).as_posix(): {"sha256": sha256_of(path), "bytes": path.stat().st_size}
         for path in sorted(folder.rglob("*"))

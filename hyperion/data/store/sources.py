@@ -277,7 +277,7 @@ def download(url: str, path: Path, md5: str | None = None, sha256: str | None = 
     """Download `url` to the new file `path`. A file with a wrong checksum is moved to the quarantine folder.
 
     Args:
-        path: a file in a working folder that readers do not see yet (see `staging.staged`).
+        path: a file in a working folder that readers do not see yet (see `folders.staged`).
         md5, sha256: checksums stated by the publisher.
 
     Raises:
