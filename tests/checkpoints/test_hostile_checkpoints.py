@@ -681,7 +681,7 @@ def test_an_edited_run_goes_on_from_the_checkpoint_before(run_original, name, tm
     engine = small_engine(seed=1)
     with watched():
         shared, own = newest_good(tmp_path / "run", lambda path: read_run(path, engine, 9))
-    assert shared["step"] == engine.steps == 8 and len(shared["history"].losses) == 8 and own is not None
+    assert shared["step"] == engine.steps == 8 and len(shared["history"]["losses"]) == 8 and own is not None
     warning = capsys.readouterr().err
     assert "WARNING: checkpoint refused" in warning and "step-00000009" in warning
 

@@ -22,7 +22,7 @@ from typing import IO, Any, cast
 import numpy as np
 
 from hyperion.data.images.imageset import IMAGE_SHAPE, ImageSet, channel_statistics, check_split, synthetic_images
-from hyperion.data.store.folders import DataError, DataUnavailable, read_manifest, write_manifest
+from hyperion.data.store.folders import DataError, DataUnavailable, read_manifest, staged, write_manifest
 from hyperion.data.store.overlap import image_overlap, require_little_overlap
 from hyperion.data.store.sources import Checksums, PublishedSet, compare_checksums, download, take
 from hyperion.errors import not_none
@@ -91,9 +91,10 @@ def published(url: str = URL) -> PublishedSet[ImageSet]:
     The mirror has the official names at its top level.
     """
 
-    def fetch(work: Path) -> None:
-        download(url, work / PYTHON_ARCHIVE, md5=OFFICIAL_MD5[PYTHON_ARCHIVE])
-        write_manifest(work, name=FOLDER, source="download", detail=f"downloaded from {url}")
+    def fetch(target: Path) -> None:
+        with staged(target) as work:
+            download(url, work / PYTHON_ARCHIVE, md5=OFFICIAL_MD5[PYTHON_ARCHIVE])
+            write_manifest(work, name=FOLDER, source="download", detail=f"downloaded from {url}")
 
     return PublishedSet(FOLDER, _read, lambda root: layout_files(not_none(find_layout(root))), fetch, at_top=True)
 

@@ -166,7 +166,7 @@ class PublishedSet(Generic[T]):
         read: reads and checks the set in a folder, given the name of the source and how messages call the place. It raises
             DataUnavailable if the folder lacks the set, and DataError if the data are wrong.
         files: the data files of a set that `read` has accepted.
-        fetch: downloads the set into an empty working folder.
+        fetch: downloads the set into its new folder in the cache, which appears complete or not at all (see `folders.staged`).
         at_top: the mirror has the files at its top level, not in `folder`.
         manifest: write a manifest when the files are copied from the mirror.
     """
@@ -191,8 +191,7 @@ class PublishedSet(Generic[T]):
         target = cache_root() / self.folder
         if target.is_dir():
             return self.cached()
-        with staged(target) as work:
-            self.fetch(work)
+        self.fetch(target)
         return self.read(target, "download", "the cache")
 
     def suppliers(self) -> dict[str, Callable[[], T]]:
@@ -215,8 +214,7 @@ class PublishedSet(Generic[T]):
         try:
             self.mirrored()
         except DataUnavailable:
-            with staged(target) as work:
-                self.fetch(work)
+            self.fetch(target)
             return "downloaded"
         place, origin = self._in_mirror(), "copied from the mirror"
         with staged(target) as work:

@@ -23,7 +23,7 @@ import numpy as np
 
 from hyperion.data.packing import IGNORE_INDEX
 from hyperion.data.store.arrays import narrowed
-from hyperion.data.store.folders import DataError, DataUnavailable, read_manifest, write_manifest
+from hyperion.data.store.folders import DataError, DataUnavailable, read_manifest, staged, write_manifest
 from hyperion.data.store.sources import Checksums, PublishedSet, compare_checksums, download, take
 from hyperion.data.text.corpus import EchoLanguage, TextCorpus
 from hyperion.data.text.tokenizer import Tokenizer
@@ -104,9 +104,10 @@ def load_instructions(source: str = "auto", *, allow_synthetic: bool = True, see
 def published(url: str = URL) -> PublishedSet[InstructionSet]:
     """Return the published rows, downloaded from `url` if necessary. The mirror has the file at its top level."""
 
-    def fetch(work: Path) -> None:
-        download(url, work / FILE, sha256=SHA256)
-        write_manifest(work, name=FOLDER, source="download", detail="downloaded from github.com/rasbt/LLMs-from-scratch")
+    def fetch(target: Path) -> None:
+        with staged(target) as work:
+            download(url, work / FILE, sha256=SHA256)
+            write_manifest(work, name=FOLDER, source="download", detail="downloaded from github.com/rasbt/LLMs-from-scratch")
 
     return PublishedSet(FOLDER, _read, lambda folder: [folder / FILE], fetch, at_top=True)
 

@@ -15,7 +15,7 @@ import numpy as np
 import tokenizers
 
 from hyperion.data.store.arrays import token_dtype
-from hyperion.data.store.folders import DataError, DataUnavailable
+from hyperion.data.store.folders import DataError, DataUnavailable, staged
 from hyperion.data.store.sources import Checksums, PublishedSet, compare_checksums, download, hub_endpoint, take
 from hyperion.data.text.corpus import TextCorpus
 from hyperion.data.text.encoding import EncoderPool
@@ -222,9 +222,10 @@ def _parsed(contents: dict[str, bytes], folder: Path, remedy: str) -> tuple[dict
     return vocabulary, merges
 
 
-def _fetch(work: Path) -> None:
-    for name, expected in GPT2_SHA256.items():
-        download(f"{hub_endpoint()}/{HUB_FOLDER}/{name}", work / name, sha256=expected)
+def _fetch(target: Path) -> None:
+    with staged(target) as work:
+        for name, expected in GPT2_SHA256.items():
+            download(f"{hub_endpoint()}/{HUB_FOLDER}/{name}", work / name, sha256=expected)
 
 
 GPT2 = PublishedSet(FOLDER, _gpt2, lambda folder: [folder / name for name in GPT2_SHA256], _fetch, manifest=False)

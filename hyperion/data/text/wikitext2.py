@@ -6,7 +6,7 @@ wikitext-2-v1.
 
 from pathlib import Path
 
-from hyperion.data.store.folders import DataError, DataUnavailable, read_manifest, write_manifest
+from hyperion.data.store.folders import DataError, DataUnavailable, read_manifest, staged, write_manifest
 from hyperion.data.store.overlap import line_overlap, require_little_overlap
 from hyperion.data.store.sources import Checksums, PublishedSet, compare_checksums, download, hub_endpoint, require_network, take
 from hyperion.data.text.corpus import (
@@ -102,17 +102,18 @@ def _read(folder: Path, source: str, label: str) -> TextCorpus:
     return TextCorpus(FOLDER, source, detail, splits, checksums=found)
 
 
-def _fetch(work: Path) -> None:
+def _fetch(target: Path) -> None:
     require_network(hub_endpoint())
-    for split in SPLITS:
-        parquet = work / HUB_FILES[split]
-        download(f"{hub_endpoint()}/{HUB_FOLDER}/{parquet.name}", parquet)
-        lines = _lines_of_table(parquet, COUNTS[split][0])
-        found = (len(lines), count_non_empty(lines), count_words_with_eos(lines))
-        require_counts(parquet.name, found, COUNTS[split], UNITS, f"{hub_endpoint()}/{HUB_FOLDER}")
-        (work / _file(split)).write_text("".join(lines), encoding="utf-8", newline="\n")
-        parquet.unlink()
-    write_manifest(work, name=FOLDER, source="download", detail="downloaded from the hub's Salesforce/wikitext")
+    with staged(target) as work:
+        for split in SPLITS:
+            parquet = work / HUB_FILES[split]
+            download(f"{hub_endpoint()}/{HUB_FOLDER}/{parquet.name}", parquet)
+            lines = _lines_of_table(parquet, COUNTS[split][0])
+            found = (len(lines), count_non_empty(lines), count_words_with_eos(lines))
+            require_counts(parquet.name, found, COUNTS[split], UNITS, f"{hub_endpoint()}/{HUB_FOLDER}")
+            (work / _file(split)).write_text("".join(lines), encoding="utf-8", newline="\n")
+            parquet.unlink()
+        write_manifest(work, name=FOLDER, source="download", detail="downloaded from the hub's Salesforce/wikitext")
 
 
 WIKITEXT2 = PublishedSet(FOLDER, _read, lambda folder: [folder / _file(split) for split in SPLITS], _fetch)
