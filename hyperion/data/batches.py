@@ -48,12 +48,12 @@ class ResumableBatches(ABC):
         """Number of batches in an epoch."""
         return self.batches_per_epoch
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def __iter__(self) -> Iterator[Batch]:
         """Iterate over the rest of the current epoch, or over the next epoch if the current one is complete."""
         for _ in range(self.left_in_epoch()):
             yield self.next_batch()
 
-    def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def next_batch(self) -> Batch:
         """Return the next batch; after the last batch of an epoch the next epoch begins."""
         return self.batch_at(*self.advance())
 
@@ -73,7 +73,7 @@ class ResumableBatches(ABC):
         epoch, position = place
         return (epoch, position + 1) if position + 1 < self.batches_per_epoch else (epoch + 1, 0)
 
-    def batch_at(self, epoch: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch_at(self, epoch: int, position: int) -> Batch:
         """Return this rank's part of a batch, without changing the position in the sequence."""
         return self._batch(epoch, position)
 
@@ -137,7 +137,7 @@ class ResumableBatches(ABC):
         return np.random.default_rng((self.seed, epoch)).permutation(self.records)
 
     @abstractmethod
-    def _batch(self, epoch: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _batch(self, epoch: int, position: int) -> Batch:
         """Return this rank's part of a batch, a function of epoch, position and seed only."""
 
 
@@ -188,7 +188,7 @@ class LanguageBatches(ResumableBatches):
         generator, own = np.random.default_rng((self.seed, epoch)), self.sequence_length + 1
         return generator.integers(own) + own * generator.permutation(self.records)
 
-    def _batch(self, epoch: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _batch(self, epoch: int, position: int) -> Batch:
         windows = self._stream.windows(self._examples(epoch, position), self.sequence_length + 1)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
@@ -237,7 +237,7 @@ class PaddedBatches(ResumableBatches):
     def _identity(self) -> dict:
         return {**super()._identity(), "sequence_length": self.sequence_length, "tokens": self.padding.tokens}
 
-    def _batch(self, epoch: int, position: int) -> tuple[Tensor, Tensor]:
+    def _batch(self, epoch: int, position: int) -> Batch:
         starts, sizes = np.asarray(self._samples[self._examples(epoch, position)]).T
         windows = self._stream.windows(starts, self.sequence_length + 1)
         places = torch.arange(self.sequence_length + 1, device=windows.device)
@@ -284,7 +284,7 @@ class InstructionBatches(ResumableBatches):
     def _identity(self) -> dict:
         return {**super()._identity(), "shuffle": self.shuffle, "tokens": int(self._sizes.sum())}
 
-    def _batch(self, epoch: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _batch(self, epoch: int, position: int) -> Batch:
         longest = int(self._sizes[self._whole_batch(epoch, position)].max())
         width = min(-(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, self._inputs.shape[1])
         own = on_device(self._examples(epoch, position), self._inputs.device)
@@ -379,7 +379,7 @@ class Prefetched:
 
 def evaluation_windows(
     tokens: np.ndarray, context: int, stride: int, prefix_id: int, batch_size: int = 1, device: str | torch.device = "cpu"
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+) -> Iterator[Batch]:
     """Yield windows in which every token is a target exactly once, with up to `context` tokens before it.
 
     Windows start `stride` apart; the last one is moved back to end with the stream. Targets of an earlier window are set to

@@ -157,6 +157,15 @@ def take(name: str, wanted: str, suppliers: Mapping[str, Callable[[], T]], allow
     raise DataError(f"no source has {name} ({reasons})", where=cache_root(), next_step=FETCH_HINT)
 
 
+def _announce(name: str, result: Sourced, refused: Mapping[str, str]) -> None:
+    rule = "=" * 100
+    checksums = result.checksums
+    publisher = "" if checksums is None else ", official" if checksums.official else ", NOT OFFICIAL"
+    lines = [rule, f"  DATA  {name}: source = {result.source.upper()}{publisher}, {result.name} ({result.detail})"]
+    lines += [f"        not {source}: {reason}" for source, reason in refused.items()]
+    print("\n".join([*lines, rule]), flush=True)
+
+
 @dataclass(frozen=True)
 class PublishedSet(Generic[T]):
     """A published data set: in the mirror, in its folder of the cache, or downloaded into that folder.
@@ -228,15 +237,6 @@ class PublishedSet(Generic[T]):
 
     def _in_mirror(self) -> Path:
         return mirror_root() if self.at_top else mirror_root() / self.folder
-
-
-def _announce(name: str, result: Sourced, refused: Mapping[str, str]) -> None:
-    rule = "=" * 100
-    checksums = result.checksums
-    publisher = "" if checksums is None else ", official" if checksums.official else ", NOT OFFICIAL"
-    lines = [rule, f"  DATA  {name}: source = {result.source.upper()}{publisher}, {result.name} ({result.detail})"]
-    lines += [f"        not {source}: {reason}" for source, reason in refused.items()]
-    print("\n".join([*lines, rule]), flush=True)
 
 
 def hub_endpoint() -> str:
