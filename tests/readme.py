@@ -34,10 +34,14 @@ def folders(folder: Path) -> dict[str, str]:
 
 
 def run(command: str, environment: dict) -> subprocess.CompletedProcess:
-    """A command as printed, from the repository's root."""
-    # `.venv` is the README's environment; here the commands use the one that runs the tests.
+    """A command as printed, from the repository's root, in a shell that knows nothing of the environment."""
     words = shlex.split(command)
-    here = {".venv/bin/hyperion": ["-m", "hyperion"], "torchrun": ["-m", "torch.distributed.run"], "python": []}
-    if words[0] in here:
-        words = [sys.executable, *here[words[0]], *words[1:]]
-    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LONGEST_S)
+    # `.venv` is the pages' environment; here the commands use the one that runs the tests.
+    here = {"hyperion": ["-m", "hyperion"], "torchrun": ["-m", "torch.distributed.run"], "python": []}
+    place, _, name = words[0].rpartition("/")
+    if place == ".venv/bin":
+        words = [sys.executable, *here[name], *words[1:]]
+    scripts = str(Path(sys.executable).parent)
+    path = os.pathsep.join(folder for folder in environment["PATH"].split(os.pathsep) if folder != scripts)
+    bare = {name: value for name, value in environment.items() if name != "VIRTUAL_ENV"} | {"PATH": path}
+    return subprocess.run(words, cwd=ROOT, env=bare, capture_output=True, text=True, timeout=LONGEST_S)

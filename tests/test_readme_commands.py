@@ -19,6 +19,8 @@ from hyperion.figures.material import Material
 from hyperion.results import Run
 from tests.readme import PAGES, README, ROOT, commands, folders, needs_the_book, run
 
+DISTRIBUTED = [command for command in commands() if command.startswith((".venv/bin/torchrun", ".venv/bin/python"))]
+
 
 def shortened(command: str) -> str:
     """A command of the distributed chapters as a machine of two cores has time for it: its options, on two ranks, a few steps."""
@@ -33,7 +35,7 @@ def place(tmp_path_factory):
 
 
 def quick(command: str) -> bool:
-    return not needs_the_book(command) and not command.startswith(("make test", "make lab", "torchrun", "python "))
+    return not needs_the_book(command) and not command.startswith(("make test", "make lab")) and command not in DISTRIBUTED
 
 
 @pytest.mark.process
@@ -48,7 +50,7 @@ def test_commands_that_need_no_run(command, place):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("command", [c for c in commands() if c.startswith(("torchrun", "python "))])
+@pytest.mark.parametrize("command", DISTRIBUTED)
 def test_the_distributed_commands_run_on_two_ranks(command, place):
     done = run(shortened(command), place)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
