@@ -28,7 +28,8 @@ from typing import Any, TypeVar
 from hyperion.checkpoints.sharded import agreed, on_rank_0, rank_and_size
 from hyperion.checkpoints.states import EARLIER, CheckpointError, read_state, write_state
 from hyperion.errors import refused_write, require_number
-from hyperion.untrusted import FieldError, from_json, inner_path, open_regular, printable, read_json
+from hyperion.forms import FieldError, read_form
+from hyperion.untrusted import inner_path, open_regular, printable, read_json
 
 MANIFEST = "manifest.json"
 FORMAT = "hyperion-checkpoint-2"
@@ -274,7 +275,7 @@ def _manifest(path: Path) -> dict:
     if isinstance(manifest, dict) and manifest.get("format") != FORMAT:
         raise refusal(f"the format is {manifest.get('format')!r}, not {FORMAT!r}")
     try:
-        content = from_json(_Manifest, manifest, "the manifest")
+        content = read_form(_Manifest, manifest, "the manifest")
     except FieldError as error:
         raise refusal(error.what) from error
     if content.step < 0:

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import cast
 
 from hyperion.errors import HyperionError, refused_write
+from hyperion.forms import FieldError, read_form
 from hyperion.paths import data_folder
-from hyperion.untrusted import FieldError, from_json, inner_path, open_regular, printable, read_json
+from hyperion.untrusted import inner_path, open_regular, printable, read_json
 
 # `staged` writes this file into every folder: size and modification time of each file, by relative path. Without it,
 # `hyperion clean` could not distinguish Hyperion's files from the user's. The dot excludes it from a data set's identity.
@@ -247,8 +248,8 @@ def read_manifest(folder: Path) -> DataManifest | None:
     except OSError as error:
         raise DataError(f"unreadable manifest: {error.strerror}", where=path, next_step=remedy) from error
     try:
-        manifest = from_json(DataManifest, document, "the manifest")
-        entries = from_json(dict[str, _FileEntry], manifest.files, "files")
+        manifest = read_form(DataManifest, document, "the manifest")
+        entries = read_form(dict[str, _FileEntry], manifest.files, "files")
     except FieldError as error:
         raise _UnreadableManifest(printable(error.what)[:200], where=path, next_step=remedy) from error
     if negative := [name for name, entry in entries.items() if entry.bytes < 0]:
