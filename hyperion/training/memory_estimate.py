@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
-from hyperion.measure.memory_use.tensor_memory import state_of
-from hyperion.measure.memory_use.timeline import MemoryHistory, MemoryTimeline
+from hyperion.measure.memory_use.tensor_memory import MemoryHistory, MemoryTimeline, state_of
 from hyperion.training.engine import TorchEngine
 
 BLOCK_BYTES = 512  # PyTorch's caching allocator rounds up to multiples of this

@@ -16,8 +16,7 @@ from hyperion.chapter.rows import out_of_memory_reason
 from hyperion.chapter.variants import Report, merged, run_counted
 from hyperion.hardware import Device
 from hyperion.measure import bytes_of, memory_cap, state_of
-from hyperion.measure.memory_use.peak import allocated_peak
-from hyperion.measure.memory_use.timeline import ACTIVATIONS, GRADIENTS, MemoryTimeline
+from hyperion.measure.memory_use.tensor_memory import ACTIVATIONS, GRADIENTS, MemoryTimeline, allocated_peak
 from hyperion.parallel.plan import NONE, ParallelPlan
 from hyperion.results import Row
 from hyperion.training.memory_estimate import largest_batch

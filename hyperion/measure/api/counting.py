@@ -14,8 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from hyperion.hardware import Device
-from hyperion.measure.api.answers import Answer
-from hyperion.measure.api.text import bytes_text, flops_text
+from hyperion.measure.api.answers import Answer, bytes_text, flops_text
 from hyperion.measure.memory_use.tensor_memory import TensorMemory, storage_key
 from hyperion.results import Row
 from hyperion.units import GIB

@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hyperion.measure.api.text import bytes_scale, estimate_text, flops_text, time_scale
+from hyperion.measure.api.answers import bytes_scale, estimate_text, flops_text, time_scale
 from hyperion.measure.clock.timing import Timing
 
 INK, MUTED, GRID = "#1b1f24", "#6a737d", "#e3e6ea"

@@ -8,12 +8,11 @@ import torch
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
-from hyperion.measure.api.answers import Answer, state_of_device
+from hyperion.hardware.specs import Ceilings
+from hyperion.measure.api.answers import Answer, estimate_text, seconds_text, state_of_device
 from hyperion.measure.api.functions import checked_callable, device_of, flops, noting
-from hyperion.measure.api.text import estimate_text, seconds_text
-from hyperion.measure.clock.ranks_clock import RanksClock
+from hyperion.measure.clock.clocks import RanksClock
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES, Timing, require_sampling, time_function
-from hyperion.measure.products.product_formulas import Ceilings
 from hyperion.measure.steps.trace import (
     COMMUNICATION,
     COPIES,

@@ -42,10 +42,9 @@ from hyperion.measure.api.outputs import (
     state_changed,
     state_of,
 )
-from hyperion.measure.clock.checks import HarnessError
-from hyperion.measure.clock.ranks_clock import RanksClock
-from hyperion.measure.clock.timing import LEAST_SAMPLES, MINIMUM_SAMPLES, Timing, require_sampling, time_interleaved
-from hyperion.measure.memory_use.peak import allocated_peak
+from hyperion.measure.clock.clocks import RanksClock
+from hyperion.measure.clock.timing import LEAST_SAMPLES, MINIMUM_SAMPLES, HarnessError, Timing, require_sampling, time_interleaved
+from hyperion.measure.memory_use.tensor_memory import allocated_peak
 from hyperion.processes import World, world
 
 Function = Callable[[], object]

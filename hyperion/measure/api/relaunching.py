@@ -24,7 +24,7 @@ from hyperion.hardware import Telemetry
 from hyperion.hardware.telemetry import median_of
 from hyperion.measure.api.answers import TimeAnswer
 from hyperion.measure.api.functions import device_of
-from hyperion.measure.clock.repeated import calls_that_fill
+from hyperion.measure.clock.clocks import calls_that_fill
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES, Timing
 from hyperion.processes.child_process import child_environment
 from hyperion.processes.request_worker import RequestWorker

@@ -102,7 +102,6 @@ def test_a_real_timing_on_this_cpu_says_why_there_is_none():
     measured = time_function(lambda: sum(range(1000)), detect_cpu(), cold=False, time_limit_s=0.05)
     energy = energy_of(measured)
     assert energy.joules is None and energy.reason
-    assert measured.p5_s <= measured.estimate.value <= measured.p95_s
 
 
 def test_the_metrics_are_registered_with_their_units():

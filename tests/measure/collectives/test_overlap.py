@@ -5,7 +5,7 @@ import pytest
 
 from hyperion.hardware.telemetry import unreadable
 from hyperion.measure import Timing, Verification
-from hyperion.measure.collectives.overlap import Overlap
+from hyperion.measure.collectives.collectives import Overlap
 
 
 def overlap(compute: float, collective: float, both: float, noise: float = 0.0) -> Overlap:

@@ -6,8 +6,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hyperion.hardware import detect_cpu
-from hyperion.measure.memory_use.peak import allocated_peak
-from hyperion.measure.memory_use.timeline import ACTIVATIONS, GRADIENTS, TEMPORARY, MemoryTimeline
+from hyperion.measure.memory_use.tensor_memory import ACTIVATIONS, GRADIENTS, TEMPORARY, MemoryTimeline, allocated_peak
 
 WEIGHT, IN, OUT = 4 * 64 * 128, 4 * 32 * 64, 4 * 32 * 128
 

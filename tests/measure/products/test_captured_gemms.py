@@ -1,5 +1,6 @@
 """The products inside of a call: worked out by hand, held against PyTorch's own FLOP counts, weighed by measured rates."""
 
+from functools import partial
 from math import sqrt
 
 import pytest
@@ -11,8 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
 from hyperion.measure.clock import timing
-from hyperion.measure.products.dispatch import dispatched, shapes_only
-from hyperion.measure.products.product_formulas import Product
+from hyperion.measure.products.dispatch import Product, dispatched, shapes_only
 from hyperion.measure.products.taf import BatchedGemm, CapturedGemms, capture_gemms, measure_taf, taf
 from hyperion.models import TransformerConfig, TransformerLM, reference_model, resnet18
 from hyperion.results import Estimate
@@ -233,7 +233,7 @@ def test_taf_says_how_much_of_the_work_it_knows():
 
 def test_the_products_of_a_layer_are_timed_here(monkeypatch):
     # Flushing a large cache thirty times a product would use the time up.
-    monkeypatch.setattr(timing, "cache_flush", lambda device: timing.CacheFlush(device, elements=8))
+    monkeypatch.setattr(timing, "CacheFlush", partial(timing.CacheFlush, elements=8))
     layer = torch.nn.MultiheadAttention(32, 4, batch_first=True)
     x = torch.randn(2, 8, 32)
     captured = capture_gemms(lambda: layer(x, x, x, need_weights=False)[0].sum().backward())

@@ -17,7 +17,7 @@ from hyperion.measure import (
     verify_bits,
 )
 from hyperion.measure.clock.verify import poison_bits
-from hyperion.measure.traffic.transfer import _random_bytes
+from hyperion.measure.traffic.bandwidth import _random_bytes
 from tests.hardware.machines import facts, gpu
 
 

@@ -6,6 +6,7 @@ nothing.
 
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,13 +14,12 @@ import torch
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device, Facts, GpuFacts, collect_facts, detect, detect_cpu, gemm_path, lookup, peak
-from hyperion.measure.clock.clocks import Clock
-from hyperion.measure.clock.step import time_step
-from hyperion.measure.clock.timing import Timing, time_function
+from hyperion.measure.clock.clocks import Clock, WallClock, device_clock
+from hyperion.measure.clock.timing import CacheFlush, Timing, time_function
 from hyperion.measure.clock.verify import Verification
 from hyperion.measure.collectives.collectives import COLLECTIVES, Buffers
-from hyperion.measure.faults.broken_clocks import Block, Queue, Scripted, Unflushed, Unread
 from hyperion.measure.products.gemm import Gemm
+from hyperion.measure.steps.trace import time_step
 from hyperion.processes import RollCall, World
 from hyperion.results import Estimate, Row
 from hyperion.units import GIB
@@ -320,20 +320,134 @@ def _row(device: Device, dtype: str, rate: Estimate, verification: Verification)
     )
 
 
+# Broken clocks: a scripted clock, two that do not synchronise, and two that do not flush the cache.
+
+
+class Scripted:
+    """A clock whose samples follow a script (call number -> seconds), with the noise of an idle machine."""
+
+    def __init__(self, script: Callable[[int], float]):
+        self._script, self._calls, self._now_s = script, 0, 0.0
+        self._random = np.random.default_rng(0)
+
+    def now(self) -> float:
+        return self._now_s
+
+    def in_a_row(self, function, count: int) -> None:
+        """Return None: nothing runs."""
+
+    def sample(self, functions, flush, count: int) -> list[list[float]]:
+        series = [[self._next() for _ in range(count)] for _ in functions]
+        self._now_s += sum(map(sum, series))
+        return series
+
+    def _next(self) -> float:
+        self._calls += 1
+        return self._script(self._calls) * self._random.normal(1, 0.003)
+
+
+class Queue:
+    """A device whose calls return before the work is done, and a stopwatch.
+
+    Args:
+        waits: whether the stopwatch waits for the device before it stops.
+    """
+
+    # Well above the launch overhead on a busy machine, which is about 0.1 ms.
+    work_s = 2e-3
+    now = staticmethod(time.monotonic)
+
+    def __init__(self, waits: bool):
+        self._waits, self._worker = waits, ThreadPoolExecutor(1)
+        self._last: Future = self._worker.submit(int)
+
+    def launch(self) -> None:
+        """Submit one unit of work and return."""
+        self._last = self._worker.submit(time.sleep, self.work_s)
+
+    def wait(self) -> None:
+        """Wait until all submitted work is done."""
+        self._last.result()
+
+    def sample(self, functions, flush, count: int) -> list[list[float]]:
+        return [[self.one(function) for _ in range(count)] for function in functions]
+
+    def in_a_row(self, function, count: int) -> float:
+        self.wait()
+        started = time.perf_counter()
+        for _ in range(count):
+            function()
+        self.wait()
+        return (time.perf_counter() - started) / count
+
+    def one(self, function) -> float:
+        """Return the seconds of a call by the stopwatch."""
+        started = time.perf_counter()
+        function()
+        if self._waits:
+            self.wait()
+        return time.perf_counter() - started
+
+
+class Block(WallClock):
+    """The host's clock around a block of calls on an asynchronous device.
+
+    Args:
+        waits: whether it synchronises at the end of a block; it always does at the start.
+    """
+
+    def __init__(self, device: Device, calls: int, queue: Queue, waits: bool):
+        super().__init__(device, calls)
+        self.synchronize, self._queue, self._waits = self._synchronize, queue, waits
+        self._synchronized = 0
+
+    def _synchronize(self) -> None:
+        at_the_end = self._synchronized % 2 == 1
+        self._synchronized += 1
+        if self._waits or not at_the_end:
+            self._queue.wait()
+
+    def in_a_row(self, function, count: int) -> float:
+        return self._queue.in_a_row(function, count)
+
+
+class Unread:
+    """The device's clock with a flush that only counts its calls and reads nothing."""
+
+    def __init__(self, device: Device):
+        self._clock = device_clock(device)
+        self.now, self.in_a_row = self._clock.now, self._clock.in_a_row
+
+    def sample(self, functions, flush: Callable | None, count: int) -> list[list[float]]:
+        def count_only() -> None:
+            if isinstance(flush, CacheFlush):
+                flush.calls += 1
+
+        return self._clock.sample(functions, None if flush is None else count_only, count)
+
+
+class Unflushed:
+    """The device's clock without cache flushes."""
+
+    def __init__(self, device: Device):
+        self._clock = device_clock(device)
+        self.now, self.in_a_row = self._clock.now, self._clock.in_a_row
+
+    def sample(self, functions, flush, count: int) -> list[list[float]]:
+        return self._clock.sample(functions, None, count)
+
+
 FAULTS: tuple[Fault, ...] = (
-    Fault("no synchronisation", "checks.require_whole_work", "calls in a row take", _no_synchronisation),
+    Fault("no synchronisation", "require_whole_work", "calls in a row take", _no_synchronisation),
     Fault(
-        "no synchronisation after a block of calls",
-        "checks.require_whole_work",
-        "calls in a row take",
-        _no_synchronisation_of_a_block,
+        "no synchronisation after a block of calls", "require_whole_work", "calls in a row take", _no_synchronisation_of_a_block
     ),
     Fault("no warm-up", "Timing.unsteady", "warm-up's windows still differed", _no_warm_up),
-    Fault("no cache flush", "checks.require_flushed", "the cache was flushed 0 times", _no_flush(Unflushed)),
-    Fault("a cache flush that reads nothing", "checks.require_flushed", "did not read its buffer", _no_flush(Unread)),
-    Fault("constant data under another name", "operands.verify_data", "operands are normal", _constant_data),
-    Fault("a multiply-add counted as one FLOP", "checks.require_product_flops", "FLOPs are claimed", _wrong_flops),
-    Fault("a timed region that skips work", "checks.require_whole_work", "calls in a row take", _skipped_work),
+    Fault("no cache flush", "require_flushed", "the cache was flushed 0 times", _no_flush(Unflushed)),
+    Fault("a cache flush that reads nothing", "require_flushed", "did not read its buffer", _no_flush(Unread)),
+    Fault("constant data under another name", "verify_data", "operands are normal", _constant_data),
+    Fault("a multiply-add counted as one FLOP", "require_product_flops", "FLOPs are claimed", _wrong_flops),
+    Fault("a timed region that skips work", "require_whole_work", "calls in a row take", _skipped_work),
     Fault("an output that is never written", "verify_product, Row.validate", "check_error is nan", _product(_NeverWritten)),
     Fault("bf16 under the name of fp32", "verify_product, Row.validate", "failed its check", _product(_Rounded)),
     Fault("clock drift during sampling", "Timing.drift", "the samples drifted", _clock_drift),

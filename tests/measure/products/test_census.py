@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hyperion.measure.clock.census import count_operations
+from hyperion.measure.products.dispatch import count_operations
 from hyperion.models import TransformerConfig, TransformerLM, flops_per_image, flops_per_token, resnet18
 
 
