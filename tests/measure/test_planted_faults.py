@@ -1,12 +1,12 @@
 """Every planted fault is caught by its check and every clean twin passes; without its check a fault is reported as not caught."""
 
 import pytest
-from hyperion.measure import planted_faults
 
 from hyperion.chapter import rows
 from hyperion.doctor.harness import ALL_FAULTS
 from hyperion.hardware import detect_cpu
 from hyperion.hardware.device import Device
+from hyperion.measure import planted_faults
 from hyperion.measure.clock import timing
 from hyperion.measure.clock.verify import Verification
 from hyperion.measure.collectives.collectives import Buffers
