@@ -6,14 +6,14 @@ importing it would replace the function.
 """
 
 from hyperion.hardware.specs import Ceilings
-from hyperion.measure.api.answers import ComparisonAnswer, TimeAnswer
-from hyperion.measure.api.counting import FlopsAnswer, MemoryAnswer, Uncounted
-from hyperion.measure.api.explain import Explanation, Part, explain
+from hyperion.measure.api.answers import TimeAnswer
+from hyperion.measure.api.counting import Uncounted
+from hyperion.measure.api.explain import explain
 from hyperion.measure.api.functions import compare, flops, memory, time
 from hyperion.measure.api.outputs import OutputMismatchError
 from hyperion.measure.api.relaunching import SIDES, Launched, Relaunched, relaunch
 from hyperion.measure.clock.clocks import RanksClock
-from hyperion.measure.clock.timing import Drift, Energy, HarnessError, Timing, energy_of, time_function, time_interleaved
+from hyperion.measure.clock.timing import Energy, HarnessError, Timing, energy_of, time_function, time_interleaved
 from hyperion.measure.clock.verify import (
     FORMATS,
     NumberFormat,
@@ -31,26 +31,14 @@ from hyperion.measure.collectives.collectives import (
     COLLECTIVES,
     Collective,
     CollectiveMeasurement,
-    Overlap,
+    CollectiveOverlap,
     WrongValueError,
     collective_bytes,
     measure_collective,
     measure_overlap,
 )
-from hyperion.measure.collectives.latency_bandwidth import (
-    BucketSize,
-    LatencyBandwidth,
-    fit_latency_bandwidth,
-    half_rate_size,
-    recommended_bucket,
-)
-from hyperion.measure.memory_use.allocation import (
-    LargestAllocation,
-    NoMemoryCap,
-    allocator_refusal,
-    largest_allocation,
-    memory_cap,
-)
+from hyperion.measure.collectives.latency_bandwidth import fit_latency_bandwidth, half_rate_size, recommended_bucket
+from hyperion.measure.memory_use.allocation import NoMemoryCap, allocator_refusal, largest_allocation, memory_cap
 from hyperion.measure.memory_use.tensor_memory import (
     PeakMemory,
     PeakMemoryRegion,
@@ -59,25 +47,14 @@ from hyperion.measure.memory_use.tensor_memory import (
     bytes_of,
     state_of,
 )
-from hyperion.measure.planted_faults import FaultResult, run_self_test
+from hyperion.measure.planted_faults import run_self_test
 from hyperion.measure.products.dispatch import Product, shapes_only
-from hyperion.measure.products.gap import Gap, NominalPeak, explain_gap, nominal_peak
+from hyperion.measure.products.gap import Gap, explain_gap, nominal_peak
 from hyperion.measure.products.gemm import DISTRIBUTIONS, Gemm, RefusedProduct, blas_backend, distinct_share, verify_data
 from hyperion.measure.products.gemm_search import Finalist, GemmSearch, search_gemm, time_shapes
-from hyperion.measure.products.taf import (
-    BatchedGemm,
-    CapturedGemms,
-    Taf,
-    TimedProduct,
-    capture_gemms,
-    measure_products,
-    measure_taf,
-    taf,
-)
+from hyperion.measure.products.taf import CapturedGemms, TimedProduct, capture_gemms, measure_products, measure_taf, taf
 from hyperion.measure.steps.operator_cost import (
-    BlockCost,
     LaunchCost,
-    OperatorCost,
     WorthwhileSize,
     measure_block_cost,
     measure_launch,
@@ -89,7 +66,6 @@ from hyperion.measure.steps.step_prediction import (
     MemoryStream,
     ProductRates,
     StepCeilings,
-    StepPrediction,
     predict_step,
     training_calls,
 )
@@ -130,41 +106,27 @@ __all__ = [
     "SIDES",
     "SWEEPS",
     "BandwidthMeasurement",
-    "BatchedGemm",
-    "BlockCost",
-    "BucketSize",
     "CacheCapacity",
     "CachePoint",
     "CapturedGemms",
     "Ceilings",
     "Collective",
     "CollectiveMeasurement",
-    "ComparisonAnswer",
+    "CollectiveOverlap",
     "CompiledHost",
     "CopyMeasurement",
-    "Drift",
     "Energy",
-    "Explanation",
-    "FaultResult",
     "Finalist",
-    "FlopsAnswer",
     "Gap",
     "Gemm",
     "GemmSearch",
     "HarnessError",
-    "LargestAllocation",
-    "LatencyBandwidth",
     "LaunchCost",
     "Launched",
-    "MemoryAnswer",
     "MemoryStream",
     "NoMemoryCap",
-    "NominalPeak",
     "NumberFormat",
-    "OperatorCost",
     "OutputMismatchError",
-    "Overlap",
-    "Part",
     "PeakMemory",
     "PeakMemoryRegion",
     "Phase",
@@ -176,9 +138,7 @@ __all__ = [
     "RepeatedCalls",
     "SavedForBackward",
     "StepCeilings",
-    "StepPrediction",
     "StepTiming",
-    "Taf",
     "TensorMemory",
     "TimeAnswer",
     "TimedProduct",

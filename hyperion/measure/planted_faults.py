@@ -29,7 +29,7 @@ Believe = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Fault:
+class PlantedFault:
     """One kind of measurement error.
 
     Args:
@@ -76,12 +76,7 @@ class FaultResult:
         return self.caught and self.twin_passes
 
 
-def run_faults(device: Device, faults: Iterable[Fault]) -> list[FaultResult]:
-    """Run each fault and its twin."""
-    return [_run(device, fault) for fault in faults]
-
-
-def _run(device: Device, fault: Fault) -> FaultResult:
+def _run(device: Device, fault: PlantedFault) -> FaultResult:
     started = time.monotonic()
     believed, raised = _measure(device, fault, broken=True)
     caught = isinstance(raised, HyperionError) and fault.refusal in raised.what
@@ -98,7 +93,7 @@ def _run(device: Device, fault: Fault) -> FaultResult:
     )
 
 
-def _measure(device: Device, fault: Fault, *, broken: bool) -> tuple[str, Exception | None]:
+def _measure(device: Device, fault: PlantedFault, *, broken: bool) -> tuple[str, Exception | None]:
     """Return what a reader would have seen, and the exception or None."""
     read: list[str] = []
     try:
@@ -135,7 +130,7 @@ def _no_synchronisation(device: Device, broken: bool, believe: Believe) -> None:
 
 def _no_synchronisation_of_a_block(device: Device, broken: bool, believe: Believe) -> None:
     queue = Queue(waits=True)
-    clock = Block(device, 10, queue, waits=not broken)
+    clock = BlockClock(device, 10, queue, waits=not broken)
     believe(f"{clock.sample([queue.launch], None, 1)[0][0] * 1e6:.0f} us for {queue.work_s * 1e6:.0f} us of work")
     time_function(queue.launch, device, cold=False, minimum_samples=20, time_limit_s=_QUICK_S, clock=clock)
 
@@ -190,7 +185,7 @@ class _NeverWritten(Gemm):
         return self.c_MN
 
 
-class _Rounded(Gemm):
+class _RoundedProduct(Gemm):
     """A product in bfloat16 that claims to be float32."""
 
     def __call__(self) -> torch.Tensor:
@@ -389,7 +384,7 @@ class Queue:
         return time.perf_counter() - started
 
 
-class Block(WallClock):
+class BlockClock(WallClock):
     """The host's clock around a block of calls on an asynchronous device.
 
     Args:
@@ -437,51 +432,53 @@ class Unflushed:
         return self._clock.sample(functions, None, count)
 
 
-FAULTS: tuple[Fault, ...] = (
-    Fault("no synchronisation", "require_whole_work", "calls in a row take", _no_synchronisation),
-    Fault(
+FAULTS: tuple[PlantedFault, ...] = (
+    PlantedFault("no synchronisation", "require_whole_work", "calls in a row take", _no_synchronisation),
+    PlantedFault(
         "no synchronisation after a block of calls", "require_whole_work", "calls in a row take", _no_synchronisation_of_a_block
     ),
-    Fault("no warm-up", "Timing.unsteady", "warm-up's windows still differed", _no_warm_up),
-    Fault("no cache flush", "require_flushed", "the cache was flushed 0 times", _no_flush(Unflushed)),
-    Fault("a cache flush that reads nothing", "require_flushed", "did not read its buffer", _no_flush(Unread)),
-    Fault("constant data under another name", "verify_data", "operands are normal", _constant_data),
-    Fault("a multiply-add counted as one FLOP", "require_product_flops", "FLOPs are claimed", _wrong_flops),
-    Fault("a timed region that skips work", "require_whole_work", "calls in a row take", _skipped_work),
-    Fault("an output that is never written", "verify_product, Row.validate", "check_error is nan", _product(_NeverWritten)),
-    Fault("bf16 under the name of fp32", "verify_product, Row.validate", "failed its check", _product(_Rounded)),
-    Fault("clock drift during sampling", "Timing.drift", "the samples drifted", _clock_drift),
-    Fault("work outside of every phase", "time_step, Row.validate", "failed its check", _outside_of_phases),
-    Fault(
+    PlantedFault("no warm-up", "Timing.unsteady", "warm-up's windows still differed", _no_warm_up),
+    PlantedFault("no cache flush", "require_flushed", "the cache was flushed 0 times", _no_flush(Unflushed)),
+    PlantedFault("a cache flush that reads nothing", "require_flushed", "did not read its buffer", _no_flush(Unread)),
+    PlantedFault("constant data under another name", "verify_data", "operands are normal", _constant_data),
+    PlantedFault("a multiply-add counted as one FLOP", "require_product_flops", "FLOPs are claimed", _wrong_flops),
+    PlantedFault("a timed region that skips work", "require_whole_work", "calls in a row take", _skipped_work),
+    PlantedFault(
+        "an output that is never written", "verify_product, Row.validate", "check_error is nan", _product(_NeverWritten)
+    ),
+    PlantedFault("bf16 under the name of fp32", "verify_product, Row.validate", "failed its check", _product(_RoundedProduct)),
+    PlantedFault("clock drift during sampling", "Timing.drift", "the samples drifted", _clock_drift),
+    PlantedFault("work outside of every phase", "time_step, Row.validate", "failed its check", _outside_of_phases),
+    PlantedFault(
         "a module's compute units for a die's",
         "specs.lookup",
         "220 compute units, expected 110",
         _wrong_device((220, 128 * GIB, 1700), "383 TFLOPS as the peak of one die: an MFU half as high"),
     ),
-    Fault(
+    PlantedFault(
         "GB taken for GiB",
         "specs.lookup",
         "GiB of memory, expected 64",
         _wrong_device((110, 64e9, 1700), "59.6 GiB of memory for 64: batches 7 % too small"),
     ),
-    Fault(
+    PlantedFault(
         "kHz taken for MHz",
         "Device",
         "not a clock in MHz",
         _wrong_device((110, 64 * GIB, 1_700_000), "a limit of 191,488 TFLOPS, which no fault exceeds"),
     ),
-    Fault("a value above the peak", "Row.validate", "beyond its limit", _above_peak),
-    Fault("a reading of 0 for an unreadable one", "Row.validate", "power_w is 0", _zero_reading),
-    Fault("best of one", "Row.validate", "lacks n or the 95 % confidence interval", _best_of_one),
-    Fault("a rank with wrong values", "Buffers.require_exact", "rank 1: 1 of", _wrong_rank),
+    PlantedFault("a value above the peak", "Row.validate", "beyond its limit", _above_peak),
+    PlantedFault("a reading of 0 for an unreadable one", "Row.validate", "power_w is 0", _zero_reading),
+    PlantedFault("best of one", "Row.validate", "lacks n or the 95 % confidence interval", _best_of_one),
+    PlantedFault("a rank with wrong values", "Buffers.require_exact", "rank 1: 1 of", _wrong_rank),
 )
 
 
-def run_self_test(device: Device, faults: Iterable[Fault] = FAULTS) -> list[FaultResult]:
+def run_self_test(device: Device, faults: Iterable[PlantedFault] = FAULTS) -> list[FaultResult]:
     """Plant every fault into a measurement on this device, and run its clean twin. Takes about 10 s on a CPU.
 
     Args:
         device: device for products and copies; faults that need a particular device use a description of it.
         faults: faults to plant; `hyperion.doctor.harness.ALL_FAULTS` also contains faults that need a model or rows.
     """
-    return run_faults(device, faults)
+    return [_run(device, fault) for fault in faults]

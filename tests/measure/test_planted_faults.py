@@ -10,7 +10,7 @@ from hyperion.measure import planted_faults
 from hyperion.measure.clock import timing
 from hyperion.measure.clock.verify import Verification
 from hyperion.measure.collectives.collectives import Buffers
-from hyperion.measure.planted_faults import FAULTS, Fault, run_faults, run_self_test
+from hyperion.measure.planted_faults import FAULTS, PlantedFault, run_self_test
 from hyperion.measure.products import gemm
 from hyperion.measure.products.gemm import Gemm
 from hyperion.models.reference import VisionTransformer
@@ -103,8 +103,12 @@ def test_an_error_for_another_reason_is_not_a_catch_and_a_check_that_refuses_eve
     def refuses(device, broken, believe):
         raise timing.HarnessError("the samples drifted")
 
-    other, everything = run_faults(
-        CPU, [Fault("other", "c", "the samples drifted", breaks), Fault("everything", "c", "the samples drifted", refuses)]
+    other, everything = run_self_test(
+        CPU,
+        [
+            PlantedFault("other", "c", "the samples drifted", breaks),
+            PlantedFault("everything", "c", "the samples drifted", refuses),
+        ],
     )
     assert not other.caught and other.message == "ZeroDivisionError: some other mishap"
     assert everything.caught and not everything.twin_passes and not everything.passed

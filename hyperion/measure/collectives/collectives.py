@@ -400,7 +400,7 @@ def algorithm_of(kernel: str, *, switch_may_add: bool) -> str:
 
 
 @dataclass(frozen=True)
-class Overlap:
+class CollectiveOverlap:
     """The times of an all-reduce and a computation, alone and overlapped; each sample is that of the slowest rank.
 
     Args:
@@ -455,7 +455,7 @@ def measure_overlap(
     compute: Callable[[], object] | None = None,
     minimum_samples: int = MINIMUM_SAMPLES,
     time_limit_s: float = 1.0,
-) -> Overlap:
+) -> CollectiveOverlap:
     """Time an all-reduce that overlaps with a computation. All ranks must call this with the same arguments.
 
     The overlapped call starts the all-reduce with async_op (on a GPU it runs on a separate stream), launches the computation,
@@ -493,7 +493,7 @@ def measure_overlap(
     )
     # The overlapped call is the last of each round, so the output is its result.
     verification = buffers.require_exact("after it overlapped with a computation")
-    return Overlap(buffers.bytes, dtype, here.size, alone, collective, both, verification)
+    return CollectiveOverlap(buffers.bytes, dtype, here.size, alone, collective, both, verification)
 
 
 def _products(device: Device, lasting_s: float, clock: RanksClock, here: World) -> Callable[[], object]:

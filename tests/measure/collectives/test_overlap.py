@@ -5,16 +5,16 @@ import pytest
 
 from hyperion.hardware.telemetry import unreadable
 from hyperion.measure import Timing, Verification
-from hyperion.measure.collectives.collectives import Overlap
+from hyperion.measure.collectives.collectives import CollectiveOverlap
 
 
-def overlap(compute: float, collective: float, both: float, noise: float = 0.0) -> Overlap:
+def overlap(compute: float, collective: float, both: float, noise: float = 0.0) -> CollectiveOverlap:
     random = np.random.default_rng(0)
     timings = (
         Timing(seconds * random.lognormal(0, noise, 40), (seconds,), True, False, "interval", unreadable("made up"))
         for seconds in (compute, collective, both)
     )
-    return Overlap(1 << 20, "bf16", 4, *timings, Verification("exact", 0.0, 0.0))
+    return CollectiveOverlap(1 << 20, "bf16", 4, *timings, Verification("exact", 0.0, 0.0))
 
 
 @pytest.mark.parametrize(
