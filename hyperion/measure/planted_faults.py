@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ import torch
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device, Facts, GpuFacts, collect_facts, detect, detect_cpu, gemm_path, lookup, peak
 from hyperion.measure.clock.clocks import Clock, WallClock, device_clock
-from hyperion.measure.clock.timing import CacheFlush, Timing, time_function
+from hyperion.measure.clock.timing import Timing, time_function
 from hyperion.measure.clock.verify import Verification
 from hyperion.measure.collectives.collectives import COLLECTIVES, Buffers
 from hyperion.measure.products.gemm import Gemm
@@ -406,30 +407,22 @@ class BlockClock(WallClock):
         return self._queue.in_a_row(function, count)
 
 
-class Unread:
-    """The device's clock with a flush that only counts its calls and reads nothing."""
-
-    def __init__(self, device: Device):
-        self._clock = device_clock(device)
-        self.now, self.in_a_row = self._clock.now, self._clock.in_a_row
-
-    def sample(self, functions, flush: Callable | None, count: int) -> list[list[float]]:
-        def count_only() -> None:
-            if isinstance(flush, CacheFlush):
-                flush.calls += 1
-
-        return self._clock.sample(functions, None if flush is None else count_only, count)
-
-
 class Unflushed:
-    """The device's clock without cache flushes."""
+    """The device's clock without cache flushes.
 
-    def __init__(self, device: Device):
-        self._clock = device_clock(device)
+    Args:
+        counted: whether the flush counts its calls all the same; it reads nothing.
+    """
+
+    def __init__(self, device: Device, counted: bool = False):
+        self._clock, self._counted = device_clock(device), counted
         self.now, self.in_a_row = self._clock.now, self._clock.in_a_row
 
     def sample(self, functions, flush, count: int) -> list[list[float]]:
-        return self._clock.sample(functions, None, count)
+        def count_only() -> None:
+            flush.calls += 1
+
+        return self._clock.sample(functions, count_only if flush is not None and self._counted else None, count)
 
 
 FAULTS: tuple[PlantedFault, ...] = (
@@ -439,7 +432,12 @@ FAULTS: tuple[PlantedFault, ...] = (
     ),
     PlantedFault("no warm-up", "Timing.unsteady", "warm-up's windows still differed", _no_warm_up),
     PlantedFault("no cache flush", "require_flushed", "the cache was flushed 0 times", _no_flush(Unflushed)),
-    PlantedFault("a cache flush that reads nothing", "require_flushed", "did not read its buffer", _no_flush(Unread)),
+    PlantedFault(
+        "a cache flush that reads nothing",
+        "require_flushed",
+        "did not read its buffer",
+        _no_flush(partial(Unflushed, counted=True)),
+    ),
     PlantedFault("constant data under another name", "verify_data", "operands are normal", _constant_data),
     PlantedFault("a multiply-add counted as one FLOP", "require_product_flops", "FLOPs are claimed", _wrong_flops),
     PlantedFault("a timed region that skips work", "require_whole_work", "calls in a row take", _skipped_work),

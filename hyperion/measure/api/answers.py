@@ -87,7 +87,6 @@ class TimeAnswer(Answer):
     def row(self, *, notebook: str, experiment: str, variant: str, **columns) -> Row:
         """Return a row of the metric `call_time_s`; `columns` sets other columns of `Row` (dtype, limit, params …)."""
         place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
-        interval = {"n": self.estimate.n, "ci_low": self.estimate.ci_low, "ci_high": self.estimate.ci_high}
         reason = "" if columns.get("limit") is not None else "no limit: what the function must do is not known"
         return self._row(
             place,
@@ -95,7 +94,7 @@ class TimeAnswer(Answer):
             self.estimate.value,
             {"cache": cache_of(self.timing)},
             limit_source=reason,
-            **interval,
+            **interval_of(self.estimate),
             **state_of_device(self.timing),
         )
 
@@ -215,9 +214,7 @@ class ComparisonAnswer(Answer):
             "speedup",
             ratio.value,
             about,
-            n=ratio.n,
-            ci_low=ratio.ci_low,
-            ci_high=ratio.ci_high,
+            **interval_of(ratio),
             limit_source=reason,
             **check,
             **state_of_device(self.timings[0]),
@@ -233,6 +230,11 @@ class ComparisonAnswer(Answer):
 def cache_of(timing: Timing) -> str:
     """Return "cold" if the last-level cache was flushed before each sample, else "hot"."""
     return "cold" if timing.cold else "hot"
+
+
+def interval_of(estimate: Estimate) -> dict:
+    """Return the row columns n, ci_low and ci_high of an estimate."""
+    return {"n": estimate.n, "ci_low": estimate.ci_low, "ci_high": estimate.ci_high}
 
 
 def state_of_device(timing: Timing) -> dict:

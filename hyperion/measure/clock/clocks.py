@@ -101,15 +101,14 @@ class _HostClock:
         return _mean_of_calls(function, count, lambda: None)
 
     def sample(self, functions, flush, count: int) -> list[list[float]]:
-        samples: list[list[float]] = [[] for _ in functions]
-        for _ in range(count):
-            for function, series in zip(functions, samples, strict=True):
-                if flush is not None:
-                    flush()
-                start = self.stamp()
-                function()
-                series.append(self.seconds(start, self.stamp()))
-        return samples
+        def one(function) -> float:
+            if flush is not None:
+                flush()
+            start = self.stamp()
+            function()
+            return self.seconds(start, self.stamp())
+
+        return in_turn(functions, count, one)
 
 
 class WallClock:
@@ -123,14 +122,16 @@ class WallClock:
         self.synchronize = (lambda: None) if on_cpu else functools.partial(torch.cuda.synchronize, device.torch_device)
 
     def sample(self, functions, flush, count: int) -> list[list[float]]:
-        samples: list[list[float]] = [[] for _ in functions]
-        for _ in range(count):
-            for function, series in zip(functions, samples, strict=True):
-                series.append(_mean_of_calls(function, self.calls, self.synchronize))
-        return samples
+        return in_turn(functions, count, lambda function: _mean_of_calls(function, self.calls, self.synchronize))
 
     def in_a_row(self, function, count: int) -> None:
         """Return None: the samples themselves are calls in a row."""
+
+
+def in_turn(functions: list[Callable], count: int, sample: Callable[[Callable], float]) -> list[list[float]]:
+    """Return `count` samples of each function, taken in turn (A B A B …)."""
+    rounds = [[sample(function) for function in functions] for _ in range(count)]
+    return [[taken[place] for taken in rounds] for place in range(len(functions))]
 
 
 def _mean_of_calls(function: Callable, calls: int, synchronize: Callable) -> float:

@@ -11,7 +11,7 @@ stops too early. `hyperion.measure.planted_faults` plants each of these errors a
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pandas as pd
@@ -112,6 +112,10 @@ class Timing:
             return estimate
         ends = (estimate.ci_low, estimate.ci_high, *drift.ends)
         return Estimate(estimate.value, min(ends), max(ends), estimate.n)
+
+    def per_call(self, calls: int) -> "Timing":
+        """Return the timing of one call, for samples that are each the time of `calls` calls in a row."""
+        return replace(self, samples_s=self.samples_s / calls, warmup_s=tuple(seconds / calls for seconds in self.warmup_s))
 
 
 def time_function(

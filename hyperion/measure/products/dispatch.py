@@ -141,8 +141,6 @@ def _call(operation, arguments, named, output) -> Call:
     passed = {declared.name: value for declared, value in zip(schema.arguments, arguments, strict=False)} | named
     name = schema.name.removeprefix("aten::")
     written = [passed[argument] for argument in _overwritten(schema, name) if argument in passed]
-    aliases = [returned.alias_info for returned in schema.returns]
-    view = any(alias is not None and not alias.is_write for alias in aliases)
     # Tensors overwritten in place are often also returned; count them once.
     outputs = {id(leaf): leaf for leaf in tree_leaves((written, output)) if isinstance(leaf, Tensor)}
     inputs = tuple(_shape_of(leaf) for leaf in tree_leaves(passed) if isinstance(leaf, Tensor))
@@ -151,9 +149,15 @@ def _call(operation, arguments, named, output) -> Call:
         tree_map_only(Tensor, _shape_of, passed),
         inputs,
         tuple(_shape_of(leaf) for leaf in outputs.values()),
-        not view and name not in _MOVE_NOTHING,
+        not is_view(operation) and name not in _MOVE_NOTHING,
         any(tensor.device == "cuda" for tensor in inputs) and _tf32_allowed(name),
     )
+
+
+def is_view(operation) -> bool:
+    """Return whether an operator returns only a view of its input."""
+    aliases = [returned.alias_info for returned in operation._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _overwritten(schema, name: str) -> list[str]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperion.hardware import Device
-from hyperion.measure.clock.clocks import WallClock
+from hyperion.measure.clock.clocks import WallClock, in_turn
 from hyperion.measure.clock.timing import Timing, time_function, time_interleaved
 from hyperion.measure.clock.verify import FORMATS, Verification
 from hyperion.measure.products.dispatch import Call, dispatched, products_of
@@ -376,15 +376,14 @@ class _EnqueueClock(WallClock):
     """The monotonic clock around `calls` calls in a row that start on an idle device, without waiting for their work."""
 
     def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
-        samples: list[list[float]] = [[] for _ in functions]
-        for _ in range(count):
-            for function, series in zip(functions, samples, strict=True):
-                self.synchronize()
-                start = time.perf_counter_ns()
-                for _ in range(self.calls):
-                    function()
-                series.append((time.perf_counter_ns() - start) / 1e9 / self.calls)
-        return samples
+        return in_turn(functions, count, self._enqueue)
+
+    def _enqueue(self, function: Callable) -> float:
+        self.synchronize()
+        start = time.perf_counter_ns()
+        for _ in range(self.calls):
+            function()
+        return (time.perf_counter_ns() - start) / 1e9 / self.calls
 
 
 def _verify_counts(counter: torch.Tensor, call: Callable[[], None], repeated: RepeatedCalls) -> Verification:

@@ -8,7 +8,6 @@ replay of some milliseconds is long compared with the resolution of the clock.
 Source of the method: McVoy and Staelin, lmbench: portable tools for performance analysis, USENIX 1996, section 5.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -267,12 +266,7 @@ class RepeatedCalls:
         """Time one call with hot caches; each sample is the mean of `calls` calls in a row."""
         if self.graph is None:
             return time_function(self.function, self.device, cold=False, back_to_back=self.calls, time_limit_s=time_limit_s)
-        replays = time_function(self.graph.replay, self.device, cold=False, time_limit_s=time_limit_s)
-        return dataclasses.replace(
-            replays,
-            samples_s=replays.samples_s / self.calls,
-            warmup_s=tuple(seconds / self.calls for seconds in replays.warmup_s),
-        )
+        return time_function(self.graph.replay, self.device, cold=False, time_limit_s=time_limit_s).per_call(self.calls)
 
 
 def _calls_in_a_block(function: Callable, device: Device) -> int:
