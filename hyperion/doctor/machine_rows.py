@@ -21,7 +21,7 @@ from hyperion.measure import (
 )
 from hyperion.measure.collectives.collectives import memory_needed
 from hyperion.measure.products.gemm import RefusedProduct
-from hyperion.measure.traffic.transfer import transfer_refusal
+from hyperion.measure.traffic.bandwidth import transfer_refusal
 from hyperion.processes import RollCall, World
 from hyperion.results import Estimate, Row
 from hyperion.units import GIB

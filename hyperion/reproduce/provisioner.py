@@ -28,12 +28,12 @@ class SessionProvisioner(LocalProvisioner):
 
         Output of the kernel outside of cells goes to this process's standard error.
         """
-        arguments = [str(os.getpid()), *cmd[cmd.index("-m") + 2 :]]
+        arguments = ["kernel", str(os.getpid()), *cmd[cmd.index("-m") + 2 :]]
         self.cwd = kwargs.get("cwd") or os.getcwd()
         self.below: list[psutil.Process] = []
         self.process = start(
             cmd[0],
-            "hyperion.processes.kernel",
+            "hyperion.processes.worker",
             arguments,
             with_assertions(kwargs["env"]),
             stdout=sys.__stderr__ or sys.stderr,

@@ -23,8 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
-from hyperion.measure.memory_use.tensor_memory import state_of
-from hyperion.measure.memory_use.timeline import MemoryHistory, MemoryTimeline
+from hyperion.measure.memory_use.tensor_memory import MemoryHistory, MemoryTimeline, state_of
 from hyperion.models.resnet import IMAGE_SIZE, block_shapes
 from hyperion.models.transformer import TransformerConfig
 from hyperion.training.engine import TorchEngine

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyperion.measure import Ceilings
+from hyperion.hardware.specs import Ceilings
 
 
 def test_least_time_is_the_larger_of_arithmetic_and_traffic():

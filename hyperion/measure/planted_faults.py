@@ -6,20 +6,21 @@ nothing.
 
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device, GpuFacts, MachineFacts, collect_facts, detect, detect_cpu, gemm_path, lookup, peak
-from hyperion.measure.clock.clocks import Clock
-from hyperion.measure.clock.step import time_step
+from hyperion.measure.clock.clocks import Clock, WallClock, device_clock
 from hyperion.measure.clock.timing import Timing, time_function
 from hyperion.measure.clock.verify import Verification
 from hyperion.measure.collectives.collectives import COLLECTIVES, Buffers
-from hyperion.measure.faults.broken_clocks import Block, Queue, Scripted, Unflushed, Unread
 from hyperion.measure.products.gemm import Gemm
+from hyperion.measure.steps.trace import time_step
 from hyperion.processes import RollCall, World
 from hyperion.results import Estimate, Row
 from hyperion.units import GIB
@@ -29,7 +30,7 @@ Believe = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Fault:
+class PlantedFault:
     """One kind of measurement error.
 
     Args:
@@ -76,12 +77,7 @@ class FaultResult:
         return self.caught and self.twin_passes
 
 
-def run_faults(device: Device, faults: Iterable[Fault]) -> list[FaultResult]:
-    """Run each fault and its twin."""
-    return [_run(device, fault) for fault in faults]
-
-
-def _run(device: Device, fault: Fault) -> FaultResult:
+def _run(device: Device, fault: PlantedFault) -> FaultResult:
     started = time.monotonic()
     believed, raised = _measure(device, fault, broken=True)
     caught = isinstance(raised, HyperionError) and fault.refusal in raised.what
@@ -98,7 +94,7 @@ def _run(device: Device, fault: Fault) -> FaultResult:
     )
 
 
-def _measure(device: Device, fault: Fault, *, broken: bool) -> tuple[str, Exception | None]:
+def _measure(device: Device, fault: PlantedFault, *, broken: bool) -> tuple[str, Exception | None]:
     """Return what a reader would have seen, and the exception or None."""
     read: list[str] = []
     try:
@@ -135,7 +131,7 @@ def _no_synchronisation(device: Device, broken: bool, believe: Believe) -> None:
 
 def _no_synchronisation_of_a_block(device: Device, broken: bool, believe: Believe) -> None:
     queue = Queue(waits=True)
-    clock = Block(device, 10, queue, waits=not broken)
+    clock = BlockClock(device, 10, queue, waits=not broken)
     believe(f"{clock.sample([queue.launch], None, 1)[0][0] * 1e6:.0f} us for {queue.work_s * 1e6:.0f} us of work")
     time_function(queue.launch, device, cold=False, minimum_samples=20, time_limit_s=_QUICK_S, clock=clock)
 
@@ -190,7 +186,7 @@ class _NeverWritten(Gemm):
         return self.c_MN
 
 
-class _Rounded(Gemm):
+class _RoundedProduct(Gemm):
     """A product in bfloat16 that claims to be float32."""
 
     def __call__(self) -> torch.Tensor:
@@ -320,54 +316,167 @@ def _row(device: Device, dtype: str, rate: Estimate, verification: Verification)
     )
 
 
-FAULTS: tuple[Fault, ...] = (
-    Fault("no synchronisation", "checks.require_whole_work", "calls in a row take", _no_synchronisation),
-    Fault(
-        "no synchronisation after a block of calls",
-        "checks.require_whole_work",
-        "calls in a row take",
-        _no_synchronisation_of_a_block,
+# Broken clocks: a scripted clock, two that do not synchronise, and two that do not flush the cache.
+
+
+class Scripted:
+    """A clock whose samples follow a script (call number -> seconds), with the noise of an idle machine."""
+
+    def __init__(self, script: Callable[[int], float]):
+        self._script, self._calls, self._now_s = script, 0, 0.0
+        self._random = np.random.default_rng(0)
+
+    def now(self) -> float:
+        return self._now_s
+
+    def in_a_row(self, function, count: int) -> None:
+        """Return None: nothing runs."""
+
+    def sample(self, functions, flush, count: int) -> list[list[float]]:
+        series = [[self._next() for _ in range(count)] for _ in functions]
+        self._now_s += sum(map(sum, series))
+        return series
+
+    def _next(self) -> float:
+        self._calls += 1
+        return self._script(self._calls) * self._random.normal(1, 0.003)
+
+
+class Queue:
+    """A device whose calls return before the work is done, and a stopwatch.
+
+    Args:
+        waits: whether the stopwatch waits for the device before it stops.
+    """
+
+    # Well above the launch overhead on a busy machine, which is about 0.1 ms.
+    work_s = 2e-3
+    now = staticmethod(time.monotonic)
+
+    def __init__(self, waits: bool):
+        self._waits, self._worker = waits, ThreadPoolExecutor(1)
+        self._last: Future = self._worker.submit(int)
+
+    def launch(self) -> None:
+        """Submit one unit of work and return."""
+        self._last = self._worker.submit(time.sleep, self.work_s)
+
+    def wait(self) -> None:
+        """Wait until all submitted work is done."""
+        self._last.result()
+
+    def sample(self, functions, flush, count: int) -> list[list[float]]:
+        return [[self.one(function) for _ in range(count)] for function in functions]
+
+    def in_a_row(self, function, count: int) -> float:
+        self.wait()
+        started = time.perf_counter()
+        for _ in range(count):
+            function()
+        self.wait()
+        return (time.perf_counter() - started) / count
+
+    def one(self, function) -> float:
+        """Return the seconds of a call by the stopwatch."""
+        started = time.perf_counter()
+        function()
+        if self._waits:
+            self.wait()
+        return time.perf_counter() - started
+
+
+class BlockClock(WallClock):
+    """The host's clock around a block of calls on an asynchronous device.
+
+    Args:
+        waits: whether it synchronises at the end of a block; it always does at the start.
+    """
+
+    def __init__(self, device: Device, calls: int, queue: Queue, waits: bool):
+        super().__init__(device, calls)
+        self.synchronize, self._queue, self._waits = self._synchronize, queue, waits
+        self._synchronized = 0
+
+    def _synchronize(self) -> None:
+        at_the_end = self._synchronized % 2 == 1
+        self._synchronized += 1
+        if self._waits or not at_the_end:
+            self._queue.wait()
+
+    def in_a_row(self, function, count: int) -> float:
+        return self._queue.in_a_row(function, count)
+
+
+class Unflushed:
+    """The device's clock without cache flushes.
+
+    Args:
+        counted: whether the flush counts its calls all the same; it reads nothing.
+    """
+
+    def __init__(self, device: Device, counted: bool = False):
+        self._clock, self._counted = device_clock(device), counted
+        self.now, self.in_a_row = self._clock.now, self._clock.in_a_row
+
+    def sample(self, functions, flush, count: int) -> list[list[float]]:
+        def count_only() -> None:
+            flush.calls += 1
+
+        return self._clock.sample(functions, count_only if flush is not None and self._counted else None, count)
+
+
+FAULTS: tuple[PlantedFault, ...] = (
+    PlantedFault("no synchronisation", "require_whole_work", "calls in a row take", _no_synchronisation),
+    PlantedFault(
+        "no synchronisation after a block of calls", "require_whole_work", "calls in a row take", _no_synchronisation_of_a_block
     ),
-    Fault("no warm-up", "Timing.unsteady", "warm-up's windows still differed", _no_warm_up),
-    Fault("no cache flush", "checks.require_flushed", "the cache was flushed 0 times", _no_flush(Unflushed)),
-    Fault("a cache flush that reads nothing", "checks.require_flushed", "did not read its buffer", _no_flush(Unread)),
-    Fault("constant data under another name", "operands.verify_data", "operands are normal", _constant_data),
-    Fault("a multiply-add counted as one FLOP", "checks.require_product_flops", "FLOPs are claimed", _wrong_flops),
-    Fault("a timed region that skips work", "checks.require_whole_work", "calls in a row take", _skipped_work),
-    Fault("an output that is never written", "verify_product, Row.validate", "check_error is nan", _product(_NeverWritten)),
-    Fault("bf16 under the name of fp32", "verify_product, Row.validate", "failed its check", _product(_Rounded)),
-    Fault("clock drift during sampling", "Timing.drift", "the samples drifted", _clock_drift),
-    Fault("work outside of every phase", "time_step, Row.validate", "failed its check", _outside_of_phases),
-    Fault(
+    PlantedFault("no warm-up", "Timing.unsteady", "warm-up's windows still differed", _no_warm_up),
+    PlantedFault("no cache flush", "require_flushed", "the cache was flushed 0 times", _no_flush(Unflushed)),
+    PlantedFault(
+        "a cache flush that reads nothing",
+        "require_flushed",
+        "did not read its buffer",
+        _no_flush(partial(Unflushed, counted=True)),
+    ),
+    PlantedFault("constant data under another name", "verify_data", "operands are normal", _constant_data),
+    PlantedFault("a multiply-add counted as one FLOP", "require_product_flops", "FLOPs are claimed", _wrong_flops),
+    PlantedFault("a timed region that skips work", "require_whole_work", "calls in a row take", _skipped_work),
+    PlantedFault(
+        "an output that is never written", "verify_product, Row.validate", "check_error is nan", _product(_NeverWritten)
+    ),
+    PlantedFault("bf16 under the name of fp32", "verify_product, Row.validate", "failed its check", _product(_RoundedProduct)),
+    PlantedFault("clock drift during sampling", "Timing.drift", "the samples drifted", _clock_drift),
+    PlantedFault("work outside of every phase", "time_step, Row.validate", "failed its check", _outside_of_phases),
+    PlantedFault(
         "a module's compute units for a die's",
         "specs.lookup",
         "220 compute units, expected 110",
         _wrong_device((220, 128 * GIB, 1700), "383 TFLOPS as the peak of one die: an MFU half as high"),
     ),
-    Fault(
+    PlantedFault(
         "GB taken for GiB",
         "specs.lookup",
         "GiB of memory, expected 64",
         _wrong_device((110, 64e9, 1700), "59.6 GiB of memory for 64: batches 7 % too small"),
     ),
-    Fault(
+    PlantedFault(
         "kHz taken for MHz",
         "Device",
         "not a clock in MHz",
         _wrong_device((110, 64 * GIB, 1_700_000), "a limit of 191,488 TFLOPS, which no fault exceeds"),
     ),
-    Fault("a value above the peak", "Row.validate", "beyond its limit", _above_peak),
-    Fault("a reading of 0 for an unreadable one", "Row.validate", "power_w is 0", _zero_reading),
-    Fault("best of one", "Row.validate", "lacks n or the 95 % confidence interval", _best_of_one),
-    Fault("a rank with wrong values", "Buffers.require_exact", "rank 1: 1 of", _wrong_rank),
+    PlantedFault("a value above the peak", "Row.validate", "beyond its limit", _above_peak),
+    PlantedFault("a reading of 0 for an unreadable one", "Row.validate", "power_w is 0", _zero_reading),
+    PlantedFault("best of one", "Row.validate", "lacks n or the 95 % confidence interval", _best_of_one),
+    PlantedFault("a rank with wrong values", "Buffers.require_exact", "rank 1: 1 of", _wrong_rank),
 )
 
 
-def run_self_test(device: Device, faults: Iterable[Fault] = FAULTS) -> list[FaultResult]:
+def run_self_test(device: Device, faults: Iterable[PlantedFault] = FAULTS) -> list[FaultResult]:
     """Plant every fault into a measurement on this device, and run its clean twin. Takes about 10 s on a CPU.
 
     Args:
         device: device for products and copies; faults that need a particular device use a description of it.
         faults: faults to plant; `hyperion.doctor.harness.ALL_FAULTS` also contains faults that need a model or rows.
     """
-    return run_faults(device, faults)
+    return [_run(device, fault) for fault in faults]

@@ -2,14 +2,16 @@
 
 import pytest
 
+from hyperion.chapter import rows
 from hyperion.doctor.harness import ALL_FAULTS
 from hyperion.hardware import detect_cpu
 from hyperion.hardware.device import Device
-from hyperion.measure.clock import checks, timing
+from hyperion.measure import planted_faults
+from hyperion.measure.clock import timing
 from hyperion.measure.clock.verify import Verification
 from hyperion.measure.collectives.collectives import Buffers
-from hyperion.measure.faults import planted_faults
-from hyperion.measure.faults.planted_faults import FAULTS, Fault, run_faults, run_self_test
+from hyperion.measure.planted_faults import FAULTS, PlantedFault, run_self_test
+from hyperion.measure.products import gemm
 from hyperion.measure.products.gemm import Gemm
 from hyperion.models.reference import VisionTransformer
 from hyperion.results import Row
@@ -57,24 +59,24 @@ def test_the_ways_to_be_wrong_that_the_book_promises_are_all_there(results):
 
 # What each check's place in the production path is, and what leaves it without effect.
 DISABLED = {
-    "no synchronisation": (checks, "require_whole_work", lambda *given: None),
+    "no synchronisation": (timing, "require_whole_work", lambda *given: None),
     "no warm-up": (timing.Timing, "unsteady", ""),
-    "no synchronisation after a block of calls": (checks, "require_whole_work", lambda *given: None),
-    "a cache flush that reads nothing": (checks, "require_flushed", lambda *given: None),
-    "no cache flush": (checks, "require_flushed", lambda *given: None),
-    "constant data under another name": (checks, "require_passed", lambda *given: None),
-    "a multiply-add counted as one FLOP": (checks, "require_product_flops", lambda *given: None),
-    "a timed region that skips work": (checks, "require_whole_work", lambda *given: None),
+    "no synchronisation after a block of calls": (timing, "require_whole_work", lambda *given: None),
+    "a cache flush that reads nothing": (timing, "require_flushed", lambda *given: None),
+    "no cache flush": (timing, "require_flushed", lambda *given: None),
+    "constant data under another name": (gemm, "require_passed", lambda *given: None),
+    "a multiply-add counted as one FLOP": (gemm, "require_product_flops", lambda *given: None),
+    "a timed region that skips work": (timing, "require_whole_work", lambda *given: None),
     "an output that is never written": (Gemm, "_verified", lambda product: Verification("none", 0.0, 1.0)),
     "bf16 under the name of fp32": (Gemm, "_verified", lambda product: Verification("none", 0.0, 1.0)),
-    "clock drift during sampling": (checks, "DRIFT_TOLERANCE", 1e9),
+    "clock drift during sampling": (timing, "DRIFT_TOLERANCE", 1e9),
     "work outside of every phase": (Row, "_failure", lambda row: ""),
     "kHz taken for MHz": (Device, "__post_init__", lambda device: None),
     "a value above the peak": (Row, "_failure", lambda row: ""),
     "a reading of 0 for an unreadable one": (Row, "validate", lambda row: None),
     "best of one": (Row, "validate", lambda row: None),
     "a rank with wrong values": (Buffers, "wrong", lambda buffers: (0, None)),
-    "samples of a warm cache labelled cold": (checks, "require_cache_label", lambda *given: None),
+    "samples of a warm cache labelled cold": (rows, "require_cache_label", lambda *given: None),
     "a substituted model": (VisionTransformer, "build", lambda model: None),
 }
 
@@ -99,10 +101,14 @@ def test_an_error_for_another_reason_is_not_a_catch_and_a_check_that_refuses_eve
         raise ZeroDivisionError("some other mishap")
 
     def refuses(device, broken, believe):
-        raise checks.HarnessError("the samples drifted")
+        raise timing.HarnessError("the samples drifted")
 
-    other, everything = run_faults(
-        CPU, [Fault("other", "c", "the samples drifted", breaks), Fault("everything", "c", "the samples drifted", refuses)]
+    other, everything = run_self_test(
+        CPU,
+        [
+            PlantedFault("other", "c", "the samples drifted", breaks),
+            PlantedFault("everything", "c", "the samples drifted", refuses),
+        ],
     )
     assert not other.caught and other.message == "ZeroDivisionError: some other mishap"
     assert everything.caught and not everything.twin_passes and not everything.passed
