@@ -23,7 +23,7 @@ def passport(
     To contribute your machine, add the file under results/passports/ in a pull request. With --verify: exit code 0 when all
     files follow the rules, 1 with the field and the reason when one does not.
     """
-    from hyperion.reproduce.stopping import parse_duration
+    from hyperion.commands.console import parse_duration
 
     if verify != bool(files):
         raise HyperionError("files and --verify go together", next_step="hyperion passport --verify FILE [FILE ...]")

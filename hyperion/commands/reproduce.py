@@ -79,9 +79,9 @@ def reproduce(
     cannot be met; 3 the time budget ended first; 130 or 143 stopped by Ctrl-C or SIGTERM. After each of them, the same
     command continues where the last call ended.
     """
+    from hyperion.commands.console import parse_duration
     from hyperion.reproduce import Request
     from hyperion.reproduce import reproduce as run_book
-    from hyperion.reproduce.stopping import parse_duration
 
     # `make` passes unset variables as empty strings.
     request = Request(

@@ -1,7 +1,7 @@
 import pandas as pd
 
 from hyperion import dependencies
-from hyperion.reproduce.hashes import library_modules, notebook_hash, rows_digest
+from hyperion.reproduce.freshness import library_modules, notebook_hash, rows_digest
 from hyperion.reproduce.notebooks import read_notebook
 from hyperion.results import Row, Run
 from tests.reproduce.small_book import write_notebook

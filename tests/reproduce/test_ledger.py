@@ -1,6 +1,6 @@
 import pytest
 
-from hyperion.reproduce.ledger import Entry, Ledger, peek
+from hyperion.reproduce.runs import Entry, Ledger, peek
 from hyperion.results import Run, StoreError
 from hyperion.results.execution import unexpected_in
 

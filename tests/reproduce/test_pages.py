@@ -6,7 +6,14 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from hyperion.errors import HyperionError
 from hyperion.reproduce.notebooks import read_notebook
-from hyperion.reproduce.pages import STYLE, notebook_files, page, portable_copy, require_no_machine_paths, with_drawn_formulas
+from hyperion.reproduce.publishing import (
+    STYLE,
+    notebook_files,
+    page,
+    portable_copy,
+    require_no_machine_paths,
+    with_drawn_formulas,
+)
 from tests.reproduce.small_book import write_notebook
 
 

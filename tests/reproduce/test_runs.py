@@ -7,8 +7,7 @@ import pandas as pd
 import pytest
 
 from hyperion.errors import HyperionError
-from hyperion.reproduce.ledger import Entry
-from hyperion.reproduce.runs import claimed_run, earlier_seconds, in_use
+from hyperion.reproduce.runs import Entry, claimed_run, earlier_seconds, in_use
 from hyperion.results import Row, StoreError
 
 SETTING = {"profile": "smoke", "seed": 0}

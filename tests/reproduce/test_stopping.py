@@ -7,19 +7,10 @@ from pathlib import Path
 import pytest
 
 from hyperion.chapter.profiles import profile_names
+from hyperion.commands.console import parse_duration
 from hyperion.errors import HyperionError
+from hyperion.reproduce.execution import Alarm, BudgetSpent, LimitExceeded, Limits, Stopped, format_duration, limits_of, stoppable
 from hyperion.reproduce.notebooks import read_book
-from hyperion.reproduce.stopping import (
-    Alarm,
-    BudgetSpent,
-    LimitExceeded,
-    Limits,
-    Stopped,
-    format_duration,
-    limits_of,
-    parse_duration,
-    stoppable,
-)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from hyperion.book.reference import reference_readme
 from hyperion.book.report import report_page
 from hyperion.errors import HyperionError
 from hyperion.figures.material import Material
-from hyperion.reproduce.ledger import LEDGER, Entry, Ledger
+from hyperion.reproduce.runs import LEDGER, Entry, Ledger
 from hyperion.results import Metric, Prediction, Row, Run, median_estimate, verify_run
 from hyperion.results.files import MANIFEST, PENDING
 from hyperion.results.rows import COLUMNS
