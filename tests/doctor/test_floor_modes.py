@@ -5,8 +5,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from hyperion.doctor import judge
-from hyperion.doctor.floor_modes import ALL, MODULE, ONE, measure_on_rank, modes_of
-from hyperion.doctor.floors import MET
+from hyperion.doctor.floors import ALL, MET, MODULE, ONE, measure_on_rank, modes_of
 from hyperion.hardware import Floor, detect
 from hyperion.processes import Job, run_ranks
 from hyperion.results import Row

@@ -7,8 +7,7 @@ import pytest
 from rich.console import Console
 
 from hyperion.doctor import check_floors, floor_frame, floor_table, floors_of, floors_of_run, judge
-from hyperion.doctor.floor_modes import MODULE, ONE
-from hyperion.doctor.floors import IMPOSSIBLE, MET, NOT_MEASURED, NOT_MET, WRONG, FloorReport
+from hyperion.doctor.floors import IMPOSSIBLE, MET, MODULE, NOT_MEASURED, NOT_MET, ONE, WRONG, FloorReport
 from hyperion.doctor.machine_rows import gemm_rows, stream_rows
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect, detect_cpu, fingerprint, floors_for
