@@ -36,7 +36,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class CompilationRequest:
     """What to measure and where to write it; see `--help`.
 
     Args:
@@ -100,7 +100,7 @@ def compilation(
     with samples, checks and environment, go to a run folder under <base_dir>/results/. Without --model, a GPU gets the
     published models, and a CPU gets tiny ones with other names. Chapter 07_compilation_optimization explains the method.
     """
-    options = Options(
+    options = CompilationRequest(
         base_dir=base_dir,
         dtype=dtype,
         repeat=repeat,
@@ -117,7 +117,7 @@ def compilation(
     say("\n".join([f"rows: {run.folder}", *(f"wrote {path}" for path in paths)]))
 
 
-def specifications(options: Options) -> list[ModelSpec]:
+def specifications(options: CompilationRequest) -> list[ModelSpec]:
     """Return the specification of each model to measure; with a checkpoint, only of the models that its weights fit.
 
     Raises:
@@ -152,7 +152,7 @@ def profile_options() -> CompilationOptions:
     return CompilationOptions.parse(load_profile(default_profile(detect().kind)).sizes(EXPERIMENT), EXPERIMENT)
 
 
-def measure(options: Options, specs: list[ModelSpec]) -> Run:
+def measure(options: CompilationRequest, specs: list[ModelSpec]) -> Run:
     """Measure every mode of every model, and return the run folder with rows and samples."""
     samples = max(options.repeat, FEWEST_SAMPLES)
     if samples > options.repeat:
