@@ -71,28 +71,21 @@ def _folder(given: Path) -> Path:
 def compilation(
     base_dir: Annotated[Path, typer.Option("--base_dir", callback=_folder, help="Folder of results/.")] = Path("."),
     dtype: Annotated[
-        str, typer.Option("--dtype", callback=one_of(DTYPES), help=f"Of weights and arithmetic: {', '.join(DTYPES)}.")
+        str, typer.Option(callback=one_of(DTYPES), help=f"Of weights and arithmetic: {', '.join(DTYPES)}.")
     ] = "fp32",
-    repeat: Annotated[
-        int, typer.Option("--repeat", min=1, help=f"Samples of each mode, at least {FEWEST_SAMPLES}.")
-    ] = FEWEST_SAMPLES,
+    repeat: Annotated[int, typer.Option(min=1, help=f"Samples of each mode, at least {FEWEST_SAMPLES}.")] = FEWEST_SAMPLES,
     checkpoint: Annotated[
-        Path | None, typer.Option("--checkpoint", help="Weights to load: safetensors, a state dict, a checkpoint folder.")
+        Path | None, typer.Option(help="Weights to load: safetensors, a state dict, a checkpoint folder.")
     ] = None,
     model: Annotated[
-        list[str] | None,
-        typer.Option("--model", metavar="NAME", help=f"May be repeated: {IMAGENET_STEM}, resnet18, resnet18_w8, lm_…."),
+        list[str] | None, typer.Option(metavar="NAME", help=f"May be repeated: {IMAGENET_STEM}, resnet18, resnet18_w8, lm_….")
     ] = None,
     mode: Annotated[
         list[str] | None,
-        typer.Option(
-            "--mode", metavar="MODE", callback=one_of(MODES), help=f"May be repeated, all by default: {', '.join(MODES)}."
-        ),
+        typer.Option(metavar="MODE", callback=one_of(MODES), help=f"May be repeated, all by default: {', '.join(MODES)}."),
     ] = None,
-    batch: Annotated[
-        int | None, typer.Option("--batch", min=1, help="Examples of a call.", show_default="the published batch")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, max=LARGEST_SEED, help="Seed of all random numbers.")] = 0,
+    batch: Annotated[int | None, typer.Option(min=1, help="Examples of a call.", show_default="the published batch")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of all random numbers.")] = 0,
 ) -> None:
     """Measure what torch.compile brings: eager, default, max-autotune and reduce-overhead, each in a process of its own.
 

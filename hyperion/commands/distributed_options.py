@@ -1,6 +1,5 @@
 """The options of run_distributed.py: read them, check them against each other and this machine, and make recipes of them."""
 
-import functools
 import os
 import sys
 import tomllib
@@ -41,28 +40,105 @@ class OptionError(HyperionError):
     """Options that mean nothing, contradict each other, or ask for what this machine cannot do."""
 
 
+def _count(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise typer.BadParameter(f"{text!r} is no whole number above 0")
+    return value
+
+
+def _folder(text: str) -> str:
+    path = expanded(text).resolve()
+    if not path.is_dir():
+        raise typer.BadParameter(f"{text!r} is no folder: make it, or name another")
+    return str(path)
+
+
+def _existing(text: str) -> str:
+    """Return a folder's absolute path, and any other name unchanged."""
+    path = expanded(text)
+    return str(path.resolve()) if path.is_dir() else text
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommandOptions:
-    """What was asked for; None (False for lora) where nothing was said. JSON-able.
+    """The options of the command; None (False for lora) where they were not given. JSON-able.
 
-    Args:
-        base_dir, run: absolute paths.
-        others: see `--help`.
+    Typer makes the command line from the fields. `base_dir` is an absolute path.
     """
 
-    model: str | None = None
-    epochs: int | None = None
-    steps: int | None = None
-    base_dir: str | None = None
-    batch_size: int | None = None
-    precision: str | None = None
-    strategy: str | None = None
-    lora: bool = False
-    model_id: str | None = None
-    scaling_gpus: str | None = None
-    data_source: str | None = None
-    seed: int | None = None
-    run: str | None = None
+    model: Annotated[
+        str | None,
+        typer.Option(
+            callback=one_of(MODELS),
+            help=f"What to train: {', '.join(MODELS)}. `all`: the first four in one launch; `scaling`: chapter 2.8 on 1, 2, 4 … "
+            "devices.",
+            show_default=TRAININGS[0],
+        ),
+    ] = None
+    epochs: Annotated[int | None, typer.Option(parser=_count, help="Passes over the data.", show_default=str(EPOCHS))] = None
+    steps: Annotated[int | None, typer.Option(parser=_count, help="Optimizer steps instead of epochs.")] = None
+    base_dir: Annotated[
+        str | None,
+        typer.Option(
+            "--base_dir", parser=_folder, help="Folder of results/.", show_default="the repository, or HYPERION_RESULTS"
+        ),
+    ] = None
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--batch_size", parser=_count, help="Examples of a step, of all ranks together.", show_default="by model and device"
+        ),
+    ] = None
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            callback=one_of(_PRECISIONS),
+            help=f"{', '.join(_PRECISIONS)}. auto: bf16 where matrix units support it, else fp32.",
+            show_default="auto",
+        ),
+    ] = None
+    strategy: Annotated[
+        str | None,
+        typer.Option(callback=one_of(("ddp", "fsdp")), help="How the ranks share cifar (ddp) or llama (fsdp): ddp, fsdp."),
+    ] = None
+    lora: Annotated[bool, typer.Option("--lora", help=f"llama: train adapters of rank {RANK} on frozen weights.")] = False
+    model_id: Annotated[
+        str | None,
+        typer.Option(
+            "--model_id",
+            parser=_existing,
+            help="llama: a folder of weights, an id on the hub, or a random configuration.",
+            show_default="the folder llama/ of the mirror or the cache, else random weights",
+        ),
+    ] = None
+    scaling_gpus: Annotated[
+        str | None,
+        typer.Option("--scaling_gpus", help="scaling: numbers of devices, as 1,2,4.", show_default="1, 2, 4 … and all"),
+    ] = None
+    data_source: Annotated[
+        str | None,
+        typer.Option(
+            "--data_source",
+            callback=one_of(SOURCES),
+            help=f"{', '.join(SOURCES)}. auto: the first of mirror, cache, download and, on a CPU, synthetic.",
+            show_default="auto",
+        ),
+    ] = None
+    seed: Annotated[int | None, typer.Option(help="Seed of all random numbers.", show_default="0")] = None
+    # torchrun reads --run as an abbreviation of its own --run-path, even after the program's name.
+    run: Annotated[
+        str | None,
+        typer.Option(
+            "--resume",
+            "--run",
+            help="Continue this run: its folder, or its name under results/; other options need no repeating. Under torchrun, "
+            "only --resume works.",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +187,7 @@ def parsed(given: Sequence[str] | None, description: str) -> CommandOptions:
         SystemExit: after `--help`.
     """
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(help="\b\n" + description.replace("\n\n", "\n\n\b\n"))(_options)
+    app.command(help="\b\n" + description.replace("\n\n", "\n\n\b\n"))(CommandOptions)
     command = typer.main.get_command(app)
     try:
         with command.make_context(f"{COMMAND}.py", list(sys.argv[1:] if given is None else given)) as context:
@@ -120,109 +196,6 @@ def parsed(given: Sequence[str] | None, description: str) -> CommandOptions:
         raise SystemExit(ending.exit_code) from None
     except UsageError as error:
         raise refused(error.format_message(), f"see {COMMAND}.py --help") from error
-
-
-def _count(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise typer.BadParameter(f"{text!r} is no whole number above 0")
-    return value
-
-
-def _folder(text: str) -> str:
-    path = expanded(text).resolve()
-    if not path.is_dir():
-        raise typer.BadParameter(f"{text!r} is no folder: make it, or name another")
-    return str(path)
-
-
-def _existing(text: str) -> str:
-    """Return a folder's absolute path, and any other name unchanged."""
-    path = expanded(text)
-    return str(path.resolve()) if path.is_dir() else text
-
-
-def _options(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            callback=one_of(MODELS),
-            help=f"What to train: {', '.join(MODELS)}. `all`: the first four in one launch; `scaling`: chapter 2.8 on 1, 2, 4 … "
-            "devices.",
-            show_default=TRAININGS[0],
-        ),
-    ] = None,
-    epochs: Annotated[
-        int | None, typer.Option("--epochs", parser=_count, help="Passes over the data.", show_default=str(EPOCHS))
-    ] = None,
-    steps: Annotated[int | None, typer.Option("--steps", parser=_count, help="Optimizer steps instead of epochs.")] = None,
-    base_dir: Annotated[
-        str | None,
-        typer.Option(
-            "--base_dir", parser=_folder, help="Folder of results/.", show_default="the repository, or HYPERION_RESULTS"
-        ),
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(
-            "--batch_size", parser=_count, help="Examples of a step, of all ranks together.", show_default="by model and device"
-        ),
-    ] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            "--precision",
-            callback=one_of(_PRECISIONS),
-            help=f"{', '.join(_PRECISIONS)}. auto: bf16 where matrix units support it, else fp32.",
-            show_default="auto",
-        ),
-    ] = None,
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            "--strategy", callback=one_of(("ddp", "fsdp")), help="How the ranks share cifar (ddp) or llama (fsdp): ddp, fsdp."
-        ),
-    ] = None,
-    lora: Annotated[bool, typer.Option("--lora", help=f"llama: train adapters of rank {RANK} on frozen weights.")] = False,
-    model_id: Annotated[
-        str | None,
-        typer.Option(
-            "--model_id",
-            parser=_existing,
-            help="llama: a folder of weights, an id on the hub, or a random configuration.",
-            show_default="the folder llama/ of the mirror or the cache, else random weights",
-        ),
-    ] = None,
-    scaling_gpus: Annotated[
-        str | None,
-        typer.Option("--scaling_gpus", help="scaling: numbers of devices, as 1,2,4.", show_default="1, 2, 4 … and all"),
-    ] = None,
-    data_source: Annotated[
-        str | None,
-        typer.Option(
-            "--data_source",
-            callback=one_of(SOURCES),
-            help=f"{', '.join(SOURCES)}. auto: the first of mirror, cache, download and, on a CPU, synthetic.",
-            show_default="auto",
-        ),
-    ] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Seed of all random numbers.", show_default="0")] = None,
-    # torchrun reads --run as an abbreviation of its own --run-path, even after the program's name.
-    run: Annotated[
-        str | None,
-        typer.Option(
-            "--resume",
-            "--run",
-            help="Continue this run: its folder, or its name under results/; other options need no repeating. Under torchrun, "
-            "only --resume works.",
-        ),
-    ] = None,
-) -> CommandOptions:
-    return CommandOptions(**locals())  # a parameter for each field
 
 
 def checked(options: CommandOptions, machine: Machine) -> TrainingRequest:
@@ -237,7 +210,12 @@ def checked(options: CommandOptions, machine: Machine) -> TrainingRequest:
     require_sense(options)
     choose_precision(machine.device, options.precision or "auto")
     if options.model == SCALING:
-        _require_plain_process(options, machine)
+        if machine.launched:
+            counts = f" --scaling_gpus {options.scaling_gpus}" if options.scaling_gpus else ""
+            raise refused(
+                "--model scaling under torchrun: it makes one launch for each number of devices",
+                f"start it without torchrun: python phase2_development/{COMMAND}.py --model scaling{counts}",
+            )
         counts = _counts(options.scaling_gpus, machine)
         return TrainingRequest(options=options, results=results, run=run, counts=counts)
     notes: list[str] = []
@@ -298,15 +276,6 @@ def require_sense(options: CommandOptions) -> None:
             )
 
 
-def _require_plain_process(options: CommandOptions, machine: Machine) -> None:
-    if machine.launched:
-        counts = f" --scaling_gpus {options.scaling_gpus}" if options.scaling_gpus else ""
-        raise refused(
-            "--model scaling under torchrun: it makes one launch for each number of devices",
-            f"start it without torchrun: python phase2_development/{COMMAND}.py --model scaling{counts}",
-        )
-
-
 def _counts(text: str | None, machine: Machine) -> tuple[int, ...]:
     """Return the numbers of devices in order: those given, or 1, 2, 4, … and all."""
     if text is None:
@@ -332,15 +301,10 @@ def training_sizes(profile: str, task: str) -> dict:
         profile: name of a profile.
         task: "language", "images" or "llama".
     """
-    sizes: dict = {}
+    by_profile, sizes = tomllib.loads(_SIZES.read_text(encoding="utf-8")), {}
     for ancestor in lineage(profile):
-        sizes |= _all_sizes().get(ancestor, {}).get(task, {})
+        sizes |= by_profile.get(ancestor, {}).get(task, {})
     return sizes
-
-
-@functools.cache
-def _all_sizes() -> dict[str, dict[str, dict]]:
-    return tomllib.loads(_SIZES.read_text(encoding="utf-8"))
 
 
 def _recipe(name: str, options: CommandOptions, machine: Machine, notes: list[str]) -> Recipe:

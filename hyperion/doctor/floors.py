@@ -6,6 +6,7 @@ a mode start together, and each keeps its device busy until the slowest has fini
 full load.
 """
 
+import functools
 import itertools
 import math
 import time
@@ -223,10 +224,9 @@ def measure_on_rank(floors: list[dict], modes: dict[str, list[int]], time_limit_
             if floor.quantity != "all_reduce":
                 if here.rank == 0:
                     print(f"{mode}: {floor.quantity} {floor.dtype}", flush=True)
+                measure = functools.partial(measure_floor, floor, here.device, time_limit_s)
                 together = _Together(barrier, f"{mode}/{number}", len(ranks))
-                rows += with_params(
-                    together.measure_with_others(_measurement(floor, here.device, time_limit_s), heat_s), here.rank, mode=mode
-                )
+                rows += with_params(together.measure_with_others(measure, heat_s), here.rank, mode=mode)
         barrier.wait(f"{mode}/end", here.size)
     rows += with_params(_all_reduces(wanted, time_limit_s), rank=here.rank, mode=list(modes)[-1])
     return {"rows": [asdict(row) for row in rows]}
@@ -237,10 +237,6 @@ def measure_floor(floor: Floor, device: Device, time_limit_s: float) -> list[Row
     if floor.quantity == "gemm":
         return gemm_rows(device, floor.dtype, floor.size, cold=False, time_limit_s=time_limit_s)
     return stream_rows(device, floor.quantity, floor.dtype, floor.size, time_limit_s=time_limit_s)
-
-
-def _measurement(floor: Floor, device: Device, time_limit_s: float) -> Callable[[], list[Row]]:
-    return lambda: measure_floor(floor, device, time_limit_s)
 
 
 @dataclass(frozen=True)
@@ -359,7 +355,7 @@ def _cells(verdict: FloorResult) -> list[str]:
         f"{floor.quantity} {floor.dtype}",
         f"{floor.value:.5g} {floor.unit}",
         _measured(verdict),
-        _power(verdict),
+        "" if verdict.row is None or verdict.row.power_w is None else f"{verdict.row.power_w:.0f} W",
         verdict.outcome + (f": {verdict.note}" if verdict.note else ""),
         f"{floor.source}; {floor.conditions}",
     ]
@@ -372,7 +368,3 @@ def _measured(verdict: FloorResult) -> str:
     interval = f" [{row.ci_low:.5g}, {row.ci_high:.5g}] n={row.n}" if row.n else ""
     place = f", device {row.rank}" if row.rank else ""
     return f"{row.value:.5g}{interval}{place}"
-
-
-def _power(verdict: FloorResult) -> str:
-    return "" if verdict.row is None or verdict.row.power_w is None else f"{verdict.row.power_w:.0f} W"

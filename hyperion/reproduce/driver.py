@@ -26,7 +26,7 @@ from hyperion.reproduce.execution import (
 )
 from hyperion.reproduce.freshness import Freshness
 from hyperion.reproduce.kernels import OPTIMIZE, scratch_folder
-from hyperion.reproduce.lanes import Lanes, Place, scratch_of
+from hyperion.reproduce.lanes import Lanes, Place
 from hyperion.reproduce.machine import MachineProfile, examine_machine
 from hyperion.reproduce.notebooks import Notebook, read_book, select
 from hyperion.reproduce.publishing import export_subjects, notebook_files, require_page_templates
@@ -185,13 +185,14 @@ class _Call:
         silent.mkdir(exist_ok=True)
 
         def work(place: Place, interruption: Interruption) -> Outcome:
-            variables = {LOG: str(self._log(notebook)), REMEASURE: "1" if entry.remeasure else "0"}
-            environment = variables | place.environment | {SILENT_HOSTS: str(silent)}
+            variables = {LOG: str(self._log(notebook)), REMEASURE: "1" if entry.remeasure else "0", SILENT_HOSTS: str(silent)}
+            folder = self.scratch / str(place.number)
+            folder.mkdir(exist_ok=True)
             return execute(
                 notebook,
                 parameters,
-                scratch_of(place, self.scratch),
-                environment,
+                folder,
+                variables | place.environment,
                 interruption=interruption,
                 on_cell=lambda done: display.cell(notebook.stem, done),
                 on_line=display.say,

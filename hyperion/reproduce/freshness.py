@@ -39,9 +39,12 @@ class Freshness:
 
     def digest(self, notebook: Notebook, reference: "Reference | None") -> str:
         """Return the hash of everything that the notebook's result depends on."""
+        # Of the profile's sizes, those of the notebook's own experiments only.
+        settings = self._machine.settings
+        sizes = {name: settings["sizes"].get(name) for name in notebook.produces}
         parameters = {
             "setting": self._ledger.setting,
-            "sizes": self._settings_of(notebook),
+            "sizes": settings | {"sizes": sizes},
             "reference": reference and [reference.machine, reference.digest],
         }
         upstream = {stem: rows_digest(self._ledger.run, stem) for stem in (*notebook.needs, *notebook.optional)}
@@ -70,11 +73,6 @@ class Freshness:
             return entry.whole_s
         earlier = earlier_seconds(results_folder(), self._ledger.setting, notebook.stem)
         return notebook.budget_s(self._machine.profile) if earlier is None else earlier
-
-    def _settings_of(self, notebook: Notebook) -> dict:
-        """Return the profile's settings that the notebook's rows depend on: the sizes of its own experiments only."""
-        settings = self._machine.settings
-        return settings | {"sizes": {name: settings["sizes"].get(name) for name in notebook.produces}}
 
     def _without_rows(self, notebook: Notebook) -> list[str]:
         return [name for name in notebook.produces if not self._ledger.run.rows(notebook.stem, name)]

@@ -20,9 +20,8 @@ from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 from traitlets import default
 
-import hyperion
 from hyperion.paths import SILENT_HOSTS
-from hyperion.processes.child_process import GRACE_S, descendants, start
+from hyperion.processes.child_process import GRACE_S, child_environment, descendants, start
 from hyperion.terminal import notice
 from hyperion.untrusted import is_private
 
@@ -39,9 +38,7 @@ def library_environment() -> dict[str, str]:
 
     UTF-8 mode makes the processes independent of the locale: they read, write and print UTF-8.
     """
-    checkout = str(Path(hyperion.__file__).resolve().parent.parent)
-    path = os.pathsep.join(filter(None, [checkout, os.environ.get("PYTHONPATH")]))
-    return with_assertions({**os.environ, "PYTHONPATH": path, "PYTHONNOUSERSITE": "1", "PYTHONUTF8": "1"})
+    return with_assertions(child_environment() | {"PYTHONNOUSERSITE": "1", "PYTHONUTF8": "1"})
 
 
 def with_assertions(environment: dict[str, str]) -> dict[str, str]:
@@ -151,9 +148,7 @@ def _session(process: psutil.Process) -> int:
 def _specification(scratch: Path, environment: dict[str, str]) -> dict:
     ours = library_environment()
     own = {
-        "PYTHONPATH": ours["PYTHONPATH"],
-        "PYTHONNOUSERSITE": ours["PYTHONNOUSERSITE"],
-        "PYTHONUTF8": ours["PYTHONUTF8"],
+        **{name: ours[name] for name in ("PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONUTF8")},
         # No start-up files or locks from a home folder that other nodes share.
         "IPYTHONDIR": str(scratch / "ipython"),
         "JUPYTER_RUNTIME_DIR": str(scratch / "jupyter"),

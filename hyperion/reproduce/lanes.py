@@ -163,10 +163,3 @@ def _in_order(number: int, sys: Path) -> tuple[int, int, int]:
     except (OSError, ValueError):
         return 0, number, number
     return package, core, number
-
-
-def scratch_of(place: Place, scratch: Path) -> Path:
-    """Make and return a folder for the files of the kernel at a place."""
-    folder = scratch / str(place.number)
-    folder.mkdir(exist_ok=True)
-    return folder
