@@ -54,27 +54,31 @@ def test_limits_that_are_asked_for_replace_the_profiles():
     assert limits_of("smoke", 7200.0, None, None) == Limits(7200.0, 7200.0)  # a longer cell in a notebook long enough for it
 
 
-def wait_under(limits: Limits, cells: int, cell_s: float) -> None:
-    """Cells that take so long, one after the other, in an event loop."""
+def wait_under(limits: Limits, cells: int, cell_s: float) -> int:
+    """Run cells that take so long, one after the other, in an event loop; return how many finished."""
+    finished = 0
     with asyncio.Runner() as runner:
         alarm = Alarm(limits, runner.get_loop())
 
         async def cell(number: int) -> None:
+            nonlocal finished
             alarm.set(number)
             await asyncio.sleep(cell_s)
             alarm.cancel()
+            finished += 1
 
         for number in range(1, cells + 1):
             runner.run(cell(number))
         runner.run(asyncio.sleep(2 * limits.cell_s))  # what was cancelled does not go off
+    return finished
 
 
 @pytest.mark.parametrize(
     ("limits", "end", "words"),
     [
-        (Limits(0.2, 9.0), LimitExceeded, r"cell \[1\] exceeded its limit of 0 s\n.*set CELL_TIMEOUT"),
-        (Limits(9.0, 0.2), LimitExceeded, r"the notebook, in cell \[1\], exceeded .*\n.*set NOTEBOOK_TIMEOUT"),
-        (Limits(9.0, 9.0, 0.0), BudgetSpent, ""),
+        (Limits(0.2, 9.0), LimitExceeded, r"^cell \[1\] exceeded its limit of 0 s\n.*set CELL_TIMEOUT"),
+        (Limits(9.0, 0.2), LimitExceeded, r"^the notebook, in cell \[1\], exceeded .*\n.*set NOTEBOOK_TIMEOUT"),
+        (Limits(9.0, 9.0, 0.0), BudgetSpent, "^$"),
     ],
 )
 def test_the_first_of_three_ends_is_raised_in_the_middle_of_a_cell(limits, end, words):
@@ -85,4 +89,8 @@ def test_the_first_of_three_ends_is_raised_in_the_middle_of_a_cell(limits, end, 
 
 
 def test_cells_within_their_limits_are_left_alone():
-    wait_under(Limits(0.5, 60.0, time.monotonic() + 60), 3, 0.01)
+    try:
+        finished = wait_under(Limits(0.5, 60.0, time.monotonic() + 60), cells=3, cell_s=0.01)
+    except (LimitExceeded, BudgetSpent) as end:  # a KeyboardInterrupt would end pytest itself
+        pytest.fail(f"a cell within its limits was ended: {end!r}")
+    assert finished == 3
