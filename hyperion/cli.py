@@ -369,7 +369,7 @@ def passport(
         raise HyperionError("files and --verify go together", next_step="hyperion passport --verify FILE [FILE ...]")
     time_limit_s = parse_duration(time_limit, "--time-limit")
     from hyperion.passport import PassportError, measure_passport, passport_name, verify_passport, write_passport
-    from hyperion.results.folders import PASSPORTS
+    from hyperion.results.store import PASSPORTS
 
     if not files:
         content = measure_passport(time_limit_s)

@@ -27,7 +27,7 @@ from hyperion.reproduce.notebooks import Notebook
 from hyperion.reproduce.runs import Ledger
 from hyperion.results import Run, rows_to_csv
 from hyperion.results.execution import unexpected_in
-from hyperion.results.folders import checked_name
+from hyperion.results.store import checked_name
 
 # Limit of all machines together: results/reference/ is in git.
 LARGEST_BYTES = 12_000_000

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import cast
 
 from hyperion.errors import HyperionError
+from hyperion.forms import read_form
 from hyperion.locks import FileLock
 from hyperion.paths import expanded
 from hyperion.reproduce.machine import MachineProfile
 from hyperion.results import Run, StoreError, new_run_folder
 from hyperion.results.execution import LEDGER
 from hyperion.results.files import make_folder
-from hyperion.results.folders import checked_name
-from hyperion.untrusted import from_json, inner_path, read_json
+from hyperion.results.store import checked_name
+from hyperion.untrusted import inner_path, read_json
 
 NEW = "new"
 REPLAY = "replay"
@@ -132,7 +133,7 @@ class Ledger:
         Raises:
             HyperionError: it was edited or is malformed.
         """
-        content = cast(LedgerContent, from_json(LedgerContent, run.document(LEDGER), LEDGER))
+        content = cast(LedgerContent, read_form(LedgerContent, run.document(LEDGER), LEDGER))
         return cls(run, content.setting, content.notebooks, content.exported)
 
     def keep(self, stem: str, entry: Entry, files: dict[str, bytes] | None = None) -> None:
@@ -218,7 +219,7 @@ def peek(folder: Path) -> LedgerContent:
     remedy = "start afresh with RUN=new, or delete that run"
     path = inner_path(folder, LEDGER, StoreError, remedy)
     try:
-        return cast(LedgerContent, from_json(LedgerContent, read_json(path, StoreError, remedy), LEDGER))
+        return cast(LedgerContent, read_form(LedgerContent, read_json(path, StoreError, remedy), LEDGER))
     except (HyperionError, OSError) as error:
         raise StoreError(f"edited or damaged: {error}", where=path, next_step=remedy) from error
 
