@@ -115,9 +115,16 @@ def _defining_modules(module: str, name: str) -> list[str]:
 
 @functools.cache
 def _is_face(source: str) -> bool:
-    """Return True if a source consists of a docstring, imports and `__all__` only."""
+    """Return True if a source consists of a docstring, imports and `__all__` only.
+
+    Names may be imported at first use: by a `__getattr__`, and for type checkers under `if TYPE_CHECKING`.
+    """
 
     def passive(node: ast.stmt) -> bool:
+        if isinstance(node, ast.If):
+            return ast.unparse(node.test) == "TYPE_CHECKING" and all(map(passive, node.body))
+        if isinstance(node, ast.FunctionDef):
+            return node.name == "__getattr__"
         if isinstance(node, ast.Assign):
             return [getattr(target, "id", "") for target in node.targets] == ["__all__"]
         return (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from hyperion.data.store.staging import staged
+from hyperion.data.store.folders import staged
 from hyperion.results import Row, Run
 
 pytestmark = pytest.mark.process

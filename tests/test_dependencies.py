@@ -38,6 +38,11 @@ def test_imports_are_found_in_every_form():
     assert not any(name.startswith("torch") for name in found)
 
 
+def test_a_name_that_a_face_imports_at_first_use_leads_to_the_module_that_defines_it():
+    found = imported_modules("from hyperion.processes import World, run_job")
+    assert found == {"hyperion.processes.group", "hyperion.processes.job"}
+
+
 @given(
     st.lists(
         st.sampled_from(["hyperion.results.rows", "hyperion.measure.products.gemm", "hyperion.errors"]), min_size=1, unique=True

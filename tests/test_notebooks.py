@@ -9,7 +9,7 @@ import pytest
 
 import hyperion
 from hyperion.reproduce import read_book
-from hyperion.reproduce.pages import with_drawn_formulas
+from hyperion.reproduce.publishing import with_drawn_formulas
 
 ROOT = Path(hyperion.__file__).resolve().parent.parent
 PATHS = sorted(ROOT.glob("phase*/*.ipynb"))

@@ -9,7 +9,7 @@ from hyperion.chapter.context import Context
 from hyperion.errors import not_none
 from hyperion.hardware import Device, gemm_path, lookup, peak
 from hyperion.measure import FORMATS, Ceilings, Timing, Verification, format_of
-from hyperion.measure.clock import checks
+from hyperion.measure.clock.timing import require_cache_label
 from hyperion.results import Estimate, Row
 from hyperion.units import MIB
 
@@ -42,7 +42,7 @@ def sample_frame(timing: Timing, variant: str, dtype: str, params: dict) -> pd.D
     Raises:
         HarnessError: `params` says "cold" or "hot" of the caches, and the samples were taken otherwise.
     """
-    checks.require_cache_label(params.get("cache"), timing.cold)
+    require_cache_label(params.get("cache"), timing.cold)
     return pd.DataFrame(
         {
             "variant": variant,

@@ -4,7 +4,6 @@ On many ranks all ranks call these functions together, except write_state and re
 process. Rank 0 creates and verifies the folder, each rank writes its shards, and an error on one rank is raised on all.
 """
 
-from hyperion.checkpoints.adapters import frozen_sha256, load_adapter, save_adapter
 from hyperion.checkpoints.folders import (
     Checkpoint,
     checkpoint_path,
@@ -16,8 +15,7 @@ from hyperion.checkpoints.folders import (
     saving,
     verify,
 )
-from hyperion.checkpoints.ranks import agreed, gathered, on_rank_0, rank_and_size
-from hyperion.checkpoints.sharded import read_sharded, write_sharded
+from hyperion.checkpoints.sharded import agreed, gathered, on_rank_0, rank_and_size, read_sharded, write_sharded
 from hyperion.checkpoints.states import CheckpointError, read_state, write_state
 from hyperion.checkpoints.weights import Weights, export_model, full_state, read_weights
 
@@ -28,11 +26,9 @@ __all__ = [
     "agreed",
     "checkpoint_path",
     "export_model",
-    "frozen_sha256",
     "full_state",
     "gathered",
     "load",
-    "load_adapter",
     "load_latest",
     "newest_good",
     "on_rank_0",
@@ -42,7 +38,6 @@ __all__ = [
     "read_weights",
     "require_writable",
     "save",
-    "save_adapter",
     "saving",
     "verify",
     "write_sharded",

@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hyperion.checkpoints.ranks import agreed, on_rank_0, rank_and_size
+from hyperion.checkpoints.sharded import agreed, on_rank_0, rank_and_size
 from hyperion.checkpoints.states import EARLIER, CheckpointError, read_state, write_state
 from hyperion.errors import refused_write, require_number
+from hyperion.forms import FieldError, read_form
 from hyperion.untrusted import inner_path, open_regular, printable, read_json
 
 MANIFEST = "manifest.json"
@@ -53,6 +54,19 @@ class Checkpoint:
     path: Path
     step: int
     state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _FileEntry:
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    format: str
+    step: int
+    files: dict[str, _FileEntry]
 
 
 def save(folder: Path, step: int, state: dict[str, Any], keep: int = 2) -> Path:
@@ -258,32 +272,21 @@ def _manifest(path: Path) -> dict:
     except (OSError, CheckpointError) as error:
         reason = error.what if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         raise refusal(f"the manifest cannot be read ({reason})") from error
-    if not isinstance(manifest, dict):
-        raise refusal("the manifest cannot be read (not a JSON object)")
-    if manifest.get("format") != FORMAT:
+    if isinstance(manifest, dict) and manifest.get("format") != FORMAT:
         raise refusal(f"the format is {manifest.get('format')!r}, not {FORMAT!r}")
-    if manifest.keys() != {"format", "step", "files"}:
-        raise refusal(f"the manifest has the fields {sorted(manifest)} instead of files, format and step")
-    step, files = manifest["step"], manifest["files"]
-    if not _is_count(step):
-        raise refusal(f"the manifest's step is {step!r}, not a whole number of 0 or more")
-    if (named := step_of(path.name)) is not None and named != step:
-        raise refusal(f"the folder is named {path.name}, but its manifest is of step {step}")
-    if not isinstance(files, dict):
-        raise refusal("the manifest's files are not a JSON object")
-    for name, entry in files.items():
+    try:
+        content = read_form(_Manifest, manifest, "the manifest")
+    except FieldError as error:
+        raise refusal(error.what) from error
+    if content.step < 0:
+        raise refusal(f"the manifest's step is {content.step}")
+    if (named := step_of(path.name)) is not None and named != content.step:
+        raise refusal(f"the folder is named {path.name}, but its manifest is of step {content.step}")
+    for name, entry in content.files.items():
         inner_path(path, name, CheckpointError, EARLIER)
-        if not isinstance(entry, dict) or entry.keys() != {"bytes", "sha256"}:
-            raise refusal(f"the manifest's entry for {name!r} is not an object with bytes and sha256")
-        if not _is_count(entry["bytes"]):
-            raise refusal(f"the manifest's entry for {name!r} has bytes {entry['bytes']!r}")
-        if not isinstance(entry["sha256"], str) or not _SHA256.fullmatch(entry["sha256"]):
-            raise refusal(f"the manifest's entry for {name!r} has no sha256 of 64 hexadecimal digits")
+        if entry.bytes < 0 or not _SHA256.fullmatch(entry.sha256):
+            raise refusal(f"the manifest's entry for {name!r} has {entry.bytes} bytes and the sha256 {entry.sha256[:80]!r}")
     return manifest
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _begin(new: Path, step: int) -> None:

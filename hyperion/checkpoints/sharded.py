@@ -1,5 +1,8 @@
 """A nested state of many ranks: each rank writes its shards as safetensors, rank 0 writes everything else as JSON.
 
+`agreed` and `on_rank_0` raise an error of one rank on all ranks, so that no rank waits for a failed one. In a single process,
+without torch.distributed, they are plain calls.
+
 The shards are written by torch.distributed.checkpoint (DCP) in its safetensors format, also by a single process. So there is
 one format for every number of ranks and every layout of the tensors, and any layout can be loaded into any other. DCP's
 default format contains a pickled index and torch.save files, which can run code; this format contains neither.
@@ -9,9 +12,10 @@ import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -23,12 +27,104 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from hyperion.checkpoints.ranks import agreed, on_rank_0, rank_and_size
 from hyperion.checkpoints.states import EARLIER, STATE, CheckpointError, describe, read_tree, reading, to_tree, write_tree
-from hyperion.errors import refused_write
+from hyperion.errors import HyperionError, refused_write
 from hyperion.untrusted import inner_path, open_regular
 
 SHARDS = "*.safetensors"
+
+
+T = TypeVar("T")
+# The arguments of a HyperionError, which travel between ranks; exceptions themselves do not always survive pickling.
+Fault = dict[str, str | None]
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return this rank and the number of ranks; (0, 1) without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+
+
+def gathered(value: T) -> list[T]:
+    """Return the values of all ranks in rank order, on every rank. All ranks call it."""
+    _, size = rank_and_size()
+    if size == 1:
+        return [value]
+    values = [value] * size
+    dist.all_gather_object(values, value)
+    return values
+
+
+def agreed(work: Callable[[], T]) -> T:
+    """Run `work` on this rank, then exchange errors with all ranks. All ranks call it.
+
+    Args:
+        work: contains no collective, so that an error inside does not leave other ranks waiting.
+
+    Raises:
+        Exception: in a single process, the exception of `work`.
+        CheckpointError: on many ranks, the same on all: the error of the first failing rank. It names the failing ranks
+            unless all failed with the same error.
+    """
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as raised:
+        if rank_and_size()[1] == 1:
+            raise
+        error = raised
+    faults = gathered(None if error is None else _fault(error))
+    if any(faults):
+        raise _first_fault(faults) from error
+    return cast(T, result)
+
+
+def on_rank_0(work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 and return its result (picklable) on every rank. All ranks call it.
+
+    Raises:
+        Exception: in a single process, the exception of `work`.
+        CheckpointError: on many ranks, the error of rank 0, on all ranks.
+    """
+    rank, size = rank_and_size()
+    if size == 1:
+        return work()
+    outcome: tuple[T | None, Fault | None] = None, None
+    error = None
+    if rank == 0:
+        try:
+            outcome = work(), None
+        except Exception as raised:
+            error = raised
+            outcome = None, _fault(raised)
+    box = [outcome]
+    dist.broadcast_object_list(box, src=0)
+    result, fault = box[0]
+    if fault is not None:
+        raise _error_on_all(fault) from error
+    return cast(T, result)
+
+
+def _fault(error: Exception) -> Fault:
+    if isinstance(error, HyperionError):
+        return error.as_dict()
+    return {"what": f"{type(error).__name__}: {error}", "where": None, "next_step": "read that rank's traceback"}
+
+
+def _first_fault(faults: list[Fault | None]) -> CheckpointError:
+    """Return the error of the first failing rank, with the failing ranks named."""
+    failed = {rank: fault for rank, fault in enumerate(faults) if fault is not None}
+    first = next(iter(failed.values()))
+    if len(failed) == len(faults) and all(fault == first for fault in failed.values()):
+        return _error_on_all(first)
+    same = [rank for rank, fault in failed.items() if fault["what"] == first["what"]]
+    ranks = f"rank {same[0]}" if len(same) == 1 else f"ranks {', '.join(map(str, same))}"
+    return _error_on_all(first | {"what": f"{ranks} of {len(faults)}: {first['what']}"})
+
+
+def _error_on_all(fault: Fault) -> CheckpointError:
+    error = CheckpointError(str(fault["what"]), where=fault["where"], next_step=fault["next_step"])
+    error.on_all_ranks = True
+    return error
 
 
 def write_sharded(folder: Path, state: dict[str, Any]) -> None:
@@ -152,12 +248,12 @@ def _stored_state(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
     stored = stored_tensors(folder)
     for name in sorted(set(stored) | set(tensors)):
         if name not in tensors:
-            raise _mismatch(f"{name} is in the checkpoint, but not in this model and optimizer", folder)
+            raise mismatch(f"{name} is in the checkpoint, but not in this model and optimizer", folder)
         if name not in stored:
-            raise _mismatch(f"{name} is not in the checkpoint", folder)
+            raise mismatch(f"{name} is not in the checkpoint", folder)
         theirs, ours = (stored[name].size, stored[name].properties.dtype), (tensors[name].shape, tensors[name].dtype)
         if theirs != ours:
-            raise _mismatch(f"{name} is {_format(*theirs)} in the checkpoint and {_format(*ours)} here", folder)
+            raise mismatch(f"{name} is {_format(*theirs)} in the checkpoint and {_format(*ours)} here", folder)
     return read_tree(folder, tensors)
 
 
@@ -217,9 +313,74 @@ def _format(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
-def _mismatch(what: str, folder: Path) -> CheckpointError:
+def mismatch(what: str, folder: Path) -> CheckpointError:
+    """Return the error for a checkpoint of another model or optimizer."""
     return CheckpointError(
         f"the checkpoint does not fit this model and optimizer: {what}",
         where=folder,
         next_step="use the configuration it was saved with, or choose another checkpoint folder",
     )
+
+
+def difference(stored: Any, here: Any, path: str = "") -> str:
+    """Return the first difference of two nested states in keys, lengths, types or strings; "" if there is none.
+
+    read_sharded has compared the tensors. Versions of PyTorch differ in the options of parameter groups; only options that
+    are in both are compared.
+    """
+    if isinstance(here, dict) and isinstance(stored, dict):
+        options = path.startswith("optimizer/param_groups/") and "params" in stored
+        if not options and (others := sorted(stored.keys() ^ here.keys())):
+            return f"{path or 'the state'} has other entries: {others[0]} is only in one of the two"
+        pairs = [(f"{path}/{key}" if path else key, stored[key], here[key]) for key in here if key in stored]
+    elif isinstance(here, list | tuple) and isinstance(stored, list) and len(here) == len(stored):
+        pairs = [(f"{path}/{index}", *pair) for index, pair in enumerate(zip(stored, here, strict=True))]
+    elif isinstance(here, Tensor) or isinstance(stored, Tensor):
+        fits = isinstance(here, Tensor) and isinstance(stored, Tensor)
+        return "" if fits else f"{path} is a tensor in only one of the two"
+    else:
+        fits = _kind(stored) == _kind(here) or None in (stored, here)
+        fits = fits and not isinstance(stored, dict | list) and (not isinstance(here, str) or stored == here)
+        return "" if fits else f"{path} is {stored!r:.80} in the checkpoint and {here!r:.80} here"
+    return next((found for name, theirs, ours in pairs if (found := difference(theirs, ours, name))), "")
+
+
+def _kind(value: Any) -> type:
+    return float if isinstance(value, int) and not isinstance(value, bool) else type(value)
+
+
+def non_finite_tensor(state: Any) -> str | None:
+    """Return the path of the first floating-point tensor of a nested state with an infinity or a NaN, None if all are finite.
+
+    Of sharded tensors only this rank's shards are checked. Waits for the device once.
+    """
+    tensors: list[tuple[str, Tensor]] = []
+    _collect("", state, tensors)
+    if not tensors:
+        return None
+    device = tensors[0][1].device  # an optimizer may keep its step counters on the CPU
+    finite = torch.stack([tensor.isfinite().all().to(device) for _, tensor in tensors]).tolist()
+    return next((path for (path, _), ok in zip(tensors, finite, strict=True) if not ok), None)
+
+
+def require_finite(state: dict[str, Any], where: object, kind: type[HyperionError], next_step: str) -> None:
+    """Check the tensors of the entries "model" and "optimizer" of a state.
+
+    Raises:
+        HyperionError: of the given kind: a tensor contains an infinity or a NaN; names it.
+    """
+    if name := non_finite_tensor({part: state[part] for part in ("model", "optimizer")}):
+        raise kind(f"{name} contains an infinity or a NaN", where=where, next_step=next_step)
+
+
+def _collect(path: str, value: Any, tensors: list[tuple[str, Tensor]]) -> None:
+    if isinstance(value, Tensor):
+        local = value.to_local() if isinstance(value, DTensor) else value
+        if local.is_floating_point():
+            tensors.append((path, local.detach()))
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _collect(f"{path}/{key}" if path else str(key), item, tensors)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _collect(f"{path}/{index}", item, tensors)

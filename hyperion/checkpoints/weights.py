@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from hyperion.checkpoints.folders import MANIFEST, sha256_of, verify
-from hyperion.checkpoints.ranks import on_rank_0
-from hyperion.checkpoints.sharded import stored_tensors
+from hyperion.checkpoints.sharded import on_rank_0, stored_tensors
 from hyperion.checkpoints.states import STATE, CheckpointError, own_copy, read_tensors, reading
 from hyperion.errors import refused_write
 from hyperion.parallel import average_statistics

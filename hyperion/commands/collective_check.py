@@ -24,9 +24,15 @@ from hyperion.experiments.interconnect.collectives import devices_of
 from hyperion.hardware import detect
 from hyperion.hardware.topology import topology_lines
 from hyperion.measure import Collective, CollectiveMeasurement, collective_bytes, fit_latency_bandwidth, measure_collective
-from hyperion.measure.collectives.collectives import ALL_COLLECTIVES, DTYPES, algorithm_of, kernels_of_collectives, memory_needed
+from hyperion.measure.collectives.collectives import (
+    ALL_COLLECTIVES,
+    DTYPES,
+    algorithm_of,
+    kernels_of_collectives,
+    measure_overlap,
+    memory_needed,
+)
 from hyperion.measure.collectives.latency_bandwidth import recommended_bucket
-from hyperion.measure.collectives.overlap import measure_overlap
 from hyperion.processes import Job, RankError, RollCall, World, process_group, roll_call, run_ranks, world
 from hyperion.units import GIB, KIB, MIB
 

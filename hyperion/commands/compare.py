@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hyperion.commands.console import console
+from hyperion.terminal import say
 from hyperion.untrusted import printable
 
 if TYPE_CHECKING:
@@ -70,24 +71,23 @@ def print_comparison(a: str, b: str, everything: bool, allow_missing: bool = Fal
     from hyperion.results import compare as compare_runs
 
     side_a, side_b = relaunches(a), relaunches(b)
-    compared, output = compare_runs(side_a, side_b), console()
-    _print_list(
-        "different circumstances", [f"{one.name}: A {one.a}; B {one.b}" for one in circumstances(side_a, side_b)], everything
-    )
+    compared = compare_runs(side_a, side_b)
+    differing = [f"{one.name}: A {one.a}; B {one.b}" for one in circumstances(side_a, side_b)]
+    _print_list("different circumstances", differing, everything)
     table = _table(compared, everything)
     if table.row_count:
-        output.print(table)
+        console().print(table)
     absent = [f"{c.name} {c.metric}, {c.reason}" for c in compared if c.verdict == "missing"]
     _print_list("missing values", absent, everything)
     counts = {verdict: sum(c.verdict == verdict for c in compared) for verdict in VERDICTS}
     summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-    output.print(f"{len(compared)} values, {len(side_a)} against {len(side_b)} launches: {summary}", markup=False)
+    say(f"{len(compared)} values, {len(side_a)} against {len(side_b)} launches: {summary}")
     if power := sensitivity(compared):
-        output.print(power, markup=False)
+        say(power)
     if reason := why_indicative(side_a, side_b):
-        output.print(f"indicative only: {reason}; to confirm a change: hyperion relaunch WORK A B", markup=False)
+        say(f"indicative only: {reason}; to confirm a change: hyperion relaunch WORK A B")
     failed = bool(counts["regression"] or (absent and not allow_missing))
-    output.print(f"exit code {int(failed)}: {_conclusion(counts, allow_missing)}", markup=False)
+    say(f"exit code {int(failed)}: {_conclusion(counts, allow_missing)}")
     return int(failed)
 
 
@@ -108,12 +108,12 @@ def _table(compared: "list[Comparison]", everything: bool) -> Table:
 def _print_list(title: str, lines: list[str], everything: bool) -> None:
     if not lines:
         return
-    output, shown = console(), lines if everything else lines[:_LINES]
-    output.print(f"{title} ({len(lines)}):", markup=False)
+    shown = lines if everything else lines[:_LINES]
+    say(f"{title} ({len(lines)}):")
     for line in shown:
-        output.print(f"  {printable(line)}", markup=False, highlight=False, soft_wrap=True)
+        say(f"  {line}")
     if len(shown) < len(lines):
-        output.print(f"  and {len(lines) - len(shown)} more, with --all", markup=False)
+        say(f"  and {len(lines) - len(shown)} more, with --all")
 
 
 def _conclusion(counts: dict[str, int], allow_missing: bool) -> str:
@@ -154,10 +154,10 @@ def print_launches(relaunched: "Relaunched", work: Path, folders: tuple[Path, Pa
     from hyperion.chapter.relaunched_runs import record_launches
 
     sides, sources = record_launches(relaunched, work, folders, place), [relaunched.of(side)[0].source for side in "AB"]
-    code, output = print_comparison(*map(str, sides), everything=False), console()
+    code = print_comparison(*map(str, sides), everything=False)
     if sources[0] == sources[1]:
-        output.print("A and B imported the same files: any difference is noise, unless they read other files", markup=False)
-    output.print(f"again, with every value:  hyperion compare --all {sides[0]} {sides[1]}", markup=False, soft_wrap=True)
+        say("A and B imported the same files: any difference is noise, unless they read other files")
+    say(f"again, with every value:  hyperion compare --all {sides[0]} {sides[1]}")
     return code
 
 
@@ -171,7 +171,7 @@ def _progress() -> Iterator[Callable[[int, int, str], None]]:
         def print_phase(done: int, total: int, note: str) -> None:
             if note not in phases:
                 phases.append(note)
-                output.print(f"{note} ({total})" if done < total else note, markup=False)
+                say(f"{note} ({total})" if done < total else note)
 
         yield print_phase
         return

@@ -36,7 +36,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class CompilationRequest:
     """What to measure and where to write it; see `--help`.
 
     Args:
@@ -71,28 +71,21 @@ def _folder(given: Path) -> Path:
 def compilation(
     base_dir: Annotated[Path, typer.Option("--base_dir", callback=_folder, help="Folder of results/.")] = Path("."),
     dtype: Annotated[
-        str, typer.Option("--dtype", callback=one_of(DTYPES), help=f"Of weights and arithmetic: {', '.join(DTYPES)}.")
+        str, typer.Option(callback=one_of(DTYPES), help=f"Of weights and arithmetic: {', '.join(DTYPES)}.")
     ] = "fp32",
-    repeat: Annotated[
-        int, typer.Option("--repeat", min=1, help=f"Samples of each mode, at least {FEWEST_SAMPLES}.")
-    ] = FEWEST_SAMPLES,
+    repeat: Annotated[int, typer.Option(min=1, help=f"Samples of each mode, at least {FEWEST_SAMPLES}.")] = FEWEST_SAMPLES,
     checkpoint: Annotated[
-        Path | None, typer.Option("--checkpoint", help="Weights to load: safetensors, a state dict, a checkpoint folder.")
+        Path | None, typer.Option(help="Weights to load: safetensors, a state dict, a checkpoint folder.")
     ] = None,
     model: Annotated[
-        list[str] | None,
-        typer.Option("--model", metavar="NAME", help=f"May be repeated: {IMAGENET_STEM}, resnet18, resnet18_w8, lm_…."),
+        list[str] | None, typer.Option(metavar="NAME", help=f"May be repeated: {IMAGENET_STEM}, resnet18, resnet18_w8, lm_….")
     ] = None,
     mode: Annotated[
         list[str] | None,
-        typer.Option(
-            "--mode", metavar="MODE", callback=one_of(MODES), help=f"May be repeated, all by default: {', '.join(MODES)}."
-        ),
+        typer.Option(metavar="MODE", callback=one_of(MODES), help=f"May be repeated, all by default: {', '.join(MODES)}."),
     ] = None,
-    batch: Annotated[
-        int | None, typer.Option("--batch", min=1, help="Examples of a call.", show_default="the published batch")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, max=LARGEST_SEED, help="Seed of all random numbers.")] = 0,
+    batch: Annotated[int | None, typer.Option(min=1, help="Examples of a call.", show_default="the published batch")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of all random numbers.")] = 0,
 ) -> None:
     """Measure what torch.compile brings: eager, default, max-autotune and reduce-overhead, each in a process of its own.
 
@@ -100,7 +93,7 @@ def compilation(
     with samples, checks and environment, go to a run folder under <base_dir>/results/. Without --model, a GPU gets the
     published models, and a CPU gets tiny ones with other names. Chapter 07_compilation_optimization explains the method.
     """
-    options = Options(
+    options = CompilationRequest(
         base_dir=base_dir,
         dtype=dtype,
         repeat=repeat,
@@ -117,7 +110,7 @@ def compilation(
     say("\n".join([f"rows: {run.folder}", *(f"wrote {path}" for path in paths)]))
 
 
-def specifications(options: Options) -> list[ModelSpec]:
+def specifications(options: CompilationRequest) -> list[ModelSpec]:
     """Return the specification of each model to measure; with a checkpoint, only of the models that its weights fit.
 
     Raises:
@@ -152,7 +145,7 @@ def profile_options() -> CompilationOptions:
     return CompilationOptions.parse(load_profile(default_profile(detect().kind)).sizes(EXPERIMENT), EXPERIMENT)
 
 
-def measure(options: Options, specs: list[ModelSpec]) -> Run:
+def measure(options: CompilationRequest, specs: list[ModelSpec]) -> Run:
     """Measure every mode of every model, and return the run folder with rows and samples."""
     samples = max(options.repeat, FEWEST_SAMPLES)
     if samples > options.repeat:

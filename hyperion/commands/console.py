@@ -2,6 +2,7 @@
 
 import errno
 import io
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,11 +11,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from hyperion.errors import HyperionError
 from hyperion.terminal import INTERRUPTED
 from hyperion.untrusted import printable
 
 # The base class of errors in options. It is click's own class, or that of the copy of click inside newer versions of typer.
 UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+_DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
 
 
 class PlainTextConsole(Console):
@@ -44,6 +47,25 @@ def one_of(choices: Sequence[str]) -> Callable[[Any], Any]:
         return given
 
     return check
+
+
+def parse_duration(text: str, variable: str) -> float:
+    """Return the seconds of a duration written as 90, 90s, 6m, 1.5h or 1h30m.
+
+    Args:
+        variable: name of the option or variable, for the error message.
+
+    Raises:
+        HyperionError: it is malformed or not positive.
+    """
+    match = _DURATION.fullmatch(text.strip().lower())
+    parts = [float(part) if part else 0.0 for part in match.groups()] if match else [0.0]
+    seconds = sum(part * unit for part, unit in zip(parts, (3600, 60, 1), strict=False))
+    if not match or seconds <= 0:
+        raise HyperionError(
+            f"{text!r} is no duration", where=variable, next_step=f"write {variable}=360, {variable}=6m or {variable}=1h30m"
+        )
+    return seconds
 
 
 def run_app(app: typer.Typer, program: str, arguments: Sequence[str]) -> int:

@@ -5,6 +5,7 @@ Writes a run folder with rows of every rank and checkpoints to resume from. The 
 
 import contextlib
 import gc
+import math
 import os
 import sys
 import time
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import pandas as pd
 import torch
 import torch.distributed as dist
 
@@ -19,20 +21,18 @@ from hyperion.chapter.chapter import run_information
 from hyperion.chapter.context import Context, Result
 from hyperion.chapter.profiles import default_profile, load_profile
 from hyperion.chapter.variants import merged, packed, restored
-from hyperion.checkpoints import on_rank_0, save_adapter
-from hyperion.commands.distributed_options import COMMAND, parsed
-from hyperion.commands.distributed_progress import Progress, scaling_table, training_table
-from hyperion.commands.distributed_request import Machine, Request, checked
+from hyperion.checkpoints import on_rank_0
+from hyperion.commands.distributed_options import COMMAND, Machine, TrainingRequest, checked, parsed
 from hyperion.errors import HyperionError
 from hyperion.experiments.distributed.distributed_training import DistributedTrainingOptions, epoch_rows, mean_rows, test_rows
 from hyperion.experiments.scaling import scaling
 from hyperion.hardware import collect_facts, detect
 from hyperion.parallel import assert_ranks_agree
-from hyperion.processes import Job, RankError, process_group, run_ranks, world
+from hyperion.processes import Job, RankError, World, process_group, run_ranks, world
 from hyperion.processes.group import choose_device, rank_info
 from hyperion.results import Run, new_run_folder, set_latest
-from hyperion.training import Interrupted, train
-from hyperion.workloads.recipes import Recipe, set_up
+from hyperion.training import EpochRecord, Interrupted, save_adapter, train
+from hyperion.workloads.recipes import Recipe, Training, set_up
 from hyperion.workloads.training_rows import loss_curve
 
 TRAINING, SCALING = ("05_distributed_training", "distributed_training"), ("08_scaling_analysis", "scaling")
@@ -41,6 +41,8 @@ _FAILED = 1
 _LONGEST_S = 30 * 86400.0
 # torchrun stops the other ranks when one has left. A rank that still runs after these seconds reports its own error.
 _PATIENCE_S = 5.0
+LINE_EVERY_S = 5.0
+_RATES, _PEAKS = ("tokens_per_s", "images_per_s"), ("peak_memory_gib", "peak_rss_gib")
 
 
 def main(description: str, export: Callable[[Run], object], given: Sequence[str] | None = None) -> int:
@@ -144,12 +146,46 @@ def train_one(context: Context, recipe: Recipe) -> Result:
     return Result(rows, loss_curve(history).assign(training=recipe.name), training.source)
 
 
+class Progress:
+    """Print the progress of one training: a line every few seconds and for every epoch. Rank 0 prints the first line."""
+
+    def __init__(self, recipe: Recipe, training: Training, here: World):
+        self.name, self.engine = recipe.name, training.engine
+        self._since: tuple[float, int] | None = None
+        if here.rank == 0:
+            steps = recipe.plan().total_steps(len(training.batches))
+            print(
+                f"{recipe.name}: {steps} steps of {recipe.batch_size} on {here.size} ranks in {training.engine.precision}; "
+                f"data: {training.source}",
+                flush=True,
+            )
+
+    def report(self, done: int, total: int, note: str) -> None:
+        """Print the rate since the last line. Called after losses were read, when counting items needs no synchronization."""
+        now, items = time.perf_counter(), self.engine.tokens_seen
+        rate = ""
+        if self._since is not None:
+            since, before = self._since
+            if now - since < LINE_EVERY_S and done < total:
+                return
+            rate = f", {(items - before) / (now - since):,.0f} {self.engine.item}s/s"
+        self._since = now, items
+        print(f"{self.name}  step {done}/{total}  {note}{rate}", flush=True)
+
+    def epoch(self, record: EpochRecord) -> None:
+        """Print the results of an epoch and restart the clock, because the evaluation does not count as training time."""
+        self._since = None
+        held_out = "" if record.evaluation is None else f", held out {record.evaluation['loss']:.4f}"
+        rate = "" if record.items_per_s is None else f", {record.items_per_s:,.0f} {self.engine.item}s/s"
+        print(f"{self.name}  epoch {record.epoch}  loss {record.loss:.4f}{held_out}{rate}", flush=True)
+
+
 def on_rank(context: dict) -> dict:
     """Entry of the ranks that this command launches."""
     return {"failures": train_all(restored(context))}
 
 
-def _joined(request: Request, export: Callable[[Run], object]) -> int:
+def _joined(request: TrainingRequest, export: Callable[[Run], object]) -> int:
     """Train as a rank that torchrun started. The other ranks wait until rank 0 has written everything."""
     code = 0
     with process_group() as here:
@@ -165,7 +201,7 @@ def _joined(request: Request, export: Callable[[Run], object]) -> int:
     return code
 
 
-def _launched(request: Request, machine: Machine, export: Callable[[Run], object]) -> int:
+def _launched(request: TrainingRequest, machine: Machine, export: Callable[[Run], object]) -> int:
     """Start a rank for each device and wait for them."""
     run, lines = _opened(request), []
 
@@ -184,7 +220,7 @@ def _launched(request: Request, machine: Machine, export: Callable[[Run], object
     return _finished(run, failures, export, training_table)
 
 
-def _scaled(request: Request, export: Callable[[Run], object]) -> int:
+def _scaled(request: TrainingRequest, export: Callable[[Run], object]) -> int:
     """Run the experiment of chapter 2.8 on the given numbers of devices, one launch each."""
     run, seed = _opened(request), request.options.seed or 0
     sizes = load_profile(default_profile(detect().kind)).sizes(SCALING[1]) | {"counts": list(request.counts)}
@@ -201,7 +237,7 @@ def _scaled(request: Request, export: Callable[[Run], object]) -> int:
     return _finished(run, failures, export, scaling_table)
 
 
-def _opened(request: Request) -> Run:
+def _opened(request: TrainingRequest) -> Run:
     """Return the run to resume, or a new one that stores the request."""
     if request.run is not None:
         return Run.open(request.run)
@@ -217,7 +253,7 @@ def _opened(request: Request) -> Run:
     return run
 
 
-def _context(request: Request, folder: Path) -> Context:
+def _context(request: TrainingRequest, folder: Path) -> Context:
     profile = load_profile(default_profile(detect().kind))
     return Context(
         notebook=TRAINING[0],
@@ -241,6 +277,52 @@ def _finished(run: Run, failures: dict[str, str], export: Callable[[Run], object
         print(f"FAILED  {name}: {reason}")
     print(f"{run.folder}", flush=True)
     return _FAILED if failures else 0
+
+
+def training_table(run: Run) -> str:
+    """Return a table of the last epoch of each training: a line for all ranks together and one for each rank."""
+    rows = [row for row in run.rows() if "epoch" in row.params]
+    last = {row.variant: max(r.params["epoch"] for r in rows if r.variant == row.variant) for row in rows}
+    lines: dict[tuple, dict] = {}
+    for row in rows:
+        if row.params["epoch"] != last[row.variant]:
+            continue
+        line = lines.setdefault(
+            (row.variant, row.rank),
+            {
+                "training": row.variant,
+                "dtype": row.dtype,
+                "epoch": last[row.variant],
+                "rank": "all" if row.rank is None else row.rank,
+            },
+        )
+        name = "items/s" if row.metric in _RATES else "peak GiB" if row.metric in _PEAKS else row.metric
+        line[name] = row.value
+    return _text(pd.DataFrame(list(lines.values())))
+
+
+def scaling_table(run: Run) -> str:
+    """Return a table with a line per training, mode and number of devices, with the reason for missing values."""
+    lines: dict[tuple, dict] = {}
+    for row in run.rows():
+        if "mode" not in row.params:
+            continue
+        key = {"training": row.variant, "mode": row.params["mode"], "devices": row.params["ranks"]}
+        line = lines.setdefault(tuple(key.values()), key)
+        line[row.metric] = row.value
+        if row.value_reason:
+            line["missing"] = row.value_reason
+    return _text(pd.DataFrame(list(lines.values())))
+
+
+def _text(table: pd.DataFrame) -> str:
+    return table.map(_cell).to_string(index=False)
+
+
+def _cell(value: object) -> str:
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    return f"{value:,.5g}" if isinstance(value, float) else str(value)
 
 
 def _leave(error: HyperionError, rank: int) -> int:

@@ -4,19 +4,17 @@ Everything here works without torch. The loaders need it: import them from `hype
 `hyperion.data.images.device_images`.
 """
 
-from hyperion.data.batches.packing import IGNORE_INDEX, Padding, packed_windows
-from hyperion.data.errors import DataError, DataUnavailable
 from hyperion.data.images.cifar10 import load_cifar10
 from hyperion.data.images.imageset import ImageSet, channel_statistics
+from hyperion.data.packing import IGNORE_INDEX, Padding, packed_windows
 from hyperion.data.prepare.catalog import FetchReport, fetch_all
 from hyperion.data.prepare.prepare import PreparedImages, PreparedText, open_prepared, prepare_images, prepare_text
-from hyperion.data.prepare.verify import Finding, Verdict, verify
-from hyperion.data.store.manifest import DataManifest
+from hyperion.data.prepare.verify import DataFinding, FolderVerdict, verify
+from hyperion.data.store.folders import DataError, DataManifest, DataUnavailable
 from hyperion.data.store.sources import SOURCES
-from hyperion.data.text.corpus import TextCorpus, corpus_of_files, count_non_empty, count_words_with_eos
+from hyperion.data.text.corpus import EchoLanguage, TextCorpus, corpus_of_files, count_non_empty, count_words_with_eos
 from hyperion.data.text.instructions import Completions, Instruction, InstructionSet, load_instructions, tokenize_completions
 from hyperion.data.text.ngram import Baseline, bigram_baseline, unigram_baseline
-from hyperion.data.text.synthetic_text import EchoLanguage
 from hyperion.data.text.tokenizer import Tokenizer, load_tokenizer, read_tokenizer
 from hyperion.data.text.wikitext2 import load_wikitext2
 
@@ -26,11 +24,12 @@ __all__ = [
     "Baseline",
     "Completions",
     "DataError",
+    "DataFinding",
     "DataManifest",
     "DataUnavailable",
     "EchoLanguage",
     "FetchReport",
-    "Finding",
+    "FolderVerdict",
     "ImageSet",
     "Instruction",
     "InstructionSet",
@@ -39,7 +38,6 @@ __all__ = [
     "PreparedText",
     "TextCorpus",
     "Tokenizer",
-    "Verdict",
     "bigram_baseline",
     "channel_statistics",
     "corpus_of_files",

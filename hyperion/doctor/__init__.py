@@ -1,13 +1,22 @@
 """Checks of this machine and installation, each with its evidence and, if something is wrong, the remedy."""
 
 from hyperion.doctor.checks import CHECKS, CheckResult, run_checks
-from hyperion.doctor.floors import FloorReport, Verdict, check_floors, floor_frame, floor_table, floors_of, floors_of_run, judge
+from hyperion.doctor.floors import (
+    FloorReport,
+    FloorResult,
+    check_floors,
+    floor_frame,
+    floor_table,
+    floors_of,
+    floors_of_run,
+    judge,
+)
 
 __all__ = [
     "CHECKS",
     "CheckResult",
     "FloorReport",
-    "Verdict",
+    "FloorResult",
     "check_floors",
     "floor_frame",
     "floor_table",

@@ -13,9 +13,8 @@ from typing import Literal
 import torch
 
 from hyperion import compat
-from hyperion.data.errors import DataError, DataUnavailable
+from hyperion.data.store.folders import DataError, DataUnavailable, cache_root
 from hyperion.data.store.sources import FETCH_HINT, mirror_root
-from hyperion.data.store.staging import cache_root
 from hyperion.errors import HyperionError
 from hyperion.install.machine import DetectedAccelerator, collect_facts, decide
 from hyperion.install.plan import MINIMUM_PYTHON, Build, check_build, choose

@@ -1,17 +1,34 @@
-"""Judge the health of a machine: compare measured values with the floors (least acceptable values) of its device."""
+"""Judge the health of a machine: compare measured values with the floors (least acceptable values) of its device.
 
+The quantities are measured on one device, on both dies of an MI250X module, and on all devices at once: devices that share a
+package share its power, so two dies together may be slower than one alone. Each device has its own process. All processes of
+a mode start together, and each keeps its device busy until the slowest has finished, so that every measurement happens under
+full load.
+"""
+
+import functools
+import itertools
 import math
+import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import pandas as pd
+import torch.distributed as dist
 from rich.table import Table
 
+from hyperion.doctor.machine_rows import all_reduce_row, gemm_rows, stream_rows, with_params
 from hyperion.errors import HyperionError
-from hyperion.hardware import Floor, collect_facts, detect, facts_of, floors_for
+from hyperion.hardware import Device, Floor, collect_facts, detect, facts_of, floors_for
+from hyperion.hardware.telemetry import gcd_position
+from hyperion.processes import Job, roll_call, run_ranks, world
+from hyperion.processes.group import StoreBarrier
 from hyperion.results import Row, Run, find_run
 from hyperion.units import GIB
 
+ONE, MODULE, ALL = "one device", "both dies of a module", "all devices"
+_HANG_S = 120.0
 MET, NOT_MET, NOT_MEASURED = "met", "not met", "not measured"
 # Outcomes of failed measurements. They say nothing about the floor.
 IMPOSSIBLE, WRONG = "above its limit", "wrong output"
@@ -22,7 +39,7 @@ _COLOURS = {MET: "green", NOT_MEASURED: "yellow"}
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FloorResult:
     """The outcome of one floor.
 
     Args:
@@ -49,7 +66,7 @@ class FloorReport:
     """
 
     device: str
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[FloorResult, ...] = ()
     unknown: str = ""
 
     @property
@@ -90,8 +107,6 @@ def check_floors(run: str | None = None, on_line: Callable[[str], object] = prin
     floors, unknown = floors_for(device, max(1, len(facts.gpus)))
     if unknown:
         return FloorReport(device.name, unknown=unknown)
-    from hyperion.doctor.floor_modes import measure_floors
-
     rows = measure_floors(floors, [detect(facts, index) for index in range(len(facts.gpus))], on_line)
     # An all-reduce always uses all devices, so its floors are judged once and not in each mode.
     single, reductions = ([f for f in floors if (f.quantity == "all_reduce") == collective] for collective in (False, True))
@@ -134,7 +149,7 @@ def floors_of(environment: dict, rows: Iterable[Row]) -> FloorReport:
     return FloorReport(device.name, tuple(judge(floors, rows)), unknown)
 
 
-def judge(floors: Iterable[Floor], rows: Iterable[Row], mode: str = "") -> list[Verdict]:
+def judge(floors: Iterable[Floor], rows: Iterable[Row], mode: str = "") -> list[FloorResult]:
     """Return a verdict for each floor. If several devices were measured, the slowest counts.
 
     Args:
@@ -160,7 +175,105 @@ def floor_table(report: FloorReport) -> Table:
     return table
 
 
-def _verdict(floor: Floor, rows: list[Row], mode: str) -> Verdict:
+def modes_of(devices: list[Device], root: Path = Path("/")) -> dict[str, list[int]]:
+    """Return the indices of the devices that work at the same time, by mode. Modes that need other hardware are omitted.
+
+    Args:
+        root: root of the file tree with sysfs, which tells which die of an MI250X module a device is.
+    """
+    modes = {ONE: [0]}
+    ordered = sorted(devices, key=lambda device: device.pci_address or "")
+    for first, second in itertools.pairwise(ordered):
+        if (gcd_position(first, root), gcd_position(second, root)) == ("first", "second"):
+            modes[MODULE] = [first.index, second.index]
+            break
+    if len(devices) > 1 and len(devices) != len(modes.get(MODULE, ())):
+        modes[ALL] = list(range(len(devices)))
+    return modes
+
+
+def measure_floors(
+    floors: list[Floor], devices: list[Device], on_line: Callable[[str], object], time_limit_s: float = 2.0
+) -> list[Row]:
+    """Measure the floors in every mode and return one row per device; `params["mode"]` names the mode.
+
+    Raises:
+        RankError: the process of a device failed or hung.
+    """
+    params = {
+        "floors": [asdict(floor) for floor in floors],
+        "modes": modes_of(devices),
+        "time_limit_s": time_limit_s,
+        "heat_s": 2.0,
+    }
+    job = Job(measure_on_rank, params, timeout_s=900.0, ranks=len(devices))
+    answers = run_ranks(job, on_line=on_line)
+    return [Row(**row) for answer in answers for row in answer["rows"]]
+
+
+def measure_on_rank(floors: list[dict], modes: dict[str, list[int]], time_limit_s: float, heat_s: float) -> dict:
+    """Run on each rank: measure this device in each mode, then the all-reduce over all devices.
+
+    Args:
+        heat_s: seconds of work before the timed work, because clocks and power need time to settle.
+    """
+    here, wanted = world(), [Floor(**floor) for floor in floors]
+    barrier, rows = StoreBarrier(), []
+    for mode, ranks in modes.items():
+        for number, floor in enumerate(wanted if here.rank in ranks else ()):
+            if floor.quantity != "all_reduce":
+                if here.rank == 0:
+                    print(f"{mode}: {floor.quantity} {floor.dtype}", flush=True)
+                measure = functools.partial(measure_floor, floor, here.device, time_limit_s)
+                together = _Together(barrier, f"{mode}/{number}", len(ranks))
+                rows += with_params(together.measure_with_others(measure, heat_s), here.rank, mode=mode)
+        barrier.wait(f"{mode}/end", here.size)
+    rows += with_params(_all_reduces(wanted, time_limit_s), rank=here.rank, mode=list(modes)[-1])
+    return {"rows": [asdict(row) for row in rows]}
+
+
+def measure_floor(floor: Floor, device: Device, time_limit_s: float) -> list[Row]:
+    """Measure the quantity of one floor on one device under its conditions: products with warm caches, streams with cold ones."""
+    if floor.quantity == "gemm":
+        return gemm_rows(device, floor.dtype, floor.size, cold=False, time_limit_s=time_limit_s)
+    return stream_rows(device, floor.quantity, floor.dtype, floor.size, time_limit_s=time_limit_s)
+
+
+@dataclass(frozen=True)
+class _Together:
+    """Ranks that measure at the same time."""
+
+    barrier: StoreBarrier
+    name: str
+    ranks: int
+
+    def measure_with_others(self, measure: Callable[[], list[Row]], heat_s: float) -> list[Row]:
+        """Call `measure` at the same time on all ranks, on warm devices, and return its rows."""
+        started = time.monotonic()
+        while time.monotonic() - started < heat_s:
+            measure()
+        self.barrier.wait(f"{self.name}/start", self.ranks)
+        rows = measure()
+        self.barrier.arrive(f"{self.name}/done")
+        while not self.barrier.is_complete(f"{self.name}/done", self.ranks):
+            measure()
+        return rows
+
+
+def _all_reduces(floors: list[Floor], time_limit_s: float) -> list[Row]:
+    """Measure the all-reduces of the floors that have this number of ranks."""
+    here = world()
+    wanted = [floor for floor in floors if floor.quantity == "all_reduce" and floor.ranks == here.size]
+    if not wanted or here.size < 2:
+        return []
+    with roll_call(_HANG_S) as roll:
+        rows = [all_reduce_row(here, roll, floor.dtype, floor.size, time_limit_s=time_limit_s) for floor in wanted]
+        roll.step("the end of the measurement")
+        dist.barrier()
+    return rows
+
+
+def _verdict(floor: Floor, rows: list[Row], mode: str) -> FloorResult:
     matching = [row for row in rows if _matches(floor, row)]
     by_device: dict[int | None, list[Row]] = {}
     for row in matching:
@@ -168,21 +281,21 @@ def _verdict(floor: Floor, rows: list[Row], mode: str) -> Verdict:
             by_device.setdefault(row.rank, []).append(row)
     if not by_device:
         reason = matching[0].value_reason if matching else _why_absent(floor, rows)
-        return Verdict(floor, NOT_MEASURED, note=reason, mode=mode)
+        return FloorResult(floor, NOT_MEASURED, note=reason, mode=mode)
     best = [_best(floor, of_device) for of_device in by_device.values()]
     for row in best:
         error, tolerance = _number(row.check_error), _number(row.check_tolerance)
         # Written as `not <=` so that a NaN fails.
         if row.check and not error <= tolerance:
-            return Verdict(floor, WRONG, row, f"{row.check}: off by {error:.2g}", mode)
+            return FloorResult(floor, WRONG, row, f"{row.check}: off by {error:.2g}", mode)
         if row.limit is not None and _number(row.value) > row.limit:
-            return Verdict(floor, IMPOSSIBLE, row, f"limit {row.limit:.6g}: a failed measurement", mode)
+            return FloorResult(floor, IMPOSSIBLE, row, f"limit {row.limit:.6g}: a failed measurement", mode)
     slowest = min(best, key=lambda row: _number(row.value))
     met = _number(slowest.value) >= floor.value
     notes = [_differences(floor, slowest)]
     if _number(slowest.ci_low) < floor.value <= _number(slowest.ci_high):
         notes.append("the interval includes the floor: measure it again")
-    return Verdict(floor, MET if met else NOT_MET, slowest, "; ".join(filter(None, notes)), mode)
+    return FloorResult(floor, MET if met else NOT_MET, slowest, "; ".join(filter(None, notes)), mode)
 
 
 def _number(value: float | None) -> float:
@@ -235,27 +348,23 @@ def _why_absent(floor: Floor, rows: list[Row]) -> str:
     return f"no row of {floor.quantity}{size} in {floor.dtype}"
 
 
-def _cells(verdict: Verdict) -> list[str]:
+def _cells(verdict: FloorResult) -> list[str]:
     floor = verdict.floor
     return [
         verdict.mode,
         f"{floor.quantity} {floor.dtype}",
         f"{floor.value:.5g} {floor.unit}",
         _measured(verdict),
-        _power(verdict),
+        "" if verdict.row is None or verdict.row.power_w is None else f"{verdict.row.power_w:.0f} W",
         verdict.outcome + (f": {verdict.note}" if verdict.note else ""),
         f"{floor.source}; {floor.conditions}",
     ]
 
 
-def _measured(verdict: Verdict) -> str:
+def _measured(verdict: FloorResult) -> str:
     row = verdict.row
     if row is None:
         return ""
     interval = f" [{row.ci_low:.5g}, {row.ci_high:.5g}] n={row.n}" if row.n else ""
     place = f", device {row.rank}" if row.rank else ""
     return f"{row.value:.5g}{interval}{place}"
-
-
-def _power(verdict: Verdict) -> str:
-    return "" if verdict.row is None or verdict.row.power_w is None else f"{verdict.row.power_w:.0f} W"

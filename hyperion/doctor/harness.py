@@ -14,7 +14,7 @@ from hyperion.chapter.rows import sample_frame
 from hyperion.experiments.steps.exercises import stand_in
 from hyperion.hardware import Device, detect
 from hyperion.measure import time_function
-from hyperion.measure.faults.planted_faults import FAULTS, Believe, Fault, FaultResult, run_self_test
+from hyperion.measure.planted_faults import FAULTS, Believe, FaultResult, PlantedFault, run_self_test
 from hyperion.models.reference import VisionTransformer
 
 
@@ -76,8 +76,8 @@ def _hot_labelled_cold(device: Device, broken: bool, believe: Believe) -> None:
     sample_frame(timing, "copy", "fp32", {"elements": source.numel(), "cache": "cold" if broken else "hot"})
 
 
-ALL_FAULTS: tuple[Fault, ...] = (
+ALL_FAULTS: tuple[PlantedFault, ...] = (
     *FAULTS,
-    Fault("samples of a warm cache labelled cold", "checks.require_cache_label", "labelled cold", _hot_labelled_cold),
-    Fault("a substituted model", "ReferenceModel.build", "the built model has 212,328", _substituted_model),
+    PlantedFault("samples of a warm cache labelled cold", "require_cache_label", "labelled cold", _hot_labelled_cold),
+    PlantedFault("a substituted model", "ReferenceModel.build", "the built model has 212,328", _substituted_model),
 )

@@ -21,7 +21,7 @@ from hyperion.measure import (
 )
 from hyperion.measure.collectives.collectives import memory_needed
 from hyperion.measure.products.gemm import RefusedProduct
-from hyperion.measure.traffic.transfer import transfer_refusal
+from hyperion.measure.traffic.bandwidth import transfer_refusal
 from hyperion.processes import RollCall, World
 from hyperion.results import Estimate, Row
 from hyperion.units import GIB
@@ -36,17 +36,11 @@ def gemm_rows(device: Device, dtype: str, size: int, *, cold: bool, time_limit_s
 
     If the device cannot compute it, return one row without a value, with the reason.
     """
-    row = Row(
-        notebook=NOTEBOOK,
-        experiment="gemm",
-        variant=PRODUCT,
-        metric="gemm_tflops",
-        value=None,
-        dtype=dtype,
-        params={"m": size, "n": size, "k": size, "cache": "cold" if cold else "hot"},
-    )
-    if reason := _unsupported(device, dtype):
-        return [replace(row, value_reason=reason)]
+    params = {"m": size, "n": size, "k": size, "cache": "cold" if cold else "hot"}
+    row = _row("gemm", PRODUCT, "gemm_tflops", params, dtype)
+    supported, how = device.supports(dtype)
+    if not supported:
+        return [replace(row, value_reason=f"unsupported: {how}")]
     try:
         product = Gemm(size, size, size, dtype, device)
         timing, verification = product.measure(cold=cold, time_limit_s=time_limit_s)
@@ -69,15 +63,7 @@ def stream_rows(device: Device, operation: str, dtype: str, elements: int, *, ti
 
     If the arrays do not fit into memory, return one row without a value, with the reason.
     """
-    row = Row(
-        notebook=NOTEBOOK,
-        experiment="bandwidth",
-        variant=operation,
-        metric="bandwidth_gb_s",
-        value=None,
-        dtype=dtype,
-        params={"elements": elements, "cache": "cold"},
-    )
+    row = _row("bandwidth", operation, "bandwidth_gb_s", {"elements": elements, "cache": "cold"}, dtype)
     try:
         measured = measure_bandwidth(operation, elements, dtype, device, time_limit_s=time_limit_s)
     except torch.OutOfMemoryError as error:
@@ -95,9 +81,7 @@ def launch_rows(device: Device, *, time_limit_s: float) -> list[Row]:
     cost = measure_launch(device, time_limit_s=time_limit_s)
     rows = []
     for variant, timing, calls in (("eager", cost.eager, cost.eager_calls), ("graph", cost.graph, cost.graph_kernels)):
-        row = Row(
-            notebook=NOTEBOOK, experiment="launch", variant=variant, metric="launch_time_s", value=None, params={"calls": calls}
-        )
+        row = _row("launch", variant, "launch_time_s", {"calls": calls})
         if timing is None:
             rows.append(replace(row, value_reason=f"unsupported: {cost.graph_reason}"))
             continue
@@ -108,14 +92,7 @@ def launch_rows(device: Device, *, time_limit_s: float) -> list[Row]:
 
 def transfer_rows(device: Device, direction: str, count: int, *, pinned: bool, time_limit_s: float) -> list[Row]:
     """Measure the bandwidth of a copy of `count` bytes between host and device."""
-    row = Row(
-        notebook=NOTEBOOK,
-        experiment="transfer",
-        variant=direction,
-        metric="bandwidth_gb_s",
-        value=None,
-        params={"bytes": count, "pinned": pinned, "cache": "hot"},
-    )
+    row = _row("transfer", direction, "bandwidth_gb_s", {"bytes": count, "pinned": pinned, "cache": "hot"})
     if refusal := transfer_refusal(device):
         return [replace(row, value_reason=f"unsupported: {refusal}")]
     measured = measure_transfer(direction, count, device, pinned=pinned, time_limit_s=time_limit_s)
@@ -127,15 +104,8 @@ def transfer_rows(device: Device, direction: str, count: int, *, pinned: bool, t
 def all_reduce_row(here: World, roll: RollCall, dtype: str, size_bytes: int, *, time_limit_s: float) -> Row:
     """Measure the bus bandwidth of an all-reduce over all ranks. Every rank must call it."""
     device, collective = here.device, COLLECTIVES["all_reduce"]
-    row = Row(
-        notebook=NOTEBOOK,
-        experiment="collectives",
-        variant="all_reduce",
-        metric="busbw_gb_s",
-        value=None,
-        dtype=dtype,
-        params={"bytes": size_bytes, "ranks": here.size, "backend": here.backend},
-    )
+    params = {"bytes": size_bytes, "ranks": here.size, "backend": here.backend}
+    row = _row("collectives", "all_reduce", "busbw_gb_s", params, dtype)
     if (needed := memory_needed(size_bytes)) > device.memory_bytes:
         reason = f"needs {needed / GIB:.1f} GiB, the device has {device.memory_bytes / GIB:.1f}"
         return replace(row, value_reason=reason)
@@ -151,9 +121,9 @@ def with_params(rows: Iterable[Row], rank: int | None = None, **params) -> list[
     return [replace(row, params=row.params | params, rank=rank) for row in rows]
 
 
-def _unsupported(device: Device, dtype: str) -> str:
-    supported, how = device.supports(dtype)
-    return "" if supported else f"unsupported: {how}"
+def _row(experiment: str, variant: str, metric: str, params: dict, dtype: str = "") -> Row:
+    """Return a row without a value."""
+    return Row(notebook=NOTEBOOK, experiment=experiment, variant=variant, metric=metric, value=None, dtype=dtype, params=params)
 
 
 def _energy_row(row: Row, energy: Energy, joules: Estimate | None) -> Row:
@@ -161,15 +131,7 @@ def _energy_row(row: Row, energy: Energy, joules: Estimate | None) -> Row:
     params = row.params | ({"power_scope": energy.scope} if energy.scope else {})
     if energy.counter_difference is not None:
         params["counter_difference"] = round(energy.counter_difference, 4)
-    bare = Row(
-        notebook=row.notebook,
-        experiment=row.experiment,
-        variant=row.variant,
-        metric=_ENERGY_METRICS[row.metric],
-        value=None,
-        dtype=row.dtype,
-        params=params,
-    )
+    bare = _row(row.experiment, row.variant, _ENERGY_METRICS[row.metric], params, row.dtype)
     if joules is None:
         return replace(bare, value_reason=energy.reason)
     state = {"clock_mhz": row.clock_mhz, "power_w": row.power_w, "throttle": row.throttle}

@@ -456,3 +456,31 @@ def require(holds: object, what: str) -> None:
 def tera(units: int | None, ops_per_clock: int, clock_mhz: float | None) -> float | None:
     """Return units x operations per clock x MHz in tera-operations per second, or None if a factor is unknown."""
     return units * ops_per_clock * clock_mhz * 1e6 / 1e12 if units and clock_mhz else None
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """The roofline of a device: its arithmetic and memory ceilings, from a data sheet or measured.
+
+    Args:
+        tflops: arithmetic ceiling in 10¹² FLOP/s.
+        bandwidth_gb_s: memory ceiling in 10⁹ bytes/s; None if unknown.
+        source: source of both.
+
+    Source: Williams, Waterman, Patterson, Roofline: an insightful visual performance model, CACM 52 (2009) 65-76.
+    """
+
+    tflops: float
+    bandwidth_gb_s: float | None
+    source: str
+
+    @property
+    def ridge_flop_per_byte(self) -> float | None:
+        """Arithmetic intensity in FLOP per byte above which work is bound by arithmetic; None without a bandwidth."""
+        return self.tflops * 1e3 / self.bandwidth_gb_s if self.bandwidth_gb_s else None
+
+    def least_time_s(self, flops: float, traffic_bytes: float) -> float:
+        """Return the larger of arithmetic time and memory time in seconds; arithmetic time alone without a bandwidth."""
+        arithmetic = flops / (self.tflops * 1e12)
+        traffic = traffic_bytes / (self.bandwidth_gb_s * 1e9) if self.bandwidth_gb_s else 0.0
+        return max(arithmetic, traffic)

@@ -31,7 +31,7 @@ ROCM_WHEEL_ARCHS = {
 
 
 @dataclass(frozen=True)
-class Facts:
+class KernelFacts:
     """What the kernel's files say."""
 
     system: str = "Linux"
@@ -54,9 +54,9 @@ class DetectedAccelerator:
     remedy: str | None = None
 
 
-def collect_facts(root: Path = Path("/"), system: str | None = None) -> Facts:
+def collect_facts(root: Path = Path("/"), system: str | None = None) -> KernelFacts:
     """Read the facts below `root`; the default is this machine."""
-    return Facts(
+    return KernelFacts(
         system=system or platform.system(),
         amd_archs=_kfd_archs(root),
         kfd=_kfd_access(root / "dev/kfd"),
@@ -114,7 +114,7 @@ def _pci_displays(root: Path) -> tuple[tuple[str, str], ...]:
     return tuple(displays)
 
 
-def decide(facts: Facts) -> DetectedAccelerator:
+def decide(facts: KernelFacts) -> DetectedAccelerator:
     """Decide which accelerator to use. A data-centre GPU that cannot be used is a problem, not a reason to use the CPU."""
     if facts.system != "Linux":
         return DetectedAccelerator("cpu", f"{facts.system}: GPU builds are set up on Linux only")
@@ -130,7 +130,7 @@ def decide(facts: Facts) -> DetectedAccelerator:
     return _decide_without_driver(facts, note)
 
 
-def _decide_amd(facts: Facts, evidence: str) -> DetectedAccelerator:
+def _decide_amd(facts: KernelFacts, evidence: str) -> DetectedAccelerator:
     problem = remedy = None
     if facts.kfd == "denied":
         problem = "the AMD GPU's /dev/kfd may not be opened by this user"
@@ -141,7 +141,7 @@ def _decide_amd(facts: Facts, evidence: str) -> DetectedAccelerator:
     return DetectedAccelerator("rocm", evidence, rocm_version=facts.rocm_version, problem=problem, remedy=remedy)
 
 
-def _decide_without_driver(facts: Facts, note: str | None) -> DetectedAccelerator:
+def _decide_without_driver(facts: KernelFacts, note: str | None) -> DetectedAccelerator:
     """Decide without a loaded driver: a data-centre card on the PCI bus is a problem, a desktop's display only a note."""
     for vendor, kind in facts.pci:
         name, flags = ("AMD", "--device=/dev/kfd --device=/dev/dri") if vendor == AMD else ("NVIDIA", "--gpus all")

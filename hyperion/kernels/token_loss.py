@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hyperion.data.batches.packing import IGNORE_INDEX
+from hyperion.data.packing import IGNORE_INDEX
 
 # Matrix units need rows that start at multiples of 128 bytes; rows of 50257 columns do not.
 _ALIGNMENT = 64

@@ -5,13 +5,16 @@ from hyperion.models.llama import (
     LlamaLM,
     LlamaShape,
     llama_flops_per_token,
+    llama_folder,
     llama_lora_parameter_count,
     llama_parameter_count,
+    load_llama,
+    local_llama,
     random_llama_config,
     random_llama_shape,
     require_vocabulary,
+    verify_llama_folder,
 )
-from hyperion.models.llama_files import llama_folder, load_llama, local_llama, verify_llama_folder
 from hyperion.models.reference import REFERENCE_MODELS, ReferenceModel, reference_model
 from hyperion.models.resnet import ResNet18, flops_per_image, resnet18
 from hyperion.models.transformer import TransformerConfig, TransformerLM, flops_per_token, named_config

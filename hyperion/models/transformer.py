@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hyperion.data.batches.packing import IGNORE_INDEX
+from hyperion.data.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError, require_number
 from hyperion.kernels import block_gradients
 from hyperion.kernels.token_loss import token_loss
@@ -111,7 +111,7 @@ class TransformerLM(nn.Module):
         self.config, self.loss_chunk_tokens = config, loss_chunk_tokens
         self.token_embedding = nn.Embedding(config.vocab_size, config.width)
         self.position_embedding = nn.Embedding(config.context, config.width)
-        blocks = (Block(config.width, config.heads, config.dropout) for _ in range(config.layers))
+        blocks = (TransformerBlock(config.width, config.heads, config.dropout) for _ in range(config.layers))
         self.blocks = nn.ModuleList(blocks)
         self.final_norm = LayerNorm(config.width)
         self.initialize()
@@ -123,7 +123,7 @@ class TransformerLM(nn.Module):
         The 2 L layers that write to the residual stream use 0.02 / sqrt(2 L), so that its variance does not grow with
         depth.
         """
-        blocks = [module for module in self.modules() if isinstance(module, Block)]
+        blocks = [module for module in self.modules() if isinstance(module, TransformerBlock)]
         residual = {id(layer) for block in blocks for layer in (block.attention.output, block.mlp.down)}
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -210,7 +210,7 @@ def flops_per_token(config: TransformerConfig, sequence_length: int | None = Non
     return ModelFlops(forward, 3 * forward)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), with dropout on each branch.
 
     Where the fused operations of hyperion.kernels.block_gradients apply, the block reads the weights of its inner layers

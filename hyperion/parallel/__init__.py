@@ -1,37 +1,31 @@
-"""One model on many devices: `parallelize(model, plan, world)`, LoRA, and checks that ranks agree."""
+"""One model on many devices: `parallelize(model, plan, world)`, and checks that ranks agree."""
 
-from hyperion.parallel.invariants import (
+from hyperion.parallel.collectives import (
     DesyncError,
     assert_ranks_agree,
+    average_statistics,
+    clip_gradients,
     differing_parameters,
     fsdp_units,
     full_parameter_bytes,
-    local_parameter_bytes,
-)
-from hyperion.parallel.lora import add_lora, expected_lora_parameters, trainable_parameter_count
-from hyperion.parallel.parallelize import parallelize
-from hyperion.parallel.plan import ParallelPlan
-from hyperion.parallel.reductions import (
-    average_statistics,
-    clip_gradients,
     is_replicated,
     is_sharded,
     local_gradient_norm,
+    local_parameter_bytes,
     ranks_of,
     reshard,
     start_sum,
     without_exchange,
 )
+from hyperion.parallel.parallelize import ParallelPlan, parallelize
 
 __all__ = [
     "DesyncError",
     "ParallelPlan",
-    "add_lora",
     "assert_ranks_agree",
     "average_statistics",
     "clip_gradients",
     "differing_parameters",
-    "expected_lora_parameters",
     "fsdp_units",
     "full_parameter_bytes",
     "is_replicated",
@@ -42,6 +36,5 @@ __all__ = [
     "ranks_of",
     "reshard",
     "start_sum",
-    "trainable_parameter_count",
     "without_exchange",
 ]

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hyperion.errors import HyperionError
-from hyperion.parallel.plan import BUDGET, NONE, SELECTIVE, ParallelPlan
 
 # Relative L2 norm of the difference of a gradient: above the noise of kernels that sum in any order, far below the effect of
 # a tensor that was modified in place.
@@ -33,29 +32,34 @@ Contexts = tuple[AbstractContextManager, AbstractContextManager]
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution", "aten::_scaled_dot_product_")
 
 
-def apply_checkpointing(model: nn.Module, blocks: list[nn.Module], plan: ParallelPlan) -> None:
-    """Replace the forward pass of the blocks that the plan's policy selects; parameters keep their names."""
-    if plan.checkpointing == NONE:
-        return
+def apply_checkpointing(model: nn.Module, blocks: list[nn.Module], policy: str, *, selective: bool, compiled: bool) -> None:
+    """Replace the forward pass of some blocks of a model; parameters keep their names.
+
+    Args:
+        blocks: the blocks to checkpoint.
+        policy: name of the policy, for errors.
+        selective: also save the results of matrix products, convolutions and attention, not only the inputs.
+        compiled: the blocks are compiled afterwards.
+    """
     for module in model.modules():
         # A transformers model that caches keys and values would append to the cache again in the recomputation.
         config: Any = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
             config.use_cache = False
     attempts: dict[tuple, int] = {}
-    for block in blocks[: plan.checkpointed_blocks] if plan.checkpointing == BUDGET else blocks:
-        _checkpoint_block(block, plan, attempts)
+    for block in blocks:
+        _checkpoint_block(block, policy, selective, compiled, attempts)
 
 
-def _checkpoint_block(block: nn.Module, plan: ParallelPlan, attempts: dict[tuple, int]) -> None:
+def _checkpoint_block(block: nn.Module, policy: str, selective: bool, compiled: bool, attempts: dict[tuple, int]) -> None:
     """Checkpoint one block without reentrant autograd, as FSDP2, compilation and frozen inputs require."""
     forward = block.forward
     options: dict[str, Any] = {"use_reentrant": False}
     # In a compiled block the recomputation is part of the backward graph, which does not update statistics.
-    has_statistics = not plan.compile_blocks and any(isinstance(module, _BatchNorm) for module in block.modules())
-    if plan.checkpointing == SELECTIVE:
-        selective = functools.partial(create_selective_checkpoint_contexts, _policy)
-        options["context_fn"] = functools.partial(_combined, selective, block) if has_statistics else selective
+    has_statistics = not compiled and any(isinstance(module, _BatchNorm) for module in block.modules())
+    if selective:
+        contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+        options["context_fn"] = functools.partial(_combined, contexts, block) if has_statistics else contexts
     elif has_statistics:
         options["context_fn"] = functools.partial(frozen_statistics, block)
 
@@ -69,7 +73,7 @@ def _checkpoint_block(block: nn.Module, plan: ParallelPlan, attempts: dict[tuple
         pending = attempts.get(kind, 0) < _ATTEMPTS and not torch.compiler.is_compiling() and torch.is_grad_enabled()
         # During graph capture no value can be read back.
         if pending and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-            conclusive = _compare(block, plan.checkpointing, forward, checkpointed, args, kwargs)
+            conclusive = _compare(block, policy, forward, checkpointed, args, kwargs)
             attempts[kind] = _ATTEMPTS if conclusive else attempts.get(kind, 0) + 1
         return checkpointed(*args, **kwargs)
 

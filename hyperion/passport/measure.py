@@ -11,7 +11,7 @@ import torch
 
 import hyperion
 from hyperion.doctor import FloorReport, judge
-from hyperion.doctor.floor_modes import measure_floor
+from hyperion.doctor.floors import measure_floor
 from hyperion.doctor.machine_rows import all_reduce_row, gemm_rows, launch_rows, stream_rows, transfer_rows, with_params
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device, Floor, MachineFacts, collect_facts, detect, fingerprint, floors_for

@@ -1,6 +1,7 @@
 """Processes: jobs in fresh worker processes, ranks under torchrun, process groups, and hang detection.
 
-Names that need torch are imported at first use: a launcher and a plain worker start without it.
+Names that need torch are imported at first use: a launcher and a plain worker start without it. No submodule may have the name
+of a function here, because importing it would replace the function.
 """
 
 from typing import TYPE_CHECKING
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from hyperion.processes.group import World, process_group, world
     from hyperion.processes.hang_detection import RollCall, roll_call, wait_for_peers
 
-_NEED_TORCH = ("RollCall", "World", "process_group", "roll_call", "wait_for_peers", "world")
 __all__ = [
     "Job",
     "JobError",
@@ -31,9 +31,8 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    if name not in _NEED_TORCH:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # No submodule may have the name of a function here: its import would replace the function.
     from hyperion.processes import group, hang_detection
 
     return getattr(group, name, None) or getattr(hang_detection, name)

@@ -131,7 +131,7 @@ def run_job(
         request, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
         request.write_text(json.dumps(job.request() | {"launcher": os.getpid()}), "utf-8")
         output = OutputHandler(on_line, on_progress)
-        worker = start(job.python, "hyperion.processes.worker", [str(request), str(answer)], child_environment())
+        worker = start(job.python, "hyperion.processes.worker", ["job", str(request), str(answer)], child_environment())
         try:
             timed_out = _stream(worker, job.timeout_s, output)
         finally:

@@ -21,7 +21,7 @@ import psutil
 from hyperion.errors import HyperionError
 from hyperion.hardware.cpu import read_cpu
 from hyperion.processes.child_process import GRACE_S, die_with, has_ended, is_alive, kill_session, pin_to_cores, start
-from hyperion.processes.job_folder import JobFolder, read_json, write_json
+from hyperion.processes.ranks import JobFolder, read_json, write_json
 
 _POLL_S = 0.1
 
@@ -130,7 +130,8 @@ def arguments(request: dict, folder: str) -> list[str]:
         "--monitor-interval=0.1",
         f"--log-dir={folder}/torchrun",
         "-m",
-        "hyperion.processes.rank_worker",
+        "hyperion.processes.worker",
+        "rank",
         folder,
         str(os.getpid()),
     ]

@@ -17,7 +17,7 @@ _WATCHDOG = "collective operation timeout"
 _FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)')
 # Files of a rank that waits for other ranks, and files through which every rank's entry is called.
 _WAITING = ("torch/distributed/", "torch\\distributed\\")
-_CALLERS = ("<frozen ", "/runpy.py", "/hyperion/processes/rank_worker.py", "/contextlib.py")
+_CALLERS = ("<frozen ", "/runpy.py", "/hyperion/processes/worker.py", "/contextlib.py")
 
 
 class RankError(JobError):
@@ -48,7 +48,7 @@ class RankExit:
     """How a rank ended.
 
     Args:
-        record: what the rank wrote about its result or error (see rank_worker); None if it wrote nothing.
+        record: what the rank wrote about its result or error (see worker.py); None if it wrote nothing.
         code: exit code, or the negative number of a signal; None if torchrun reported none.
         time: when torchrun noticed the exit, in whole seconds since 1970.
         killed_by_launcher: the launcher killed it because another rank had failed.

@@ -11,9 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from hyperion.reproduce.execution import NotebookFailure
+from hyperion.reproduce.execution import NotebookFailure, format_duration
 from hyperion.reproduce.notebooks import Notebook
-from hyperion.reproduce.stopping import format_duration
 from hyperion.results import Row
 
 _LOG_INTERVAL_S = 30.0

@@ -13,17 +13,24 @@ from rich.console import Console
 
 from hyperion.paths import SILENT_HOSTS, project_root, results_folder
 from hyperion.reproduce.display import Display, TableLine, show_failure, show_table
-from hyperion.reproduce.execution import NotebookFailure, Outcome, execute
+from hyperion.reproduce.execution import (
+    BudgetSpent,
+    Interruption,
+    NotebookFailure,
+    Outcome,
+    Stopped,
+    execute,
+    format_duration,
+    limits_of,
+    stoppable,
+)
 from hyperion.reproduce.freshness import Freshness
 from hyperion.reproduce.kernels import OPTIMIZE, scratch_folder
-from hyperion.reproduce.lanes import Interruption, Lanes, Place, scratch_of
-from hyperion.reproduce.ledger import Entry, Ledger
+from hyperion.reproduce.lanes import Lanes, Place
 from hyperion.reproduce.machine import MachineProfile, examine_machine
 from hyperion.reproduce.notebooks import Notebook, read_book, select
-from hyperion.reproduce.pages import notebook_files, require_page_templates
-from hyperion.reproduce.publishing import export_subjects
-from hyperion.reproduce.runs import REPLAY, Request, claimed_run, require_mirror, setting_of
-from hyperion.reproduce.stopping import BudgetSpent, Stopped, format_duration, limits_of, stoppable
+from hyperion.reproduce.publishing import export_subjects, notebook_files, require_page_templates
+from hyperion.reproduce.runs import REPLAY, Entry, Ledger, Request, claimed_run, require_mirror, setting_of
 from hyperion.results import set_latest
 from hyperion.results.execution import LOG, MEASURED, REMEASURE, UNEXPECTED_ROW, executed, unexpected
 
@@ -178,13 +185,14 @@ class _Call:
         silent.mkdir(exist_ok=True)
 
         def work(place: Place, interruption: Interruption) -> Outcome:
-            variables = {LOG: str(self._log(notebook)), REMEASURE: "1" if entry.remeasure else "0"}
-            environment = variables | place.environment | {SILENT_HOSTS: str(silent)}
+            variables = {LOG: str(self._log(notebook)), REMEASURE: "1" if entry.remeasure else "0", SILENT_HOSTS: str(silent)}
+            folder = self.scratch / str(place.number)
+            folder.mkdir(exist_ok=True)
             return execute(
                 notebook,
                 parameters,
-                scratch_of(place, self.scratch),
-                environment,
+                folder,
+                variables | place.environment,
                 interruption=interruption,
                 on_cell=lambda done: display.cell(notebook.stem, done),
                 on_line=display.say,

@@ -1,18 +1,22 @@
-"""Decide which notebooks are up to date, from hashes of what their results depend on, and which run they replay."""
+"""Decide which notebooks are up to date, from hashes of what their results depend on, and which run they replay.
+
+File times do not count: a notebook is stale when a hash changes.
+"""
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hyperion.chapter.registry import module_of
+from hyperion.dependencies import files_hash, imported_modules, reached_files
 from hyperion.errors import HyperionError
 from hyperion.paths import reference_folder, results_folder
 from hyperion.reproduce.execution import NotebookFailure
-from hyperion.reproduce.hashes import data_changed, notebook_hash, rows_digest
-from hyperion.reproduce.ledger import Ledger
 from hyperion.reproduce.machine import MachineProfile
 from hyperion.reproduce.notebooks import Notebook
-from hyperion.reproduce.runs import REPLAY, Request, earlier_seconds
-from hyperion.results import Run
+from hyperion.reproduce.runs import REPLAY, Ledger, Request, earlier_seconds
+from hyperion.results import Run, rows_to_csv
 from hyperion.results.store import METRICS, PREDICTIONS, ROWS, RUN, samples_name
 
 
@@ -35,9 +39,12 @@ class Freshness:
 
     def digest(self, notebook: Notebook, reference: "Reference | None") -> str:
         """Return the hash of everything that the notebook's result depends on."""
+        # Of the profile's sizes, those of the notebook's own experiments only.
+        settings = self._machine.settings
+        sizes = {name: settings["sizes"].get(name) for name in notebook.produces}
         parameters = {
             "setting": self._ledger.setting,
-            "sizes": self._settings_of(notebook),
+            "sizes": settings | {"sizes": sizes},
             "reference": reference and [reference.machine, reference.digest],
         }
         upstream = {stem: rows_digest(self._ledger.run, stem) for stem in (*notebook.needs, *notebook.optional)}
@@ -67,13 +74,50 @@ class Freshness:
         earlier = earlier_seconds(results_folder(), self._ledger.setting, notebook.stem)
         return notebook.budget_s(self._machine.profile) if earlier is None else earlier
 
-    def _settings_of(self, notebook: Notebook) -> dict:
-        """Return the profile's settings that the notebook's rows depend on: the sizes of its own experiments only."""
-        settings = self._machine.settings
-        return settings | {"sizes": {name: settings["sizes"].get(name) for name in notebook.produces}}
-
     def _without_rows(self, notebook: Notebook) -> list[str]:
         return [name for name in notebook.produces if not self._ledger.run.rows(notebook.stem, name)]
+
+
+def notebook_hash(notebook: Notebook, parameters: Mapping, upstream: Mapping[str, str | None]) -> str:
+    """Return the hash of a notebook's text, the library files it imports, its parameters and its upstream rows; 16 hex digits.
+
+    Args:
+        parameters: its parameters and its sizes in the profile (JSON-able, no paths).
+        upstream: digest of the rows of every chapter it needs, None where there are none.
+    """
+    depends = {
+        "cells": notebook.cells,
+        "needs": [notebook.needs, notebook.optional, notebook.produces],
+        "library": files_hash(reached_files(library_modules(notebook))),
+        "parameters": parameters,
+        "upstream": upstream,
+    }
+    return hashlib.sha256(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def library_modules(notebook: Notebook) -> set[str]:
+    """Return the library modules that the notebook uses directly: those its cells import, and its experiments."""
+    modules = {module_of(experiment) for experiment in notebook.produces}
+    for source in notebook.code:
+        plain = "\n".join(line for line in source.splitlines() if not line.lstrip().startswith(("%", "!")))
+        modules |= imported_modules(plain)
+    return modules
+
+
+def data_changed(run: Run, notebook: Notebook, data_source: str) -> bool:
+    """Return True if the data of a notebook's experiments have other contents, or another location, than when they ran."""
+    from hyperion.data.prepare.catalog import data_identity  # imports numpy and tokenizers, which not every call needs
+
+    identities = [(run.finished(notebook.stem, experiment) or {}).get("data") for experiment in notebook.produces]
+    return any(data and data_identity(data, data_source) != data for data in identities)
+
+
+def rows_digest(run: Run, notebook: str) -> str | None:
+    """Return the digest of a notebook's rows in a run; None without rows."""
+    rows = run.rows(notebook)
+    if not rows:
+        return None
+    return hashlib.sha256("".join(sorted(rows_to_csv(rows).splitlines(keepends=True))).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hyperion.data.prepare.verify import REASON_FILE
-from hyperion.data.store.staging import QUARANTINE, WORKING, sha256_of, strangers
+from hyperion.data.store.folders import QUARANTINE, WORKING, sha256_of, strangers
 from hyperion.errors import HyperionError
 from hyperion.paths import is_checkout
 from hyperion.reproduce.runs import in_use

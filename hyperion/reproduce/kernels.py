@@ -1,18 +1,32 @@
-"""The kernel of a notebook: this interpreter and this checkout, whatever else is installed on the machine."""
+"""The kernel of a notebook: this interpreter and this checkout, whatever else is installed on the machine.
 
+It starts in a session of its own and ends with all processes that it started.
+"""
+
+import contextlib
 import json
 import os
 import sys
 import tempfile
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
-import hyperion
+import psutil
+from jupyter_client.connect import KernelConnectionInfo
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from jupyter_client.provisioning.factory import KernelProvisionerFactory
+from jupyter_client.provisioning.local_provisioner import LocalProvisioner
+from traitlets import default
+
 from hyperion.paths import SILENT_HOSTS
+from hyperion.processes.child_process import GRACE_S, child_environment, descendants, start
 from hyperion.terminal import notice
 from hyperion.untrusted import is_private
 
 KERNEL = "python3"
+PROVISIONER = "hyperion-provisioner"
 OPTIMIZE = "PYTHONOPTIMIZE"
 # A Unix socket's name has at most 107 bytes; jupyter_client appends "/kernel-ipc-5" to the folder's.
 _LONGEST_FOLDER = 80
@@ -24,9 +38,7 @@ def library_environment() -> dict[str, str]:
 
     UTF-8 mode makes the processes independent of the locale: they read, write and print UTF-8.
     """
-    checkout = str(Path(hyperion.__file__).resolve().parent.parent)
-    path = os.pathsep.join(filter(None, [checkout, os.environ.get("PYTHONPATH")]))
-    return with_assertions({**os.environ, "PYTHONPATH": path, "PYTHONNOUSERSITE": "1", "PYTHONUTF8": "1"})
+    return with_assertions(child_environment() | {"PYTHONNOUSERSITE": "1", "PYTHONUTF8": "1"})
 
 
 def with_assertions(environment: dict[str, str]) -> dict[str, str]:
@@ -52,17 +64,13 @@ def kernel_manager_class(scratch: Path, environment: dict[str, str], folder: Pat
         environment: variables of the kernel in addition to this process's.
         folder: working folder of the kernel. This process keeps its own: it starts other kernels at the same time.
     """
-    from jupyter_client.kernelspec import KernelSpecManager
-    from jupyter_client.manager import AsyncKernelManager
-    from traitlets import default
-
-    from hyperion.reproduce import provisioner
-
-    provisioner.register()
+    # jupyter_client itself finds only the provisioners that are entry points of installed packages.
+    entry = EntryPoint(PROVISIONER, f"{__name__}:{SessionProvisioner.__name__}", KernelProvisionerFactory.GROUP_NAME)
+    KernelProvisionerFactory.instance().provisioners[PROVISIONER] = entry
     specification = scratch / "kernels" / KERNEL
     specification.mkdir(parents=True, exist_ok=True)
     (scratch / _SILENT_HOSTS).mkdir(exist_ok=True)
-    (specification / "kernel.json").write_text(json.dumps(_specification(scratch, environment, provisioner.NAME)), "utf-8")
+    (specification / "kernel.json").write_text(json.dumps(_specification(scratch, environment)), "utf-8")
 
     class ThisInterpreter(AsyncKernelManager):
         @default("kernel_spec_manager")
@@ -83,12 +91,64 @@ def kernel_manager_class(scratch: Path, environment: dict[str, str], folder: Pat
     return ThisInterpreter
 
 
-def _specification(scratch: Path, environment: dict[str, str], provisioner: str) -> dict:
+class SessionProvisioner(LocalProvisioner):
+    """Starts a local kernel that ends with this process, and ends all processes that the kernel started.
+
+    The command is `python … -m module arguments`, where the module is ipykernel's.
+    """
+
+    async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:
+        """Start the kernel as the leader of a session, so that signals reach its whole process group.
+
+        Output of the kernel outside of cells goes to this process's standard error.
+        """
+        arguments = ["kernel", str(os.getpid()), *cmd[cmd.index("-m") + 2 :]]
+        self.cwd = kwargs.get("cwd") or os.getcwd()
+        self.below: list[psutil.Process] = []
+        self.process = start(
+            cmd[0],
+            "hyperion.processes.worker",
+            arguments,
+            with_assertions(kwargs["env"]),
+            stdout=sys.__stderr__ or sys.stderr,
+            new_session=True,
+            folder=os.fspath(self.cwd),
+        )
+        self.pid = self.pgid = self.process.pid
+        return self.connection_info
+
+    async def send_signal(self, signum: int) -> None:
+        """Signal the kernel's process group, and record its descendants: once it has ended, they cannot be found."""
+        if self.process is not None:
+            self.below = list({*self.below, *descendants(self.pid)})
+        await super().send_signal(signum)
+
+    async def cleanup(self, restart: bool = False) -> None:
+        """End the processes that the kernel started; the kernel itself has ended.
+
+        Processes in the kernel's session were interrupted with it and are killed. Processes in sessions of their own, such as
+        launchers, get SIGTERM and `GRACE_S` seconds to save, then are killed.
+        """
+        await super().cleanup(restart)
+        left, self.below = [process for process in self.below if process.is_running()], []
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill() if _session(process) == self.pid else process.terminate()
+        for process in psutil.wait_procs(left, timeout=GRACE_S)[1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def _session(process: psutil.Process) -> int:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        return os.getsid(process.pid)
+    return 0
+
+
+def _specification(scratch: Path, environment: dict[str, str]) -> dict:
     ours = library_environment()
     own = {
-        "PYTHONPATH": ours["PYTHONPATH"],
-        "PYTHONNOUSERSITE": ours["PYTHONNOUSERSITE"],
-        "PYTHONUTF8": ours["PYTHONUTF8"],
+        **{name: ours[name] for name in ("PYTHONPATH", "PYTHONNOUSERSITE", "PYTHONUTF8")},
         # No start-up files or locks from a home folder that other nodes share.
         "IPYTHONDIR": str(scratch / "ipython"),
         "JUPYTER_RUNTIME_DIR": str(scratch / "jupyter"),
@@ -102,7 +162,7 @@ def _specification(scratch: Path, environment: dict[str, str], provisioner: str)
         "argv": [sys.executable, "-s", "-m", "ipykernel_launcher", "--log-level=CRITICAL", "-f", "{connection_file}"],
         "display_name": "Python 3 (ipykernel)",
         "language": "python",
-        "metadata": {"kernel_provisioner": {"provisioner_name": provisioner}},
+        "metadata": {"kernel_provisioner": {"provisioner_name": PROVISIONER}},
         # jupyter_client expands $NAME in these values.
         "env": {name: value.replace("$", "$$") for name, value in own.items()},
     }

@@ -4,7 +4,6 @@ Notebooks that use all devices run alone. A thread of the driver executes each n
 kernel and its workers are separate processes.
 """
 
-import asyncio
 import os
 import queue
 import threading
@@ -14,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hyperion.processes.child_process import CORES
+from hyperion.reproduce.execution import SHUTDOWN_S, Interruption, Stopped
 from hyperion.reproduce.notebooks import Notebook
-from hyperion.reproduce.stopping import SHUTDOWN_S, Stopped
 
 
 @dataclass(frozen=True)
@@ -29,29 +28,6 @@ class Place:
 
     number: int
     environment: dict[str, str] = field(default_factory=dict)
-
-
-class Interruption:
-    """Stops a notebook in another thread as a signal stops the main thread: raises `Stopped` inside its event loop."""
-
-    def __init__(self):
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: Stopped | None = None
-
-    def reaches(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Set the event loop of the executing thread; raise a stop that was requested earlier."""
-        self._loop = loop
-        if self._stop is not None:
-            raise self._stop
-
-    def __call__(self, stop: Stopped) -> None:
-        self._stop = own = Stopped(stop.number)  # an exception object must not be raised in two threads
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_raise, own)
-
-
-def _raise(stop: Stopped) -> None:
-    raise stop
 
 
 Work = Callable[[Place, Interruption], object]
@@ -187,10 +163,3 @@ def _in_order(number: int, sys: Path) -> tuple[int, int, int]:
     except (OSError, ValueError):
         return 0, number, number
     return package, core, number
-
-
-def scratch_of(place: Place, scratch: Path) -> Path:
-    """Make and return a folder for the files of the kernel at a place."""
-    folder = scratch / str(place.number)
-    folder.mkdir(exist_ok=True)
-    return folder

@@ -101,23 +101,20 @@ def read_notebook(path: Path) -> Notebook:
     if not isinstance(metadata, dict):
         raise BookError("notebook lacks metadata.hyperion", where=path, next_step=_REMEDY)
     try:
-        return Notebook(
+        notebook = Notebook(
             path=path,
             needs=tuple(metadata["needs"]),
             optional=tuple(metadata.get("optional", ())),
             produces=tuple(metadata["produces"]),
             time_budget_s={profile: float(seconds) for profile, seconds in metadata["time_budget_s"].items()},
             cells=cells,
-            devices=_one_or_all(metadata.get("devices", "all")),
+            devices=metadata.get("devices", "all"),
         )
+        if notebook.devices not in ("one", "all"):
+            raise ValueError(f'devices is {notebook.devices!r}, not "one" or "all"')
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BookError(f"metadata.hyperion is incomplete: {error!r}", where=path, next_step=_REMEDY) from error
-
-
-def _one_or_all(devices: object) -> str:
-    if devices not in ("one", "all"):
-        raise ValueError(f'devices is {devices!r}, not "one" or "all"')
-    return str(devices)
+    return notebook
 
 
 def select(book: list[Notebook], only: str | None) -> list[Notebook]:

@@ -1,19 +1,23 @@
-"""What a call was asked for, and the run folder that it works in: no other live call works in the same folder."""
+"""What a call was asked for, the run folder that it works in alone, and the ledger there: what earlier calls finished."""
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import cast
 
 from hyperion.errors import HyperionError
+from hyperion.forms import read_form
 from hyperion.locks import FileLock
 from hyperion.paths import expanded
-from hyperion.reproduce.ledger import LEDGER, Ledger, peek
 from hyperion.reproduce.machine import MachineProfile
 from hyperion.results import Run, StoreError, new_run_folder
+from hyperion.results.execution import LEDGER
 from hyperion.results.files import make_folder
 from hyperion.results.store import checked_name
+from hyperion.untrusted import inner_path, read_json
 
 NEW = "new"
 REPLAY = "replay"
@@ -69,6 +73,89 @@ def setting_of(request: Request, machine: MachineProfile) -> dict:
     return requested | {"replay_of": request.replay_of} | machine.setting
 
 
+@dataclass(frozen=True)
+class Entry:
+    """The latest execution of a notebook in a run.
+
+    Args:
+        status: done, unexpected, failed, interrupted or unfinished.
+        hash: hash of everything that the result depends on, from `freshness.notebook_hash`.
+        seconds: wall time of this execution.
+        rows: number of its rows in the run.
+        note: one line about a failure.
+        remeasure: the next execution measures its experiments anew, because a result was unexpected.
+        unexpected: the unexpected results, one sentence each.
+        whole_s: wall time of the latest execution that measured all experiments, this one or an earlier one.
+    """
+
+    status: str
+    hash: str
+    seconds: float
+    rows: int
+    note: str = ""
+    remeasure: bool = False
+    unexpected: tuple[str, ...] = ()
+    whole_s: float | None = None
+
+
+@dataclass(frozen=True)
+class LedgerContent:
+    """The file of a ledger.
+
+    Args:
+        setting: what all notebooks of the run share.
+        notebooks: entry of each notebook, by stem.
+        exported: digest of the rows and the code of the tables and pictures.
+    """
+
+    setting: dict
+    notebooks: dict[str, Entry]
+    exported: str = ""
+
+
+class Ledger:
+    """The entries of a run's notebooks and the setting they share; an entry and its files are written in one transaction."""
+
+    def __init__(self, run: Run, setting: dict, entries: dict[str, Entry], exported: str = ""):
+        self.run, self.setting, self.entries, self.exported = run, setting, entries, exported
+
+    @classmethod
+    def new(cls, run: Run, setting: dict) -> "Ledger":
+        """Create and store the ledger of a new run."""
+        ledger = cls(run, setting, {})
+        ledger._write()
+        return ledger
+
+    @classmethod
+    def of(cls, run: Run) -> "Ledger":
+        """Read the ledger of an existing run.
+
+        Raises:
+            HyperionError: it was edited or is malformed.
+        """
+        content = cast(LedgerContent, read_form(LedgerContent, run.document(LEDGER), LEDGER))
+        return cls(run, content.setting, content.notebooks, content.exported)
+
+    def keep(self, stem: str, entry: Entry, files: dict[str, bytes] | None = None) -> None:
+        """Store a notebook's entry together with its executed copy."""
+        self.entries[stem] = entry
+        self._write(files)
+
+    def keep_exported(self, digest: str) -> None:
+        """Store the digest of the rows and the code of the tables and pictures."""
+        self.exported = digest
+        self._write()
+
+    def is_done(self, stem: str, digest: str) -> bool:
+        """Return True if the notebook finished in this run and what it depends on is unchanged."""
+        entry = self.entries.get(stem)
+        return entry is not None and (entry.status, entry.hash) == ("done", digest)
+
+    def _write(self, files: dict[str, bytes] | None = None) -> None:
+        content = asdict(LedgerContent(self.setting, self.entries, self.exported))
+        self.run.write({**(files or {}), LEDGER: (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()})
+
+
 @contextlib.contextmanager
 def claimed_run(results: Path, name: str | None, setting: dict, information: dict) -> Iterator[tuple[Ledger, bool]]:
     """Continue a run or start one, and lock it for the duration of the block.
@@ -106,9 +193,9 @@ def earlier_seconds(results: Path, setting: dict, stem: str) -> float | None:
             ledger = peek(path.parent)
         except StoreError:
             continue  # a damaged run is refused where it would be continued, not where a duration is estimated
-        entry = ledger["notebooks"].get(stem)
-        if ledger["setting"] == setting and entry is not None and entry.get("whole_s") is not None:
-            return entry["whole_s"]
+        entry = ledger.notebooks.get(stem)
+        if ledger.setting == setting and entry is not None and entry.whole_s is not None:
+            return entry.whole_s
     return None
 
 
@@ -123,6 +210,20 @@ def in_use(folder: Path) -> bool:
     return False
 
 
+def peek(folder: Path) -> LedgerContent:
+    """Read a run's ledger without verifying the run, to choose among runs.
+
+    Raises:
+        StoreError: it is no ledger.
+    """
+    remedy = "start afresh with RUN=new, or delete that run"
+    path = inner_path(folder, LEDGER, StoreError, remedy)
+    try:
+        return cast(LedgerContent, read_form(LedgerContent, read_json(path, StoreError, remedy), LEDGER))
+    except (HyperionError, OSError) as error:
+        raise StoreError(f"edited or damaged: {error}", where=path, next_step=remedy) from error
+
+
 def _claim_named(folder: Path) -> tuple[Path, FileLock]:
     make_folder(folder)
     lock = _try_lock(folder)
@@ -135,7 +236,7 @@ def _claim_named(folder: Path) -> tuple[Path, FileLock]:
 def _claim_newest(results: Path, setting: dict) -> tuple[Path, FileLock] | None:
     """Return the newest run of this setting that no live call works in."""
     for path in _newest_first(results):
-        if peek(path.parent)["setting"] == setting and (lock := _try_lock(path.parent)):
+        if peek(path.parent).setting == setting and (lock := _try_lock(path.parent)):
             return path.parent, lock
     return None
 

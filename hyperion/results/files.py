@@ -248,6 +248,7 @@ def read_samples(content: bytes, where: object) -> pd.DataFrame:
 
     try:
         table = _samples_table(content, where)
+        table.validate(full=True)  # texts that are no UTF-8 would fail later, in pandas
         return table.to_pandas(ignore_metadata=True)
     except (pa.ArrowException, ValueError, OSError, OverflowError) as error:
         raise StoreError(f"unreadable samples: {str(error)[:200]}", where=where, next_step=_RESTORE) from error
@@ -374,7 +375,10 @@ def _samples_table(content: bytes, where: object):
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
-    metadata = parquet.read_metadata(pa.BufferReader(content))
+    file = parquet.ParquetFile(pa.BufferReader(content))
+    # Columns whose metadata contradict each other raise an error here; `group.column` below would abort the process.
+    next(file.iter_batches(batch_size=1, use_threads=False), None)
+    metadata = file.metadata
     groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
     chunks = [group.column(column) for group in groups for column in range(group.num_columns)]
     _require_size(0 <= metadata.num_rows <= LARGEST_ROWS, f"{metadata.num_rows} rows", where)

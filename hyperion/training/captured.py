@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperion.hardware import Device
-from hyperion.training.seeds import rng_state, set_rng_state
+from hyperion.training.recipe import rng_state, set_rng_state
 
 # Before the capture, libraries must be loaded, convolution algorithms chosen, code compiled and optimizer state allocated:
 # none of these can happen during a capture.

@@ -1,6 +1,6 @@
 """Engines: an Engine turns a batch into an optimizer step. The training loop works with any Engine.
 
-TorchEngine is the one for PyTorch modules; baseline_engines.py adds what a batch of tokens or of images is.
+TorchEngine is the one for PyTorch modules; LanguageEngine and ImageEngine add what a batch of tokens or of images is.
 """
 
 import contextlib
@@ -9,11 +9,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -24,7 +25,9 @@ from torch.distributed.checkpoint.state_dict import (
 
 from hyperion import processes
 from hyperion.checkpoints import CheckpointError, agreed, read_sharded, write_sharded
+from hyperion.checkpoints.sharded import difference, mismatch, require_finite
 from hyperion.checkpoints.states import EARLIER
+from hyperion.data.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError, require_number
 from hyperion.hardware import Device
 from hyperion.parallel import (
@@ -38,8 +41,12 @@ from hyperion.parallel import (
 )
 from hyperion.processes import World
 from hyperion.training.captured import CapturedStep, same_tensors, why_not_captured
-from hyperion.training.nonfinite import NonFiniteError, require_finite
-from hyperion.training.precision import Precision
+from hyperion.training.evaluate import evaluate_images, evaluate_language, require_nll
+from hyperion.training.recipe import Precision
+
+
+class NonFiniteError(HyperionError):
+    """A loss, gradient or weight is infinite or NaN."""
 
 
 @dataclass(frozen=True)
@@ -292,6 +299,136 @@ class TorchEngine(ABC):
         }
 
 
+class LanguageEngine(TorchEngine):
+    """Batches (inputs_BT, targets_BT) for a model that returns nll_BT when given targets (TransformerLM).
+
+    Inputs are int32 or int64 token ids, targets int64 token ids or IGNORE_INDEX, both [B, T] on the engine's device. The
+    engine divides the sum of nll_BT by the number of targets of the whole batch, so the model must not return a mean loss.
+    """
+
+    item = "token"
+
+    def check_batch(self, batch: tuple[Tensor, Tensor]) -> None:
+        inputs_BT, targets_BT = _two_tensors(batch, "inputs_BT, targets_BT", self.device)
+        shapes = f"inputs {_form(inputs_BT)} and targets {_form(targets_BT)}"
+        if inputs_BT.ndim != 2 or inputs_BT.shape != targets_BT.shape:
+            raise _batch_error(shapes, "pass token ids [B, T] for both, with targets one token ahead of inputs")
+        if inputs_BT.dtype not in (torch.int32, torch.int64) or targets_BT.dtype != torch.int64:
+            raise _batch_error(shapes, "pass token ids: inputs int32 or int64, targets int64")
+        configs = (getattr(module, "config", None) for module in self.model.modules())
+        vocabulary = next((size for config in configs if (size := getattr(config, "vocab_size", None))), None)
+        scored_BT = targets_BT.masked_fill(targets_BT == IGNORE_INDEX, 0)
+        least, most, least_target, most_target = _range(inputs_BT) + _range(scored_BT)
+        for name, low, high in (("inputs", least, most), ("targets", least_target, most_target)):
+            if low < 0 or (vocabulary is not None and high >= vocabulary):
+                allowed = "0 .." if vocabulary is None else f"0 .. {vocabulary - 1}, the model's vocabulary"
+                raise _batch_error(
+                    f"token ids of the {name} are from {low} to {high}, outside {allowed}",
+                    f"tokenize with the model's tokenizer; set targets that are not scored to {IGNORE_INDEX}",
+                )
+
+    def count_items(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return (batch[1] != IGNORE_INDEX).sum()
+
+    def summed_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs_BT, targets_BT = batch
+        nll_BT = self.model(inputs_BT, targets_BT)
+        require_nll(nll_BT, targets_BT)
+        return nll_BT.sum()
+
+    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
+        """Return evaluate_language's results: 'loss' in nats per token, 'perplexity_token', 'total_nll_nats', 'tokens', …"""
+        result = evaluate_language(self.model, batches, self.precision, self.device)
+        return {"loss": result.loss, "perplexity_token": result.perplexity_token} | asdict(result)
+
+
+class ImageEngine(TorchEngine):
+    """Batches (images_BCYX, labels_B) for a classifier.
+
+    Images are floating-point, normalised, [B, C, Y, X]; labels are int64 classes [B]; both on the engine's device. Weights
+    are converted to the channels-last format, for which convolutions are fastest.
+
+    Args:
+        label_smoothing: probability that training spreads over all classes instead of the label.
+    """
+
+    item = "image"
+
+    def check_batch(self, batch: tuple[Tensor, Tensor]) -> None:
+        images_BCYX, labels_B = _two_tensors(batch, "images_BCYX, labels_B", self.device)
+        first = next((module for module in self.model.modules() if isinstance(module, nn.Conv2d)), None)
+        channels = None if first is None else first.in_channels
+        last = images_BCYX.ndim == 4 and images_BCYX.shape[1] != channels == images_BCYX.shape[3]
+        if images_BCYX.ndim != 4 or last:
+            raise _batch_error(
+                f"images {_form(images_BCYX)}, but the model takes [B, {channels or 'C'}, Y, X]",
+                "put channels first: images.permute(0, 3, 1, 2) if they are [B, Y, X, C]",
+            )
+        if not images_BCYX.is_floating_point():
+            raise _batch_error(
+                f"images {_form(images_BCYX)}: not floating-point",
+                "pass normalised floating-point images: (images / 255 - mean) / deviation, as ImageBatches does",
+            )
+        if labels_B.shape != images_BCYX.shape[:1] or labels_B.dtype != torch.int64:
+            raise _batch_error(
+                f"labels {_form(labels_B)} for images {_form(images_BCYX)}",
+                "pass one class per image, int64 [B]; use argmax(dim=1) for one-hot labels",
+            )
+        lowest, highest = _range(images_BCYX)
+        if lowest >= 0 and highest > 100:  # normalised values are a few deviations from 0, and no deviation is below 1/100
+            raise _batch_error(
+                f"images have values from {lowest:g} to {highest:g}: bytes that are not normalised",
+                "normalise them: (images / 255 - mean) / deviation, as ImageBatches does",
+            )
+        least, self._highest_label = _range(labels_B)
+        if least < 0:
+            raise _batch_error(f"a label is {least}", "number the classes from 0")
+
+    def __init__(self, model: nn.Module, *args: Any, label_smoothing: float = 0.0, **kwargs: Any):
+        require_number("label_smoothing", label_smoothing, "ImageEngine", at_least=0, below=1)
+        self.label_smoothing, self._highest_label = label_smoothing, 0
+        if not is_sharded(model):  # FSDP2 gathers contiguous weights, whatever the format of their shards
+            model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] - a private overload
+        super().__init__(model, *args, **kwargs)
+
+    def count_items(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        labels_B = batch[1]
+        # torch.full launches a kernel; torch.tensor would copy from the host and wait for the device in every step.
+        return torch.full((), len(labels_B), dtype=torch.int64, device=labels_B.device)
+
+    def summed_loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        images_BCYX, labels_B = batch
+        if is_sharded(self.model):  # otherwise contiguous weights would make all activations contiguous
+            images_BCYX = images_BCYX.contiguous(memory_format=torch.channels_last)
+        logits_BK = self.model(images_BCYX).float()
+        if logits_BK.ndim != 2 or logits_BK.shape[1] <= self._highest_label:
+            raise _batch_error(
+                f"the model returned {_form(logits_BK)}, but labels go up to {self._highest_label}",
+                "build the model with as many classes as the labels have, and let it return logits [B, K]",
+            )
+        return F.cross_entropy(logits_BK, labels_B, reduction="sum", label_smoothing=self.label_smoothing)
+
+    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
+        """Return evaluate_images's results: 'loss' in nats per image, 'accuracy', 'standard_error', 'images'."""
+        return asdict(evaluate_images(self.model, batches, self.precision, self.device))
+
+
+def _require_same_structure(state: dict[str, Any], here: dict[str, Any], folder: Path) -> None:
+    """Raise a CheckpointError if a stored state has another structure than the present state `here`."""
+    if state.get("scaler") and here["scaler"]:
+        fault = difference(state, here)
+    elif "scaler" not in state:
+        fault = "scaler is missing"
+    else:  # one of them has no loss scale; LossScaler.load_state_dict reports that the precisions differ
+        fault = difference({**state, "scaler": {}}, {**here, "scaler": {}})
+        fault = fault or ("" if isinstance(state["scaler"], dict) else "scaler is not an object")
+    for name in ("steps", "items_seen"):
+        if not fault and (type(state[name]) is not int or not 0 <= state[name] < 2**63):
+            fault = f"{name} is {state[name]!r}"
+    if fault:
+        raise mismatch(fault, folder)
+
+
 def keep_freed_memory() -> bool:
     """Make the C library reuse large freed buffers instead of returning them to the kernel.
 
@@ -352,48 +489,31 @@ def _check_arguments(schedule: Any, clip_norm: float, micro_batches: int, where:
     require_number("micro_batches", micro_batches, where, whole=True, at_least=1)
 
 
-def _require_same_structure(state: dict[str, Any], here: dict[str, Any], folder: Path) -> None:
-    """Raise a CheckpointError if a stored state has another structure than the present state `here`."""
-    if state.get("scaler") and here["scaler"]:
-        difference = _difference(state, here, "")
-    elif "scaler" not in state:
-        difference = "scaler is missing"
-    else:  # one of them has no loss scale; LossScaler.load_state_dict reports that the precisions differ
-        difference = _difference({**state, "scaler": {}}, {**here, "scaler": {}}, "")
-        difference = difference or ("" if isinstance(state["scaler"], dict) else "scaler is not an object")
-    for name in ("steps", "items_seen"):
-        if not difference and (type(state[name]) is not int or not 0 <= state[name] < 2**63):
-            difference = f"{name} is {state[name]!r}"
-    if difference:
-        raise CheckpointError(
-            f"the checkpoint does not fit this model and optimizer: {difference}",
-            where=folder,
-            next_step="use the configuration it was saved with, or choose another checkpoint folder",
-        )
+def _two_tensors(batch: Any, names: str, device: Device) -> tuple[Tensor, Tensor]:
+    """Return the two tensors of a batch.
 
-
-def _difference(stored: Any, here: Any, path: str) -> str:
-    """Return the first difference of two nested states in keys, lengths, types or strings; "" if there is none.
-
-    read_sharded has compared the tensors. Versions of PyTorch differ in the options of parameter groups; only options that
-    are in both are compared.
+    Raises:
+        HyperionError: the batch is not a pair of tensors, is empty, or is on another device.
     """
-    if isinstance(here, dict) and isinstance(stored, dict):
-        options = path.startswith("optimizer/param_groups/") and "params" in stored
-        if not options and (others := sorted(stored.keys() ^ here.keys())):
-            return f"{path or 'the state'} has other entries: {others[0]} is only in one of the two"
-        pairs = [(f"{path}/{key}" if path else key, stored[key], here[key]) for key in here if key in stored]
-    elif isinstance(here, list | tuple) and isinstance(stored, list) and len(here) == len(stored):
-        pairs = [(f"{path}/{index}", *pair) for index, pair in enumerate(zip(stored, here, strict=True))]
-    elif isinstance(here, Tensor) or isinstance(stored, Tensor):
-        fits = isinstance(here, Tensor) and isinstance(stored, Tensor)
-        return "" if fits else f"{path} is a tensor in only one of the two"
-    else:
-        fits = _kind(stored) == _kind(here) or None in (stored, here)
-        fits = fits and not isinstance(stored, dict | list) and (not isinstance(here, str) or stored == here)
-        return "" if fits else f"{path} is {stored!r:.80} in the checkpoint and {here!r:.80} here"
-    return next((difference for name, theirs, ours in pairs if (difference := _difference(theirs, ours, name))), "")
+    if not isinstance(batch, tuple | list) or [isinstance(part, Tensor) for part in batch] != [True, True]:
+        raise _batch_error(f"the batch is a {type(batch).__name__}", f"pass a pair of tensors ({names})")
+    expected = torch.device(device.torch_device)
+    for part in batch:
+        if part.device.type != expected.type or expected.index not in (None, part.device.index):
+            raise _batch_error(f"the batch is on {part.device}", f"create it on {expected}, the engine's device")
+        if not part.numel():
+            raise _batch_error(f"the batch holds {_form(part)}", "skip empty batches")
+    first, second = batch
+    return first, second
 
 
-def _kind(value: Any) -> type:
-    return float if isinstance(value, int) and not isinstance(value, bool) else type(value)
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _range(tensor: Tensor) -> list[float]:
+    return torch.stack(torch.aminmax(tensor)).tolist()
+
+
+def _batch_error(what: str, next_step: str) -> HyperionError:
+    return HyperionError(what, where="the first batch", next_step=next_step)

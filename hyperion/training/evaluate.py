@@ -14,11 +14,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyperion.data.batches.packing import IGNORE_INDEX
+from hyperion.data.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
 from hyperion.parallel import average_statistics, ranks_of, reshard, start_sum
-from hyperion.training.precision import Precision
+from hyperion.training.recipe import Precision
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def evaluate_language(
     """Score windows (inputs_BT, targets_BT) of token ids.
 
     Targets of IGNORE_INDEX (overlap between windows, padding) are context only. The windows must contain each token as a
-    target exactly once (see hyperion.data.batches.loaders.evaluation_windows).
+    target exactly once (see hyperion.data.batches.evaluation_windows).
 
     Raises:
         HyperionError: no window has a target, or the model does not return nll_BT.

@@ -7,7 +7,7 @@ same moment the ranks agree whether to stop.
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -16,18 +16,16 @@ import torch
 from hyperion.checkpoints import agreed, checkpoint_path, gathered, newest_good, rank_and_size, require_writable
 from hyperion.checkpoints.states import to_tree
 from hyperion.errors import HyperionError, require_number
-from hyperion.training.engine import Engine, StepMetrics
-from hyperion.training.history import EpochMeter, EpochRecord, History
-from hyperion.training.nonfinite import NonFiniteError, is_finite, non_finite
-from hyperion.training.seeds import rng_state, seed_rank, set_rng_state
-from hyperion.training.snapshots import read_run, write_run
-from hyperion.training.stopping import Interrupted, Pulse, StopFlag
+from hyperion.training.clocks import EpochMeter, Interrupted, Pulse, StopFlag
+from hyperion.training.engine import Engine, NonFiniteError, StepMetrics
+from hyperion.training.recipe import rng_state, seed_rank, set_rng_state
+from hyperion.training.snapshots import is_finite, non_finite, read_run, write_run
 
 Report = Callable[[int, int, str], object]
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """How long to train, and when to evaluate and save.
 
     Attributes:
@@ -46,10 +44,12 @@ class Plan:
 
     def __post_init__(self) -> None:
         if (self.epochs is None) == (self.steps is None):
-            raise HyperionError("give either epochs or steps", where="Plan", next_step="for example Plan(epochs=3)")
+            raise HyperionError(
+                "give either epochs or steps", where="TrainingPlan", next_step="for example TrainingPlan(epochs=3)"
+            )
         for name in ("epochs", "steps", "evaluate_every", "checkpoint_every", "keep"):
             if (value := getattr(self, name)) is not None:
-                require_number(name, value, "Plan", whole=True, at_least=1)
+                require_number(name, value, "TrainingPlan", whole=True, at_least=1)
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """Return the optimizer steps of the whole plan."""
@@ -72,10 +72,130 @@ class Batches(Protocol):
     def load_state_dict(self, state: dict) -> None: ...
 
 
+@dataclass(frozen=True)
+class EpochRecord:
+    """One pass over the training data, of all ranks together or of one rank. The plan may end the last one early.
+
+    Attributes:
+        epoch: number of the epoch, from 1.
+        step: optimizer steps of the whole run at the end of the epoch.
+        steps: optimizer steps of this epoch.
+        loss: mean training loss of its steps, nats per token or image.
+        learning_rate: of its last step.
+        items: tokens or images trained on, without padding.
+        time_s: wall time of the timed steps, including loading, without evaluation and checkpoints; the device is
+            synchronised at both ends.
+        timed_steps: steps in time_s: all except the first ones of a process, which warm up.
+        items_per_s: items of the timed steps per second; None if no step was timed.
+        peak_memory_metric: 'peak_memory_gib' (tensors on an accelerator) or 'peak_rss_gib' (the whole process on a
+            CPU).
+        peak_memory_gib: peak over the steps of the epoch; None if the system does not report it.
+        evaluation: metrics of the held-out split after the epoch, None if it was not evaluated; the same on all ranks.
+        waited_s: seconds of time_s in which the loop waited for the loader. On an accelerator this is time of the host;
+            the device may be busy meanwhile.
+        rank: the rank whose losses, items and times these are, since the run last changed its number of ranks. None for
+            all ranks together: global losses, the sum of items, and time and memory of the rank with the largest.
+    """
+
+    epoch: int
+    step: int
+    steps: int
+    loss: float
+    learning_rate: float
+    items: int
+    time_s: float
+    timed_steps: int
+    items_per_s: float | None
+    peak_memory_metric: str
+    peak_memory_gib: float | None
+    evaluation: dict[str, float] | None
+    rank: int | None = None
+    waited_s: float = 0.0
+
+    @property
+    def waiting_share(self) -> float | None:
+        """Share of the timed steps spent waiting for the loader; None if no step was timed."""
+        return self.waited_s / self.time_s if self.timed_steps else None
+
+
+@dataclass
+class History:
+    """All epochs of a run, including those before an interruption; the same on every rank.
+
+    Attributes:
+        item: 'token' or 'image'.
+        losses: training loss of each optimizer step, over the whole batch.
+        epochs: one record per epoch.
+        resumed_at: steps at which the run resumed from a checkpoint.
+        rank_epochs: one record per epoch and rank, in this order. If all ranks have equally many items in each step, the
+            loss of an epoch is mean_over_ranks of its records.
+    """
+
+    item: str
+    losses: list[float] = field(default_factory=list)
+    epochs: list[EpochRecord] = field(default_factory=list)
+    resumed_at: list[int] = field(default_factory=list)
+    rank_epochs: list[EpochRecord] = field(default_factory=list)
+
+    def add_epoch(
+        self, parts: Sequence[EpochRecord], loss: float, earlier_items: int, evaluation: dict[str, float] | None
+    ) -> EpochRecord:
+        """Add an epoch from the records of all ranks.
+
+        Args:
+            parts: the records of all ranks.
+            loss: mean of the global losses of the steps.
+            earlier_items: items of the epoch in no rank's record, because another number of ranks trained on them.
+            evaluation: metrics of the held-out split.
+
+        Returns:
+            The record of all ranks together.
+        """
+        self.rank_epochs.extend(parts)
+        time_s = max(part.time_s for part in parts)
+        rates = [part.items_per_s * (part.time_s / time_s) for part in parts if part.items_per_s is not None]
+        peaks = [part.peak_memory_gib for part in parts if part.peak_memory_gib is not None]
+        whole = replace(
+            parts[0],
+            rank=None,
+            steps=parts[0].step - (self.epochs[-1].step if self.epochs else 0),
+            loss=loss,
+            items=earlier_items + sum(part.items for part in parts),
+            time_s=time_s,
+            waited_s=max(part.waited_s for part in parts),
+            items_per_s=math.fsum(rates) if len(rates) == len(parts) else None,
+            peak_memory_gib=max(peaks) if len(peaks) == len(parts) else None,
+            evaluation=evaluation,
+        )
+        self.epochs.append(whole)
+        return whole
+
+    def state_dict(self) -> dict:
+        """Return the state for a checkpoint; losses are stored bit for bit."""
+        return {
+            "item": self.item,
+            "losses": torch.tensor(self.losses, dtype=torch.float64),
+            "epochs": [asdict(record) for record in self.epochs],
+            "resumed_at": self.resumed_at,
+            "rank_epochs": [asdict(record) for record in self.rank_epochs],
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: dict) -> "History":
+        """Return the history that state_dict stored."""
+        epochs, rank_epochs = ([EpochRecord(**record) for record in state[key]] for key in ("epochs", "rank_epochs"))
+        return cls(state["item"], state["losses"].tolist(), epochs, list(state["resumed_at"]), rank_epochs)
+
+
+def mean_over_ranks(parts: Sequence[EpochRecord]) -> float:
+    """Return the mean loss of the ranks' records of one epoch, weighted by items."""
+    return math.fsum(part.loss * part.items for part in parts) / sum(part.items for part in parts)
+
+
 def train(
     engine: Engine,
     batches: Batches,
-    plan: Plan,
+    plan: TrainingPlan,
     *,
     validation: Callable[[], Iterable] | None = None,
     folder: Path | None = None,
@@ -121,7 +241,7 @@ class _Run:
         self,
         engine: Engine,
         batches: Batches,
-        plan: Plan,
+        plan: TrainingPlan,
         validation: Callable[[], Iterable] | None,
         folder: Path | None,
         on_epoch: Sequence[Callable[[EpochRecord], object]],
@@ -365,7 +485,7 @@ class _Run:
         self.batches.load_state_dict(shared["batches"])
         self.step, self.steps_in_epoch = shared["step"], shared["steps_in_epoch"]
         self.learning_rate, self.saved_at, self.seed = shared["learning_rate"], shared["step"], shared["seed"]
-        self.history = shared["history"]
+        self.history = History.from_state_dict(shared["history"])
         self.history.resumed_at.append(self.step)
         if own is None:
             self.earlier_items = shared["items_in_epoch"]

@@ -1,17 +1,30 @@
-"""The checkpoint of a training run: the engine's shards, the state shared by all ranks, and the state of each rank."""
+"""What a training run writes: its checkpoints, and the batch of a step whose loss or gradient is infinite or NaN.
 
-from collections.abc import Mapping
-from dataclasses import asdict
+A checkpoint holds the engine's shards, the state shared by all ranks, and the state of each rank.
+"""
+
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hyperion.checkpoints import CheckpointError, agreed, on_rank_0, rank_and_size, read_state, saving, verify, write_state
+from hyperion.checkpoints import (
+    CheckpointError,
+    agreed,
+    gathered,
+    on_rank_0,
+    rank_and_size,
+    read_state,
+    saving,
+    verify,
+    write_state,
+)
 from hyperion.checkpoints.states import EARLIER, STATE, reading
-from hyperion.training.engine import Engine
-from hyperion.training.history import History
-from hyperion.training.seeds import require_rng_state
+from hyperion.training.engine import Engine, NonFiniteError
+from hyperion.training.recipe import require_rng_state
 
 _NUMBER = (int, float)
 # Types of the fields that the loop and each rank store. Numbers other than losses are not negative.
@@ -81,8 +94,8 @@ def read_run(path: Path, engine: Engine, total_steps: int) -> tuple[dict, dict |
     """Verify one checkpoint and load it into the engine. All ranks call it.
 
     Returns:
-        The shared state, with "step", "ranks" and a History as "history"; and the state of this rank, None if another number
-        of ranks saved the checkpoint.
+        The shared state, with "step", "ranks" and the state of a History as "history"; and the state of this rank, None if
+        another number of ranks saved the checkpoint.
 
     Raises:
         CheckpointError: on all ranks: the checkpoint is bad, of another model, or after the end of the plan.
@@ -107,18 +120,16 @@ def _read_shared(folder: Path, step: int, item: str) -> dict[str, Any]:
     _require_fields(shared, _SHARED, "the state of the loop", place)
     history = shared["history"]
     _require_fields(history, _HISTORY, "the history", place)
-    with reading(place, "holds no history"):
-        shared["history"] = parsed = History.from_state_dict(history)
-    for record in [*parsed.epochs, *parsed.rank_epochs]:
-        _require_fields(asdict(record), _RECORD, "a record of the history", place)
-    losses = history["losses"]
+    epochs, losses, resumed_at = history["epochs"], history["losses"], history["resumed_at"]
+    for record in [*epochs, *history["rank_epochs"]]:
+        _require_fields(record, _RECORD, "a record of the history", place)
     for what, valid in (
         (f"step {shared['step']}, but the manifest has step {step}", shared["step"] == step),
-        (f"a history of {parsed.item!r}, but the engine counts {item!r}", parsed.item == item),
+        (f"a history of {history['item']!r}, but the engine counts {item!r}", history["item"] == item),
         (f"{losses.numel()} losses of {step} steps", losses.dtype == torch.float64 and losses.shape == (step,)),
         ("a loss that is not finite", bool(losses.isfinite().all())),
-        (f"resumed_at {parsed.resumed_at!r}", all(type(at) is int and 0 <= at <= step for at in parsed.resumed_at)),
-        (f"an epoch that ended after step {step}", all(0 < record.step <= step for record in parsed.epochs)),
+        (f"resumed_at {resumed_at!r}", all(type(at) is int and 0 <= at <= step for at in resumed_at)),
+        (f"an epoch that ended after step {step}", all(0 < record["step"] <= step for record in epochs)),
         (f"{shared['steps_in_epoch']} steps in the epoch", shared["steps_in_epoch"] <= step),
         ("0 ranks", shared["ranks"] > 0),
     ):
@@ -144,7 +155,9 @@ def _read_own(folder: Path, shared: dict) -> dict[str, Any]:
     return own
 
 
-def _require_fields(state: dict, fields: Mapping[str, type | tuple[type, ...]], what: str, where: Path) -> None:
+def _require_fields(state: Any, fields: Mapping[str, type | tuple[type, ...]], what: str, where: Path) -> None:
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{what} is {state!r:.80}", where=where, next_step=EARLIER)
     if state.keys() != fields.keys():
         wrong = sorted(state.keys() ^ fields.keys())[0]
         problem = "has the unknown field" if wrong in state else "lacks the field"
@@ -163,3 +176,48 @@ def _write(folder: Path, state: dict) -> None:
 
 def _rank_folder(rank: int) -> str:
     return f"rank-{rank:05d}"
+
+
+def is_finite(numbers: Sequence[float]) -> bool:
+    """Return True if the numbers of a step (loss, gradient norm, the rank's own loss) are all finite."""
+    return all(map(math.isfinite, numbers))
+
+
+def non_finite(folder: Path | None, first: int, numbers: Sequence[Sequence[float]], batches: list) -> NonFiniteError:
+    """Save the batch of the first bad step of any rank, and return the error. All ranks call it and get the same error.
+
+    The error names the ranks whose own loss is not finite, and these save their batch. If only the gradient is not finite,
+    its origin is unknown, and all ranks save their batch.
+
+    Args:
+        folder: for the evidence; None for a temporary folder.
+        first: step of the first row.
+        numbers: loss, gradient norm and this rank's own loss of some steps; at least one is not finite on some rank.
+        batches: of the same steps.
+    """
+    rank, size = rank_and_size()
+    bad = [first + index for index, row in enumerate(numbers) if not is_finite(row)]
+    step = min(number for number in gathered(bad[0] if bad else None) if number is not None)
+    loss, norm, own_loss = numbers[step - first]
+    sources = [source for source, finite in enumerate(gathered(math.isfinite(own_loss))) if not finite] or [*range(size)]
+    evidence = {"step": step, "rank": rank, "loss": str(loss), "gradient_norm": str(norm), "rank_loss": str(own_loss)}
+
+    def save() -> str | None:
+        return _save_evidence(folder, evidence | {"batch": batches[step - first]}, size) if rank in sources else None
+
+    places = [place for place in gathered(agreed(save)) if place is not None]
+    ranks = "" if size == 1 else f" on rank {sources[0]}" if len(sources) == 1 else f" on ranks {sources}"
+    return NonFiniteError(
+        f"step {step}{ranks}: loss {loss}, gradient norm {norm}; training stopped, and the batch of the step was saved",
+        where=Path(places[0]),
+        next_step="lower the learning rate or inspect that batch; earlier checkpoints are unchanged",
+    )
+
+
+def _save_evidence(folder: Path | None, evidence: dict[str, Any], ranks: int) -> str:
+    place = Path(folder or tempfile.mkdtemp(prefix="hyperion-")) / f"nonfinite-step-{evidence['step']:08d}"
+    if ranks > 1:
+        place /= f"rank-{evidence['rank']:05d}"
+    place.mkdir(parents=True, exist_ok=True)
+    write_state(place, evidence)
+    return str(place / "tensors.safetensors")

@@ -13,7 +13,7 @@ from hyperion.data import (
     prepare_images,
     prepare_text,
 )
-from hyperion.data.store.overlap import TOLERANCE, Overlap
+from hyperion.data.store.overlap import TOLERANCE, SplitOverlap
 from hyperion.results import Row
 
 # Data sets that `text` and `images` load, by the names of `hyperion.data.prepare.catalog`.
@@ -60,7 +60,7 @@ def proof_rows(context: Context, loaded: TextCorpus | ImageSet, prepared: Prepar
         params |= {"files": checksums.files, "official": checksums.official}
     rows = [context.row(loaded.name, "share", params=params, data_source=loaded.source, **columns)]
     for split, counts in prepared.manifest.facts["overlap"].items():
-        overlap = Overlap(**counts)
+        overlap = SplitOverlap(**counts)
         rows.append(
             context.row(
                 loaded.name,

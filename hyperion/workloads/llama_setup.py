@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from hyperion.chapter.context import Context
-from hyperion.checkpoints.adapters import CONFIG as ADAPTER
 from hyperion.data import (
     Completions,
     InstructionSet,
@@ -33,10 +32,10 @@ from hyperion.models import (
     require_vocabulary,
     verify_llama_folder,
 )
-from hyperion.parallel import add_lora
-from hyperion.parallel.lora import ATTENTION
 from hyperion.paths import expanded
-from hyperion.training import Precision, seed_everything
+from hyperion.training import Precision, add_lora, seed_everything
+from hyperion.training.lora import ATTENTION
+from hyperion.training.lora import CONFIG as ADAPTER
 
 # Data sets that fine-tuning loads, by the names of `hyperion.data.prepare.catalog`.
 DATA = ("instructions", "gpt2", "llama")

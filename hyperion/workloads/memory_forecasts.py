@@ -9,7 +9,7 @@ from torch import nn
 from hyperion.hardware import Device
 from hyperion.models import layout_of
 from hyperion.parallel import ParallelPlan, parallelize
-from hyperion.parallel.plan import BUDGET, EVERY_BLOCK
+from hyperion.parallel.parallelize import BUDGET, EVERY_BLOCK
 from hyperion.processes import world
 from hyperion.training import TorchEngine
 from hyperion.training.memory_estimate import MemoryEstimate, estimate_memory, fewest_checkpointed

@@ -9,9 +9,8 @@ import torch
 from pydantic import ConfigDict
 
 from hyperion.chapter.context import Context
-from hyperion.checkpoints import agreed, frozen_sha256, on_rank_0
-from hyperion.data.batches.instruction_batches import InstructionBatches
-from hyperion.data.batches.loaders import LanguageBatches, ResumableBatches, evaluation_windows
+from hyperion.checkpoints import agreed, on_rank_0
+from hyperion.data.batches import InstructionBatches, LanguageBatches, ResumableBatches, evaluation_windows
 from hyperion.data.images.device_images import ImageBatches
 from hyperion.data.images.imageset import channel_statistics
 from hyperion.errors import HyperionError
@@ -21,11 +20,12 @@ from hyperion.processes import World, world
 from hyperion.training import (
     ImageEngine,
     LanguageEngine,
-    Plan,
     Precision,
+    TrainingPlan,
     WarmupCosine,
     adamw,
     choose_precision,
+    frozen_sha256,
     seed_everything,
     sgd_nesterov,
 )
@@ -95,9 +95,9 @@ class Recipe:
         part = f"_w{self.width}" if self.task == "images" else "_lora" if self.lora else ""
         return f"{name}{part}_{self.strategy}"
 
-    def plan(self) -> Plan:
+    def plan(self) -> TrainingPlan:
         """Return the length of the training and its checkpoint interval."""
-        return Plan(steps=self.steps, epochs=self.epochs, checkpoint_every=self.checkpoint_every)
+        return TrainingPlan(steps=self.steps, epochs=self.epochs, checkpoint_every=self.checkpoint_every)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hyperion.chapter.context import Context, Forecast
 from hyperion.data import channel_statistics
-from hyperion.data.batches.loaders import LanguageBatches
+from hyperion.data.batches import LanguageBatches
 from hyperion.data.images.device_images import ImageBatches
 from hyperion.errors import not_none
 from hyperion.hardware import Device

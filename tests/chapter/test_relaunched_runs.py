@@ -8,7 +8,7 @@ from hyperion.commands.compare import print_launches, print_relaunch
 from hyperion.hardware import detect_cpu
 from hyperion.hardware.telemetry import Telemetry
 from hyperion.measure import Launched, Relaunched, TimeAnswer, Timing
-from hyperion.measure.api.relaunching import Plan
+from hyperion.measure.api.relaunching import TurnPlan
 from hyperion.results import compare, relaunches
 
 WORK = """
@@ -75,7 +75,7 @@ def test_a_slowdown_is_exit_code_1_and_the_same_code_0(sides, tmp_path, capsys, 
             samples = pd.DataFrame({"variant": "step", "round": range(120), "index": 0, "calls": 1, "time_s": times})
             made.append(Launched(side, number, {"step": TimeAnswer("step", timing, device)}, samples, {"s.py": side}))
     (tmp_path / "place").mkdir()
-    relaunched = Relaunched(tuple(made), Plan(120, 5e-3, {"step": 1}, 1.0))
+    relaunched = Relaunched(tuple(made), TurnPlan(120, 5e-3, {"step": 1}, 1.0))
     assert print_launches(relaunched, sides[0], sides[1:], tmp_path / "place") == code
     said = capsys.readouterr().out
     assert ("regression" in said.split("launches:")[0]) == bool(code) and "power: a worsening of 3%" in said

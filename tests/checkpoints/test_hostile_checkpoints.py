@@ -599,11 +599,11 @@ def test_links_with_names_of_leftovers_are_left_alone(tmp_path, prefix):
 
 @pytest.fixture(scope="module")
 def run_original(tmp_path_factory):
-    from hyperion.training import Plan, train
+    from hyperion.training import TrainingPlan, train
     from tests.training.small import small_batches
 
     folder = tmp_path_factory.mktemp("training") / "run"
-    train(small_engine(), small_batches(), Plan(steps=9, checkpoint_every=8), folder=folder)
+    train(small_engine(), small_batches(), TrainingPlan(steps=9, checkpoint_every=8), folder=folder)
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000008", "step-00000009"]
     return folder
 
@@ -681,7 +681,7 @@ def test_an_edited_run_goes_on_from_the_checkpoint_before(run_original, name, tm
     engine = small_engine(seed=1)
     with watched():
         shared, own = newest_good(tmp_path / "run", lambda path: read_run(path, engine, 9))
-    assert shared["step"] == engine.steps == 8 and len(shared["history"].losses) == 8 and own is not None
+    assert shared["step"] == engine.steps == 8 and len(shared["history"]["losses"]) == 8 and own is not None
     warning = capsys.readouterr().err
     assert "WARNING: checkpoint refused" in warning and "step-00000009" in warning
 
@@ -696,7 +696,8 @@ def test_an_error_of_the_engines_own_code_is_raised_as_it_is(tmp_path):
 
 def write_run_of(folder: Path, engine) -> None:
     from hyperion.training import rng_state
-    from hyperion.training.history import EpochMeter, History
+    from hyperion.training.clocks import EpochMeter
+    from hyperion.training.loop import History
 
     shared = {
         "steps_in_epoch": 0,

@@ -10,7 +10,17 @@ import signal
 import pytest
 import torch
 
-from hyperion.checkpoints import CheckpointError, read_sharded, saving, verify, write_sharded
+from hyperion.checkpoints import (
+    CheckpointError,
+    agreed,
+    gathered,
+    on_rank_0,
+    rank_and_size,
+    read_sharded,
+    saving,
+    verify,
+    write_sharded,
+)
 
 
 def state_of(fill=True):
@@ -145,3 +155,15 @@ def test_a_file_that_may_not_be_written_is_told_in_the_systems_words(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("together", [agreed, on_rank_0])
+def test_alone_work_is_done_and_its_errors_are_its_own(together):
+    assert together(lambda: 5) == 5
+    with pytest.raises(ZeroDivisionError):
+        together(lambda: 1 // 0)
+
+
+def test_alone_there_is_one_rank():
+    assert rank_and_size() == (0, 1)
+    assert gathered("mine") == ["mine"]

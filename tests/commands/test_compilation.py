@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import save_file
 
 import hyperion
-from hyperion.commands.compilation import Options, main, profile_options, specifications
+from hyperion.commands.compilation import CompilationRequest, main, profile_options, specifications
 from hyperion.errors import HyperionError
 from hyperion.experiments.compilation.compilation_models import ModelSpec, make_model
 from hyperion.results import Run
@@ -73,20 +73,20 @@ def test_an_unknown_model_is_refused_before_anything_is_measured(tmp_path, capsy
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, checkpoint):
-    options = Options(base_dir=tmp_path, checkpoint=checkpoint, models=("resnet18_imagenet_stem",))
+    options = CompilationRequest(base_dir=tmp_path, checkpoint=checkpoint, models=("resnet18_imagenet_stem",))
     with pytest.raises(HyperionError, match="fits none of the models: resnet18_imagenet_stem: bn1.weight is missing"):
         specifications(options)
 
 
 def test_a_model_named_gets_the_published_shape():
-    options = Options(models=("resnet18_imagenet_stem", "lm_d768_h12_l4"), modes=("max-autotune",))
+    options = CompilationRequest(models=("resnet18_imagenet_stem", "lm_d768_h12_l4"), modes=("max-autotune",))
     images, language = specifications(options)
     assert (images.batch, images.dtype, images.modes) == (32, "fp32", ("eager", "max-autotune"))
     assert (language.batch, language.sequence_length, language.vocabulary) == (8, 128, 50257)
 
 
 def test_without_a_model_those_of_the_machines_profile_are_measured():
-    specs = specifications(Options(dtype="fp16", batch=3))
+    specs = specifications(CompilationRequest(dtype="fp16", batch=3))
     assert [spec.model for spec in specs] == [spec.model for spec in profile_options().models]
     assert all((spec.dtype, spec.batch) == ("fp16", 3) for spec in specs)
     assert all(spec.modes == ("eager", "default", "max-autotune", "reduce-overhead") for spec in specs)

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hyperion.commands.distributed_options import OptionError, Options, parsed
-from hyperion.commands.distributed_request import Machine, checked
+from hyperion.commands.distributed_options import CommandOptions, Machine, OptionError, checked, parsed
 from hyperion.data import DataError, load_instructions
 from hyperion.data.text.tokenizer import train_tokenizer
 from hyperion.errors import HyperionError
@@ -125,7 +124,7 @@ def test_scaling_starts_launches_of_its_own():
 def test_any_list_of_devices_is_either_refused_or_counts_of_what_there_is(text):
     machine = Machine(device=CPU, devices=8, ranks=8, launched=False)
     try:
-        counts = checked(Options(model="scaling", scaling_gpus=text), machine).counts
+        counts = checked(CommandOptions(model="scaling", scaling_gpus=text), machine).counts
     except OptionError as refused:
         assert "--scaling_gpus" in refused.what
     else:

@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 
 from hyperion.cli import app
 from hyperion.doctor import harness
-from hyperion.measure.clock import checks
-from hyperion.measure.faults.planted_faults import FaultResult
+from hyperion.measure.clock import timing
+from hyperion.measure.planted_faults import FaultResult
 
 
 def test_all_faults_are_caught_here_and_the_exit_code_is_0():
@@ -17,7 +17,7 @@ def test_all_faults_are_caught_here_and_the_exit_code_is_0():
     assert done.exit_code == 0, told
     faults = len(harness.ALL_FAULTS)
     assert f"{faults} of {faults} planted faults caught, {faults} of {faults} clean twins pass" in told
-    assert "no synchronisation" in told and "checks.require_whole_work" in told
+    assert "no synchronisation" in told and "require_whole_work" in told
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def few_faults(monkeypatch):
 
 
 def test_a_fault_that_gets_through_makes_it_1(monkeypatch, few_faults):
-    monkeypatch.setattr(checks, "require_flushed", lambda *given: None)
+    monkeypatch.setattr(timing, "require_flushed", lambda *given: None)
     done = CliRunner().invoke(app, ["doctor", "--harness"])
     assert done.exit_code == 1
     assert "1 of 2 planted faults caught, 2 of 2 clean twins pass" in done.output

@@ -6,9 +6,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hyperion.commands.doctor import print_numerics
-from hyperion.doctor.numerics import NumericsReport, check_numerics, compare, note, numerics_table, tolerances
-from hyperion.doctor.numerics_reference import CASES, PACK, difference, make_pack, read_pack, uniform
+from hyperion.cli import print_numerics
+from hyperion.doctor.numerics import (
+    CASES,
+    PACK,
+    NumericsReport,
+    check_numerics,
+    compare,
+    difference,
+    make_pack,
+    note,
+    numerics_table,
+    read_pack,
+    tolerances,
+    uniform,
+)
 from hyperion.hardware import detect, detect_cpu
 from tests.hardware.machines import facts
 

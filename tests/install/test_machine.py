@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hyperion.errors import HyperionError
-from hyperion.install.machine import DetectedAccelerator, Facts, collect_facts, decide
+from hyperion.install.machine import DetectedAccelerator, KernelFacts, collect_facts, decide
 from hyperion.install.plan import Choice, choose
 
 NO_GPU = DetectedAccelerator("cpu", "no AMD or NVIDIA GPU with a driver")
@@ -94,10 +94,10 @@ def test_a_mac_is_cpu(tmp_path):
 @pytest.mark.parametrize(
     ("facts", "cause", "remedy"),
     [
-        (Facts(amd_archs=("gfx90a",), kfd="denied"), "may not be opened", "render"),
-        (Facts(amd_archs=("gfx90a",), kfd="absent"), "/dev/kfd is not here", "--device=/dev/kfd"),
-        (Facts(pci=(("0x1002", "0x0380"),)), "AMD GPU is on the PCI bus", "--device=/dev/kfd"),
-        (Facts(pci=(("0x10de", "0x0302"),)), "NVIDIA GPU is on the PCI bus", "--gpus all"),
+        (KernelFacts(amd_archs=("gfx90a",), kfd="denied"), "may not be opened", "render"),
+        (KernelFacts(amd_archs=("gfx90a",), kfd="absent"), "/dev/kfd is not here", "--device=/dev/kfd"),
+        (KernelFacts(pci=(("0x1002", "0x0380"),)), "AMD GPU is on the PCI bus", "--device=/dev/kfd"),
+        (KernelFacts(pci=(("0x10de", "0x0302"),)), "NVIDIA GPU is on the PCI bus", "--gpus all"),
     ],
 )
 def test_an_unusable_gpu_fails_with_its_cause_unless_the_cpu_is_asked_for(facts, cause, remedy):

@@ -15,8 +15,7 @@ from hyperion.chapter import Context
 from hyperion.commands.collective_check import Check, check_collectives, check_under_torchrun
 from hyperion.experiments.interconnect.collectives import measure_on_rank
 from hyperion.measure import COLLECTIVES, measure_collective
-from hyperion.measure.collectives.collectives import ALL_COLLECTIVES, DTYPES, Buffers
-from hyperion.measure.collectives.overlap import measure_overlap
+from hyperion.measure.collectives.collectives import ALL_COLLECTIVES, DTYPES, Buffers, measure_overlap
 from hyperion.processes import RollCall, world
 from hyperion.results import rows_to_csv
 

@@ -7,7 +7,7 @@ from torch import nn
 from hyperion.compat import import_torchvision
 from hyperion.errors import HyperionError
 from hyperion.models import TransformerLM, layout_of
-from hyperion.parallel import add_lora
+from hyperion.training import add_lora
 from tests.parallel import small
 
 

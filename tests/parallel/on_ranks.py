@@ -9,16 +9,22 @@ from hyperion.errors import HyperionError
 from hyperion.models import Layout, TransformerLM, resnet18
 from hyperion.parallel import (
     ParallelPlan,
-    add_lora,
     assert_ranks_agree,
     fsdp_units,
     full_parameter_bytes,
     local_parameter_bytes,
     parallelize,
-    trainable_parameter_count,
 )
 from hyperion.processes import world
-from hyperion.training import LanguageEngine, Precision, adamw, evaluate_images, evaluate_language
+from hyperion.training import (
+    LanguageEngine,
+    Precision,
+    adamw,
+    add_lora,
+    evaluate_images,
+    evaluate_language,
+    trainable_parameter_count,
+)
 from tests.parallel import small
 
 PLANS = {

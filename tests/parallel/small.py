@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hyperion.data.batches.loaders import LanguageBatches, evaluation_windows
-from hyperion.data.batches.packing import IGNORE_INDEX
+from hyperion.data.batches import LanguageBatches, evaluation_windows
 from hyperion.data.images.device_images import ImageBatches
+from hyperion.data.packing import IGNORE_INDEX
 from hyperion.hardware import detect_cpu
 from hyperion.models import ResNet18, TransformerConfig, TransformerLM
 from hyperion.parallel import ParallelPlan, parallelize

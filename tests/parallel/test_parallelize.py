@@ -2,9 +2,10 @@
 
 import copy
 import functools
+import json
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hyperion.errors import HyperionError
 from hyperion.models import Layout, TransformerLM, resnet18
 from hyperion.parallel import ParallelPlan, parallelize
-from hyperion.parallel.plan import BUDGET, CHECKPOINTING, NONE
+from hyperion.parallel.parallelize import BUDGET, CHECKPOINTING, NONE
 from tests.parallel import small
 from tests.parallel.on_ranks import IMAGE_PLANS, PLANS
 
@@ -360,3 +361,25 @@ def test_compiled_blocks_share_one_graph_and_keep_their_names(monkeypatch):
     torch.testing.assert_close(_steps(compiled, batches), _steps(plain, batches), rtol=1e-3, atol=1e-5)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     assert list(compiled.state_dict()) == list(plain.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "zero3"}, "strategy is 'zero3'"),
+        ({"strategy": "fsdp", "param_dtype": "fp8"}, "param_dtype is 'fp8'"),
+        ({"strategy": "ddp", "param_dtype": "bf16"}, "belong to strategy 'fsdp', not to 'ddp'"),
+        ({"reshard_after_forward": False}, "belong to strategy 'fsdp', not to 'single'"),
+        ({"checkpointing": "all"}, "checkpointing is 'all'"),
+        ({"checkpointing": "budget"}, "checkpointing 'budget' with checkpointed_blocks None"),
+        ({"checkpointing": "selective", "checkpointed_blocks": 3}, "'selective' with checkpointed_blocks 3"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, message):
+    with pytest.raises(HyperionError, match=message):
+        ParallelPlan(**options)
+
+
+def test_a_plan_travels_as_json():
+    plan = ParallelPlan("fsdp", "bf16", "budget", 3, True, False)
+    assert ParallelPlan(**json.loads(json.dumps(asdict(plan)))) == plan

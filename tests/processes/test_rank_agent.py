@@ -10,8 +10,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from hyperion.errors import HyperionError
 from hyperion.processes.child_process import child_environment
-from hyperion.processes.job_folder import JobFolder, read_json
 from hyperion.processes.rank_agent import _Ranks, _run, arguments, require_module
+from hyperion.processes.ranks import JobFolder, read_json
 
 REQUEST = {"entry": "a:b", "params": {"x": 1}, "ranks": 4, "nodes": 1, "rendezvous": ""}
 

@@ -118,7 +118,7 @@ def test_the_traceback_is_that_of_the_rank_that_raised_and_not_of_its_peer():
     assert (error.value.rank, error.value.signal) == (1, "")
     message = error.value.what
     assert "Traceback" in message and "rank_entries.py" in message
-    assert "all_reduce" not in message and "ChildFailedError" not in message and "rank_worker.py" not in message
+    assert "all_reduce" not in message and "ChildFailedError" not in message and "worker.py" not in message
 
 
 @dataclass

@@ -16,7 +16,7 @@ from hyperion.errors import HyperionError
 from hyperion.processes.child_process import has_ended
 from hyperion.reproduce import Request, reproduce
 from hyperion.reproduce.machine import MachineProfile
-from hyperion.reproduce.pages import require_no_machine_paths
+from hyperion.reproduce.publishing import require_no_machine_paths
 from hyperion.results import Run
 from tests.reproduce.small_book import MACHINE, counting, make_book, recording, start_driver, write_notebook
 
@@ -248,7 +248,7 @@ child.wait()
 @pytest.mark.process
 @pytest.mark.parametrize("how", ENDLESS)
 def test_an_endless_cell_ends_at_its_limit_with_all_its_processes_and_keeps_finished_rows(root, how, monkeypatch):
-    monkeypatch.setattr("hyperion.reproduce.provisioner.GRACE_S", 1.0)
+    monkeypatch.setattr("hyperion.reproduce.kernels.GRACE_S", 1.0)
     phase = root / "phase1_hardware"
     write_notebook(phase, "01_first", ["import os\nprint('BANNER child', os.getpid())", recording("01_first"), ENDLESS[how]])
     write_notebook(phase, "02_alone", [recording("02_alone")])

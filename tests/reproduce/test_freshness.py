@@ -1,8 +1,11 @@
+"""What makes a notebook stale, and which reference it replays."""
+
 import pandas as pd
 import pytest
 
+from hyperion import dependencies
 from hyperion.errors import HyperionError
-from hyperion.reproduce.freshness import reference_for
+from hyperion.reproduce.freshness import library_modules, notebook_hash, reference_for, rows_digest
 from hyperion.reproduce.notebooks import read_notebook
 from hyperion.results import Row, Run
 from tests.reproduce.small_book import write_notebook
@@ -42,3 +45,70 @@ def test_a_named_machine_without_them_gives_the_reason_and_an_unknown_one_is_an_
     with pytest.raises(HyperionError, match="no reference run of 'd'") as caught:
         reference_for(checkout, "d")
     assert "a_empty, b_half, c_whole" in caught.value.next_step
+
+
+USES_RESULTS = "from hyperion.results import Run"
+
+
+def digest(tmp_path, cells=(USES_RESULTS,), parameters=None, upstream=None, **metadata):
+    notebook = read_notebook(write_notebook(tmp_path, "01_x", list(cells), **metadata))
+    return notebook_hash(notebook, parameters or {}, upstream or {})
+
+
+def test_text_parameters_upstream_and_needs_change_the_hash(tmp_path):
+    same = digest(tmp_path)
+    assert same == digest(tmp_path)
+    others = [
+        digest(tmp_path, [USES_RESULTS + "\n"]),
+        digest(tmp_path, parameters={"seed": 1}),
+        digest(tmp_path, upstream={"00_w": "abc"}),
+        digest(tmp_path, produces=["other"]),
+    ]
+    assert len({same, *others}) == 5
+
+
+def test_time_and_outputs_do_not(tmp_path):
+    same = digest(tmp_path)
+    notebook = tmp_path / "01_x.ipynb"
+    notebook.write_text(notebook.read_text().replace('"outputs": []', '"outputs": [{"output_type": "stream", "text": "x"}]'))
+    assert same == notebook_hash(read_notebook(notebook), {}, {})
+    assert same == digest(tmp_path, time_budget_s={"smoke": 99})
+
+
+def test_a_change_in_a_library_file_counts_only_where_it_is_reached(tmp_path, monkeypatch):
+    package = tmp_path / "hyperion"
+    for room in ("near", "far"):
+        (package / room).mkdir(parents=True)
+        (package / room / "__init__.py").write_text("")
+    (package / "near" / "__init__.py").write_text("from hyperion.near.deep import x")
+    (package / "near" / "deep.py").write_text("x = 1")
+    monkeypatch.setattr(dependencies, "_PACKAGE", package)
+    cell = ["%matplotlib inline\nfrom hyperion import near"]
+    before = digest(tmp_path, cell)
+    (package / "far" / "__init__.py").write_text("y = 2")
+    assert digest(tmp_path, cell) == before
+    (package / "near" / "deep.py").write_text("x = 2")
+    after = digest(tmp_path, cell)
+    assert after != before
+    (package / "near" / "devices.toml").write_text("a = 1")
+    with_data = digest(tmp_path, cell)
+    assert with_data != after
+    (package / "near" / "sizes.toml").write_text("a = 1")  # sizes are among the parameters, by value
+    assert digest(tmp_path, cell) == with_data
+
+
+def test_experiments_are_reached_by_name_and_broken_cells_by_their_text(tmp_path):
+    notebook = read_notebook(write_notebook(tmp_path, "01_x", ["def broken(", USES_RESULTS], produces=["gemm"]))
+    assert {"hyperion.experiments.hardware.gemm", "hyperion.results.store"} <= library_modules(notebook)
+
+
+def test_rows_digest_depends_on_values_not_on_order(tmp_path):
+    def stored(folder, names, value=1.0):
+        run = Run.create(tmp_path / folder, {})
+        rows = [Row(notebook="n", experiment="e", variant=name, metric="count", value=value) for name in names]
+        run.record("n", "e", rows, pd.DataFrame({"x": [1]}), input_hash="h")
+        return rows_digest(run, "n"), rows_digest(run, "other")
+
+    assert stored("a", "ab") == stored("b", "ba")
+    assert stored("c", "ab", 2.0) != stored("d", "ab")
+    assert stored("e", "a")[1] is None

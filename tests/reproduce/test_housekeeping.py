@@ -4,9 +4,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from hyperion.data.prepare.verify import Finding, quarantine
-from hyperion.data.store.manifest import write_manifest
-from hyperion.data.store.staging import staged
+from hyperion.data.prepare.verify import DataFinding, quarantine
+from hyperion.data.store.folders import staged, write_manifest
 from hyperion.errors import HyperionError
 from hyperion.reproduce import housekeeping
 from hyperion.reproduce.housekeeping import removable, remove
@@ -136,7 +135,7 @@ def test_linked_caches_and_runs_stay(checkout, tmp_path_factory):
 
 
 def test_quarantine_and_a_killed_staging_are_removed_unless_the_user_put_something_there(checkout):
-    moved = quarantine(checkout / "data/raw/wikitext-2", [Finding("train.bin", "a bit was flipped")])
+    moved = quarantine(checkout / "data/raw/wikitext-2", [DataFinding("train.bin", "a bit was flipped")])
     (checkout / "data/raw/quarantine/vocab.json.0123abcd").write_text("a proxy's login page")
     killed = checkout / "data/raw/.cifar-10.4711.0123abcd.part"
     killed.mkdir()
@@ -202,5 +201,5 @@ def test_an_edit_of_the_same_size_is_noticed_and_quarantined_data_may_have_chang
     (checkout / "data/raw/wikitext-2/records/train.bin").write_bytes(b"x" * 100)
     with pytest.raises(HyperionError, match="train.bin"):
         names(checkout, staged_data=True)
-    quarantine(checkout / "data/raw/wikitext-2", [Finding("records/train.bin", "changed")])
+    quarantine(checkout / "data/raw/wikitext-2", [DataFinding("records/train.bin", "changed")])
     assert names(checkout, staged_data=True) == CACHES | DATA

@@ -29,7 +29,7 @@ from hyperion.checkpoints import (
     saving,
     write_sharded,
 )
-from hyperion.data.batches.loaders import LanguageBatches
+from hyperion.data.batches import LanguageBatches
 from hyperion.data.images.device_images import ImageBatches
 from hyperion.errors import HyperionError
 from hyperion.models import TransformerConfig, TransformerLM, resnet18
@@ -40,7 +40,7 @@ from hyperion.training import (
     Interrupted,
     LanguageEngine,
     NonFiniteError,
-    Plan,
+    TrainingPlan,
     WarmupCosine,
     adamw,
     choose_precision,
@@ -52,7 +52,7 @@ from hyperion.training import (
 from tests.training.small import STEPS, TOKENS, DropoutLM, Slow, small_validation
 
 SAVED_AT, NEXT = 9, 5
-PLAN = Plan(steps=STEPS, checkpoint_every=3)
+PLAN = TrainingPlan(steps=STEPS, checkpoint_every=3)
 
 
 def engine_of(strategy: str, seed: int = 0, kind: type[TransformerLM] = TransformerLM, **changes) -> LanguageEngine:
@@ -104,7 +104,7 @@ def check_resume_is_bit_for_bit(place: Path) -> None:
 
 def check_records_of_ranks_add_up(place: Path) -> None:
     seen = []
-    history = train(engine_of("ddp"), batches_of(), Plan(epochs=2), on_epoch=[seen.append])
+    history = train(engine_of("ddp"), batches_of(), TrainingPlan(epochs=2), on_epoch=[seen.append])
     assert [(r.epoch, r.rank) for r in history.rank_epochs] == [(1, 0), (1, 1), (2, 0), (2, 1)]
     for epoch, parts in zip(history.epochs, (history.rank_epochs[:2], history.rank_epochs[2:]), strict=True):
         assert parts[0].loss != parts[1].loss
@@ -125,7 +125,7 @@ def check_layouts_exchange_checkpoints(place: Path) -> None:
             train(engine_of(strategy), batches_of(Crashing), PLAN, folder=place / strategy)
     for source, strategy in (("single", "fsdp"), ("single", "ddp"), ("fsdp", "ddp"), ("ddp", "fsdp")):
         folder = copy_of(place / source, place / f"{source}-to-{strategy}")
-        history = train(engine_of(strategy, seed=4), batches_of(), Plan(steps=SAVED_AT + NEXT), folder=folder)
+        history = train(engine_of(strategy, seed=4), batches_of(), TrainingPlan(steps=SAVED_AT + NEXT), folder=folder)
         assert history.resumed_at == [SAVED_AT]
         assert history.losses == pytest.approx(expected[: SAVED_AT + NEXT], abs=1e-5), (source, strategy)
 
@@ -133,40 +133,40 @@ def check_layouts_exchange_checkpoints(place: Path) -> None:
 def check_accumulated_steps_are_those_of_whole_batches(place: Path) -> None:
     expected = json.loads((place / "single.json").read_text())
     for strategy in ("ddp", "fsdp"):
-        history = train(engine_of(strategy, micro_batches=2), batches_of(), Plan(steps=NEXT))  # of five examples: 3 and 2
+        history = train(engine_of(strategy, micro_batches=2), batches_of(), TrainingPlan(steps=NEXT))  # of five examples: 3 and 2
         assert history.losses == pytest.approx(expected[:NEXT], abs=1e-5), strategy
 
 
 def check_a_truncated_shard_is_refused_by_all(place: Path) -> None:
     folder = place / "truncated"
-    first = train(engine_of("fsdp"), batches_of(), Plan(steps=6, checkpoint_every=3), folder=folder)
+    first = train(engine_of("fsdp"), batches_of(), TrainingPlan(steps=6, checkpoint_every=3), folder=folder)
     bad = sorted((checkpoint_path(folder, 6) / "engine").glob("*.safetensors"))[1]
     on_rank_0(lambda: bad.write_bytes(bad.read_bytes()[:-9]))
     engine = engine_of("fsdp", seed=2)
-    again = train(engine, batches_of(), Plan(steps=6, checkpoint_every=3), folder=folder)
+    again = train(engine, batches_of(), TrainingPlan(steps=6, checkpoint_every=3), folder=folder)
     assert again.resumed_at == [3] and again.losses == first.losses
     for step in (3, 6):
         shard = sorted((checkpoint_path(folder, step) / "engine").glob("*.safetensors"))[0]
         on_rank_0(lambda shard=shard: shard.write_bytes(shard.read_bytes()[:-9]))
     with pytest.raises(CheckpointError, match="none of the 2 checkpoints can be used") as caught:
-        train(engine_of("fsdp"), batches_of(), Plan(steps=6), folder=folder)
+        train(engine_of("fsdp"), batches_of(), TrainingPlan(steps=6), folder=folder)
     assert str(caught.value.where) == str(shard)
 
 
 def check_a_full_disk_on_one_rank_aborts_all(place: Path) -> None:
     folder, engine, batches = place / "full", engine_of("fsdp"), batches_of()
-    first = train(engine, batches, Plan(steps=3), folder=folder)
+    first = train(engine, batches, TrainingPlan(steps=3), folder=folder)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if world().rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
     with pytest.raises(CheckpointError, match="rank 1 of 2: cannot write the tensors: File too large") as caught:
-        train(engine_of("fsdp", seed=1), batches_of(), Plan(steps=4), folder=folder)
+        train(engine_of("fsdp", seed=1), batches_of(), TrainingPlan(steps=4), folder=folder)
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "choose another checkpoint folder" in caught.value.next_step
     dist.barrier()
     assert [path.name for path in folder.iterdir()] == ["step-00000003"]
-    again = train(engine_of("fsdp", seed=1), batches_of(), Plan(steps=4), folder=folder)
+    again = train(engine_of("fsdp", seed=1), batches_of(), TrainingPlan(steps=4), folder=folder)
     assert again.resumed_at == [3] and again.losses[:3] == first.losses
 
 
@@ -203,14 +203,14 @@ def check_nan_on_one_rank_stops_all(place: Path) -> None:
 
     engine = engine_of("ddp")
     with pytest.raises(NonFiniteError, match="step 5 on rank 1: loss nan") as caught:
-        train(engine, batches_of(Poisoned), Plan(steps=9, checkpoint_every=2), folder=place / "nan")
+        train(engine, batches_of(Poisoned), TrainingPlan(steps=9, checkpoint_every=2), folder=place / "nan")
     evidence = read_state(Path(caught.value.where).parent)
     own = batches_of()
     own.rank = 1
     batch = [own.next_batch() for _ in range(5)][-1]
     assert evidence["step"] == 5 and evidence["rank"] == 1
     assert all(torch.equal(a, b) for a, b in zip(evidence["batch"], batch, strict=True))
-    assert train(engine_of("ddp"), batches_of(), Plan(steps=5), folder=place / "nan").resumed_at == [4]
+    assert train(engine_of("ddp"), batches_of(), TrainingPlan(steps=5), folder=place / "nan").resumed_at == [4]
 
 
 def check_running_statistics_are_saved_alike(place: Path) -> None:
@@ -225,7 +225,7 @@ def check_running_statistics_are_saved_alike(place: Path) -> None:
         return ImageBatches(images, np.arange(40) % 10, 10, ([0.5] * 3, [0.25] * 3), seed=1, rank=rank, ranks=2)
 
     engine = image_engine(0)
-    first = train(engine, image_batches(), Plan(steps=2, checkpoint_every=1), folder=place / "images")
+    first = train(engine, image_batches(), TrainingPlan(steps=2, checkpoint_every=1), folder=place / "images")
     statistics = [buffer for name, buffer in engine.model.named_buffers() if "running" in name]
     for statistic in statistics:
         other = statistic.clone()
@@ -233,7 +233,7 @@ def check_running_statistics_are_saved_alike(place: Path) -> None:
         assert torch.equal(statistic, other)
     on_rank_0(lambda: shutil.rmtree(checkpoint_path(place / "images", 2)))
     resumed = image_engine(1)
-    assert train(resumed, image_batches(), Plan(steps=2), folder=place / "images").losses == first.losses
+    assert train(resumed, image_batches(), TrainingPlan(steps=2), folder=place / "images").losses == first.losses
     for ours, theirs in zip(resumed.model.parameters(), engine.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -244,7 +244,7 @@ def check_sigterm_during_an_evaluation_stops_all(place: Path) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         return small_validation()
 
-    folder, plan = place / "evaluation", Plan(steps=8)
+    folder, plan = place / "evaluation", TrainingPlan(steps=8)
     with pytest.raises(Interrupted, match="after step 7 of 8"):
         train(engine_of("fsdp"), batches_of(), plan, validation=interrupted_validation, folder=folder)
     history = train(engine_of("fsdp", seed=1), batches_of(), plan, validation=small_validation, folder=folder)

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hyperion.data.batches.loaders import LanguageBatches, evaluation_windows
+from hyperion.data.batches import LanguageBatches, evaluation_windows
 from hyperion.hardware import Device, detect_cpu
 from hyperion.models import TransformerConfig, TransformerLM
-from hyperion.training import LanguageEngine, Plan, WarmupCosine, adamw, choose_precision, seed_everything, train
+from hyperion.training import LanguageEngine, TrainingPlan, WarmupCosine, adamw, choose_precision, seed_everything, train
 
 STEPS = 24
 TOKENS = np.random.default_rng(5).integers(0, 19, 680) % np.arange(1, 681).clip(max=19)
@@ -58,7 +58,7 @@ class Slow(LanguageBatches):
 def main(folder: str) -> None:
     """Train in `folder`, slowly."""
     batches = Slow(TOKENS, sequence_length=8, batch_size=10, seed=3)
-    plan = Plan(steps=STEPS, checkpoint_every=3)
+    plan = TrainingPlan(steps=STEPS, checkpoint_every=3)
     train(small_engine(), batches, plan, validation=small_validation, folder=Path(folder))
 
 

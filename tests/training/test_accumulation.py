@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hyperion.data.batches.packing import IGNORE_INDEX
+from hyperion.data.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
 from hyperion.training import LanguageEngine, Precision, TorchEngine, adamw

@@ -10,7 +10,7 @@ import torch
 from hyperion.hardware import detect, detect_cpu
 from hyperion.training import ImageEngine, Precision, choose_precision, compile_options, sgd_nesterov
 from hyperion.training.captured import WARM_UP_STEPS, restored, same_tensors, why_not_captured
-from hyperion.training.seeds import rng_state, set_rng_state
+from hyperion.training.recipe import rng_state, set_rng_state
 from tests.hardware.machines import facts
 from tests.training.small import small_batches, small_engine
 from tests.training.test_engine import image_batches, image_engine

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hyperion.data.batches.loaders import evaluation_windows
+from hyperion.data.batches import evaluation_windows
 from hyperion.data.images.device_images import ImageBatches
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu

@@ -11,8 +11,8 @@ from torch import nn
 
 from hyperion.checkpoints import CheckpointError, checkpoint_path, load, load_latest, newest_good, save, saving, write_state
 from hyperion.checkpoints.weights import read_weights
-from hyperion.data.batches.packing import IGNORE_INDEX
 from hyperion.data.images.device_images import ImageBatches
+from hyperion.data.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError
 from hyperion.experiments.baselines.plain_loops import PlainImageLoop
 from hyperion.hardware import detect_cpu
@@ -21,8 +21,8 @@ from hyperion.parallel import ParallelPlan
 from hyperion.training import (
     ImageEngine,
     LanguageEngine,
-    Plan,
     Precision,
+    TrainingPlan,
     WarmupCosine,
     adamw,
     choose_precision,
@@ -32,7 +32,7 @@ from hyperion.training import (
     sgd_nesterov,
     train,
 )
-from hyperion.training.seeds import seed_rank
+from hyperion.training.recipe import seed_rank
 from tests.training.small import small_batches, small_engine, small_validation
 
 CPU, FP32 = detect_cpu(), Precision("fp32", "test")
@@ -96,14 +96,14 @@ BAD_SETTINGS = {
     "no folder of a checkpoint": (lambda f: load(f / "absent"), "manifest cannot be read"),
     "no weights": (lambda f: read_weights(f / "absent"), "no such file"),
     "a file for a folder of checkpoints": (lambda f: load_latest(file_in(f)), "cannot be listed"),
-    "Plan of nothing": (lambda f: Plan(), "give either epochs or steps"),
-    "Plan of both": (lambda f: Plan(epochs=1, steps=1), "give either epochs or steps"),
-    "Plan of 0 steps": (lambda f: Plan(steps=0), "steps is 0"),
-    "Plan of half an epoch": (lambda f: Plan(epochs=0.5), "epochs is 0.5"),
-    "Plan of text": (lambda f: Plan(steps="9"), "steps is '9'"),
-    "Plan of NaN": (lambda f: Plan(steps=math.nan), "steps is nan"),
-    "Plan that keeps nothing": (lambda f: Plan(steps=1, keep=0), "keep is 0"),
-    "Plan with checkpoints every -1": (lambda f: Plan(steps=1, checkpoint_every=-1), "checkpoint_every is -1"),
+    "TrainingPlan of nothing": (lambda f: TrainingPlan(), "give either epochs or steps"),
+    "TrainingPlan of both": (lambda f: TrainingPlan(epochs=1, steps=1), "give either epochs or steps"),
+    "TrainingPlan of 0 steps": (lambda f: TrainingPlan(steps=0), "steps is 0"),
+    "TrainingPlan of half an epoch": (lambda f: TrainingPlan(epochs=0.5), "epochs is 0.5"),
+    "TrainingPlan of text": (lambda f: TrainingPlan(steps="9"), "steps is '9'"),
+    "TrainingPlan of NaN": (lambda f: TrainingPlan(steps=math.nan), "steps is nan"),
+    "TrainingPlan that keeps nothing": (lambda f: TrainingPlan(steps=1, keep=0), "keep is 0"),
+    "TrainingPlan with checkpoints every -1": (lambda f: TrainingPlan(steps=1, checkpoint_every=-1), "checkpoint_every is -1"),
     "warm-up longer than the run": (lambda f: WarmupCosine(1e-3, 10, 10), "warmup_steps 10"),
     "negative warm-up": (lambda f: WarmupCosine(1e-3, -1, 10), "warmup_steps -1"),
     "warm-up of text": (lambda f: WarmupCosine(1e-3, "1", 10), "warmup_steps is '1'"),
@@ -324,7 +324,7 @@ def test_what_is_needed_at_the_end_is_asked_for_before_the_first_step(case, tmp_
     make, options, reason = NEEDED_AT_THE_END[case]
     engine = small_engine()
     with pytest.raises(HyperionError, match=reason) as caught:
-        train(engine, make(), Plan(steps=3), folder=tmp_path, **options)
+        train(engine, make(), TrainingPlan(steps=3), folder=tmp_path, **options)
     assert engine.steps == 0 and caught.value.next_step
 
 
@@ -333,21 +333,21 @@ def test_an_engine_that_cannot_end_does_not_begin(lacking, tmp_path):
     engine = small_engine()
     setattr(engine, lacking, None)
     with pytest.raises(HyperionError, match=f"LanguageEngine, has no {lacking}"):
-        train(engine, Resumable(), Plan(steps=3), folder=tmp_path)
+        train(engine, Resumable(), TrainingPlan(steps=3), folder=tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_found_before_the_first_step(tmp_path):
     with pytest.raises(CheckpointError, match="cannot write checkpoints"):
-        train(small_engine(), Resumable(), Plan(steps=3), folder=file_in(tmp_path))
+        train(small_engine(), Resumable(), TrainingPlan(steps=3), folder=file_in(tmp_path))
     (tmp_path / "read only").mkdir(mode=0o500)
     if os.geteuid():  # root may write anywhere
         with pytest.raises(CheckpointError, match="cannot write checkpoints"):
-            train(small_engine(), Resumable(), Plan(steps=3), folder=tmp_path / "read only")
+            train(small_engine(), Resumable(), TrainingPlan(steps=3), folder=tmp_path / "read only")
 
 
 def test_a_loader_that_cannot_resume_trains_where_nothing_is_saved():
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(TOKENS, TOKENS), batch_size=2)
-    assert len(train(small_engine(), loader, Plan(epochs=2), validation=small_validation).losses) == 4
+    assert len(train(small_engine(), loader, TrainingPlan(epochs=2), validation=small_validation).losses) == 4
 
 
 def test_an_error_of_the_callers_own_code_is_not_taken_for_a_bad_checkpoint(tmp_path):

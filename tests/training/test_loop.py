@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from hyperion.checkpoints import CheckpointError, read_state
-from hyperion.data.batches.prefetch import Prefetched
+from hyperion.data.batches import Prefetched
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect
-from hyperion.training import EXIT_CODE, Interrupted, NonFiniteError, Plan, seed_everything, train
+from hyperion.training import EXIT_CODE, Interrupted, NonFiniteError, TrainingPlan, seed_everything, train
 from tests.training.small import STEPS, small_batches, small_engine, small_validation
 
 
@@ -21,7 +21,7 @@ from tests.training.small import STEPS, small_batches, small_engine, small_valid
 def whole():
     """An uninterrupted run of STEPS steps."""
     engine = small_engine()
-    return train(engine, small_batches(), Plan(steps=STEPS), validation=small_validation), engine
+    return train(engine, small_batches(), TrainingPlan(steps=STEPS), validation=small_validation), engine
 
 
 def test_the_history_holds_every_step_and_epoch(whole):
@@ -47,11 +47,11 @@ def test_the_history_holds_every_step_and_epoch(whole):
 
 
 def test_the_same_seed_gives_the_same_losses(whole):
-    assert train(small_engine(), small_batches(), Plan(steps=STEPS)).losses == whole[0].losses
+    assert train(small_engine(), small_batches(), TrainingPlan(steps=STEPS)).losses == whole[0].losses
 
 
 def test_another_seed_gives_other_losses(whole):
-    assert train(small_engine(seed=1), small_batches(), Plan(steps=STEPS)).losses != whole[0].losses
+    assert train(small_engine(seed=1), small_batches(), TrainingPlan(steps=STEPS)).losses != whole[0].losses
 
 
 class Stop(Exception):
@@ -83,7 +83,7 @@ class Crashing:
 
 @pytest.mark.parametrize("crash_after, resumed_at", [(5, 3), (7, 6), (8, 6), (14, 12), (23, 21)])
 def test_a_crashed_run_resumes_bit_for_bit(whole, tmp_path, crash_after, resumed_at):
-    plan = Plan(steps=STEPS, checkpoint_every=3)
+    plan = TrainingPlan(steps=STEPS, checkpoint_every=3)
     with pytest.raises(Stop):
         train(small_engine(), Crashing(small_batches(), crash_after), plan, validation=small_validation, folder=tmp_path)
     seed_everything(99)
@@ -104,33 +104,33 @@ def test_a_crashed_run_resumes_bit_for_bit(whole, tmp_path, crash_after, resumed
 def test_batches_made_ahead_by_threads_train_and_resume_to_the_same_losses(whole, tmp_path):
     """Threads that are ahead of the step when it crashes change nothing: the checkpoint holds the place of the step."""
     with Prefetched(small_batches(resident=False), workers=2) as batches, pytest.raises(Stop):
-        train(small_engine(), Crashing(batches, 11), Plan(steps=STEPS, checkpoint_every=4), folder=tmp_path)
+        train(small_engine(), Crashing(batches, 11), TrainingPlan(steps=STEPS, checkpoint_every=4), folder=tmp_path)
     with Prefetched(small_batches(resident=False), workers=3) as batches:
         engine = small_engine()
-        history = train(engine, batches, Plan(steps=STEPS, checkpoint_every=4), folder=tmp_path)
+        history = train(engine, batches, TrainingPlan(steps=STEPS, checkpoint_every=4), folder=tmp_path)
     assert history.resumed_at == [8] and history.losses == whole[0].losses
     assert all(torch.equal(a, b) for a, b in zip(engine.model.parameters(), whole[1].model.parameters(), strict=True))
     assert all(0 <= record.waiting_share < 1 for record in history.epochs if record.timed_steps)
 
 
 def test_a_finished_run_is_not_trained_again(tmp_path):
-    plan = Plan(epochs=1)
+    plan = TrainingPlan(epochs=1)
     first = train(small_engine(), small_batches(), plan, folder=tmp_path)
     again = train(small_engine(seed=1), small_batches(), plan, folder=tmp_path)
     assert again.losses == first.losses and again.epochs == first.epochs
 
 
 def test_more_epochs_go_on_where_it_ended(tmp_path):
-    train(small_engine(), small_batches(), Plan(epochs=2), folder=tmp_path)
-    longer = train(small_engine(seed=1), small_batches(), Plan(epochs=3), folder=tmp_path)
-    assert longer.losses == train(small_engine(), small_batches(), Plan(epochs=3)).losses
+    train(small_engine(), small_batches(), TrainingPlan(epochs=2), folder=tmp_path)
+    longer = train(small_engine(seed=1), small_batches(), TrainingPlan(epochs=3), folder=tmp_path)
+    assert longer.losses == train(small_engine(), small_batches(), TrainingPlan(epochs=3)).losses
 
 
 def test_a_damaged_checkpoint_costs_only_the_steps_since_the_one_before(whole, tmp_path, capsys):
-    train(small_engine(), small_batches(), Plan(steps=STEPS, checkpoint_every=6), folder=tmp_path)
+    train(small_engine(), small_batches(), TrainingPlan(steps=STEPS, checkpoint_every=6), folder=tmp_path)
     (newest,) = (tmp_path / f"step-{STEPS:08d}" / "engine").glob("*.safetensors")
     newest.write_bytes(newest.read_bytes()[:-10])
-    resumed = train(small_engine(), small_batches(), Plan(steps=STEPS, checkpoint_every=6), folder=tmp_path)
+    resumed = train(small_engine(), small_batches(), TrainingPlan(steps=STEPS, checkpoint_every=6), folder=tmp_path)
     assert resumed.resumed_at == [18]
     assert resumed.losses == whole[0].losses
     assert "truncated or modified" in capsys.readouterr().err
@@ -140,12 +140,12 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     from hyperion.models import TransformerConfig, TransformerLM
     from hyperion.training import LanguageEngine, adamw
 
-    train(small_engine(), small_batches(), Plan(steps=3), folder=tmp_path)
+    train(small_engine(), small_batches(), TrainingPlan(steps=3), folder=tmp_path)
     ours = small_engine()
     model = TransformerLM(TransformerConfig(vocab_size=19, context=8, width=32, heads=2, layers=2))
     other = LanguageEngine(model, adamw(model, 1e-3), ours.schedule, ours.precision, ours.device)
     with pytest.raises(CheckpointError, match="does not fit this model"):
-        train(other, small_batches(), Plan(steps=6), folder=tmp_path)
+        train(other, small_batches(), TrainingPlan(steps=6), folder=tmp_path)
 
 
 def run_child(folder):
@@ -164,7 +164,7 @@ def end_at_batch(child, number, with_signal):
 
 
 def losses_after_resume(folder):
-    plan = Plan(steps=STEPS, checkpoint_every=3)
+    plan = TrainingPlan(steps=STEPS, checkpoint_every=3)
     return train(small_engine(seed=1), small_batches(), plan, validation=small_validation, folder=folder).losses
 
 
@@ -201,7 +201,7 @@ def test_sigterm_during_the_evaluation_saves_and_evaluates_after_the_resume(whol
         terminate_self()
         return small_validation()
 
-    plan = Plan(steps=STEPS, checkpoint_every=100)
+    plan = TrainingPlan(steps=STEPS, checkpoint_every=100)
     with pytest.raises(Interrupted, match="after step 7"):
         train(small_engine(), small_batches(), plan, validation=interrupted_validation, folder=tmp_path)
     resumed = train(small_engine(seed=1), small_batches(), plan, validation=small_validation, folder=tmp_path)
@@ -211,8 +211,8 @@ def test_sigterm_during_the_evaluation_saves_and_evaluates_after_the_resume(whol
 
 def test_sigterm_after_the_last_step_is_not_lost(tmp_path):
     with pytest.raises(Interrupted, match="after step 3 of 3"):
-        train(small_engine(), small_batches(), Plan(steps=3), folder=tmp_path, on_epoch=[lambda record: terminate_self()])
-    assert len(train(small_engine(), small_batches(), Plan(steps=3), folder=tmp_path).losses) == 3
+        train(small_engine(), small_batches(), TrainingPlan(steps=3), folder=tmp_path, on_epoch=[lambda record: terminate_self()])
+    assert len(train(small_engine(), small_batches(), TrainingPlan(steps=3), folder=tmp_path).losses) == 3
 
 
 def test_sigterm_without_a_folder_says_that_nothing_was_saved():
@@ -225,7 +225,7 @@ def test_sigterm_without_a_folder_says_that_nothing_was_saved():
 
     engine.train_step = step_then_term
     with pytest.raises(Interrupted, match="nothing was saved"):
-        train(engine, small_batches(), Plan(steps=3))
+        train(engine, small_batches(), TrainingPlan(steps=3))
 
 
 def test_a_loss_that_is_no_number_stops_and_keeps_the_batch(tmp_path):
@@ -240,7 +240,7 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_batch(tmp_path):
         return step(batch)
 
     engine.train_step = poisoned
-    plan = Plan(steps=STEPS, checkpoint_every=2)
+    plan = TrainingPlan(steps=STEPS, checkpoint_every=2)
     with pytest.raises(NonFiniteError, match="step 5: loss nan") as caught:
         train(engine, small_batches(), plan, folder=tmp_path)
     saved = read_state(caught.value.where.parent)
@@ -251,18 +251,18 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_batch(tmp_path):
 
 def test_progress_is_reported():
     seen = []
-    train(small_engine(), small_batches(), Plan(steps=3), report=lambda *progress: seen.append(progress))
+    train(small_engine(), small_batches(), TrainingPlan(steps=3), report=lambda *progress: seen.append(progress))
     assert [(done, total) for done, total, _ in seen] == [(1, 3), (2, 3), (3, 3)]
 
 
 def test_callbacks_see_each_epoch():
     seen = []
-    history = train(small_engine(), small_batches(), Plan(epochs=2), on_epoch=[seen.append])
+    history = train(small_engine(), small_batches(), TrainingPlan(epochs=2), on_epoch=[seen.append])
     assert seen == history.epochs
 
 
 def test_evaluation_comes_as_often_as_planned():
-    history = train(small_engine(), small_batches(), Plan(epochs=5, evaluate_every=2), validation=small_validation)
+    history = train(small_engine(), small_batches(), TrainingPlan(epochs=5, evaluate_every=2), validation=small_validation)
     assert [record.evaluation is not None for record in history.epochs] == [False, True, False, True, True]
 
 
@@ -272,7 +272,7 @@ def test_a_loader_that_ends_early_is_an_error():
             return 9
 
     with pytest.raises(HyperionError, match="ended 2 batches early"):
-        train(small_engine(), Short(small_batches(), -1), Plan(epochs=1))
+        train(small_engine(), Short(small_batches(), -1), TrainingPlan(epochs=1))
 
 
 @pytest.fixture
@@ -292,8 +292,8 @@ def test_a_crashed_run_resumes_bit_for_bit_on_a_gpu(deterministic_gpu, tmp_path)
     def batches():
         return small_batches(device.torch_device)
 
-    whole = train(small_engine(device=device), batches(), Plan(steps=STEPS))
-    plan = Plan(steps=STEPS, checkpoint_every=3)
+    whole = train(small_engine(device=device), batches(), TrainingPlan(steps=STEPS))
+    plan = TrainingPlan(steps=STEPS, checkpoint_every=3)
     with pytest.raises(Stop):
         train(small_engine(device=device), Crashing(batches(), 11), plan, folder=tmp_path)
     resumed = train(small_engine(seed=9, device=device), batches(), plan, folder=tmp_path)
@@ -304,11 +304,11 @@ def test_a_crashed_run_resumes_bit_for_bit_on_a_gpu(deterministic_gpu, tmp_path)
 
 
 def test_epochs_or_steps_say_how_long():
-    assert Plan(epochs=3).total_steps(steps_per_epoch=7) == 21
-    assert Plan(steps=10).total_steps(steps_per_epoch=7) == 10
+    assert TrainingPlan(epochs=3).total_steps(steps_per_epoch=7) == 21
+    assert TrainingPlan(steps=10).total_steps(steps_per_epoch=7) == 10
 
 
 @pytest.mark.parametrize("fields", [{}, {"epochs": 1, "steps": 1}, {"epochs": 0}, {"steps": 5, "checkpoint_every": 0}])
 def test_impossible_plans_are_refused(fields):
     with pytest.raises(HyperionError):
-        Plan(**fields)
+        TrainingPlan(**fields)

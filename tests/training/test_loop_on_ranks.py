@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from hyperion.models import TransformerLM
-from hyperion.training import EXIT_CODE, Plan, train
+from hyperion.training import EXIT_CODE, TrainingPlan, train
 from tests.training.rank_checks import CHECKS, NEXT, SAVED_AT
 from tests.training.small import STEPS, small_batches, small_engine
 
@@ -49,14 +49,14 @@ def end_while_it_trains(ranks):
 @pytest.fixture(scope="module")
 def losses():
     """Of one process, uninterrupted."""
-    return train(small_engine(kind=TransformerLM), small_batches(), Plan(steps=STEPS)).losses
+    return train(small_engine(kind=TransformerLM), small_batches(), TrainingPlan(steps=STEPS)).losses
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, losses):
     """The folder of all runs, with a single process's checkpoint in it."""
     folder = tmp_path_factory.mktemp("ranks")
-    train(small_engine(kind=TransformerLM), small_batches(), Plan(steps=SAVED_AT), folder=folder / "single")
+    train(small_engine(kind=TransformerLM), small_batches(), TrainingPlan(steps=SAVED_AT), folder=folder / "single")
     (folder / "single.json").write_text(json.dumps(losses))
     return folder
 
@@ -81,7 +81,7 @@ def test_on_two_ranks(launch, check):
 
 
 def resume_alone(folder, steps):
-    return train(small_engine(seed=3, kind=TransformerLM), small_batches(), Plan(steps=steps), folder=folder)
+    return train(small_engine(seed=3, kind=TransformerLM), small_batches(), TrainingPlan(steps=steps), folder=folder)
 
 
 def test_sigterm_to_one_rank_stops_both_and_loses_nothing(launch, place, losses):

@@ -8,9 +8,7 @@ import torch
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
-from hyperion.measure.memory_use.peak import allocated_peak
-from hyperion.measure.memory_use.tensor_memory import bytes_of, state_of
-from hyperion.measure.memory_use.timeline import ACTIVATIONS, GRADIENTS
+from hyperion.measure.memory_use.tensor_memory import ACTIVATIONS, GRADIENTS, allocated_peak, bytes_of, state_of
 from hyperion.models import transformer
 from hyperion.parallel import ParallelPlan, parallelize
 from hyperion.processes import world

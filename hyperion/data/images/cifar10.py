@@ -1,35 +1,44 @@
-"""CIFAR-10 from a mirror, the cache or its official address, verified before use.
+"""CIFAR-10 from a mirror, the cache or its official address, verified before use. Nothing in its files is executed.
+
+The official layouts are Python and binary, each as a folder or an archive. A binary record is one label byte and 3072 pixel
+bytes (red, green and blue planes, row by row). A Python batch is a pickled dictionary. Our interpreter of pickles calls nothing
+and accepts only the three globals that such a file needs.
 
 Source: Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009;
 https://www.cs.toronto.edu/~kriz/cifar.html
 """
 
+import gzip
 import hashlib
+import io
+import pickletools
+import tarfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import IO, Any, cast
 
 import numpy as np
 
-from hyperion.data.errors import DataError, DataUnavailable
-from hyperion.data.images.cifar10_formats import (
-    BINARY_ARCHIVE,
-    CLASSES,
-    LAYOUTS,
-    PYTHON_ARCHIVE,
-    REMEDY,
-    UNPACKED_BYTES,
-    find_layout,
-    layout_files,
-    read_layout,
-)
-from hyperion.data.images.imageset import ImageSet, channel_statistics, check_split, synthetic_images
-from hyperion.data.store.manifest import read_manifest, write_manifest
-from hyperion.data.store.network import download
+from hyperion.data.images.imageset import IMAGE_SHAPE, ImageSet, channel_statistics, check_split, synthetic_images
+from hyperion.data.store.folders import DataError, DataUnavailable, read_manifest, staged, write_manifest
 from hyperion.data.store.overlap import image_overlap, require_little_overlap
-from hyperion.data.store.sources import Checksums, compare_checksums, mirror_root, take
-from hyperion.data.store.staging import cache_root, staged
-from hyperion.untrusted import read_bounded
+from hyperion.data.store.sources import Checksums, PublishedSet, compare_checksums, download, take
+from hyperion.errors import not_none
+from hyperion.untrusted import open_regular, printable, read_bounded
 
+RECORD_BYTES = 1 + 3 * 32 * 32
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+TRAIN_BATCHES = tuple(f"data_batch_{number}" for number in range(1, 6))
+TEST_BATCH = "test_batch"
+PYTHON_FOLDER, PYTHON_ARCHIVE = "cifar-10-batches-py", "cifar-10-python.tar.gz"
+BINARY_FOLDER, BINARY_ARCHIVE = "cifar-10-batches-bin", "cifar-10-binary.tar.gz"
+LAYOUTS = (PYTHON_FOLDER, PYTHON_ARCHIVE, BINARY_FOLDER, BINARY_ARCHIVE)
+BATCH_BYTES = 1 << 26  # limit for one batch; the official ones have 31 MB
+UNPACKED_BYTES = 1 << 28  # limit for an unpacked archive; the official ones have 186 MB
+CODES = 200_000  # limit for the opcodes of a pickle; an official one has about 40,000, two for each label and name
+REMEDY = "copy the file again from its source, or remove it and run `make fetch`"
 URL = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 FOLDER = "cifar-10"  # in the cache; a mirror has the official names at its top level
 COUNTS = {"train": 50_000, "test": 10_000}
@@ -72,51 +81,22 @@ def load_cifar10(
         DataError: files are missing, truncated, miscounted, unsafe, or have other pixels or labels; train and test images
             overlap; or no source has the data.
     """
-    suppliers = {
-        "mirror": lambda: _read(mirror_root(), "mirror", "the mirror"),
-        "cache": cached_cifar10,
-        "download": lambda: _downloaded(url),
-        "synthetic": lambda: synthetic_images(synthetic_counts, seed),
-    }
+    suppliers = {**published(url).suppliers(), "synthetic": lambda: synthetic_images(synthetic_counts, seed)}
     return take("cifar-10", source, suppliers, allow_synthetic)
 
 
-def stage_cifar10(url: str = URL) -> str:
-    """Stage CIFAR-10 in the cache, from the mirror if it has it, else from its official address.
+def published(url: str = URL) -> PublishedSet[ImageSet]:
+    """Return the official CIFAR-10, downloaded from `url` if necessary.
 
-    Returns:
-        'present' if the cache already has it, else its origin.
-
-    Raises:
-        DataError: no source has the data, or they are wrong; the cache is unchanged.
+    The mirror has the official names at its top level.
     """
-    target = cache_root() / FOLDER
-    if target.is_dir():
-        cached_cifar10()
-        return "present"
-    try:
-        root = mirror_root()
-        _read(root, "mirror", "the mirror")
-    except DataUnavailable:
-        _stage_from_url(target, url)
-        return "downloaded"
-    layout = cast(Path, find_layout(root))  # not None: _read found it
-    with staged(target) as work:
-        for file in layout_files(layout):
-            copy = work / file.relative_to(root)
-            copy.parent.mkdir(exist_ok=True)
-            copy.write_bytes(read_bounded(file, DataError, REMEDY, UNPACKED_BYTES))
-        write_manifest(work, name=FOLDER, source="mirror", detail="copied from the mirror")
-    return "copied from the mirror"
 
+    def fetch(target: Path) -> None:
+        with staged(target) as work:
+            download(url, work / PYTHON_ARCHIVE, md5=OFFICIAL_MD5[PYTHON_ARCHIVE])
+            write_manifest(work, name=FOLDER, source="download", detail=f"downloaded from {url}")
 
-def cached_cifar10() -> ImageSet:
-    """Load CIFAR-10 from the cache.
-
-    Raises:
-        DataError: it is missing or wrong.
-    """
-    return _read(cache_root() / FOLDER, "cache", "the cache")
+    return PublishedSet(FOLDER, _read, lambda root: layout_files(not_none(find_layout(root))), fetch, at_top=True)
 
 
 def checksums(layout: Path, note: str = "") -> Checksums:
@@ -149,12 +129,12 @@ def _read(root: Path, source: str, label: str) -> ImageSet:
     overlap = image_overlap(batches.train_images, batches.test_images)
     require_little_overlap(overlap, "images", layout)
     lossy = "lossy mirror: other pixels than the official ones" if shift > MEAN_TOLERANCE_OFFICIAL else "pixels unproven"
-    published = checksums(layout, f"{lossy}, means within {shift:.1e}")
+    compared = checksums(layout, f"{lossy}, means within {shift:.1e}")
     detail = (
-        f"{layout.name}: {published}; counts and labels verified, {overlap['test'].repeated} test images among the train images"
+        f"{layout.name}: {compared}; counts and labels verified, {overlap['test'].repeated} test images among the train images"
     )
     arrays = (batches.train_images, batches.train_labels, batches.test_images, batches.test_labels)
-    return ImageSet("cifar-10", source, detail, *arrays, CLASSES, ("crop", "flip"), checksums=published)
+    return ImageSet("cifar-10", source, detail, *arrays, CLASSES, ("crop", "flip"), checksums=compared)
 
 
 def _require_balance(split: str, labels: np.ndarray, layout: Path) -> None:
@@ -196,15 +176,306 @@ def _require_means(images: np.ndarray, layout: Path) -> float:
     return shift
 
 
-def _downloaded(url: str) -> ImageSet:
-    target = cache_root() / FOLDER
-    if target.is_dir():
-        return cached_cifar10()  # not downloaded again; the source is reported as the cache
-    _stage_from_url(target, url)
-    return _read(target, "download", "the cache")
+@dataclass(frozen=True)
+class SplitArrays:
+    """Images uint8 [N, 3, 32, 32] and labels int64 [N] of both splits, in the order of the files."""
+
+    train_images: np.ndarray
+    train_labels: np.ndarray
+    test_images: np.ndarray
+    test_labels: np.ndarray
 
 
-def _stage_from_url(target: Path, url: str) -> None:
-    with staged(target) as work:
-        download(url, work / PYTHON_ARCHIVE, md5=OFFICIAL_MD5[PYTHON_ARCHIVE])
-        write_manifest(work, name=FOLDER, source="download", detail=f"downloaded from {url}")
+def find_layout(root: Path) -> Path | None:
+    """Return the first official folder or archive of CIFAR-10 in `root`, or None."""
+    return next((root / name for name in LAYOUTS if (root / name).exists()), None)
+
+
+def layout_files(path: Path) -> list[Path]:
+    """Return the data files of a layout: the archive, or the six batches of the folder."""
+    return [path / name for name in _batch_names(path)] if path.is_dir() else [path]
+
+
+def _batch_names(path: Path) -> list[str]:
+    suffix = ".bin" if path.name in (BINARY_FOLDER, BINARY_ARCHIVE) else ""
+    return [f"{batch}{suffix}" for batch in (*TRAIN_BATCHES, TEST_BATCH)]
+
+
+def read_layout(path: Path) -> SplitArrays:
+    """Read any of the four official layouts.
+
+    Raises:
+        DataError: a batch is missing, truncated, of another shape, or a pickle with more than arrays.
+    """
+    binary = path.name in (BINARY_FOLDER, BINARY_ARCHIVE)
+    read = read_binary_batch if binary else read_python_batch
+    wanted = _batch_names(path)
+    contents = _from_folder(path, wanted) if path.is_dir() else _from_archive(path, wanted)
+    batches = {name: read(content, path / name) for name, content in contents}
+    missing = [name for name in wanted if name not in batches]
+    if missing:
+        raise DataError(f"{path.name} lacks {', '.join(missing)}", where=path, next_step=REMEDY)
+    images, labels = zip(*(batches[name] for name in wanted), strict=True)
+    return SplitArrays(np.concatenate(images[:-1]), np.concatenate(labels[:-1]), images[-1].copy(), labels[-1])
+
+
+def read_binary_batch(content: bytes, where: object) -> tuple[np.ndarray, np.ndarray]:
+    """Return images uint8 [N, 3, 32, 32] and labels int64 [N] of one binary batch.
+
+    Raises:
+        DataError: the size is not a whole number of 3073-byte records.
+    """
+    records, rest = divmod(len(content), RECORD_BYTES)
+    if rest or not records:
+        raise DataError(
+            f"{len(content)} bytes are {records} records of {RECORD_BYTES} bytes and {rest} extra bytes: "
+            "truncated, or not CIFAR-10's binary layout",
+            where=where,
+            next_step=REMEDY,
+        )
+    table = np.frombuffer(content, np.uint8).reshape(records, RECORD_BYTES)
+    return table[:, 1:].reshape(records, *IMAGE_SHAPE), table[:, 0].astype(np.int64)
+
+
+def read_python_batch(content: bytes, where: object) -> tuple[np.ndarray, np.ndarray]:
+    """Return images uint8 [N, 3, 32, 32] and labels int64 [N] of one pickled batch, without executing the pickle.
+
+    Raises:
+        DataError: it is not a pickle, needs a global that arrays do not need, or has other content.
+    """
+    batch = _unpickled(content, where)
+    batch = {_text(key): value for key, value in batch.items()} if type(batch) is dict else {}
+    if not {"data", "labels"} <= batch.keys():
+        raise DataError("the pickle is not a dictionary with 'data' and 'labels'", where=where, next_step=REMEDY)
+    images, labels = batch["data"], batch["labels"]
+    if not isinstance(images, _Pickled) or images.name not in _ARRAYS:
+        raise DataError(f"'data' is {type(images).__name__}, expected uint8 [N, 3072]", where=where, next_step=REMEDY)
+    pixels = _array(images, where)
+    if not (type(labels) is list and all(type(label) is int for label in labels) and len(labels) == len(pixels)):
+        raise DataError(f"'labels' is not a list of {len(pixels)} integers", where=where, next_step=REMEDY)
+    wrong = next((number for number, label in enumerate(labels) if not 0 <= label < 1 << 31), None)
+    if wrong is not None:
+        fault = f"record {wrong} has the label {str(labels[wrong])[:20]}, which is not a class"
+        raise DataError(fault, where=where, next_step=REMEDY)
+    return pixels.reshape(-1, *IMAGE_SHAPE), np.array(labels, dtype=np.int64)
+
+
+@dataclass
+class _Pickled:
+    """An object of another module as the pickle describes it: the call that creates it, and its state. It is never called."""
+
+    name: str
+    arguments: tuple = ()
+    state: Any = None
+
+
+_ARRAYS = ("numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconstruct")  # NumPy 1 and 2
+_GLOBALS = (*_ARRAYS, "numpy ndarray", "numpy dtype")
+_MARK = object()
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+
+
+def _unpickled(content: bytes, where: object) -> object:
+    """Return the object of a pickle of dictionaries, lists, tuples, strings, numbers and NumPy arrays.
+
+    Python's unpickler is unsafe: it calls any function that the file names, and allocates arrays and tables of any size that
+    the file declares. This one accepts only the opcodes that a CIFAR-10 batch needs, and its memory is a small multiple of the
+    file size.
+
+    Raises:
+        DataError: the pickle has another opcode or global, or is broken.
+    """
+    stack: list = []
+    memory: dict[int, object] = {}
+
+    def above_mark() -> list:
+        at = len(stack) - 1 - next(place for place, item in enumerate(reversed(stack)) if item is _MARK)
+        items = stack[at + 1 :]
+        del stack[at:]
+        return items
+
+    try:
+        argument: Any  # its type depends on the opcode
+        for number, (code, argument, _) in enumerate(pickletools.genops(content)):
+            if number > CODES:
+                raise ValueError(f"more than {CODES} opcodes")
+            match code.name:
+                case "PROTO" | "FRAME":
+                    pass
+                case "STOP":
+                    return stack.pop()
+                case "MARK":
+                    stack.append(_MARK)
+                case "NONE" | "NEWTRUE" | "NEWFALSE":
+                    stack.append(_CONSTANTS[code.name])
+                case "BININT" | "BININT1" | "BININT2" | "INT" | "LONG" | "LONG1":
+                    stack.append(argument)
+                case "STRING" | "BINSTRING" | "SHORT_BINSTRING":
+                    stack.append(argument.encode("latin-1"))  # Python 2 strings are bytes
+                case "BINBYTES" | "SHORT_BINBYTES" | "BINBYTES8":
+                    stack.append(argument)
+                case "UNICODE" | "BINUNICODE" | "SHORT_BINUNICODE":
+                    stack.append(argument)
+                case "EMPTY_DICT":
+                    stack.append({})
+                case "EMPTY_LIST":
+                    stack.append([])
+                case "EMPTY_TUPLE":
+                    stack.append(())
+                case "DICT":
+                    items = above_mark()
+                    stack.append(_filled({}, items))
+                case "LIST":
+                    stack.append(above_mark())
+                case "TUPLE":
+                    stack.append(tuple(above_mark()))
+                case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                    size = int(code.name[-1])
+                    stack[-size:] = [tuple(stack[-size:])]
+                case "PUT" | "BINPUT" | "LONG_BINPUT":
+                    memory[argument] = stack[-1]
+                case "MEMOIZE":
+                    memory[len(memory)] = stack[-1]
+                case "GET" | "BINGET" | "LONG_BINGET":
+                    stack.append(memory[argument])
+                case "APPEND":
+                    item = stack.pop()
+                    _list(stack[-1]).append(item)
+                case "APPENDS":
+                    items = above_mark()
+                    _list(stack[-1]).extend(items)
+                case "SETITEM":
+                    items = [stack.pop(-2), stack.pop()]
+                    _filled(stack[-1], items)
+                case "SETITEMS":
+                    items = above_mark()
+                    _filled(stack[-1], items)
+                case "GLOBAL" | "STACK_GLOBAL":
+                    if code.name == "STACK_GLOBAL":
+                        argument = f"{stack.pop(-2)} {stack.pop()}"
+                    if argument not in _GLOBALS:
+                        raise DataError(
+                            f"the pickle refers to {printable(argument[:80]).replace(' ', '.')}, which no CIFAR-10 batch needs; "
+                            "nothing was executed",
+                            where=where,
+                            next_step="do not trust this file: delete it and copy the official archive",
+                        )
+                    stack.append(_Pickled(argument))
+                case "REDUCE":
+                    arguments, function = stack.pop(), stack.pop()
+                    if type(arguments) is not tuple:  # copies of a long list for many opcodes would exhaust the memory
+                        raise TypeError(f"arguments are {type(arguments).__name__}")
+                    stack.append(_Pickled(function.name, arguments))
+                case "BUILD":
+                    state = stack.pop()
+                    stack[-1].state = state
+                case other:
+                    raise ValueError(f"the opcode {other}, which no CIFAR-10 batch needs")
+    except DataError:
+        raise
+    except Exception as error:  # a broken pickle can raise nearly anything
+        fault = f"not a readable pickle: {type(error).__name__}: {printable(str(error)[:200])}"
+        raise DataError(fault, where=where, next_step=REMEDY) from error
+    raise DataError("not a readable pickle: it has no end", where=where, next_step=REMEDY)
+
+
+def _list(item: object) -> list:
+    if type(item) is not list:
+        raise TypeError(f"items for {type(item).__name__}")
+    return item
+
+
+def _filled(table: object, items: list) -> dict:
+    """Add alternating keys and values to a dictionary; keys must be strings or bytes, without duplicates."""
+    if type(table) is not dict:
+        raise TypeError(f"keys for {type(table).__name__}")
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        if not isinstance(key, bytes | str) or key in table:
+            raise ValueError("a key that is not a string, or a duplicate key")
+        table[key] = value
+    return table
+
+
+def _text(key: bytes | str) -> str:
+    return key.decode("latin-1") if isinstance(key, bytes) else key
+
+
+def _array(pickled: _Pickled, where: object) -> np.ndarray:
+    """Return the uint8 array [N, 3072] of a pickled array.
+
+    Its state is (version, shape, dtype, Fortran order, content), and the dtype is created from a code such as "u1".
+    """
+    try:
+        _, shape, dtype, fortran, content = pickled.state
+        code = dtype.arguments[0]
+        code = _text(code)
+        if isinstance(content, str):
+            content = content.encode("latin-1")
+        if dtype.name != "numpy dtype" or code not in ("u1", "|u1") or fortran not in (0, False):
+            raise ValueError(f"type {code!r:.20}, Fortran order {fortran!r:.20}")
+        records, width = shape
+        if type(records) is not int or type(width) is not int or not isinstance(content, bytes):
+            raise ValueError("the shape has no integers, or the content is not bytes")
+        if width != RECORD_BYTES - 1 or records < 1 or records * width != len(content):
+            fault = f"'data' is uint8 [{records}, {width}] in {len(content)} bytes, expected uint8 [N, 3072]"
+            raise DataError(fault, where=where, next_step=REMEDY)
+    except (ValueError, TypeError, AttributeError, IndexError) as error:
+        fault = f"'data' is not an array of bytes: {printable(str(error)[:200])}"
+        raise DataError(fault, where=where, next_step=REMEDY) from error
+    return np.frombuffer(content, np.uint8).reshape(records, width)
+
+
+def _from_folder(folder: Path, wanted: list[str]) -> Iterator[tuple[str, bytes]]:
+    for name in wanted:
+        try:
+            yield name, read_bounded(folder / name, DataError, REMEDY, BATCH_BYTES)
+        except OSError as error:
+            raise DataError(f"cannot read {name}: {error.strerror}", where=folder / name, next_step=REMEDY) from error
+
+
+def _from_archive(archive: Path, wanted: list[str]) -> Iterator[tuple[str, bytes]]:
+    """Yield the wanted batches of an archive. It is unpacked once, as a stream, and nothing is written to disk."""
+    folder = PYTHON_FOLDER if archive.name == PYTHON_ARCHIVE else BINARY_FOLDER
+    names = {f"{folder}/{name}": name for name in wanted}
+    seen: set[str] = set()
+    try:
+        with (
+            open_regular(archive, DataError, REMEDY) as file,
+            gzip.GzipFile(fileobj=file) as unpacked,
+            tarfile.open(fileobj=cast(IO[bytes], _Bounded(unpacked, UNPACKED_BYTES)), mode="r|") as tar,
+        ):
+            for member in tar:
+                name = names.get(member.name)
+                if name is None or not member.isfile():
+                    continue
+                if name in seen or member.size > BATCH_BYTES:
+                    fault = f"{name} occurs twice in the archive" if name in seen else f"{name} has {member.size} bytes"
+                    raise DataError(fault, where=archive, next_step=REMEDY)
+                seen.add(name)
+                yield name, cast(IO[bytes], tar.extractfile(member)).read()  # not None: it is a regular file
+    except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError, zlib.error) as error:
+        raise DataError(
+            f"{archive.name} ({archive.stat().st_size} bytes) cannot be unpacked: {error}", where=archive, next_step=REMEDY
+        ) from error
+
+
+class _Bounded(io.RawIOBase):
+    """Limits the bytes that can be read from a stream, because a small archive can unpack to any size."""
+
+    def __init__(self, stream: gzip.GzipFile, limit_bytes: int):
+        self._stream, self._left = stream, limit_bytes
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        """Read at most `size` bytes.
+
+        Raises:
+            OSError: the stream exceeds its limit.
+        """
+        content = self._stream.read(min(size, self._left + 1) if size >= 0 else self._left + 1)
+        self._left -= len(content)
+        if self._left < 0:
+            raise OSError("it unpacks to more bytes than CIFAR-10 has")
+        return content

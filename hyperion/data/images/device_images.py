@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hyperion.data.batches.loaders import ResumableBatches, on_device
-from hyperion.data.errors import DataError
+from hyperion.data.batches import ResumableBatches, on_device
 from hyperion.data.store.arrays import narrowed
+from hyperion.data.store.folders import DataError
 
 CROP_PADDING = 4
 BORDERS = ("black", "reflect")
@@ -87,11 +87,6 @@ class ImageBatches(ResumableBatches):
     def _identity(self) -> dict:
         changes = {"augment": list(self.augment), "border": self.border, "hole": self.hole}
         return {**super()._identity(), **changes, "shuffle": self.shuffle}
-
-    def _order(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(self.records)
-        return np.random.default_rng((self.seed, epoch)).permutation(self.records)
 
     def _batch(self, epoch: int, position: int) -> tuple[Tensor, Tensor]:
         table = self._table(epoch)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from hyperion.data.errors import DataError
+from hyperion.data.store.folders import DataError
 from hyperion.data.store.sources import Checksums
 
 IMAGE_SHAPE = (3, 32, 32)

@@ -3,13 +3,12 @@
 import hashlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from hyperion.data.errors import DataError, DataUnavailable
 from hyperion.data.images import cifar10
-from hyperion.data.images.cifar10_formats import find_layout
-from hyperion.data.store.sources import Checksums, Sourced, mirror_root
-from hyperion.data.store.staging import QUARANTINE, cache_root, content_hash
+from hyperion.data.images.cifar10 import find_layout
+from hyperion.data.store.folders import QUARANTINE, DataError, DataUnavailable, cache_root, content_hash
+from hyperion.data.store.sources import Checksums, PublishedSet, Sourced, mirror_root
 from hyperion.data.text import instructions, tokenizer, wikitext2
 
 _UNFINISHED = ".part"
@@ -32,10 +31,10 @@ def fetch_all(cifar10_url: str = cifar10.URL, instructions_url: str = instructio
     failure does not stop the others.
     """
     return [
-        _report("wikitext-2", wikitext2.stage_wikitext2),
-        _report("gpt2 tokenizer", tokenizer.stage_tokenizer),
-        _report("cifar-10", lambda: cifar10.stage_cifar10(cifar10_url)),
-        _report("instructions", lambda: instructions.stage_instructions(instructions_url)),
+        _report("wikitext-2", wikitext2.WIKITEXT2.stage),
+        _report("gpt2 tokenizer", tokenizer.GPT2.stage),
+        _report("cifar-10", cifar10.published(cifar10_url).stage),
+        _report("instructions", instructions.published(instructions_url).stage),
     ]
 
 
@@ -48,13 +47,9 @@ def _report(name: str, action: Callable[[], str]) -> FetchReport:
 
 def staged_sets() -> list[tuple[Path, Callable[[], Sourced]]]:
     """Return the folder of each set in the cache, with the function that reads and checks it."""
-    readers: dict[str, Callable[[], Sourced]] = {
-        wikitext2.FOLDER: wikitext2.cached_wikitext2,
-        tokenizer.FOLDER: tokenizer.cached_tokenizer,
-        cifar10.FOLDER: cifar10.cached_cifar10,
-        instructions.FOLDER: instructions.cached_instructions,
-    }
-    return [(cache_root() / name, reader) for name, reader in readers.items() if (cache_root() / name).is_dir()]
+    sets: list[PublishedSet[Any]] = [wikitext2.WIKITEXT2, tokenizer.GPT2, cifar10.published(), instructions.published()]
+    places = [(cache_root() / published.folder, published.cached) for published in sets]
+    return [(folder, read) for folder, read in places if folder.is_dir()]
 
 
 def data_identity(names: Iterable[str], wanted: str) -> dict[str, dict | None]:

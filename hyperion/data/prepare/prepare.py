@@ -8,14 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from hyperion.data.batches.packing import Padding, packed_windows
-from hyperion.data.errors import DataError
 from hyperion.data.images.imageset import ImageSet, channel_statistics, check_split
-from hyperion.data.prepare.content import ARRAYS_OF, FORMAT, SAMPLES, TOKENIZER_FILE, content_faults
+from hyperion.data.packing import Padding, packed_windows
+from hyperion.data.prepare.verify import ARRAYS_OF, FORMAT, SAMPLES, TOKENIZER_FILE, content_faults
 from hyperion.data.store.arrays import ArrayWriter, open_array, open_shards, token_dtype, write_shards
-from hyperion.data.store.manifest import DataManifest, write_manifest
+from hyperion.data.store.folders import DataError, DataManifest, processed_root, staged, write_manifest
 from hyperion.data.store.overlap import image_overlap, require_little_overlap, token_overlap
-from hyperion.data.store.staging import processed_root, staged
 from hyperion.data.text.corpus import SPLITS, TextCorpus
 from hyperion.data.text.encoding import EncoderPool, workers_for
 from hyperion.data.text.tokenizer import Tokenizer

@@ -1,4 +1,8 @@
-"""Verify data folders: find every damaged file and record, and move damaged folders to quarantine."""
+"""Verify data folders: find every damaged file and record, and move damaged folders to quarantine.
+
+The content of prepared arrays is checked too: ids within the vocabulary, text that the tokenizer reproduces, valid images and
+labels, and the counts recorded when the data were prepared.
+"""
 
 import json
 import math
@@ -10,26 +14,44 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import tokenizers
 
-from hyperion.data.errors import DataError
+from hyperion.data.images.imageset import IMAGE_SHAPE, channel_statistics, check_images, check_labels
 from hyperion.data.prepare.catalog import staged_sets
-from hyperion.data.prepare.content import ARRAYS_OF, FORMAT, content_faults
 from hyperion.data.store.arrays import FOLDER as CHECKSUMS
-from hyperion.data.store.arrays import damaged_rows, is_array, open_array
-from hyperion.data.store.manifest import FILE_NAME, DataManifest, read_manifest
+from hyperion.data.store.arrays import check_tokens, damaged_rows, first_bad, is_array, open_array, token_dtype
+from hyperion.data.store.folders import (
+    FILE_NAME,
+    MARK,
+    QUARANTINE,
+    DataError,
+    DataManifest,
+    processed_root,
+    read_manifest,
+    sha256_of,
+)
+from hyperion.data.store.overlap import SplitOverlap, image_overlap, require_little_overlap, token_overlap
 from hyperion.data.store.sources import Sourced
-from hyperion.data.store.staging import MARK, QUARANTINE, processed_root, sha256_of
+from hyperion.data.text.corpus import SPLITS
 from hyperion.errors import refused_write
-from hyperion.untrusted import open_regular, printable
+from hyperion.untrusted import open_regular, printable, read_bounded
 
 REASON_FILE = "REASON.json"
 PREPARE_AGAIN = "run `make reproduce ONLY=01_dataset_preparation`, which prepares it again from its source"
 OUTDATED = "another version of Hyperion wrote it and this version cannot read it: remove it with `hyperion clean --data`"
 STAGE_AGAIN = "stage it again with `make fetch`, or name a folder that has it with HYPERION_DATA_MIRROR"
 _SHOWN_RUNS = 3
+FORMAT = 3  # version of the layout; part of the folder names and the manifests, so that a new layout gets new folders
+SAMPLES = "_samples"  # suffix of the array with the start and length of each line of a split
+TOKENIZER_FILE = "tokenizer.json"
+ARRAYS_OF = {
+    "text": tuple(f"{split}{kind}" for split in SPLITS for kind in ("", SAMPLES)),
+    "images": tuple(f"{split}_{kind}" for split in ("train", "test") for kind in ("images", "labels")),
+}
+_REMEDY = "prepare the data again"
 
 
-class Verdict(NamedTuple):
+class FolderVerdict(NamedTuple):
     """Result of the verification of one folder.
 
     Attributes:
@@ -40,14 +62,14 @@ class Verdict(NamedTuple):
     """
 
     folder: Path
-    findings: list["Finding"]
+    findings: list["DataFinding"]
     moved_to: Path | None
     next_step: str
     origin: str = ""
 
 
 @dataclass(frozen=True)
-class Finding:
+class DataFinding:
     """One fault.
 
     Attributes:
@@ -59,7 +81,7 @@ class Finding:
     fault: str
 
 
-def verify(folder: Path | None = None) -> list[Verdict]:
+def verify(folder: Path | None = None) -> list[FolderVerdict]:
     """Verify prepared and staged data, and move damaged folders to quarantine.
 
     Args:
@@ -88,10 +110,10 @@ def is_prepared(folder: Path) -> bool:
     Decided by its manifest or by the checksums of one of its arrays. Other folders are never touched.
     """
     names = (name for of_kind in ARRAYS_OF.values() for name in of_kind)
-    return _kind_of(folder) in ARRAYS_OF or any((folder / CHECKSUMS / f"{name}.npy").is_file() for name in names)
+    return _is_described(_manifest_of(folder)) or any((folder / CHECKSUMS / f"{name}.npy").is_file() for name in names)
 
 
-def examine(folder: Path) -> list[Finding]:
+def examine(folder: Path) -> list[DataFinding]:
     """Return every fault of a prepared folder; an empty list if it is unchanged.
 
     First, each file is compared with the manifest: missing, truncated, changed (with the records whose checksum differs),
@@ -101,15 +123,15 @@ def examine(folder: Path) -> list[Finding]:
     try:
         manifest = read_manifest(folder)
         if manifest is None:
-            return [Finding(FILE_NAME, "it is missing, so the expected content of the files is unknown")]
+            return [DataFinding(FILE_NAME, "it is missing, so the expected content of the files is unknown")]
     except DataError as fault:
-        return [Finding(FILE_NAME, fault.what)]
+        return [DataFinding(FILE_NAME, fault.what)]
     kind = manifest.facts.get("kind")
     if not isinstance(kind, str) or kind not in ARRAYS_OF:
-        return [Finding(FILE_NAME, f"unknown kind of data: {printable(repr(kind))[:80]}")]
+        return [DataFinding(FILE_NAME, f"unknown kind of data: {printable(repr(kind))[:80]}")]
     names = ARRAYS_OF[kind]
     findings = [*_file_findings(folder, manifest)]
-    findings += [Finding(f"{n}.npy", "the manifest does not list it") for n in names if f"{n}.npy" not in manifest.files]
+    findings += [DataFinding(f"{n}.npy", "the manifest does not list it") for n in names if f"{n}.npy" not in manifest.files]
     damaged = {finding.file for finding in findings}
     arrays = {}
     for name in names:
@@ -118,12 +140,12 @@ def examine(folder: Path) -> list[Finding]:
             try:
                 arrays[name] = open_array(folder / file)
             except DataError as fault:
-                findings.append(Finding(file, fault.what))
+                findings.append(DataFinding(file, fault.what))
     faults = content_faults(folder, arrays, manifest, thorough=True)
-    return findings + [Finding(Path(str(fault.where)).name, fault.what) for fault in faults]
+    return findings + [DataFinding(Path(str(fault.where)).name, fault.what) for fault in faults]
 
 
-def quarantine(folder: Path, findings: list[Finding]) -> Path:
+def quarantine(folder: Path, findings: list[DataFinding]) -> Path:
     """Move a damaged folder to `quarantine/` next to it and write the reasons into a file; nothing is deleted.
 
     Returns:
@@ -153,7 +175,7 @@ def quarantine(folder: Path, findings: list[Finding]) -> Path:
     return kept
 
 
-def _file_findings(folder: Path, manifest: DataManifest) -> Iterator[Finding]:
+def _file_findings(folder: Path, manifest: DataManifest) -> Iterator[DataFinding]:
     """Yield the files that are missing, changed or unlisted."""
     hashes = {entry["sha256"]: name for name, entry in manifest.files.items() if is_array(name)}
     for name, expected in manifest.files.items():
@@ -162,21 +184,21 @@ def _file_findings(folder: Path, manifest: DataManifest) -> Iterator[Finding]:
             manifest.verify_file(folder, name)
         except DataError as fault:
             if not path.is_file() or path.is_symlink():
-                yield Finding(name, fault.what)
+                yield DataFinding(name, fault.what)
                 continue
             other = hashes.get(sha256_of(path))
             if other is not None and other != name:
-                yield Finding(name, f"it has the content of {other}: the files of the splits were swapped")
+                yield DataFinding(name, f"it has the content of {other}: the files of the splits were swapped")
             elif path.stat().st_size < expected["bytes"]:
-                yield Finding(name, f"{fault.what}; {_missing_rows(path, expected['bytes'])}")
+                yield DataFinding(name, f"{fault.what}; {_missing_rows(path, expected['bytes'])}")
             else:
-                yield Finding(name, f"{fault.what}; {_changed_rows(folder, name)}")
+                yield DataFinding(name, f"{fault.what}; {_changed_rows(folder, name)}")
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         # A link to a folder counts as an unlisted file, because its target was not checked.
         known = name in manifest.files or name in (FILE_NAME, MARK)
         if (path.is_symlink() or not path.is_dir()) and not known:
-            yield Finding(printable(name), "the manifest does not list this file")
+            yield DataFinding(printable(name), "the manifest does not list this file")
 
 
 def _missing_rows(path: Path, whole_bytes: int) -> str:
@@ -215,47 +237,188 @@ def _products(folder: Path) -> list[Path]:
     return [path for path in folders if is_prepared(path)]
 
 
-def _verdict(folder: Path) -> Verdict:
-    if _kind_of(folder) in ARRAYS_OF and _facts_of(folder).get("format") != FORMAT:
-        return Verdict(folder, [], None, OUTDATED)
-    findings, origin = examine(folder), _origin_of(folder)
+def _verdict(folder: Path) -> FolderVerdict:
+    manifest, origin = _manifest_of(folder), ""
+    if manifest is not None:
+        if _is_described(manifest) and manifest.facts.get("format") != FORMAT:
+            return FolderVerdict(folder, [], None, OUTDATED)
+        official = manifest.facts.get("official")
+        publisher = "" if official is None else "official, " if official is True else "not official, "
+        origin = f"{publisher}{manifest.source}: {manifest.detail}"
+    findings = examine(folder)
     kept = quarantine(folder, findings) if findings else None
-    return Verdict(folder, findings, kept, PREPARE_AGAIN if findings else "", origin)
+    return FolderVerdict(folder, findings, kept, PREPARE_AGAIN if findings else "", origin)
 
 
-def _origin_of(folder: Path) -> str:
-    """Return the source named in the manifest, "" if there is none."""
+def _manifest_of(folder: Path) -> DataManifest | None:
+    """Return the manifest of a folder, None if it is missing or unreadable."""
     try:
-        manifest = read_manifest(folder)
+        return read_manifest(folder)
     except DataError:
-        return ""
-    if manifest is None:
-        return ""
-    official = manifest.facts.get("official")
-    publisher = "" if official is None else "official, " if official is True else "not official, "
-    return f"{publisher}{manifest.source}: {manifest.detail}"
+        return None
 
 
-def _facts_of(folder: Path) -> dict:
-    """Return the facts in the manifest, an empty dict if it is missing or unreadable."""
-    try:
-        manifest = read_manifest(folder)
-    except DataError:
-        return {}
-    return {} if manifest is None else manifest.facts
+def _is_described(manifest: DataManifest | None) -> bool:
+    kind = None if manifest is None else manifest.facts.get("kind")
+    return isinstance(kind, str) and kind in ARRAYS_OF
 
 
-def _kind_of(folder: Path) -> str | None:
-    kind = _facts_of(folder).get("kind")
-    return kind if isinstance(kind, str) else None
-
-
-def _staged_verdict(place: tuple[Path, Callable[[], Sourced]]) -> Verdict:
+def _staged_verdict(place: tuple[Path, Callable[[], Sourced]]) -> FolderVerdict:
     """Verify a staged set with its own loader, which checks counts, checksums, hashes and overlap."""
     folder, read = place
     try:
         origin = read().detail
     except DataError as fault:
-        findings = [Finding(Path(str(fault.where)).name, fault.what)]
-        return Verdict(folder, findings, quarantine(folder, findings), STAGE_AGAIN)
-    return Verdict(folder, [], None, "", origin)
+        findings = [DataFinding(Path(str(fault.where)).name, fault.what)]
+        return FolderVerdict(folder, findings, quarantine(folder, findings), STAGE_AGAIN)
+    return FolderVerdict(folder, [], None, "", origin)
+
+
+def content_faults(
+    folder: Path, arrays: dict[str, np.ndarray], manifest: DataManifest, thorough: bool = False
+) -> Iterator[DataError]:
+    """Yield one error for each fault in the content of prepared arrays.
+
+    Args:
+        arrays: by name; missing ones are not checked.
+        thorough: also compare with the counts and statistics recorded when the data were prepared. This detects an undamaged
+            file of another split or tokenizer, even if the manifest was rewritten to match it.
+    """
+    facts = manifest.facts
+    checks = _text_checks if facts["kind"] == "text" else _image_checks
+    try:
+        for check, *arguments in checks(folder, arrays, facts, thorough):
+            try:
+                check(*arguments)
+            except DataError as fault:
+                yield fault
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        fault = f"its facts do not fit its kind of data: {printable(repr(error))[:200]}"
+        yield DataError(fault, where=folder / FILE_NAME, next_step=_REMEDY)
+
+
+def _text_checks(folder: Path, arrays: dict[str, np.ndarray], facts: dict, thorough: bool) -> Iterator[tuple]:
+    decoder = _decoder(folder / TOKENIZER_FILE) if thorough else None
+    for split in SPLITS:
+        tokens, samples, steps = arrays.get(split), arrays.get(f"{split}{SAMPLES}"), facts["steps"][split]
+        path, places = folder / f"{split}.npy", folder / f"{split}{SAMPLES}.npy"
+        if tokens is not None:
+            yield _check_token_type, path, tokens, facts["vocab_size"]
+            yield check_tokens, tokens, facts["vocab_size"], path
+        if tokens is not None and thorough:
+            yield _check_count, path, "tokens", len(tokens), steps["tokenize"]["tokens"]
+        if tokens is not None and decoder is not None:
+            yield _check_opening, path, tokens, decoder, steps["tokenize"]["opening"]
+        if samples is not None:
+            yield _check_samples, places, samples, steps["tokenize"]["tokens"]
+        if samples is not None and thorough:
+            yield _check_count, places, "samples", len(samples), steps["filter"]["non_empty"]
+    if thorough and all(f"{split}{kind}" in arrays for split in SPLITS for kind in ("", SAMPLES)):
+        yield _check_text_overlap, folder, arrays, facts["overlap"]
+
+
+def _image_checks(folder: Path, arrays: dict[str, np.ndarray], facts: dict, thorough: bool) -> Iterator[tuple]:
+    for split in ("train", "test"):
+        images, labels, steps = arrays.get(f"{split}_images"), arrays.get(f"{split}_labels"), facts["steps"][split]
+        path, label_path = folder / f"{split}_images.npy", folder / f"{split}_labels.npy"
+        if images is not None:
+            yield check_images, images, path
+            yield _check_type, path, images, np.dtype(np.uint8), IMAGE_SHAPE
+        if images is not None and thorough:
+            yield _check_count, path, "images", len(images), steps["read"]["images"]
+            yield _check_channels, path, images, steps["channels"]["mean"]
+        if labels is not None:
+            yield _check_type, label_path, labels, np.dtype(np.int64), ()
+            yield check_labels, labels, steps["read"]["images"], len(facts["classes"]), label_path
+        if labels is not None and thorough:
+            yield _check_classes, label_path, labels, steps["classes"]
+    if thorough and "train_images" in arrays and "test_images" in arrays:
+        yield _check_image_overlap, folder, arrays, facts["overlap"]
+
+
+def _decoder(path: Path) -> tokenizers.Tokenizer | None:
+    """Return the stored tokenizer, None if it is damaged; its hash reports the damage."""
+    try:
+        return tokenizers.Tokenizer.from_buffer(read_bounded(path, DataError, _REMEDY))
+    except Exception:  # tokenizers raises plain Exception
+        return None
+
+
+def _check_type(path: Path, array: np.ndarray, dtype: np.dtype, row_shape: tuple[int, ...]) -> None:
+    fault = f"{path.name} is {array.dtype.str} {list(array.shape)}, expected {dtype.str} {['N', *row_shape]}"
+    _require(array.dtype == dtype and array.shape[1:] == row_shape, fault, path)
+
+
+def _check_token_type(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
+    _check_type(path, tokens, token_dtype(vocab_size, path), ())
+
+
+def _check_text_overlap(folder: Path, arrays: dict[str, np.ndarray], expected: dict) -> None:
+    tokens, samples = ({split: arrays[f"{split}{kind}"] for split in SPLITS} for kind in ("", SAMPLES))
+    if any(array.ndim != 2 or array.shape[1] != 2 for array in samples.values()):
+        return  # _check_samples reports it
+    _check_overlap(folder, token_overlap(tokens, samples), expected, "long lines")
+
+
+def _check_image_overlap(folder: Path, arrays: dict[str, np.ndarray], expected: dict) -> None:
+    _check_overlap(folder, image_overlap(arrays["train_images"], arrays["test_images"]), expected, "images")
+
+
+def _check_overlap(folder: Path, found: dict[str, SplitOverlap], expected: dict, what: str) -> None:
+    """Check that the splits overlap little, and as much as when the data were prepared."""
+    require_little_overlap(found, what, folder / FILE_NAME)
+    for split, overlap in found.items():
+        fault = (
+            f"{overlap.repeated} of {overlap.records} {what} of the {split} split also occur in another "
+            f"split; when the data were prepared, it was {expected[split]['repeated']} of {expected[split]['records']}"
+        )
+        _require(overlap.as_dict() == expected[split], fault, folder / FILE_NAME)
+
+
+def _check_count(path: Path, what: str, found: int, expected: int) -> None:
+    fault = f"{path.name} has {found} {what}, but had {expected} when it was prepared: another split's file, or truncated"
+    _require(found == expected, fault, path)
+
+
+def _check_opening(path: Path, tokens: np.ndarray, decoder: tokenizers.Tokenizer, opening: dict) -> None:
+    count, text = opening["tokens"], opening["text"]
+    found = decoder.decode(np.asarray(tokens[:count]).tolist(), skip_special_tokens=False)
+    fault = (
+        f"tokens 0 to {count - 1} of {path.name} decode to {found[:40]!r}, but the split begins with {text[:40]!r}: "
+        "tokens of another vocabulary, or another split's file"
+    )
+    _require(found == text, fault, path)
+
+
+def _check_samples(path: Path, samples: np.ndarray, tokens: int) -> None:
+    _check_type(path, samples, np.dtype(np.int64), (2,))
+    first, count = first_bad(samples, lambda part: (part[:, 0] < 0) | (part[:, 1] < 1) | (part[:, 1] > tokens - part[:, 0]))
+    fault = f"sample {first} of {path.name} lies outside the {tokens} tokens of its split ({count} such samples)"
+    _require(first is None, fault, path)
+
+
+def _check_channels(path: Path, images: np.ndarray, expected: list[float]) -> None:
+    if images.dtype != np.uint8 or images.shape[1:] != IMAGE_SHAPE or not len(images):
+        return  # check_images reports it
+    means, _ = channel_statistics(images)
+    found, wanted = (", ".join(f"{mean:.4f}" for mean in values) for values in (means, expected))
+    fault = f"{path.name} has channel means {found}, but had {wanted} when it was prepared: another split's file, or other pixels"
+    _require(np.allclose(means, expected, rtol=0, atol=1e-9), fault, path)
+
+
+def _check_classes(path: Path, labels: np.ndarray, expected: dict[str, int]) -> None:
+    names = list(expected)
+    if labels.dtype.kind not in "iu" or np.any((np.asarray(labels) < 0) | (np.asarray(labels) >= len(names))):
+        return  # check_labels reports it
+    found = np.bincount(np.asarray(labels), minlength=len(names))
+    for name, count in zip(names, found, strict=True):
+        fault = (
+            f"{path.name} has {count} labels of class {name!r}, but had {expected[name]} when it was prepared: "
+            "another split's file, or edited"
+        )
+        _require(count == expected[name], fault, path)
+
+
+def _require(sound: bool, fault: str, path: Path) -> None:
+    if not sound:
+        raise DataError(fault, where=path, next_step=_REMEDY)

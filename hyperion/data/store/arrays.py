@@ -7,9 +7,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import DTypeLike
 
-from hyperion.data.errors import DataError
-from hyperion.data.store.manifest import DataManifest, read_manifest, write_manifest
-from hyperion.data.store.staging import staged
+from hyperion.data.store.folders import DataError, DataManifest, read_manifest, staged, write_manifest
 from hyperion.untrusted import open_regular
 
 FOLDER = "checksums"  # next to the arrays; one file of CRC-32 values per array

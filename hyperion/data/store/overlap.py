@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from hyperion.data.errors import DataError
+from hyperion.data.store.folders import DataError
 
 # Headings and short sentences repeat in correct splits too. Of WikiText-2's lines of at least 10 words, 7 in valid and test also
 # occur in another split, all of them headings; of those of at least 12 words (train 16,281, valid 1,736, test 1,963), none.
@@ -26,7 +26,7 @@ _ROWS_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True)
-class Overlap:
+class SplitOverlap:
     """Number of records of a split that also occur in another split.
 
     Attributes:
@@ -49,7 +49,7 @@ class Overlap:
         return asdict(self)
 
 
-def line_overlap(splits: Mapping[str, Iterable[str]]) -> dict[str, Overlap]:
+def line_overlap(splits: Mapping[str, Iterable[str]]) -> dict[str, SplitOverlap]:
     """Compare the lines of at least LONG_LINE_WORDS words of every split but 'train' with those of all other splits.
 
     White space and case do not count. Lines are numbered from 1.
@@ -57,7 +57,7 @@ def line_overlap(splits: Mapping[str, Iterable[str]]) -> dict[str, Overlap]:
     return _overlap({split: _long_lines(lines) for split, lines in splits.items()})
 
 
-def token_overlap(tokens: Mapping[str, np.ndarray], samples: Mapping[str, np.ndarray]) -> dict[str, Overlap]:
+def token_overlap(tokens: Mapping[str, np.ndarray], samples: Mapping[str, np.ndarray]) -> dict[str, SplitOverlap]:
     """Compare the lines of at least LONG_LINE_TOKENS tokens. Memory grows with the splits other than 'train' only.
 
     Args:
@@ -67,12 +67,12 @@ def token_overlap(tokens: Mapping[str, np.ndarray], samples: Mapping[str, np.nda
     return _overlap({split: _long_samples(tokens[split], samples[split]) for split in tokens})
 
 
-def image_overlap(train: np.ndarray, test: np.ndarray) -> dict[str, Overlap]:
+def image_overlap(train: np.ndarray, test: np.ndarray) -> dict[str, SplitOverlap]:
     """Compare the images [N, ...] of the test split with those of the train split, byte by byte."""
     return _overlap({"train": _numbered(train), "test": _numbered(test)})
 
 
-def require_little_overlap(found: Mapping[str, Overlap], what: str, where: object) -> None:
+def require_little_overlap(found: Mapping[str, SplitOverlap], what: str, where: object) -> None:
     """Check that at most TOLERANCE of each split occurs in another split.
 
     Args:
@@ -91,7 +91,7 @@ def require_little_overlap(found: Mapping[str, Overlap], what: str, where: objec
             )
 
 
-def _overlap(splits: Mapping[str, Iterator[tuple[int, bytes]]]) -> dict[str, Overlap]:
+def _overlap(splits: Mapping[str, Iterator[tuple[int, bytes]]]) -> dict[str, SplitOverlap]:
     held = {
         split: [(number, _digest(content)) for number, content in records]
         for split, records in splits.items()
@@ -104,7 +104,7 @@ def _overlap(splits: Mapping[str, Iterator[tuple[int, bytes]]]) -> dict[str, Ove
     for split, records in held.items():
         others = trained.union(*(digests for name, digests in known.items() if name != split))
         repeated = [number for number, digest in records if digest in others]
-        result[split] = Overlap(len(records), len(repeated), repeated[0] if repeated else None)
+        result[split] = SplitOverlap(len(records), len(repeated), repeated[0] if repeated else None)
     return result
 
 

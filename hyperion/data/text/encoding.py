@@ -24,7 +24,7 @@ from typing import BinaryIO, cast
 import numpy as np
 import tokenizers
 
-from hyperion.data.errors import DataError
+from hyperion.data.store.folders import DataError
 from hyperion.processes.child_process import child_environment
 
 CHUNK_CHARACTERS = 1 << 16
@@ -54,7 +54,7 @@ class Encoded:
     lost: str
 
 
-class Encoder:
+class LineEncoder:
     """Encode lines exactly as their tokenizer does, and check that decoding reproduces them.
 
     A byte-level tokenizer decodes piece by piece, so a text is reproduced if each of its pieces is. A piece is checked when it
@@ -138,7 +138,7 @@ class EncoderPool:
         """
         chunks = in_chunks(lines, CHUNK_CHARACTERS)
         if self._workers == 1:
-            yield from map(Encoder(self._bpe).encode, chunks)
+            yield from map(LineEncoder(self._bpe).encode, chunks)
             return
         pending: deque[Future[Encoded]] = deque()
         for chunk in chunks:
@@ -222,7 +222,7 @@ def serve() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # printed text must not mix with the answers
     requests = sys.stdin.buffer
-    encoder = Encoder(tokenizers.Tokenizer.from_str(pickle.load(requests)))
+    encoder = LineEncoder(tokenizers.Tokenizer.from_str(pickle.load(requests)))
     # These errors mean that the parent ended, so there is nothing left to do.
     with contextlib.suppress(EOFError, BrokenPipeError, pickle.UnpicklingError):
         while True:

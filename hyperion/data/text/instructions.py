@@ -21,17 +21,13 @@ from pathlib import Path
 
 import numpy as np
 
-from hyperion.data.batches.packing import IGNORE_INDEX
-from hyperion.data.errors import DataError, DataUnavailable
+from hyperion.data.packing import IGNORE_INDEX
 from hyperion.data.store.arrays import narrowed
-from hyperion.data.store.manifest import read_manifest, write_manifest
-from hyperion.data.store.network import download
-from hyperion.data.store.sources import Checksums, compare_checksums, mirror_root, take
-from hyperion.data.store.staging import cache_root, staged
-from hyperion.data.text.corpus import TextCorpus
-from hyperion.data.text.synthetic_text import EchoLanguage
+from hyperion.data.store.folders import DataError, DataUnavailable, read_manifest, staged, write_manifest
+from hyperion.data.store.sources import Checksums, PublishedSet, compare_checksums, download, take
+from hyperion.data.text.corpus import EchoLanguage, TextCorpus
 from hyperion.data.text.tokenizer import Tokenizer
-from hyperion.untrusted import printable, read_bounded, read_json
+from hyperion.untrusted import printable, read_json
 
 FOLDER, FILE = "instructions", "instructions.json"
 COUNT = 1100
@@ -101,38 +97,19 @@ def load_instructions(source: str = "auto", *, allow_synthetic: bool = True, see
     Raises:
         DataError: the file is unreadable, a record is invalid (its number is given), or no source has the data.
     """
-    suppliers = {
-        "mirror": lambda: _read(mirror_root() / FILE, "mirror", "the mirror"),
-        "cache": cached_instructions,
-        "download": lambda: _downloaded(url),
-        "synthetic": lambda: synthetic_instructions(seed=seed),
-    }
+    suppliers = {**published(url).suppliers(), "synthetic": lambda: synthetic_instructions(seed=seed)}
     return take(FOLDER, source, suppliers, allow_synthetic)
 
 
-def stage_instructions(url: str = URL) -> str:
-    """Stage the rows in the cache, from the mirror if it has them, else from their publisher.
+def published(url: str = URL) -> PublishedSet[InstructionSet]:
+    """Return the published rows, downloaded from `url` if necessary. The mirror has the file at its top level."""
 
-    Returns:
-        'present' if the cache already has them, else their origin.
+    def fetch(target: Path) -> None:
+        with staged(target) as work:
+            download(url, work / FILE, sha256=SHA256)
+            write_manifest(work, name=FOLDER, source="download", detail="downloaded from github.com/rasbt/LLMs-from-scratch")
 
-    Raises:
-        DataError: no source has the data, or they are wrong; the cache is unchanged.
-    """
-    target = cache_root() / FOLDER
-    if target.is_dir():
-        cached_instructions()
-        return "present"
-    try:
-        path = mirror_root() / FILE
-        _read(path, "mirror", "the mirror")
-    except DataUnavailable:
-        _stage_download(target, url)
-        return "downloaded"
-    with staged(target) as work:
-        (work / FILE).write_bytes(read_bounded(path, DataError, _AGAIN))
-        write_manifest(work, name=FOLDER, source="mirror", detail="copied from the mirror")
-    return "copied from the mirror"
+    return PublishedSet(FOLDER, _read, lambda folder: [folder / FILE], fetch, at_top=True)
 
 
 def synthetic_instructions(train: int = 990, held_out: int = 110, seed: int = 0) -> InstructionSet:
@@ -159,16 +136,21 @@ _TASKS: tuple[tuple[str, Callable[[list[str]], str]], ...] = (
 )
 
 
-def _read(path: Path, source: str, label: str, origin: str = "") -> InstructionSet:
+def _read(folder: Path, source: str, label: str) -> InstructionSet:
+    path = folder / FILE
+    manifest = None if source == "mirror" else read_manifest(folder)  # the top level of a mirror belongs to its owner
+    if manifest is not None:
+        manifest.verify(folder)
     if not path.is_file():
         raise DataUnavailable(f"{label} has no {path.name}", where=path, next_step=f"put {FILE} there, or run `make fetch`")
     rows = _records(path)
     if len(rows) != COUNT:
         raise DataError(f"{path.name} has {len(rows)} records, expected {COUNT}", where=path, next_step=_AGAIN)
     train, held_out = split_by_prompt(rows)
-    published = checksums(path)
-    detail = f"{COUNT} rows{origin}, {len(held_out)} held out, {published}"
-    return InstructionSet(FOLDER, source, detail, train, held_out, checksums=published)
+    compared = checksums(path)
+    origin = f", {manifest.detail}" if manifest is not None else ""
+    detail = f"{COUNT} rows{origin}, {len(held_out)} held out, {compared}"
+    return InstructionSet(FOLDER, source, detail, train, held_out, checksums=compared)
 
 
 def checksums(path: Path) -> Checksums:
@@ -224,36 +206,6 @@ def split_by_prompt(rows: Sequence[Instruction]) -> tuple[tuple[Instruction, ...
         numbers.setdefault(row.prompt, len(numbers))
     held_out = {prompt for prompt, number in numbers.items() if number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1}
     return (tuple(row for row in rows if row.prompt not in held_out), tuple(row for row in rows if row.prompt in held_out))
-
-
-def cached_instructions(source: str = "cache") -> InstructionSet:
-    """Load the rows from the cache.
-
-    Args:
-        source: source named in the result.
-
-    Raises:
-        DataError: they are missing or wrong.
-    """
-    folder = cache_root() / FOLDER
-    manifest = read_manifest(folder)
-    if manifest is not None:
-        manifest.verify(folder)
-    return _read(folder / FILE, source, "the cache", f", {manifest.detail}" if manifest is not None else "")
-
-
-def _downloaded(url: str) -> InstructionSet:
-    target = cache_root() / FOLDER
-    if target.is_dir():
-        return cached_instructions()  # not downloaded again; the source is reported as the cache
-    _stage_download(target, url)
-    return cached_instructions("download")
-
-
-def _stage_download(target: Path, url: str) -> None:
-    with staged(target) as work:
-        download(url, work / FILE, sha256=SHA256)
-        write_manifest(work, name=FOLDER, source="download", detail="downloaded from github.com/rasbt/LLMs-from-scratch")
 
 
 LEAST_PROMPT_SHARE = 4  # a row that is too long keeps at least 1/4 of its length for the end of the prompt

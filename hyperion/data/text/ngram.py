@@ -32,15 +32,6 @@ class Baseline:
     tokens: int
     standard_error_nats: float
 
-    @property
-    def token_perplexity(self) -> float:
-        """exp of the mean negative log likelihood per token."""
-        return float(np.exp(self.total_nll_nats / self.tokens))
-
-    def word_perplexity(self, words_with_eos: int) -> float:
-        """Return exp of the total negative log likelihood per word (see `corpus.count_words_with_eos`)."""
-        return float(np.exp(self.total_nll_nats / words_with_eos))
-
 
 def unigram_baseline(train: np.ndarray, evaluation: np.ndarray, vocab_size: int) -> Baseline:
     """Score a unigram model: train frequencies, mixed with the uniform distribution so that no probability is zero.

@@ -6,7 +6,7 @@ Source of GPT-2's: Radford et al. 2019; hub model openai-community/gpt2.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -14,11 +14,9 @@ from typing import cast
 import numpy as np
 import tokenizers
 
-from hyperion.data.errors import DataError, DataUnavailable
 from hyperion.data.store.arrays import token_dtype
-from hyperion.data.store.network import download, hub_endpoint
-from hyperion.data.store.sources import Checksums, compare_checksums, mirror_root, take
-from hyperion.data.store.staging import cache_root, staged
+from hyperion.data.store.folders import DataError, DataUnavailable, staged
+from hyperion.data.store.sources import Checksums, PublishedSet, compare_checksums, download, hub_endpoint, take
 from hyperion.data.text.corpus import TextCorpus
 from hyperion.data.text.encoding import EncoderPool
 from hyperion.untrusted import parse_json, printable, read_bounded, read_json
@@ -102,11 +100,7 @@ def load_tokenizer(source: str = "auto", corpus: TextCorpus | None = None, vocab
     """
     if source == "auto" and corpus is not None and corpus.source == "synthetic":
         source = "synthetic"
-    suppliers: dict[str, Callable[[], Tokenizer]] = {
-        "mirror": lambda: _gpt2(mirror_root() / FOLDER, "mirror", "the mirror"),
-        "cache": cached_tokenizer,
-        "download": _downloaded,
-    }
+    suppliers = GPT2.suppliers()
     if corpus is not None or source == "synthetic":
         suppliers["synthetic"] = lambda: train_tokenizer(corpus, vocab_size)
     return take("tokenizer", source, suppliers)
@@ -135,40 +129,6 @@ def train_tokenizer(corpus: TextCorpus | None, vocab_size: int | None = None) ->
     definition = hashlib.sha256(bpe.to_str().encode()).hexdigest()
     name = f"bpe-{size}-{corpus.name}"
     return Tokenizer(name, "trained", detail, size, definition, _end_of_text(bpe), bpe)
-
-
-def stage_tokenizer() -> str:
-    """Stage GPT-2's tokenizer in the cache, from the mirror if it has it, else from the hub.
-
-    Returns:
-        'present' if the cache already has it, else its origin.
-
-    Raises:
-        DataError: no source has the files, or they are wrong; the cache is unchanged.
-    """
-    target = cache_root() / FOLDER
-    if target.is_dir():
-        cached_tokenizer()
-        return "present"
-    try:
-        folder = mirror_root() / FOLDER
-        _gpt2(folder, "mirror", "the mirror")
-    except DataUnavailable:
-        _stage_from_hub(target)
-        return "downloaded"
-    with staged(target) as work:
-        for name in GPT2_SHA256:
-            (work / name).write_bytes(_content(folder / name, "copy GPT-2's files into the mirror again"))
-    return "copied from the mirror"
-
-
-def cached_tokenizer() -> Tokenizer:
-    """Load GPT-2's tokenizer from the cache.
-
-    Raises:
-        DataError: it is missing or wrong.
-    """
-    return _gpt2(cache_root() / FOLDER, "cache", "the cache")
 
 
 def checksums(folder: Path) -> Checksums:
@@ -262,19 +222,13 @@ def _parsed(contents: dict[str, bytes], folder: Path, remedy: str) -> tuple[dict
     return vocabulary, merges
 
 
-def _downloaded() -> Tokenizer:
-    target = cache_root() / FOLDER
-    if target.is_dir():
-        return cached_tokenizer()  # not downloaded again; the source is reported as the cache
-    _stage_from_hub(target)
-    return _gpt2(target, "download", "the cache")
-
-
-def _stage_from_hub(target: Path) -> None:
+def _fetch(target: Path) -> None:
     with staged(target) as work:
         for name, expected in GPT2_SHA256.items():
             download(f"{hub_endpoint()}/{HUB_FOLDER}/{name}", work / name, sha256=expected)
 
+
+GPT2 = PublishedSet(FOLDER, _gpt2, lambda folder: [folder / name for name in GPT2_SHA256], _fetch, manifest=False)
 
 FILE = "tokenizer.json"
 TOKENIZER_BYTES = 1 << 28  # limit; the largest vocabularies in use need about 35 MB

@@ -4,18 +4,21 @@ Source: Merity et al., Pointer Sentinel Mixture Models, arXiv:1609.07843; hub da
 wikitext-2-v1.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
-from hyperion.data.errors import DataError, DataUnavailable
-from hyperion.data.store.manifest import read_manifest, write_manifest
-from hyperion.data.store.network import download, hub_endpoint, require_network
+from hyperion.data.store.folders import DataError, DataUnavailable, read_manifest, staged, write_manifest
 from hyperion.data.store.overlap import line_overlap, require_little_overlap
-from hyperion.data.store.sources import Checksums, compare_checksums, mirror_root, take
-from hyperion.data.store.staging import cache_root, staged
-from hyperion.data.text.corpus import SPLITS, TextCorpus, count_non_empty, count_words_with_eos, read_lines, require_counts
-from hyperion.data.text.synthetic_text import LINES_LIKE_WIKITEXT2, EchoLanguage
-from hyperion.untrusted import read_bounded
+from hyperion.data.store.sources import Checksums, PublishedSet, compare_checksums, download, hub_endpoint, require_network, take
+from hyperion.data.text.corpus import (
+    LINES_LIKE_WIKITEXT2,
+    SPLITS,
+    EchoLanguage,
+    TextCorpus,
+    count_non_empty,
+    count_words_with_eos,
+    read_lines,
+    require_counts,
+)
 
 FOLDER = "wikitext-2"
 UNITS = ("lines", "non-empty lines", "words with one <eos> a line")
@@ -50,12 +53,7 @@ def load_wikitext2(
         DataError: a file is missing, not UTF-8 (with line and offset), or has wrong counts; splits share lines; no source has
             the data.
     """
-    suppliers: dict[str, Callable[[], TextCorpus]] = {
-        "mirror": lambda: _read(mirror_root() / FOLDER, "mirror", "the mirror"),
-        "cache": cached_wikitext2,
-        "download": _downloaded,
-        "synthetic": lambda: synthetic_corpus(synthetic_lines, seed),
-    }
+    suppliers = {**WIKITEXT2.suppliers(), "synthetic": lambda: synthetic_corpus(synthetic_lines, seed)}
     return take("wikitext-2", source, suppliers, allow_synthetic)
 
 
@@ -68,42 +66,6 @@ def synthetic_corpus(lines: dict[str, int] = LINES_LIKE_WIKITEXT2, seed: int = 0
         f"entropy rate {language.entropy_rate_nats_per_word():.4f} nats per word"
     )
     return TextCorpus("synthetic-echo", "synthetic", detail, splits, language)
-
-
-def stage_wikitext2() -> str:
-    """Stage WikiText-2 in the cache, from the mirror if it has it, else from the hub.
-
-    Returns:
-        'present' if the cache already has it, else its origin.
-
-    Raises:
-        DataError: no source has the data, or they are wrong; the cache is unchanged.
-    """
-    target = cache_root() / FOLDER
-    if target.is_dir():
-        cached_wikitext2()
-        return "present"
-    try:
-        folder = mirror_root() / FOLDER
-        _read(folder, "mirror", "the mirror")
-    except DataUnavailable:
-        _stage_from_hub(target)
-        return "downloaded"
-    with staged(target) as work:
-        for split in SPLITS:
-            content = read_bounded(folder / _file(split), DataError, "copy WikiText-2 into the mirror again", TABLE_BYTES)
-            (work / _file(split)).write_bytes(content)
-        write_manifest(work, name=FOLDER, source="mirror", detail="copied from the mirror")
-    return "copied from the mirror"
-
-
-def cached_wikitext2() -> TextCorpus:
-    """Load WikiText-2 from the cache.
-
-    Raises:
-        DataError: it is missing or wrong.
-    """
-    return _read(cache_root() / FOLDER, "cache", "the cache")
 
 
 def checksums(folder: Path) -> Checksums:
@@ -140,15 +102,7 @@ def _read(folder: Path, source: str, label: str) -> TextCorpus:
     return TextCorpus(FOLDER, source, detail, splits, checksums=found)
 
 
-def _downloaded() -> TextCorpus:
-    target = cache_root() / FOLDER
-    if target.is_dir():
-        return cached_wikitext2()  # not downloaded again; the source is reported as the cache
-    _stage_from_hub(target)
-    return _read(target, "download", "the cache")
-
-
-def _stage_from_hub(target: Path) -> None:
+def _fetch(target: Path) -> None:
     require_network(hub_endpoint())
     with staged(target) as work:
         for split in SPLITS:
@@ -160,6 +114,9 @@ def _stage_from_hub(target: Path) -> None:
             (work / _file(split)).write_text("".join(lines), encoding="utf-8", newline="\n")
             parquet.unlink()
         write_manifest(work, name=FOLDER, source="download", detail="downloaded from the hub's Salesforce/wikitext")
+
+
+WIKITEXT2 = PublishedSet(FOLDER, _read, lambda folder: [folder / _file(split) for split in SPLITS], _fetch)
 
 
 def _lines_of_table(path: Path, expected: int) -> list[str]:

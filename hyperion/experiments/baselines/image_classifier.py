@@ -25,8 +25,8 @@ from hyperion.results import Row, proportion_estimate
 from hyperion.training import (
     History,
     ImageEngine,
-    Plan,
     Precision,
+    TrainingPlan,
     WarmupCosine,
     choose_precision,
     compile_options,
@@ -279,7 +279,7 @@ def _train(data: _Data, seed: int, report: Report) -> tuple[ImageEngine, ImageBa
     how = f"not compiled ({reason}), " if (reason := data.why_not_compiled) else "compiled, "
     how += "each replayed as one graph" if not engine.uncaptured else f"one by one ({engine.uncaptured})"
     print(f"{name}: {options.epochs * len(batches)} steps in {data.precision}, {how}")
-    plan = Plan(epochs=options.epochs, evaluate_every=options.evaluate_every, checkpoint_every=options.checkpoint_every)
+    plan = TrainingPlan(epochs=options.epochs, evaluate_every=options.evaluate_every, checkpoint_every=options.checkpoint_every)
     history = train(
         engine,
         batches,

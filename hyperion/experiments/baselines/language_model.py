@@ -12,7 +12,7 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.options import Options
 from hyperion.chapter.variants import Report
 from hyperion.data import PreparedText, TextCorpus, Tokenizer
-from hyperion.data.batches.loaders import LanguageBatches, evaluation_windows
+from hyperion.data.batches import LanguageBatches, evaluation_windows
 from hyperion.errors import not_none
 from hyperion.experiments.baselines.captured_parity import captured_parity
 from hyperion.experiments.baselines.perplexity import MEASURES, Scored, perplexity_rows, text_floor
@@ -22,7 +22,7 @@ from hyperion.training import (
     History,
     LanguageEngine,
     LanguageEvaluation,
-    Plan,
+    TrainingPlan,
     WarmupCosine,
     adamw,
     choose_precision,
@@ -121,9 +121,9 @@ class LanguageModelOptions(Options):
         return self.model_copy(update=self.when_synthetic.model_dump(exclude_none=True)) if source == "synthetic" else self
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> TrainingPlan:
         """Length of the training, and when to evaluate and save."""
-        return Plan(
+        return TrainingPlan(
             epochs=self.epochs, steps=self.steps, evaluate_every=self.evaluate_every, checkpoint_every=self.checkpoint_every
         )
 

@@ -33,7 +33,7 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.options import Options
 from hyperion.chapter.rows import out_of_memory_reason, sample_frame, stream_ceiling, timed_columns
 from hyperion.chapter.variants import Report
-from hyperion.data.batches.loaders import LanguageBatches
+from hyperion.data.batches import LanguageBatches
 from hyperion.errors import not_none
 from hyperion.experiments.baselines.paired_loops import OURS, PLAIN, PairedLoops, wait_for
 from hyperion.experiments.baselines.plain_loops import PlainLanguageLoop, with_weights_of

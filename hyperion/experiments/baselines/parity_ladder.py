@@ -18,13 +18,13 @@ import torch._dynamo
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.options import Options
 from hyperion.chapter.variants import Report
-from hyperion.data.batches.loaders import LanguageBatches
+from hyperion.data.batches import LanguageBatches
 from hyperion.measure.steps.compilation import missing_compiler
 from hyperion.models import TransformerConfig, TransformerLM, layout_of
 from hyperion.parallel import ParallelPlan, parallelize
 from hyperion.processes import world
 from hyperion.results import Row
-from hyperion.training import LanguageEngine, Plan, Precision, WarmupCosine, adamw, seed_everything, train
+from hyperion.training import LanguageEngine, Precision, TrainingPlan, WarmupCosine, adamw, seed_everything, train
 from hyperion.workloads import datasets
 from hyperion.workloads.twins import SCATTER_BF16
 
@@ -190,7 +190,7 @@ def _losses(context: Context, options: ParityLadderOptions, rung: Rung, tokens: 
         engine, batches = _engine(context, options, rung, tokens), _batches(context, options, tokens)
         # A block that is recompiled too often must raise: by default the compiler silently runs it eagerly.
         with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS, fail_on_recompile_limit_hit=True):
-            return train(engine, batches, Plan(steps=until), folder=folder, report=report).losses
+            return train(engine, batches, TrainingPlan(steps=until), folder=folder, report=report).losses
 
     if not rung.resumed:
         return train_until(options.steps, context.seed, None)

@@ -24,7 +24,7 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.options import Options
 from hyperion.chapter.variants import Report
 from hyperion.checkpoints import CheckpointError
-from hyperion.data.batches.loaders import LanguageBatches, evaluation_windows
+from hyperion.data.batches import LanguageBatches, evaluation_windows
 from hyperion.data.images.device_images import ImageBatches
 from hyperion.experiments.baselines.recovery_faults import KINDS, PHASES, Fault, Phases, cut_off
 from hyperion.hardware import detect_cpu
@@ -36,8 +36,8 @@ from hyperion.training import (
     ImageEngine,
     LanguageEngine,
     NonFiniteError,
-    Plan,
     Precision,
+    TrainingPlan,
     WarmupCosine,
     adamw,
     rng_state,
@@ -242,7 +242,7 @@ def run_once(
     if fault or watch:
         phases.plant(batches)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    plan = Plan(steps=STEPS, checkpoint_every=EVERY)
+    plan = TrainingPlan(steps=STEPS, checkpoint_every=EVERY)
     try:
         history = train(engine, batches, plan, validation=validation, folder=Path(folder))
     except (NonFiniteError, CheckpointError) as error:

@@ -24,7 +24,7 @@ from hyperion.experiments.compilation.compilation_models import (
     reference_output,
 )
 from hyperion.measure import FORMATS, PeakMemoryRegion, Timing, Verification, relative_error, time_interleaved
-from hyperion.measure.clock.census import Census, count_operations
+from hyperion.measure.products.dispatch import Census, count_operations
 from hyperion.measure.steps.compilation import (
     EAGER,
     MODES,

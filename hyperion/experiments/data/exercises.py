@@ -12,7 +12,7 @@ from hyperion.chapter.exercises import mutation_score
 from hyperion.data.images.imageset import synthetic_images
 from hyperion.data.prepare.prepare import write_images, write_text
 from hyperion.data.prepare.verify import examine
-from hyperion.data.store.manifest import FILE_NAME, read_manifest, write_manifest
+from hyperion.data.store.folders import FILE_NAME, read_manifest, write_manifest
 from hyperion.data.text.tokenizer import train_tokenizer
 from hyperion.data.text.wikitext2 import synthetic_corpus
 from hyperion.errors import not_none

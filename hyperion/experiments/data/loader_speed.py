@@ -14,13 +14,12 @@ from hyperion.chapter.options import Options
 from hyperion.chapter.rows import bandwidth_limit, sample_frame, stream_ceiling, timed_columns
 from hyperion.chapter.variants import Report
 from hyperion.data import IGNORE_INDEX, PreparedText, Tokenizer
-from hyperion.data.batches.loaders import LanguageBatches, PaddedBatches, ResumableBatches
-from hyperion.data.batches.prefetch import Prefetched
+from hyperion.data.batches import LanguageBatches, PaddedBatches, Prefetched, ResumableBatches
 from hyperion.errors import not_none
 from hyperion.measure import Timing, Verification, time_function
 from hyperion.models import TransformerLM, flops_per_token, named_config
 from hyperion.results import Row
-from hyperion.training import LanguageEngine, Plan, WarmupCosine, adamw, choose_precision, seed_everything, train
+from hyperion.training import LanguageEngine, TrainingPlan, WarmupCosine, adamw, choose_precision, seed_everything, train
 from hyperion.workloads import datasets
 
 _PACKED, _FILE, _AHEAD, _PADDED = (
@@ -225,7 +224,7 @@ def _waiting_row(context: Context, options: LoaderSpeedOptions, loader: _Loader,
     config = named_config(options.model, vocab_size=tokenizer.vocab_size, context=options.sequence_length)
     model = TransformerLM(config).to(device.torch_device)
     engine = LanguageEngine(model, adamw(model, 1e-3), WarmupCosine(1e-3, 1, steps), choose_precision(device), device)
-    record = train(engine, loader.batches, Plan(steps=steps)).epochs[-1]
+    record = train(engine, loader.batches, TrainingPlan(steps=steps)).epochs[-1]
     params = options.params(loader.workers) | {"what": "waiting for the loader"}
     return context.row(
         loader.variant, "share", record.waiting_share, dtype=engine.precision.dtype, params=params, data_source=source

@@ -13,7 +13,7 @@ import psutil
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.variants import Report, run_on_ranks
-from hyperion.data.batches.loaders import ResumableBatches
+from hyperion.data.batches import ResumableBatches
 from hyperion.errors import HyperionError
 from hyperion.experiments.distributed.short_training import ShortTrainingOptions, largest_relative_difference
 from hyperion.processes import RankError, world

@@ -12,7 +12,7 @@ from hyperion.checkpoints.folders import checkpoint_path
 from hyperion.experiments.distributed.short_training import ShortTrainingOptions, largest_relative_difference
 from hyperion.processes import world
 from hyperion.results import Row
-from hyperion.training import Plan, train
+from hyperion.training import TrainingPlan, train
 from hyperion.workloads import datasets
 from hyperion.workloads.recipes import set_up
 from hyperion.workloads.twins import SCATTER_FP32
@@ -81,7 +81,7 @@ def save_and_go_on(context: Context, report: Report) -> Result:
     """Save a checkpoint and train on without interruption: the losses that every resumed run must repeat."""
     options, folder = ReshardingOptions.of(context), context.workspace / "first"
     before = options.steps_before
-    plan = Plan(steps=options.steps, checkpoint_every=before)
+    plan = TrainingPlan(steps=options.steps, checkpoint_every=before)
     result = _train(context, options, plan, folder, report)
     if world().rank == 0:
         saved = context.workspace / _SAVED
@@ -100,10 +100,10 @@ def resume(context: Context, report: Report) -> Result:
         shutil.copytree(context.workspace / _SAVED, folder)
     dist.barrier()
     options = ReshardingOptions.of(context)
-    return _train(context, options, Plan(steps=options.steps), folder, report)
+    return _train(context, options, TrainingPlan(steps=options.steps), folder, report)
 
 
-def _train(context: Context, options: ReshardingOptions, plan: Plan, folder: Path, report: Report) -> Result:
+def _train(context: Context, options: ReshardingOptions, plan: TrainingPlan, folder: Path, report: Report) -> Result:
     training = set_up(context, options.recipe("fsdp", options.steps))
     history = train(training.engine, training.batches, plan, folder=folder, report=report)
     curve = pd.DataFrame({"ranks": world().size, "step": range(1, options.steps + 1), "loss": history.losses})

@@ -19,8 +19,8 @@ from hyperion.chapter.rows import (
     timed_columns,
 )
 from hyperion.measure import Finalist, Gemm, GemmSearch, RefusedProduct, format_of, search_gemm
-from hyperion.measure.clock.dtypes import matmul_precision
 from hyperion.measure.clock.timing import compare_with_plain_loop
+from hyperion.measure.clock.verify import matmul_precision
 from hyperion.results import Row, ratio_estimate
 
 FINALIST, FASTEST, GIVEN, PLAIN_LOOP = "finalist", "fastest found", "given shape", "fastest over a plain loop"

@@ -26,7 +26,7 @@ from hyperion.chapter.rows import (
 )
 from hyperion.measure import DISTRIBUTIONS, Gemm, Timing, energy_of, format_of, matmul_precision, time_function, time_interleaved
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES, device_clock
-from hyperion.measure.products.operands import ACTIVATIONS
+from hyperion.measure.products.gemm import ACTIVATIONS
 from hyperion.models import TransformerLM, named_config
 from hyperion.results import Row, independent_ratio_estimate, ratio_estimate
 

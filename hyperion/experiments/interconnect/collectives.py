@@ -25,7 +25,7 @@ from hyperion.measure import (
     ALL_COLLECTIVES,
     Collective,
     CollectiveMeasurement,
-    Overlap,
+    CollectiveOverlap,
     Timing,
     collective_bytes,
     fit_latency_bandwidth,
@@ -286,7 +286,7 @@ def _sweep_rows(context: Context, sweep: list[CollectiveMeasurement]) -> list[Ro
     ]
 
 
-def _overlap_rows(context: Context, measured: Overlap, backend: str) -> tuple[list[Row], list[pd.DataFrame]]:
+def _overlap_rows(context: Context, measured: CollectiveOverlap, backend: str) -> tuple[list[Row], list[pd.DataFrame]]:
     """Return the times of an all-reduce and of products, alone and at once, the share that was hidden, and the samples."""
     params = {"bytes": measured.bytes, "ranks": measured.ranks, "backend": backend}
     timings: dict[str, Timing] = {"products": measured.compute, "all_reduce": measured.collective, "both at once": measured.both}

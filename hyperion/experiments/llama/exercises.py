@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from hyperion.chapter.exercises import mutation_score
-from hyperion.data.batches.packing import IGNORE_INDEX
+from hyperion.data.packing import IGNORE_INDEX
 
 END, LENGTH, ROWS = 99, 12, 32_000
 _PROMPT, _COMPLETION = [11, 12, 13, 14], [21, 22, 23]

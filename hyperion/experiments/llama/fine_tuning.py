@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from hyperion.chapter.context import Context
 from hyperion.chapter.options import Options
-from hyperion.checkpoints import frozen_sha256, load_adapter
-from hyperion.data.batches.packing import IGNORE_INDEX
+from hyperion.data.packing import IGNORE_INDEX
 from hyperion.models import (
     LlamaLM,
     LlamaShape,
@@ -22,9 +21,9 @@ from hyperion.models import (
     llama_lora_parameter_count,
     llama_parameter_count,
 )
-from hyperion.parallel.lora import ATTENTION
 from hyperion.results import Row
-from hyperion.training import LanguageEngine, Precision, WarmupCosine, adamw
+from hyperion.training import LanguageEngine, Precision, WarmupCosine, adamw, frozen_sha256, load_adapter
+from hyperion.training.lora import ATTENTION
 from hyperion.workloads.llama_setup import RANK, FineTuningData, base_model, fine_tuning_data, with_lora
 
 LORA, FULL = "LoRA", "full fine-tuning"

@@ -11,10 +11,9 @@ import torch
 from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_columns
 from hyperion.chapter.variants import Report, merged, run_variant
-from hyperion.checkpoints import frozen_sha256, save_adapter
 from hyperion.data import Completions
-from hyperion.data.batches.instruction_batches import InstructionBatches
-from hyperion.data.batches.packing import IGNORE_INDEX
+from hyperion.data.batches import InstructionBatches
+from hyperion.data.packing import IGNORE_INDEX
 from hyperion.experiments.llama.fine_tuning import (
     FULL,
     LOADED_TOLERANCE,
@@ -39,9 +38,9 @@ from hyperion.experiments.llama.fine_tuning import (
 )
 from hyperion.measure import PeakMemoryRegion, TensorMemory, Timing, state_of, time_function
 from hyperion.models import LlamaLM, LlamaShape, llama_lora_parameter_count, llama_parameter_count, random_llama_shape
-from hyperion.parallel.lora import ATTENTION
 from hyperion.results import Row
-from hyperion.training import LanguageEngine, Plan, choose_precision, train
+from hyperion.training import LanguageEngine, TrainingPlan, choose_precision, frozen_sha256, save_adapter, train
+from hyperion.training.lora import ATTENTION
 from hyperion.units import GIB
 from hyperion.workloads.llama_setup import DATA, RANK, FineTuningData, base_model, frozen_dtype, with_lora
 from hyperion.workloads.training_rows import epoch_rows, loss_curve, speed_rows, step_forecasts
@@ -109,7 +108,7 @@ def fine_tune(context: Context, report: Report) -> Result:
         return _held_out_batches(context, options, data.held_out)
 
     before = engine.evaluate(validation())
-    plan = Plan(steps=options.steps)
+    plan = TrainingPlan(steps=options.steps)
     history = train(engine, _batches(context, options, data), plan, validation=validation, report=report)
     rows = epoch_rows(context, LORA, precision.dtype, engine, history, data.rows.source)
     rows += _loss_rows(context, options, data, precision.dtype, before, history.epochs[-1].evaluation or {})

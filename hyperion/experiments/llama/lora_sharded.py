@@ -11,8 +11,8 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.ranks import RankOptions, ranks_of
 from hyperion.chapter.rows import sample_frame, timed_columns
 from hyperion.chapter.variants import Report, merged, run_on_ranks
-from hyperion.checkpoints import checkpoint_path, frozen_sha256, save_adapter
-from hyperion.data.batches.instruction_batches import InstructionBatches
+from hyperion.checkpoints import checkpoint_path
+from hyperion.data.batches import InstructionBatches
 from hyperion.experiments.llama.fine_tuning import (
     LOADED_TOLERANCE,
     LORA,
@@ -40,7 +40,7 @@ from hyperion.parallel import (
 )
 from hyperion.processes import World, world
 from hyperion.results import Row
-from hyperion.training import LanguageEngine, Precision, choose_precision
+from hyperion.training import LanguageEngine, Precision, choose_precision, frozen_sha256, save_adapter
 from hyperion.units import GIB
 from hyperion.workloads.llama_setup import DATA, FineTuningData, base_model, frozen_dtype, with_lora
 from hyperion.workloads.recipes import rank_zero_first

@@ -18,7 +18,7 @@ from hyperion.errors import not_none
 from hyperion.measure import PeakMemoryRegion, SavedForBackward, TensorMemory, state_of
 from hyperion.models import layout_of
 from hyperion.parallel import ParallelPlan
-from hyperion.parallel.plan import BUDGET, EVERY_BLOCK, NONE, SELECTIVE
+from hyperion.parallel.parallelize import BUDGET, EVERY_BLOCK, NONE, SELECTIVE
 from hyperion.results import Row
 from hyperion.training import TorchEngine, choose_precision
 from hyperion.units import GIB

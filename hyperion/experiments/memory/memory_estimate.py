@@ -10,15 +10,13 @@ import torch
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Result
 from hyperion.chapter.rows import out_of_memory_reason
 from hyperion.chapter.variants import Report, merged, run_counted
 from hyperion.hardware import Device
 from hyperion.measure import bytes_of, memory_cap, state_of
-from hyperion.measure.memory_use.peak import allocated_peak
-from hyperion.measure.memory_use.timeline import ACTIVATIONS, GRADIENTS, MemoryTimeline
-from hyperion.parallel.plan import NONE, ParallelPlan
+from hyperion.measure.memory_use.tensor_memory import ACTIVATIONS, GRADIENTS, MemoryTimeline, allocated_peak
+from hyperion.parallel.parallelize import NONE, ParallelPlan
 from hyperion.results import Row
 from hyperion.training.memory_estimate import largest_batch
 from hyperion.units import GIB

@@ -15,7 +15,7 @@ from hyperion.chapter.options import Options
 from hyperion.chapter.variants import Report, merged, run_counted
 from hyperion.hardware import Device
 from hyperion.measure import state_of
-from hyperion.measure.memory_use.timeline import MemoryHistory, MemoryTimeline
+from hyperion.measure.memory_use.tensor_memory import MemoryHistory, MemoryTimeline
 from hyperion.measure.steps.trace import cpu_events, gpu_events
 from hyperion.parallel import ParallelPlan
 from hyperion.results import Row

@@ -21,7 +21,7 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.options import Options
 from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_columns
 from hyperion.chapter.variants import Report, merged, run_counted
-from hyperion.data.batches.packing import IGNORE_INDEX
+from hyperion.data.packing import IGNORE_INDEX
 from hyperion.experiments.precision.precision_variants import (
     speedup_forecast,
     tensor_bytes_of_a_step,
@@ -33,7 +33,7 @@ from hyperion.measure import PeakMemoryRegion, Timing, time_interleaved
 from hyperion.measure.steps.compilation import missing_compiler
 from hyperion.models import TransformerLM
 from hyperion.parallel import ParallelPlan
-from hyperion.parallel.plan import EVERY_BLOCK, NONE
+from hyperion.parallel.parallelize import EVERY_BLOCK, NONE
 from hyperion.results import Row, ratio_estimate
 from hyperion.training import TorchEngine
 from hyperion.training.float8 import float8_formats, to_float8

@@ -10,10 +10,10 @@ from hyperion.chapter.ranks import devices_here
 from hyperion.chapter.variants import Report, merged, run_on_ranks
 from hyperion.experiments.scaling.scaling_workloads import MODES, ScaledTraining, ScalingOptions, lm_config, measure_on_rank
 from hyperion.models import flops_per_token, llama_flops_per_token, llama_parameter_count, random_llama_shape
-from hyperion.parallel.lora import ATTENTION
 from hyperion.processes import JobError
 from hyperion.processes.job import INTERRUPTED
 from hyperion.results import Estimate, Row, independent_ratio_estimate, median_estimate
+from hyperion.training.lora import ATTENTION
 from hyperion.workloads.llama_setup import RANK
 from hyperion.workloads.training_rows import flops_floor
 from hyperion.workloads.twins import SCATTER_FP32

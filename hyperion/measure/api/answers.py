@@ -1,4 +1,4 @@
-"""Answers of `measure.time` and `measure.compare`: printed in a few lines, drawn, and stored as rows."""
+"""Answers of `measure.time` and `measure.compare`: printed in a few lines, drawn, and stored as rows, with formatted numbers."""
 
 import functools
 import html
@@ -10,16 +10,19 @@ import numpy as np
 
 from hyperion.hardware import Device
 from hyperion.measure.api.outputs import Difference
-from hyperion.measure.api.text import estimate_text, seconds_text
 from hyperion.measure.clock.timing import LEAST_SAMPLES, RELATIVE_INTERVAL, Timing
 from hyperion.results import Estimate, Row, ratio_estimate
 from hyperion.results.statistics import CONFIDENCE
+from hyperion.units import GIB, KIB, MIB
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # With fewer samples the bootstrap interval of a median is too narrow.
 LEAST_FOR_THE_BOOTSTRAP = 30
+_SMALL = ((1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
+_LARGE = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+_BINARY = ((1024 * GIB, "Ti"), (GIB, "Gi"), (MIB, "Mi"), (KIB, "Ki"), (1, ""))
 
 
 class Answer:
@@ -84,7 +87,6 @@ class TimeAnswer(Answer):
     def row(self, *, notebook: str, experiment: str, variant: str, **columns) -> Row:
         """Return a row of the metric `call_time_s`; `columns` sets other columns of `Row` (dtype, limit, params …)."""
         place = {"notebook": notebook, "experiment": experiment, "variant": variant, **columns}
-        interval = {"n": self.estimate.n, "ci_low": self.estimate.ci_low, "ci_high": self.estimate.ci_high}
         reason = "" if columns.get("limit") is not None else "no limit: what the function must do is not known"
         return self._row(
             place,
@@ -92,7 +94,7 @@ class TimeAnswer(Answer):
             self.estimate.value,
             {"cache": cache_of(self.timing)},
             limit_source=reason,
-            **interval,
+            **interval_of(self.estimate),
             **state_of_device(self.timing),
         )
 
@@ -212,9 +214,7 @@ class ComparisonAnswer(Answer):
             "speedup",
             ratio.value,
             about,
-            n=ratio.n,
-            ci_low=ratio.ci_low,
-            ci_high=ratio.ci_high,
+            **interval_of(ratio),
             limit_source=reason,
             **check,
             **state_of_device(self.timings[0]),
@@ -230,6 +230,11 @@ class ComparisonAnswer(Answer):
 def cache_of(timing: Timing) -> str:
     """Return "cold" if the last-level cache was flushed before each sample, else "hot"."""
     return "cold" if timing.cold else "hot"
+
+
+def interval_of(estimate: Estimate) -> dict:
+    """Return the row columns n, ci_low and ci_high of an estimate."""
+    return {"n": estimate.n, "ci_low": estimate.ci_low, "ci_high": estimate.ci_high}
 
 
 def state_of_device(timing: Timing) -> dict:
@@ -271,3 +276,40 @@ def _doubts(timing: Timing, estimate: Estimate | None, minimum_samples: int) -> 
 
 def _times(ratio: Estimate) -> str:
     return f"{ratio.value:.4g} × (95 % CI {ratio.ci_low:.4g} … {ratio.ci_high:.4g})"
+
+
+def time_scale(seconds: float) -> tuple[float, str]:
+    """Return (seconds per unit, unit) for the largest of s, ms, µs and ns in which the time is at least 1."""
+    factor, prefix = next((pair for pair in _SMALL if seconds >= pair[0]), _SMALL[-1])
+    return factor, f"{prefix}s"
+
+
+def seconds_text(seconds: float) -> str:
+    """Format seconds: 0.0012345 -> '1.234 ms'."""
+    factor, unit = time_scale(seconds)
+    return f"{seconds / factor:.4g} {unit}"
+
+
+def estimate_text(estimate: Estimate) -> str:
+    """Format an estimate in seconds: '1.234 ms (95 % CI 1.230 … 1.238, n=64)'."""
+    factor, unit = time_scale(estimate.value)
+    low, high = estimate.ci_low / factor, estimate.ci_high / factor
+    return f"{estimate.value / factor:.4g} {unit} (95 % CI {low:.4g} … {high:.4g}, n={estimate.n})"
+
+
+def flops_text(flops: float) -> str:
+    """Format FLOPs: 2e9 -> '2 GFLOP'."""
+    factor, prefix = next((pair for pair in _LARGE if abs(flops) >= pair[0]), _LARGE[-1])
+    return f"{flops / factor:.4g} {prefix}FLOP"
+
+
+def bytes_scale(count: float) -> tuple[float, str]:
+    """Return (bytes per unit, unit) for the largest binary unit in which the size is at least 1."""
+    factor, prefix = next((pair for pair in _BINARY if abs(count) >= pair[0]), _BINARY[-1])
+    return factor, f"{prefix}B"
+
+
+def bytes_text(count: float) -> str:
+    """Format bytes: 3 << 20 -> '3 MiB'."""
+    factor, unit = bytes_scale(count)
+    return f"{count / factor:.4g} {unit}"

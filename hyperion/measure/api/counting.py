@@ -5,7 +5,7 @@ A compiled function runs uncompiled while it is counted, because fused operators
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from hyperion.hardware import Device
-from hyperion.measure.api.answers import Answer
-from hyperion.measure.api.text import bytes_text, flops_text
+from hyperion.measure.api.answers import Answer, bytes_text, flops_text
 from hyperion.measure.memory_use.tensor_memory import TensorMemory, storage_key
+from hyperion.measure.products.dispatch import is_view
 from hyperion.results import Row
 from hyperion.units import GIB
 
@@ -241,7 +241,7 @@ class _OperatorsWithoutFormula(TorchDispatchMode):
         output = operator(*arguments, **named)
         name = operator._schema.name
         tensors = [leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, torch.Tensor)]
-        if tensors and operator._overloadpacket not in self._known and name not in _NO_ARITHMETIC and not _is_view(operator):
+        if tensors and operator._overloadpacket not in self._known and name not in _NO_ARITHMETIC and not is_view(operator):
             made = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
             calls, elements, _ = self.counts.get(name, (0, 0, False))
             elements += sum(tensor.numel() for tensor in (*tensors, *made))
@@ -249,29 +249,14 @@ class _OperatorsWithoutFormula(TorchDispatchMode):
         return output
 
 
-def _is_view(operator) -> bool:
-    aliases = [returned.alias_info for returned in operator._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in aliases)
-
-
-@dataclass
-class WatchedMemory:
-    """Sizes of the live tensors of one call in bytes; see `MemoryAnswer`."""
-
-    before_bytes: int
-    peak_bytes: int = 0
-    peak_operator: str = ""
-    history: list[int] = field(default_factory=list)
-
-
-def watch_memory(function: Callable[[], object], device: Device) -> WatchedMemory:
+def watch_memory(function: Callable[[], object], device: Device) -> "PeakCounter":
     """Call a function twice: to find the existing tensors that it uses, and to count with them."""
     with torch.compiler.set_stance("force_eager"):
         with _ExistingTensors(device) as existing:
             function()
-        with _PeakCounter(device, existing.tensors()) as counter:
+        with PeakCounter(device, existing.tensors()) as counter:
             function()
-    return counter.memory
+    return counter
 
 
 class _ExistingTensors(TorchDispatchMode):
@@ -311,17 +296,19 @@ class _ExistingTensors(TorchDispatchMode):
         return self._known_storages[storage_key(tensor)]
 
 
-class _PeakCounter(TensorMemory):
-    """Records the size of live tensors after each operator, and the operator at the peak."""
+class PeakCounter(TensorMemory):
+    """Records the size of live tensors before the first and after each operator, and the operator at the peak."""
 
     def __init__(self, device: Device, alive: list[torch.Tensor]):
         super().__init__(device, alive)
         alive.clear()  # the list would keep alive the tensors that the function frees
-        self.memory = WatchedMemory(self.now_bytes, self.now_bytes)
+        self.before_bytes, self.peak_operator = self.now_bytes, ""
+        self.history_bytes: list[int] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        peak_bytes = self.peak_bytes
         returned = super().__torch_dispatch__(func, types, args, kwargs)
-        self.memory.history.append(self.now_bytes)
-        if self.now_bytes > self.memory.peak_bytes:
-            self.memory.peak_bytes, self.memory.peak_operator = self.now_bytes, func._schema.name
+        self.history_bytes.append(self.now_bytes)
+        if self.peak_bytes > peak_bytes:
+            self.peak_operator = func._schema.name
         return returned

@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hyperion.measure.api.text import bytes_scale, estimate_text, flops_text, time_scale
+from hyperion.measure.api.answers import bytes_scale, estimate_text, flops_text, time_scale
 from hyperion.measure.clock.timing import Timing
 
 INK, MUTED, GRID = "#1b1f24", "#6a737d", "#e3e6ea"
@@ -43,7 +43,7 @@ _STYLE: dict[Any, Any] = {
 _MOST_BARS = 12
 
 
-class Picture(Figure):
+class AnswerFigure(Figure):
     """A figure that notebooks display without pyplot and its global state."""
 
     def _repr_png_(self) -> bytes:
@@ -136,7 +136,7 @@ def draw_waterfall(title: str, parts: list[tuple[str, float, float]], machine: s
 
 
 def _figure(title: str, machine: str, notes: str, panels: int = 1, height: float = 3.8) -> tuple[Figure, list[Axes]]:
-    figure = Picture(figsize=(7.6 if panels == 1 else 10.4, height), dpi=120, layout="constrained")
+    figure = AnswerFigure(figsize=(7.6 if panels == 1 else 10.4, height), dpi=120, layout="constrained")
     figure.suptitle(f"{title}  ·  {machine}", x=0.012, ha="left", fontsize=11.5, fontweight="bold")
     lines = [line for note in notes.splitlines() for line in textwrap.wrap(note, int(figure.get_figwidth() * 17))]
     figure.supxlabel("\n".join(lines), x=0.012, ha="left", fontsize=8, color=MUTED)

@@ -8,12 +8,11 @@ import torch
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
-from hyperion.measure.api.answers import Answer, state_of_device
-from hyperion.measure.api.functions import checked_callable, device_of, flops, noting
-from hyperion.measure.api.text import estimate_text, seconds_text
-from hyperion.measure.clock.ranks_clock import RanksClock
+from hyperion.hardware.specs import Ceilings
+from hyperion.measure.api.answers import Answer, estimate_text, interval_of, seconds_text, state_of_device
+from hyperion.measure.api.functions import checked_callable, device_of, flops, noting, repeat
+from hyperion.measure.clock.clocks import RanksClock
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES, Timing, require_sampling, time_function
-from hyperion.measure.products.product_formulas import Ceilings
 from hyperion.measure.steps.trace import (
     COMMUNICATION,
     COPIES,
@@ -127,9 +126,7 @@ class Explanation(Answer):
             "step_time_s",
             time.value,
             {"cache": "hot"},
-            n=time.n,
-            ci_low=time.ci_low,
-            ci_high=time.ci_high,
+            **interval_of(time),
             limit_source="no limit: what the step must do is not known",
             **state_of_device(self.timing),
         )
@@ -218,8 +215,7 @@ def _time_steps(one: Callable[[], object], device: Device, in_a_row: int, sampli
         return time_function(one, device, back_to_back=in_a_row, **sampling)
     # A step may contain collectives, so all ranks must do the same number of steps.
     clock = RanksClock(replace(here, device=device), lambda: None, lambda what: None)
-    timing = time_function(lambda: [one() for _ in range(in_a_row)], device, clock=clock, **sampling)
-    return replace(timing, samples_s=timing.samples_s / in_a_row, warmup_s=tuple(s / in_a_row for s in timing.warmup_s))
+    return time_function(lambda: repeat(one, in_a_row), device, clock=clock, **sampling).per_call(in_a_row)
 
 
 def _named(kinds: dict[str, int], ideal_ns: float | None) -> dict[str, int]:

@@ -42,10 +42,9 @@ from hyperion.measure.api.outputs import (
     state_changed,
     state_of,
 )
-from hyperion.measure.clock.checks import HarnessError
-from hyperion.measure.clock.ranks_clock import RanksClock
-from hyperion.measure.clock.timing import LEAST_SAMPLES, MINIMUM_SAMPLES, Timing, require_sampling, time_interleaved
-from hyperion.measure.memory_use.peak import allocated_peak
+from hyperion.measure.clock.clocks import RanksClock
+from hyperion.measure.clock.timing import LEAST_SAMPLES, MINIMUM_SAMPLES, HarnessError, Timing, require_sampling, time_interleaved
+from hyperion.measure.memory_use.tensor_memory import allocated_peak
 from hyperion.processes import World, world
 
 Function = Callable[[], object]
@@ -232,7 +231,7 @@ def _examine(
         # The samples and the elapsed time decide how often to call. RanksClock makes both equal on all ranks: ranks that
         # called a collective a different number of times would hang.
         clock, calls = RanksClock(here, lambda: None, lambda what: None), max(1, settings.back_to_back)
-        timed = [functools.partial(_repeat, function, calls) for function in functions]
+        timed = [functools.partial(repeat, function, calls) for function in functions]
     timings = time_interleaved(
         timed,
         device,
@@ -243,12 +242,12 @@ def _examine(
         clock=clock,
         budget_s=limit_s - 2 * used_s - call_s,
     )
-    if calls > 1:
-        timings = [replace(t, samples_s=t.samples_s / calls, warmup_s=tuple(s / calls for s in t.warmup_s)) for t in timings]
+    timings = [timing.per_call(calls) for timing in timings]
     return _agreed(here, lambda: _after(functions, labels, device, tolerance, outputs, timings))
 
 
-def _repeat(function: Function, times: int) -> None:
+def repeat(function: Function, times: int) -> None:
+    """Call a function several times in a row."""
     for _ in range(times):
         function()
 
@@ -451,10 +450,14 @@ def memory(function: Function, *, device: Device | str | torch.device | None = N
     device = device_of(device)
     with noting("memory", label):
         function()
-        allocator = _allocated(function, device) if device.kind != "cpu" else {}
+        allocator = {}
+        if device.kind != "cpu":
+            torch.cuda.synchronize(device.torch_device)
+            allocator["allocator_before_bytes"] = torch.cuda.memory_allocated(device.torch_device)
+            allocator["allocator_peak_bytes"] = allocated_peak(device, function)
         watched = watch_memory(function, device)
     return MemoryAnswer(
-        label, device, watched.before_bytes, watched.peak_bytes, watched.peak_operator, tuple(watched.history), **allocator
+        label, device, watched.before_bytes, watched.peak_bytes, watched.peak_operator, tuple(watched.history_bytes), **allocator
     )
 
 
@@ -585,9 +588,3 @@ def noting(question: str, label: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"raised while hyperion.measure.{question} called {label}")
         raise
-
-
-def _allocated(function: Function, device: Device) -> dict[str, int]:
-    torch.cuda.synchronize(device.torch_device)
-    before = torch.cuda.memory_allocated(device.torch_device)
-    return {"allocator_before_bytes": before, "allocator_peak_bytes": allocated_peak(device, function)}

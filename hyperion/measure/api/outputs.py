@@ -26,7 +26,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
-from hyperion.measure.clock.checks import HarnessError
+from hyperion.measure.clock.timing import HarnessError
 
 # Largest relative Frobenius error between two correct computations that sum in another order.
 OUTPUT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}

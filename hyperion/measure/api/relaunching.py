@@ -24,7 +24,7 @@ from hyperion.hardware import Telemetry
 from hyperion.hardware.telemetry import median_of
 from hyperion.measure.api.answers import TimeAnswer
 from hyperion.measure.api.functions import device_of
-from hyperion.measure.clock.repeated import calls_that_fill
+from hyperion.measure.clock.clocks import calls_that_fill
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES, Timing
 from hyperion.processes.child_process import child_environment
 from hyperion.processes.request_worker import RequestWorker
@@ -43,7 +43,7 @@ LaunchId = tuple[str, int]  # side and number
 
 
 @dataclass(frozen=True)
-class Plan:
+class TurnPlan:
     """The schedule of the turns.
 
     Args:
@@ -88,7 +88,7 @@ class Relaunched:
     """The results of all launches (those of A first) and the schedule."""
 
     launches: tuple[Launched, ...]
-    plan: Plan
+    plan: TurnPlan
 
     def of(self, side: str) -> list[Launched]:
         """Return the launches of one side."""
@@ -140,7 +140,7 @@ def relaunch(
     return Relaunched(tuple(_all_launched(team, plan, turns)), plan)
 
 
-def plan_turns(call_s: dict[str, float], launches: int, seconds: float) -> Plan:
+def plan_turns(call_s: dict[str, float], launches: int, seconds: float) -> TurnPlan:
     """Plan the turns: slices of about two calls of the slowest function, and at least 30 rounds.
 
     Args:
@@ -151,7 +151,7 @@ def plan_turns(call_s: dict[str, float], launches: int, seconds: float) -> Plan:
     slice_s, calls = seconds / rounds, {name: calls_that_fill(_SAMPLE_S, one) for name, one in call_s.items()}
     # A turn starts with one sample that is dropped, and its last sample ends after the slice.
     turn_s = sum(max(slice_s, calls[name] * one) + 1.5 * calls[name] * one + _TURN_OVERHEAD_S for name, one in call_s.items())
-    return Plan(rounds, slice_s, calls, rounds * launches * turn_s)
+    return TurnPlan(rounds, slice_s, calls, rounds * launches * turn_s)
 
 
 def normalise_rounds(times: np.ndarray) -> np.ndarray:
@@ -243,7 +243,7 @@ def environment_of(folder: Path) -> dict[str, str]:
     return inherited | {"PYTHONPATH": f"{folder}{os.pathsep}{inherited['PYTHONPATH']}"}
 
 
-def _take_turns(team: _Team, plan: Plan, report: Report) -> dict[str, dict[LaunchId, list[dict]]]:
+def _take_turns(team: _Team, plan: TurnPlan, report: Report) -> dict[str, dict[LaunchId, list[dict]]]:
     """Run all turns, one launch at a time, and return the answers by function and launch."""
     random, order = np.random.default_rng(0), sorted(team.partners)
     turns = {name: {who: [] for who in order} for name in plan.calls}
@@ -257,7 +257,7 @@ def _take_turns(team: _Team, plan: Plan, report: Report) -> dict[str, dict[Launc
     return turns
 
 
-def _all_launched(team: _Team, plan: Plan, turns: dict[str, dict[LaunchId, list[dict]]]) -> Iterator[Launched]:
+def _all_launched(team: _Team, plan: TurnPlan, turns: dict[str, dict[LaunchId, list[dict]]]) -> Iterator[Launched]:
     device, order = device_of(None), sorted(team.partners)
     # The samples of one turn are not independent, so each turn contributes one value.
     times = {

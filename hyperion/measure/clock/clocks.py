@@ -1,4 +1,4 @@
-"""Clocks that sample the time of functions: device events on a GPU, the monotonic clock on the host."""
+"""Clocks that sample the time of functions: device events on a GPU, the monotonic clock on the host; one rank or several."""
 
 import functools
 import time
@@ -6,8 +6,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from hyperion.hardware import Device
+from hyperion.processes import World
+
+# Enqueuing one sample (restoring inputs, an all-reduce, two events, the collective) takes the host about 150 microseconds.
+_RANKS_HEAD_START_CYCLES = 400_000
 
 
 class Clock(Protocol):
@@ -31,6 +36,9 @@ class Clock(Protocol):
 _HEAD_START_CYCLES = 80_000
 # Batches of at least this many calls consist of short calls, for which the head start suffices.
 _CALLS_OF_A_FULL_QUEUE = 30
+
+
+_MOST_CALLS = 1000
 
 
 class _EventClock:
@@ -93,15 +101,14 @@ class _HostClock:
         return _mean_of_calls(function, count, lambda: None)
 
     def sample(self, functions, flush, count: int) -> list[list[float]]:
-        samples: list[list[float]] = [[] for _ in functions]
-        for _ in range(count):
-            for function, series in zip(functions, samples, strict=True):
-                if flush is not None:
-                    flush()
-                start = self.stamp()
-                function()
-                series.append(self.seconds(start, self.stamp()))
-        return samples
+        def one(function) -> float:
+            if flush is not None:
+                flush()
+            start = self.stamp()
+            function()
+            return self.seconds(start, self.stamp())
+
+        return in_turn(functions, count, one)
 
 
 class WallClock:
@@ -115,14 +122,16 @@ class WallClock:
         self.synchronize = (lambda: None) if on_cpu else functools.partial(torch.cuda.synchronize, device.torch_device)
 
     def sample(self, functions, flush, count: int) -> list[list[float]]:
-        samples: list[list[float]] = [[] for _ in functions]
-        for _ in range(count):
-            for function, series in zip(functions, samples, strict=True):
-                series.append(_mean_of_calls(function, self.calls, self.synchronize))
-        return samples
+        return in_turn(functions, count, lambda function: _mean_of_calls(function, self.calls, self.synchronize))
 
     def in_a_row(self, function, count: int) -> None:
         """Return None: the samples themselves are calls in a row."""
+
+
+def in_turn(functions: list[Callable], count: int, sample: Callable[[Callable], float]) -> list[list[float]]:
+    """Return `count` samples of each function, taken in turn (A B A B …)."""
+    rounds = [[sample(function) for function in functions] for _ in range(count)]
+    return [[taken[place] for taken in rounds] for place in range(len(functions))]
 
 
 def _mean_of_calls(function: Callable, calls: int, synchronize: Callable) -> float:
@@ -142,3 +151,50 @@ def device_clock(device: Device, head_start_cycles: int = _HEAD_START_CYCLES) ->
         head_start_cycles: cycles that a GPU spins for each call of a batch, while the host fills its queue.
     """
     return _HostClock() if device.kind == "cpu" else _EventClock(device, head_start_cycles)
+
+
+def calls_that_fill(seconds: float, call_s: float) -> int:
+    """Return how many calls of `call_s` seconds fill `seconds`: at least 1, at most 1000."""
+    return max(1, min(_MOST_CALLS, int(seconds / max(call_s, 1e-9))))
+
+
+class RanksClock:
+    """Samples calls that all ranks make at the same time, for `time_function(…, clock=RanksClock(…))`.
+
+    Each rank decides from the samples and the elapsed time how often to call. If ranks decided differently, they would hang in
+    a collective. Therefore all ranks use the maximum over all ranks, of each sample and of the elapsed time.
+
+    Args:
+        here: this rank, in an initialised process group.
+        prepare: called before each timed call, not timed; restores what the call overwrites.
+        step: called with a description before each collective that the clock itself starts.
+    """
+
+    def __init__(self, here: World, prepare: Callable[[], object], step: Callable[[str], object]):
+        self._clock = device_clock(here.device, _RANKS_HEAD_START_CYCLES)
+        self._prepare, self._step = prepare, step
+        self._token = torch.zeros(1, device=here.device.torch_device)
+        self._started, self._agreed_s = time.monotonic(), 0.0
+
+    def now(self) -> float:
+        """Return the seconds since construction at the last sample; the same on all ranks."""
+        return self._agreed_s
+
+    def sample(self, functions: list[Callable], flush: Callable | None, count: int) -> list[list[float]]:
+        """Return the seconds of `count` calls of each function, in turn: for each call the time of the slowest rank."""
+        own = self._clock.sample(functions, self._meet if flush is None else lambda: (flush(), self._meet()), count)
+        local = [seconds for series in own for seconds in series] + [time.monotonic() - self._started]
+        agreed = torch.tensor(local, dtype=torch.float64, device=self._token.device)
+        self._step("agreeing on the samples")
+        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        *slowest, self._agreed_s = agreed.tolist()
+        return [slowest[start : start + count] for start in range(0, len(slowest), count)]
+
+    def in_a_row(self, function: Callable, count: int) -> None:
+        """Return None: without synchronisation before each call, the time would contain the skew between ranks."""
+
+    def _meet(self) -> None:
+        """All-reduce one number, so that all ranks start the timed call at nearly the same time."""
+        self._prepare()
+        self._step("meeting before a timed call")
+        dist.all_reduce(self._token)

@@ -3,19 +3,22 @@
 Every speed in Hyperion is measured by `time_interleaved`. On a GPU each sample is a pair of device events, and a batch of
 samples needs one synchronisation; on a CPU the same interface reads the monotonic clock. The device's clock does not see the
 host's cost of launching a call; `back_to_back` includes it.
+
+The `require_` functions check the measurement itself. Each detects an error that leaves the output correct, such as a clock that
+stops too early. `hyperion.measure.planted_faults` plants each of these errors and requires that it is detected.
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import pandas as pd
 import torch
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device, Sampler, Telemetry
-from hyperion.measure.clock import checks
 from hyperion.measure.clock.clocks import Clock, WallClock, device_clock
 from hyperion.results import Estimate, median_estimate
 
@@ -28,6 +31,42 @@ _WARM_TOLERANCE = 0.02
 _BATCH_S = 0.1
 # Shares of `budget_s`: for the whole warm-up, and for each of its windows.
 _WARM_SHARE, _WINDOW_SHARE = 0.25, 0.05
+# A series drifts if it changes by more than this over its length, and by more than chance explains.
+DRIFT_TOLERANCE = 0.05
+_DRIFT_Z = 3.29  # two-sided p = 0.001
+# Calls in a row may take longer than the samples by this factor plus this time: a launch costs the host some microseconds,
+# and other processes on the machine must not make a correct clock fail.
+_COVER_FACTOR, _COVER_SLACK_S = 3.0, 2e-4
+# One long interruption makes the mean of ten calls many times their median, so a busy machine needs many tries.
+_COVER_TRIES, _COVER_BLOCK_S, _COVER_CALLS = 30, 0.02, 10
+_COVER_TRIES_IN_HASTE = 5
+
+
+class HarnessError(HyperionError):
+    """Raised when a measurement does not measure what it claims to."""
+
+
+@dataclass(frozen=True)
+class Drift:
+    """The drift of a series of samples.
+
+    Args:
+        relative: change over the whole series relative to its median, from the slope of a resistant line.
+        z: standard normal score of the rank correlation between the samples and their order.
+        ends: medians of the first and the last third, in the unit of the samples.
+    """
+
+    relative: float
+    z: float
+    ends: tuple[float, float]
+
+    @property
+    def present(self) -> bool:
+        """Whether the drift exceeds both the tolerance and chance."""
+        return abs(self.relative) > DRIFT_TOLERANCE and abs(self.z) > _DRIFT_Z
+
+    def __str__(self) -> str:
+        return f"the samples drifted by {self.relative:+.1%} while they were taken (z = {self.z:+.1f})"
 
 
 @dataclass(frozen=True)
@@ -51,9 +90,9 @@ class Timing:
     telemetry: Telemetry = field(repr=False)
 
     @property
-    def drift(self) -> checks.Drift:
+    def drift(self) -> Drift:
         """Drift of the samples, such as from a falling clock or a device that heats up."""
-        return checks.drift_of(self.samples_s)
+        return drift_of(self.samples_s)
 
     @property
     def unsteady(self) -> str:
@@ -74,15 +113,9 @@ class Timing:
         ends = (estimate.ci_low, estimate.ci_high, *drift.ends)
         return Estimate(estimate.value, min(ends), max(ends), estimate.n)
 
-    @property
-    def p5_s(self) -> float:
-        """5th percentile of the samples in seconds."""
-        return float(np.quantile(self.samples_s, 0.05))
-
-    @property
-    def p95_s(self) -> float:
-        """95th percentile of the samples in seconds."""
-        return float(np.quantile(self.samples_s, 0.95))
+    def per_call(self, calls: int) -> "Timing":
+        """Return the timing of one call, for samples that are each the time of `calls` calls in a row."""
+        return replace(self, samples_s=self.samples_s / calls, warmup_s=tuple(seconds / calls for seconds in self.warmup_s))
 
 
 def time_function(
@@ -150,7 +183,7 @@ def time_interleaved(
         )
     functions = list(functions)
     clock = clock or (WallClock(device, back_to_back) if back_to_back else device_clock(device))
-    flush = cache_flush(device) if cold else None
+    flush = CacheFlush(device) if cold else None
     began = clock.now()
     if budget_s is None:
         warmups = [_warm_up(clock, function, time_limit_s / 2) for function in functions]
@@ -163,7 +196,7 @@ def time_interleaved(
         return budget_s is not None and clock.now() + seconds - began > budget_s
 
     for function, (windows, _) in zip(functions, warmups, strict=True):
-        checks.require_whole_work(
+        require_whole_work(
             windows[-1], functools.partial(clock.in_a_row, function), functools.partial(_call_s, clock, function), over
         )
     samples: list[list[float]] = [[] for _ in functions]
@@ -187,7 +220,7 @@ def time_interleaved(
             batch = max(1, min(minimum_samples, int(_BATCH_S / per_round), fitting))
     telemetry = sampler.telemetry
     if flush is not None:
-        checks.require_flushed(len(samples[0]) * len(functions), flush.calls, flush.read_all)
+        require_flushed(len(samples[0]) * len(functions), flush.calls, flush.read_all)
     return [
         Timing(np.array(series), tuple(windows), warm, cold, stopped, telemetry)
         for series, (windows, warm) in zip(samples, warmups, strict=True)
@@ -243,11 +276,6 @@ class CacheFlush:
     def read_all(self) -> bool:
         """Whether a call has read every element: the buffer holds ones, so their sum is the number of elements."""
         return math.isclose(self._total.item(), self._buffer.numel(), rel_tol=1e-3)
-
-
-def cache_flush(device: Device) -> CacheFlush:
-    """Return the function that flushes the last-level cache of a device."""
-    return CacheFlush(device)
 
 
 def _warm_up(clock, function, limit_s: float, window_s: float = _WARM_WINDOW_S, called: bool = False) -> tuple[list[float], bool]:
@@ -381,3 +409,103 @@ def _missing_readings(state: Telemetry) -> str:
         needed_s = LEAST_INTERVALS * state.interval_s
         return f"power was read over {state.window_s:.3g} s, {needed_s:.3g} s are needed: time it for longer"
     return ""
+
+
+def drift_of(samples) -> Drift:
+    """Return the drift of a series: the slope of a resistant line, and Daniels' test for trend.
+
+    Args:
+        samples: 1-D, in the order taken. Fewer than 10 samples have no drift.
+
+    Source: Tukey, Exploratory Data Analysis, 1977, chapter 10, for the line through the medians of the outer thirds;
+    Daniels, Journal of the Royal Statistical Society B 12 (1950) 171-181, for the test.
+    """
+    values = np.asarray(samples, dtype=np.float64)
+    n, third = len(values), len(values) // 3
+    if n < 10:
+        return Drift(0.0, 0.0, (float("nan"), float("nan")))
+    first, last = float(np.median(values[:third])), float(np.median(values[-third:]))
+    slope = (last - first) / (n - third)
+    correlation = np.corrcoef(pd.Series(values).rank(), np.arange(n))[0, 1] if np.ptp(values) else 0.0
+    return Drift(slope * n / float(np.median(values)), float(correlation * np.sqrt(n - 1)), (first, last))
+
+
+def require_whole_work(
+    sample_s: float,
+    in_a_row: Callable[[int], float | None],
+    again: Callable[[int], float],
+    over: Callable[[], bool] = lambda: False,
+) -> None:
+    """Check that calls in a row, between two synchronisations, take about as long as the clock says.
+
+    They take longer if the clock stops before the work is done (no synchronisation, or work on another stream), and if most
+    calls reuse the result of an earlier call.
+
+    Args:
+        sample_s: median seconds of one call by the clock.
+        in_a_row: makes this number of calls and returns the host's seconds per call, or None if the check does not apply.
+        again: times this number of calls again and returns the clock's seconds per call. Load on the machine slows both.
+        over: returns whether the time budget is used up.
+
+    Raises:
+        HarnessError: calls in a row took more than three times as long in each of thirty blocks (five after the budget).
+    """
+    calls = max(1, min(_COVER_CALLS, int(_COVER_BLOCK_S / max(sample_s, 1e-9))))
+    seen: list[float] = []
+    clock_s = [sample_s]
+    while len(seen) < (_COVER_TRIES_IN_HASTE if over() else _COVER_TRIES):
+        seconds = in_a_row(calls)
+        if seconds is None or seconds <= _COVER_FACTOR * sample_s + _COVER_SLACK_S:
+            return
+        seen.append(seconds)
+        # The median, not the maximum: one delayed reading must not excuse a clock that stops early.
+        clock_s.append(again(calls))
+        sample_s = max(sample_s, float(np.median(clock_s)))
+    raise HarnessError(
+        f"the clock reports {sample_s * 1e3:.4g} ms per call, but {calls} calls in a row take {min(seen) * 1e3:.4g} ms each "
+        f"until the device is idle",
+        where="a timed function",
+        next_step="synchronise before the clock stops, keep the work on the current stream, and do the work in every call",
+    )
+
+
+def require_flushed(samples: int, flushes: int, read_all: bool = True) -> None:
+    """Check that the cache was flushed before every cold sample.
+
+    Args:
+        samples: number of cold samples.
+        flushes: number of flushes.
+        read_all: whether a flush read its whole buffer.
+
+    Raises:
+        HarnessError: there are samples without a flush, or the flush did nothing.
+    """
+    if flushes < samples:
+        raise HarnessError(
+            f"{samples} cold samples, but the cache was flushed {flushes} times",
+            where="a timed function",
+            next_step="call `flush` before each sample, or use cold=False and label the samples hot",
+        )
+    if not read_all:
+        raise HarnessError(
+            f"{samples} cold samples, but the flush did not read its buffer, so the cache was hot",
+            where="a timed function",
+            next_step="let `CacheFlush` read its whole buffer, or use cold=False and label the samples hot",
+        )
+
+
+def require_cache_label(label: str | None, cold: bool) -> None:
+    """Check the `cache` parameter of a row against the samples.
+
+    Args:
+        label: "cold", "hot", or None if the row has no such parameter.
+        cold: whether the cache was flushed before each sample.
+
+    Raises:
+        HarnessError: the label is wrong.
+    """
+    taken = "cold" if cold else "hot"
+    if label in ("cold", "hot") and label != taken:
+        raise HarnessError(
+            f"samples with {taken} caches are labelled {label}", where="sample_frame", next_step=f"label them {taken}"
+        )

@@ -1,25 +1,38 @@
-"""Count the bytes of live tensors, operator by operator: exact, and equal on a CPU and on a GPU.
+"""Measure the memory of tensors: the peak of a region, live bytes operator by operator, and the lifetime of each tensor.
 
 An allocator rounds up, caches, and holds workspaces of libraries; the resident memory of a process includes the interpreter.
-The count here is the size of the storages of all live tensors. It includes the outputs of operators, but not the workspace
-of a kernel.
+The count of `TensorMemory` is the size of the storages of all live tensors. It includes the outputs of operators, but not the
+workspace of a kernel.
 
 Counting changes one thing: with a dispatch mode active, autograd adds two gradients of the same tensor into a third one
 instead of in place (ATen's isTensorSubclassLike). If a weight is used twice and the peak is in that operator, the count is too
 high by one gradient of this weight.
+
+`MemoryTimeline` also works on fake tensors, which have a shape and no memory; this predicts the memory of a step without running
+it, see hyperion.training.memory_estimate.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hyperion.hardware import Device
+from hyperion.units import GIB
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+PHASES = ("forward", "backward", "update")
+ACTIVATIONS, GRADIENTS, TEMPORARY = "activations", "gradients", "temporary"
+WORKSPACE = "workspace"  # memory of a kernel while it runs, which is not an output of the operator
 
 
 class TensorMemory(TorchDispatchMode):
@@ -128,3 +141,295 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, li
         "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
         "optimizer state": moments,
     }
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """The peak memory of a region.
+
+    Args:
+        metric: "peak_memory_gib" (allocated memory of tensors on a GPU) or "peak_rss_gib" (resident host memory of the whole
+            process, including interpreter and libraries).
+        gib: the peak in GiB; None if the system does not report it.
+        reason: why `gib` is None, else "".
+    """
+
+    metric: str
+    gib: float | None
+    reason: str = ""
+
+
+class PeakMemoryRegion:
+    """Context manager that sets `.peak` to the peak memory of the region, including memory allocated before it."""
+
+    peak: PeakMemory
+
+    def __init__(self, device: Device):
+        self.device = device
+
+    def __enter__(self) -> "PeakMemoryRegion":
+        self._error = ""
+        if self.device.kind != "cpu":
+            torch.cuda.synchronize(self.device.torch_device)
+            torch.cuda.reset_peak_memory_stats(self.device.torch_device)
+            return self
+        try:
+            _CLEAR.write_text("5")  # resets VmHWM; see proc(5)
+        except OSError as error:
+            self._error = f"peak resident size cannot be reset here: {error.strerror}"
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self.device.kind != "cpu":
+            torch.cuda.synchronize(self.device.torch_device)
+            self.peak = PeakMemory("peak_memory_gib", torch.cuda.max_memory_allocated(self.device.torch_device) / GIB)
+        elif self._error:
+            self.peak = PeakMemory("peak_rss_gib", None, self._error)
+        else:
+            kib = next(int(line.split()[1]) for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+            self.peak = PeakMemory("peak_rss_gib", kib * 1024 / GIB)
+
+
+_MEMORY_EVENT = "[memory]"
+
+
+def allocated_peak(device: Device, call: Callable[[], object], standing_bytes: int = 0) -> int:
+    """Call a function once and return the allocator's peak in bytes, including workspaces from the allocator.
+
+    On a GPU this is the allocator's peak over all memory of the process. The CPU allocator has no counter, but reports every
+    allocation and release to the profiler.
+
+    Args:
+        standing_bytes: CPU only: size of the existing tensors to include.
+    """
+    if device.kind != "cpu":
+        torch.cuda.synchronize(device.torch_device)
+        torch.cuda.reset_peak_memory_stats(device.torch_device)
+        call()
+        torch.cuda.synchronize(device.torch_device)
+        return torch.cuda.max_memory_allocated(device.torch_device)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as watch:
+        call()
+    level = peak = standing_bytes
+    profiler: Any = watch.profiler  # torch types neither the profiler's results nor its memory events
+    for event in profiler.kineto_results.events():
+        if event.name() == _MEMORY_EVENT:
+            level += event.nbytes()
+            peak = max(peak, level)
+    return peak
+
+
+@dataclass(frozen=True)
+class Birth:
+    """The lifetime of a piece of memory.
+
+    Args:
+        size: bytes.
+        kind: "parameters", "optimizer state", … for memory that existed before the step, else one of the four kinds of this
+            module.
+        born, died: event numbers from 0; `died` is None if it outlives the step.
+    """
+
+    size: int
+    kind: str
+    born: int
+    died: int | None
+
+
+@dataclass(frozen=True)
+class MemoryHistory:
+    """The history of the memory of a step.
+
+    Args:
+        lives: lifetimes of all pieces of memory; those that existed before the step are born at event 0.
+        events: number of allocations and releases.
+        phase_ends: event number at the end of each of PHASES.
+    """
+
+    lives: tuple[Birth, ...]
+    events: int
+    phase_ends: tuple[int, ...]
+
+    def levels(self, kind: str | None = None) -> list[int]:
+        """Return the live bytes after each event, of one kind or of all."""
+        changes = [0] * self.events
+        for life in self.lives:
+            if kind in (None, life.kind):
+                changes[life.born] += life.size
+                if life.died is not None:
+                    changes[life.died] -= life.size
+        return list(accumulate(changes))
+
+    def kinds(self) -> list[str]:
+        """Return the kinds in the order in which they first appear."""
+        return list(dict.fromkeys(life.kind for life in sorted(self.lives, key=lambda life: life.born)))
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Peak bytes of each kind; the peaks can be at different events."""
+        return {kind: max(self.levels(kind)) for kind in self.kinds()}
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of activations at the end of the forward pass."""
+        return self.levels(ACTIVATIONS)[self.phase_ends[0] - 1]
+
+    def fullest(self) -> int:
+        """Return the event after which the live bytes are largest."""
+        levels = self.levels()
+        return levels.index(max(levels))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest number of live bytes, workspaces included."""
+        return max(self.levels())
+
+    @property
+    def tensor_peak_bytes(self) -> int:
+        """Largest number of live bytes of tensors, without workspaces of kernels."""
+        return max(all_of_it - inside for all_of_it, inside in zip(self.levels(), self.levels(WORKSPACE), strict=True))
+
+    def phase_of(self, event: int) -> str:
+        """Return the phase of an event."""
+        return next((name for name, end in zip(PHASES, self.phase_ends, strict=True) if event < end), PHASES[-1])
+
+    def at(self, event: int) -> dict[str, int]:
+        """Return the live bytes by kind after an event."""
+        return {kind: self.levels(kind)[event] for kind in self.kinds()}
+
+
+class MemoryTimeline(TorchDispatchMode):
+    """Context of one training step on one device; `history()` then returns its memory.
+
+    Args:
+        model: the model whose gradients are recognised.
+        standing: existing tensors by kind.
+        block_bytes: sizes are rounded up to multiples of this, as an allocator does.
+        inside: (operator, arguments) -> workspace bytes of its kernel while it runs.
+        in_place: fake tensors only: add two gradients of the same tensor in place, as autograd does without a dispatch mode.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        standing: dict[str, Iterable[Tensor]],
+        block_bytes: int = 1,
+        inside: Callable[[Any, tuple], int] | None = None,
+        in_place: bool = False,
+    ):
+        super().__init__()
+        self._model, self._block, self._inside, self._in_place = model, block_bytes, inside, in_place
+        self._numbers: dict[int, int] = {}  # index of each live piece of memory by storage key
+        self._finalizers: dict[int, weakref.finalize] = {}
+        self._sizes: list[int] = []
+        self._born: list[int] = []
+        self._died: list[int | None] = []
+        self._kinds: list[str] = []
+        self._event, self._ends = 0, [0, 0]
+        for kind, tensors in standing.items():
+            for tensor in tensors:
+                self._count(tensor, kind)
+        self._event = 1
+        self._hooks: list = []
+
+    def __enter__(self) -> "MemoryTimeline":
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._mark_gradient)
+            for parameter in self._model.parameters()
+            if parameter.requires_grad
+        ]
+        self._saved = saved_tensors_hooks(self._mark_saved, lambda tensor: tensor)
+        self._saved.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exception) -> None:
+        super().__exit__(*exception)
+        self._saved.__exit__(*exception)
+        for handle in self._hooks:
+            handle.remove()
+        for finalizer in self._finalizers.values():
+            finalizer.detach()
+        self._finalizers.clear()
+        self._hooks.clear()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        in_node = torch._C._current_autograd_node() is not None
+        if in_node and not self._ends[0]:
+            self._ends[0] = self._event  # the first operation of the backward pass
+        if self._in_place and in_node and (summed := _sum_of_gradients(func, args)) is not None:
+            return summed
+        returned = func(*args, **kwargs or {})
+        for leaf in tree_leaves(returned):
+            if isinstance(leaf, Tensor):
+                self._count(leaf, TEMPORARY)
+        if self._inside is not None and (size := self._inside(func, args)):
+            self._die(self._bear(size, WORKSPACE))
+        return returned
+
+    def history(self) -> MemoryHistory:
+        """Return the history up to now."""
+        ends = self._ends[0] or self._event, self._ends[1] or self._event, self._event
+        lives = tuple(map(Birth, self._sizes, self._kinds, self._born, self._died))
+        return MemoryHistory(tuple(_as_activation(life, ends[0]) for life in lives), self._event, ends)
+
+    def _count(self, tensor: Tensor, kind: str) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._numbers or tensor.device.type != self._device_type:
+            return
+        size = -(-storage.nbytes() // self._block) * self._block
+        if size:
+            self._numbers[key] = number = self._bear(size, kind)
+            self._finalizers[key] = weakref.finalize(storage, self._forget, key, number)
+
+    def _bear(self, size: int, kind: str) -> int:
+        self._sizes.append(size)
+        self._kinds.append(kind)
+        self._born.append(self._event)
+        self._died.append(None)
+        self._event += self._event > 0
+        return len(self._sizes) - 1
+
+    def _die(self, number: int) -> None:
+        self._died[number] = self._event
+        self._event += 1
+
+    def _forget(self, key: int, number: int) -> None:
+        del self._numbers[key], self._finalizers[key]
+        self._die(number)
+
+    @property
+    def _device_type(self) -> str:
+        return next(self._model.parameters()).device.type
+
+    def _mark_saved(self, tensor: Tensor) -> Tensor:
+        self._mark(tensor, ACTIVATIONS)
+        return tensor.detach()  # without its graph: an output saved by its own node would keep itself alive
+
+    def _mark_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._mark(parameter.grad, GRADIENTS)
+        self._ends[1] = self._event  # the last gradient ends the backward pass
+
+    def _mark(self, tensor: Tensor, kind: str) -> None:
+        number = self._numbers.get(storage_key(tensor))
+        if number is not None and self._kinds[number] == TEMPORARY:
+            self._kinds[number] = kind
+
+
+def _as_activation(life: Birth, forward_end: int) -> Birth:
+    """Classify memory that outlives the forward pass as activation, also if autograd did not save it itself."""
+    left = 0 < life.born < forward_end and (life.died is None or life.died >= forward_end)
+    return replace(life, kind=ACTIVATIONS) if life.kind == TEMPORARY and left else life
+
+
+def _sum_of_gradients(operator: Any, arguments: tuple) -> Tensor | None:
+    """Add in place if autograd accumulates two gradients of the same tensor; return None for any other operation.
+
+    Recomputed forward passes run with gradients enabled, and backward formulas hardly ever add tensors of equal layout.
+    """
+    if operator is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or len(arguments) != 2:
+        return None
+    one, other = arguments
+    alike = isinstance(other, Tensor) and (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+    return one.add_(other) if alike and 0 not in one.stride() else None

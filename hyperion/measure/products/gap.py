@@ -12,7 +12,7 @@ from math import ceil, isfinite, prod
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device, gemm_path, lookup
 from hyperion.hardware.specs import load_specifications
-from hyperion.measure.products.product_formulas import Product
+from hyperion.measure.products.dispatch import Product
 
 # Output tiles (rows, columns) of one compute unit in the BLAS libraries of both vendors.
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))

@@ -17,13 +17,10 @@ import torch
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
-from hyperion.measure.clock.dtypes import FORMATS, matmul_precision
 from hyperion.measure.clock.timing import Timing, time_function
-from hyperion.measure.clock.verify import Verification, verify_product
-from hyperion.measure.products.dispatch import Call, dispatched
-from hyperion.measure.products.gemm import Gemm, RefusedProduct, blas_backend
-from hyperion.measure.products.operands import made_up
-from hyperion.measure.products.product_formulas import Product, products_of
+from hyperion.measure.clock.verify import FORMATS, Verification, matmul_precision, verify_product
+from hyperion.measure.products.dispatch import Call, Product, dispatched, products_of
+from hyperion.measure.products.gemm import Gemm, RefusedProduct, blas_backend, made_up
 from hyperion.results import Estimate
 
 # Operators that multiply matrices, by name. `upsample_bilinear2d` matches too, but only interpolates.

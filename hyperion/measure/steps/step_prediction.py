@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from hyperion.errors import HyperionError
-from hyperion.measure.products.dispatch import Call, dispatched
+from hyperion.measure.products.dispatch import Call, Product, dispatched, products_of
 from hyperion.measure.products.gap import TILES, best_tiling, tile
-from hyperion.measure.products.product_formulas import Product, products_of
 from hyperion.measure.steps.operator_cost import is_convolution
 
 

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from hyperion.data.errors import DataError
 from hyperion.data.images.device_images import ImageBatches, cut_out
+from hyperion.data.store.folders import DataError
 
 GENERATOR = np.random.default_rng(0)
 IMAGES = GENERATOR.integers(1, 256, (50, 3, 32, 32), dtype=np.uint8)

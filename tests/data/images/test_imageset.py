@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from hyperion.data.errors import DataError
 from hyperion.data.images.imageset import channel_statistics, check_split, synthetic_images
+from hyperion.data.store.folders import DataError
 
 IMAGES, LABELS = np.zeros((5, 3, 32, 32), np.uint8), np.arange(5)
 

@@ -3,7 +3,7 @@ import shutil
 import pytest
 
 from hyperion.data import fetch_all, load_cifar10, load_instructions, load_tokenizer, load_wikitext2
-from hyperion.data.store.staging import cache_root
+from hyperion.data.store.folders import cache_root
 
 
 @pytest.mark.slow

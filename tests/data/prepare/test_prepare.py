@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 
 from hyperion.data import load_tokenizer, load_wikitext2, open_prepared, prepare_images, prepare_text
-from hyperion.data.errors import DataError
 from hyperion.data.images.imageset import synthetic_images
-from hyperion.data.store.manifest import write_manifest
-from hyperion.data.store.staging import processed_root
+from hyperion.data.store.folders import DataError, processed_root, write_manifest
 from hyperion.data.text.tokenizer import train_tokenizer
 
 LINES = {"train": 600, "valid": 40, "test": 40}

@@ -10,11 +10,9 @@ import pytest
 
 from hyperion import cli
 from hyperion.data import load_instructions, load_wikitext2, prepare_images, prepare_text
-from hyperion.data.errors import DataError
 from hyperion.data.images.imageset import synthetic_images
-from hyperion.data.prepare.verify import REASON_FILE, Finding, quarantine, verify
-from hyperion.data.store.manifest import read_manifest, write_manifest
-from hyperion.data.store.staging import QUARANTINE, cache_root, processed_root
+from hyperion.data.prepare.verify import REASON_FILE, DataFinding, quarantine, verify
+from hyperion.data.store.folders import QUARANTINE, DataError, cache_root, processed_root, read_manifest, write_manifest
 from hyperion.data.text.instructions import FILE
 from hyperion.data.text.tokenizer import train_tokenizer
 
@@ -240,7 +238,7 @@ def test_of_a_linked_folder_the_link_is_moved_and_nothing_written_where_it_leads
     (tmp_path / "data").mkdir()
     linked = tmp_path / "data/wikitext-2"
     linked.symlink_to(theirs)
-    kept = quarantine(linked, [Finding("train.txt", "truncated")])
+    kept = quarantine(linked, [DataFinding("train.txt", "truncated")])
     assert kept.is_symlink() and not linked.is_symlink() and not list(theirs.iterdir())
     (reason,) = [path for path in kept.parent.iterdir() if path != kept]
     assert json.loads(reason.read_text())["was"] == "wikitext-2"

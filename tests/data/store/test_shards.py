@@ -1,9 +1,8 @@
 import numpy as np
 import pytest
 
-from hyperion.data.errors import DataError
 from hyperion.data.store.arrays import ArrayWriter, check_tokens, narrowed, open_shards, token_dtype, write_shards
-from hyperion.data.store.manifest import write_manifest
+from hyperion.data.store.folders import DataError, write_manifest
 
 ARRAYS = {"train": np.arange(1000, dtype=np.uint16), "valid": np.arange(10, dtype=np.uint16)}
 

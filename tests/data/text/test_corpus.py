@@ -1,9 +1,24 @@
+import itertools
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperion.data.errors import DataError
-from hyperion.data.text.corpus import TextCorpus, count_non_empty, count_words_with_eos, read_lines, require_counts
+from hyperion.data.store.folders import DataError
+from hyperion.data.text.corpus import (
+    LINE_UNITS,
+    LINE_WORDS,
+    LINES_LIKE_WIKITEXT2,
+    VOCABULARY,
+    EchoLanguage,
+    TextCorpus,
+    count_non_empty,
+    count_words_with_eos,
+    read_lines,
+    require_counts,
+)
+from hyperion.data.text.ngram import bigram_baseline, unigram_baseline
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\n\r", exclude_categories=["Cs"])), min_size=1))
@@ -50,3 +65,106 @@ def test_the_hash_knows_the_splits():
     one = TextCorpus("n", "s", "d", {"train": ["a\n"], "valid": ["b\n"], "test": []})
     other = TextCorpus("n", "s", "d", {"train": ["a\n", "b\n"], "valid": [], "test": []})
     assert one.sha256 != other.sha256
+
+
+LANGUAGE = EchoLanguage()
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    return LANGUAGE.sample(40_000, seed=5)
+
+
+@pytest.fixture(scope="module")
+def units(lines) -> np.ndarray:
+    """The text as unit numbers: ranks 0 .. 255, and 256 for the newline."""
+    ranks = LANGUAGE.ranks(lines)
+    return np.concatenate([ranks, np.full((len(ranks), 1), VOCABULARY)], axis=1).ravel()
+
+
+def _entropy(counts: np.ndarray) -> float:
+    """Plug-in entropy with the Miller-Madow correction, in nats."""
+    counts = counts[counts > 0]
+    shares = counts / counts.sum()
+    return float(-(shares * np.log(shares)).sum() + (len(counts) - 1) / (2 * counts.sum()))
+
+
+def test_words_are_distinct_and_the_format_is_that_of_wikitext(lines):
+    assert len(set(LANGUAGE.words)) == VOCABULARY and all(len(word) == 4 for word in LANGUAGE.words)
+    assert all(line.startswith(" ") and line.endswith(" \n") for line in lines[:100])
+    assert {len(line.split()) for line in lines} == {LINE_WORDS}
+    sizes = [LINE_UNITS * count for count in LINES_LIKE_WIKITEXT2.values()]
+    assert all(abs(size - like) < LINE_UNITS for size, like in zip(sizes, (2_088_628, 217_646, 245_569), strict=True))
+
+
+def test_the_same_seed_gives_the_same_text():
+    assert LANGUAGE.sample(50, (0, 1)) == LANGUAGE.sample(50, (0, 1)) != LANGUAGE.sample(50, (0, 2))
+
+
+def test_the_rate_is_the_entropy_of_the_transition_matrix():
+    q, p = LANGUAGE.probabilities, LANGUAGE.echo_probability
+    transition = p * np.eye(VOCABULARY) + (1 - p) * q[None, :]
+    np.testing.assert_allclose(q @ transition, q)  # q is stationary
+    rate = -(q[:, None] * transition * np.log(transition)).sum()
+    assert LANGUAGE.entropy_rate_nats_per_word() == pytest.approx(rate, rel=1e-12)
+    assert LANGUAGE.entropy_rate_nats_per_unit() == pytest.approx(rate * 15 / 16, rel=1e-12)
+
+
+def test_generated_text_has_the_stated_rate(lines):
+    words = LINE_WORDS * (len(lines) - 1)
+    realised = LANGUAGE.true_negative_log_likelihood(lines) - LANGUAGE.true_negative_log_likelihood(lines[:1])
+    assert realised / words == pytest.approx(LANGUAGE.entropy_rate_nats_per_word(), abs=0.01)
+
+
+def test_the_likelihood_of_a_text_is_computed_word_by_word():
+    lines = LANGUAGE.sample(3, seed=1)
+    ranks, q, p = LANGUAGE.ranks(lines), LANGUAGE.probabilities, LANGUAGE.echo_probability
+    total = -sum(np.log(q[rank]) for rank in ranks[0])
+    for above, row in itertools.pairwise(ranks):
+        total -= sum(np.log(p * (x == y) + (1 - p) * q[y]) for x, y in zip(above, row, strict=True))
+    assert LANGUAGE.true_negative_log_likelihood(lines) == pytest.approx(total)
+
+
+def test_unigram_and_bigram_models_reach_the_stated_entropies_and_no_less(units):
+    train, held_out = units[: len(units) // 2], units[len(units) // 2 :]
+    for score, entropy in (
+        (unigram_baseline(train, held_out, 257), LANGUAGE.ngram_entropy_nats_per_unit(1)),
+        (bigram_baseline(train, held_out, 257, prefix_id=256), LANGUAGE.ngram_entropy_nats_per_unit(2)),
+    ):
+        assert score.total_nll_nats / score.tokens == pytest.approx(entropy, abs=0.02)
+
+
+def test_the_floor_lies_well_below_what_short_histories_reach():
+    floor = LANGUAGE.entropy_rate_nats_per_unit()
+    assert floor <= LANGUAGE.ngram_entropy_nats_per_unit(1) - 1
+    assert floor <= LANGUAGE.ngram_entropy_nats_per_unit(2) - 0.5
+    entropies = [LANGUAGE.ngram_entropy_nats_per_unit(order) for order in range(1, 17)]
+    assert all(a >= b for a, b in itertools.pairwise(entropies))
+    assert entropies[0] - entropies[7] < 0.05, "eight units of history tell only where the line ends"
+    assert entropies[15] == pytest.approx(LANGUAGE.unigram_entropy_nats_per_word() * 15 / 16)
+    assert floor < entropies[15] - 2, "sixteen units do"
+    with pytest.raises(ValueError, match="order 17"):
+        LANGUAGE.ngram_entropy_nats_per_unit(17)
+
+
+def test_units_tell_nothing_of_each_other_but_a_line_apart(lines):
+    groups = 8  # of words: few enough cells that the estimate has no bias to speak of
+    flat = LANGUAGE.ranks(lines).ravel() % groups  # without newlines a line is 15 apart
+
+    def information(lag: int) -> float:
+        joint = np.bincount(flat[:-lag] * groups + flat[lag:], minlength=groups**2).reshape(groups, groups)
+        return _entropy(joint.sum(0)) + _entropy(joint.sum(1)) - _entropy(joint)
+
+    assert all(abs(information(lag)) < 0.001 for lag in range(1, LINE_WORDS))
+    assert information(LINE_WORDS) > 0.5
+
+
+def test_a_foreign_line_is_named():
+    with pytest.raises(DataError, match="not in the synthetic language") as caught:
+        LANGUAGE.ranks([*LANGUAGE.sample(1, 0), " some English \n"])
+    assert "line 2: ' some English" in str(caught.value)
+
+
+@pytest.mark.parametrize("lines", [0, 1, 2])
+def test_tiny_texts(lines):
+    assert len(LANGUAGE.sample(lines, 0)) == lines

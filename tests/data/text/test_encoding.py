@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hyperion.data import corpus_of_files, load_wikitext2, prepare_text
-from hyperion.data.errors import DataError
-from hyperion.data.store.staging import MARK
-from hyperion.data.text.encoding import Encoder, in_chunks
+from hyperion.data.store.folders import MARK, DataError
+from hyperion.data.text.encoding import LineEncoder, in_chunks
 from hyperion.data.text.tokenizer import id_count, train_tokenizer
 
 LINES = {"train": 600, "valid": 40, "test": 40}
@@ -32,7 +31,7 @@ text = st.text(st.one_of(st.sampled_from(WHITE + "\0ab'1."), st.characters(exclu
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.one_of(text, st.lists(st.sampled_from([" ", "ba", " de", "fi.", "\n", "'s", "  "])).map("".join))))
 def test_words_one_by_one_give_the_ids_of_the_whole_line(tokenizer, lines):
-    encoded, whole = Encoder(tokenizer._bpe).encode(lines), tokenizer.encode(lines)
+    encoded, whole = LineEncoder(tokenizer._bpe).encode(lines), tokenizer.encode(lines)
     assert encoded.ids.tolist() == [token for ids in whole for token in ids]
     assert encoded.sizes.tolist() == [len(ids) for ids in whole] and encoded.lost == ""
     assert encoded.blank.tolist() == [not line.strip() for line in lines]
@@ -42,7 +41,7 @@ def test_words_one_by_one_give_the_ids_of_the_whole_line(tokenizer, lines):
 def test_what_is_forgotten_is_learned_again(tokenizer, monkeypatch):
     lines = load_wikitext2("synthetic", synthetic_lines=LINES).splits["train"]
     monkeypatch.setattr("hyperion.data.text.encoding.REMEMBERED_BYTES", 2000)
-    encoder = Encoder(tokenizer._bpe)
+    encoder = LineEncoder(tokenizer._bpe)
     parts = [encoder.encode(chunk).ids for chunk in in_chunks(lines, 500)]
     assert np.concatenate(parts).tolist() == tokenizer.encode_split(lines).tolist() and len(encoder._place) < 200
 
@@ -50,7 +49,7 @@ def test_what_is_forgotten_is_learned_again(tokenizer, monkeypatch):
 def test_text_that_does_not_come_back_is_named(tokenizer):
     lossy = tokenizers.Tokenizer.from_str(tokenizer.definition())
     lossy.normalizer = tokenizers.normalizers.Lowercase()
-    assert Encoder(lossy).encode(["a b\n", "a Title\n"]).lost == "a Title\n"
+    assert LineEncoder(lossy).encode(["a b\n", "a Title\n"]).lost == "a Title\n"
 
 
 @pytest.mark.process

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperion.data import load_tokenizer, load_wikitext2
-from hyperion.data.errors import DataError
-from hyperion.data.store.staging import cache_root
-from hyperion.data.text.tokenizer import HUB_FOLDER, stage_tokenizer, train_tokenizer
+from hyperion.data import load_instructions, load_tokenizer, load_wikitext2, read_tokenizer
+from hyperion.data.store.folders import DataError, cache_root
+from hyperion.data.text.tokenizer import GPT2, HUB_FOLDER, train_tokenizer
 
 TEXTS = st.lists(st.text(st.characters(exclude_categories=["Cs"])), max_size=5)
 
@@ -79,7 +78,7 @@ def test_gpt2_downloaded_then_from_the_cache(mirror, tmp_path, serve, monkeypatc
     assert one.source == "download"
     monkeypatch.setenv("HYPERION_OFFLINE", "1")
     other = load_tokenizer("auto")
-    assert other.source == "cache" and other.sha256 == one.sha256 and stage_tokenizer() == "present"
+    assert other.source == "cache" and other.sha256 == one.sha256 and GPT2.stage() == "present"
     (cache_root() / "gpt2" / "merges.txt").unlink()
     with pytest.raises(DataError, match=r"merges.txt is missing"):
         load_tokenizer("auto")
@@ -106,3 +105,44 @@ def test_another_tokenizer_is_not_taken_for_gpt2(mirror, tmp_path, monkeypatch, 
     (folder / "vocab.json").write_text("{")
     with pytest.raises(DataError, match="not a readable tokenizer"):
         load_tokenizer("auto")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a trained tokenizer in transformers' form."""
+    trained = train_tokenizer(load_instructions("synthetic").as_corpus())
+    trained._bpe.save(str(tmp_path / "tokenizer.json"))
+    config = {"eos_token": {"content": "<|endoftext|>"}, "bos_token": "a"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_ids_special_tokens_and_size_are_those_of_the_file(folder):
+    found = read_tokenizer(folder, "cache")
+    trained = train_tokenizer(load_instructions("synthetic").as_corpus())
+    assert (found.vocab_size, found.eos_id, found.source) == (trained.vocab_size, trained.eos_id, "cache")
+    assert found.bos_id == trained.encode(["a"])[0][0]
+    assert found.encode(["Repeat the words."])[0].tolist() == trained.encode(["Repeat the words."])[0].tolist()
+
+
+def test_a_token_added_behind_the_vocabulary_counts(folder):
+    document = json.loads((folder / "tokenizer.json").read_text())
+    document["added_tokens"].append(document["added_tokens"][0] | {"id": 900, "content": "<pad>"})
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    before = len(document["model"]["vocab"])
+    assert read_tokenizer(folder).vocab_size > before
+
+
+def test_what_is_missing_or_broken_is_named(folder):
+    (folder / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(DataError, match="names an eos_token"):
+        read_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text("[")
+    with pytest.raises(DataError, match=r"not a JSON document.*(\n.*)*tokenizer_config.json"):
+        read_tokenizer(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="not a readable tokenizer"):
+        read_tokenizer(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match="the model has no tokenizer.json"):
+        read_tokenizer(folder)

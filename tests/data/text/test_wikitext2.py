@@ -8,9 +8,8 @@ import pyarrow.parquet
 import pytest
 
 from hyperion.data import load_wikitext2
-from hyperion.data.errors import DataError, DataUnavailable
-from hyperion.data.store.staging import cache_root
-from hyperion.data.text.wikitext2 import HUB_FILES, HUB_FOLDER, stage_wikitext2
+from hyperion.data.store.folders import DataError, DataUnavailable, cache_root
+from hyperion.data.text.wikitext2 import HUB_FILES, HUB_FOLDER, WIKITEXT2
 
 SMALL = {"train": 30, "valid": 5, "test": 5}
 
@@ -134,8 +133,8 @@ def test_a_short_download_leaves_nothing(hub, data_home):
 @pytest.mark.mirror
 def test_an_edited_cache_is_refused(mirror, monkeypatch):
     monkeypatch.setenv("HYPERION_DATA_MIRROR", str(mirror))
-    assert stage_wikitext2() == "copied from the mirror"
-    assert stage_wikitext2() == "present"
+    assert WIKITEXT2.stage() == "copied from the mirror"
+    assert WIKITEXT2.stage() == "present"
     path = cache_root() / "wikitext-2" / "wiki.valid.tokens"
     path.write_bytes(path.read_bytes().replace(b"lobster", b"lobsteR", 1))
     with pytest.raises(DataError, match=r"wiki.valid.tokens was edited: its sha256 differs from the manifest"):
@@ -145,7 +144,7 @@ def test_an_edited_cache_is_refused(mirror, monkeypatch):
 @pytest.mark.process
 @pytest.mark.mirror
 def test_two_processes_stage_at_once(mirror):
-    code = "from hyperion.data.text.wikitext2 import stage_wikitext2; stage_wikitext2()"
+    code = "from hyperion.data.text.wikitext2 import WIKITEXT2; WIKITEXT2.stage()"
     environment = {**os.environ, "HYPERION_DATA_MIRROR": str(mirror), "PYTHONPATH": os.getcwd()}
     workers = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
     assert [worker.wait() for worker in workers] == [0, 0]

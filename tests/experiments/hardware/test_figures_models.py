@@ -11,8 +11,8 @@ from hyperion.experiments.hardware.figures_models import Kernel, draw_kernels, m
 from hyperion.experiments.hardware.figures_products import gap_waterfall, gaps_of, gemm_gap
 from hyperion.figures.material import Material
 from hyperion.figures.style import new_figure, png, styled
+from hyperion.measure.products.dispatch import Product
 from hyperion.measure.products.gap import NominalPeak, explain_gap
-from hyperion.measure.products.product_formulas import Product
 from hyperion.results import Run
 from tests.book.made_up import GPU
 from tests.book.made_up_hardware import HARDWARE, PEAKS, bandwidth_rows, gemm_rows

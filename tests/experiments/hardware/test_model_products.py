@@ -7,7 +7,7 @@ import pytest
 from hyperion.chapter import experiment_named
 from hyperion.chapter.rows import maf_row
 from hyperion.errors import HyperionError
-from hyperion.measure.products.product_formulas import products_of
+from hyperion.measure.products.dispatch import products_of
 from hyperion.models import flops_per_token, named_config
 from hyperion.results import Row
 from hyperion.workloads.step_forecasts import captured_step

@@ -9,7 +9,7 @@ from hyperion.experiments.hardware import operand_data
 from hyperion.experiments.hardware.operand_data import DATA, layer_operands, make_products
 from hyperion.hardware import Telemetry, detect
 from hyperion.measure import DISTRIBUTIONS, Timing
-from hyperion.measure.clock.checks import HarnessError
+from hyperion.measure.clock.timing import HarnessError
 from hyperion.models import TransformerLM, named_config
 from tests.chapter.toy import by_params, perform, toy_context
 from tests.hardware.machines import facts

@@ -3,7 +3,7 @@
 import numpy as np
 
 from hyperion.chapter.exercises import solved
-from hyperion.data.batches.packing import IGNORE_INDEX
+from hyperion.data.packing import IGNORE_INDEX
 from hyperion.experiments.llama.exercises import ROWS, judge_targets, judge_vocabulary_check
 
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from hyperion.chapter.context import Context
-from hyperion.checkpoints import frozen_sha256
 from hyperion.data import load_instructions
-from hyperion.data.store.staging import cache_root
+from hyperion.data.store.folders import cache_root
 from hyperion.data.text.tokenizer import train_tokenizer
 from hyperion.errors import HyperionError
 from hyperion.experiments.llama import llama_lora
@@ -28,7 +27,7 @@ from hyperion.experiments.llama.llama_lora import LlamaLoraOptions, adapter_rows
 from hyperion.measure import bytes_of, state_of
 from hyperion.models import LlamaLM, load_llama
 from hyperion.results import RowError
-from hyperion.training import Precision
+from hyperion.training import Precision, frozen_sha256
 from hyperion.workloads.llama_setup import base_model, with_lora
 
 FP32 = Precision("fp32", "test")

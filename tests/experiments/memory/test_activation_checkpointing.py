@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hyperion.experiments.memory.activation_checkpointing import EXPERIMENT, largest_difference
-from hyperion.parallel.plan import BUDGET, CHECKPOINTING, EVERY_BLOCK, NONE, SELECTIVE
+from hyperion.parallel.parallelize import BUDGET, CHECKPOINTING, EVERY_BLOCK, NONE, SELECTIVE
 from tests.chapter.toy import by_params, perform, toy_context
 
 POLICIES = [EVERY_BLOCK, SELECTIVE, BUDGET]

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from hyperion.experiments.memory import memory_estimate, memory_trace
-from hyperion.measure.memory_use.timeline import Birth, MemoryHistory
+from hyperion.measure.memory_use.tensor_memory import Birth, MemoryHistory
 from tests.chapter.toy import perform, toy_context
 
 CELL = {"kind": "language", "model": "lm_d64_h4_l2", "vocabulary": 64, "sequence_length": 32, "batch_size": 4, "dtype": "fp32"}

@@ -19,7 +19,7 @@ from hyperion.experiments.precision.training_ladder import (
     build_ladder,
 )
 from hyperion.hardware import detect_cpu
-from hyperion.parallel.plan import EVERY_BLOCK
+from hyperion.parallel.parallelize import EVERY_BLOCK
 from hyperion.results import Run
 from hyperion.workloads.workloads import random_batch, workload
 from tests.chapter.toy import by_params, perform, toy_context

@@ -15,9 +15,9 @@ from torch import nn
 from hyperion import measure
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
+from hyperion.measure.api.answers import bytes_text, estimate_text, flops_text, seconds_text
 from hyperion.measure.api.functions import device_of
 from hyperion.measure.api.outputs import OUTPUT_TOLERANCE, OutputMismatchError, call_from_seed
-from hyperion.measure.api.text import bytes_text, estimate_text, flops_text, seconds_text
 from hyperion.results import Estimate, RowError, rows_from_csv, rows_to_csv
 
 PLACE = {"notebook": "my_notebook", "experiment": "my_experiment", "variant": "mine"}
@@ -366,7 +366,7 @@ def test_devices_by_name():
 @pytest.mark.process
 def test_the_names_stay_functions_and_drawing_is_imported_only_for_drawing():
     code = (
-        "import sys, hyperion.measure.memory_use.peak, hyperion.measure.api.explain, hyperion.experiments\n"
+        "import sys, hyperion.measure.memory_use.tensor_memory, hyperion.measure.api.explain, hyperion.experiments\n"
         "from hyperion import measure\n"
         "assert all(callable(getattr(measure, n)) for n in ('time', 'compare', 'memory', 'flops', 'explain'))\n"
         "named = {name: module.time for name, module in sys.modules.items() if name.startswith('hyperion.')\n"

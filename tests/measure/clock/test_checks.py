@@ -8,18 +8,11 @@ import torch
 
 from hyperion.hardware import HardwareError, detect_cpu
 from hyperion.measure import time_function
-from hyperion.measure.clock.checks import (
-    HarnessError,
-    drift_of,
-    require_cache_label,
-    require_flushed,
-    require_passed,
-    require_product_flops,
-    require_whole_work,
-)
 from hyperion.measure.clock.clocks import WallClock, device_clock
+from hyperion.measure.clock.timing import HarnessError, drift_of, require_cache_label, require_flushed, require_whole_work
 from hyperion.measure.clock.verify import Verification
-from hyperion.measure.faults.broken_clocks import Queue, Scripted, Unflushed
+from hyperion.measure.planted_faults import Queue, Scripted, Unflushed
+from hyperion.measure.products.gemm import require_passed, require_product_flops
 from hyperion.results import Row, RowError
 
 CPU = detect_cpu()

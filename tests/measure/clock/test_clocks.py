@@ -8,7 +8,7 @@ import torch
 from hyperion.hardware import detect_cpu
 from hyperion.measure.clock import clocks
 from hyperion.measure.clock.clocks import WallClock, _EventClock
-from hyperion.measure.clock.timing import CacheFlush, cache_flush
+from hyperion.measure.clock.timing import CacheFlush
 
 LAUNCH_NS, WORK_NS = 10_000, 1_000_000
 
@@ -92,7 +92,7 @@ def test_calls_in_a_row_are_timed_from_idle_to_idle(gpu):
 
 def test_the_flush_reads_twice_the_last_level_cache_and_shows_that_it_did():
     cpu = detect_cpu()
-    flush = cache_flush(cpu)
+    flush = CacheFlush(cpu)
     assert flush.bytes >= max(2 * (cpu.last_level_cache_bytes or 0), 1 << 24) - 4
     assert not flush.read_all and flush.calls == 0
     flush()

@@ -1,5 +1,6 @@
 """The products inside of a call: worked out by hand, held against PyTorch's own FLOP counts, weighed by measured rates."""
 
+from functools import partial
 from math import sqrt
 
 import pytest
@@ -11,10 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect_cpu
 from hyperion.measure.clock import timing
-from hyperion.measure.products.dispatch import dispatched, shapes_only
-from hyperion.measure.products.product_formulas import Product
+from hyperion.measure.products.dispatch import Product, count_operations, dispatched, shapes_only
 from hyperion.measure.products.taf import BatchedGemm, CapturedGemms, capture_gemms, measure_taf, taf
-from hyperion.models import TransformerConfig, TransformerLM, reference_model, resnet18
+from hyperion.models import TransformerConfig, TransformerLM, flops_per_image, flops_per_token, reference_model, resnet18
 from hyperion.results import Estimate
 
 CPU = detect_cpu()
@@ -233,7 +233,7 @@ def test_taf_says_how_much_of_the_work_it_knows():
 
 def test_the_products_of_a_layer_are_timed_here(monkeypatch):
     # Flushing a large cache thirty times a product would use the time up.
-    monkeypatch.setattr(timing, "cache_flush", lambda device: timing.CacheFlush(device, elements=8))
+    monkeypatch.setattr(timing, "CacheFlush", partial(timing.CacheFlush, elements=8))
     layer = torch.nn.MultiheadAttention(32, 4, batch_first=True)
     x = torch.randn(2, 8, 32)
     captured = capture_gemms(lambda: layer(x, x, x, need_weights=False)[0].sum().backward())
@@ -282,3 +282,50 @@ def test_a_batch_is_verified_to_its_last_product():
             return torch.bmm(self.a_BMK[[0, 0, 0]], self.b_BKN[[0, 0, 0]], out=self.c_BMN)
 
     assert not RepeatsTheFirst(3, 8, 8, 16, "fp32", CPU).measure(time_limit_s=0.05)[1].passed
+
+
+def test_a_linear_layer_and_an_activation_by_hand():
+    layer, x = torch.nn.Linear(8, 16), torch.randn(4, 8)
+    census = count_operations(lambda: torch.relu(layer(x)))
+    assert census.operations == 2  # addmm and relu; the transposed weight is a view
+    assert census.flops == {"fp32": 2 * 4 * 8 * 16} and census.weight_flops == census.total_flops
+    assert census.product_bytes == 4 * (4 * 8 + 8 * 16 + 16 + 4 * 16)
+    assert census.other_bytes == 4 * 2 * 4 * 16
+
+
+def test_an_embedding_reads_its_rows_and_not_its_table():
+    table, ids = torch.randn(1000, 8), torch.tensor([1, 2, 3])
+    census = count_operations(lambda: torch.nn.functional.embedding(ids, table))
+    assert census.other_bytes == 4 * 2 * 3 * 8 and census.total_flops == 0 and census.share_in("fp32") == 0
+
+
+def test_the_residual_net_has_the_flops_it_says_without_a_device():
+    with torch.device("meta"):
+        net, images = resnet18(width=8).eval(), torch.empty(2, 3, 32, 32)
+    assert count_operations(lambda: net(images)).total_flops == 2 * flops_per_image(width=8).forward
+
+
+def test_products_with_weights_are_what_a_causal_mask_cannot_spare():
+    config = TransformerConfig(vocab_size=64, context=16, width=32, heads=2, layers=2)
+    with torch.device("meta"):
+        model, tokens = TransformerLM(config).eval(), torch.zeros(3, 16, dtype=torch.int64)
+    census = count_operations(lambda: model(tokens))
+    longer, shorter = (flops_per_token(config, length).forward for length in (16, 8))
+    assert census.total_flops == 3 * 16 * longer
+    assert census.weight_flops == 3 * 16 * (2 * shorter - longer)  # attention grows with the length, nothing else does
+
+
+@pytest.mark.parametrize("autocast, dtype", [(False, "fp32"), (True, "bf16")])
+def test_the_dtype_is_that_in_which_products_were_done(autocast, dtype):
+    layer, x = torch.nn.Linear(8, 16), torch.randn(4, 8)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        census = count_operations(lambda: layer(x))
+    assert census.share_in(dtype) == 1.0
+
+
+def test_an_autocast_region_that_misses_the_call_is_found():
+    """The published mistake: bf16 was declared, and the timed call ran outside of the region."""
+    layer, x = torch.nn.Linear(8, 16), torch.randn(4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x)
+    assert count_operations(lambda: layer(x)).share_in("bf16") == 0.0

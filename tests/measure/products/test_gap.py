@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device
+from hyperion.measure.products.dispatch import Product
 from hyperion.measure.products.gap import TILES, NominalPeak, best_tiling, explain_gap, nominal_peak, tile
-from hyperion.measure.products.product_formulas import Product
 
 PEAK = NominalPeak(1000.0, 1800.0, 100, "a data sheet")
 

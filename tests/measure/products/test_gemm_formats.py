@@ -8,7 +8,7 @@ import torch
 from hyperion.errors import HyperionError
 from hyperion.hardware import detect, detect_cpu, fp8_format, gemm_path, peak
 from hyperion.measure import FORMATS, Gemm, RefusedProduct, blas_backend, format_of, verify_product
-from hyperion.measure.products.operands import stored
+from hyperion.measure.products.gemm import stored
 from tests.hardware.machines import GPUS, facts
 
 FP8 = ("fp8_e4m3fn", "fp8_e4m3fnuz")

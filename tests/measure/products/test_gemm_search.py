@@ -12,8 +12,16 @@ import torch
 from hyperion.errors import HyperionError
 from hyperion.hardware import Telemetry, detect_cpu
 from hyperion.measure import Finalist, Gemm, RefusedProduct, Timing, Verification, search_gemm, time_shapes
-from hyperion.measure.products.gemm_search import FINALISTS, SharedOperands, fastest_first, search_shapes
-from hyperion.measure.products.shape_ranking import ShapeRanking, flops_of, grid, shape_effects
+from hyperion.measure.products.gemm_search import (
+    FINALISTS,
+    ShapeRanking,
+    SharedOperands,
+    fastest_first,
+    flops_of,
+    grid,
+    search_shapes,
+    shape_effects,
+)
 
 SEEDS = range(20)
 
@@ -93,7 +101,7 @@ def search(landscape, cpu, monkeypatch, time_limit_s=30.0, **options):
     from hyperion.measure.products import gemm_search
 
     for module in (gemm_search, timing):
-        monkeypatch.setattr(module, "cache_flush", lambda device: timing.CacheFlush(device, elements=8))
+        monkeypatch.setattr(module, "CacheFlush", functools.partial(timing.CacheFlush, elements=8))
     return search_shapes(Imagined, cpu, 8192, 1024, time_limit_s, clock=landscape, **options)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hyperion.hardware import detect_cpu
 from hyperion.measure import RepeatedCalls, measure_cache_sweep, measure_launch, worthwhile_size
-from hyperion.measure.steps.launch import _crossing, _EnqueueClock, _verify_counts
+from hyperion.measure.steps.operator_cost import _crossing, _EnqueueClock, _verify_counts
 from hyperion.results import Row, RowError
 
 SIZES = [2**k for k in range(10, 24, 2)]

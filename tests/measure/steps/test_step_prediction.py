@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from hyperion.errors import HyperionError
-from hyperion.measure.products.dispatch import Call, TensorShape, shapes_only
-from hyperion.measure.products.product_formulas import Product, products_of
+from hyperion.measure.products.dispatch import Call, Product, TensorShape, products_of, shapes_only
 from hyperion.measure.steps.step_prediction import (
     CompiledHost,
     MemoryStream,

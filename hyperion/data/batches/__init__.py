@@ -1,1 +1,0 @@
-"""Batches: packing, loaders, prefetch."""

@@ -1,0 +1,231 @@
+"""Collectives of a model's ranks: gradient exchange, norms, sums that the host does not wait for, BatchNorm statistics, and
+checks that hold at any time: replicated parameters are equal, sharded parameters are sharded.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from hyperion.errors import HyperionError
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return True if FSDP2 has sharded the parameters, so that each rank holds a part of the gradients."""
+    return isinstance(model, FSDPModule)
+
+
+def is_replicated(model: nn.Module) -> bool:
+    """Return True if the model is wrapped in DDP, so that each rank holds the whole model."""
+    return isinstance(model, DistributedDataParallel)
+
+
+def ranks_of(model: nn.Module) -> int:
+    """Return the number of ranks that `parallelize` distributed the model over; 1 for an undistributed model."""
+    if isinstance(model, DistributedDataParallel):
+        return dist.get_world_size(model.process_group)
+    if not is_sharded(model):
+        return 1
+    shards = (parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
+    return next((shard.device_mesh.size() for shard in shards), dist.get_world_size())
+
+
+@contextlib.contextmanager
+def without_exchange(model: nn.Module) -> Iterator[None]:
+    """Accumulate gradients on each rank without communication; the next backward pass outside exchanges the sums.
+
+    FSDP2 keeps the gradients unsharded until then.
+    """
+    if isinstance(model, DistributedDataParallel):
+        with model.no_sync():
+            yield
+    elif isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+    else:
+        yield
+
+
+def start_sum(values: Tensor, ranks: int) -> Callable[[], Tensor]:
+    """Start summing `values` over all ranks, asynchronously to the work that follows on the device.
+
+    Args:
+        ranks: 1 to return `values` unchanged.
+
+    Returns:
+        A function that returns the sum. The device waits for it there; the host does not.
+    """
+    if ranks == 1:
+        return lambda: values
+    total = values.clone()
+    work = dist.all_reduce(total, async_op=True)
+    assert work is not None, "this process belongs to the default group"
+
+    def finish() -> Tensor:
+        work.wait()
+        return total
+
+    return finish
+
+
+def local_gradient_norm(model: nn.Module) -> Tensor:
+    """Return the L2 norm (scalar on the device) of this rank's gradients; with FSDP2 that of its shards."""
+    return nn.utils.get_total_norm(_local_gradients(model))
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, limit: float, norm: Tensor) -> None:
+    """Scale the gradients so that their L2 norm over all ranks is at most `limit`.
+
+    Computes the same as nn.utils.clip_grads_with_norm_, which dispatches sharded gradients one by one through DTensor and
+    so costs milliseconds of host time in every step.
+
+    Args:
+        norm: current L2 norm over all ranks, scalar on the device.
+    """
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(_local_gradients(model), factor)  # pyright: ignore[reportPrivateImportUsage] - no public name
+
+
+@torch.no_grad()  # with gradients enabled, autograd would record DTensor.to_local
+def _local_gradients(model: nn.Module) -> list[Tensor]:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the parameters that FSDP2 leaves gathered after a forward pass without a backward pass."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@torch.no_grad()
+def average_statistics(model: nn.Module) -> None:
+    """Replace BatchNorm's running means and variances by their mean over all ranks. All ranks call it.
+
+    Call it before the statistics are used or saved. A running statistic is a weighted sum over batches, so averaging over
+    ranks earlier or more often changes the result by rounding only. The result is not that of one device with the whole
+    batch: as always with DDP, each rank normalises by its own part of the batch, so the variance between parts is missing.
+    """
+    if (ranks := ranks_of(model)) == 1:
+        return
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+    statistics = [s for norm in norms for s in (norm.running_mean, norm.running_var) if s is not None]
+    if not statistics:
+        return
+    packed = torch.cat(statistics)
+    dist.all_reduce(packed)
+    packed /= ranks
+    for statistic, mean in zip(statistics, packed.split([len(statistic) for statistic in statistics]), strict=True):
+        statistic.copy_(mean)
+
+
+class DesyncError(HyperionError):
+    """Ranks hold different values where they must be equal."""
+
+
+def assert_ranks_agree(model: nn.Module) -> None:
+    """Check that every replicated parameter is bitwise equal on all ranks. All ranks call it; see `differing_parameters`.
+
+    Raises:
+        DesyncError: on every rank; names the ranks that differ from rank 0 and the first differing parameter.
+    """
+    differing = differing_parameters(model)
+    if not differing:
+        return
+    first = next(iter(differing))
+    raise DesyncError(
+        f"parameter {first} of rank {', '.join(map(str, differing[first]))} differs from that of rank 0; {len(differing)} of "
+        f"{len(_replicated(model))} parameters differ",
+        where=f"{type(_unwrapped(model)).__name__} on {dist.get_world_size()} ranks",
+        next_step="look for an update that only some ranks make: a step outside DDP, or a seed or input that differs by rank",
+    )
+
+
+@torch.no_grad()
+def differing_parameters(model: nn.Module) -> dict[str, list[int]]:
+    """Return the replicated parameters that are not bitwise equal on all ranks: name to the ranks that differ from rank 0.
+
+    All ranks call it. It costs one broadcast of the replicated parameters, and the memory of one of them. Sharded parameters
+    have no second copy to compare. A single process returns an empty dict.
+
+    Raises:
+        DesyncError: on every rank; names, shapes or dtypes of the parameters differ.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return {}
+    assert_same_shapes(_unwrapped(model))
+    replicated = _replicated(model)
+    if not replicated:
+        return {}
+    differing = torch.stack([_differs_from_rank_0(value) for value in replicated.values()])  # bool [parameters]
+    of_all_ranks = [torch.empty_like(differing) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_all_ranks, differing)
+    by_parameter = torch.stack(of_all_ranks, dim=1).cpu()  # bool [parameters, ranks]
+    pairs = zip(replicated, by_parameter, strict=True)
+    return {name: ranks.nonzero().flatten().tolist() for name, ranks in pairs if ranks.any()}
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module inside DDP, whose parameter names lack DDP's prefix."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _replicated(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in _unwrapped(model).named_parameters() if not isinstance(p, DTensor)}
+
+
+def _differs_from_rank_0(value: Tensor) -> Tensor:
+    """Return a bool scalar on the device. Compares bits, so a NaN equals itself."""
+    # Flattened, because strides of dimensions of size 1 may differ between ranks in tensors that count as contiguous.
+    mine = value.contiguous().flatten()
+    reference = mine.clone()
+    dist.broadcast(reference, src=0)
+    return (reference.view(torch.uint8) != mine.view(torch.uint8)).any()
+
+
+def assert_same_shapes(model: nn.Module) -> None:
+    """Check that all ranks have the same parameters by name, shape and dtype. All ranks call it.
+
+    Without this check, a collective over different shapes would hang.
+
+    Raises:
+        DesyncError: on every rank; names the ranks that differ from rank 0.
+    """
+    text = "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in model.named_parameters())
+    digests: list = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, hashlib.sha256(text.encode()).hexdigest())
+    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise DesyncError(
+            f"parameter names, shapes or dtypes of rank {', '.join(map(str, others))} differ from those of rank 0",
+            where=f"{type(model).__name__} on {dist.get_world_size()} ranks",
+            next_step="build the same model on every rank",
+        )
+
+
+@torch.no_grad()
+def local_parameter_bytes(model: nn.Module) -> int:
+    """Return the bytes of parameters on this rank: its shards, and all parameters that are not sharded."""
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return sum(value.numel() * value.element_size() for value in local)
+
+
+def full_parameter_bytes(model: nn.Module) -> int:
+    """Return the bytes of all parameters of the model, summed over all shards."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def fsdp_units(model: nn.Module) -> list[str]:
+    """Return the names of the modules that FSDP2 gathers and frees as a unit, in order; '' is the root. Empty without FSDP."""
+    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]

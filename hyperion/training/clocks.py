@@ -1,0 +1,204 @@
+"""Clocks of the training loop: when to read losses, whether to stop early, and time, items and memory of an epoch.
+
+A batch system sends SIGTERM some time before it ends a job. SIGTERM sets a flag, and the ranks agree to stop after the same
+step. The training loop saves at the next safe point and exits with a code of its own.
+"""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hyperion.checkpoints import rank_and_size
+from hyperion.errors import HyperionError
+from hyperion.hardware import Device
+from hyperion.measure import PeakMemoryRegion
+
+EXIT_CODE = 75  # EX_TEMPFAIL of <sysexits.h>, "try again later": a batch system can requeue on it
+SYNC_STEPS = 20
+SYNC_S = 5.0
+UNTIMED_STEPS = 3  # the first steps of a process allocate memory, choose kernels and fill caches
+
+
+class Interrupted(HyperionError):
+    """Training was asked to stop; called again, it resumes from its checkpoint."""
+
+    exit_code = EXIT_CODE
+
+
+class StopFlag:
+    """Context manager in which SIGTERM sets `requested` instead of ending the process.
+
+    The previous handler is restored at the end. Python lets only the main thread handle signals: in another thread the flag
+    is never set, and SIGTERM keeps its previous effect.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> "StopFlag":
+        self._installed = threading.current_thread() is threading.main_thread()
+        if self._installed:
+            self._previous = signal.signal(signal.SIGTERM, self._set)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._installed:
+            signal.signal(signal.SIGTERM, self._previous)
+
+    def _set(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+
+    def watch(self, batches: Iterable, must_stop: Callable[[], bool] | None = None) -> Iterator:
+        """Yield the batches; raise Interrupted as soon as a stop is requested. For phases that can be repeated.
+
+        Args:
+            must_stop: called before each batch instead of reading `requested`, where ranks must agree on the batch.
+        """
+        for batch in batches:
+            if self.requested if must_stop is None else must_stop():
+                raise Interrupted(
+                    "SIGTERM was received during the evaluation", where="training", next_step="start again to resume"
+                )
+            yield batch
+
+
+class Pulse:
+    """Decides after how many steps losses are read, and lets the ranks agree to stop at that moment.
+
+    Reading losses waits for the device, so the small all-reduce for the agreement costs little there. On a CPU losses are
+    read every step. On one accelerator they are read every SYNC_STEPS steps. On many accelerators they are read more often
+    if SYNC_STEPS of the slowest rank would take longer than SYNC_S, so that all ranks learn of a request within about SYNC_S
+    (or one step, if that takes longer).
+
+    Attributes:
+        steps: number of steps between two reads.
+    """
+
+    def __init__(self, device: Device):
+        self.device = device
+        self.ranks = rank_and_size()[1]
+        self.steps = SYNC_STEPS if device.kind != "cpu" and self.ranks == 1 else 1
+        self.start()
+
+    def start(self) -> None:
+        """Start the clock of the steps, after an evaluation or a checkpoint."""
+        self._since = time.perf_counter()
+
+    def agree(self, stop: bool, fault: bool, steps: int) -> tuple[bool, bool]:
+        """Return whether any rank was asked to stop, and whether any rank has a fault. All ranks call it after the same step.
+
+        Args:
+            stop: this rank was asked to stop.
+            fault: this rank has a fault.
+            steps: number of steps since the last call.
+        """
+        now = time.perf_counter()
+        step_s, self._since = (now - self._since) / max(steps, 1), now
+        if self.ranks == 1:
+            return stop, fault
+        values = torch.tensor([stop, fault, step_s], dtype=torch.float64, device=self.device.torch_device)
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        any_stop, any_fault, slowest_s = values.tolist()
+        if self.device.kind != "cpu":
+            self.steps = max(1, min(SYNC_STEPS, int(SYNC_S / slowest_s)))
+        return bool(any_stop), bool(any_fault)
+
+
+class EpochMeter:
+    """Sums time, items and peak memory of an epoch's steps between start() and pause(), called any number of times.
+
+    Args:
+        warmed_up: True to time the first steps too, because this process has trained before.
+    """
+
+    def __init__(self, device: Device, warmed_up: bool = False):
+        self.device = device
+        self.untimed_left = 0 if warmed_up else UNTIMED_STEPS
+        self.items: int | Tensor = 0
+        self.timed_items: int | Tensor = 0
+        self.timed_steps, self.time_s, self.waited_s = 0, 0.0, 0.0
+        self.metric = ""
+        self.gib: float | None = None
+        self._region: PeakMemoryRegion | None = None
+        self._since: float | None = None
+
+    def start(self) -> None:
+        """Start counting steps."""
+        self._region = PeakMemoryRegion(self.device)
+        self._region.__enter__()
+        self._start_clock()
+
+    def count(self, items: Tensor) -> None:
+        """Count one step with `items` items."""
+        self.items = self.items + items
+        if self._since is not None:
+            self.timed_items, self.timed_steps = self.timed_items + items, self.timed_steps + 1
+        else:
+            self.untimed_left -= 1
+            self._start_clock()
+
+    def waiting(self, batches: Iterable) -> Iterator:
+        """Yield the batches, and add the time that the loop waits for each to `waited_s` once steps are timed."""
+        batches = iter(batches)
+        while True:
+            started = time.perf_counter()
+            batch = next(batches, None)
+            if self._since is not None:
+                self.waited_s += time.perf_counter() - started
+            if batch is None:
+                return
+            yield batch
+
+    def pause(self) -> None:
+        """Wait for the device and stop counting; a second call does nothing."""
+        if self._region is None:
+            return
+        self._region.__exit__(None, None, None)  # synchronises
+        if self._since is not None:
+            self.time_s += time.perf_counter() - self._since
+        peak, self._region, self._since = self._region.peak, None, None
+        self.metric = peak.metric
+        self.gib = peak.gib if self.gib is None or peak.gib is None else max(self.gib, peak.gib)
+
+    def results(self) -> dict[str, Any]:
+        """Return the fields of EpochRecord that are measured here."""
+        timed_items = int(self.timed_items)
+        return {
+            "items": int(self.items),
+            "time_s": self.time_s,
+            "waited_s": self.waited_s,
+            "timed_steps": self.timed_steps,
+            "items_per_s": timed_items / self.time_s if self.timed_steps else None,
+            "peak_memory_metric": self.metric,
+            "peak_memory_gib": self.gib,
+        }
+
+    def state_dict(self) -> dict:
+        """Return the sums so far, for a checkpoint within an epoch."""
+        return {
+            "items": int(self.items),
+            "timed_items": int(self.timed_items),
+            "timed_steps": self.timed_steps,
+            "time_s": self.time_s,
+            "waited_s": self.waited_s,
+            "metric": self.metric,
+            "gib": self.gib,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Continue from the stored sums; the new process warms up again."""
+        for name, value in state.items():
+            setattr(self, name, value)
+
+    def _start_clock(self) -> None:
+        if self.untimed_left == 0:
+            if self.device.kind != "cpu":
+                torch.cuda.synchronize(self.device.torch_device)
+            self._since = time.perf_counter()

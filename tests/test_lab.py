@@ -1,0 +1,43 @@
+import os
+import socket
+import sys
+
+import pytest
+
+from hyperion import cli
+from hyperion.errors import HyperionError
+
+
+def test_a_taken_port_is_passed_over():
+    first = cli.free_port(18800)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first))
+        taken.listen()
+        assert cli.free_port(first) > first
+
+
+def test_the_server_listens_on_loopback_only_and_the_token_is_not_in_its_arguments(tmp_path):
+    pytest.importorskip("jupyterlab")
+    command = cli.lab_command(tmp_path, 9001)
+    assert command[0] == sys.executable and "--ip=127.0.0.1" in command and f"--ServerApp.root_dir={tmp_path}" in command
+    assert not any("token" in argument for argument in command)
+
+
+def test_the_lines_tell_the_address_and_the_way_from_elsewhere():
+    here, elsewhere = cli.lab_lines(9001, "secret")
+    assert "http://127.0.0.1:9001/lab?token=secret" in here
+    assert "ssh -N -L 9001:127.0.0.1:9001" in elsewhere and socket.gethostname() in elsewhere
+
+
+def test_a_user_without_a_password_entry_is_named_by_number(monkeypatch):
+    def unknown() -> str:
+        raise KeyError("getpwuid(): uid not found: 4711")
+
+    monkeypatch.setattr("getpass.getuser", unknown)
+    assert f" {os.getuid()}@" in cli.lab_lines(9001, "secret")[1]
+
+
+def test_without_jupyterlab_the_error_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    with pytest.raises(HyperionError, match="not installed"):
+        cli.lab_command(tmp_path, 9001)
