@@ -4,8 +4,7 @@ import json
 
 from hyperion.book.outline import picture, picture_path
 from hyperion.book.plots import all_plots, results_folder
-from hyperion.figures.material import Material
-from hyperion.figures.plot import ALL
+from hyperion.figures.material import ALL, Material
 from hyperion.results import Row, Run, rows_to_csv
 from hyperion.results.rows import COLUMNS
 

@@ -4,8 +4,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
 from hyperion.errors import not_none
-from hyperion.figures.formats import quoted_value
-from hyperion.figures.material import Material, made_from_rows, measured
+from hyperion.figures.material import Material, made_from_rows, measured, quoted_value
 from hyperion.figures.tables import is_floor
 from hyperion.results import Row
 

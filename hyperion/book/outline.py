@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 from hyperion.book.plots import draw, plots_of, results_folder, title_of
-from hyperion.figures.material import Material, device_name, made_from_rows, replayed_from
-from hyperion.figures.plot import ALL, Plot
+from hyperion.figures.material import ALL, Material, Plot, device_name, made_from_rows, replayed_from
 from hyperion.figures.tables import tables_of
 from hyperion.results import StoreError
 

@@ -3,8 +3,7 @@
 from hyperion.book import run_figures
 from hyperion.chapter.subjects import subject_of, subjects
 from hyperion.errors import HyperionError
-from hyperion.figures.material import Material, made_from_rows
-from hyperion.figures.plot import ALL, Plot
+from hyperion.figures.material import ALL, Material, Plot, made_from_rows
 from hyperion.figures.style import png, styled
 
 _OF_THE_RUN = (

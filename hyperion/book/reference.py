@@ -4,8 +4,7 @@ import pandas as pd
 
 from hyperion.book.headlines import headlines
 from hyperion.book.outline import Picture, Section, banner, environment, missing, sections, summary
-from hyperion.figures.formats import percent
-from hyperion.figures.material import Material, device_name
+from hyperion.figures.material import Material, device_name, percent
 from hyperion.figures.tables import markdown, markdown_code, markdown_text
 from hyperion.results import Run
 

@@ -8,8 +8,7 @@ import pandas as pd
 
 from hyperion.book.headlines import Headline, headlines
 from hyperion.book.outline import Picture, Section, banner, environment, missing, sections
-from hyperion.figures.formats import number, percent
-from hyperion.figures.material import Material, device_name, made_from_rows
+from hyperion.figures.material import Material, device_name, made_from_rows, number, percent
 from hyperion.figures.published import published_bandwidth, published_baseline, published_gemm, published_source, published_tables
 from hyperion.figures.tables import escaped, html
 from hyperion.paths import reference_folder

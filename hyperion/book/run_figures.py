@@ -8,8 +8,7 @@ from matplotlib.figure import Figure
 from hyperion.errors import not_none
 from hyperion.experiments.baselines.figures import counted_losses, epoch_rows
 from hyperion.experiments.hardware.figures import gemm_intensity, gemm_rows, stream_intensity
-from hyperion.figures.formats import items, number, percent
-from hyperion.figures.material import Material, measured, values
+from hyperion.figures.material import Material, items, measured, number, percent, values
 from hyperion.figures.style import GRID, INK, MUTED, add_notes, limit_line, log_ticks, look, new_figure, spread_labels
 from hyperion.results import Prediction, Row
 

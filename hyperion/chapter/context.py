@@ -1,19 +1,17 @@
-"""What an experiment gets and what it gives back."""
+"""What an experiment gets, a context and typed options, and what it gives back: forecasts, rows and samples."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Self
 
 import pandas as pd
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hyperion.errors import not_none
+from hyperion.errors import HyperionError, not_none
 from hyperion.hardware import Device
 from hyperion.results import Row
-
-if TYPE_CHECKING:
-    from hyperion.chapter.options import Options
-
 
 # Called with (done, total, note) to show an experiment's progress.
 Report = Callable[[int, int, str], object]
@@ -59,6 +57,58 @@ class Context:
         """The largest value of a metric measured earlier in this run, warm caches left out; None when none was."""
         rows = [row for row in self.upstream if (row.metric, row.dtype, row.hot) == (metric, dtype, False)]
         return max((row for row in rows if row.value is not None), key=lambda row: not_none(row.value), default=None)
+
+
+# Strict: neither "8" nor 8.0 stands for the count 8.
+_STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Table(BaseModel):
+    """Base of a table inside options, such as one of several shapes. A subclass documents each field under "Args"."""
+
+    model_config = _STRICT
+
+
+class Options(BaseModel):
+    """Base of an experiment's options. A subclass documents each field under "Args" and gives a default only where most
+    profiles agree.
+
+    Args:
+        timeout_s: seconds after which a process that the experiment starts is killed.
+    """
+
+    model_config = _STRICT
+
+    timeout_s: float = Field(default=3600.0, gt=0)
+
+    @classmethod
+    def of(cls, context: Context) -> Self:
+        """Return the options that an experiment was given.
+
+        Raises:
+            HyperionError: an unknown, missing or invalid option, by name.
+        """
+        return cls.parse(context.sizes, context.experiment)
+
+    @classmethod
+    def parse(cls, sizes: dict, experiment: str) -> Self:
+        """Return the options in a table of a profile.
+
+        Raises:
+            HyperionError: an unknown, missing or invalid option, by name.
+        """
+        try:
+            # By way of JSON: there a strict model takes lists for tuples and tables for nested models.
+            return cls.model_validate_json(json.dumps(sizes))
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(str(part) for part in first["loc"])
+            known = ", ".join(cls.model_fields)
+            raise HyperionError(
+                f"option {name!r} of the experiment {experiment!r}: {first['msg']}",
+                where="sizes of the experiment: sizes.toml of its subject, or the call that gave them",
+                next_step=f"correct it; the options are {known}",
+            ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +161,7 @@ class Experiment:
 
     forecast: Callable[[Context], list[Forecast]]
     run: Callable[[Context, Report], Result]
-    options: "type[Options] | None" = None
+    options: type[Options] | None = None
     isolated: bool = False
     reads: tuple[str, ...] = ()
     forecast_reads: tuple[str, ...] = ()

@@ -4,8 +4,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from hyperion.chapter.context import Context
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Options
 from hyperion.errors import HyperionError
 from hyperion.processes import World
 

@@ -3,7 +3,7 @@
 A subject is a Python package. What it contains decides what it registers:
 
     <experiment>.py   a module with an `EXPERIMENT`; the module's name is the experiment's name
-    figures.py        TITLES {experiment: title} and PLOTS, a tuple of `hyperion.figures.plot.Plot`; imports no torch
+    figures.py        TITLES {experiment: title} and PLOTS, a tuple of `hyperion.figures.material.Plot`; imports no torch
     sizes.toml        the sizes of its experiments in each profile
     metrics.py        METRICS, a tuple of `hyperion.results.Metric` that the library lacks
     NN_<name>.ipynb   notebooks, executed after the library's own

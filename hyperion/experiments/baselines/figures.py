@@ -9,9 +9,7 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.experiments.baselines import figures_speed
-from hyperion.figures.formats import items, number
-from hyperion.figures.material import Material, measured
-from hyperion.figures.plot import Plot
+from hyperion.figures.material import Material, Plot, items, measured, number
 from hyperion.figures.style import (
     COLOURS,
     INK,

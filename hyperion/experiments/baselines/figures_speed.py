@@ -5,8 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
-from hyperion.figures.formats import items
-from hyperion.figures.material import Material, measured
+from hyperion.figures.material import Material, items, measured
 from hyperion.figures.style import COLOURS, INK, add_notes, errors_of, new_figure, whole_numbers
 from hyperion.results import Row
 

@@ -12,9 +12,7 @@ import pandas as pd
 import torch
 from torch import nn
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.variants import Report
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.data import ImageSet, PreparedImages, channel_statistics
 from hyperion.data.images.device_images import ImageBatches
 from hyperion.experiments.baselines.captured_parity import captured_parity

@@ -10,10 +10,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import out_of_memory_reason, timed_columns
-from hyperion.chapter.variants import Report
 from hyperion.data import ImageSet, PreparedImages, channel_statistics
 from hyperion.data.images.device_images import ImageBatches
 from hyperion.experiments.baselines.paired_loops import OURS, PLAIN, PairedLoops, wait_for

@@ -8,9 +8,7 @@ from typing import Any, Literal
 import pandas as pd
 from pydantic import BaseModel
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.variants import Report
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.data import PreparedText, TextCorpus, Tokenizer
 from hyperion.data.batches.loaders import LanguageBatches, evaluation_windows
 from hyperion.errors import not_none

@@ -29,10 +29,8 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import out_of_memory_reason, sample_frame, stream_ceiling, timed_columns
-from hyperion.chapter.variants import Report
 from hyperion.data.batches.loaders import LanguageBatches
 from hyperion.errors import not_none
 from hyperion.experiments.baselines.paired_loops import OURS, PLAIN, PairedLoops, wait_for

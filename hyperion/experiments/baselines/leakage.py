@@ -5,9 +5,7 @@ import math
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.variants import Report
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.hardware import Device
 from hyperion.models import TransformerConfig, TransformerLM
 from hyperion.training import LanguageEngine, Precision, WarmupCosine, adamw, evaluate_language, seed_everything

@@ -4,9 +4,7 @@ import math
 
 import pandas as pd
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.variants import Report
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.data import Baseline, bigram_baseline, unigram_baseline
 from hyperion.errors import not_none
 from hyperion.experiments.baselines.perplexity import Scored, perplexity_rows, text_floor

@@ -15,9 +15,7 @@ import pandas as pd
 import torch
 import torch._dynamo
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.variants import Report
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.data.batches.loaders import LanguageBatches
 from hyperion.measure.steps.compilation import missing_compiler
 from hyperion.models import TransformerConfig, TransformerLM, layout_of

@@ -20,9 +20,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.variants import Report
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.checkpoints import CheckpointError
 from hyperion.data.batches.loaders import LanguageBatches, evaluation_windows
 from hyperion.data.images.device_images import ImageBatches

@@ -11,10 +11,9 @@ import pandas as pd
 import torch
 from pydantic import Field
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import gemm_limit, out_of_memory_reason, sample_frame, stream_ceiling, timed_columns
-from hyperion.chapter.variants import Report, merged, run_variant
+from hyperion.chapter.variants import merged, run_variant
 from hyperion.experiments.compilation.compilation_models import (
     CompiledModel,
     ModelSpec,

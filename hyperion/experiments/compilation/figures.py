@@ -7,9 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
-from hyperion.figures.formats import items, number
-from hyperion.figures.material import Material, measured
-from hyperion.figures.plot import Plot
+from hyperion.figures.material import Material, Plot, items, measured, number
 from hyperion.figures.style import COLOURS, INK, MUTED, add_notes, errors_of, log_ticks, new_figure
 from hyperion.results import Row
 

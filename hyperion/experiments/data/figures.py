@@ -4,9 +4,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
-from hyperion.figures.formats import interval, items, number
-from hyperion.figures.material import Material, measured, select, values
-from hyperion.figures.plot import Plot
+from hyperion.figures.material import Material, Plot, interval, items, measured, number, select, values
 from hyperion.figures.style import COLOURS, MUTED, add_notes, errors_of, new_figure
 from hyperion.results import Row
 

@@ -4,9 +4,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
 from hyperion.chapter.rows import timed_columns
-from hyperion.chapter.variants import Report
 from hyperion.data import ImageSet
 from hyperion.data.images.device_images import ImageBatches
 from hyperion.experiments.data.loader_speed import LoaderTimingOptions, loader_limit, time_in_a_row

@@ -9,10 +9,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import bandwidth_limit, sample_frame, stream_ceiling, timed_columns
-from hyperion.chapter.variants import Report
 from hyperion.data import IGNORE_INDEX, PreparedText, Tokenizer
 from hyperion.data.batches.loaders import LanguageBatches, PaddedBatches, ResumableBatches
 from hyperion.data.batches.prefetch import Prefetched

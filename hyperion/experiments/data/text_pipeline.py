@@ -6,9 +6,7 @@ from itertools import islice
 import numpy as np
 import pandas as pd
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.variants import Report
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.data import PreparedText, TextCorpus, Tokenizer
 from hyperion.results import Row
 from hyperion.workloads import datasets

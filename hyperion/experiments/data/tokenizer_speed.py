@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import sample_frame, timed_columns
-from hyperion.chapter.variants import Report
 from hyperion.data import Tokenizer
 from hyperion.data.prepare.prepare import write_split
 from hyperion.hardware import detect_cpu

@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 import torch.distributed as dist
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
 from hyperion.chapter.ranks import RankOptions, devices_here
-from hyperion.chapter.variants import Report, merged, run_on_ranks
+from hyperion.chapter.variants import merged, run_on_ranks
 from hyperion.errors import not_none
 from hyperion.models import flops_per_token, named_config
 from hyperion.parallel import assert_ranks_agree

@@ -6,9 +6,7 @@ from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
 from hyperion.errors import not_none
-from hyperion.figures.formats import number
-from hyperion.figures.material import Material, measured, values
-from hyperion.figures.plot import Plot
+from hyperion.figures.material import Material, Plot, measured, number, values
 from hyperion.figures.style import COLOURS, GRID, INK, MUTED, add_notes, limit_line, look, new_figure, whole_numbers
 from hyperion.results import Row
 

@@ -3,8 +3,8 @@
 import pandas as pd
 from torch import nn
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.variants import Report, merged, run_on_ranks
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.variants import merged, run_on_ranks
 from hyperion.experiments.distributed.short_training import ShortTrainingOptions, largest_relative_difference
 from hyperion.parallel import differing_parameters, full_parameter_bytes, is_replicated, local_parameter_bytes
 from hyperion.processes import world

@@ -11,8 +11,8 @@ from typing import Any
 import pandas as pd
 import psutil
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.variants import Report, run_on_ranks
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.variants import run_on_ranks
 from hyperion.data.batches.loaders import ResumableBatches
 from hyperion.errors import HyperionError
 from hyperion.experiments.distributed.short_training import ShortTrainingOptions, largest_relative_difference

@@ -6,8 +6,8 @@ from pathlib import Path
 import pandas as pd
 import torch.distributed as dist
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.variants import Report, merged, run_on_ranks
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.variants import merged, run_on_ranks
 from hyperion.checkpoints.folders import checkpoint_path
 from hyperion.experiments.distributed.short_training import ShortTrainingOptions, largest_relative_difference
 from hyperion.processes import world

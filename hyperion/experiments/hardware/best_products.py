@@ -7,8 +7,7 @@ sheet's peak when only the shape is chosen well. Given shapes, such as those of 
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options, Table
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result, Table
 from hyperion.chapter.rows import (
     absent_product,
     all_samples,

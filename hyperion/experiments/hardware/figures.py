@@ -9,9 +9,7 @@ from matplotlib.figure import Figure
 from hyperion.errors import not_none
 from hyperion.experiments.hardware import figures_memory, figures_models, figures_products
 from hyperion.experiments.hardware.figures_memory import add_share_axis, element_bytes
-from hyperion.figures.formats import items, number
-from hyperion.figures.material import Material, measured, values
-from hyperion.figures.plot import Plot
+from hyperion.figures.material import Material, Plot, items, measured, number, values
 from hyperion.figures.published import published_bandwidth, published_gemm
 from hyperion.figures.style import (
     INK,

@@ -8,8 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
-from hyperion.figures.formats import byte_size, interval, number, number_within, percent
-from hyperion.figures.material import Material, measured, select, values
+from hyperion.figures.material import Material, byte_size, interval, measured, number, number_within, percent, select, values
 from hyperion.figures.style import (
     COLOURS,
     INK,

@@ -8,8 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
-from hyperion.figures.formats import number, percent
-from hyperion.figures.material import Material, measured, values
+from hyperion.figures.material import Material, measured, number, percent, values
 from hyperion.figures.style import COLOURS, INK, MARKERS, MUTED, add_notes, errors_of, log_ticks, look, new_figure, spread_labels
 from hyperion.results import Row
 

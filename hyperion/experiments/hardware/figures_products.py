@@ -7,8 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
-from hyperion.figures.formats import number
-from hyperion.figures.material import Material, measured
+from hyperion.figures.material import Material, measured, number
 from hyperion.figures.style import COLOURS, INK, MARKERS, MUTED, absences, add_notes, errors_of, look, new_figure
 from hyperion.results import Row
 

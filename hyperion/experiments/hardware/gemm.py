@@ -3,8 +3,7 @@
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import (
     absent_product,
     all_samples,

@@ -8,8 +8,7 @@ from math import prod
 
 import pandas as pd
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import maf_row, product_bytes, stream_ceiling
 from hyperion.errors import not_none
 from hyperion.measure import Gap, Product, explain_gap, nominal_peak

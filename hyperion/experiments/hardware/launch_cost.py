@@ -1,7 +1,6 @@
 """What does a launch cost, eagerly and in a graph, and how small may a kernel be before launching it takes longer?"""
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import all_samples, sample_frame, timed_columns
 from hyperion.experiments.hardware.memory_levels import point_row
 from hyperion.measure import CachePoint, LaunchCost, Timing, measure_cache_sweep, measure_launch, worthwhile_size

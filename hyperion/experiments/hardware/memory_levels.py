@@ -3,8 +3,7 @@
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import all_samples, bandwidth_limit, out_of_memory_reason, sample_frame, timed_columns
 from hyperion.hardware import Device
 from hyperion.measure import SWEEPS, CacheCapacity, CachePoint, cache_capacities, measure_cache_sweep, sweep_sizes

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import all_samples, gemm_limit, maf_row, product_row, sample_frame, timed_columns
 from hyperion.errors import not_none
 from hyperion.measure import CapturedGemms, Product, TimedProduct, measure_products, nominal_peak, predict_step, taf

@@ -13,8 +13,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import (
     absent_product,
     all_samples,

@@ -2,8 +2,7 @@
 
 import pandas as pd
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import datasheet_ceilings, stream_ceiling
 from hyperion.errors import HyperionError, not_none
 from hyperion.results import Row

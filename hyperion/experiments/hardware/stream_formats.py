@@ -8,8 +8,7 @@ import math
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import all_samples, out_of_memory_reason, sample_frame, timed_columns
 from hyperion.experiments.hardware.bandwidth import measure_stream, stream_bytes, stream_forecast, stream_params, stream_row
 from hyperion.hardware import read

@@ -7,8 +7,7 @@ from functools import partial
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import all_samples, check_columns, out_of_memory_reason, sample_frame, timed_columns
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device, detect, lookup

@@ -12,8 +12,7 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.ranks import least_free_bytes
 from hyperion.chapter.rows import all_samples, check_columns, sample_frame, stream_ceiling, timed_columns
 from hyperion.chapter.variants import run_on_ranks

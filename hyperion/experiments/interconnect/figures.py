@@ -8,9 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
-from hyperion.figures.formats import byte_size, number
-from hyperion.figures.material import Material, measured, select, values
-from hyperion.figures.plot import Plot
+from hyperion.figures.material import Material, Plot, byte_size, measured, number, select, values
 from hyperion.figures.style import INK, MUTED, add_notes, errors_of, limit_line, log_ticks, look, new_figure
 from hyperion.results import Row
 from hyperion.units import MIB

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyperion.chapter.context import Context
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Options
 from hyperion.checkpoints import frozen_sha256, load_adapter
 from hyperion.data.batches.packing import IGNORE_INDEX
 from hyperion.models import (

@@ -8,9 +8,9 @@ from typing import Any, cast
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
 from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_columns
-from hyperion.chapter.variants import Report, merged, run_variant
+from hyperion.chapter.variants import merged, run_variant
 from hyperion.checkpoints import frozen_sha256, save_adapter
 from hyperion.data import Completions
 from hyperion.data.batches.instruction_batches import InstructionBatches

@@ -7,10 +7,10 @@ import numpy as np
 import pandas as pd
 from safetensors.torch import load_file, save_file
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
 from hyperion.chapter.ranks import RankOptions, ranks_of
 from hyperion.chapter.rows import sample_frame, timed_columns
-from hyperion.chapter.variants import Report, merged, run_on_ranks
+from hyperion.chapter.variants import merged, run_on_ranks
 from hyperion.checkpoints import checkpoint_path, frozen_sha256, save_adapter
 from hyperion.data.batches.instruction_batches import InstructionBatches
 from hyperion.experiments.llama.fine_tuning import (

@@ -10,10 +10,9 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import out_of_memory_reason
-from hyperion.chapter.variants import Report, merged, run_counted
+from hyperion.chapter.variants import merged, run_counted
 from hyperion.errors import not_none
 from hyperion.measure import PeakMemoryRegion, SavedForBackward, TensorMemory, state_of
 from hyperion.models import layout_of

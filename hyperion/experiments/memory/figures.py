@@ -6,9 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from hyperion.errors import not_none
-from hyperion.figures.formats import memory_unit
-from hyperion.figures.material import Material, measured
-from hyperion.figures.plot import Plot
+from hyperion.figures.material import Material, Plot, measured, memory_unit
 from hyperion.figures.style import COLOURS, GRID, INK, MARKERS, MUTED, add_notes, log_ticks, look, new_figure
 from hyperion.results import Row
 

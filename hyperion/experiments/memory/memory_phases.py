@@ -7,10 +7,9 @@ from typing import Any
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import out_of_memory_reason
-from hyperion.chapter.variants import Report, merged, run_counted
+from hyperion.chapter.variants import merged, run_counted
 from hyperion.hardware import Device
 from hyperion.measure import SavedForBackward, TensorMemory, bytes_of, state_of
 from hyperion.parallel import ParallelPlan

@@ -10,9 +10,8 @@ import pandas as pd
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.variants import Report, merged, run_counted
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.variants import merged, run_counted
 from hyperion.hardware import Device
 from hyperion.measure import state_of
 from hyperion.measure.memory_use.timeline import MemoryHistory, MemoryTimeline

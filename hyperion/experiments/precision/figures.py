@@ -9,9 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
-from hyperion.figures.formats import memory_unit, number
-from hyperion.figures.material import Material, measured
-from hyperion.figures.plot import Plot
+from hyperion.figures.material import Material, Plot, measured, memory_unit, number
 from hyperion.figures.style import COLOURS, GRID, INK, MUTED, add_notes, errors_of, look, new_figure, spread_labels, whole_numbers
 from hyperion.results import Row
 

@@ -12,10 +12,9 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import out_of_memory_reason
-from hyperion.chapter.variants import Report, merged, run_side_by_side
+from hyperion.chapter.variants import merged, run_side_by_side
 from hyperion.hardware import Device
 from hyperion.measure import FORMATS, Gemm, PeakMemoryRegion, TensorMemory, state_of
 from hyperion.parallel import ParallelPlan

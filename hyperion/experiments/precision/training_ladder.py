@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_columns
-from hyperion.chapter.variants import Report, merged, run_counted
+from hyperion.chapter.variants import merged, run_counted
 from hyperion.data.batches.packing import IGNORE_INDEX
 from hyperion.experiments.precision.precision_variants import (
     speedup_forecast,

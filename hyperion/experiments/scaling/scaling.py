@@ -5,9 +5,9 @@ import signal
 import numpy as np
 import pandas as pd
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
 from hyperion.chapter.ranks import devices_here
-from hyperion.chapter.variants import Report, merged, run_on_ranks
+from hyperion.chapter.variants import merged, run_on_ranks
 from hyperion.experiments.scaling.scaling_workloads import MODES, ScaledTraining, ScalingOptions, lm_config, measure_on_rank
 from hyperion.models import flops_per_token, llama_flops_per_token, llama_parameter_count, random_llama_shape
 from hyperion.parallel.lora import ATTENTION

@@ -10,10 +10,9 @@ import pandas as pd
 import torch
 from pydantic import ConfigDict
 
-from hyperion.chapter.context import Context, Result
+from hyperion.chapter.context import Context, Report, Result
 from hyperion.chapter.ranks import RankOptions, devices_here
 from hyperion.chapter.rows import out_of_memory_reason
-from hyperion.chapter.variants import Report
 from hyperion.hardware.cpu import read_cpu
 from hyperion.measure.clock.timing import device_clock
 from hyperion.models import TransformerConfig, TransformerLM, flops_per_token, named_config

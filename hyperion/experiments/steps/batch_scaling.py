@@ -7,8 +7,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import all_samples, stream_ceiling
 from hyperion.chapter.variants import merged, run_variant
 from hyperion.errors import not_none

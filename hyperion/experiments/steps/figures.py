@@ -10,9 +10,7 @@ from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox
 
 from hyperion.errors import not_none
-from hyperion.figures.formats import items, number, number_within, percent
-from hyperion.figures.material import Material, measured, select, values
-from hyperion.figures.plot import Plot
+from hyperion.figures.material import Material, Plot, items, measured, number, number_within, percent, select, values
 from hyperion.figures.style import COLOURS, INK, add_notes, errors_of, log_ticks, look, new_figure
 from hyperion.results import Row
 

@@ -12,8 +12,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options, Table
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result, Table
 from hyperion.chapter.rows import all_samples, gemm_limit, maf_row, timed_columns
 from hyperion.chapter.variants import merged, run_variant
 from hyperion.errors import not_none

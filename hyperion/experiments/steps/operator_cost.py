@@ -5,8 +5,7 @@ Hosts of the same GPU differ by a factor of two in this. Where kernels are short
 
 import pandas as pd
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import all_samples, sample_frame, timed_columns
 from hyperion.chapter.variants import merged, run_variant
 from hyperion.hardware import Device
