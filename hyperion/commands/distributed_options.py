@@ -11,7 +11,7 @@ from hyperion.commands.console import UsageError, one_of
 from hyperion.data.store.sources import SOURCES
 from hyperion.errors import HyperionError, require_seed
 from hyperion.paths import expanded
-from hyperion.workloads.llama_setup import RANK
+from hyperion.workloads.fine_tuning import RANK
 
 COMMAND = "run_distributed"
 LANGUAGE = {"language_ddp": "ddp", "language_fsdp": "fsdp"}

@@ -21,13 +21,12 @@ from hyperion.commands.distributed_options import (
     with_defaults,
 )
 from hyperion.errors import not_none
-from hyperion.experiments.llama.fine_tuning import FULL, LORA, state_bytes
 from hyperion.hardware import Device
 from hyperion.models import local_llama, random_llama_shape
 from hyperion.paths import results_folder
 from hyperion.results import Run, find_run
 from hyperion.training import choose_precision
-from hyperion.workloads.llama_setup import require_llama
+from hyperion.workloads.fine_tuning import FULL, LORA, require_llama, state_bytes
 from hyperion.workloads.recipes import Recipe, Strategy, Task
 
 _STRATEGY = {"cifar": "ddp", "llama": "fsdp"}

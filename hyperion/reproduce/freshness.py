@@ -94,7 +94,7 @@ def reference_for(notebook: Notebook, machine: str | None) -> tuple[Reference | 
     Raises:
         HyperionError: there is no reference run of that name.
     """
-    from hyperion.chapter.replay import reference_runs  # its package imports PyTorch, which only replays need here
+    from hyperion.chapter.profiles import reference_runs  # its package imports PyTorch, which only replays need here
 
     machines = [run.folder.name for run in reference_runs()]
     if machine is not None and machine not in machines:

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from hyperion.chapter.registry import module_of
+from hyperion.chapter.subjects import module_of
 from hyperion.dependencies import files_hash, imported_modules, reached_files
 from hyperion.reproduce.notebooks import Notebook
 from hyperion.results import Run, rows_to_csv

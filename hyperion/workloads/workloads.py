@@ -1,8 +1,9 @@
 """The two baselines as training steps: a model with its optimizer, and a few batches that are the same in every process."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +23,15 @@ from hyperion.models import (
     TransformerLM,
     flops_per_image,
     flops_per_token,
+    layout_of,
     named_config,
     parameter_count,
     resnet18,
 )
 from hyperion.models.resnet import IMAGE_SIZE
+from hyperion.parallel import ParallelPlan, parallelize
+from hyperion.parallel.plan import BUDGET, EVERY_BLOCK
+from hyperion.processes import world
 from hyperion.training import (
     ActivationBytes,
     ImageEngine,
@@ -40,6 +45,7 @@ from hyperion.training import (
     seed_everything,
     sgd_nesterov,
 )
+from hyperion.training.memory_estimate import MemoryEstimate, estimate_memory, fewest_checkpointed
 from hyperion.workloads import datasets
 from hyperion.workloads.training_rows import ADAMW_BYTES_A_PARAMETER, SGD_BYTES_A_PARAMETER, step_forecasts
 
@@ -335,3 +341,48 @@ def random_batch(work: Workload, device: Device, seed: int) -> Batch:
 
 def _with_vocabulary(sizes: LanguageSizes, vocabulary: int) -> LanguageSizes:
     return sizes.model_copy(update={"vocabulary": vocabulary})
+
+
+BASIS = "the estimator: this very step on tensors that have shapes and no memory"
+
+
+def applied(plan: ParallelPlan, device: Device) -> Callable[[nn.Module], nn.Module]:
+    """Return a function that applies the plan to a model on this device alone."""
+    return lambda model: parallelize(model, plan, replace(world(), device=device))
+
+
+def build_step(work: Workload, dtype: str, plan: ParallelPlan, device: Device, seed: int = 0) -> tuple[TorchEngine, Batch]:
+    """Return an engine under the plan and a random batch, on the device."""
+    return work.engine(dtype, device, seed, applied(plan, device)), random_batch(work, device, seed)
+
+
+def estimate_step(work: Workload, dtype: str, plan: ParallelPlan, device: Device) -> MemoryEstimate:
+    """Return the estimate of a steady step's memory.
+
+    If the device is an accelerator, it is asked what its libraries need. Estimates are cached: the policies of a chapter ask
+    for the same ones again and again.
+    """
+    return _estimate(work.sizes, dtype, plan, device)
+
+
+@functools.lru_cache(maxsize=256)
+def _estimate(sizes: LanguageSizes | ImageSizes, dtype: str, plan: ParallelPlan, device: Device) -> MemoryEstimate:
+    work = workload(sizes)
+    return estimate_memory(lambda where: build_step(work, dtype, plan, where), device, ask=device.kind != "cpu")
+
+
+def plan_within_budget(work: Workload, dtype: str, device: Device, share: float) -> ParallelPlan:
+    """Return the plan that checkpoints the fewest blocks which still lower the peak as far as asked.
+
+    Args:
+        share: how far, as a share of what checkpointing every block saves.
+    """
+    blocks = len(layout_of(work.build()).blocks)
+    ends = {0: ParallelPlan(), blocks: ParallelPlan(checkpointing=EVERY_BLOCK)}
+
+    def peak(checkpointed: int) -> int:
+        plan = ends.get(checkpointed) or ParallelPlan(checkpointing=BUDGET, checkpointed_blocks=checkpointed)
+        return estimate_step(work, dtype, plan, device).peak_bytes
+
+    budget = peak(0) - share * (peak(0) - peak(blocks))
+    return ParallelPlan(checkpointing=BUDGET, checkpointed_blocks=fewest_checkpointed(peak, blocks, int(budget)))

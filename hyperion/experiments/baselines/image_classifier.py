@@ -15,7 +15,6 @@ from torch import nn
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.data import ImageSet, PreparedImages, channel_statistics
 from hyperion.data.images.device_images import ImageBatches
-from hyperion.experiments.baselines.captured_parity import captured_parity
 from hyperion.measure import FORMATS
 from hyperion.measure.steps.compilation import missing_compiler
 from hyperion.models import flops_per_image, parameter_count, resnet18
@@ -41,6 +40,7 @@ from hyperion.workloads.training_rows import (
     steady_rows,
     step_forecasts,
 )
+from hyperion.workloads.twins import captured_parity
 from hyperion.workloads.workloads import CLASSES
 
 # Activations per image and unit of width: ResNet-18's 20 convolutions (the stem, 16 in blocks, 3 shortcuts), five at each of

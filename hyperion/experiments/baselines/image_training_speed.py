@@ -14,8 +14,15 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Options, Rep
 from hyperion.chapter.rows import out_of_memory_reason, timed_columns
 from hyperion.data import ImageSet, PreparedImages, channel_statistics
 from hyperion.data.images.device_images import ImageBatches
-from hyperion.experiments.baselines.paired_loops import OURS, PLAIN, PairedLoops, wait_for
-from hyperion.experiments.baselines.plain_loops import PlainImageLoop, copy_weights, plain_model
+from hyperion.experiments.baselines.plain_loops import (
+    OURS,
+    PLAIN,
+    PairedLoops,
+    PlainImageLoop,
+    copy_weights,
+    plain_model,
+    wait_for,
+)
 from hyperion.experiments.baselines.products_alone import ProductsAlone, products_of, time_alone
 from hyperion.measure import FORMATS, Timing, time_interleaved
 from hyperion.models import resnet18

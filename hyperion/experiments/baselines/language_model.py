@@ -12,8 +12,7 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Options, Rep
 from hyperion.data import PreparedText, TextCorpus, Tokenizer
 from hyperion.data.batches.loaders import LanguageBatches, evaluation_windows
 from hyperion.errors import not_none
-from hyperion.experiments.baselines.captured_parity import captured_parity
-from hyperion.experiments.baselines.perplexity import MEASURES, Scored, perplexity_rows, text_floor
+from hyperion.experiments.baselines.ngram_baselines import MEASURES, Scored, perplexity_rows, text_floor
 from hyperion.models import TransformerConfig, TransformerLM, flops_per_token, named_config
 from hyperion.results import Row
 from hyperion.training import (
@@ -37,6 +36,7 @@ from hyperion.workloads.training_rows import (
     steady_rows,
     step_forecasts,
 )
+from hyperion.workloads.twins import captured_parity
 from hyperion.workloads.workloads import LOGIT_BYTES, NO_VOCABULARY
 
 Split = Literal["valid", "test"]

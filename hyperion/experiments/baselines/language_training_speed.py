@@ -33,8 +33,7 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Options, Rep
 from hyperion.chapter.rows import out_of_memory_reason, sample_frame, stream_ceiling, timed_columns
 from hyperion.data.batches.loaders import LanguageBatches
 from hyperion.errors import not_none
-from hyperion.experiments.baselines.paired_loops import OURS, PLAIN, PairedLoops, wait_for
-from hyperion.experiments.baselines.plain_loops import PlainLanguageLoop, with_weights_of
+from hyperion.experiments.baselines.plain_loops import OURS, PLAIN, PairedLoops, PlainLanguageLoop, wait_for, with_weights_of
 from hyperion.experiments.baselines.products_alone import one_pass, products_of
 from hyperion.hardware import Device
 from hyperion.kernels.token_loss import padded_classes

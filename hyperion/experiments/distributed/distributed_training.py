@@ -7,8 +7,7 @@ import pandas as pd
 import torch.distributed as dist
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.ranks import RankOptions, devices_here
-from hyperion.chapter.variants import merged, run_on_ranks
+from hyperion.chapter.variants import RankOptions, merged, run_on_ranks
 from hyperion.errors import not_none
 from hyperion.models import flops_per_token, named_config
 from hyperion.parallel import assert_ranks_agree
@@ -37,7 +36,7 @@ class DistributedTrainingOptions(RankOptions):
 def forecast(context: Context) -> list[Forecast]:
     """Estimate the tokens per second of all ranks together, without communication."""
     options = DistributedTrainingOptions.of(context)
-    counted, ranks = datasets.vocabulary_row(context), devices_here(context, options.cpu_ranks)
+    counted, ranks = datasets.vocabulary_row(context), options.device_count(context)
     vocabulary = int(not_none(counted.value)) if counted else GPT2_VOCABULARY
     forecasts = []
     for recipe in (r for r in options.trainings if r.task == "language"):
@@ -64,7 +63,7 @@ def forecast(context: Context) -> list[Forecast]:
 def run(context: Context, report: Report) -> Result:
     """Run all trainings in one launch."""
     options = DistributedTrainingOptions.of(context)
-    ranks = devices_here(context, options.cpu_ranks)
+    ranks = options.device_count(context)
     results = run_on_ranks(context, report, train_on_rank, ranks=ranks)
     curves = results[0].samples
     curves = curves.query("kind not in ('example', 'of one device')").drop(columns=["example", "source"])

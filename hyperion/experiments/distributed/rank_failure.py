@@ -15,7 +15,7 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Report, Resu
 from hyperion.chapter.variants import run_on_ranks
 from hyperion.data.batches.loaders import ResumableBatches
 from hyperion.errors import HyperionError
-from hyperion.experiments.distributed.short_training import ShortTrainingOptions, largest_relative_difference
+from hyperion.experiments.distributed.parallel_parity import ShortTrainingOptions, largest_relative_difference
 from hyperion.processes import RankError, world
 from hyperion.processes.child_process import has_ended
 from hyperion.training import train
@@ -44,7 +44,8 @@ class RankFailureOptions(ShortTrainingOptions):
 
 def forecast(context: Context) -> list[Forecast]:
     """Estimate the seconds from the kill to the launcher's report."""
-    ranks = RankFailureOptions.of(context).rank_count(context)
+    options = RankFailureOptions.of(context)
+    ranks = options.rank_count(context, options.batch_size)
     basis = "torchrun polls its workers ten times a second and stops the others at once; they exit within a second or two"
     params = _killing(ranks, ranks - 1, "SIGKILL")
     return [Forecast(variant="ddp", metric="detection_time_s", estimate=3.0, basis=basis, dtype="fp32", params=params)]
@@ -54,7 +55,7 @@ def run(context: Context, report: Report) -> Result:
     """Train and kill the last rank; resume; train again without a kill, and compare all losses."""
     shutil.rmtree(context.workspace, ignore_errors=True)
     options = RankFailureOptions.of(context)
-    ranks = options.rank_count(context)
+    ranks = options.rank_count(context, options.batch_size)
     error, seconds, remaining = _killed(context, options, report, ranks)
     print(f"after {seconds:.1f} s: {error.what.splitlines()[0]}")
     again = run_on_ranks(context, report, resume_and_repeat, ranks=ranks)[0]

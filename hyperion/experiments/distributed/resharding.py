@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
 from hyperion.chapter.variants import merged, run_on_ranks
 from hyperion.checkpoints.folders import checkpoint_path
-from hyperion.experiments.distributed.short_training import ShortTrainingOptions, largest_relative_difference
+from hyperion.experiments.distributed.parallel_parity import ShortTrainingOptions, largest_relative_difference
 from hyperion.processes import world
 from hyperion.results import Row
 from hyperion.training import Plan, train
@@ -39,7 +39,7 @@ class ReshardingOptions(ShortTrainingOptions):
 
     def resuming(self, context: Context) -> list[int]:
         """Numbers of ranks to resume with: half of those that saved, a quarter, and so on down to one."""
-        ranks = self.rank_count(context)
+        ranks = self.rank_count(context, self.batch_size)
         return [ranks >> halvings for halvings in range(1, ranks.bit_length())]
 
 
@@ -65,7 +65,7 @@ def run(context: Context, report: Report) -> Result:
     """Train on all ranks past a checkpoint; then resume copies of the checkpoint on smaller numbers of ranks."""
     options = ReshardingOptions.of(context)
     shutil.rmtree(context.workspace, ignore_errors=True)
-    first = run_on_ranks(context, report, save_and_go_on, ranks=options.rank_count(context))
+    first = run_on_ranks(context, report, save_and_go_on, ranks=options.rank_count(context, options.batch_size))
     curves, rows = [first[0].samples], []
     for ranks in options.resuming(context):
         resumed = run_on_ranks(context, report, resume, ranks=ranks)
@@ -129,5 +129,5 @@ def _row(context: Context, options: ReshardingOptions, ranks: int, first: Result
 
 
 def _params(context: Context, options: ReshardingOptions, ranks: int) -> dict:
-    saved_by = options.rank_count(context)
+    saved_by = options.rank_count(context, options.batch_size)
     return {"what": "next losses", "saved_by": saved_by, "resumed_by": ranks, "steps": options.steps_after}

@@ -15,17 +15,28 @@ from hyperion.checkpoints import frozen_sha256, save_adapter
 from hyperion.data import Completions
 from hyperion.data.batches.instruction_batches import InstructionBatches
 from hyperion.data.batches.packing import IGNORE_INDEX
-from hyperion.experiments.llama.fine_tuning import (
+from hyperion.measure import PeakMemoryRegion, TensorMemory, Timing, state_of, time_function
+from hyperion.models import LlamaLM, LlamaShape, llama_lora_parameter_count, llama_parameter_count, random_llama_shape
+from hyperion.parallel.lora import ATTENTION
+from hyperion.results import Row
+from hyperion.training import LanguageEngine, Plan, choose_precision, train
+from hyperion.units import GIB
+from hyperion.workloads.fine_tuning import (
+    DATA,
     FULL,
     LOADED_TOLERANCE,
     LORA,
     MERGED_TOLERANCE,
     METHODS,
+    RANK,
+    FineTuningData,
     FineTuningOptions,
     TokenCounts,
+    base_model,
     count_tokens,
     equality_row,
     fine_tuning_engine,
+    frozen_dtype,
     largest_difference,
     least_flops,
     load_base_and_adapter,
@@ -36,14 +47,8 @@ from hyperion.experiments.llama.fine_tuning import (
     state_bytes,
     step_bytes,
     step_flops,
+    with_lora,
 )
-from hyperion.measure import PeakMemoryRegion, TensorMemory, Timing, state_of, time_function
-from hyperion.models import LlamaLM, LlamaShape, llama_lora_parameter_count, llama_parameter_count, random_llama_shape
-from hyperion.parallel.lora import ATTENTION
-from hyperion.results import Row
-from hyperion.training import LanguageEngine, Plan, choose_precision, train
-from hyperion.units import GIB
-from hyperion.workloads.llama_setup import DATA, RANK, FineTuningData, base_model, frozen_dtype, with_lora
 from hyperion.workloads.training_rows import epoch_rows, loss_curve, speed_rows, step_forecasts
 
 _STANDARD_ERRORS = 4.0

@@ -8,26 +8,10 @@ import pandas as pd
 from safetensors.torch import load_file, save_file
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.ranks import RankOptions, ranks_of
 from hyperion.chapter.rows import sample_frame, timed_columns
-from hyperion.chapter.variants import merged, run_on_ranks
+from hyperion.chapter.variants import RankOptions, merged, run_on_ranks
 from hyperion.checkpoints import checkpoint_path, frozen_sha256, save_adapter
 from hyperion.data.batches.instruction_batches import InstructionBatches
-from hyperion.experiments.llama.fine_tuning import (
-    LOADED_TOLERANCE,
-    LORA,
-    FineTuningOptions,
-    TokenCounts,
-    count_tokens,
-    equality_row,
-    fine_tuning_engine,
-    largest_difference,
-    least_flops,
-    load_base_and_adapter,
-    probe_logits,
-    shape_of,
-    state_bytes,
-)
 from hyperion.measure import PeakMemoryRegion, RanksClock, Timing, time_function
 from hyperion.models import LlamaShape, layout_of, random_llama_shape
 from hyperion.parallel import (
@@ -42,7 +26,26 @@ from hyperion.processes import World, world
 from hyperion.results import Row
 from hyperion.training import LanguageEngine, Precision, choose_precision
 from hyperion.units import GIB
-from hyperion.workloads.llama_setup import DATA, FineTuningData, base_model, frozen_dtype, with_lora
+from hyperion.workloads.fine_tuning import (
+    DATA,
+    LOADED_TOLERANCE,
+    LORA,
+    FineTuningData,
+    FineTuningOptions,
+    TokenCounts,
+    base_model,
+    count_tokens,
+    equality_row,
+    fine_tuning_engine,
+    frozen_dtype,
+    largest_difference,
+    least_flops,
+    load_base_and_adapter,
+    probe_logits,
+    shape_of,
+    state_bytes,
+    with_lora,
+)
 from hyperion.workloads.recipes import rank_zero_first
 from hyperion.workloads.training_rows import flops_floor
 from hyperion.workloads.twins import SCATTER_FP32
@@ -71,7 +74,7 @@ class LoraShardedOptions(FineTuningOptions, RankOptions):
 def forecast(context: Context) -> list[Forecast]:
     """Estimate the number of FSDP units, how far the losses drift apart, and the share of parameters a rank holds."""
     options = LoraShardedOptions.of(context)
-    ranks, steps = ranks_of(context, options, options.batch_size), options.steps
+    ranks, steps = options.rank_count(context, options.batch_size), options.steps
     layers = random_llama_shape(options.parity_model, 1).num_hidden_layers
     drift = f"{steps} steps, each of which rounds sums of another order once: {steps} x 2^-24, the unit of float32"
     return [
@@ -105,7 +108,7 @@ def forecast(context: Context) -> list[Forecast]:
 def run(context: Context, report: Report) -> Result:
     """Train on all ranks in one launch; then load the saved adapters in this process, which is in no process group."""
     options = LoraShardedOptions.of(context)
-    ranks = ranks_of(context, options, options.batch_size)
+    ranks = options.rank_count(context, options.batch_size)
     results = run_on_ranks(context, report, on_rank, ranks=ranks)
     shared = merged(results)
     return Result([*shared.rows, _loaded_row(context, options, ranks)], results[0].samples, shared.source)

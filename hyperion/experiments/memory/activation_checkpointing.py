@@ -21,9 +21,21 @@ from hyperion.parallel.plan import BUDGET, EVERY_BLOCK, NONE, SELECTIVE
 from hyperion.results import Row
 from hyperion.training import TorchEngine, choose_precision
 from hyperion.units import GIB
-from hyperion.workloads.memory_forecasts import BASIS, applied, build_step, estimate_step, plan_within_budget
 from hyperion.workloads.step_comparison import Contender, compare_steps, memory_released
-from hyperion.workloads.workloads import KINDS, Batch, ImageSizes, LanguageSizes, Workload, random_batch, workload
+from hyperion.workloads.workloads import (
+    BASIS,
+    KINDS,
+    Batch,
+    ImageSizes,
+    LanguageSizes,
+    Workload,
+    applied,
+    build_step,
+    estimate_step,
+    plan_within_budget,
+    random_batch,
+    workload,
+)
 
 GRADIENT_TOLERANCE = 1e-5
 _WHEN = {"phase": "forward and backward"}

@@ -21,8 +21,7 @@ from hyperion.parallel.plan import NONE, ParallelPlan
 from hyperion.results import Row
 from hyperion.training.memory_estimate import largest_batch
 from hyperion.units import GIB
-from hyperion.workloads.memory_forecasts import BASIS, build_step, estimate_step
-from hyperion.workloads.workloads import ImageSizes, LanguageSizes, Workload, workload
+from hyperion.workloads.workloads import BASIS, ImageSizes, LanguageSizes, Workload, build_step, estimate_step, workload
 
 PARTS = ("parameters", "optimizer state", GRADIENTS, ACTIVATIONS)
 LARGEST_BATCH = "largest batch that fits"

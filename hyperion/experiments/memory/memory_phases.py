@@ -16,8 +16,17 @@ from hyperion.parallel import ParallelPlan
 from hyperion.results import Row
 from hyperion.training import TorchEngine
 from hyperion.units import GIB
-from hyperion.workloads.memory_forecasts import BASIS, estimate_step
-from hyperion.workloads.workloads import KINDS, Batch, ImageSizes, LanguageSizes, Workload, random_batch, workload
+from hyperion.workloads.workloads import (
+    BASIS,
+    KINDS,
+    Batch,
+    ImageSizes,
+    LanguageSizes,
+    Workload,
+    estimate_step,
+    random_batch,
+    workload,
+)
 
 PHASES = ("before forward", "after forward", "after backward", "after step")
 WARM_UP_STEPS = 2  # the first step allocates the optimizer's state

@@ -20,8 +20,7 @@ from hyperion.parallel import ParallelPlan
 from hyperion.results import Row
 from hyperion.training import TorchEngine, choose_precision
 from hyperion.units import GIB
-from hyperion.workloads.memory_forecasts import BASIS, build_step, estimate_step
-from hyperion.workloads.workloads import Batch, LanguageSizes, Workload, workload
+from hyperion.workloads.workloads import BASIS, Batch, LanguageSizes, Workload, build_step, estimate_step, workload
 
 TRACE, SNAPSHOT, TIMELINE = "step_trace.json.gz", "memory_snapshot.pickle", "memory_timeline.json"
 WARM_UP_STEPS = 2  # the first step allocates the optimizer's state

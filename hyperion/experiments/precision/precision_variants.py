@@ -22,7 +22,6 @@ from hyperion.results import Row
 from hyperion.training import TorchEngine
 from hyperion.units import GIB
 from hyperion.workloads import datasets
-from hyperion.workloads.memory_forecasts import estimate_step
 from hyperion.workloads.step_comparison import Contender, compare_steps
 from hyperion.workloads.twins import BIAS, agreements, difference_rows, train_twins
 from hyperion.workloads.workloads import (
@@ -34,6 +33,7 @@ from hyperion.workloads.workloads import (
     StoredBatches,
     Workload,
     common_source,
+    estimate_step,
     expected_workload,
     load_batches,
     rate_forecast,

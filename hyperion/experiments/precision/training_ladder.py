@@ -38,7 +38,6 @@ from hyperion.training import TorchEngine
 from hyperion.training.float8 import float8_formats, to_float8
 from hyperion.units import GIB
 from hyperion.workloads import datasets
-from hyperion.workloads.memory_forecasts import applied
 from hyperion.workloads.step_comparison import memory_released
 from hyperion.workloads.training_rows import NO_SPEEDUP_LIMIT, speed_rows
 from hyperion.workloads.twins import BIAS, agreements, difference_rows, train_twins, twin_format
@@ -49,6 +48,7 @@ from hyperion.workloads.workloads import (
     LanguageSizes,
     StoredBatches,
     Workload,
+    applied,
     common_source,
     expected_workload,
     load_batches,

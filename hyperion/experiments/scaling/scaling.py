@@ -6,7 +6,6 @@ import numpy as np
 import pandas as pd
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.ranks import devices_here
 from hyperion.chapter.variants import merged, run_on_ranks
 from hyperion.experiments.scaling.scaling_workloads import MODES, ScaledTraining, ScalingOptions, lm_config, measure_on_rank
 from hyperion.models import flops_per_token, llama_flops_per_token, llama_parameter_count, random_llama_shape
@@ -14,7 +13,7 @@ from hyperion.parallel.lora import ATTENTION
 from hyperion.processes import JobError
 from hyperion.processes.job import INTERRUPTED
 from hyperion.results import Estimate, Row, independent_ratio_estimate, median_estimate
-from hyperion.workloads.llama_setup import RANK
+from hyperion.workloads.fine_tuning import RANK
 from hyperion.workloads.training_rows import flops_floor
 from hyperion.workloads.twins import SCATTER_FP32
 
@@ -29,7 +28,7 @@ _IDEAL = "no limit: N devices are ideally N times as fast, and more where each h
 def forecast(context: Context) -> list[Forecast]:
     """Estimate the weak-scaling efficiency on all devices, from bytes to exchange and the rates of chapters 1.1 and 1.3."""
     options = ScalingOptions.of(context)
-    devices, dtype = devices_here(context, options.cpu_ranks), options.dtype(context)
+    devices, dtype = options.device_count(context), options.dtype(context)
     ranks = max(count for count in options.counts if count <= devices)
     return [_efficiency_forecast(context, training, ranks, dtype) for training in options.workloads]
 
@@ -109,7 +108,7 @@ def _launch(
 ) -> tuple[list[pd.DataFrame], dict[tuple[str, int], str]]:
     """Return samples of all trainings on `ranks` ranks, and the reasons for missing ones by (training, ranks)."""
     names = [training.name for training in options.workloads]
-    devices = devices_here(context, options.cpu_ranks)
+    devices = options.device_count(context)
     if ranks > devices:
         return [], {(name, ranks): f"this machine has {devices} devices" for name in names}
     try:

@@ -11,15 +11,15 @@ import torch
 from pydantic import ConfigDict
 
 from hyperion.chapter.context import Context, Report, Result
-from hyperion.chapter.ranks import RankOptions, devices_here
 from hyperion.chapter.rows import out_of_memory_reason
+from hyperion.chapter.variants import RankOptions
 from hyperion.hardware.cpu import read_cpu
 from hyperion.measure.clock.timing import device_clock
 from hyperion.models import TransformerConfig, TransformerLM, flops_per_token, named_config
 from hyperion.parallel import ParallelPlan, parallelize
 from hyperion.processes import World, world
 from hyperion.training import LanguageEngine, Precision, TorchEngine, adamw, choose_precision, seed_everything
-from hyperion.workloads.llama_setup import frozen_dtype, lora_model
+from hyperion.workloads.fine_tuning import frozen_dtype, lora_model
 
 # Weak: constant batch per device, so the work grows with the devices. Strong: constant batch of all devices together.
 MODES = ("weak", "strong")
@@ -98,7 +98,7 @@ def measure_on_rank(context: Context, report: Report, names: list[str]) -> Resul
     chosen = [training for training in options.workloads if training.name in names]
     if context.device.kind == "cpu":
         # A single rank would use all cores, so a second one could not speed it up.
-        torch.set_num_threads(max(1, read_cpu().cores // devices_here(context, options.cpu_ranks)))
+        torch.set_num_threads(max(1, read_cpu().cores // options.device_count(context)))
     frames = []
     for place, training in enumerate(chosen):
         report(place, len(chosen), f"{training.name} on {world().size}")

@@ -12,7 +12,7 @@ from hyperion.hardware import detect_cpu
 from hyperion.models import TransformerLM, named_config
 from hyperion.processes import world
 from hyperion.training import choose_precision
-from hyperion.workloads.llama_setup import lora_model
+from hyperion.workloads.fine_tuning import lora_model
 from hyperion.workloads.workloads import LanguageSizes, workload
 
 CPU = detect_cpu()
