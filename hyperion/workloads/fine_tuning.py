@@ -1,11 +1,9 @@
-"""Set up the fine-tuning of a Llama: instruction rows, their tokenizer, and a model with the tokenizer's vocabulary."""
+"""Fine-tuning of a Llama: instruction rows, base and adapters, bytes and FLOPs of a step from shapes, and checks of adapters."""
 
 import contextlib
 import io
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,6 @@ from hyperion.data import (
 )
 from hyperion.data.batches.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError
-from hyperion.hardware import Device
 from hyperion.models import (
     LlamaLM,
     LlamaShape,
@@ -51,6 +48,48 @@ from hyperion.training import LanguageEngine, Precision, WarmupCosine, adamw, se
 # Data sets that fine-tuning loads, by the names of `hyperion.data.prepare.catalog`.
 DATA = ("instructions", "gpt2", "llama")
 RANK, ALPHA = 16, 32  # of the LoRA adapters
+LORA, FULL = "LoRA", "full fine-tuning"
+LOADED_TOLERANCE = 1e-5  # loading copies float32 values
+_TRAINED_BYTES = 16  # per parameter that AdamW trains: weight, gradient and two moments in float32
+_WARMUP_SHARE = 0.1
+_PROBE_ROWS = 4
+
+
+class FineTuningOptions(Options):
+    """Options of the experiments on fine-tuning.
+
+    Args:
+        model: a random configuration by name, "random_llama_1b".
+        real_weights: use the folder llama/ of the mirror or the cache instead, if there is one.
+        sequence_length: largest number of tokens of a row.
+        batch_size: rows of one optimizer step, over all ranks together.
+        held_out_rows: number of held-out rows to use; None for all.
+        steps: optimizer steps.
+        learning_rate: largest learning rate, after a warm-up of a tenth of the steps.
+        precision: of the training; "auto" is bf16 where matrix units support it, else fp32.
+        steady_time_limit_s: seconds for timing the steady step.
+    """
+
+    model: str
+    real_weights: bool
+    sequence_length: int
+    batch_size: int
+    held_out_rows: int | None = None
+    steps: int
+    learning_rate: float
+    precision: str
+    steady_time_limit_s: float
+
+    def data(self, context: Context, quiet: bool = False) -> "FineTuningData":
+        """Return the tokenized rows, see `fine_tuning_data`."""
+        return fine_tuning_data(
+            context,
+            self.model,
+            self.sequence_length,
+            real_weights=self.real_weights,
+            held_out_rows=self.held_out_rows,
+            quiet=quiet,
+        )
 
 
 @dataclass(frozen=True)
@@ -105,36 +144,6 @@ def fine_tuning_data(
     return FineTuningData(rows, tokenizer, train, held_out, name, folder or model)
 
 
-def require_llama(model: str) -> None:
-    """Check that training can start from a model, before it is loaded. A model of the hub is checked after its download.
-
-    Raises:
-        HyperionError: no such random configuration, an adapter instead of a model, an incomplete folder, or a tokenizer that
-            does not fit the model.
-    """
-    folder = expanded(model)
-    if model.startswith("random_"):
-        random_llama_shape(model, 1)
-    elif folder.is_dir():
-        _require_no_adapter(folder)
-        require_vocabulary(read_tokenizer(folder).vocab_size, verify_llama_folder(folder), where=folder)
-
-
-def _require_no_adapter(folder: Path) -> None:
-    if not (folder / ADAPTER).is_file():
-        return
-    try:
-        adapter = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
-        rank, base = adapter["r"], adapter.get("base_model_name_or_path")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise HyperionError(f"{ADAPTER} cannot be read: {error!r}", where=folder, next_step="copy it again") from error
-    raise HyperionError(
-        f"an adapter of rank {rank}, not a model: training starts from full weights with new adapters of rank {RANK}",
-        where=folder,
-        next_step=f"name the weights that it was trained on{f' ({base})' if base else ''}",
-    )
-
-
 def base_model(context: Context, data: FineTuningData, dtype: torch.dtype) -> nn.Module:
     """Return the model before training, on the context's device. Each call returns the same weights.
 
@@ -154,64 +163,9 @@ def with_lora(base: nn.Module, seed: int, rank: int = RANK, alpha: float = ALPHA
     return LlamaLM(add_lora(base, rank, alpha))
 
 
-def lora_model(
-    name: str, vocabulary: int, sequence_length: int, device: Device, dtype: torch.dtype = torch.float32
-) -> tuple[LlamaLM, ModelFlops]:
-    """Return a randomly initialised Llama with LoRA adapters, and its FLOPs per token. Uses torch's current generators."""
-    model = load_llama(name, vocab_size=vocabulary, dtype=dtype, device=device.torch_device)
-    flops = llama_flops_per_token(model.config, sequence_length, RANK, ATTENTION)
-    return LlamaLM(add_lora(model, RANK, ALPHA)), flops
-
-
 def frozen_dtype(precision: Precision) -> torch.dtype:
     """Return the dtype of a frozen base: no update needs more precision than the computation."""
     return torch.bfloat16 if precision.dtype == "bf16" else torch.float32
-
-
-LORA, FULL = "LoRA", "full fine-tuning"
-METHODS = (LORA, FULL)
-# Loading copies float32 values; merging rounds B A into W, and sums in another order.
-LOADED_TOLERANCE, MERGED_TOLERANCE = 1e-5, 1e-4
-_TRAINED_BYTES = 16  # per parameter that AdamW trains: weight, gradient and two moments in float32
-_WARMUP_SHARE = 0.1
-_PROBE_ROWS = 4
-
-
-class FineTuningOptions(Options):
-    """Options of both experiments.
-
-    Args:
-        model: a random configuration by name, "random_llama_1b".
-        real_weights: use the folder llama/ of the mirror or the cache instead, if there is one.
-        sequence_length: largest number of tokens of a row.
-        batch_size: rows of one optimizer step, over all ranks together.
-        held_out_rows: number of held-out rows to use; None for all.
-        steps: optimizer steps.
-        learning_rate: largest learning rate, after a warm-up of a tenth of the steps.
-        precision: of the training; "auto" is bf16 where matrix units support it, else fp32.
-        steady_time_limit_s: seconds for timing the steady step.
-    """
-
-    model: str
-    real_weights: bool
-    sequence_length: int
-    batch_size: int
-    held_out_rows: int | None = None
-    steps: int
-    learning_rate: float
-    precision: str
-    steady_time_limit_s: float
-
-    def data(self, context: Context, quiet: bool = False) -> FineTuningData:
-        """Return the tokenized rows, see `fine_tuning_data`."""
-        return fine_tuning_data(
-            context,
-            self.model,
-            self.sequence_length,
-            real_weights=self.real_weights,
-            held_out_rows=self.held_out_rows,
-            quiet=quiet,
-        )
 
 
 def fine_tuning_engine(
@@ -263,25 +217,6 @@ def state_bytes(shape: LlamaShape, method: str, dtype: str) -> int:
     """
     frozen = 0 if method == FULL else llama_parameter_count(shape) * (2 if dtype == "bf16" else 4)
     return frozen + _TRAINED_BYTES * trained_parameters(shape, method)
-
-
-def step_bytes(shape: LlamaShape, method: str, dtype: str, positions: int) -> dict[str, int]:
-    """Return the parts of a step's peak memory in bytes, by name: the larger of two moments.
-
-    At the start of the backward pass there are logits and no gradients; at its end gradients and no logits. Activations of the
-    decoder layers are ignored: they are small for short rows.
-    """
-    whole, trained = state_bytes(shape, method, dtype), trained_parameters(shape, method)
-    start = {"weights and moments": whole - 4 * trained, "logits": logits_bytes(shape, dtype, positions)}
-    if dtype == "bf16" and method == FULL:
-        start["16-bit copies of the weights"] = 2 * trained
-    end = {"weights, gradients and moments": whole}
-    return max(start, end, key=lambda parts: sum(parts.values()))
-
-
-def logits_bytes(shape: LlamaShape, dtype: str, positions: int) -> int:
-    """Return the bytes of logits, log-probabilities and one gradient in float32; in bf16 also of 16-bit logits and gradients."""
-    return positions * shape.vocab_size * (16 if dtype == "bf16" else 12)
 
 
 def trained_parameters(shape: LlamaShape, method: str) -> int:
@@ -344,12 +279,31 @@ def largest_difference(values: Tensor, expected: Tensor) -> float:
     return float((values - expected).abs().max() / expected.abs().max())
 
 
-@contextmanager
-def restored_adapters(model: nn.Module) -> Iterator[None]:
-    """Context that restores the trainable parameters at its end, so that timed steps do not change the trained model."""
-    trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-    yield
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in trained:
-                parameter.copy_(trained[name])
+def require_llama(model: str) -> None:
+    """Check that training can start from a model, before it is loaded. A model of the hub is checked after its download.
+
+    Raises:
+        HyperionError: no such random configuration, an adapter instead of a model, an incomplete folder, or a tokenizer that
+            does not fit the model.
+    """
+    folder = expanded(model)
+    if model.startswith("random_"):
+        random_llama_shape(model, 1)
+    elif folder.is_dir():
+        _require_no_adapter(folder)
+        require_vocabulary(read_tokenizer(folder).vocab_size, verify_llama_folder(folder), where=folder)
+
+
+def _require_no_adapter(folder: Path) -> None:
+    if not (folder / ADAPTER).is_file():
+        return
+    try:
+        adapter = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+        rank, base = adapter["r"], adapter.get("base_model_name_or_path")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise HyperionError(f"{ADAPTER} cannot be read: {error!r}", where=folder, next_step="copy it again") from error
+    raise HyperionError(
+        f"an adapter of rank {rank}, not a model: training starts from full weights with new adapters of rank {RANK}",
+        where=folder,
+        next_step=f"name the weights that it was trained on{f' ({base})' if base else ''}",
+    )

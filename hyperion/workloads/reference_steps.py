@@ -17,7 +17,8 @@ from hyperion.models.reference import Encoder, ResNet50, VisionTransformer
 from hyperion.results import Row
 from hyperion.training import adamw, choose_precision, sgd_nesterov
 from hyperion.units import GIB
-from hyperion.workloads.training_rows import ADAMW_BYTES_A_PARAMETER, SGD_BYTES_A_PARAMETER, flops_floor, speed_rows
+from hyperion.workloads.training_rows import flops_floor, speed_rows
+from hyperion.workloads.workloads import ADAMW_BYTES_A_PARAMETER, SGD_BYTES_A_PARAMETER
 
 EAGER, COMPILED = "eager", "compiled"
 CONTIGUOUS, CHANNELS_LAST = "contiguous", "channels_last"

@@ -32,16 +32,9 @@ from hyperion.training import (
     train,
 )
 from hyperion.workloads import datasets
-from hyperion.workloads.training_rows import (
-    SGD_BYTES_A_PARAMETER,
-    epoch_rows,
-    loss_curve,
-    seed_statistics,
-    steady_rows,
-    step_forecasts,
-)
+from hyperion.workloads.training_rows import epoch_rows, loss_curve, seed_statistics, steady_rows, step_forecasts
 from hyperion.workloads.twins import captured_parity
-from hyperion.workloads.workloads import CLASSES
+from hyperion.workloads.workloads import CLASSES, SGD_BYTES_A_PARAMETER
 
 # Activations per image and unit of width: ResNet-18's 20 convolutions (the stem, 16 in blocks, 3 shortcuts), five at each of
 # four sizes. Forward and backward, the output of a convolution passes through memory about twelve times: convolution, norm and

@@ -29,9 +29,9 @@ from hyperion.models import resnet18
 from hyperion.results import Row
 from hyperion.training import ImageEngine, choose_precision, compile_options, seed_everything, sgd_nesterov
 from hyperion.workloads import datasets
-from hyperion.workloads.step_comparison import memory_released
+from hyperion.workloads.training_rows import memory_released, rate_forecast
 from hyperion.workloads.twins import agreements, train_twins, twin_format
-from hyperion.workloads.workloads import CLASSES, ImageSizes, Workload, rate_forecast, workload
+from hyperion.workloads.workloads import CLASSES, ImageSizes, Workload, workload
 
 OF_PRODUCTS = "of its products alone"
 UNCOMPILED = "plain, not compiled"

@@ -28,16 +28,9 @@ from hyperion.training import (
     train,
 )
 from hyperion.workloads import datasets
-from hyperion.workloads.training_rows import (
-    ADAMW_BYTES_A_PARAMETER,
-    epoch_rows,
-    loss_curve,
-    seed_statistics,
-    steady_rows,
-    step_forecasts,
-)
+from hyperion.workloads.training_rows import epoch_rows, loss_curve, seed_statistics, steady_rows, step_forecasts
 from hyperion.workloads.twins import captured_parity
-from hyperion.workloads.workloads import LOGIT_BYTES, NO_VOCABULARY
+from hyperion.workloads.workloads import ADAMW_BYTES_A_PARAMETER, LOGIT_BYTES, NO_VOCABULARY
 
 Split = Literal["valid", "test"]
 

@@ -43,11 +43,18 @@ from hyperion.results import Estimate, Row, ratio_estimate
 from hyperion.training import LanguageEngine, choose_precision, compile_options
 from hyperion.units import GIB
 from hyperion.workloads import datasets
-from hyperion.workloads.step_comparison import memory_released
 from hyperion.workloads.step_forecasts import NO_CEILINGS
-from hyperion.workloads.training_rows import ADAMW_BYTES_A_PARAMETER
+from hyperion.workloads.training_rows import memory_released
 from hyperion.workloads.twins import SCATTER_BF16
-from hyperion.workloads.workloads import NO_VOCABULARY, SIXTEEN_BIT, LanguageSizes, Workload, expected_workload, workload
+from hyperion.workloads.workloads import (
+    ADAMW_BYTES_A_PARAMETER,
+    NO_VOCABULARY,
+    SIXTEEN_BIT,
+    LanguageSizes,
+    Workload,
+    expected_workload,
+    workload,
+)
 
 # Losses are compared by windows, whose means hide the scatter of single steps but not a lasting difference. Over 200 steps of a
 # small model, bfloat16 alone changed a window by 0.2 %, a learning rate higher by a tenth by 1.4 %.

@@ -16,7 +16,8 @@ from hyperion.results import Row, proportion_estimate
 from hyperion.training import EpochRecord, History, choose_precision, mean_over_ranks, train
 from hyperion.workloads import datasets
 from hyperion.workloads.recipes import Recipe, Training, set_up
-from hyperion.workloads.training_rows import ADAMW_BYTES_A_PARAMETER, loss_curve, step_forecasts
+from hyperion.workloads.training_rows import loss_curve, step_forecasts
+from hyperion.workloads.workloads import ADAMW_BYTES_A_PARAMETER
 
 _NO_LIMIT = "no limit: loading is part of it; the steady step of chapter 2.8 has one"
 GPT2_VOCABULARY = 50257

@@ -2,11 +2,14 @@
 
 import gc
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, cast
 
 import pandas as pd
 import torch
+from torch import nn
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
 from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_columns
@@ -26,8 +29,6 @@ from hyperion.workloads.fine_tuning import (
     FULL,
     LOADED_TOLERANCE,
     LORA,
-    MERGED_TOLERANCE,
-    METHODS,
     RANK,
     FineTuningData,
     FineTuningOptions,
@@ -40,17 +41,17 @@ from hyperion.workloads.fine_tuning import (
     largest_difference,
     least_flops,
     load_base_and_adapter,
-    logits_bytes,
     probe_logits,
-    restored_adapters,
     shape_of,
     state_bytes,
-    step_bytes,
     step_flops,
+    trained_parameters,
     with_lora,
 )
 from hyperion.workloads.training_rows import epoch_rows, loss_curve, speed_rows, step_forecasts
 
+METHODS = (LORA, FULL)
+MERGED_TOLERANCE = 1e-4  # merging rounds B A into W, and sums in another order
 _STANDARD_ERRORS = 4.0
 
 
@@ -186,6 +187,17 @@ def _step_rows(
     return rows + speed, samples
 
 
+@contextmanager
+def restored_adapters(model: nn.Module) -> Iterator[None]:
+    """Context that restores the trainable parameters at its end, so that timed steps do not change the trained model."""
+    trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    yield
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in trained:
+                parameter.copy_(trained[name])
+
+
 def _memory_rows(
     context: Context, engine: LanguageEngine, batch: tuple, shape: LlamaShape, method: str, shared: dict
 ) -> list[Row]:
@@ -315,6 +327,25 @@ def _memory_forecast(
     # The model's name in params selects the rows of one step; rows of an epoch's peak, evaluation included, lack it.
     params = {"model": data.model}
     return Forecast(variant=method, metric=metric, estimate=sum(parts.values()) / GIB, basis=basis, dtype=dtype, params=params)
+
+
+def step_bytes(shape: LlamaShape, method: str, dtype: str, positions: int) -> dict[str, int]:
+    """Return the parts of a step's peak memory in bytes, by name: the larger of two moments.
+
+    At the start of the backward pass there are logits and no gradients; at its end gradients and no logits. Activations of the
+    decoder layers are ignored: they are small for short rows.
+    """
+    whole, trained = state_bytes(shape, method, dtype), trained_parameters(shape, method)
+    start = {"weights and moments": whole - 4 * trained, "logits": logits_bytes(shape, dtype, positions)}
+    if dtype == "bf16" and method == FULL:
+        start["16-bit copies of the weights"] = 2 * trained
+    end = {"weights, gradients and moments": whole}
+    return max(start, end, key=lambda parts: sum(parts.values()))
+
+
+def logits_bytes(shape: LlamaShape, dtype: str, positions: int) -> int:
+    """Return the bytes of logits, log-probabilities and one gradient in float32; in bf16 also of 16-bit logits and gradients."""
+    return positions * shape.vocab_size * (16 if dtype == "bf16" else 12)
 
 
 def _share_forecast(shape: LlamaShape) -> Forecast:

@@ -21,7 +21,7 @@ from hyperion.parallel.plan import BUDGET, EVERY_BLOCK, NONE, SELECTIVE
 from hyperion.results import Row
 from hyperion.training import TorchEngine, choose_precision
 from hyperion.units import GIB
-from hyperion.workloads.step_comparison import Contender, compare_steps, memory_released
+from hyperion.workloads.training_rows import Contender, compare_steps, memory_released
 from hyperion.workloads.workloads import (
     BASIS,
     KINDS,

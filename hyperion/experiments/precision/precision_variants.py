@@ -22,7 +22,7 @@ from hyperion.results import Row
 from hyperion.training import TorchEngine
 from hyperion.units import GIB
 from hyperion.workloads import datasets
-from hyperion.workloads.step_comparison import Contender, compare_steps
+from hyperion.workloads.training_rows import Contender, compare_steps, rate_forecast
 from hyperion.workloads.twins import BIAS, agreements, difference_rows, train_twins
 from hyperion.workloads.workloads import (
     KINDS,
@@ -36,7 +36,6 @@ from hyperion.workloads.workloads import (
     estimate_step,
     expected_workload,
     load_batches,
-    rate_forecast,
     stored_batches,
 )
 

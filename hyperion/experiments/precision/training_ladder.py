@@ -38,8 +38,7 @@ from hyperion.training import TorchEngine
 from hyperion.training.float8 import float8_formats, to_float8
 from hyperion.units import GIB
 from hyperion.workloads import datasets
-from hyperion.workloads.step_comparison import memory_released
-from hyperion.workloads.training_rows import NO_SPEEDUP_LIMIT, speed_rows
+from hyperion.workloads.training_rows import NO_SPEEDUP_LIMIT, memory_released, rate_forecast, speed_rows
 from hyperion.workloads.twins import BIAS, agreements, difference_rows, train_twins, twin_format
 from hyperion.workloads.workloads import (
     NO_VOCABULARY,
@@ -52,7 +51,6 @@ from hyperion.workloads.workloads import (
     common_source,
     expected_workload,
     load_batches,
-    rate_forecast,
     stored_batches,
     workload,
 )

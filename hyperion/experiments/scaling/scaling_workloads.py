@@ -13,13 +13,24 @@ from pydantic import ConfigDict
 from hyperion.chapter.context import Context, Report, Result
 from hyperion.chapter.rows import out_of_memory_reason
 from hyperion.chapter.variants import RankOptions
+from hyperion.hardware import Device
 from hyperion.hardware.cpu import read_cpu
 from hyperion.measure.clock.timing import device_clock
-from hyperion.models import TransformerConfig, TransformerLM, flops_per_token, named_config
-from hyperion.parallel import ParallelPlan, parallelize
+from hyperion.models import (
+    LlamaLM,
+    ModelFlops,
+    TransformerConfig,
+    TransformerLM,
+    flops_per_token,
+    llama_flops_per_token,
+    load_llama,
+    named_config,
+)
+from hyperion.parallel import ParallelPlan, add_lora, parallelize
+from hyperion.parallel.lora import ATTENTION
 from hyperion.processes import World, world
 from hyperion.training import LanguageEngine, Precision, TorchEngine, adamw, choose_precision, seed_everything
-from hyperion.workloads.fine_tuning import frozen_dtype, lora_model
+from hyperion.workloads.fine_tuning import ALPHA, RANK, frozen_dtype
 
 # Weak: constant batch per device, so the work grows with the devices. Strong: constant batch of all devices together.
 MODES = ("weak", "strong")
@@ -218,3 +229,12 @@ def _release(engine: TorchEngine) -> None:
     gc.collect()
     if engine.device.kind != "cpu":
         torch.cuda.empty_cache()
+
+
+def lora_model(
+    name: str, vocabulary: int, sequence_length: int, device: Device, dtype: torch.dtype = torch.float32
+) -> tuple[LlamaLM, ModelFlops]:
+    """Return a randomly initialised Llama with LoRA adapters, and its FLOPs per token. Uses torch's current generators."""
+    model = load_llama(name, vocab_size=vocabulary, dtype=dtype, device=device.torch_device)
+    flops = llama_flops_per_token(model.config, sequence_length, RANK, ATTENTION)
+    return LlamaLM(add_lora(model, RANK, ALPHA)), flops

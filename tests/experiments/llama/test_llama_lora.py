@@ -13,7 +13,14 @@ from hyperion.data.store.staging import cache_root
 from hyperion.data.text.tokenizer import train_tokenizer
 from hyperion.errors import HyperionError
 from hyperion.experiments.llama import llama_lora
-from hyperion.experiments.llama.llama_lora import LlamaLoraOptions, adapter_rows, fine_tune, forecast, full_memory
+from hyperion.experiments.llama.llama_lora import (
+    LlamaLoraOptions,
+    adapter_rows,
+    fine_tune,
+    forecast,
+    full_memory,
+    restored_adapters,
+)
 from hyperion.measure import bytes_of, state_of
 from hyperion.models import LlamaLM, load_llama
 from hyperion.results import RowError
@@ -25,7 +32,6 @@ from hyperion.workloads.fine_tuning import (
     count_tokens,
     fine_tuning_engine,
     least_flops,
-    restored_adapters,
     shape_of,
     state_bytes,
     step_flops,

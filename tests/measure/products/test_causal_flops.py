@@ -8,11 +8,11 @@ import torch
 from hyperion import measure
 from hyperion.experiments.baselines import language_model
 from hyperion.experiments.scaling import scaling_workloads
+from hyperion.experiments.scaling.scaling_workloads import lora_model
 from hyperion.hardware import detect_cpu
 from hyperion.models import TransformerLM, named_config
 from hyperion.processes import world
 from hyperion.training import choose_precision
-from hyperion.workloads.fine_tuning import lora_model
 from hyperion.workloads.workloads import LanguageSizes, workload
 
 CPU = detect_cpu()
