@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hyperion.errors import HyperionError, not_none
 from hyperion.hardware import Device
-from hyperion.results import Row
+from hyperion.results import Estimate, Row
 
 # Called with (done, total, note) to show an experiment's progress.
 Report = Callable[[int, int, str], object]
@@ -49,9 +49,21 @@ class Context:
 
         return world().device
 
-    def row(self, variant: str, metric: str, value: float | None, **columns) -> Row:
-        """A row of this experiment."""
+    def row(self, variant: str, metric: str, value: float | Estimate | None, **columns) -> Row:
+        """Return a row of this experiment. An estimate also gives the number of samples and the interval."""
+        if isinstance(value, Estimate):
+            columns = {"n": value.n, "ci_low": value.ci_low, "ci_high": value.ci_high} | columns
+            value = value.value
         return Row(notebook=self.notebook, experiment=self.experiment, variant=variant, metric=metric, value=value, **columns)
+
+    def absent_row(self, variant: str, metric: str, reason: str, **columns) -> Row:
+        """Return a row without value: nothing was measured, for this reason."""
+        return self.row(variant, metric, None, value_reason=reason, **columns)
+
+    def error_row(self, variant: str, metric: str, error: float, check: str, tolerance: float, **columns) -> Row:
+        """Return a row whose value is an error that must not exceed a tolerance; `check` says what was compared."""
+        columns |= {"check": check, "check_error": error, "check_tolerance": tolerance}
+        return self.row(variant, metric, error, **columns)
 
     def best_upstream(self, metric: str, dtype: str) -> Row | None:
         """The largest value of a metric measured earlier in this run, warm caches left out; None when none was."""
@@ -111,7 +123,7 @@ class Options(BaseModel):
             ) from error
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Forecast:
     """An estimate of one row's value from ceilings and shapes, or None with the reason in `basis`.
 

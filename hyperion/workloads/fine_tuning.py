@@ -253,15 +253,14 @@ def equality_row(
     context: Context, data: FineTuningData, variant: str, what: str, difference: float, check: str, tolerance: float, **params
 ) -> Row:
     """Return the row of a relative difference that must not exceed the tolerance."""
-    return context.row(
+    return context.error_row(
         variant,
         "relative_difference",
         difference,
+        check,
+        tolerance,
         dtype="fp32",
         params={"model": data.model, "what": what, **params},
-        check=check,
-        check_error=difference,
-        check_tolerance=tolerance,
         data_source=data.rows.source,
     )
 

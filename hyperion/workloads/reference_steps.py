@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hyperion.chapter.context import Context
-from hyperion.chapter.rows import sample_frame, timed_columns
+from hyperion.chapter.rows import sample_frame, timed_row
 from hyperion.hardware import Device, lookup
 from hyperion.measure import Phase, StepTiming, Verification, time_step
 from hyperion.models import ReferenceModel, reference_model
@@ -183,17 +183,7 @@ def step_rows(
     frames = [sample_frame(timing.whole, name, dtype, params).assign(phase="step")]
     for phase, phase_timing in timing.phases.items():
         estimate, (floor, source) = phase_timing.estimate, floors[phase]
-        rows.append(
-            context.row(
-                name,
-                f"{phase}_time_s",
-                estimate.value,
-                limit=floor,
-                limit_source=source,
-                **shared,
-                **timed_columns(estimate, phase_timing),
-            )
-        )
+        rows.append(timed_row(context, name, f"{phase}_time_s", estimate, phase_timing, limit=(floor, source), **shared))
         frames.append(sample_frame(phase_timing, name, dtype, params).assign(phase=phase))
     return rows, pd.concat(frames, ignore_index=True)
 

@@ -18,12 +18,12 @@ import pandas as pd
 import torch
 
 from hyperion.chapter.context import Context, Forecast, Result
-from hyperion.chapter.rows import gemm_limit, out_of_memory_reason, sample_frame, stream_ceiling, timed_columns
+from hyperion.chapter.rows import gemm_limit, out_of_memory_reason, sample_frame, speedup_row, stream_ceiling, timed_row
 from hyperion.errors import not_none
 from hyperion.hardware import Device, gemm_path, peak
 from hyperion.measure import Ceilings, Timing, Verification, time_function, time_interleaved
 from hyperion.models import ModelFlops
-from hyperion.results import Estimate, Row, mean_estimate, ratio_estimate
+from hyperion.results import Estimate, Row, mean_estimate
 from hyperion.training import EpochRecord, History, TorchEngine
 from hyperion.workloads.workloads import Batch, Workload
 
@@ -175,23 +175,16 @@ def speed_rows(
     work = flops.forward_backward * items
     rate = step.map(lambda seconds: items / seconds)
     return [
-        context.row(
-            variant,
-            "step_time_s",
-            step.value,
-            limit=floor,
-            limit_source=limit_source,
-            **shared,
-            **timed_columns(step, timing, step_check),
-        ),
-        context.row(
+        timed_row(context, variant, "step_time_s", step, timing, step_check, limit=(floor, limit_source), **shared),
+        timed_row(
+            context,
             variant,
             f"{item}s_per_s",
-            rate.value,
-            limit=None if floor is None else items / floor,
-            limit_source=limit_source,
+            rate,
+            timing,
+            rate_check,
+            limit=(None if floor is None else items / floor, limit_source),
             **shared,
-            **timed_columns(rate, timing, rate_check),
         ),
         _mfu_row(context, variant, device, dtype, step.map(lambda seconds: work / seconds / 1e12), shared, timing),
     ]
@@ -211,17 +204,17 @@ def _mfu_row(context: Context, variant: str, device: Device, dtype: str, tflops:
     peak_tflops = published.published_tflops
     if peak_tflops is None:
         reason = f"no peak to divide by: {published.reason or 'no published value'}"
-        return context.row(variant, "mfu", None, value_reason=reason, **shared)
+        return context.absent_row(variant, "mfu", reason, **shared)
     share = tflops.map(lambda rate: rate / peak_tflops)
     limit = published.limit_tflops / peak_tflops if published.limit_tflops else None
-    return context.row(
+    return timed_row(
+        context,
         variant,
         "mfu",
-        share.value,
-        limit=limit,
-        limit_source=f"the peak at the maximum clock; {published.limit_source}",
+        share,
+        timing,
+        limit=(limit, f"the peak at the maximum clock; {published.limit_source}"),
         **shared,
-        **timed_columns(share, timing),
     )
 
 
@@ -253,7 +246,7 @@ def step_forecasts(
             f"{arithmetic * 1e3:.3g} ms of products at the measured {ceilings.tflops:.4g} TFLOPS, "
             f"then {moving * 1e3:.3g} ms for {' and '.join(traffic)} at {ceilings.bandwidth_gb_s:.4g} GB/s"
         )
-    return [Forecast(variant=variant, metric=f"{item}s_per_s", estimate=estimate, basis=basis, dtype=dtype, params=params)]
+    return [Forecast(variant, f"{item}s_per_s", estimate, basis, dtype=dtype, params=params)]
 
 
 def rate_forecast(context: Context, work: Workload, dtype: str) -> Forecast:
@@ -306,22 +299,10 @@ def compare_steps(
         least = contender.least_flops or work.least_flops
         rows += speed_rows(context, work.name, work.item, work.items, timing, work.flops, least, shared)
         frames.append(sample_frame(timing, work.name, contender.dtype, params).assign(kind="steady step"))
-    first = timings[0]
     for contender, timing in zip(contenders[1:], timings[1:], strict=True):
-        ratio = ratio_estimate(timing.samples_s, first.samples_s)
         params = _params(work, contender) | {"over": contenders[0].name}
-        rows.append(
-            context.row(
-                work.name,
-                "speedup",
-                ratio.value,
-                dtype=contender.dtype,
-                params=params,
-                limit_source=NO_SPEEDUP_LIMIT,
-                data_source=source,
-                **timed_columns(ratio, timing),
-            )
-        )
+        shared = {"dtype": contender.dtype, "params": params, "data_source": source}
+        rows.append(speedup_row(context, work.name, timing, timings[0], NO_SPEEDUP_LIMIT, **shared))
     return Result(rows, pd.concat(frames, ignore_index=True), source)
 
 
@@ -341,12 +322,6 @@ def _params(work: Workload, contender: Contender) -> dict:
 
 
 def _absent(context: Context, work: Workload, contender: Contender, reason: str, source: str) -> Row:
-    return context.row(
-        work.name,
-        "step_time_s",
-        None,
-        dtype=contender.dtype,
-        params=_params(work, contender),
-        value_reason=reason,
-        data_source=source,
+    return context.absent_row(
+        work.name, "step_time_s", reason, dtype=contender.dtype, params=_params(work, contender), data_source=source
     )

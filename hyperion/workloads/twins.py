@@ -310,16 +310,15 @@ def captured_parity(
         return [parity_row(context, variant, dtype, curves, source, **params)], [_samples(curves)]
     twins = train_twins(twin_format(dtype), context.seed, lambda: train(False)[1])
     rows = [
-        context.row(
+        context.error_row(
             variant,
             "relative_difference",
             agreement.difference,
+            agreement.check,
+            agreement.tolerance,
             dtype=dtype,
             data_source=source,
             params=_params(curves) | params | agreement.params,
-            check=agreement.check,
-            check_error=agreement.difference,
-            check_tolerance=agreement.tolerance,
         )
         for agreement in agreements(curves[REPLAYED], curves[ONE_BY_ONE], twins)
     ]
@@ -330,16 +329,15 @@ def parity_row(context: Context, variant: str, dtype: str, curves: dict[str, np.
     """Return the largest relative difference of mean losses in any of WINDOWS windows of the steps."""
     means = {how: np.array([part.mean() for part in np.array_split(curve, WINDOWS)]) for how, curve in curves.items()}
     difference = float(np.max(np.abs(means[REPLAYED] / means[ONE_BY_ONE] - 1)))
-    return context.row(
+    return context.error_row(
         variant,
         "relative_difference",
         difference,
+        f"mean loss of each of {WINDOWS} windows of the steps, same weights, batches and random numbers; {SCATTER_BF16}",
+        TOLERANCE,
         dtype=dtype,
         params=_params(curves) | params,
         data_source=source,
-        check=f"mean loss of each of {WINDOWS} windows of the steps, same weights, batches and random numbers; {SCATTER_BF16}",
-        check_error=difference,
-        check_tolerance=TOLERANCE,
     )
 
 

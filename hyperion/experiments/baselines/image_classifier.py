@@ -354,12 +354,10 @@ def _accuracy_row(
     return context.row(
         run.name,
         "accuracy",
-        share.value,
+        share,
         dtype=run.dtype,
         params=params,
         n=images,
-        ci_low=share.ci_low,
-        ci_high=share.ci_high,
         limit=best[0],
         limit_source=best[1],
         data_source=source,

@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
-from hyperion.chapter.rows import out_of_memory_reason, timed_columns
+from hyperion.chapter.rows import out_of_memory_reason, timed_row
 from hyperion.data import ImageSet, PreparedImages, channel_statistics
 from hyperion.data.images.device_images import ImageBatches
 from hyperion.experiments.baselines.plain_loops import (
@@ -80,9 +80,7 @@ def forecast(context: Context) -> list[Forecast]:
         work = options.work(batch)
         rates.append(replace(rate_forecast(context, work, dtype), params=_params(batch, OURS)))
         params = _params(batch, OURS) | {"over": PLAIN}
-        ratios.append(
-            Forecast(variant=work.name, metric="speedup", estimate=None, basis=_HOST_UNKNOWN, dtype=dtype, params=params)
-        )
+        ratios.append(Forecast(work.name, "speedup", None, _HOST_UNKNOWN, dtype=dtype, params=params))
     return ratios + rates
 
 
@@ -102,7 +100,7 @@ def run(context: Context, report: Report) -> Result:
                 del pair
             except torch.OutOfMemoryError as error:
                 name, reason = options.work(batch).name, out_of_memory_reason(error)
-                rows.append(context.row(name, "step_time_s", None, params=_params(batch, OURS), value_reason=reason))
+                rows.append(context.absent_row(name, "step_time_s", reason, params=_params(batch, OURS)))
     return Result(rows, pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(), image_set.source)
 
 
@@ -269,10 +267,10 @@ def _products_row(loops: PairedLoops, name: str, timing: Timing, alone: Products
     columns = loops.of(name)
     columns["params"] |= {"what": OF_PRODUCTS}
     if isinstance(alone, str):
-        return loops.context.row(loops.work.name, "share", None, value_reason=alone, **columns)
+        return loops.context.absent_row(loops.work.name, "share", alone, **columns)
     columns["params"] |= {f"{part}_s": float(f"{seconds:.4g}") for part, seconds in alone.seconds.items()}
     share = alone.share(timing)
-    return loops.context.row(loops.work.name, "share", share.value, **columns, **timed_columns(share, timing))
+    return timed_row(loops.context, loops.work.name, "share", share, timing, **columns)
 
 
 def _params(batch: int, loop: str) -> dict:

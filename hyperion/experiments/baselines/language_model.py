@@ -127,7 +127,7 @@ def forecast(context: Context) -> list[Forecast]:
     """Return the throughput of a steady step."""
     options, counted = LanguageModelOptions.of(context), datasets.vocabulary_row(context)
     if counted is None:
-        return [Forecast(variant=options.model, metric="tokens_per_s", estimate=None, basis=NO_VOCABULARY)]
+        return [Forecast(options.model, "tokens_per_s", None, NO_VOCABULARY)]
     options, vocabulary = options.for_source(counted.data_source), int(not_none(counted.value))
     config, tokens = options.config(vocabulary), options.batch_size * options.sequence_length
     return step_forecasts(

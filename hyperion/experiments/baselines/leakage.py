@@ -36,7 +36,7 @@ def forecast(context: Context) -> list[Forecast]:
     """Return ln V, the entropy of a uniform token."""
     size = LeakageOptions.of(context).vocabulary
     basis = f"entropy of a token drawn uniformly from {size}: ln {size} nats"
-    return [Forecast(variant=VARIANT, metric="validation_loss", estimate=math.log(size), basis=basis, dtype="fp32")]
+    return [Forecast(VARIANT, "validation_loss", math.log(size), basis, dtype="fp32")]
 
 
 def run(context: Context, report: Report) -> Result:

@@ -36,7 +36,7 @@ def forecast(context: Context) -> list[Forecast]:
         total = math.fsum(weights)
         estimate = math.exp(-math.fsum(w / total * math.log(w / total) for w in weights))
         basis = f"entropy of Zipf's law with exponent 1 over {vocabulary} tokens"
-    return [Forecast(variant="unigram", metric="perplexity_token", estimate=estimate, basis=basis, params={"split": "valid"})]
+    return [Forecast("unigram", "perplexity_token", estimate, basis, params={"split": "valid"})]
 
 
 def run(context: Context, report: Report) -> Result:

@@ -129,11 +129,11 @@ def forecast(context: Context) -> list[Forecast]:
 
     return [
         Forecast(
-            variant=rung.name,
-            metric="relative_difference",
-            estimate=difference(rung),
+            rung.name,
+            "relative_difference",
+            difference(rung),
+            f"{rung.why}: {f'{rung.unit:.2g} over the root of {tokens} tokens' if rung.unit else 'no difference'}",
             dtype=rung.dtype,
-            basis=f"{rung.why}: {f'{rung.unit:.2g} over the root of {tokens} tokens' if rung.unit else 'no difference'}",
             params=_params(options, rung),
         )
         for rung in rungs(options.micro_batches)[1:]
@@ -221,7 +221,7 @@ def _rows(
     """Return the differences of a rung's losses from those of the rung before and of the first."""
     params = _params(options, rung)
     if reason:
-        return [context.row(rung.name, "relative_difference", None, dtype=rung.dtype, params=params, value_reason=reason)]
+        return [context.absent_row(rung.name, "relative_difference", reason, dtype=rung.dtype, params=params)]
     before = list(curves)[-2]  # the last rung below that can run here
     exact = rung.tolerance == 0
     tolerance = _UNORDERED if exact and context.device.kind != "cpu" else rung.tolerance
@@ -232,16 +232,15 @@ def _rows(
     for beside in dict.fromkeys((before, FIRST)):
         difference = float(np.max(np.abs(np.array(curves[rung.name]) / np.array(curves[beside]) - 1)))
         rows.append(
-            context.row(
+            context.error_row(
                 rung.name,
                 "relative_difference",
                 difference,
+                f"losses of the rung {beside!r}, step by step; {SCATTER_BF16}",
+                allowed[beside],
                 dtype=rung.dtype,
                 params=params if beside == before else params | {"beside": beside},
                 n=options.steps,
-                check=f"losses of the rung {beside!r}, step by step; {SCATTER_BF16}",
-                check_error=difference,
-                check_tolerance=allowed[beside],
                 data_source=source,
             )
         )

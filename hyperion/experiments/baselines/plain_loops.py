@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from hyperion import compat
 from hyperion.chapter.context import Context
-from hyperion.chapter.rows import sample_frame, timed_columns
+from hyperion.chapter.rows import sample_frame, speedup_row
 from hyperion.data import channel_statistics
 from hyperion.data.images.device_images import require_form
 from hyperion.hardware import Device
 from hyperion.kernels.token_loss import padded_classes
 from hyperion.measure import Timing
 from hyperion.models import TransformerConfig, TransformerLM, resnet18
-from hyperion.results import Row, ratio_estimate
+from hyperion.results import Row
 from hyperion.training import Precision, adamw
 from hyperion.workloads.training_rows import NO_SPEEDUP_LIMIT, speed_rows
 from hyperion.workloads.workloads import CLASSES, Workload
@@ -269,16 +269,15 @@ class PairedLoops:
             params: further parameters; "of" and "from" name the loops, by default OURS and PLAIN.
         """
         shared = {"batch": self.params["batch"], "what": "training loss", "of": OURS, "from": PLAIN, "steps": steps}
-        return self.context.row(
+        return self.context.error_row(
             self.work.name,
             "relative_difference",
             difference,
+            f"{how}, same weights and batches",
+            tolerance,
             dtype=self.dtype,
             params=shared | params,
             data_source=self.source,
-            check=f"{how}, same weights and batches",
-            check_error=difference,
-            check_tolerance=tolerance,
         )
 
     def curves_frame(self, curves: dict[str, np.ndarray]) -> pd.DataFrame:
@@ -308,12 +307,7 @@ class PairedLoops:
             shared = self.of(loop)
             rows += speed_rows(self.context, work.name, work.item, work.items, timing, work.flops, work.least_flops, shared)
             frames.append(sample_frame(timing, work.name, self.dtype, shared["params"]))
-        ratio = ratio_estimate(timings[OURS].samples_s, timings[PLAIN].samples_s)
         shared = self.of(OURS)
         shared["params"] |= {"over": PLAIN} | how
-        rows.append(
-            self.context.row(
-                work.name, "speedup", ratio.value, limit_source=NO_SPEEDUP_LIMIT, **shared, **timed_columns(ratio, timings[OURS])
-            )
-        )
+        rows.append(speedup_row(self.context, work.name, timings[OURS], timings[PLAIN], NO_SPEEDUP_LIMIT, **shared))
         return rows, pd.concat(frames, ignore_index=True).assign(kind="step, loader included")

@@ -77,10 +77,10 @@ def forecast(context: Context) -> list[Forecast]:
     drawn = {fault.kind for fault in draw(context.seed, RecoveryOptions.of(context).trials)}
     return [
         Forecast(
-            variant=kind,
-            metric="steps_lost",
-            estimate=0 if kind == "SIGTERM" else MOST_LOST[kind],
-            basis=basis[kind],
+            kind,
+            "steps_lost",
+            0 if kind == "SIGTERM" else MOST_LOST[kind],
+            basis[kind],
             dtype="fp32",
             params=_params(context, kind),
         )
@@ -184,16 +184,15 @@ def _rows(context: Context, kind: str, trials: pd.DataFrame) -> list[Row]:
         return []
     lost, failed = max(trials["lost"].tolist()), trials["recovered"].tolist().count(False)
     return [
-        context.row(
+        context.error_row(
             kind,
             "steps_lost",
             lost,
+            "the most that may be lost",
+            MOST_LOST[kind],
             dtype="fp32",
             params=_params(context, kind),
             n=len(trials),
-            check="the most that may be lost",
-            check_error=lost,
-            check_tolerance=MOST_LOST[kind],
         ),
         context.row(
             kind,

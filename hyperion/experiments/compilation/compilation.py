@@ -88,8 +88,8 @@ def _model_forecasts(context: Context, spec: ModelSpec) -> tuple[Forecast, list[
     eager, last = seconds[EAGER], seconds[modes[-1]]
     speedup = None if eager is None or last is None else eager / last
     columns = {"dtype": dtype, "params": params, "basis": basis}
-    times = [Forecast(variant=m, metric="inference_time_s", estimate=seconds[m], **columns) for m in modes]
-    return Forecast(variant=modes[-1], metric="speedup", estimate=speedup, **columns), times
+    times = [Forecast(m, "inference_time_s", seconds[m], **columns) for m in modes]
+    return Forecast(modes[-1], "speedup", speedup, **columns), times
 
 
 def _fused_bytes(census: Census, weight_bytes: int) -> int:
@@ -333,7 +333,7 @@ def _compiler_rows(row: Callable[..., Row], compilation: Compilation) -> list[Ro
 
 def _absent(context: Context, options: CompilationOptions, spec: ModelSpec, mode: str, reason: str) -> Result:
     params = model_params(spec, context.seed) | {"clock": f"wall, {options.back_to_back} calls in a row"}
-    row = context.row(mode, "inference_time_s", None, dtype=spec.dtype, params=params, value_reason=reason)
+    row = context.absent_row(mode, "inference_time_s", reason, dtype=spec.dtype, params=params)
     return Result([row], pd.DataFrame())
 
 

@@ -25,7 +25,7 @@ def forecast(context: Context) -> list[Forecast]:
         f"WikiText-2's published {_WORDS_A_LINE:.0f} words a line, a token a word, lengths spread exponentially and cut "
         f"at {_WINDOW}"
     )
-    return [Forecast(variant="padded lines", metric="share", estimate=1 - filled, basis=basis, params=params)]
+    return [Forecast("padded lines", "share", 1 - filled, basis, params=params)]
 
 
 def run(context: Context, report: Report) -> Result:

@@ -49,14 +49,7 @@ def forecast(context: Context) -> list[Forecast]:
         estimate = None if alone.estimate is None else alone.estimate * ranks
         basis = alone.basis if estimate is None else f"{ranks} times one device: {alone.basis}"
         forecasts.append(
-            Forecast(
-                variant=recipe.name,
-                metric="tokens_per_s",
-                estimate=estimate,
-                basis=basis,
-                dtype=dtype,
-                params=_params(recipe, ranks) | {"epoch": 1},
-            )
+            Forecast(recipe.name, "tokens_per_s", estimate, basis, dtype=dtype, params=_params(recipe, ranks) | {"epoch": 1})
         )
     return forecasts
 
@@ -196,11 +189,9 @@ def test_rows(context: Context, recipe: Recipe, training: Training) -> list[Row]
         context.row(
             recipe.name,
             "accuracy",
-            share.value,
+            share,
             dtype=training.engine.precision.dtype,
             n=images,
-            ci_low=share.ci_low,
-            ci_high=share.ci_high,
             params=_params(recipe, world().size) | {"split": "test", "step": training.engine.steps},
             limit=1.0,
             limit_source="every image classified correctly",
@@ -224,16 +215,7 @@ def _overlap_rows(context: Context, options: DistributedTrainingOptions, results
         }
         params = _params(recipe, len(parts)) | {"examples": len(whole)}
         rows += [
-            context.row(
-                recipe.name,
-                "count",
-                number,
-                params=params | {"what": what},
-                check="none",
-                check_error=number,
-                check_tolerance=0,
-                data_source=source,
-            )
+            context.error_row(recipe.name, "count", number, "none", 0, params=params | {"what": what}, data_source=source)
             for what, number in counts.items()
         ]
     return rows

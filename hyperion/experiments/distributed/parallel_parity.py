@@ -66,14 +66,7 @@ def forecast(context: Context) -> list[Forecast]:
     steps = options.steps
     basis = f"{steps} steps, each of which rounds sums of another order once: {steps} x 2^-24, the unit of float32"
     return [
-        Forecast(
-            variant=strategy,
-            metric="relative_difference",
-            estimate=steps * 2.0**-24,
-            basis=basis,
-            dtype="fp32",
-            params=_params(context, options),
-        )
+        Forecast(strategy, "relative_difference", steps * 2.0**-24, basis, dtype="fp32", params=_params(context, options))
         for strategy in options.strategies
     ]
 
@@ -134,15 +127,14 @@ def _bytes_row(context: Context, strategy: str, training: Training) -> Row:
 def replicas_row(context: Context, strategy: str, model: nn.Module, source: str) -> Row:
     """Count the parameters that differ between ranks in any bit, for a model that every rank holds whole. All ranks call it."""
     unequal, known = len(differing_parameters(model)), len(list(model.parameters()))
-    return context.row(
+    return context.error_row(
         strategy,
         "count",
         unequal,
+        "bits of rank 0's parameters, on all ranks",
+        0,
         dtype="fp32",
         params={"what": "parameters that differ between ranks", "parameters": known, "ranks": world().size},
-        check="bits of rank 0's parameters, on all ranks",
-        check_error=unequal,
-        check_tolerance=0,
         data_source=source,
     )
 
@@ -150,15 +142,14 @@ def replicas_row(context: Context, strategy: str, model: nn.Module, source: str)
 def _parity_row(context: Context, options: ParallelParityOptions, curves: pd.DataFrame, strategy: str, source: str) -> Row:
     losses = {name: curve.sort_values("step")["loss"].to_numpy() for name, curve in curves.groupby("strategy")}
     difference = largest_relative_difference(losses[strategy], losses["single"])
-    return context.row(
+    return context.error_row(
         strategy,
         "relative_difference",
         difference,
+        f"losses of one device, step by step; {SCATTER_FP32}",
+        TOLERANCE,
         dtype="fp32",
         params=_params(context, options),
-        check=f"losses of one device, step by step; {SCATTER_FP32}",
-        check_error=difference,
-        check_tolerance=TOLERANCE,
         data_source=source,
     )
 

@@ -48,7 +48,7 @@ def forecast(context: Context) -> list[Forecast]:
     ranks = options.rank_count(context, options.batch_size)
     basis = "torchrun polls its workers ten times a second and stops the others at once; they exit within a second or two"
     params = _killing(ranks, ranks - 1, "SIGKILL")
-    return [Forecast(variant="ddp", metric="detection_time_s", estimate=3.0, basis=basis, dtype="fp32", params=params)]
+    return [Forecast("ddp", "detection_time_s", 3.0, basis, dtype="fp32", params=params)]
 
 
 def run(context: Context, report: Report) -> Result:
@@ -74,24 +74,15 @@ def run(context: Context, report: Report) -> Result:
             check_error=seconds if (error.rank, error.signal) == (ranks - 1, "SIGKILL") else 10 * SOON_S,
             check_tolerance=SOON_S,
         ),
-        context.row(
-            "ddp",
-            "count",
-            remaining,
-            params={"what": "processes left behind", "ranks": ranks},
-            check="none",
-            check_error=remaining,
-            check_tolerance=0,
-        ),
-        context.row(
+        context.error_row("ddp", "count", remaining, "none", 0, params={"what": "processes left behind", "ranks": ranks}),
+        context.error_row(
             "ddp",
             "relative_difference",
             difference,
+            f"losses of the undisturbed run; {SCATTER_FP32}",
+            1e-5,
             dtype="fp32",
             params={"what": "losses after the kill", "ranks": ranks, "steps": len(resumed)},
-            check=f"losses of the undisturbed run; {SCATTER_FP32}",
-            check_error=difference,
-            check_tolerance=1e-5,
             data_source=source,
         ),
     ]

@@ -49,14 +49,7 @@ def forecast(context: Context) -> list[Forecast]:
     after = options.steps_after
     basis = f"{after} steps in another order of summation: {after} x 2^-24; the state itself is copied, not computed"
     return [
-        Forecast(
-            variant="fsdp",
-            metric="relative_difference",
-            estimate=after * 2.0**-24,
-            basis=basis,
-            dtype="fp32",
-            params=_params(context, options, ranks),
-        )
+        Forecast("fsdp", "relative_difference", after * 2.0**-24, basis, dtype="fp32", params=_params(context, options, ranks))
         for ranks in options.resuming(context)
     ]
 
@@ -115,15 +108,14 @@ def _row(context: Context, options: ReshardingOptions, ranks: int, first: Result
         result.samples.sort_values(by="step")["loss"].to_numpy()[options.steps_before :] for result in (first, resumed)
     )
     difference = largest_relative_difference(losses, expected)
-    return context.row(
+    return context.error_row(
         "fsdp",
         "relative_difference",
         difference,
+        f"next losses of the ranks that saved; {SCATTER_FP32}",
+        TOLERANCE,
         dtype="fp32",
         params=_params(context, options, ranks),
-        check=f"next losses of the ranks that saved; {SCATTER_FP32}",
-        check_error=difference,
-        check_tolerance=TOLERANCE,
         data_source=resumed.source,
     )
 

@@ -16,7 +16,7 @@ def forecast(context: Context) -> list[Forecast]:
     for dtype in reversed(_fastest_products(context)):
         ceilings, basis = datasheet_ceilings(context.device, dtype)
         ridge = ceilings.ridge_flop_per_byte if ceilings else None
-        forecasts.append(Forecast(variant=VARIANT, metric=METRIC, estimate=ridge, basis=basis, dtype=dtype))
+        forecasts.append(Forecast(VARIANT, METRIC, ridge, basis, dtype=dtype))
     return forecasts
 
 

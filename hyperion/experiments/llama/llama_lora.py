@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_columns
+from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_row
 from hyperion.chapter.variants import merged, run_variant
 from hyperion.checkpoints import frozen_sha256, save_adapter
 from hyperion.data import Completions
@@ -71,7 +71,7 @@ def forecast(context: Context) -> list[Forecast]:
     data = options.data(context, quiet=True)
     if data.weights != options.model:
         basis = "no estimate: the shapes of real weights are read when they are loaded"
-        return [Forecast(variant=LORA, metric="tokens_per_s", estimate=None, basis=basis)]
+        return [Forecast(LORA, "tokens_per_s", None, basis)]
     shape = random_llama_shape(data.model, data.tokenizer.vocab_size)
     dtype = choose_precision(context.device, options.precision).dtype
     counts = count_tokens(_batches(context, options, data).next_batch())
@@ -83,10 +83,10 @@ def forecast(context: Context) -> list[Forecast]:
             context, LORA, dtype, "token", counts.tokens, step_flops(shape, LORA, counts.length), _traffic(shape, dtype, counts)
         ),
         Forecast(
-            variant=LORA,
-            metric="validation_loss",
-            estimate=math.log(shape.vocab_size) + 0.5,
-            basis="random weights give logits of variance 1: ln V + 1/2 nats, for any text",
+            LORA,
+            "validation_loss",
+            math.log(shape.vocab_size) + 0.5,
+            "random weights give logits of variance 1: ln V + 1/2 nats, for any text",
             dtype=dtype,
             params={"step": 0},
         ),
@@ -139,7 +139,7 @@ def full_memory(context: Context, report: Report) -> Result:
         engine = fine_tuning_engine(context, options, LlamaLM(base), precision)
         rows = _memory_rows(context, engine, _batches(context, options, data).next_batch(), shape_of(base), FULL, shared)
     except torch.OutOfMemoryError as error:
-        rows = [context.row(FULL, "peak_memory_gib", None, value_reason=out_of_memory_reason(error), **shared)]
+        rows = [context.absent_row(FULL, "peak_memory_gib", out_of_memory_reason(error), **shared)]
     return Result(rows, pd.DataFrame(), data.rows.source)
 
 
@@ -236,14 +236,14 @@ def _speed_rows(
     share = counts.completion_tokens / counts.tokens
     rate = timing.estimate.map(lambda seconds: counts.completion_tokens / seconds)
     rows.append(
-        context.row(
+        timed_row(
+            context,
             LORA,
             "tokens_per_s",
-            rate.value,
-            limit=None if limit.limit is None else limit.limit * share,
-            limit_source=limit.limit_source,
+            rate,
+            timing,
+            limit=(None if limit.limit is None else limit.limit * share, limit.limit_source),
             **learned,
-            **timed_columns(rate, timing),
         )
     )
     return rows, sample_frame(timing, LORA, shared["dtype"], read["params"]).assign(kind="steady step")
@@ -326,7 +326,7 @@ def _memory_forecast(
     basis = f"{method}: " + " + ".join(f"{amount / GIB:.3g} GiB of {name}" for name, amount in parts.items())
     # The model's name in params selects the rows of one step; rows of an epoch's peak, evaluation included, lack it.
     params = {"model": data.model}
-    return Forecast(variant=method, metric=metric, estimate=sum(parts.values()) / GIB, basis=basis, dtype=dtype, params=params)
+    return Forecast(method, metric, sum(parts.values()) / GIB, basis, dtype=dtype, params=params)
 
 
 def step_bytes(shape: LlamaShape, method: str, dtype: str, positions: int) -> dict[str, int]:
@@ -351,7 +351,7 @@ def logits_bytes(shape: LlamaShape, dtype: str, positions: int) -> int:
 def _share_forecast(shape: LlamaShape) -> Forecast:
     adapters, base = llama_lora_parameter_count(shape, RANK, ATTENTION), llama_parameter_count(shape)
     basis = f"rank {RANK} on {', '.join(ATTENTION)}: {adapters:,} trained, {base:,} frozen"
-    return Forecast(variant=LORA, metric="share", estimate=adapters / (adapters + base), basis=basis)
+    return Forecast(LORA, "share", adapters / (adapters + base), basis)
 
 
 def _traffic(shape: LlamaShape, dtype: str, counts: TokenCounts) -> dict[str, float]:

@@ -8,7 +8,7 @@ import pandas as pd
 from safetensors.torch import load_file, save_file
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.rows import sample_frame, timed_columns
+from hyperion.chapter.rows import sample_frame, timed_row
 from hyperion.chapter.variants import RankOptions, merged, run_on_ranks
 from hyperion.checkpoints import checkpoint_path, frozen_sha256, save_adapter
 from hyperion.data.batches.instruction_batches import InstructionBatches
@@ -79,25 +79,21 @@ def forecast(context: Context) -> list[Forecast]:
     drift = f"{steps} steps, each of which rounds sums of another order once: {steps} x 2^-24, the unit of float32"
     return [
         Forecast(
-            variant=VARIANT,
-            metric="count",
-            estimate=layers + 1,
-            basis=f"{layers} decoder layers and the root",
-            params={"what": "FSDP units", "ranks": ranks},
+            VARIANT, "count", layers + 1, f"{layers} decoder layers and the root", params={"what": "FSDP units", "ranks": ranks}
         ),
         Forecast(
-            variant=VARIANT,
-            metric="relative_difference",
-            estimate=steps * 2.0**-24,
-            basis=drift,
+            VARIANT,
+            "relative_difference",
+            steps * 2.0**-24,
+            drift,
             dtype="fp32",
             params={"what": "training loss", "ranks": ranks},
         ),
         Forecast(
-            variant=VARIANT,
-            metric="share",
-            estimate=1 / ranks,
-            basis=f"each of {ranks} ranks holds its part",
+            VARIANT,
+            "share",
+            1 / ranks,
+            f"each of {ranks} ranks holds its part",
             dtype="fp32",
             params={"what": "parameter bytes held", "ranks": ranks},
             each_rank=True,
@@ -244,10 +240,12 @@ def _parity_row(
     context: Context, options: LoraShardedOptions, data: FineTuningData, alone: list[float], losses: list[float]
 ) -> Row:
     difference = float(np.max(np.abs(np.array(losses) / np.array(alone) - 1)))
-    return context.row(
+    return context.error_row(
         VARIANT,
         "relative_difference",
         difference,
+        f"losses of one device, step by step; {SCATTER_FP32}",
+        TOLERANCE,
         dtype="fp32",
         params={
             "model": data.model,
@@ -256,9 +254,6 @@ def _parity_row(
             "steps": options.steps,
             "batch_size": options.batch_size,
         },
-        check=f"losses of one device, step by step; {SCATTER_FP32}",
-        check_error=difference,
-        check_tolerance=TOLERANCE,
         data_source=data.rows.source,
     )
 
@@ -304,30 +299,19 @@ def _rate_rows(context: Context, timing: Timing, counts: TokenCounts, shape: Lla
     flops_of_rank = least_flops(shape, LORA, counts) * counts.tokens / params["ranks"]
     floor, source = flops_floor(context.device, shared["dtype"], flops_of_rank)
     step = timing.estimate
-    rows = [
-        context.row(
-            VARIANT,
-            "step_time_s",
-            step.value,
-            limit=floor,
-            limit_source=source,
-            params=params,
-            **shared,
-            **timed_columns(step, timing),
-        )
-    ]
+    rows = [timed_row(context, VARIANT, "step_time_s", step, timing, limit=(floor, source), params=params, **shared)]
     for what, count in (("prompt and completion", counts.tokens), ("completion", counts.completion_tokens)):
         rate = step.map(lambda seconds, count=count: count / seconds)
         rows.append(
-            context.row(
+            timed_row(
+                context,
                 VARIANT,
                 "tokens_per_s",
-                rate.value,
-                limit=None if floor is None else count / floor,
-                limit_source=source,
+                rate,
+                timing,
+                limit=(None if floor is None else count / floor, source),
                 params=params | {"tokens": what, "batch": count},
                 **shared,
-                **timed_columns(rate, timing),
             )
         )
     return rows

@@ -210,15 +210,14 @@ def _gradient_rows(context: Context, work: Workload, plans: list[ParallelPlan]) 
                 continue
             difference = largest_difference(tensors, reference)
             rows.append(
-                context.row(
+                context.error_row(
                     work.name,
                     "relative_difference",
                     difference,
+                    f"{what} as without checkpointing",
+                    GRADIENT_TOLERANCE,
                     dtype="fp32",
                     params=_params(work, plan) | {"of": what},
-                    check=f"{what} as without checkpointing",
-                    check_error=difference,
-                    check_tolerance=GRADIENT_TOLERANCE,
                 )
             )
     return rows
@@ -288,12 +287,12 @@ def _depth_params(work: Workload, policy: str) -> dict:
 def _depth_forecast(setup: _Setup, work: Workload, policy: str) -> Forecast:
     estimate = estimate_step(work, setup.dtype, ParallelPlan(checkpointing=policy), setup.context.device)
     return Forecast(
-        variant=work.name,
-        metric="allocated_memory_gib",
-        estimate=estimate.history.kept_bytes / GIB,
+        work.name,
+        "allocated_memory_gib",
+        estimate.history.kept_bytes / GIB,
+        BASIS,
         dtype=setup.dtype,
         params=_depth_params(work, policy),
-        basis=BASIS,
     )
 
 

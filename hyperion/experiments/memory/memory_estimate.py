@@ -116,10 +116,10 @@ def forecast(context: Context) -> list[Forecast]:
     batch = question.largest(device)
     lines += _cell_forecasts(device, question.cell(batch), {"memory_gib": question.memory_gib})[:1]
     answer = Forecast(
-        variant=workload(question.cell(1)).name,
-        metric="count",
-        estimate=batch,
-        basis=f"the estimator: the largest batch whose peak is at most {question.memory_gib:g} GiB less a margin",
+        workload(question.cell(1)).name,
+        "count",
+        batch,
+        f"the estimator: the largest batch whose peak is at most {question.memory_gib:g} GiB less a margin",
         dtype=question.dtype,
         params=question.params,
     )

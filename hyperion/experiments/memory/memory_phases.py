@@ -63,10 +63,10 @@ def forecast(context: Context) -> list[Forecast]:
             kept_bytes = estimate_step(work, dtype, ParallelPlan(), context.device).history.kept_bytes
             lines.append(
                 Forecast(
-                    variant=work.name,
-                    metric="allocated_memory_gib",
-                    estimate=kept_bytes / GIB,
-                    basis=BASIS,
+                    work.name,
+                    "allocated_memory_gib",
+                    kept_bytes / GIB,
+                    BASIS,
                     dtype=dtype,
                     params={"batch": work.items, "phase": "after forward", "part": "activations"},
                 )
@@ -93,7 +93,7 @@ def profile_step(context: Context, report: Report, kind: str, dtype: str) -> Res
     except torch.OutOfMemoryError as error:
         params = {"batch": work.items, "phase": PHASES[1], "part": "all tensors"}
         reason = out_of_memory_reason(error)
-        absent = context.row(work.name, "allocated_memory_gib", None, value_reason=reason, params=params, **shared)
+        absent = context.absent_row(work.name, "allocated_memory_gib", reason, params=params, **shared)
         return Result([absent], pd.DataFrame())
     rows = [row for moment in moments for row in _rows(context, options, work, moment, moments[0], shared)]
     return Result(rows, pd.DataFrame())

@@ -51,13 +51,12 @@ def forecast(context: Context) -> list[Forecast]:
     work, dtype = options.step(context)
     return [
         Forecast(
-            variant=work.name,
-            metric="tensor_memory_gib",
+            work.name,
+            "tensor_memory_gib",
+            estimate_step(work, dtype, ParallelPlan(checkpointing=policy), context.device).history.tensor_peak_bytes / GIB,
+            BASIS,
             dtype=dtype,
-            basis=BASIS,
             params={"checkpointing": policy},
-            estimate=estimate_step(work, dtype, ParallelPlan(checkpointing=policy), context.device).history.tensor_peak_bytes
-            / GIB,
         )
         for policy in options.policies
     ]

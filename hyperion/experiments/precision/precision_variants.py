@@ -74,7 +74,7 @@ def forecast(context: Context) -> list[Forecast]:
     for kind in KINDS:
         work = expected_workload(context, options.sizes(kind))
         if work is None:
-            lines.append(Forecast(variant=options.language.model, metric="speedup", estimate=None, basis=NO_VOCABULARY))
+            lines.append(Forecast(options.language.model, "speedup", None, NO_VOCABULARY))
             continue
         dtypes = [dtype for dtype in options.dtypes if device.supports(dtype)[0]]
         rates = {dtype: rate_forecast(context, work, dtype) for dtype in dtypes if not _why_emulated(device, dtype)}
@@ -270,10 +270,10 @@ def _difference_rows(result: Result) -> list[Row]:
 def _memory_forecast(device: Device, work: Workload, dtype: str) -> Forecast:
     peak, standing = estimate_step(work, dtype, ParallelPlan(), device).history.tensor_peak_bytes, work.standing_bytes
     return Forecast(
-        variant=work.name,
-        metric="tensor_memory_gib",
-        estimate=peak / GIB,
-        basis=f"the step itself on tensors without memory: {standing / GIB:.3g} GiB of weights and moments in float32, and "
+        work.name,
+        "tensor_memory_gib",
+        peak / GIB,
+        f"the step itself on tensors without memory: {standing / GIB:.3g} GiB of weights and moments in float32, and "
         f"{(peak - standing) / GIB:.3g} GiB of activations and gradients at the fullest moment",
         dtype=dtype,
         params={"batch": work.items, "phase": "whole step"},

@@ -136,7 +136,7 @@ def forecast(context: Context) -> list[Forecast]:
         work = expected_workload(context, sizes)
         if work is None:
             variant = sizes.model if isinstance(sizes, LanguageLadder) else ""
-            lines.append(Forecast(variant=variant, metric="speedup", estimate=None, basis=NO_VOCABULARY))
+            lines.append(Forecast(variant, "speedup", None, NO_VOCABULARY))
             continue
         rungs = [rung for rung in build_ladder(context.device, sizes.rungs) if not rung.absent and rung.name in _PREDICTABLE]
         rates = [rate_forecast(context, work, rung.dtype) for rung in rungs]

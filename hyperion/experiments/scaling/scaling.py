@@ -71,14 +71,7 @@ def _efficiency_forecast(context: Context, training: ScaledTraining, ranks: int,
             f"{computing * 1e3:.3g} ms of products at the measured {gemm.value:.4g} TFLOPS; {sent / 1e9:.3g} GB a rank at the "
             f"measured {busbw:.4g} GB/s take {exchanging * 1e3:.3g} ms, of which {exposed * 1e3:.3g} ms cannot be hidden"
         )
-    return Forecast(
-        variant=training.name,
-        metric="scaling_efficiency",
-        estimate=estimate,
-        basis=basis,
-        dtype=dtype,
-        params=params | {"tokens": tokens},
-    )
+    return Forecast(training.name, "scaling_efficiency", estimate, basis, dtype=dtype, params=params | {"tokens": tokens})
 
 
 def _best_busbw(context: Context) -> float | None:
@@ -139,11 +132,10 @@ def _cells(context: Context, dtype: str, training: ScaledTraining, own: pd.DataF
     modes = MODES if ranks > 1 else MODES[:1]
     if reason:
         return [
-            context.row(
+            context.absent_row(
                 training.name,
                 "scaling_efficiency",
-                None,
-                value_reason=reason,
+                reason,
                 dtype=dtype,
                 params=_params(training, mode, ranks, {}),
                 limit_source=_IDEAL,
@@ -161,11 +153,10 @@ def _mode_rows(context: Context, dtype: str, training: ScaledTraining, own: pd.D
     if not len(times):
         why = own.query("ranks == @ranks and mode == @mode and kind == 'missing'").iloc[0]["reason"]
         return [
-            context.row(
+            context.absent_row(
                 training.name,
                 "scaling_efficiency",
-                None,
-                value_reason=why,
+                why,
                 dtype=dtype,
                 params=_params(training, mode, ranks, {}),
                 limit_source=_IDEAL,
@@ -200,13 +191,12 @@ def _mode_rows(context: Context, dtype: str, training: ScaledTraining, own: pd.D
 def _share_row(context: Context, dtype: str, training: ScaledTraining, own: pd.DataFrame, times: np.ndarray, params: dict) -> Row:
     alone = step_times(own, params["mode"], params["ranks"], "alone")
     if not len(alone):
-        return context.row(
+        return context.absent_row(
             training.name,
             "communication_share",
-            None,
+            "the twin, which holds the whole state, does not fit",
             dtype=dtype,
             params=params,
-            value_reason="the twin, which holds the whole state, does not fit",
         )
     share = independent_ratio_estimate(times, alone).map(lambda ratio: 1 - ratio)
     return _row(context, training, "communication_share", share, dtype, params)
@@ -228,34 +218,23 @@ def _parity_row(context: Context, training: ScaledTraining, own: pd.DataFrame, r
     alone, here = (np.asarray(losses.loc[losses["ranks"] == n, "loss"]) for n in (1, ranks))
     params = {"what": "training loss", "model": training.model, "strategy": training.strategy, "ranks": ranks, "steps": len(here)}
     if len(alone) != len(here):
-        return context.row(
-            training.name, "relative_difference", None, value_reason="one device alone is missing", dtype="fp32", params=params
+        return context.absent_row(
+            training.name, "relative_difference", "one device alone is missing", dtype="fp32", params=params
         )
     difference = float(np.max(np.abs(here / alone - 1)))
-    return context.row(
+    return context.error_row(
         training.name,
         "relative_difference",
         difference,
+        f"losses of one device, step by step; {SCATTER_FP32}",
+        PARITY,
         dtype="fp32",
         params=params,
-        check=f"losses of one device, step by step; {SCATTER_FP32}",
-        check_error=difference,
-        check_tolerance=PARITY,
     )
 
 
 def _row(context: Context, training: ScaledTraining, metric: str, estimate: Estimate, dtype: str, params: dict, **columns) -> Row:
-    return context.row(
-        training.name,
-        metric,
-        estimate.value,
-        dtype=dtype,
-        params=params,
-        n=estimate.n,
-        ci_low=estimate.ci_low,
-        ci_high=estimate.ci_high,
-        **columns,
-    )
+    return context.row(training.name, metric, estimate, dtype=dtype, params=params, **columns)
 
 
 def _params(training: ScaledTraining, mode: str, ranks: int, more: dict) -> dict:

@@ -135,12 +135,7 @@ def _forecast_largest(model: ReferenceModel, dtype: str, cap_gib: float) -> Fore
         "the input, and the output of each product kept twice"
     )
     return Forecast(
-        variant=model.name,
-        metric="count",
-        estimate=_largest_by_shapes(model, dtype, cap_gib),
-        basis=basis,
-        dtype=dtype,
-        params={"what": "largest batch"},
+        model.name, "count", _largest_by_shapes(model, dtype, cap_gib), basis, dtype=dtype, params={"what": "largest batch"}
     )
 
 

@@ -34,7 +34,7 @@ class OperatorCostOptions(Options):
 def forecast(context: Context) -> list[Forecast]:
     """Return no estimates: no data sheet states the costs of a host."""
     metrics = {PLAIN: "operator_time_s", CONVOLUTION: "operator_time_s", ONCE: "step_overhead_s", BLOCK: "block_time_s"}
-    return [Forecast(variant=v, metric=metric, estimate=None, basis=_NO_ESTIMATE) for v, metric in metrics.items()]
+    return [Forecast(v, metric, None, _NO_ESTIMATE) for v, metric in metrics.items()]
 
 
 def run(context: Context, report: Report) -> Result:
@@ -44,7 +44,7 @@ def run(context: Context, report: Report) -> Result:
     eager = _measure_operators(context, options)
     report(1, 2, "compiled blocks")
     if reason := _why_not(context.device, options.compiled):
-        row = context.row(BLOCK, "block_time_s", None, dtype=options.compiled, params=_clock(), value_reason=reason)
+        row = context.absent_row(BLOCK, "block_time_s", reason, dtype=options.compiled, params=_clock())
         block = Result([row], pd.DataFrame())
     else:
         block = run_variant(context, lambda done, total, note: None, measure_block)
