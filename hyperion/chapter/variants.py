@@ -1,23 +1,26 @@
 """Run an experiment or its variants in processes of their own, so that none sees the memory or the settings of another."""
 
+import json
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pandas as pd
+from pydantic import TypeAdapter
 
 from hyperion.chapter.context import Context, Options, Report, Result
-from hyperion.chapter.subjects import experiment_named, subjects
+from hyperion.chapter.subjects import experiment_named
 from hyperion.errors import HyperionError
 from hyperion.processes import Job, report_progress, run_job, run_ranks
 from hyperion.processes.job import entry_of, load_entry
-from hyperion.results import rows_from_csv, rows_to_csv
-from hyperion.results.rows import own_metrics, own_metrics_from_json, own_metrics_to_json
+from hyperion.results import Row
 
 # A new process spends longer on starting Python and torch than on its work, and keeps a core busy while it starts.
 _CORES_EACH, _FEWEST, _MOST = 2, 2, 8
+_CONTEXT, _ROWS = TypeAdapter(Context), TypeAdapter(list[Row])
 
 
 def run_isolated(context: Context, report: Report) -> Result:
@@ -45,7 +48,7 @@ def run_variant(context: Context, report: Report, function: Callable[..., Result
         JobError: the variant raised, was killed, or ran past the experiment's `timeout_s`.
     """
     answer = run_job(_job(run_in_worker, context, function, params), on_progress=report)
-    return unpacked(answer, _samples_file(context), context.experiment)
+    return unpacked(answer, _samples_file(context))
 
 
 def run_on_ranks(
@@ -66,7 +69,7 @@ def run_on_ranks(
     """
     job = _job(run_on_rank, context, function, params, ranks)
     answers = run_ranks(job, on_progress=report, log_folder=context.workspace / "logs" / function.__name__)
-    return [unpacked(answer, _samples_file(context, rank), context.experiment) for rank, answer in enumerate(answers)]
+    return [unpacked(answer, _samples_file(context, rank)) for rank, answer in enumerate(answers)]
 
 
 class RankOptions(Options):
@@ -172,7 +175,14 @@ def _job(
     entry: Callable[..., dict], context: Context, function: Callable[..., Result], params: dict | None, ranks: int | None = None
 ) -> Job:
     context.workspace.mkdir(parents=True, exist_ok=True)
-    values = {"context": packed(context), "function": entry_of(function), "params": params or {}}
+    # With the definitions of their metrics, which the worker may not have registered.
+    upstream = [replace(row, own_metric=row.definition) for row in context.upstream]
+    values = {
+        "context": _CONTEXT.dump_python(replace(context, upstream=upstream), mode="json"),
+        "function": entry_of(function),
+        "params": params or {},
+        "import_path": sys.path,
+    }
     return Job(entry, values, timeout_s=context.sizes.get("timeout_s", 3600.0), ranks=ranks)
 
 
@@ -180,46 +190,32 @@ def _samples_file(context: Context, rank: int | None = None) -> Path:
     return context.workspace / ("samples.parquet" if rank is None else f"samples-{rank}.parquet")
 
 
-def packed(context: Context) -> dict:
-    """Return a context as JSON-able values, with the definitions of the upstream rows' own metrics."""
-    metrics = own_metrics_to_json(own_metrics(context.upstream))
-    upstream = {"upstream": rows_to_csv(context.upstream), "upstream_metrics": metrics}
-    return asdict(context) | {"workspace": str(context.workspace)} | upstream
-
-
-def restored(settings: dict) -> Context:
-    """Return the context from the values of `packed`."""
-    metrics = own_metrics_from_json(settings["upstream_metrics"], where="upstream rows")
-    upstream = rows_from_csv(settings["upstream"], where="upstream rows", metrics=metrics)
-    others = {name: value for name, value in settings.items() if name != "upstream_metrics"}
-    return Context(**others | {"workspace": Path(settings["workspace"]), "upstream": upstream})
-
-
-def unpacked(answer: dict, samples_file: Path, experiment: str) -> Result:
+def unpacked(answer: dict, samples_file: Path) -> Result:
     """Return the Result in a worker's answer. Deletes its samples file."""
     samples = pd.read_parquet(samples_file)
     samples_file.unlink()
-    where = f"answer of {experiment}"
-    metrics = own_metrics_from_json(answer["metrics"], where)
-    rows = rows_from_csv(answer["rows"], where, validated=False, metrics=metrics)
-    return Result(rows, samples, answer["source"])
+    return Result(_ROWS.validate_python(answer["rows"]), samples, answer["source"])
 
 
-def run_in_worker(context: dict, function: str, params: dict, rank: int | None = None) -> dict:
-    """Run a variant; the worker's entry point. Return its rows as CSV text; its samples go to a file in the workspace."""
-    subjects()  # adds folders of HYPERION_SUBJECTS to the import path, where the function may be
-    here = restored(context)
+def run_in_worker(context: dict, function: str, params: dict, import_path: list[str], rank: int | None = None) -> dict:
+    """Run a variant; the worker's entry point. Return its rows as JSON values; its samples go to a file in the workspace.
+
+    Args:
+        import_path: `sys.path` of the caller, on which the function may be in a folder of HYPERION_SUBJECTS.
+    """
+    sys.path += [folder for folder in import_path if folder not in sys.path]
+    here = _CONTEXT.validate_python(context)
     result = load_entry(function)(here, report_progress, **params)
     result.samples.to_parquet(_samples_file(here, rank), index=False)
-    metrics = own_metrics_to_json(own_metrics(result.rows))
-    return {"rows": rows_to_csv(result.rows), "metrics": metrics, "source": result.source}
+    rows = json.dumps([asdict(row) for row in result.rows], default=float)  # NumPy's scalars become plain numbers
+    return {"rows": json.loads(rows), "source": result.source}
 
 
-def run_on_rank(context: dict, function: str, params: dict) -> dict:
+def run_on_rank(context: dict, function: str, params: dict, import_path: list[str]) -> dict:
     """Run a variant on a rank; its entry point. As `run_in_worker`, with a samples file for each rank."""
     from hyperion.processes import world  # imports torch
 
-    return run_in_worker(context, function, params, world().rank)
+    return run_in_worker(context, function, params, import_path, world().rank)
 
 
 def on_few_threads(context: Context, report: Report, function: str, params: dict, threads: int) -> Result:

@@ -3,7 +3,7 @@
 import json
 import math
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import numpy as np
@@ -16,7 +16,7 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.variants import unpacked
 from hyperion.data import DataError
 from hyperion.errors import HyperionError
-from hyperion.results import Row, RowError, Run, StoreError, rows_to_csv
+from hyperion.results import Row, RowError, Run, StoreError
 from hyperion.results.execution import UNEXPECTED_CLAIM, UNEXPECTED_ROW, unexpected
 from hyperion.workloads import datasets
 
@@ -181,8 +181,8 @@ def test_a_row_that_fails_in_a_worker_comes_back_with_the_others(tmp_path):
         for number, error in enumerate((0.0, 0.5, math.nan))
     ]
     pd.DataFrame({"x": [1]}).to_parquet(tmp_path / "samples.parquet")
-    answer = {"rows": rows_to_csv(rows), "metrics": {}, "source": ""}
-    result = unpacked(answer, tmp_path / "samples.parquet", "e")
+    answer = json.loads(json.dumps({"rows": [asdict(row) for row in rows], "source": ""}))
+    result = unpacked(answer, tmp_path / "samples.parquet")
     assert [row.without_failed_value().value for row in result.rows] == [1.0, None, None]
 
 
