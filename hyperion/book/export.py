@@ -6,7 +6,7 @@ import pandas as pd
 
 from hyperion.book.outline import (
     UNFOLDED_LINES,
-    Picture,
+    DrawnFigure,
     Section,
     banner,
     environment,
@@ -80,7 +80,7 @@ def reference_readme(run: Run, material: Material | None = None) -> dict[str, by
     return {README: _page(material, first, parts).encode()} | {picture.path: picture.content for picture in shown}
 
 
-def _page(material: Material, first: Picture | None, found: list[Section]) -> str:
+def _page(material: Material, first: DrawnFigure | None, found: list[Section]) -> str:
     information = material.information
     parts = [
         f"# {markdown_text(device_name(information))}",
@@ -127,7 +127,7 @@ def _body(section: Section) -> list[str]:
     return parts
 
 
-def _shown(picture: Picture) -> str:
+def _shown(picture: DrawnFigure) -> str:
     caption = markdown_text(picture.caption)
     return f"![{caption}]({picture.path})\n\n*{caption}*"
 

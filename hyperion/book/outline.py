@@ -26,7 +26,7 @@ _LOOPS = ("image_training_speed", "language_training_speed")
 
 
 @dataclass(frozen=True)
-class Picture:
+class DrawnFigure:
     """A figure of a section: its path in the run, its caption, its PNG bytes."""
 
     path: str
@@ -40,7 +40,7 @@ class Section:
 
     experiment: str
     title: str
-    pictures: list[Picture]
+    pictures: list[DrawnFigure]
     tables: list[tuple[str, pd.DataFrame]]
 
 
@@ -62,7 +62,7 @@ def sections(material: Material) -> list[Section]:
     return found + ([Section("predictions", "Predictions scored", scored, [])] if scored else [])
 
 
-def summary(material: Material) -> Picture | None:
+def summary(material: Material) -> DrawnFigure | None:
     """Return the summary figure, None when the run has too few results for one."""
     return next((picture for picture in _pictures(material, ALL) if picture.path == SUMMARY), None)
 
@@ -181,9 +181,9 @@ def _section(material: Material, experiment: str) -> Section:
     return Section(experiment, title, _pictures(material, experiment), tables_of(material.of(experiment)))
 
 
-def _pictures(material: Material, experiment: str) -> list[Picture]:
+def _pictures(material: Material, experiment: str) -> list[DrawnFigure]:
     drawn = [(plot, picture(plot, material)) for plot in plots_of(experiment)]
-    return [Picture(picture_path(experiment, plot.name), plot.caption, content) for plot, content in drawn if content]
+    return [DrawnFigure(picture_path(experiment, plot.name), plot.caption, content) for plot, content in drawn if content]
 
 
 @dataclass(frozen=True)

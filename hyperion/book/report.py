@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pandas as pd
 
-from hyperion.book.outline import UNFOLDED_LINES, Headline, Picture, Section, banner, environment, headlines, missing, sections
+from hyperion.book.outline import (
+    UNFOLDED_LINES,
+    DrawnFigure,
+    Headline,
+    Section,
+    banner,
+    environment,
+    headlines,
+    missing,
+    sections,
+)
 from hyperion.figures.material import Material, device_name, made_from_rows, number, percent
 from hyperion.figures.published import published_bandwidth, published_baseline, published_gemm, published_source, published_tables
 from hyperion.figures.tables import escaped, html
@@ -104,7 +114,7 @@ def _section(section: Section) -> str:
     return f'<section id="{escaped(section.experiment)}"><h2>{escaped(section.title)}</h2>{"".join(parts)}</section>'
 
 
-def _figure(picture: Picture) -> str:
+def _figure(picture: DrawnFigure) -> str:
     content = base64.b64encode(picture.content).decode()
     # Shown smaller than their pixels: sharp on high-resolution screens, with text of the same size in all figures.
     width = round(int.from_bytes(picture.content[_PNG_WIDTH], "big") / 1.2)

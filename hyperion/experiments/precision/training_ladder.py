@@ -56,7 +56,7 @@ from hyperion.workloads.workloads import (
 )
 
 BASELINE = "baseline"
-# What each rung adds to the one below it, as fields of a Rung.
+# What each rung adds to the one below it, as fields of a StepRung.
 _ADDITIONS: dict[str, dict] = {
     BASELINE: {},
     "tf32": {"dtype": "tf32"},
@@ -176,7 +176,7 @@ EXPERIMENT = Experiment(
 
 
 @dataclass(frozen=True)
-class Rung:
+class StepRung:
     """One way to do a training step.
 
     Attributes:
@@ -239,9 +239,9 @@ class AllLogits(nn.Module):
         return nll_M.view_as(targets_BT)
 
 
-def build_ladder(device: Device, names: tuple[str, ...]) -> list[Rung]:
+def build_ladder(device: Device, names: tuple[str, ...]) -> list[StepRung]:
     """Return the rungs of these names from the bottom, including those that cannot run on the device."""
-    rungs, below = [], Rung(BASELINE)
+    rungs, below = [], StepRung(BASELINE)
     for name in names:
         rung = replace(below, name=name, **_ADDITIONS[name])
         rung = replace(rung, absent=_why_absent(device, name))
@@ -297,7 +297,7 @@ def measure_twins(context: Context, report: Report, kind: str, file: str, source
 
 
 def _parity_losses(
-    context: Context, options: TrainingLadderOptions, kind: str, rung: Rung, work: Workload, batches: list[Batch]
+    context: Context, options: TrainingLadderOptions, kind: str, rung: StepRung, work: Workload, batches: list[Batch]
 ) -> list[float]:
     """Losses of the smaller step that `Parity` describes."""
     changes = options.ladders[kind].parity.model_dump(exclude_none=True)
@@ -340,7 +340,7 @@ def _timed(context: Context, options: TrainingLadderOptions, stored: StoredBatch
     return Result(rows + absent, pd.concat(frames, ignore_index=True), source)
 
 
-def _speedup_rows(row: partial[Row], rungs: list[Rung], timings: list[Timing]) -> list[Row]:
+def _speedup_rows(row: partial[Row], rungs: list[StepRung], timings: list[Timing]) -> list[Row]:
     """Speed-up of each rung over the one before it, and over the first."""
     rows = []
     for number, (rung, timing) in enumerate(zip(rungs, timings, strict=True)):
@@ -366,14 +366,14 @@ def _difference_rows(result: Result) -> list[Row]:
     return rows
 
 
-def _params(work: Workload, rung: Rung) -> dict:
+def _params(work: Workload, rung: StepRung) -> dict:
     return {"batch": work.items, "rung": rung.name}
 
 
 def _row(
     context: Context,
     work: Workload,
-    rung: Rung,
+    rung: StepRung,
     source: str,
     metric: str,
     value: float | None,
