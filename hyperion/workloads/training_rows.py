@@ -21,7 +21,7 @@ from hyperion.chapter.context import Context, Forecast, Result
 from hyperion.chapter.rows import gemm_limit, out_of_memory_reason, sample_frame, speedup_row, stream_ceiling, timed_row
 from hyperion.errors import not_none
 from hyperion.hardware import Device, gemm_path, peak
-from hyperion.measure import Ceilings, Timing, Verification, time_function, time_interleaved
+from hyperion.measure import Timing, Verification, time_function, time_interleaved
 from hyperion.models import ModelFlops
 from hyperion.results import Estimate, Row, mean_estimate
 from hyperion.training import EpochRecord, History, TorchEngine
@@ -238,13 +238,13 @@ def step_forecasts(
     if gemm is None or stream is None:
         estimate, basis = None, "no estimate: this run has measured no ceilings (01_hardware_exploration)"
     else:
-        ceilings = Ceilings(not_none(gemm.value), not_none(stream.value), "measured")
-        arithmetic = ceilings.least_time_s(flops.forward_backward * items, 0)
-        moving = ceilings.least_time_s(0, sum(traffic.values()))
+        tflops, bandwidth_gb_s = not_none(gemm.value), not_none(stream.value)
+        arithmetic = flops.forward_backward * items / (tflops * 1e12)
+        moving = sum(traffic.values()) / (bandwidth_gb_s * 1e9)
         estimate = items / (arithmetic + moving)
         basis = (
-            f"{arithmetic * 1e3:.3g} ms of products at the measured {ceilings.tflops:.4g} TFLOPS, "
-            f"then {moving * 1e3:.3g} ms for {' and '.join(traffic)} at {ceilings.bandwidth_gb_s:.4g} GB/s"
+            f"{arithmetic * 1e3:.3g} ms of products at the measured {tflops:.4g} TFLOPS, "
+            f"then {moving * 1e3:.3g} ms for {' and '.join(traffic)} at {bandwidth_gb_s:.4g} GB/s"
         )
     return [Forecast(variant, f"{item}s_per_s", estimate, basis, dtype=dtype, params=params)]
 

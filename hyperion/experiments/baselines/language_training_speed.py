@@ -43,7 +43,7 @@ from hyperion.results import Estimate, Row, ratio_estimate
 from hyperion.training import LanguageEngine, choose_precision, compile_options
 from hyperion.units import GIB
 from hyperion.workloads import datasets
-from hyperion.workloads.step_forecasts import NO_CEILINGS
+from hyperion.workloads.reference_steps import NO_CEILINGS
 from hyperion.workloads.training_rows import memory_released
 from hyperion.workloads.twins import SCATTER_BF16
 from hyperion.workloads.workloads import (

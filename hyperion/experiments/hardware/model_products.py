@@ -17,7 +17,7 @@ from hyperion.measure import CapturedGemms, Product, TimedProduct, measure_produ
 from hyperion.measure.products.taf import gemms_of
 from hyperion.models import REFERENCE_MODELS
 from hyperion.results import Estimate, Row
-from hyperion.workloads.step_forecasts import captured_step, step_ceilings
+from hyperion.workloads.reference_steps import captured_step, step_ceilings
 
 TAF_OF_MAF, MAF_OF_PEAK = "TAF / MAF", "MAF / peak"
 COVERAGE = "FLOPs timed"  # share of the step's FLOPs that its timed products have

@@ -19,13 +19,13 @@ from hyperion.units import GIB, MIB
 from hyperion.workloads.reference_steps import (
     LEAST_MEMORY,
     TrainingStep,
+    host_time,
     least_memory_gib,
     step_params,
     step_rows,
     timed,
     update_of,
 )
-from hyperion.workloads.step_forecasts import host_time
 from hyperion.workloads.training_rows import step_forecasts
 
 # The predicted largest batch must be right within a quarter: 0.75 of it fits, 1.25 of it is refused.

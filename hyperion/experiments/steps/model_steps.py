@@ -27,13 +27,13 @@ from hyperion.workloads.reference_steps import (
     LEAST_MEMORY,
     StepVariant,
     TrainingStep,
+    forecast_reference_step,
     has_layout,
     least_memory_gib,
     step_params,
     step_rows,
     timed,
 )
-from hyperion.workloads.step_forecasts import forecast_reference_step
 from hyperion.workloads.twins import agreements, train_twins, twin_format
 
 # Workspaces of the BLAS libraries stay for the life of a process; a model that is still there would be larger.

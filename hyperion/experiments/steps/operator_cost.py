@@ -13,7 +13,7 @@ from hyperion.measure import measure_block_cost, measure_operator_cost
 from hyperion.measure.steps.compilation import missing_compiler, probe_vector_instructions
 from hyperion.results import Row
 
-# Names of the rows, which hyperion/workloads/step_forecasts.py reads.
+# Names of the rows, which hyperion/workloads/reference_steps.py reads.
 PLAIN, CONVOLUTION, ONCE, BLOCK = "operator", "convolution", "once a step", "compiled block"
 _NO_LIMIT = "no limit: no data sheet tells of Python, autograd and dispatch"
 _NO_ESTIMATE = "no data sheet value: it is the work of Python, autograd, dispatcher and driver on this host"
