@@ -175,19 +175,23 @@ def _job(
     entry: Callable[..., dict], context: Context, function: Callable[..., Result], params: dict | None, ranks: int | None = None
 ) -> Job:
     context.workspace.mkdir(parents=True, exist_ok=True)
-    # With the definitions of their metrics, which the worker may not have registered.
-    upstream = [replace(row, own_metric=row.definition) for row in context.upstream]
-    values = {
-        "context": _CONTEXT.dump_python(replace(context, upstream=upstream), mode="json"),
-        "function": entry_of(function),
-        "params": params or {},
-        "import_path": sys.path,
-    }
+    values = {"context": packed(context), "function": entry_of(function), "params": params or {}, "import_path": sys.path}
     return Job(entry, values, timeout_s=context.sizes.get("timeout_s", 3600.0), ranks=ranks)
 
 
 def _samples_file(context: Context, rank: int | None = None) -> Path:
     return context.workspace / ("samples.parquet" if rank is None else f"samples-{rank}.parquet")
+
+
+def packed(context: Context) -> dict:
+    """Return a context as JSON-able values, with the definitions of the upstream rows' metrics."""
+    upstream = [replace(row, own_metric=row.definition) for row in context.upstream]
+    return _CONTEXT.dump_python(replace(context, upstream=upstream), mode="json")
+
+
+def restored(values: dict) -> Context:
+    """Return the context from the values of `packed`."""
+    return _CONTEXT.validate_python(values)
 
 
 def unpacked(answer: dict, samples_file: Path) -> Result:
@@ -204,7 +208,7 @@ def run_in_worker(context: dict, function: str, params: dict, import_path: list[
         import_path: `sys.path` of the caller, on which the function may be in a folder of HYPERION_SUBJECTS.
     """
     sys.path += [folder for folder in import_path if folder not in sys.path]
-    here = _CONTEXT.validate_python(context)
+    here = restored(context)
     result = load_entry(function)(here, report_progress, **params)
     result.samples.to_parquet(_samples_file(here, rank), index=False)
     rows = json.dumps([asdict(row) for row in result.rows], default=float)  # NumPy's scalars become plain numbers

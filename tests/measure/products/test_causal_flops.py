@@ -54,7 +54,7 @@ def test_the_limit_of_the_language_baseline_counts_half_of_attention(whole_and_a
 def test_the_limit_of_what_is_scaled_counts_half_of_attention(monkeypatch, model, whole_and_attention):
     context, options = SimpleNamespace(seed=0, device=CPU), SimpleNamespace(learning_rate=1e-3)
     # The plan of ranks needs a process group; FLOPs do not depend on it.
-    monkeypatch.setattr(scaling_workloads, "parallelize", lambda model, plan, here: model)
+    monkeypatch.setattr(scaling, "parallelize", lambda model, plan, here: model)
     scaled = scaling.ScaledTraining("w", model, "ddp", BATCH, LENGTH, VOCABULARY)
     _, least = scaling._engine(context, options, scaled, world(), "ddp", choose_precision(CPU, "fp32"))
     if model == MODEL:
