@@ -1,4 +1,4 @@
-"""The README's text and commands, for the tests that run them."""
+"""Text and commands of the README and of the pages it links to, for the tests that run them."""
 
 import os
 import re
@@ -9,12 +9,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "docs/running.md", "docs/comparing.md", "docs/headlines.md")}
 LONGEST_S = 1500
 
 
 def commands() -> list[str]:
-    """Lines of the README's shell blocks, comments cut off, in their order."""
-    blocks = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+    """Lines of the pages' shell blocks, comments cut off, in their order."""
+    blocks = [block for page in PAGES.values() for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL)]
     return [line.split("  #")[0].strip() for block in blocks for line in block.splitlines() if line.strip()]
 
 
@@ -33,10 +34,14 @@ def folders(folder: Path) -> dict[str, str]:
 
 
 def run(command: str, environment: dict) -> subprocess.CompletedProcess:
-    """A command as printed, from the repository's root."""
-    # `.venv` is the README's environment; here the commands use the one that runs the tests.
+    """A command as printed, from the repository's root, in a shell that knows nothing of the environment."""
     words = shlex.split(command)
-    here = {".venv/bin/hyperion": ["-m", "hyperion"], "torchrun": ["-m", "torch.distributed.run"], "python": []}
-    if words[0] in here:
-        words = [sys.executable, *here[words[0]], *words[1:]]
-    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LONGEST_S)
+    # `.venv` is the pages' environment; here the commands use the one that runs the tests.
+    here = {"hyperion": ["-m", "hyperion"], "torchrun": ["-m", "torch.distributed.run"], "python": []}
+    place, _, name = words[0].rpartition("/")
+    if place == ".venv/bin":
+        words = [sys.executable, *here[name], *words[1:]]
+    scripts = str(Path(sys.executable).parent)
+    path = os.pathsep.join(folder for folder in environment["PATH"].split(os.pathsep) if folder != scripts)
+    bare = {name: value for name, value in environment.items() if name != "VIRTUAL_ENV"} | {"PATH": path}
+    return subprocess.run(words, cwd=ROOT, env=bare, capture_output=True, text=True, timeout=LONGEST_S)

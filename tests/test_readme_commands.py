@@ -12,9 +12,15 @@ from pathlib import Path
 import pytest
 
 from hyperion.book import headline_markdown
+from hyperion.book.headlines import headlines
 from hyperion.checkpoints import verify
+from hyperion.figures.formats import percent
+from hyperion.figures.material import Material
 from hyperion.results import Run
-from tests.readme import README, ROOT, commands, folders, needs_the_book, run
+from tests.readme import PAGES, README, ROOT, commands, folders, needs_the_book, run
+
+
+DISTRIBUTED = [command for command in commands() if command.startswith((".venv/bin/torchrun", ".venv/bin/python"))]
 
 
 def shortened(command: str) -> str:
@@ -30,7 +36,7 @@ def place(tmp_path_factory):
 
 
 def quick(command: str) -> bool:
-    return not needs_the_book(command) and not command.startswith(("make test", "make lab", "torchrun", "python "))
+    return not needs_the_book(command) and not command.startswith(("make test", "make lab")) and command not in DISTRIBUTED
 
 
 @pytest.mark.process
@@ -45,7 +51,7 @@ def test_commands_that_need_no_run(command, place):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("command", [c for c in commands() if c.startswith(("torchrun", "python "))])
+@pytest.mark.parametrize("command", DISTRIBUTED)
 def test_the_distributed_commands_run_on_two_ranks(command, place):
     done = run(shortened(command), place)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -93,17 +99,31 @@ def test_python_blocks_run(place):
         assert done.returncode == 0, done.stderr
 
 
-def test_links_and_pictures_are_there():
-    links = [link for link in re.findall(r"\]\(([^)#]+)\)", README) if not link.startswith("http")]
-    assert len(links) > 4
-    assert [link for link in links if not (ROOT / link).exists()] == []
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "docs/architecture.md"])
+def test_links_and_pictures_are_there(page):
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()) if not link.startswith("http")]
+    assert links or page == "docs/running.md"
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
 
 
-def test_headline_figures_are_those_of_the_rows():
-    quoted = re.findall(r"<!-- headlines: (\S+) -->\n(.*?)\n<!-- end of headlines -->", README, re.DOTALL)
-    assert len(quoted) == README.count("<!-- headlines") >= 1
+def test_headline_tables_are_those_of_the_runs():
+    page = PAGES["docs/headlines.md"]
+    quoted = re.findall(r"<!-- headlines: (\S+) -->\n(.*?)\n<!-- end of headlines -->", page, re.DOTALL)
+    assert len(quoted) == page.count("<!-- headlines") >= 1
     for folder, table in quoted:
         assert table.strip() == headline_markdown(Run.open(ROOT / folder)).strip()
+
+
+def test_headlines_of_the_readme_are_those_of_the_runs():
+    lines = re.findall(
+        r"^\| (.+?) \| (.+?) \| (.*?) ?\| (.*?) ?\| \[(\S+)\]\(results/reference/\5/README.md\) \|$", README, re.MULTILINE
+    )
+    assert 5 <= len(lines) == README.count("/README.md) |") <= 10
+    for label, value, share, limit, name in lines:
+        material = Material(Run.open(ROOT / "results" / "reference" / name))
+        (headline,) = [headline for headline in headlines(material) if headline.label == label]
+        bound = headline.limit.removeprefix("limit ") if headline.fraction is not None else ""
+        assert (value, share, limit) == (headline.value, percent(headline.fraction), bound)
 
 
 def _wait_for_answer(url: str) -> None:

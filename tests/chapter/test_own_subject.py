@@ -134,6 +134,12 @@ def reproduce(tmp_path: Path, added: dict[str, str]) -> str:
     return done.stdout
 
 
+def replace(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize("register", [named, installed])
@@ -149,23 +155,25 @@ def test_a_subject_of_ones_own_runs_and_is_measured_again_when_its_files_change(
     assert "Doubling lists" in (run.folder / "report.html").read_text()
     assert hyperion(tmp_path, {}, "verify", str(run.folder)).returncode == 0, "without the package"
 
-    assert "up to date" in reproduce(tmp_path, register(toy))
-    figures = toy / "figures.py"
-    figures.write_text(figures.read_text().replace("Doubling lists", "Twice"))
-    reproduce(tmp_path, register(toy))
-    finished = run.finished("01_toy", "doubling")
-    assert "Twice" in (run.folder / "report.html").read_text()
-    assert Run.open(run.folder).finished("01_toy", "doubling") == finished, "a figure makes no measurement stale"
-
-    work = toy / "work.py"
-    work.write_text(work.read_text().replace("range(length)", "range(length + 1)"))
+    replace(toy / "work.py", "range(length)", "range(length + 1)")
     assert "done" in reproduce(tmp_path, register(toy)), "a file that the experiment imports makes its notebook stale"
     assert [row.value for row in Run.open(run.folder).rows("01_toy")] == [2.0, 11.0]
 
-    sizes = toy / "sizes.toml"
-    sizes.write_text(sizes.read_text().replace("[1, 10]", "[5]"))
-    assert "done" in reproduce(tmp_path, register(toy)), "other sizes make it stale"
-    assert [row.value for row in Run.open(run.folder).rows("01_toy")] == [6.0]
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_figure_makes_no_measurement_stale_and_other_sizes_do(toy, tmp_path):
+    reproduce(tmp_path, named(toy))
+    run = Run.open((tmp_path / "results" / "latest").resolve())
+    finished = run.finished("01_toy", "doubling")
+    replace(toy / "figures.py", "Doubling lists", "Twice")
+    assert "up to date" in reproduce(tmp_path, named(toy))
+    assert "Twice" in (run.folder / "report.html").read_text()
+    assert Run.open(run.folder).finished("01_toy", "doubling") == finished
+
+    replace(toy / "sizes.toml", "[1, 10]", "[5]")
+    assert "done" in reproduce(tmp_path, named(toy))
+    assert [row.value for row in Run.open(run.folder).rows("01_toy")] == [5.0]
 
 
 @pytest.mark.process
