@@ -10,15 +10,14 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from hyperion.book.headlines import headlines
+from hyperion.figures.formats import percent
 
 from hyperion.book import headline_markdown
-from hyperion.book.headlines import headlines
 from hyperion.checkpoints import verify
-from hyperion.figures.formats import percent
 from hyperion.figures.material import Material
 from hyperion.results import Run
 from tests.readme import PAGES, README, ROOT, commands, folders, needs_the_book, run
-
 
 DISTRIBUTED = [command for command in commands() if command.startswith((".venv/bin/torchrun", ".venv/bin/python"))]
 

@@ -22,6 +22,7 @@ from hyperion.figures.style import (
     png,
     spread_labels,
     styled,
+    write_at,
 )
 from hyperion.results import Prediction, Row
 
@@ -196,14 +197,7 @@ def _draw_roofline(axes: Axes, rows: list[Row]) -> None:
         x = stream_intensity(row)
         axes.plot([x], [not_none(row.value) * x / 1e3], linestyle="none", markerfacecolor="none", **look(row.variant))
     middle = math.sqrt(0.2 * highest * 1e3 / slope)
-    axes.annotate(
-        f"{number(slope)} GB/s",
-        (middle, middle * slope / 1e3),
-        xytext=(-6, 3),
-        textcoords="offset points",
-        ha="right",
-        fontsize=_LETTERING - 1,
-    )
+    write_at(axes, f"{number(slope)} GB/s", (middle, middle * slope / 1e3), (-6, 3), ha="right", fontsize=_LETTERING - 1)
     axes.set(xscale="log", yscale="log", xlim=ends, title="Roofline as measured, TFLOPS", xlabel="FLOP per byte")
     log_ticks(axes.xaxis)
     log_ticks(axes.yaxis)

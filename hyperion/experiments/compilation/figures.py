@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.figures.material import Material, Plot, items, measured, number
-from hyperion.figures.style import COLOURS, INK, MUTED, add_notes, errors_of, log_ticks, new_figure
+from hyperion.figures.style import COLOURS, INK, MUTED, add_notes, errors_of, log_ticks, new_figure, write_at
 from hyperion.results import Row
 from hyperion.units import GIB
 
@@ -143,7 +143,7 @@ def _draw_memory(axes: Axes, rows: list[Row]) -> None:
 
 
 def _name_bar(axes: Axes, y: float, x: float, label: str) -> None:
-    axes.annotate(label, (x, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5)
+    write_at(axes, label, (x, y), (5, 0), va="center", fontsize=8.5)
 
 
 def _finish(axes: Axes, names: list[str], label: str) -> None:

@@ -22,6 +22,7 @@ from hyperion.figures.style import (
     look,
     new_figure,
     spread_labels,
+    write_at,
 )
 from hyperion.results import Row
 
@@ -304,14 +305,7 @@ def _draw_roofs(axes: Axes, products: list[Row], slope_gb_s: float, ends: tuple[
         labels.append((top, f"{dtype} {number(top)}", colour))
     ridge = highest * 1e3 / slope_gb_s
     axes.plot([ends[0], ridge], [ends[0] * slope_gb_s / 1e3, highest], color=INK, linewidth=1.6)
-    axes.annotate(
-        f"{number(slope_gb_s)} GB/s measured",
-        (1.2, 1.2 * slope_gb_s / 1e3),
-        xytext=(-6, 4),
-        ha="right",
-        textcoords="offset points",
-        fontsize=8.5,
-    )
+    write_at(axes, f"{number(slope_gb_s)} GB/s measured", (1.2, 1.2 * slope_gb_s / 1e3), (-6, 4), ha="right", fontsize=8.5)
     return labels
 
 
