@@ -67,9 +67,14 @@ def speedup_row(
     return timed_row(context, variant, "speedup", ratio, timing, verification, (None, why_no_limit), **columns)
 
 
+def checked(name: str, error: float, tolerance: float) -> dict:
+    """Return the columns of a check: what was compared, the error, and the largest error allowed."""
+    return {"check": name, "check_error": error, "check_tolerance": tolerance}
+
+
 def check_columns(verification: Verification) -> dict:
     """Return the columns that store a verification."""
-    return {"check": verification.name, "check_error": verification.error, "check_tolerance": verification.tolerance}
+    return checked(verification.name, verification.error, verification.tolerance)
 
 
 def sample_frame(timing: Timing, variant: str, dtype: str, params: dict) -> pd.DataFrame:

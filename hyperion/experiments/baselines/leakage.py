@@ -6,6 +6,7 @@ import pandas as pd
 import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.rows import checked
 from hyperion.hardware import Device
 from hyperion.models import TransformerConfig, TransformerLM
 from hyperion.training import LanguageEngine, Precision, WarmupCosine, adamw, evaluate_language, seed_everything
@@ -63,9 +64,11 @@ def run(context: Context, report: Report) -> Result:
         ci_low=scored.loss - 1.96 * scored.standard_error_nats,
         ci_high=scored.loss + 1.96 * scored.standard_error_nats,
         limit_source="no limit: ln V bounds the expectation; the check allows a sample 4 standard errors",
-        check="standard errors below ln V (false alarm 3 in 100,000)",
-        check_error=(math.log(options.vocabulary) - scored.loss) / scored.standard_error_nats,
-        check_tolerance=_STANDARD_ERRORS,
+        **checked(
+            "standard errors below ln V (false alarm 3 in 100,000)",
+            (math.log(options.vocabulary) - scored.loss) / scored.standard_error_nats,
+            _STANDARD_ERRORS,
+        ),
     )
     curve = {"kind": "step", "step": range(1, len(losses) + 1), "loss": torch.stack(losses).tolist()}
     return Result([row], pd.DataFrame(curve))

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.rows import checked
 from hyperion.checkpoints import CheckpointError
 from hyperion.data.batches.loaders import LanguageBatches, evaluation_windows
 from hyperion.data.images.device_images import ImageBatches
@@ -200,9 +201,9 @@ def _rows(context: Context, kind: str, trials: pd.DataFrame) -> list[Row]:
             len(trials) - failed,
             dtype="fp32",
             params=_params(context, kind) | {"what": "trials recovered", "trials": len(trials)},
-            check="losses, evaluations, weights, optimizer, sampler and generators of an undisturbed run, bit for bit",
-            check_error=failed,
-            check_tolerance=0,
+            **checked(
+                "losses, evaluations, weights, optimizer, sampler and generators of an undisturbed run, bit for bit", failed, 0
+            ),
         ),
     ]
 

@@ -5,7 +5,7 @@ import pandas as pd
 import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.rows import timed_row
+from hyperion.chapter.rows import checked, timed_row
 from hyperion.data import ImageSet
 from hyperion.data.images.device_images import ImageBatches
 from hyperion.experiments.data.loader_speed import LoaderTimingOptions, loader_limit, time_in_a_row
@@ -69,10 +69,8 @@ def _split_rows(context: Context, image_set: ImageSet, steps: dict, split: str) 
                 "channel_mean",
                 mean,
                 params={"split": split, "channel": _CHANNELS[channel]},
-                check="sum over all pixels",
-                check_error=abs(mean - summed),
-                check_tolerance=_MEAN_TOLERANCE,
                 data_source=source,
+                **checked("sum over all pixels", abs(mean - summed), _MEAN_TOLERANCE),
             )
         )
     return rows

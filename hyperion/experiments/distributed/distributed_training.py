@@ -7,6 +7,7 @@ import pandas as pd
 import torch.distributed as dist
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.rows import checked
 from hyperion.chapter.variants import RankOptions, merged, run_on_ranks
 from hyperion.errors import not_none
 from hyperion.models import flops_per_token, named_config
@@ -168,10 +169,8 @@ def mean_rows(context: Context, recipe: Recipe, training: Training, history: His
             dtype=training.engine.precision.dtype,
             params=_params(recipe, len(parts)) | {"what": "mean of the ranks' losses"},
             limit_source=_FITS,
-            check="loss of all ranks together",
-            check_error=abs(mean / last.loss - 1),
-            check_tolerance=1e-5,
             data_source=training.source,
+            **checked("loss of all ranks together", abs(mean / last.loss - 1), 1e-5),
         )
     ]
 

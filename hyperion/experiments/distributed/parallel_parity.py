@@ -5,6 +5,7 @@ import pandas as pd
 from torch import nn
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.rows import checked
 from hyperion.chapter.variants import RankOptions, merged, run_on_ranks
 from hyperion.parallel import differing_parameters, full_parameter_bytes, is_replicated, local_parameter_bytes
 from hyperion.processes import world
@@ -117,10 +118,8 @@ def _bytes_row(context: Context, strategy: str, training: Training) -> Row:
         dtype="fp32",
         rank=here.rank,
         params={"what": "parameter bytes held", "ranks": strategy_ranks, "bytes": whole},
-        check="share that the strategy promises",
-        check_error=abs(share / promised - 1),
-        check_tolerance=0.1,
         data_source=training.source,
+        **checked("share that the strategy promises", abs(share / promised - 1), 0.1),
     )
 
 

@@ -12,6 +12,7 @@ import pandas as pd
 import psutil
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.rows import checked
 from hyperion.chapter.variants import run_on_ranks
 from hyperion.data.batches.loaders import ResumableBatches
 from hyperion.errors import HyperionError
@@ -70,9 +71,11 @@ def run(context: Context, report: Report) -> Result:
             dtype="fp32",
             limit_source="no limit: it should be short",
             params=_killing(ranks, error.rank, error.signal),
-            check="rank and signal named, within a minute",
-            check_error=seconds if (error.rank, error.signal) == (ranks - 1, "SIGKILL") else 10 * SOON_S,
-            check_tolerance=SOON_S,
+            **checked(
+                "rank and signal named, within a minute",
+                seconds if (error.rank, error.signal) == (ranks - 1, "SIGKILL") else 10 * SOON_S,
+                SOON_S,
+            ),
         ),
         context.error_row("ddp", "count", remaining, "none", 0, params={"what": "processes left behind", "ranks": ranks}),
         context.error_row(

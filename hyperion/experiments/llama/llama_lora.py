@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_row
+from hyperion.chapter.rows import checked, out_of_memory_reason, sample_frame, timed_row
 from hyperion.chapter.variants import merged, run_variant
 from hyperion.checkpoints import frozen_sha256, save_adapter
 from hyperion.data import Completions
@@ -256,11 +256,11 @@ def _loss_rows(
     floor = data.rows.least_loss_nats
     source = "each completion follows from its prompt" if floor is not None else "no limit: what rows say is not certain"
     error = math.hypot(before["standard_error_nats"], after["standard_error_nats"])
-    decrease = {
-        "check": "below the loss before training by 4 standard errors (passes by chance 3 times in 100,000)",
-        "check_error": after["loss"] - before["loss"],
-        "check_tolerance": -_STANDARD_ERRORS * error,
-    }
+    decrease = checked(
+        "below the loss before training by 4 standard errors (passes by chance 3 times in 100,000)",
+        after["loss"] - before["loss"],
+        -_STANDARD_ERRORS * error,
+    )
     return [
         context.row(
             LORA,
@@ -287,15 +287,7 @@ def _count_rows(context: Context, data: FineTuningData, model: LlamaLM, shape: L
     everything = sum(p.numel() for p in model.parameters())
     params = {"model": data.model, "rank": RANK, "targets": list(ATTENTION), "what": "trainable parameters"}
     rows = [
-        context.row(
-            LORA,
-            "count",
-            trained,
-            params=params,
-            check="sum of r (d_in + d_out)",
-            check_error=abs(trained - expected),
-            check_tolerance=0,
-        ),
+        context.row(LORA, "count", trained, params=params, **checked("sum of r (d_in + d_out)", abs(trained - expected), 0)),
         context.row(LORA, "share", trained / everything, params=params),
     ]
     counts = {

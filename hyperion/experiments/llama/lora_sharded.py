@@ -8,7 +8,7 @@ import pandas as pd
 from safetensors.torch import load_file, save_file
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.rows import sample_frame, timed_row
+from hyperion.chapter.rows import checked, sample_frame, timed_row
 from hyperion.chapter.variants import RankOptions, merged, run_on_ranks
 from hyperion.checkpoints import checkpoint_path, frozen_sha256, save_adapter
 from hyperion.data.batches.instruction_batches import InstructionBatches
@@ -180,9 +180,7 @@ def _layout_rows(context: Context, data: FineTuningData, engine: LanguageEngine)
             dtype="fp32",
             rank=here.rank,
             params=params | {"what": "parameter bytes held"},
-            check="1 / ranks",
-            check_error=abs(share * here.size - 1),
-            check_tolerance=SHARE_TOLERANCE,
+            **checked("1 / ranks", abs(share * here.size - 1), SHARE_TOLERANCE),
         )
     ]
     if here.rank == 0:
@@ -193,9 +191,7 @@ def _layout_rows(context: Context, data: FineTuningData, engine: LanguageEngine)
                 "count",
                 len(units),
                 params=params | {"what": "FSDP units"},
-                check="decoder layers and the root",
-                check_error=abs(len(units) - expected),
-                check_tolerance=0,
+                **checked("decoder layers and the root", abs(len(units) - expected), 0),
             )
         )
     return rows

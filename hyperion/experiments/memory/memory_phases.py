@@ -8,7 +8,7 @@ import pandas as pd
 import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
-from hyperion.chapter.rows import out_of_memory_reason
+from hyperion.chapter.rows import checked, out_of_memory_reason
 from hyperion.chapter.variants import merged, run_counted
 from hyperion.hardware import Device
 from hyperion.measure import SavedForBackward, TensorMemory, bytes_of, state_of
@@ -178,9 +178,7 @@ def _rows(
             "allocated_memory_gib",
             moment.tensors / GIB,
             params=params | {"part": "all tensors"},
-            check="the parts add up to all tensors",
-            check_error=error,
-            check_tolerance=options.parts_tolerance,
+            **checked("the parts add up to all tensors", error, options.parts_tolerance),
         )
     )
     if moment is not first:
@@ -195,9 +193,7 @@ def _rows(
             "allocated_memory_gib",
             moment.allocator["allocated"] / GIB,
             params=params | {"part": "allocator"},
-            check="the allocator grew as the tensors did",
-            check_error=abs(grown - counted) / requested,
-            check_tolerance=options.allocator_tolerance,
+            **checked("the allocator grew as the tensors did", abs(grown - counted) / requested, options.allocator_tolerance),
         )
     )
     rows.append(row("reserved_memory_gib", moment.allocator["reserved"] / GIB, params=params))

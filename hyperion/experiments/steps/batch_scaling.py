@@ -8,7 +8,7 @@ import pandas as pd
 import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
-from hyperion.chapter.rows import all_samples, stream_ceiling
+from hyperion.chapter.rows import all_samples, checked, stream_ceiling
 from hyperion.chapter.variants import merged, run_variant
 from hyperion.errors import not_none
 from hyperion.measure import FORMATS, NoMemoryCap, PeakMemory, PeakMemoryRegion, allocator_refusal, memory_cap
@@ -257,9 +257,7 @@ class _Sweep:
             "count",
             float(largest),
             {"what": "largest batch"},
-            check_error=float(wrong),
-            check_tolerance=0.0,
-            check=f"wrong verdicts: {_FITS} of it fits, {_DOES_NOT_FIT} does not",
+            **checked(f"wrong verdicts: {_FITS} of it fits, {_DOES_NOT_FIT} does not", float(wrong), 0.0),
         )
 
     def _no_largest(self, reason: str) -> None:

@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result, Table
-from hyperion.chapter.rows import all_samples, gemm_limit, maf_row, timed_columns
+from hyperion.chapter.rows import all_samples, checked, gemm_limit, maf_row, timed_columns
 from hyperion.chapter.variants import merged, run_variant
 from hyperion.errors import not_none
 from hyperion.hardware import Device
@@ -262,7 +262,7 @@ def _absent(context: Context, options: ModelStepsOptions, cell: StepCell, reason
 def _count_row(context: Context, options: ModelStepsOptions, cell: StepCell, counted: int) -> Row:
     """Return the parameter count of the module that was trained, checked against the published number."""
     error = float(abs(counted - cell.model.parameter_count))
-    check: dict = {"check": "expected count", "check_error": error, "check_tolerance": 0.0}
+    check: dict = checked("expected count", error, 0.0)
     return _row(context, options, cell, "count", float(counted), {"what": "parameters"}, **check)
 
 
@@ -294,7 +294,7 @@ def _memory_row(context: Context, options: ModelStepsOptions, cell: StepCell, pe
     """Return the peak memory of the steps; its limit is what weights, gradients, moments and the batch take."""
     columns: dict = {"limit": least_memory_gib(cell.model, options.batch_size), "limit_source": LEAST_MEMORY}
     if left_gib is not None:
-        columns |= {"check": "GiB left by the variant before", "check_error": left_gib, "check_tolerance": _LEFT_GIB}
+        columns |= checked("GiB left by the variant before", left_gib, _LEFT_GIB)
     return _row(context, options, cell, peak.metric, peak.gib, value_reason=peak.reason, **columns)
 
 
@@ -316,9 +316,7 @@ def parity_rows(
             "relative_difference",
             agreement.difference,
             compared | agreement.params,
-            check=agreement.check,
-            check_error=agreement.difference,
-            check_tolerance=agreement.tolerance,
+            **checked(agreement.check, agreement.difference, agreement.tolerance),
         )
         for agreement in agreements(losses, eager, twins)
     ]
