@@ -8,15 +8,11 @@ Standard library only: `hyperion.install` uses it before there is an environment
 """
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
 import re
 import stat
-import sys
-import types
-import typing
 import unicodedata
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeVar
@@ -29,7 +25,6 @@ DOCUMENT_BYTES = 64 * MIB  # Hyperion writes JSON, CSV and TOML documents of a f
 _PIECE_BYTES = MIB
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 Error = TypeVar("Error", bound=HyperionError)
-Form = TypeVar("Form")
 
 
 def inner_path(folder: Path, name: object, error: type[Error], next_step: str, links: bool = False) -> Path:
@@ -127,49 +122,6 @@ def read_json(path: Path, error: type[Error], next_step: str, limit_bytes: int =
     return parse_json(read_bounded(path, error, next_step, limit_bytes), error, next_step, where=path)
 
 
-class FieldError(HyperionError):
-    """A field that is unknown, missing or of another type."""
-
-
-@typing.overload
-def from_json(form: type[Form], value: object, place: str, extra: bool = False) -> Form: ...
-@typing.overload
-def from_json(form: Any, value: object, place: str, extra: bool = False) -> Any: ...
-def from_json(form: Any, value: Any, place: str, extra: bool = False) -> Any:
-    """Return `value`, as `json.loads` or `dataclasses.asdict` returned it, as `form`.
-
-    Args:
-        form: a dataclass of such fields, tuple[X, ...], list[X], dict[str, X], dict, X | None, Literal, or bool, int, float, str.
-        place: the name of the value, for the error; the field follows it.
-        extra: ignore fields that a dataclass does not have instead of refusing them.
-
-    Raises:
-        FieldError: an unknown or missing field, a value of another type, a number that is not finite.
-    """
-    origin, arguments = typing.get_origin(form), typing.get_args(form)
-    if origin in (types.UnionType, typing.Union):
-        return _one_of(arguments, value, place, extra)
-    if dataclasses.is_dataclass(form):
-        return _table(form, value, place, extra)
-    if origin in (tuple, list):
-        _demand(isinstance(value, list | tuple), place, "a list", value)
-        return origin(from_json(arguments[0], item, f"{place}[{index}]", extra) for index, item in enumerate(value))
-    if origin is dict:
-        _demand(isinstance(value, dict), place, "an object", value)
-        return {key: from_json(arguments[1], item, f"{place}.{key}", extra) for key, item in value.items()}
-    if origin is typing.Literal:
-        _demand(value in arguments, place, f"one of {', '.join(map(repr, arguments))}", value)
-        return value
-    if form is float:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        # A whole number of JSON may have thousands of digits, more than a float can hold.
-        _demand(number and abs(value) <= sys.float_info.max, place, "a finite number", value)
-        return float(value)
-    words = {dict: "an object", bool: "true or false", int: "a whole number", str: "a text"}[form]
-    _demand(isinstance(value, form) and (form is bool or not isinstance(value, bool)), place, words, value)
-    return value
-
-
 def is_private(folder: Path) -> bool:
     """Make a folder with mode 0700 if it does not exist; return True if only this user can write to it.
 
@@ -238,37 +190,3 @@ def _kind(mode: int) -> str:
         stat.S_IFBLK: "a block device",
     }
     return kinds.get(stat.S_IFMT(mode), "a special file")
-
-
-def _one_of(forms: tuple, value: Any, place: str, extra: bool) -> Any:
-    if value is None and types.NoneType in forms:
-        return None
-    for form in (candidates := [form for form in forms if form is not types.NoneType]):
-        try:
-            return from_json(form, value, place, extra)
-        except FieldError:
-            if form is candidates[-1]:
-                raise
-    raise AssertionError(f"no form to read {place} as")
-
-
-def _table(form: Any, value: Any, place: str, extra: bool) -> Any:
-    _demand(isinstance(value, dict), place, "an object", value)
-    fields, hints = {field.name: field for field in dataclasses.fields(form)}, typing.get_type_hints(form)
-    if (unknown := sorted(value.keys() - fields.keys())) and not extra:
-        raise _field_error(f"unknown field {place}.{unknown[0]}")
-    for name, field in fields.items():
-        optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-        if name not in value and not optional:
-            raise _field_error(f"missing field {place}.{name}")
-    known = {name: item for name, item in value.items() if name in fields}
-    return form(**{name: from_json(hints[name], item, f"{place}.{name}", extra) for name, item in known.items()})
-
-
-def _demand(holds: bool, place: str, words: str, value: object) -> None:
-    if not holds:
-        raise _field_error(f"{place} must be {words}, not {value!r:.60}")
-
-
-def _field_error(what: str) -> FieldError:
-    return FieldError(what, next_step="write it with the version of Hyperion that reads it")

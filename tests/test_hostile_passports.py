@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperion.passport import PassportError, verify_passport
-from hyperion.passport.form import hashes_of
+from hyperion.passport.verify import hashes_of
 from tests.hostile import JUNK, SPOILED, command, determined, refused, snapshot, spoil, watched
 
 REAL = Path(__file__).resolve().parents[1] / "results/passports/cpu-2-cores.json"

@@ -33,7 +33,7 @@ def passport(
 def _write(time_limit_s: float, output: Path | None) -> int:
     """Measure this machine, write its passport, and check the file."""
     from hyperion.passport import measure_passport, passport_name, verify_passport, write_passport
-    from hyperion.results.folders import PASSPORTS
+    from hyperion.results.store import PASSPORTS
 
     content = measure_passport(time_limit_s)
     path = output or results_folder() / PASSPORTS / passport_name(content)

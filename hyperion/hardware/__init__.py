@@ -1,8 +1,17 @@
 """Devices: detection, data sheets, floors, telemetry, and the fingerprint of the machine."""
 
-from hyperion.hardware.detect import detect, detect_cpu
 from hyperion.hardware.device import DTYPES, PATHS, Device, HardwareError, canonical_dtype, fp8_format, gemm_path
-from hyperion.hardware.facts import Facts, GpuFacts, collect_facts, facts_of, fingerprint, git_state, source_hash
+from hyperion.hardware.facts import (
+    GpuFacts,
+    MachineFacts,
+    collect_facts,
+    detect,
+    detect_cpu,
+    facts_of,
+    fingerprint,
+    git_state,
+    source_hash,
+)
 from hyperion.hardware.floors import Floor, floors_for
 from hyperion.hardware.specs import Peak, Specification, lookup, peak, specification
 from hyperion.hardware.telemetry import Sampler, Telemetry, read
@@ -11,10 +20,10 @@ __all__ = [
     "DTYPES",
     "PATHS",
     "Device",
-    "Facts",
     "Floor",
     "GpuFacts",
     "HardwareError",
+    "MachineFacts",
     "Peak",
     "Sampler",
     "Specification",

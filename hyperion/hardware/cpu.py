@@ -75,9 +75,9 @@ def data_caches(root: Path = Path("/"), usable: set[int] | None = None) -> tuple
     sizes: dict[int, dict[str, int]] = {}
     for cpu in usable_cpus() if usable is None else usable:
         for index in (root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index*"):
-            level, size = _integer(_text(index / "level")), _cache_size(_text(index / "size"))
-            if level and size and _text(index / "type") != "Instruction":
-                sizes.setdefault(level, {})[_text(index / "shared_cpu_list") or str(cpu)] = size
+            level, size = _integer(system_text(index / "level")), _cache_size(system_text(index / "size"))
+            if level and size and system_text(index / "type") != "Instruction":
+                sizes.setdefault(level, {})[system_text(index / "shared_cpu_list") or str(cpu)] = size
     return tuple(CacheLevel(level, tuple(sizes[level].values())) for level in sorted(sizes))
 
 
@@ -112,11 +112,11 @@ def read_cpu(root: Path = Path("/"), usable: set[int] | None = None) -> CpuFacts
     )
 
 
-def _text(path: Path) -> str | None:
-    """Return the text of a system file, or None if it cannot be read."""
+def system_text(path: Path) -> str | None:
+    """Return the text of a file of /proc or /sys without white space around it, or None if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
-    except OSError:
+    except OSError:  # for example EINVAL of amdgpu for a sensor that a die lacks
         return None
 
 
@@ -125,13 +125,13 @@ def _integer(text: str | None) -> int | None:
 
 
 def _khz(path: Path) -> float | None:
-    value = _integer(_text(path))
+    value = _integer(system_text(path))
     return value / 1000 if value else None
 
 
 def _cpuinfo(root: Path) -> dict[str, str]:
     """Return the first processor's entry of /proc/cpuinfo."""
-    block = (_text(root / "proc/cpuinfo") or "").split("\n\n")[0]
+    block = (system_text(root / "proc/cpuinfo") or "").split("\n\n")[0]
     pairs = (line.split(":", 1) for line in block.splitlines() if ":" in line)
     return {key.strip(): value.strip() for key, value in pairs}
 
@@ -154,18 +154,18 @@ def _physical_cores(root: Path, usable: set[int]) -> int:
     siblings = set()
     for cpu in usable:
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        siblings.add(_text(topology / "thread_siblings_list") or f"cpu{cpu}")
+        siblings.add(system_text(topology / "thread_siblings_list") or f"cpu{cpu}")
     return len(siblings)
 
 
 def _cgroup_quota(root: Path) -> float | None:
     """Return the number of CPUs whose time this cgroup may use (v2, else v1), or None if it is unlimited."""
-    text = _text(root / "sys/fs/cgroup/cpu.max")
+    text = system_text(root / "sys/fs/cgroup/cpu.max")
     if text:
         quota, period = text.split()
         return None if quota == "max" else int(quota) / int(period)
-    quota = _text(root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us")
-    period = _integer(_text(root / "sys/fs/cgroup/cpu/cpu.cfs_period_us"))
+    quota = system_text(root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us")
+    period = _integer(system_text(root / "sys/fs/cgroup/cpu/cpu.cfs_period_us"))
     return int(quota) / period if quota and quota != "-1" and period else None
 
 
@@ -175,7 +175,7 @@ def _within_quota(count: int, quota: float | None) -> int:
 
 
 def _memory_limit(root: Path, physical_bytes: int) -> int:
-    limit = _integer(_text(root / "sys/fs/cgroup/memory.max"))
+    limit = _integer(system_text(root / "sys/fs/cgroup/memory.max"))
     return min(physical_bytes, limit) if limit else physical_bytes
 
 

@@ -83,8 +83,9 @@ class Device:
                 )
 
     def supports(self, dtype_name: str) -> tuple[bool, str]:
-        """Return whether this device supports matrix products of this type, and the reason."""
-        return supports(self, dtype_name)
+        """Return whether this device supports matrix products of this type, and the reason. 'fp8' stands for any fp8 format."""
+        rules = {"cuda": _cuda_supports, "rocm": _rocm_supports, "cpu": _cpu_supports}
+        return rules[self.kind](self, canonical_dtype(dtype_name))
 
 
 def canonical_dtype(name: str) -> str:
@@ -100,17 +101,10 @@ def canonical_dtype(name: str) -> str:
     return short
 
 
-def supports(device: Device, dtype_name: str) -> tuple[bool, str]:
-    """Return whether the device supports matrix products of this type, and the reason. 'fp8' stands for any fp8 format."""
-    dtype = canonical_dtype(dtype_name)
-    rules = {"cuda": _cuda_supports, "rocm": _rocm_supports, "cpu": _cpu_supports}
-    return rules[device.kind](device, dtype)
-
-
 def fp8_format(device: Device) -> str | None:
     """Return the fp8 type with 4 exponent bits that the device supports: 'fp8_e4m3fn' (OCP), 'fp8_e4m3fnuz' (CDNA 3), or None."""
     for dtype in ("fp8_e4m3fn", "fp8_e4m3fnuz"):
-        if supports(device, dtype)[0]:
+        if device.supports(dtype)[0]:
             return dtype
     return None
 

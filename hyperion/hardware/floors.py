@@ -7,17 +7,18 @@ that has a misprint. A bound of ours is labelled as ours.
 import functools
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from hyperion.hardware.device import DTYPES, Device, gemm_path
-from hyperion.hardware.schema import SchemaFault, Source
-from hyperion.hardware.specs import Specification, load_file, load_specifications, lookup
+from hyperion.hardware.specs import Count, Quantity, Source, Specification, Text, load_file, load_specifications, lookup, require
 
 FLOORS_FILE = Path(__file__).with_name("floors.toml")
 STREAMS = ("copy", "scale", "add", "triad", "dot")
 # The metric of result rows that belongs to each quantity, and its unit.
 METRICS = dict.fromkeys(STREAMS, "bandwidth_gb_s") | {"gemm": "gemm_tflops", "all_reduce": "busbw_gb_s"}
 _UNITS = {"bandwidth_gb_s": "GB/s", "gemm_tflops": "TFLOPS", "busbw_gb_s": "GB/s"}
-_SHARED = ("memory bandwidth", "peak", "link")
 OURS = "sanity bound, ours"
 
 
@@ -25,41 +26,38 @@ OURS = "sanity bound, ours"
 class FloorEntry:
     """A [[floor]] of floors.toml, a vendor's number. The header of the file explains the fields."""
 
-    devices: list[str]
-    arch: str
-    quantity: str
-    dtype: str
-    size: int
-    value: float
-    unit: str
-    conditions: str
-    source: str
-    ranks: int | None = None
+    devices: Annotated[list[Text], Field(min_length=1)]
+    arch: Text
+    quantity: Text
+    dtype: Text
+    size: Count
+    value: Quantity
+    unit: Text
+    conditions: Text
+    source: Text
+    ranks: Count | None = None
 
     def __post_init__(self):
         _check_quantity(self.quantity, self.dtype)
         unit = _UNITS[METRICS[self.quantity]]
-        _require(self.unit == unit, f"{self.quantity} is measured in {unit}, not in {self.unit}")
+        require(self.unit == unit, f"{self.quantity} is measured in {unit}, not in {self.unit}")
         collective = self.quantity == "all_reduce"
-        _require((self.ranks is not None) == collective, "ranks is needed for all_reduce and not allowed otherwise")
-        _require(self.devices, "devices must name entries of specs.toml")
+        require((self.ranks is not None) == collective, "ranks is needed for all_reduce and not allowed otherwise")
 
 
 @dataclass(frozen=True)
 class SanityEntry:
     """A [[sanity]] of floors.toml: the share of a data sheet's value that a healthy device should reach, in our judgement."""
 
-    quantity: str
-    dtype: str
-    size: int
-    share: float
-    of: str
-    conditions: str
+    quantity: Text
+    dtype: Text
+    size: Count
+    share: Annotated[float, Field(gt=0, lt=1)]
+    of: Literal["memory bandwidth", "peak", "link"]
+    conditions: Text
 
     def __post_init__(self):
         _check_quantity(self.quantity, self.dtype)
-        _require(self.of in _SHARED, f"of must be one of {', '.join(_SHARED)}")
-        _require(self.share < 1, "share must be below 1")
 
 
 @dataclass(frozen=True)
@@ -74,12 +72,12 @@ class FloorFile:
         known = {entry.name: entry for entry in load_specifications().device}
         seen = set()
         for entry in self.floor:
-            _require(entry.source in self.sources, f"{entry.quantity}: unknown source {entry.source}")
+            require(entry.source in self.sources, f"{entry.quantity}: unknown source {entry.source}")
             for name in entry.devices:
-                _require(name in known, f"{entry.quantity}: {name!r} is not in specs.toml")
-                _require(known[name].arch == entry.arch, f"{name}: architecture {known[name].arch}, not {entry.arch}")
+                require(name in known, f"{entry.quantity}: {name!r} is not in specs.toml")
+                require(known[name].arch == entry.arch, f"{name}: architecture {known[name].arch}, not {entry.arch}")
                 key = (name, entry.quantity, entry.dtype, entry.size, entry.ranks)
-                _require(key not in seen, f"{name}: two floors for {entry.quantity}")
+                require(key not in seen, f"{name}: two floors for {entry.quantity}")
                 seen.add(key)
 
 
@@ -176,10 +174,5 @@ def _sanity(entry: SanityEntry, device: Device, sheet: Specification, devices: i
 
 
 def _check_quantity(quantity: str, dtype: str) -> None:
-    _require(quantity in METRICS, f"quantity must be one of {', '.join(METRICS)}")
-    _require(dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, not {dtype}")
-
-
-def _require(holds, what: str) -> None:
-    if not holds:
-        raise SchemaFault(what, "")
+    require(quantity in METRICS, f"quantity must be one of {', '.join(METRICS)}")
+    require(dtype in DTYPES, f"dtype must be one of {', '.join(DTYPES)}, not {dtype}")

@@ -8,16 +8,23 @@ import functools
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import Field, StringConstraints
 
 from hyperion.errors import HyperionError
+from hyperion.forms import FieldError, read_form
 from hyperion.hardware.device import PATHS, Device
-from hyperion.hardware.schema import Cell, CpuRules, DeviceEntry, SchemaFault, SpecificationFile, build
 
 SPECS_FILE = Path(__file__).with_name("specs.toml")
 CPU_SPECS_FILE = Path(__file__).with_name("cpu_specs.toml")
-Form = TypeVar("Form")
+AGREEMENT = 0.01  # largest relative difference of published and derived value without a note
 MEMORY_TOLERANCE = 0.06  # drivers and ECC reserve a few percent of the memory
+Form = TypeVar("Form")
+# Types of the fields in the files.
+Count = Annotated[int, Field(gt=0)]
+Quantity = Annotated[float, Field(gt=0)]
+Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 
 
 class SpecificationError(HyperionError):
@@ -100,6 +107,183 @@ class Specification:
         return self.peaks[path]
 
 
+@dataclass(frozen=True)
+class Source:
+    """A vendor's document. date: YYYY, YYYY-MM or YYYY-MM-DD."""
+
+    publisher: Literal["AMD", "NVIDIA", "Intel"]
+    title: Text
+    url: Annotated[str, Field(pattern="^https://")]
+    date: Annotated[str, Field(pattern=r"^20\d\d(-[01]\d(-[0-3]\d)?)?$")]
+
+    @property
+    def cited(self) -> str:
+        """The document as a citation."""
+        return f"{self.publisher}, {self.title} ({self.date}), {self.url}"
+
+
+@dataclass(frozen=True)
+class PeakEntry:
+    """One peak of one device, or the reason why it has none. The header of specs.toml explains the fields."""
+
+    ops: Count | None = None
+    limit_ops: Count | None = None
+    clock_mhz: Quantity | None = None
+    published: Quantity | None = None
+    source: Text | None = None
+    note: Text | None = None
+    reason: Text | None = None
+
+    def __post_init__(self):
+        if self.ops is None:
+            others = (self.limit_ops, self.clock_mhz, self.published, self.source, self.note)
+            require(self.reason, "a cell without ops needs a reason")
+            require(all(value is None for value in others), "a cell with a reason must have no other field")
+            return
+        require(not self.reason, "a cell with ops may have a note, not a reason")
+        require(self.note or (self.clock_mhz and self.published), "without clock_mhz or published a note must say why")
+        require(self.limit_ops is None or self.limit_ops >= self.ops, "limit_ops must not be below ops")
+
+
+@dataclass(frozen=True)
+class MemoryEntry:
+    """Device memory: published bandwidth, bus width, and rate per pin in Gbit/s."""
+
+    bandwidth_gb_s: Quantity
+    bus_bits: Count
+    rate_gbps: Quantity
+    source: Text | None = None
+    note: Text | None = None
+
+    def __post_init__(self):
+        agrees = abs(self.derived_gb_s / self.bandwidth_gb_s - 1) <= AGREEMENT
+        derived = f"bus x rate gives {self.derived_gb_s:.0f} GB/s, not {self.bandwidth_gb_s:g}"
+        require(agrees or self.note, f"{derived}; correct it or add a note that says why")
+
+    @property
+    def derived_gb_s(self) -> float:
+        """Bandwidth from bus width and rate, in GB/s."""
+        return self.bus_bits * self.rate_gbps / 8
+
+
+@dataclass(frozen=True)
+class LinkEntry:
+    """GPU-to-GPU bandwidth of all links in one direction, or the reason why it is unknown.
+
+    Args:
+        gb_s: bandwidth in GB/s.
+        to: the links and their other ends.
+        reason: why the bandwidth is unknown.
+        per_peer_gb_s: the share of a single peer; None if one peer can use all of it (a switch).
+        one_peer: `gb_s` is the bandwidth to one peer; other peers have other links.
+    """
+
+    gb_s: Quantity | None = None
+    to: Text | None = None
+    reason: Text | None = None
+    per_peer_gb_s: Quantity | None = None
+    one_peer: bool = False
+
+    def __post_init__(self):
+        known = self.gb_s is not None and self.to is not None and self.reason is None
+        unknown = self.gb_s is None and self.to is None and self.reason is not None
+        require(known or unknown, "a link needs gb_s and to, or a reason")
+        whole = self.gb_s or 0.0
+        shared = self.per_peer_gb_s is None or known and not self.one_peer and self.per_peer_gb_s <= whole
+        require(shared and (known or not self.one_peer), "per_peer_gb_s must be a part of gb_s, and is not allowed with one_peer")
+
+
+@dataclass(frozen=True)
+class DeviceEntry:
+    """One device as PyTorch enumerates it.
+
+    Args:
+        matches: the names that PyTorch gives the device.
+        enumerated_units: the numbers of units that PyTorch may report, if they differ from compute_units.
+    """
+
+    name: Text
+    kind: Literal["cuda", "rocm"]
+    arch: Annotated[str, Field(pattern=r"^(sm_\d+|gfx[0-9a-f]{3,5})$")]
+    matches: Annotated[list[Text], Field(min_length=1)]
+    compute_units: Count
+    memory_gib: Quantity
+    last_level_cache_mib: Quantity
+    source: Text
+    memory: MemoryEntry
+    link: LinkEntry
+    paths: dict[str, PeakEntry]
+    enumerated_units: Annotated[list[Count], Field(min_length=1)] | None = None
+    max_clock_mhz: Quantity | None = None
+    max_clock_reason: Text | None = None
+
+    def __post_init__(self):
+        require(set(self.paths) == set(PATHS), f"paths must be exactly {', '.join(PATHS)}")
+        one_clock = (self.max_clock_mhz is None) != (self.max_clock_reason is None)
+        require(one_clock, "exactly one of max_clock_mhz and max_clock_reason is needed")
+        for path, entry in self.paths.items():
+            if entry.clock_mhz and self.max_clock_mhz:
+                require(entry.clock_mhz <= self.max_clock_mhz, f"{path}: clock_mhz is above the device's max_clock_mhz")
+            derived = tera(self.compute_units, entry.ops or 0, entry.clock_mhz)
+            if derived and entry.published:
+                agrees = abs(derived / entry.published - 1) <= AGREEMENT
+                require(agrees, f"{path}: units x ops x clock gives {derived:.1f}, not {entry.published:g}")
+
+
+@dataclass(frozen=True)
+class SpecificationFile:
+    """specs.toml."""
+
+    sources: dict[str, Source]
+    device: Annotated[list[DeviceEntry], Field(min_length=1)]
+
+    def __post_init__(self):
+        require(len({entry.name for entry in self.device}) == len(self.device), "two devices have the same name")
+        for entry in self.device:
+            used = [entry.source, entry.memory.source, *(peak.source for peak in entry.paths.values())]
+            unknown = sorted({name for name in used if name is not None} - self.sources.keys())
+            require(not unknown, f"{entry.name}: unknown source {', '.join(unknown)}")
+
+
+@dataclass(frozen=True)
+class CpuRule:
+    """Operations per cycle of a core with all these flags, for one CPU family of a vendor or for any CPU."""
+
+    flags: Annotated[list[Text], Field(min_length=1)]
+    source: Text
+    note: Text
+    ops: Annotated[dict[str, Count], Field(min_length=1)]
+    vendor: Text | None = None
+    family: Count | None = None
+
+    def __post_init__(self):
+        require(set(self.ops) <= set(PATHS), f"the keys of ops must be among {', '.join(PATHS)}")
+
+    def applies(self, flags: set[str], vendor: str, family: int | None) -> bool:
+        """Return True if the rule applies to a CPU with these flags, of this vendor and family."""
+        own = self.vendor is None or (self.vendor == vendor and self.family == family)
+        return own and flags.issuperset(self.flags)
+
+
+@dataclass(frozen=True)
+class CpuRules:
+    """cpu_specs.toml."""
+
+    sources: dict[str, Source]
+    rule: list[CpuRule]
+
+    def __post_init__(self):
+        unknown = sorted({rule.source for rule in self.rule} - self.sources.keys())
+        require(not unknown, f"unknown source {', '.join(unknown)}")
+
+    def best(self, path: str, flags: tuple[str, ...], vendor: str, family: int | None) -> CpuRule | None:
+        """Return the rule for a path: rules of the CPU's family replace general ones, more operations win."""
+        fitting = [rule for rule in self.rule if path in rule.ops and rule.applies(set(flags), vendor, family)]
+        own = {frozenset(rule.flags) for rule in fitting if rule.vendor}
+        fitting = [rule for rule in fitting if rule.vendor or frozenset(rule.flags) not in own]
+        return max(fitting, key=lambda rule: rule.ops[path], default=None)
+
+
 def specification(device: Device) -> Specification | None:
     """Return the device's data sheet, or None for an unknown or altered device; `lookup` also returns the reason."""
     return lookup(device)[0]
@@ -163,17 +347,14 @@ def load_file(path: Path, form: type[Form]) -> Form:
         SpecificationError: names file, entry and field.
     """
     try:
-        return build(form, tomllib.loads(path.read_text(encoding="utf-8")))
+        return read_form(form, tomllib.loads(path.read_text(encoding="utf-8")), path.name)
     except tomllib.TOMLDecodeError as error:
         raise SpecificationError(
             f"{path.name} is not valid TOML: {error}", where=path.name, next_step="correct the file at that line"
         ) from error
-    except SchemaFault as fault:
-        raise SpecificationError(
-            f"{path.name}: {fault.what}",
-            where=f"{path.name}, {fault.place or 'whole file'}",
-            next_step=f"correct the field; the header of {path.name} explains every field",
-        ) from fault
+    except FieldError as error:
+        remedy = f"correct the field; the header of {path.name} explains every field"
+        raise SpecificationError(error.what, where=path.name, next_step=remedy) from error
 
 
 def _plain(name: str) -> str:
@@ -201,7 +382,7 @@ def _gpu_specification(device: Device, entry: DeviceEntry, entries: Specificatio
     memory_source = entries.sources[memory.source or entry.source]
     return Specification(
         name=entry.name,
-        peaks={path: _gpu_peak(device, entry, path, cell, entries) for path, cell in entry.paths.items()},
+        peaks={path: _gpu_peak(device, entry, path, entries) for path in PATHS},
         memory_bandwidth_gb_s=memory.bandwidth_gb_s,
         memory_bandwidth_limit_gb_s=max(memory.bandwidth_gb_s, memory.derived_gb_s),
         memory_bandwidth_source=f"{memory.bus_bits} bits x {memory.rate_gbps:g} Gbps / 8; {memory_source.cited}",
@@ -213,23 +394,24 @@ def _gpu_specification(device: Device, entry: DeviceEntry, entries: Specificatio
     )
 
 
-def _gpu_peak(device: Device, entry: DeviceEntry, path: str, cell: Cell, entries: SpecificationFile) -> Peak:
-    if cell.ops is None:
-        return Peak(path, reason=cell.reason)
-    source = entries.sources[cell.source or entry.source]
+def _gpu_peak(device: Device, entry: DeviceEntry, path: str, entries: SpecificationFile) -> Peak:
+    stated = entry.paths[path]
+    if stated.ops is None:
+        return Peak(path, reason=stated.reason)
+    source = entries.sources[stated.source or entry.source]
     # The driver may allow a higher clock than the data sheet (factory overclocks), and a limit must use the true maximum.
     clock_mhz = max((clock for clock in (entry.max_clock_mhz, device.max_clock_mhz) if clock), default=None)
-    ops = cell.limit_ops or cell.ops
+    ops = stated.limit_ops or stated.ops
     return Peak(
         path=path,
-        published_tflops=cell.published,
-        derived_tflops=tera(entry.compute_units, cell.ops, cell.clock_mhz),
+        published_tflops=stated.published,
+        derived_tflops=tera(entry.compute_units, stated.ops, stated.clock_mhz),
         limit_tflops=tera(entry.compute_units, ops, clock_mhz),
         formula=f"{entry.compute_units} x {ops} ops/clock x {clock_mhz:g} MHz" if clock_mhz else None,
         source=source.cited,
         date=source.date,
         reason=None if clock_mhz else entry.max_clock_reason,
-        note=cell.note,
+        note=stated.note,
     )
 
 
@@ -263,6 +445,12 @@ def _cpu_peak(device: Device, rules: CpuRules, path: str) -> Peak:
         reason=None if clock_mhz else "the maximum CPU clock is not readable (no cpufreq, as in most virtual machines)",
         note=rule.note,
     )
+
+
+def require(holds: object, what: str) -> None:
+    """Raise a ValueError unless it holds; `read_form` adds the place of the entry."""
+    if not holds:
+        raise ValueError(what)
 
 
 def tera(units: int | None, ops_per_clock: int, clock_mhz: float | None) -> float | None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+from hyperion.hardware.cpu import system_text, usable_cpus
 from hyperion.hardware.device import Device
 
 QUANTITIES = ("clock_mhz", "memory_clock_mhz", "power_w", "temperature_c", "throttle")
@@ -246,9 +247,7 @@ def gcd_position(device: Device, root: Path = Path("/")) -> str:
     if device.arch != "gfx90a" or "MI250" not in device.name:
         return "device"
     dies = sorted(
-        folder.name
-        for folder in (root / "sys/bus/pci/devices").glob("*")
-        if (folder / "device").is_file() and (folder / "device").read_text().strip() in MI250_PCI_IDS
+        folder.name for folder in (root / "sys/bus/pci/devices").glob("*") if system_text(folder / "device") in MI250_PCI_IDS
     )
     # A die that is not listed counts as first: any power that it reports is then the module's.
     return "second" if device.pci_address in dies and dies.index(device.pci_address) % 2 else "first"
@@ -260,10 +259,10 @@ def read_amd_sysfs(pci_address: str, root: Path = Path("/")) -> dict[str, float 
     if not folders:
         return {}
     folder = folders[0]
-    sensors = {_text(label): label.name.removesuffix("_label") for label in folder.glob("*_label")}
+    sensors = {system_text(label): label.name.removesuffix("_label") for label in folder.glob("*_label")}
 
     def value(sensor: str | None, suffix: str, scale: float) -> float | None:
-        text = _text(folder / f"{sensor}_{suffix}") if sensor else None
+        text = system_text(folder / f"{sensor}_{suffix}") if sensor else None
         return int(text) * scale if text and text.lstrip("-").isdigit() else None
 
     return {
@@ -338,15 +337,14 @@ def interpret_amdsmi(metrics: dict) -> dict[str, float | str | None]:
 
 def cpu_reader(device: Device, root: Path = Path("/")) -> Reader:
     """Return the reader of the CPU's clock: cpufreq, else /proc/cpuinfo (except in virtual machines, where it is a constant)."""
-    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    files = [root / f"sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_cur_freq" for cpu in cpus]
+    files = [root / f"sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_cur_freq" for cpu in usable_cpus()]
     files = [file for file in files if file.is_file()][:8]  # a few are enough for the median; reading hundreds takes long
     power = "CPU power counters need rights that an ordinary user has not"
 
     def read() -> Telemetry:
         clock_mhz = None
         if files:
-            clock_mhz = statistics.median(float(_text(file) or 0) / 1000 for file in files)
+            clock_mhz = statistics.median(float(system_text(file) or 0) / 1000 for file in files)
         elif "hypervisor" not in device.isa:
             clock_mhz = _cpuinfo_clock(root)
         reading = from_raw({"clock_mhz": clock_mhz}, "the system does not tell it for a CPU")
@@ -357,14 +355,6 @@ def cpu_reader(device: Device, root: Path = Path("/")) -> Reader:
 
 
 def _cpuinfo_clock(root: Path) -> float | None:
-    lines = (_text(root / "proc/cpuinfo") or "").splitlines()
+    lines = (system_text(root / "proc/cpuinfo") or "").splitlines()
     clocks = [float(line.split(":")[1]) for line in lines if line.startswith("cpu MHz")]
     return statistics.median(clocks) if clocks else None
-
-
-def _text(path: Path) -> str | None:
-    """Return the text of a sensor, or None if it cannot be read (amdgpu returns EINVAL for a sensor that a die lacks)."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
 
+from hyperion.hardware.cpu import system_text
 from hyperion.hardware.device import Device
 from hyperion.hardware.telemetry import _nvml_handle
 
@@ -89,9 +90,9 @@ def cpu_lines(root: Path = Path("/")) -> list[str]:
     lines = [f"{len(sockets)} socket{'s' * (len(sockets) != 1)}" if sockets else "sockets: unknown"]
     nodes = sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda folder: int(folder.name[4:]))
     for node in nodes:
-        total = re.search(r"MemTotal:\s+(\d+) kB", _text(node / "meminfo"))
+        total = re.search(r"MemTotal:\s+(\d+) kB", system_text(node / "meminfo") or "")
         memory = f"{int(total[1]) / 2**20:.0f} GiB" if total else "memory unknown"
-        cpus, distances = (_text(node / name).strip() for name in ("cpulist", "distance"))
+        cpus, distances = (system_text(node / name) for name in ("cpulist", "distance"))
         lines.append(f"NUMA node {node.name[4:]}: CPUs {cpus or 'none'}, {memory}, distances {distances or 'unknown'}")
     return lines if nodes else [*lines, "NUMA nodes: unknown"]
 
@@ -186,7 +187,7 @@ def _kfd_place(node: dict[str, int]) -> str:
 
 
 def _properties(file: Path) -> dict[str, int]:
-    pairs = (line.split() for line in _text(file).splitlines())
+    pairs = (line.split() for line in (system_text(file) or "").splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
 
 
@@ -203,13 +204,6 @@ def _peers(devices: Sequence[Device], root: Path, can_access: Callable[[int, int
 
 
 def _numa_nodes(devices: Sequence[Device], root: Path) -> tuple[int | None, ...]:
-    texts = [_text(root / f"sys/bus/pci/devices/{device.pci_address}/numa_node").strip() for device in devices]
+    texts = [system_text(root / f"sys/bus/pci/devices/{device.pci_address}/numa_node") for device in devices]
     # The kernel writes -1 if the firmware does not report the node.
-    return tuple(int(text) if text.isdigit() else None for text in texts)
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(errors="replace")
-    except OSError:
-        return ""
+    return tuple(int(text) if text and text.isdigit() else None for text in texts)

@@ -14,17 +14,18 @@ from hyperion.doctor import FloorReport, judge
 from hyperion.doctor.floor_modes import measure_floor
 from hyperion.doctor.machine_rows import all_reduce_row, gemm_rows, launch_rows, stream_rows, transfer_rows, with_params
 from hyperion.errors import HyperionError
-from hyperion.hardware import Device, Facts, Floor, collect_facts, detect, fingerprint, floors_for
+from hyperion.hardware import Device, Floor, MachineFacts, collect_facts, detect, fingerprint, floors_for
 from hyperion.hardware.floors import STREAMS
 from hyperion.measure import FORMATS, Gemm, matmul_precision
 from hyperion.measure.traffic.bandwidth import OPERATIONS, REDUCTIONS
-from hyperion.passport.form import SCHEMA, FloorSection, FloorVerdict, hashes_of, private_text, row_to_json
+from hyperion.passport.verify import SCHEMA, FloorSection, FloorVerdict, hashes_of, private_text
 from hyperion.processes import Job, RankError, roll_call, run_ranks, world
 from hyperion.results import Row, write_atomically
+from hyperion.results.rows import COLUMNS
 
-_LONGEST_CELL_S = 5.0
-# A cell also warms up (half of its time limit), makes its operands and verifies its output.
-_CELL_OVERHEAD = 3.0
+_LONGEST_MEASUREMENT_S = 5.0
+# A measurement also warms up (half of its time limit), makes its operands and verifies its output.
+_OVERHEAD = 3.0
 _TRANSFER_BYTES = 256 << 20
 _ALL_REDUCE_BYTES = 1 << 30
 _HANG_S = 120.0
@@ -39,8 +40,8 @@ _STREAM_DTYPES = ("fp32", "fp64", "fp16", "bf16")
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One measurement.
+class PlannedMeasurement:
+    """One measurement that the passport plans, within a share of the time.
 
     Args:
         name: name for progress lines.
@@ -65,15 +66,15 @@ def measure_passport(time_limit_s: float = 300.0, on_line: Callable[[str], objec
     device, devices = detect(facts), max(1, len(facts.gpus))
     floors, unknown = floors_for(device, devices)
     rows = _all_reduces(floors, devices, device, on_line)
-    cells = _cells(device, floors)
-    for done, cell in enumerate(cells):
+    plan = _planned(device, floors)
+    for done, planned in enumerate(plan):
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             reason = f"the time limit of {time_limit_s:g} s ended before it"
-            rows.append(replace(cell.absent, value_reason=reason))
+            rows.append(replace(planned.absent, value_reason=reason))
             continue
-        on_line(f"{done + 1} of {len(cells)}: {cell.name}")
-        rows += cell.measure(min(_LONGEST_CELL_S, left_s / (len(cells) - done) / _CELL_OVERHEAD))
+        on_line(f"{done + 1} of {len(plan)}: {planned.name}")
+        rows += planned.measure(min(_LONGEST_MEASUREMENT_S, left_s / (len(plan) - done) / _OVERHEAD))
     rows = list({row.key: row for row in rows}.values())
     for row in rows:
         row.validate()
@@ -96,7 +97,7 @@ def passport_name(content: dict) -> str:
     return "-".join(words) + (f"-x{devices}" if devices > 1 else "") + ".json"
 
 
-def passport_of(facts: Facts, device: Device, devices: int, rows: list[Row], report: FloorReport) -> dict:
+def passport_of(facts: MachineFacts, device: Device, devices: int, rows: list[Row], report: FloorReport) -> dict:
     """Return the passport of a machine, from its facts, the rows measured on it, and the verdicts on its floors."""
     verdicts = tuple(
         FloorVerdict(**asdict(v.floor), outcome=v.outcome, measured=None if v.row is None else v.row.value, note=v.note)
@@ -109,7 +110,7 @@ def passport_of(facts: Facts, device: Device, devices: int, rows: list[Row], rep
         "device": device.name,
         "devices": devices,
         "fingerprint": shareable_fingerprint(facts),
-        "ceilings": [row_to_json(row) for row in rows],
+        "ceilings": [{column: getattr(row, column) for column in COLUMNS} for row in rows],
         "floors": asdict(FloorSection(report.unknown, verdicts)),
     }
     content = json.loads(json.dumps(content, allow_nan=False))  # tuples become lists, as after reading the file
@@ -118,27 +119,27 @@ def passport_of(facts: Facts, device: Device, devices: int, rows: list[Row], rep
     return content | {"hashes": hashes_of(content)}
 
 
-def shareable_fingerprint(facts: Facts) -> dict:
+def shareable_fingerprint(facts: MachineFacts) -> dict:
     """Return the fingerprint without the visible-device variables that contain anything but numbers, such as UUIDs."""
     content = fingerprint(facts)
     plain = {name: value for name, value in content["visible_devices"].items() if value.replace(",", "").isdigit()}
     return content | {"visible_devices": plain}
 
 
-def _cells(device: Device, floors: list[Floor]) -> list[Cell]:
+def _planned(device: Device, floors: list[Floor]) -> list[PlannedMeasurement]:
     """Return the measurements, the most important ones first."""
     formats = sorted(FORMATS, key=lambda name: name != "fp32")
     streams = [(operation, dtype) for dtype in _STREAM_DTYPES for operation in STREAMS]
     # An all-reduce uses all devices: see _all_reduces.
     own = [floor for floor in floors if floor.quantity != "all_reduce"]
-    cells = [_gemm_cell(device, formats[0]), *(_stream_cell(device, *stream) for stream in streams[: len(STREAMS)])]
-    cells += [_floor_cell(device, floor) for floor in own]
-    cells += [_gemm_cell(device, name) for name in formats[1:]]
-    cells += _host_cells(device)
-    return cells + [_stream_cell(device, *stream) for stream in streams[len(STREAMS) :]]
+    plan = [_planned_gemm(device, formats[0]), *(_planned_stream(device, *stream) for stream in streams[: len(STREAMS)])]
+    plan += [_planned_floor(device, floor) for floor in own]
+    plan += [_planned_gemm(device, name) for name in formats[1:]]
+    plan += _planned_host(device)
+    return plan + [_planned_stream(device, *stream) for stream in streams[len(STREAMS) :]]
 
 
-def _gemm_cell(device: Device, dtype: str) -> Cell:
+def _planned_gemm(device: Device, dtype: str) -> PlannedMeasurement:
     absent = _absent("gemm", "torch.mm", "gemm_tflops", dtype)
 
     def measure(limit_s: float) -> list[Row]:
@@ -147,28 +148,28 @@ def _gemm_cell(device: Device, dtype: str) -> Cell:
             return [replace(absent, value_reason=f"unsupported: {how}")]
         return gemm_rows(device, dtype, gemm_size(device, dtype, limit_s), cold=True, time_limit_s=limit_s)
 
-    return Cell(f"product in {dtype}", measure, absent)
+    return PlannedMeasurement(f"product in {dtype}", measure, absent)
 
 
-def _stream_cell(device: Device, operation: str, dtype: str) -> Cell:
+def _planned_stream(device: Device, operation: str, dtype: str) -> PlannedMeasurement:
     def measure(limit_s: float) -> list[Row]:
         elements = stream_bytes(device, operation, dtype, limit_s) // FORMATS[dtype].bytes
         return stream_rows(device, operation, dtype, elements, time_limit_s=limit_s)
 
-    return Cell(f"{operation} in {dtype}", measure, _absent("bandwidth", operation, "bandwidth_gb_s", dtype))
+    return PlannedMeasurement(f"{operation} in {dtype}", measure, _absent("bandwidth", operation, "bandwidth_gb_s", dtype))
 
 
-def _floor_cell(device: Device, floor: Floor) -> Cell:
+def _planned_floor(device: Device, floor: Floor) -> PlannedMeasurement:
     variant, experiment = ("torch.mm", "gemm") if floor.quantity == "gemm" else (floor.quantity, "bandwidth")
     absent = replace(_absent(experiment, variant, floor.metric, floor.dtype), params={"floor": floor.size})
-    return Cell(
+    return PlannedMeasurement(
         f"{floor.quantity} in {floor.dtype} as its floor asks for", lambda limit_s: measure_floor(floor, device, limit_s), absent
     )
 
 
-def _host_cells(device: Device) -> list[Cell]:
-    cells = [
-        Cell(
+def _planned_host(device: Device) -> list[PlannedMeasurement]:
+    plan = [
+        PlannedMeasurement(
             "launches", lambda limit_s: launch_rows(device, time_limit_s=limit_s), _absent("launch", "eager", "launch_time_s", "")
         )
     ]
@@ -179,8 +180,8 @@ def _host_cells(device: Device) -> list[Cell]:
             def measure(limit_s: float, direction=direction, pinned=pinned) -> list[Row]:
                 return transfer_rows(device, direction, _TRANSFER_BYTES, pinned=pinned, time_limit_s=limit_s)
 
-            cells.append(Cell(f"{direction}, {'pinned' if pinned else 'pageable'}", measure, absent))
-    return cells
+            plan.append(PlannedMeasurement(f"{direction}, {'pinned' if pinned else 'pageable'}", measure, absent))
+    return plan
 
 
 def _absent(experiment: str, variant: str, metric: str, dtype: str) -> Row:

@@ -1,5 +1,18 @@
-"""Verify a passport: form, hashes, units, intervals, checks, limits of the data sheet, and floors."""
+"""The form of a passport, and its verification: hashes, units, intervals, checks, limits of the data sheet, and floors.
 
+A passport is one JSON file with the fingerprint, the measured ceilings and the floors of a machine:
+
+    {"schema": 1, "hyperion": "0.1.0", "created": "2026-11-21", "device": …, "devices": 4,
+     "fingerprint": {…}, "ceilings": [{row}, …], "floors": {"unknown": "", "verdicts": […]},
+     "hashes": {"fingerprint": …, "ceilings": …, "floors": …, "whole": …}}
+
+`ceilings` are result rows with all their columns. The hashes show which part was changed after it was written. They do not
+show who wrote it or that it was measured, because anyone who changes a value can recompute them. Therefore `verify_passport`
+also compares the values with the data sheets, their intervals, their checks and the floors.
+"""
+
+import hashlib
+import json
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -8,22 +21,26 @@ from typing import Any
 from hyperion.chapter.rows import bandwidth_limit, gemm_limit
 from hyperion.doctor import judge
 from hyperion.errors import HyperionError
+from hyperion.forms import read_form
 from hyperion.hardware import Device, Floor, detect, facts_of, floors_for, lookup
 from hyperion.hardware.floors import METRICS
 from hyperion.measure import FORMATS
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES
 from hyperion.measure.traffic.bandwidth import OPERATIONS, REDUCTIONS
-from hyperion.passport.form import SCHEMA, FloorSection, FloorVerdict, hashes_of, private_text
 from hyperion.results import Row, RowError
 from hyperion.results.rows import COLUMNS
-from hyperion.untrusted import from_json, read_json
+from hyperion.untrusted import read_json
 
+SCHEMA = 1
+SECTIONS = ("fingerprint", "ceilings", "floors")
 _METRICS = ("gemm_tflops", "bandwidth_gb_s", "busbw_gb_s", "launch_time_s", "energy_j_per_tflop", "energy_j_per_gb")
 # The params that a row may have, with their types.
 _PARAMS = dict.fromkeys(("m", "n", "k", "elements", "bytes", "ranks", "calls", "floor"), int)
 _PARAMS |= dict.fromkeys(("cache", "backend", "power_scope"), str) | {"pinned": bool, "counter_difference": float}
 _LARGEST_BYTES = 16 * 2**20  # thousands of values take about one MiB
 _ROUNDING = 1 + 1e-9
+# Paths of a machine. The lookbehind excludes paths in web addresses.
+_PATH = re.compile(r"(?<![\w.:/~-])(/(home|root|Users|tmp|mnt|scratch|lustre|gpfs|work|var|opt|data|nfs|usr)/|~/|[A-Z]:\\)")
 
 
 class PassportError(HyperionError):
@@ -33,14 +50,40 @@ class PassportError(HyperionError):
 
 
 @dataclass(frozen=True)
-class _Source:
+class FloorVerdict:
+    """The outcome of one floor: the fields of `hyperion.hardware.Floor`, outcome, measured value and note."""
+
+    quantity: str
+    dtype: str
+    size: int
+    value: float
+    unit: str
+    conditions: str
+    source: str
+    date: str
+    ranks: int | None
+    outcome: str
+    measured: float | None
+    note: str
+
+
+@dataclass(frozen=True)
+class FloorSection:
+    """The verdicts on all floors, or in `unknown` the reason why no floor is known for the device."""
+
+    unknown: str
+    verdicts: tuple[FloorVerdict, ...]
+
+
+@dataclass(frozen=True)
+class _SourceState:
     hash: str
     commit: str | None
     modified: bool | None
 
 
 @dataclass(frozen=True)
-class _Document:
+class _Passport:
     """The outer form of a passport; the entries of `fingerprint` and `ceilings` are verified one by one."""
 
     schema: int
@@ -62,7 +105,7 @@ def verify_passport(path: Path) -> int:
     from fewer than 30 samples; a failed check; a verdict on a floor that does not follow from the rows.
 
     Raises:
-        PassportError: names the field and the reason. `hyperion.passport.form` explains what hashes cannot show.
+        PassportError: names the field and the reason. the head of this module explains what hashes cannot show.
     """
     content = _read(path)
     try:
@@ -73,15 +116,33 @@ def verify_passport(path: Path) -> int:
         raise PassportError(error.what.replace("passport.", ""), where=path, next_step="measure it again") from error
 
 
+def hashes_of(content: dict) -> dict[str, str]:
+    """Return the sha256 of each section, and of everything but the hashes under "whole"."""
+    whole = {name: value for name, value in content.items() if name != "hashes"}
+    return {name: _hash(content[name]) for name in SECTIONS} | {"whole": _hash(whole)}
+
+
+def private_text(value, place: str) -> str:
+    """Return the place of the first text that contains a path of a machine, or ""."""
+    if isinstance(value, str):
+        return place if _PATH.search(value) else ""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        inner = f"{place}.{key}" if isinstance(key, str) else f"{place}[{key}]"
+        if found := (isinstance(key, str) and private_text(key, inner)) or private_text(item, inner):
+            return found
+    return ""
+
+
 def _verify(content: dict) -> int:
     if isinstance(content, dict) and content.get("schema") != SCHEMA:
         raise _refusal("schema", f"is {content.get('schema')!r}, this version reads {SCHEMA}")
-    document = from_json(_Document, content, "passport")
+    document = read_form(_Passport, content, "passport")
     _require(re.fullmatch(r"\d{4}-\d{2}-\d{2}", document.created), "created", "is not a date like 2026-11-21")
     _verify_hashes(content)
     if place := private_text(content, ""):
         raise _refusal(place.lstrip("."), "contains a path of a machine")
-    from_json(_Source, document.fingerprint.get("source"), "fingerprint.source")
+    read_form(_SourceState, document.fingerprint.get("source"), "fingerprint.source")
     facts = facts_of(document.fingerprint)
     device = detect(facts)
     _require(device.name == document.device, "device", f"is {document.device!r}, the fingerprint says {device.name!r}")
@@ -119,7 +180,7 @@ def _row(entry: dict, place: str, device: Device) -> Row:
     _require(not unknown, f"{place}.{unknown[0] if unknown else ''}", "is an unknown field")
     missing = sorted(set(COLUMNS) - entry.keys())
     _require(not missing, f"{place}.{missing[0] if missing else ''}", "is missing")
-    row = from_json(Row, {name: value for name, value in entry.items() if name != "unit"}, place)
+    row = read_form(Row, {name: value for name, value in entry.items() if name != "unit"}, place)
     _require(row.metric in _METRICS, f"{place}.metric", f"is {row.metric!r}, must be one of {', '.join(_METRICS)}")
     _require(entry["unit"] == row.unit, f"{place}.unit", f"is {entry['unit']!r}, {row.metric} is in {row.unit!r}")
     _verify_params(row, f"{place}.params")
@@ -144,7 +205,7 @@ def _row(entry: dict, place: str, device: Device) -> Row:
 def _verify_params(row: Row, place: str) -> None:
     for name, value in row.params.items():
         _require(name in _PARAMS, f"{place}.{name}", "is an unknown field")
-        checked: Any = from_json(_PARAMS[name], value, f"{place}.{name}")
+        checked: Any = read_form(_PARAMS[name], value, f"{place}.{name}")
         _require(_PARAMS[name] is not int or checked >= 0, f"{place}.{name}", f"is {value}")
 
 
@@ -154,7 +215,7 @@ def _known_limit(row: Row, place: str, device: Device) -> float | None:
         _require(row.dtype in FORMATS, f"{place}.dtype", f"is {row.dtype!r}, an unknown number format")
         return gemm_limit(device, row.dtype)[0]
     if row.metric == "busbw_gb_s":
-        sheet, ranks = lookup(device)[0], from_json(int, row.params.get("ranks"), f"{place}.params.ranks")
+        sheet, ranks = lookup(device)[0], read_form(int, row.params.get("ranks"), f"{place}.params.ranks")
         _require(ranks >= 2, f"{place}.params.ranks", f"is {ranks}, a collective needs at least two")
         link = sheet.link_limit_gb_s(ranks)[0] if sheet else None
         # With an in-switch reduction each byte is sent once instead of almost twice. The fingerprint does not tell whether it was
@@ -163,7 +224,7 @@ def _known_limit(row: Row, place: str, device: Device) -> float | None:
     operation = (OPERATIONS | REDUCTIONS).get(row.variant)
     if row.metric != "bandwidth_gb_s" or operation is None:
         return None
-    elements = from_json(int, row.params.get("elements"), f"{place}.params.elements")
+    elements = read_form(int, row.params.get("elements"), f"{place}.params.elements")
     _require(row.dtype in FORMATS, f"{place}.dtype", f"is {row.dtype!r}, an unknown number format")
     return bandwidth_limit(device, operation.arrays * elements * FORMATS[row.dtype].bytes)[0]
 
@@ -206,3 +267,8 @@ def _require(holds, field: str, reason: str) -> None:
 
 def _refusal(field: str, reason: str) -> PassportError:
     return PassportError(f"{field}: {reason}", next_step="measure it again: hyperion passport")
+
+
+def _hash(value) -> str:
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()

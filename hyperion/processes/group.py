@@ -24,7 +24,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # pyright
 from torch.distributed.rendezvous import rendezvous
 
 from hyperion.errors import HyperionError
-from hyperion.hardware import Device, Facts, collect_facts, detect, detect_cpu
+from hyperion.hardware import Device, MachineFacts, collect_facts, detect, detect_cpu
 from hyperion.hardware.facts import VISIBLE_DEVICE_VARIABLES
 
 BACKENDS = ("nccl", "gloo")
@@ -159,7 +159,7 @@ def _parse_port(text: str) -> int:
     return port
 
 
-def choose_device(info: RankInfo | None, backend: str | None, facts: Facts) -> tuple[str, Device]:
+def choose_device(info: RankInfo | None, backend: str | None, facts: MachineFacts) -> tuple[str, Device]:
     """Return the backend and the device of a rank. On a machine with GPUs each rank has its own.
 
     Raises:
@@ -286,7 +286,7 @@ def _shared_store(info: RankInfo, timeout: timedelta) -> Store:
 
 
 @functools.cache
-def _facts() -> Facts:
+def _facts() -> MachineFacts:
     return collect_facts()
 
 

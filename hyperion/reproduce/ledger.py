@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import cast
 
 from hyperion.errors import HyperionError
+from hyperion.forms import read_form
 from hyperion.results import Run, StoreError
 from hyperion.results.execution import LEDGER
-from hyperion.untrusted import from_json, inner_path, read_json
+from hyperion.untrusted import inner_path, read_json
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Ledger:
         Raises:
             HyperionError: it was edited or is malformed.
         """
-        content = cast(_Content, from_json(_Content, run.document(LEDGER), LEDGER))
+        content = cast(_Content, read_form(_Content, run.document(LEDGER), LEDGER))
         return cls(run, content.setting, content.notebooks, content.exported)
 
     def keep(self, stem: str, entry: Entry, files: dict[str, bytes] | None = None) -> None:
@@ -97,7 +98,7 @@ def peek(folder: Path) -> dict:
     remedy = "start afresh with RUN=new, or delete that run"
     path = inner_path(folder, LEDGER, StoreError, remedy)
     try:
-        content = cast(_Content, from_json(_Content, read_json(path, StoreError, remedy), LEDGER))
+        content = cast(_Content, read_form(_Content, read_json(path, StoreError, remedy), LEDGER))
     except (HyperionError, OSError) as error:
         raise StoreError(f"edited or damaged: {error}", where=path, next_step=remedy) from error
     return {"setting": content.setting, "notebooks": {stem: asdict(entry) for stem, entry in content.notebooks.items()}}

@@ -62,7 +62,7 @@ def _answer(profile: str, data_source: str, seed: int) -> dict:
     from hyperion.chapter.profiles import default_profile, load_profile, require_valid_sizes
     from hyperion.data.store.sources import require_known_source
     from hyperion.hardware import detect
-    from hyperion.hardware.detect import one_at_a_time
+    from hyperion.hardware.facts import one_at_a_time
 
     require_known_source(data_source)
     device = detect()

@@ -17,7 +17,7 @@ from hyperion.reproduce.ledger import Ledger
 from hyperion.reproduce.pages import require_no_machine_paths
 from hyperion.results import Run, rows_to_csv
 from hyperion.results.execution import unexpected_in
-from hyperion.results.folders import checked_name
+from hyperion.results.store import checked_name
 
 # Limit of all machines together: results/reference/ is in git.
 LARGEST_BYTES = 12_000_000

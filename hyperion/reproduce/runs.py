@@ -13,7 +13,7 @@ from hyperion.reproduce.ledger import LEDGER, Ledger, peek
 from hyperion.reproduce.machine import MachineProfile
 from hyperion.results import Run, StoreError, new_run_folder
 from hyperion.results.files import make_folder
-from hyperion.results.folders import checked_name
+from hyperion.results.store import checked_name
 
 NEW = "new"
 REPLAY = "replay"

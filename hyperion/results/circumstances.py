@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from hyperion.errors import HyperionError
-from hyperion.results.rows import Row
 from hyperion.results.store import Run
 
 # Smallest relative difference of the clocks of a value that is listed.
@@ -182,15 +181,10 @@ def _clocks(runs_a: list[Run], runs_b: list[Run]) -> Circumstance | None:
 
 def _clocks_of(runs: list[Run]) -> dict[tuple, list[float]]:
     clocks = defaultdict(list)
-    for row in _rows(runs):
+    for row in (row for run in runs for row in run.rows()):
         if row.clock_mhz is not None:
             clocks[row.key].append(row.clock_mhz)
     return clocks
-
-
-def _rows(runs: list[Run]) -> Iterator[Row]:
-    for run in runs:
-        yield from run.rows()
 
 
 def _text(value) -> str:

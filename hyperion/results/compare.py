@@ -8,10 +8,9 @@ import numpy as np
 
 from hyperion.errors import HyperionError
 from hyperion.results.circumstances import require_distinct
-from hyperion.results.folders import find_run
 from hyperion.results.rows import Row
 from hyperion.results.statistics import DIVISIONS, Power, fenced, log_deviations, randomization_test
-from hyperion.results.store import RUN, Run
+from hyperion.results.store import RUN, Run, find_run
 
 RELAUNCHES = 5
 SMALLEST_CHANGE = 0.03
@@ -200,26 +199,17 @@ def _missing(key: tuple, *sides: list[dict[tuple, Row]]) -> Comparison:
         if reasons:
             some = f"{len(runs) - len(values[-1])} of {len(runs)} launches of " if values[-1] else ""
             reasons_by_side.append(f"not in {some}{side}: {', '.join(reasons)}")
-    return Comparison(
-        _name(key),
-        key[-1],
-        None,
-        None,
-        None,
-        None,
-        None,
-        "missing",
-        reason="; ".join(reasons_by_side),
-        launches_a=values[0],
-        launches_b=values[1],
-    )
+    return _without_verdict(key, "; ".join(reasons_by_side), values[0], values[1])
 
 
 def _incomparable(key: tuple, values: list[float], launches_a: int, forms: list[tuple[str, str]]) -> Comparison:
     """Return a missing value: a metric of a package that the runs define differently."""
     stated = ", ".join(f"[{unit}] {'no direction' if better == 'none' else f'{better} is better'}" for unit, better in forms)
-    a, b = tuple(values[:launches_a]), tuple(values[launches_a:])
     reason = f"the runs define the metric differently: {stated}"
+    return _without_verdict(key, reason, tuple(values[:launches_a]), tuple(values[launches_a:]))
+
+
+def _without_verdict(key: tuple, reason: str, a: tuple[float, ...], b: tuple[float, ...]) -> Comparison:
     return Comparison(_name(key), key[-1], None, None, None, None, None, "missing", reason=reason, launches_a=a, launches_b=b)
 
 

@@ -1,4 +1,4 @@
-"""Atomic writes of files, and folders with a manifest of all their files.
+"""Files of a run: atomic writes, a manifest of all files of a folder, and safe reads of samples.
 
 A run folder may come from another person. So names in its files must stay inside the folder, and readers never write. If a writer
 was killed during a commit, readers follow its list of renames, and the next writer executes it.
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
+import pandas as pd
+
 from hyperion.errors import HyperionError, refused_write
 from hyperion.locks import file_lock
 from hyperion.untrusted import inner_path, open_regular, read_json
@@ -26,6 +28,8 @@ MANIFEST = "MANIFEST"
 PENDING = "MANIFEST.pending"
 LOCK, WRITER_LOCK = ".lock", ".writer.lock"
 LARGEST_FILE_BYTES = 2**30  # largest file of a run; samples usually take a few MiB
+# Largest samples that are decoded. Generous: the largest experiment of Hyperion records 50,000 rows.
+LARGEST_ROWS, LARGEST_CELLS, LARGEST_DECODED_BYTES = 20_000_000, 100_000_000, 2**30
 _OWN = (MANIFEST, PENDING, LOCK, WRITER_LOCK)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _RESTORE = "restore the file from where it was copied, or delete the run and measure again"
@@ -227,6 +231,28 @@ def locked(folder: Path, name: str = LOCK, create: bool = False) -> Iterator[Non
         yield
 
 
+def read_samples(content: bytes, where: object) -> pd.DataFrame:
+    """Return the table of a Parquet file. Its size is checked before it is decoded, and nothing in it is executed.
+
+    Types come from the Parquet schema. The pandas metadata is ignored, because it can name Python types.
+
+    Args:
+        content: the file's bytes.
+        where: the file, for the error.
+
+    Raises:
+        StoreError: it is not Parquet, has other types than numbers, dates, texts and lists of numbers, has two columns of the
+            same name, or is larger than anything that Hyperion records.
+    """
+    import pyarrow as pa
+
+    try:
+        table = _samples_table(content, where)
+        return table.to_pandas(ignore_metadata=True)
+    except (pa.ArrowException, ValueError, OSError, OverflowError) as error:
+        raise StoreError(f"unreadable samples: {str(error)[:200]}", where=where, next_step=_RESTORE) from error
+
+
 def _pending(folder: Path) -> dict[str, str]:
     """Return the list of renames of an unfinished commit as {temporary name: name}, or {}."""
     path = inner_path(folder, PENDING, StoreError, _DISTRUST)
@@ -342,3 +368,67 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _samples_table(content: bytes, where: object):
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    metadata = parquet.read_metadata(pa.BufferReader(content))
+    groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+    chunks = [group.column(column) for group in groups for column in range(group.num_columns)]
+    _require_size(0 <= metadata.num_rows <= LARGEST_ROWS, f"{metadata.num_rows} rows", where)
+    cells = sum(chunk.num_values for chunk in chunks)
+    _require_size(all(chunk.num_values >= 0 for chunk in chunks) and cells <= LARGEST_CELLS, f"{cells} values", where)
+    decoded = sum(chunk.total_uncompressed_size for chunk in chunks)
+    _require_size(0 <= decoded <= LARGEST_DECODED_BYTES, f"{decoded} bytes", where)
+
+    schema = metadata.schema.to_arrow_schema()
+    if len(set(schema.names)) != len(schema.names):
+        raise StoreError("samples with two columns of the same name", where=where, next_step=_RESTORE)
+    for field in schema:
+        if not _is_plain(field.type):
+            fault = f"samples with a column of type {field.type} ({field.name!r:.40})"
+            raise StoreError(fault, where=where, next_step="record numbers, dates, texts and lists of numbers")
+    # A text that is stored once and repeated a million times is small until it is decoded, so its decoded size is computed
+    # first.
+    texts = [field.name for field in schema if _is_text(field.type)]
+    table = parquet.ParquetFile(pa.BufferReader(content), read_dictionary=texts).read(use_threads=False)
+    for name in texts:
+        column = table.column(name)
+        if pa.types.is_dictionary(column.type):
+            decoded += sum(map(_text_bytes, column.chunks))
+            _require_size(decoded <= LARGEST_DECODED_BYTES, f"{decoded} bytes", where)
+            table = table.set_column(table.column_names.index(name), name, column.cast(column.type.value_type))
+    return table
+
+
+def _text_bytes(chunk) -> int:
+    import pyarrow.compute as compute
+
+    # By name, because pyarrow creates these functions at import and type checkers do not see them.
+    lengths = compute.call_function("binary_length", [chunk.dictionary])
+    return compute.call_function("sum", [lengths.take(chunk.indices).cast("int64")]).as_py() or 0
+
+
+def _is_plain(kind) -> bool:
+    from pyarrow import types
+
+    if types.is_list(kind) or types.is_large_list(kind):
+        return types.is_primitive(kind.value_type)
+    if types.is_dictionary(kind):
+        return _is_plain(kind.value_type)
+    return types.is_primitive(kind) or types.is_null(kind) or _is_text(kind)
+
+
+def _is_text(kind) -> bool:
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        return _is_text(kind.value_type)
+    return types.is_string(kind) or types.is_large_string(kind)
+
+
+def _require_size(holds: bool, size: str, where: object) -> None:
+    if not holds:
+        raise StoreError(f"samples of {size} are more than Hyperion records", where=where, next_step=_RESTORE)

@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from hyperion.errors import HyperionError
+from hyperion.forms import read_form
 from hyperion.results.metrics import BUILT_IN, Metric, metric_named, require_one_definition
-from hyperion.untrusted import from_json, parse_json
+from hyperion.untrusted import parse_json
 
 SCHEMA_VERSION = 1
 # Prefix of `value_reason` if the value was measured and refused.
@@ -308,7 +309,7 @@ def own_metrics_from_json(document: object, where: object) -> dict[str, list[Met
         HyperionError: the document has another form, defines a metric of an experiment twice, or redefines a built-in one.
     """
     try:
-        metrics = from_json(dict[str, list[Metric]], document, "metrics")
+        metrics = read_form(dict[str, list[Metric]], document, "metrics")
         for name, of_experiment in metrics.items():
             if len(require_one_definition(of_experiment, where)) < len(of_experiment):
                 raise RowError(f"metrics.{name} defines a metric twice")

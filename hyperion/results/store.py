@@ -1,8 +1,11 @@
-"""Run folders: rows, samples, predictions and finished experiments. Each change is one transaction."""
+"""Run folders: their names, and their rows, samples, predictions and finished experiments. Each change is one transaction."""
 
 import hashlib
 import io
 import json
+import os
+import re
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
@@ -10,14 +13,19 @@ from pathlib import Path
 
 import pandas as pd
 
+from hyperion.errors import HyperionError
+from hyperion.forms import read_form
+from hyperion.paths import reference_folder, results_folder
 from hyperion.results.execution import KEPT, MEASURED, note_experiment
 from hyperion.results.files import (
     WRITER_LOCK,
     StoreError,
     commit,
     locked,
+    make_folder,
     manifest_names,
     read_manifest,
+    read_samples,
     read_verified,
     verify_folder,
 )
@@ -33,11 +41,13 @@ from hyperion.results.rows import (
     rows_from_csv,
     rows_to_csv,
 )
-from hyperion.results.samples import read_samples
-from hyperion.untrusted import DOCUMENT_BYTES, from_json, parse_json
+from hyperion.untrusted import DOCUMENT_BYTES, parse_json
 
 ROWS, RUN, EXPERIMENTS, PREDICTIONS = "rows.csv", "run.json", "experiments.json", "predictions.json"
 ENVIRONMENTS, METRICS = "environments.json", "metrics.json"
+# Names in results/ that are not runs: a link to the newest finished run, and the folder of passports.
+LATEST, PASSPORTS = "latest", "passports"
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ANEW = "restore the file from where it was copied, or delete the run and measure again"
 
 
@@ -80,7 +90,7 @@ class _Cpu:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _RecordedSource:
     commit: str | None = None
     modified: bool | None = None
     hash: str | None = None
@@ -92,7 +102,7 @@ class _Environment:
 
     gpus: list[_Gpu] | None = None
     cpu: _Cpu | None = None
-    source: _Source | None = None
+    source: _RecordedSource | None = None
     packages: dict[str, str | None] | None = None
     collective_settings: dict | None = None
 
@@ -171,7 +181,7 @@ class Run:
             HyperionError: it is damaged, or a field that pages read has another type.
         """
         content = self.document(RUN)
-        from_json(_Information, content, RUN, extra=True)
+        read_form(_Information, content, RUN, extra=True)
         return content
 
     def rows(self, notebook: str | None = None, experiment: str | None = None) -> list[Row]:
@@ -275,7 +285,7 @@ class Run:
             HyperionError: the file is damaged, or an environment does not match its digest.
         """
         environments = self._json_of(ENVIRONMENTS)
-        from_json(dict[str, _Environment], environments, ENVIRONMENTS, extra=True)
+        read_form(dict[str, _Environment], environments, ENVIRONMENTS, extra=True)
         for digest, environment in environments.items():
             if digest != environment_digest(environment):
                 fault = f"environment {digest!r:.40} does not match its digest: it was edited"
@@ -301,7 +311,7 @@ class Run:
         """Return the stored predictions, of one notebook or experiment if named."""
         if PREDICTIONS not in manifest_names(self.folder):
             return []
-        predictions = from_json(list[Prediction], self.document(PREDICTIONS), PREDICTIONS)
+        predictions = read_form(list[Prediction], self.document(PREDICTIONS), PREDICTIONS)
         return [
             p
             for p in predictions
@@ -383,13 +393,71 @@ class Run:
             HyperionError: the file is damaged, or an entry has another form.
         """
         found = self._json_of(EXPERIMENTS)
-        from_json(dict[str, _Finished], found, EXPERIMENTS, extra=True)
+        read_form(dict[str, _Finished], found, EXPERIMENTS, extra=True)
         for name in found:
             require_file_names(*name.partition("/")[::2])
         return found
 
     def _json_of(self, name: str) -> dict:
         return self.document(name) if name in manifest_names(self.folder) else {}
+
+
+def new_run_folder(name: str, results: Path | None = None) -> Path:
+    """Make a new folder for a run; simultaneous callers get different folders.
+
+    Args:
+        name: name of the run, such as a profile, in letters, digits, '.', '_' and '-'.
+        results: folder of all runs, default `results_folder()`.
+    """
+    results = results or results_folder()
+    make_folder(results)
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{checked_name(name)}"
+    for attempt in range(1000):
+        folder = results / (stem if attempt == 0 else f"{stem}.{attempt}")
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            continue
+    raise StoreError("1000 runs of this name within one second", where=results, next_step="try again")
+
+
+def checked_name(name: str) -> str:
+    """Return `name` if it is a valid name of a run.
+
+    Raises:
+        HyperionError: it has other characters, or is `latest`, `reference` or `passports`.
+    """
+    if not _RUN_NAME.fullmatch(name) or name in (LATEST, PASSPORTS, reference_folder().name):
+        raise HyperionError(
+            f"{name!r} cannot name a run",
+            next_step="use letters, digits, '.', '_' and '-', and not latest, passports or reference",
+        )
+    return name
+
+
+def set_latest(run: Path) -> None:
+    """Set the link results/latest to a finished run, atomically."""
+    temporary = run.parent / f".{LATEST}.{os.getpid()}"
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(run.name)
+    os.replace(temporary, run.parent / LATEST)
+
+
+def find_run(name: str) -> Path:
+    """Return the folder of a run by its path, its name, `latest`, or the name of a reference machine.
+
+    Raises:
+        HyperionError: there is no such run; the message lists all runs.
+    """
+    places = [Path(name), results_folder() / name, reference_folder() / name]
+    for place in places:
+        if (place / "run.json").is_file():
+            return place.resolve()
+    known = sorted(p.parent.name for root in (results_folder(), reference_folder()) for p in root.glob("*/run.json"))
+    raise HyperionError(
+        f"no run {name!r}", where=" or ".join(map(str, places)), next_step=f"name one of: {', '.join(known) or 'no run yet'}"
+    )
 
 
 def environment_digest(environment: dict) -> str:

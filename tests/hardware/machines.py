@@ -1,7 +1,7 @@
 """Facts of the machines this project has to know, as torch reports them; tests of every vendor branch inject them."""
 
 from hyperion.hardware.cpu import CpuFacts
-from hyperion.hardware.facts import Facts, GpuFacts
+from hyperion.hardware.facts import GpuFacts, MachineFacts
 
 GIB = 2**30
 
@@ -59,7 +59,7 @@ def gpu(machine: str, **changes) -> GpuFacts:
     return GpuFacts(**{**fields, **changes})
 
 
-def facts(machine: str | None = None, gpus: tuple[GpuFacts, ...] = (), **changes) -> Facts:
+def facts(machine: str | None = None, gpus: tuple[GpuFacts, ...] = (), **changes) -> MachineFacts:
     """A machine with one GPU of the table, with the given GPUs, or with a CPU alone."""
     if machine:
         gpus = (gpu(machine),)
@@ -72,4 +72,4 @@ def facts(machine: str | None = None, gpus: tuple[GpuFacts, ...] = (), **changes
         "cpu": SERVER_CPU,
         "gpus": gpus,
     }
-    return Facts(**{**fields, **changes})
+    return MachineFacts(**{**fields, **changes})

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hyperion.hardware import HardwareError, collect_facts, detect, detect_cpu
-from hyperion.hardware.detect import parse_gcn_arch
+from hyperion.hardware.facts import parse_gcn_arch
 from tests.hardware.machines import GPUS, facts, gpu
 
 

@@ -1,4 +1,5 @@
 import json
+from dataclasses import asdict
 from types import SimpleNamespace
 
 from hyperion.hardware import collect_facts
@@ -9,11 +10,11 @@ from tests.hardware.machines import facts
 def test_this_machine_is_read_and_fits_json():
     here = collect_facts()
     assert here.python and here.torch and here.cpu.cores >= 1
-    assert json.loads(json.dumps(here.to_json()))["torch"] == here.torch
+    assert json.loads(json.dumps(asdict(here)))["torch"] == here.torch
 
 
 def test_injected_facts_fit_json():
-    content = json.loads(json.dumps(facts("MI250X").to_json()))
+    content = json.loads(json.dumps(asdict(facts("MI250X"))))
     assert content["gpus"][0]["multi_processor_count"] == 110 and content["hip"] == "7.2.0"
 
 

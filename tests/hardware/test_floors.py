@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hyperion.forms import FieldError, read_form
 from hyperion.hardware import detect, detect_cpu, floors_for, lookup
 from hyperion.hardware.floors import FLOORS_FILE, METRICS, OURS, FloorFile, load_floors
-from hyperion.hardware.schema import SchemaFault, build
 from hyperion.hardware.specs import SpecificationError
 from hyperion.results import metric_named
 from tests.hardware.machines import GPUS, facts, gpu
@@ -89,7 +89,7 @@ def test_every_source_is_cited_and_every_quantity_is_a_metric():
     ("old", "new", "said"),
     [
         ('unit = "TFLOPS"', 'unit = "GFLOPS"', "gemm is measured in TFLOPS, not in GFLOPS"),
-        ("value = 1200", "value = -1200", "must be float above 0"),
+        ("value = 1200", "value = -1200", ".value must be greater than 0, not -1200"),
         ('quantity = "copy"', 'quantity = "copies"', "quantity must be one of"),
         ('arch = "gfx90a"', 'arch = "gfx942"', "architecture gfx90a, not gfx942"),
         ('"AMD Instinct MI300X"]', '"AMD Instinct MI300"]', "is not in specs.toml"),
@@ -97,8 +97,8 @@ def test_every_source_is_cited_and_every_quantity_is_a_metric():
         ('dtype = "fp64"', 'dtype = "float64"', "dtype must be one of fp64, "),
         ('source = "mi250"', 'source = "a blog"', "unknown source a blog"),
         ("ranks = 8", "# no ranks", "ranks is needed for all_reduce"),
-        ("share = 0.5", "share = 1.5", "share must be below 1"),
-        ('of = "link"', 'of = "luck"', "of must be one of"),
+        ("share = 0.5", "share = 1.5", ".share must be less than 1, not 1.5"),
+        ('of = "link"', 'of = "luck"', ".of must be 'memory bandwidth', 'peak' or 'link', not 'luck'"),
         ("[[floor]]", "[[floor", "not valid TOML"),
     ],
 )
@@ -121,8 +121,8 @@ def test_junk_in_any_field_is_a_fault_and_nothing_else(data, junk):
     field = data.draw(st.sampled_from(sorted(entry)))
     entry[field] = junk
     try:
-        build(FloorFile, content)
-    except SchemaFault as fault:
+        read_form(FloorFile, content, "floors.toml")
+    except FieldError as fault:
         assert fault.what
     else:
         assert field == "conditions" and isinstance(junk, str) and junk.strip()

@@ -1,7 +1,7 @@
 import pytest
 
 from hyperion.hardware import detect
-from hyperion.hardware.detect import one_at_a_time
+from hyperion.hardware.facts import one_at_a_time
 from tests.hardware.machines import facts
 
 

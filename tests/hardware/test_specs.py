@@ -1,10 +1,24 @@
+import copy
 import dataclasses
+import tomllib
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hyperion.errors import HyperionError
+from hyperion.forms import FieldError, read_form
 from hyperion.hardware import PATHS, detect, detect_cpu, lookup, peak, specification
-from hyperion.hardware.specs import SPECS_FILE, SpecificationError, load_specifications
+from hyperion.hardware.specs import (
+    AGREEMENT,
+    SPECS_FILE,
+    LinkEntry,
+    MemoryEntry,
+    PeakEntry,
+    SpecificationError,
+    SpecificationFile,
+    load_specifications,
+)
 from tests.hardware.machines import GPUS, facts, gpu
 
 CELLS = [(entry, path) for entry in load_specifications().device for path in PATHS]
@@ -164,10 +178,14 @@ def test_cpu_operations_follow_the_instruction_set(flags, vendor, family, path, 
     [
         ("published = 81.7", "published = 84.7", "fp64_vector: units x ops x clock gives 81.7, not 84.7"),
         ('tf32 = { reason = "CDNA 2', 'tf32 = { ops = 7, reason = "CDNA 2', "may have a note, not a reason"),
-        ("compute_units = 304", "compute_units = -304", "must be int above 0, not -304"),
-        ('kind = "rocm"', 'kind = "amd"', "kind must be cuda or rocm"),
+        ("compute_units = 304", "compute_units = -304", ".compute_units must be greater than 0, not -304"),
+        ("compute_units = 304", "compute_units = true", ".compute_units must be a valid integer, not True"),
+        ("compute_units = 304", "compute_units = inf", ".compute_units must be a valid integer, not inf"),
+        ("published = 81.7", "published = nan", ".published must be a finite number, not nan"),
+        ("[sources]", "[sources.none]", "missing field specs.toml.sources"),
+        ('kind = "rocm"', 'kind = "amd"', ".kind must be 'cuda' or 'rocm', not 'amd'"),
         ("bus_bits = 8192", "bus_bits = 4096", "bus x rate gives 2662 GB/s"),
-        ("max_clock_mhz = 2100", "max_clok_mhz = 2100", "unknown field max_clok_mhz"),
+        ("max_clock_mhz = 2100", "max_clok_mhz = 2100", "unknown field specs.toml.device[3: 'AMD Instinct MI300X'].max_clok_mhz"),
         ('source = "mi300_rocm"', 'source = "a blog"', "unknown source a blog"),
         ("[[device]]", "[[device", "not valid TOML"),
     ],
@@ -180,3 +198,64 @@ def test_a_wrong_file_is_refused_with_the_place(tmp_path, old, new, said):
     with pytest.raises(SpecificationError) as error:
         load_specifications(broken)
     assert said in str(error.value) and "specs.toml" in str(error.value.where) and error.value.next_step
+
+
+GOOD = tomllib.loads(SPECS_FILE.read_text(encoding="utf-8"))
+JUNK = st.one_of(
+    st.none(), st.booleans(), st.text(max_size=3), st.integers(-5, 0), st.just(float("nan")), st.lists(st.integers())
+)
+
+
+@given(st.integers(1, 512), st.integers(1, 65536), st.floats(100, 4000), st.floats(0.9, 1.1))
+def test_a_published_value_is_accepted_exactly_within_the_agreement(units, ops, clock_mhz, factor):
+    content = copy.deepcopy(GOOD)
+    entry = content["device"][0]
+    derived = units * ops * clock_mhz / 1e6
+    entry.update(compute_units=units, max_clock_mhz=clock_mhz)
+    entry["paths"] = {path: {"reason": "not of interest here"} for path in PATHS}
+    entry["paths"]["fp16"] = {"ops": ops, "clock_mhz": clock_mhz, "published": derived * factor}
+    if abs(1 / factor - 1) < AGREEMENT * 0.999:
+        read_form(SpecificationFile, content, "specs.toml")
+    elif abs(1 / factor - 1) > AGREEMENT * 1.001:
+        with pytest.raises(FieldError, match="fp16: units x ops x clock"):
+            read_form(SpecificationFile, content, "specs.toml")
+
+
+@settings(max_examples=60, deadline=None)  # machines are shared: a slow example says nothing
+@given(st.data(), JUNK)
+def test_junk_in_any_field_is_a_fault_with_a_place_and_nothing_else(data, junk):
+    content = copy.deepcopy(GOOD)
+    entry = content["device"][data.draw(st.integers(0, len(content["device"]) - 1))]
+    name = entry["name"]
+    field = data.draw(st.sampled_from(sorted(set(entry) - {"name"})))
+    entry[field] = junk
+    try:
+        read_form(SpecificationFile, content, "specs.toml")
+    except FieldError as fault:
+        assert name in fault.what
+    else:  # a text of three letters may do as a reason, positive numbers as counts of units
+        assert isinstance(junk, str) or (field == "enumerated_units" and (junk is None or junk and min(junk) > 0))
+
+
+@pytest.mark.parametrize("field", ["sources", "device"])
+def test_a_missing_section_is_named(field):
+    with pytest.raises(FieldError, match=f"missing field specs.toml.{field}"):
+        read_form(SpecificationFile, {key: value for key, value in GOOD.items() if key != field}, "specs.toml")
+
+
+def test_an_empty_entry_needs_its_reason():
+    with pytest.raises(ValueError, match="needs a reason"):
+        PeakEntry()
+    with pytest.raises(ValueError, match="a note must say why"):
+        PeakEntry(ops=8, published=3.0)
+    with pytest.raises(ValueError, match="limit_ops"):
+        PeakEntry(ops=8, limit_ops=4, published=3.0, clock_mhz=1.0)
+
+
+def test_bandwidth_and_link_explain_themselves():
+    with pytest.raises(ValueError, match="bus x rate gives 1638"):
+        MemoryEntry(bandwidth_gb_s=3276.8, bus_bits=4096, rate_gbps=3.2)
+    with pytest.raises(ValueError, match="or a reason"):
+        LinkEntry(gb_s=50)
+    with pytest.raises(ValueError, match="a part of gb_s"):
+        LinkEntry(gb_s=50, to="its neighbour", per_peer_gb_s=64)

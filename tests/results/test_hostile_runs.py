@@ -324,15 +324,19 @@ LENIENT = {"name": "step_time_s", "unit": "s", "direction": "none", "meaning": "
         ("metrics.json", lambda d: d[ENTRY_SCORED].append(d[ENTRY_SCORED][0]), "defines a metric twice"),
         ("metrics.json", lambda d: d[ENTRY_SCORED][0].update(unit="s"), "unit 'points' where own_score has 's'"),
         ("metrics.json", lambda d: d[ENTRY_SCORED][0].update(direction="lower"), "lies beyond its limit"),
-        ("metrics.json", lambda d: d[ENTRY_SCORED][0].update(direction="up"), "direction must be one of 'higher', 'lower'"),
+        (
+            "metrics.json",
+            lambda d: d[ENTRY_SCORED][0].update(direction="up"),
+            "direction must be 'higher', 'lower' or 'none', not 'up'",
+        ),
         ("metrics.json", lambda d: d[ENTRY_SCORED][0].update(needs_interval=True), "lacks n or the 95 % confidence interval"),
-        ("metrics.json", lambda d: d[ENTRY_SCORED][0].update(needs_check=1), "needs_check must be true or false"),
+        ("metrics.json", lambda d: d[ENTRY_SCORED][0].update(needs_check=1), "needs_check must be a valid boolean, not 1"),
         ("metrics.json", lambda d: d[ENTRY_SCORED][0].update(meaning="two\nlines"), "meaning is 'two\\nlines'"),
         ("metrics.json", lambda d: d[ENTRY_SCORED][0].update(unit="<b>"), "metric unit is '<b>'"),
         ("metrics.json", lambda d: d[ENTRY_SCORED][0].update(colour="red"), "unknown field"),
         ("metrics.json", lambda d: d[ENTRY_SCORED].append({**LENIENT}), "'step_time_s' has two definitions: direction"),
-        ("run.json", lambda d: d["environment"].update(gpus=[{"name": 1}]), "gpus[0].name must be a text"),
-        ("predictions.json", lambda d: d[0].update(guess="fast"), "guess must be a finite number"),
+        ("run.json", lambda d: d["environment"].update(gpus=[{"name": 1}]), "gpus[0].name must be a valid string, not 1"),
+        ("predictions.json", lambda d: d[0].update(guess="fast"), "guess must be a valid number, not 'fast'"),
     ],
 )
 def test_documents_that_contradict_each_other_are_refused(place, originals, monkeypatch, capsys, name, change, said):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hyperion.errors import HyperionError
-from hyperion.hardware import Device, Facts, GpuFacts, collect_facts, detect, detect_cpu, gemm_path, lookup, peak
+from hyperion.hardware import Device, GpuFacts, MachineFacts, collect_facts, detect, detect_cpu, gemm_path, lookup, peak
 from hyperion.measure.clock.clocks import Clock
 from hyperion.measure.clock.step import time_step
 from hyperion.measure.clock.timing import Timing, time_function
@@ -252,7 +252,7 @@ def mi250x(compute_units: int, memory_bytes: float, clock_mhz: float) -> Device:
         max_clock_mhz=clock_mhz,
     )
     here = collect_facts()
-    return detect(Facts(python=here.python, torch=here.torch, cuda=None, hip="7.2", cpu=here.cpu, gpus=(gpu,)))
+    return detect(MachineFacts(python=here.python, torch=here.torch, cuda=None, hip="7.2", cpu=here.cpu, gpus=(gpu,)))
 
 
 def _wrong_device(wrong: tuple[int, float, float], said: str) -> Callable[[Device, bool, Believe], None]:
