@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from hyperion.book import headline_markdown
-from hyperion.book.headlines import headlines
+from hyperion.book.outline import headlines
 from hyperion.checkpoints import verify
-from hyperion.figures.formats import percent
-from hyperion.figures.material import Material
+from hyperion.figures.material import Material, percent
 from hyperion.results import Run
 from tests.readme import PAGES, README, ROOT, commands, folders, needs_the_book, run
 

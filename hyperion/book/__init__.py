@@ -13,10 +13,9 @@ from hyperion.book.display import (
     teach,
     verdict,
 )
-from hyperion.book.export import export_run
+from hyperion.book.export import export_run, headline_markdown, reference_readme
 from hyperion.book.outline import environment
 from hyperion.book.plots import all_plots, draw
-from hyperion.book.reference import headline_markdown, reference_readme
 from hyperion.book.report import write_report
 from hyperion.experiments.interconnect.figures import kernels_chosen, link_meanings, links_between, rates_by_size
 from hyperion.figures.material import Material

@@ -7,8 +7,7 @@ import pandas as pd
 
 from hyperion.book.plots import draw, plots_of
 from hyperion.errors import HyperionError, not_none
-from hyperion.figures.formats import number, percent, quoted_value
-from hyperion.figures.material import Material
+from hyperion.figures.material import Material, number, percent, quoted_value
 from hyperion.figures.published import published_tables
 from hyperion.figures.tables import escaped, html, markdown_text, prediction_basis, prediction_error, prediction_table, tables_of
 from hyperion.results import Row, Run

@@ -1,13 +1,29 @@
-"""Export a run by subject: benchmarks/<subject>/ with CSV, JSON and PNG of each experiment."""
+"""Export a run: benchmarks/<subject>/ with CSV, JSON and PNG of each experiment, and README.md for a code host."""
 
 import json
 
-from hyperion.book.outline import picture, picture_path
+import pandas as pd
+
+from hyperion.book.outline import (
+    UNFOLDED_LINES,
+    DrawnFigure,
+    Section,
+    banner,
+    environment,
+    headlines,
+    missing,
+    picture,
+    picture_path,
+    sections,
+    summary,
+)
 from hyperion.book.plots import all_plots, results_folder
-from hyperion.figures.material import Material
-from hyperion.figures.plot import ALL
+from hyperion.figures.material import ALL, Material, device_name, percent
+from hyperion.figures.tables import markdown, markdown_code, markdown_text
 from hyperion.results import Row, Run, rows_to_csv
 from hyperion.results.rows import COLUMNS
+
+README = "README.md"
 
 
 def export_run(run: Run, material: Material | None = None) -> list[str]:
@@ -49,3 +65,72 @@ def rows_to_json(rows: list[Row]) -> str:
     """Return the rows as a JSON list of objects with the columns of rows.csv."""
     lines = [{column: getattr(row, column) for column in COLUMNS} for row in rows]
     return json.dumps(lines, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def reference_readme(run: Run, material: Material | None = None) -> dict[str, bytes]:
+    """Return README.md of a run and its pictures, by path relative to the run.
+
+    Args:
+        material: material of the run, whose figures are not drawn again; None reads the run.
+    """
+    material = material or Material(run)
+    parts = sections(material)
+    first = summary(material)
+    shown = ([first] if first else []) + [picture for section in parts for picture in section.pictures]
+    return {README: _page(material, first, parts).encode()} | {picture.path: picture.content for picture in shown}
+
+
+def _page(material: Material, first: DrawnFigure | None, found: list[Section]) -> str:
+    information = material.information
+    parts = [
+        f"# {markdown_text(device_name(information))}",
+        f"Every number and picture below is made from the rows of [`rows.csv`](rows.csv) "
+        f"(profile {markdown_code(information.get('profile'))}"
+        f"{_sources(material)}); raw samples lie in `samples/`, hashes in `MANIFEST`.",
+    ]
+    if banner(material):
+        parts.append(f"> **{markdown_text(banner(material))}**")
+    if first:
+        parts.append(f"![{markdown_text(first.caption)}]({first.path})")
+    quoted = _headline_table(material)
+    if len(quoted):
+        parts += ["## At a glance", markdown(quoted)]
+    for section in found:
+        parts += [f"## {markdown_text(section.title)}", *_body(section)]
+    absent = missing(material)
+    if len(absent):
+        parts += ["## Not measured, or without a limit", _folded(f"{len(absent)} entries and why", markdown(absent))]
+    parts += ["## Environment", markdown(environment(material))]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def headline_markdown(run: Run) -> str:
+    """Return the headlines of a run as a Markdown table."""
+    return markdown(_headline_table(Material(run)))
+
+
+def _sources(material: Material) -> str:
+    return f", data source {markdown_code(', '.join(material.data_sources))}" if material.data_sources else ""
+
+
+def _headline_table(material: Material) -> pd.DataFrame:
+    return pd.DataFrame(
+        [{"": h.label, "best": h.value, "% of limit": percent(h.fraction), "limit": h.limit} for h in headlines(material)]
+    )
+
+
+def _body(section: Section) -> list[str]:
+    parts = [_shown(picture) for picture in section.pictures]
+    for caption, table in section.tables:
+        folded = len(table) > UNFOLDED_LINES
+        parts.append(_folded(caption, markdown(table)) if folded else f"**{markdown_text(caption)}**\n\n{markdown(table)}")
+    return parts
+
+
+def _shown(picture: DrawnFigure) -> str:
+    caption = markdown_text(picture.caption)
+    return f"![{caption}]({picture.path})\n\n*{caption}*"
+
+
+def _folded(summary: str, body: str) -> str:
+    return f"<details>\n<summary>{markdown_text(summary)}</summary>\n\n{body.strip()}\n\n</details>"

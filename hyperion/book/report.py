@@ -6,10 +6,18 @@ from pathlib import Path
 
 import pandas as pd
 
-from hyperion.book.headlines import Headline, headlines
-from hyperion.book.outline import Picture, Section, banner, environment, missing, sections
-from hyperion.figures.formats import number, percent
-from hyperion.figures.material import Material, device_name, made_from_rows
+from hyperion.book.outline import (
+    UNFOLDED_LINES,
+    DrawnFigure,
+    Headline,
+    Section,
+    banner,
+    environment,
+    headlines,
+    missing,
+    sections,
+)
+from hyperion.figures.material import Material, device_name, made_from_rows, number, percent
 from hyperion.figures.published import published_bandwidth, published_baseline, published_gemm, published_source, published_tables
 from hyperion.figures.tables import escaped, html
 from hyperion.paths import reference_folder
@@ -17,7 +25,6 @@ from hyperion.results import Run
 from hyperion.results.execution import unexpected_in
 
 REPORT = "report.html"
-_UNFOLDED_LINES = 12
 _PNG_WIDTH = slice(16, 20)
 
 
@@ -102,12 +109,12 @@ def _section(section: Section) -> str:
     parts = [_figure(picture) for picture in section.pictures]
     for caption, table in section.tables:
         # In a section with pictures the tables are folded, so that the pictures are near each other.
-        opened = "" if section.pictures or len(table) > _UNFOLDED_LINES else " open"
+        opened = "" if section.pictures or len(table) > UNFOLDED_LINES else " open"
         parts.append(f"<details{opened}><summary>{escaped(caption)}</summary>{html(table)}</details>")
     return f'<section id="{escaped(section.experiment)}"><h2>{escaped(section.title)}</h2>{"".join(parts)}</section>'
 
 
-def _figure(picture: Picture) -> str:
+def _figure(picture: DrawnFigure) -> str:
     content = base64.b64encode(picture.content).decode()
     # Shown smaller than their pixels: sharp on high-resolution screens, with text of the same size in all figures.
     width = round(int.from_bytes(picture.content[_PNG_WIDTH], "big") / 1.2)

@@ -1,10 +1,9 @@
 """A chapter: how a notebook predicts, runs and stores experiments. Finds subjects, experiments and profiles."""
 
 from hyperion.chapter.chapter import Chapter, open_chapter, run_information
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Result
 from hyperion.chapter.profiles import default_profile, load_profile, profile_names
-from hyperion.chapter.registry import experiment_named, experiment_names
+from hyperion.chapter.subjects import experiment_named, experiment_names
 
 __all__ = [
     "Chapter",

@@ -13,9 +13,8 @@ import pandas as pd
 from tqdm.auto import tqdm
 
 from hyperion.chapter.context import Context, Result
-from hyperion.chapter.profiles import REPLAY, default_profile, load_profile
-from hyperion.chapter.registry import experiment_named, module_of
-from hyperion.chapter.replay import finished_in, measured_under, reference_run
+from hyperion.chapter.profiles import REPLAY, default_profile, finished_in, load_profile, measured_under, reference_run
+from hyperion.chapter.subjects import experiment_named, module_of
 from hyperion.chapter.variants import run_isolated
 from hyperion.data.prepare.catalog import data_identity
 from hyperion.dependencies import reached_source_hash

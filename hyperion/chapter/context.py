@@ -1,19 +1,17 @@
-"""What an experiment gets and what it gives back."""
+"""What an experiment gets, a context and typed options, and what it gives back: forecasts, rows and samples."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Self
 
 import pandas as pd
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hyperion.errors import not_none
+from hyperion.errors import HyperionError, not_none
 from hyperion.hardware import Device
-from hyperion.results import Row
-
-if TYPE_CHECKING:
-    from hyperion.chapter.options import Options
-
+from hyperion.results import Estimate, Row
 
 # Called with (done, total, note) to show an experiment's progress.
 Report = Callable[[int, int, str], object]
@@ -51,9 +49,21 @@ class Context:
 
         return world().device
 
-    def row(self, variant: str, metric: str, value: float | None, **columns) -> Row:
-        """A row of this experiment."""
+    def row(self, variant: str, metric: str, value: float | Estimate | None, **columns) -> Row:
+        """Return a row of this experiment. An estimate also gives the number of samples and the interval."""
+        if isinstance(value, Estimate):
+            columns = {"n": value.n, "ci_low": value.ci_low, "ci_high": value.ci_high} | columns
+            value = value.value
         return Row(notebook=self.notebook, experiment=self.experiment, variant=variant, metric=metric, value=value, **columns)
+
+    def absent_row(self, variant: str, metric: str, reason: str, **columns) -> Row:
+        """Return a row without value: nothing was measured, for this reason."""
+        return self.row(variant, metric, None, value_reason=reason, **columns)
+
+    def error_row(self, variant: str, metric: str, error: float, check: str, tolerance: float, **columns) -> Row:
+        """Return a row whose value is an error that must not exceed a tolerance; `check` says what was compared."""
+        columns |= {"check": check, "check_error": error, "check_tolerance": tolerance}
+        return self.row(variant, metric, error, **columns)
 
     def best_upstream(self, metric: str, dtype: str) -> Row | None:
         """The largest value of a metric measured earlier in this run, warm caches left out; None when none was."""
@@ -61,7 +71,59 @@ class Context:
         return max((row for row in rows if row.value is not None), key=lambda row: not_none(row.value), default=None)
 
 
-@dataclass(frozen=True, kw_only=True)
+# Strict: neither "8" nor 8.0 stands for the count 8.
+_STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Table(BaseModel):
+    """Base of a table inside options, such as one of several shapes. A subclass documents each field under "Args"."""
+
+    model_config = _STRICT
+
+
+class Options(BaseModel):
+    """Base of an experiment's options. A subclass documents each field under "Args" and gives a default only where most
+    profiles agree.
+
+    Args:
+        timeout_s: seconds after which a process that the experiment starts is killed.
+    """
+
+    model_config = _STRICT
+
+    timeout_s: float = Field(default=3600.0, gt=0)
+
+    @classmethod
+    def of(cls, context: Context) -> Self:
+        """Return the options that an experiment was given.
+
+        Raises:
+            HyperionError: an unknown, missing or invalid option, by name.
+        """
+        return cls.parse(context.sizes, context.experiment)
+
+    @classmethod
+    def parse(cls, sizes: dict, experiment: str) -> Self:
+        """Return the options in a table of a profile.
+
+        Raises:
+            HyperionError: an unknown, missing or invalid option, by name.
+        """
+        try:
+            # By way of JSON: there a strict model takes lists for tuples and tables for nested models.
+            return cls.model_validate_json(json.dumps(sizes))
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(str(part) for part in first["loc"])
+            known = ", ".join(cls.model_fields)
+            raise HyperionError(
+                f"option {name!r} of the experiment {experiment!r}: {first['msg']}",
+                where="sizes of the experiment: sizes.toml of its subject, or the call that gave them",
+                next_step=f"correct it; the options are {known}",
+            ) from error
+
+
+@dataclass(frozen=True)
 class Forecast:
     """An estimate of one row's value from ceilings and shapes, or None with the reason in `basis`.
 
@@ -111,7 +173,7 @@ class Experiment:
 
     forecast: Callable[[Context], list[Forecast]]
     run: Callable[[Context, Report], Result]
-    options: "type[Options] | None" = None
+    options: type[Options] | None = None
     isolated: bool = False
     reads: tuple[str, ...] = ()
     forecast_reads: tuple[str, ...] = ()

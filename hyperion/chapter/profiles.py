@@ -1,7 +1,8 @@
 """Profiles: the sizes of every experiment, so that the same cells run on a laptop and on a GPU.
 
 `profiles.toml` lists the profiles; each subject's `sizes.toml` holds the sizes of its experiments, one table a profile and
-experiment: `[full.gemm]`. A profile inherits from its parent, experiment by experiment and option by option.
+experiment: `[full.gemm]`. A profile inherits from its parent, experiment by experiment and option by option. The profile
+`replay` has no sizes: it shows a reference run, a stored run of another machine.
 """
 
 import functools
@@ -9,8 +10,10 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from hyperion.chapter.subjects import Subject, subjects
+from hyperion.chapter.subjects import Subject, experiment_named, subjects
 from hyperion.errors import HyperionError
+from hyperion.paths import reference_folder
+from hyperion.results import Run, find_run
 
 REPLAY = "replay"
 _FILE = Path(__file__).with_name("profiles.toml")
@@ -122,3 +125,68 @@ def _sizes_of(subject: Subject) -> dict[str, dict[str, dict]]:
                     next_step=f"name a table [{profile}.<module>] after one of its modules: {', '.join(subject.modules)}",
                 )
     return content
+
+
+def require_valid_sizes(profile: Profile) -> None:
+    """Check the sizes of every experiment in a profile against the experiment's options.
+
+    Raises:
+        HyperionError: an unknown, missing or invalid option, by name.
+    """
+    for name, sizes in profile.experiments.items():
+        options = experiment_named(name).options
+        if options is not None:
+            options.parse(sizes, f"{name} in profile {profile.name}")
+
+
+def reference_runs() -> list[Run]:
+    """Return the stored reference runs: real data before synthetic data, then more GPUs before fewer."""
+    runs = [Run.open(path.parent) for path in sorted(reference_folder().glob("*/run.json"))]
+
+    def place(run: Run) -> tuple:
+        asked = run.information()
+        gpus = asked.get("environment", {}).get("gpus") or []
+        return asked.get("data_source") == "synthetic", -len(gpus), run.folder.name
+
+    return sorted(runs, key=place)
+
+
+def reference_run(machine: str, notebook: str) -> Run:
+    """Return the named reference run, or the first with rows of the notebook.
+
+    Raises:
+        HyperionError: there is no such run.
+    """
+    if machine:
+        return Run.open(find_run(str(reference_folder() / machine)))
+    for run in reference_runs():
+        if run.rows(notebook):
+            return run
+    raise HyperionError(f"no reference run holds {notebook}", where=reference_folder(), next_step="run it here: PROFILE=smoke")
+
+
+def finished_in(reference: Run, notebook: str, experiment: str) -> dict:
+    """Return the record of a finished experiment of the reference run.
+
+    Raises:
+        HyperionError: the reference run has no such experiment.
+    """
+    kept = reference.finished(notebook, experiment)
+    if kept is None:
+        raise HyperionError(
+            f"the reference run of {reference.folder.name} holds no experiment {experiment}",
+            where=reference.folder,
+            next_step="run it on a machine with PROFILE=smoke or full, or choose another reference",
+        )
+    return kept
+
+
+def measured_under(reference: Run, notebook: str, experiment: str) -> tuple[dict, dict]:
+    """Return provenance and environment of an experiment of the reference run; without provenance, those of run.json."""
+    asked = reference.information()
+    provenance = finished_in(reference, notebook, experiment).get("provenance")
+    if not provenance:
+        sizes = load_profile(asked["profile"]).sizes(experiment)
+        provenance = {"profile": asked["profile"], "seed": asked["seed"], "sizes": sizes}
+    environment = reference.environments().get(provenance.get("environment", ""))
+    return provenance, asked["environment"] if environment is None else environment

@@ -10,7 +10,7 @@ from hyperion.errors import not_none
 from hyperion.hardware import Device, gemm_path, lookup, peak
 from hyperion.measure import FORMATS, Ceilings, Timing, Verification, format_of
 from hyperion.measure.clock.timing import require_cache_label
-from hyperion.results import Estimate, Row
+from hyperion.results import Estimate, Row, ratio_estimate
 from hyperion.units import MIB
 
 # A call that moves this many times the last-level cache leaves at most a tenth of its traffic in it.
@@ -31,9 +31,50 @@ def timed_columns(estimate: Estimate, timing: Timing, verification: Verification
     return columns if verification is None else columns | check_columns(verification)
 
 
+def timed_row(
+    context: Context,
+    variant: str,
+    metric: str,
+    estimate: Estimate,
+    timing: Timing,
+    verification: Verification | None = None,
+    limit: tuple[float | None, str] = (None, ""),
+    **columns,
+) -> Row:
+    """Return the row of a value derived from a timing: its interval, limit, check and the device's state.
+
+    Args:
+        estimate: the value, in the unit of the metric.
+        verification: of the timed output; None for a value that needs no check.
+        limit: (limit of the value, its source), or (None, why there is none).
+        columns: further columns, such as dtype and params.
+    """
+    columns |= timed_columns(estimate, timing, verification)
+    return context.row(variant, metric, estimate.value, limit=limit[0], limit_source=limit[1], **columns)
+
+
+def speedup_row(
+    context: Context,
+    variant: str,
+    timing: Timing,
+    baseline: Timing,
+    why_no_limit: str,
+    verification: Verification | None = None,
+    **columns,
+) -> Row:
+    """Return the row of the speed-up of one timing over another. The two were timed in turn, so a drift cancels."""
+    ratio = ratio_estimate(timing.samples_s, baseline.samples_s)
+    return timed_row(context, variant, "speedup", ratio, timing, verification, (None, why_no_limit), **columns)
+
+
+def checked(name: str, error: float, tolerance: float) -> dict:
+    """Return the columns of a check: what was compared, the error, and the largest error allowed."""
+    return {"check": name, "check_error": error, "check_tolerance": tolerance}
+
+
 def check_columns(verification: Verification) -> dict:
     """Return the columns that store a verification."""
-    return {"check": verification.name, "check_error": verification.error, "check_tolerance": verification.tolerance}
+    return checked(verification.name, verification.error, verification.tolerance)
 
 
 def sample_frame(timing: Timing, variant: str, dtype: str, params: dict) -> pd.DataFrame:
@@ -125,6 +166,22 @@ def product_bytes(device: Device, dtype: str, m: int, n: int, k: int) -> int:
     return (m + n) * k * number_format.bytes + m * n * number_format.output.itemsize
 
 
+def rate_row(
+    context: Context,
+    variant: str,
+    dtype: str,
+    params: dict,
+    rate: Estimate,
+    timing: Timing,
+    verification: Verification,
+    backend: str,
+) -> Row:
+    """Return the row of a product's rate in TFLOPS, limited by the peak of its format."""
+    limit, source = gemm_limit(context.device, dtype)
+    bound = limit, f"{source}; by {backend}"
+    return timed_row(context, variant, "gemm_tflops", rate, timing, verification, bound, dtype=dtype, params=params)
+
+
 def product_row(
     context: Context,
     variant: str,
@@ -135,28 +192,15 @@ def product_row(
     verification: Verification,
     backend: str,
 ) -> Row:
-    """Return the row of a product's rate in TFLOPS, limited by the peak of its format.
-
-    A product with a wrong output has no rate: its row has the reason instead.
-    """
+    """Return `rate_row`; for a product with a wrong output, which has no rate, the row with the reason."""
     if wrong := wrong_product(dtype, verification):
         return absent_product(context, variant, dtype, params, wrong)
-    limit, source = gemm_limit(context.device, dtype)
-    return context.row(
-        variant,
-        "gemm_tflops",
-        rate.value,
-        dtype=dtype,
-        params=params,
-        limit=limit,
-        limit_source=f"{source}; by {backend}",
-        **timed_columns(rate, timing, verification),
-    )
+    return rate_row(context, variant, dtype, params, rate, timing, verification, backend)
 
 
 def absent_product(context: Context, variant: str, dtype: str, params: dict, reason: str) -> Row:
     """Return the row of a product that has no rate."""
-    return context.row(variant, "gemm_tflops", None, dtype=dtype, params=params, value_reason=reason)
+    return context.absent_row(variant, "gemm_tflops", reason, dtype=dtype, params=params)
 
 
 def wrong_product(dtype: str, verification: Verification) -> str:

@@ -1,9 +1,9 @@
-"""Subjects: folders of experiments with their figures, sizes, metrics and notebooks.
+"""Subjects: folders of experiments with their figures, sizes, metrics and notebooks; find an experiment by its name.
 
 A subject is a Python package. What it contains decides what it registers:
 
     <experiment>.py   a module with an `EXPERIMENT`; the module's name is the experiment's name
-    figures.py        TITLES {experiment: title} and PLOTS, a tuple of `hyperion.figures.plot.Plot`; imports no torch
+    figures.py        TITLES {experiment: title} and PLOTS, a tuple of `hyperion.figures.material.Plot`; imports no torch
     sizes.toml        the sizes of its experiments in each profile
     metrics.py        METRICS, a tuple of `hyperion.results.Metric` that the library lacks
     NN_<name>.ipynb   notebooks, executed after the library's own
@@ -25,13 +25,14 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 
-import hyperion
+from hyperion.chapter.context import Experiment
 from hyperion.errors import HyperionError
 from hyperion.results.metrics import register_metric
 
 ENTRY_POINTS = "hyperion.subjects"
 VARIABLE = "HYPERION_SUBJECTS"
 _BUILT_IN = "hyperion.experiments"
+_NOT_EXPERIMENTS = ("figures", "exercises", "metrics")
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def subjects() -> tuple[Subject, ...]:
     Raises:
         HyperionError: a package or a folder that does not exist or is no package, or two subjects of one name.
     """
-    own = Path(hyperion.__file__).parent / "experiments"
+    own = Path(__file__).resolve().parents[1] / "experiments"
     found = [Subject(path.name, f"{_BUILT_IN}.{path.name}", path) for path in sorted(own.iterdir()) if _is_package(path)]
     found += [_installed(point.value) for point in sorted(entry_points(group=ENTRY_POINTS), key=lambda point: point.name)]
     found += [_at_path(Path(text)) for text in os.environ.get(VARIABLE, "").split(os.pathsep) if text]
@@ -129,7 +130,33 @@ def subject_of(experiment: str) -> Subject | None:
     return owners[0] if owners else None
 
 
-_NOT_EXPERIMENTS = ("figures", "exercises", "metrics")
+def experiment_names() -> list[str]:
+    """Return the names of all experiments. Imports every module of every subject."""
+    return [
+        name
+        for subject in subjects()
+        for name in subject.modules
+        if isinstance(getattr(subject.module(name), "EXPERIMENT", None), Experiment)
+    ]
+
+
+def module_of(name: str) -> str:
+    """Return the dotted name of an experiment's module; of an unknown experiment the name itself."""
+    subject = subject_of(name)
+    return f"{subject.package}.{name}" if subject else name
+
+
+def experiment_named(name: str) -> Experiment:
+    """Return the experiment of a name; no other experiment is imported.
+
+    Raises:
+        HyperionError: there is none; the message lists them.
+    """
+    subject = subject_of(name)
+    experiment = getattr(subject.module(name), "EXPERIMENT", None) if subject else None
+    if not isinstance(experiment, Experiment):
+        raise HyperionError(f"no experiment {name!r}", next_step=f"use one of {', '.join(experiment_names())}")
+    return experiment
 
 
 def _line_of(error: Exception, module: Path) -> str:

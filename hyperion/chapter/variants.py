@@ -1,23 +1,26 @@
 """Run an experiment or its variants in processes of their own, so that none sees the memory or the settings of another."""
 
+import json
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pandas as pd
+from pydantic import TypeAdapter
 
-from hyperion.chapter.context import Context, Report, Result
-from hyperion.chapter.registry import experiment_named
-from hyperion.chapter.subjects import subjects
+from hyperion.chapter.context import Context, Options, Report, Result
+from hyperion.chapter.subjects import experiment_named
+from hyperion.errors import HyperionError
 from hyperion.processes import Job, report_progress, run_job, run_ranks
 from hyperion.processes.job import entry_of, load_entry
-from hyperion.results import rows_from_csv, rows_to_csv
-from hyperion.results.rows import own_metrics, own_metrics_from_json, own_metrics_to_json
+from hyperion.results import Row
 
 # A new process spends longer on starting Python and torch than on its work, and keeps a core busy while it starts.
 _CORES_EACH, _FEWEST, _MOST = 2, 2, 8
+_CONTEXT, _ROWS = TypeAdapter(Context), TypeAdapter(list[Row])
 
 
 def run_isolated(context: Context, report: Report) -> Result:
@@ -44,15 +47,8 @@ def run_variant(context: Context, report: Report, function: Callable[..., Result
     Raises:
         JobError: the variant raised, was killed, or ran past the experiment's `timeout_s`.
     """
-    context.workspace.mkdir(parents=True, exist_ok=True)
-    samples_file = context.workspace / "samples.parquet"
-    job = Job(
-        run_in_worker,
-        {"context": packed(context), "function": entry_of(function), "params": params or {}, "samples_file": str(samples_file)},
-        timeout_s=context.sizes.get("timeout_s", 3600.0),
-    )
-    answer = run_job(job, on_progress=report)
-    return unpacked(answer, samples_file, context.experiment)
+    answer = run_job(_job(run_in_worker, context, function, params), on_progress=report)
+    return unpacked(answer, _samples_file(context))
 
 
 def run_on_ranks(
@@ -71,16 +67,45 @@ def run_on_ranks(
     Raises:
         RankError: a rank failed; the error names it. The workspace keeps the log of every rank.
     """
-    context.workspace.mkdir(parents=True, exist_ok=True)
-    samples_file = context.workspace / "samples.parquet"
-    job = Job(
-        run_on_rank,
-        {"context": packed(context), "function": entry_of(function), "params": params or {}, "samples_file": str(samples_file)},
-        timeout_s=context.sizes.get("timeout_s", 3600.0),
-        ranks=ranks,
-    )
+    job = _job(run_on_rank, context, function, params, ranks)
     answers = run_ranks(job, on_progress=report, log_folder=context.workspace / "logs" / function.__name__)
-    return [unpacked(answer, _of_rank(samples_file, rank), context.experiment) for rank, answer in enumerate(answers)]
+    return [unpacked(answer, _samples_file(context, rank)) for rank, answer in enumerate(answers)]
+
+
+class RankOptions(Options):
+    """Options of an experiment on several ranks.
+
+    Args:
+        ranks: largest number of ranks; fewer where the machine has fewer devices.
+        cpu_ranks: ranks that share the CPU of a machine without accelerators.
+    """
+
+    ranks: int = 8
+    cpu_ranks: int = 2
+
+    def device_count(self, context: Context) -> int:
+        """Return the number of accelerators of this machine, or `cpu_ranks` if it has none."""
+        import torch  # here, because this module is imported where pages are made without torch
+
+        return self.cpu_ranks if context.device.kind == "cpu" else torch.cuda.device_count()
+
+    def rank_count(self, context: Context, batch_size: int) -> int:
+        """Return the number of ranks of the experiment: all devices, at most `ranks`.
+
+        Args:
+            batch_size: examples of one step over all ranks together.
+
+        Raises:
+            HyperionError: `batch_size` is not divisible by the number of ranks.
+        """
+        ranks = min(self.device_count(context), self.ranks)
+        if batch_size % ranks:
+            raise HyperionError(
+                f"{ranks} ranks do not divide a batch of {batch_size}",
+                where=f"{context.notebook}.{context.experiment}",
+                next_step=f"set batch_size to a multiple of {ranks}, or ranks to a divisor of {batch_size}, in the profile",
+            )
+        return ranks
 
 
 def run_side_by_side(context: Context, report: Report, function: Callable[..., Result], variants: list[dict]) -> list[Result]:
@@ -146,54 +171,60 @@ def merged(results: list[Result]) -> Result:
     return Result(rows, samples, next((result.source for result in results if result.source), ""))
 
 
+def _job(
+    entry: Callable[..., dict], context: Context, function: Callable[..., Result], params: dict | None, ranks: int | None = None
+) -> Job:
+    context.workspace.mkdir(parents=True, exist_ok=True)
+    values = {"context": packed(context), "function": entry_of(function), "params": params or {}, "import_path": sys.path}
+    return Job(entry, values, timeout_s=context.sizes.get("timeout_s", 3600.0), ranks=ranks)
+
+
+def _samples_file(context: Context, rank: int | None = None) -> Path:
+    return context.workspace / ("samples.parquet" if rank is None else f"samples-{rank}.parquet")
+
+
 def packed(context: Context) -> dict:
-    """Return a context as JSON-able values, with the definitions of the upstream rows' own metrics."""
-    metrics = own_metrics_to_json(own_metrics(context.upstream))
-    upstream = {"upstream": rows_to_csv(context.upstream), "upstream_metrics": metrics}
-    return asdict(context) | {"workspace": str(context.workspace)} | upstream
+    """Return a context as JSON-able values, with the definitions of the upstream rows' metrics."""
+    upstream = [replace(row, own_metric=row.definition) for row in context.upstream]
+    return _CONTEXT.dump_python(replace(context, upstream=upstream), mode="json")
 
 
-def restored(settings: dict) -> Context:
+def restored(values: dict) -> Context:
     """Return the context from the values of `packed`."""
-    metrics = own_metrics_from_json(settings["upstream_metrics"], where="upstream rows")
-    upstream = rows_from_csv(settings["upstream"], where="upstream rows", metrics=metrics)
-    others = {name: value for name, value in settings.items() if name != "upstream_metrics"}
-    return Context(**others | {"workspace": Path(settings["workspace"]), "upstream": upstream})
+    return _CONTEXT.validate_python(values)
 
 
-def unpacked(answer: dict, samples_file: Path, experiment: str) -> Result:
+def unpacked(answer: dict, samples_file: Path) -> Result:
     """Return the Result in a worker's answer. Deletes its samples file."""
     samples = pd.read_parquet(samples_file)
     samples_file.unlink()
-    where = f"answer of {experiment}"
-    metrics = own_metrics_from_json(answer["metrics"], where)
-    rows = rows_from_csv(answer["rows"], where, validated=False, metrics=metrics)
-    return Result(rows, samples, answer["source"])
+    return Result(_ROWS.validate_python(answer["rows"]), samples, answer["source"])
 
 
-def run_in_worker(context: dict, function: str, params: dict, samples_file: str) -> dict:
-    """Run a variant; the worker's entry point. Return its rows as CSV text; its samples go to `samples_file`."""
-    subjects()  # adds folders of HYPERION_SUBJECTS to the import path, where the function may be
-    result = load_entry(function)(restored(context), report_progress, **params)
-    result.samples.to_parquet(samples_file, index=False)
-    metrics = own_metrics_to_json(own_metrics(result.rows))
-    return {"rows": rows_to_csv(result.rows), "metrics": metrics, "source": result.source}
+def run_in_worker(context: dict, function: str, params: dict, import_path: list[str], rank: int | None = None) -> dict:
+    """Run a variant; the worker's entry point. Return its rows as JSON values; its samples go to a file in the workspace.
+
+    Args:
+        import_path: `sys.path` of the caller, on which the function may be in a folder of HYPERION_SUBJECTS.
+    """
+    sys.path += [folder for folder in import_path if folder not in sys.path]
+    here = restored(context)
+    result = load_entry(function)(here, report_progress, **params)
+    result.samples.to_parquet(_samples_file(here, rank), index=False)
+    rows = json.dumps([asdict(row) for row in result.rows], default=float)  # NumPy's scalars become plain numbers
+    return {"rows": json.loads(rows), "source": result.source}
 
 
-def run_on_rank(context: dict, function: str, params: dict, samples_file: str) -> dict:
+def run_on_rank(context: dict, function: str, params: dict, import_path: list[str]) -> dict:
     """Run a variant on a rank; its entry point. As `run_in_worker`, with a samples file for each rank."""
     from hyperion.processes import world  # imports torch
 
-    return run_in_worker(context, function, params, str(_of_rank(Path(samples_file), world().rank)))
-
-
-def _of_rank(samples_file: Path, rank: int) -> Path:
-    return samples_file.with_name(f"samples-{rank}.parquet")
+    return run_in_worker(context, function, params, import_path, world().rank)
 
 
 def on_few_threads(context: Context, report: Report, function: str, params: dict, threads: int) -> Result:
     """Call a function with PyTorch limited to `threads` CPU threads; the entry point of `run_side_by_side`'s processes."""
-    import torch  # here, because this module is imported where pages are made without torch
+    import torch
 
     torch.set_num_threads(threads)
     return load_entry(function)(context, report, **params)

@@ -17,10 +17,8 @@ import torch
 import torch.distributed as dist
 import typer
 
-from hyperion.chapter.ranks import least_free_bytes
 from hyperion.errors import HyperionError
-from hyperion.experiments.interconnect.collective_limits import switch_can_add, switch_is_off
-from hyperion.experiments.interconnect.collectives import devices_of
+from hyperion.experiments.interconnect.collectives import devices_of, least_free_bytes, switch_can_add, switch_is_off
 from hyperion.hardware import detect
 from hyperion.hardware.topology import topology_lines
 from hyperion.measure import Collective, CollectiveMeasurement, collective_bytes, fit_latency_bandwidth, measure_collective

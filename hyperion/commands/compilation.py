@@ -16,7 +16,7 @@ from hyperion.commands.console import one_of, run_app
 from hyperion.errors import LARGEST_SEED, HyperionError
 from hyperion.experiments.compilation.compilation import CompilationOptions
 from hyperion.experiments.compilation.compilation_models import IMAGENET_STEM, ModelSpec, fit_to_weights, weight_faults
-from hyperion.experiments.compilation.compilation_table import compilation_csv, compilation_json, compilation_table
+from hyperion.experiments.compilation.figures import compilation_csv, compilation_json, compilation_table
 from hyperion.figures.material import Material
 from hyperion.hardware import detect
 from hyperion.measure.steps.compilation import EAGER, MODES

@@ -14,13 +14,12 @@ from hyperion.chapter.profiles import default_profile, lineage
 from hyperion.commands.console import UsageError, one_of
 from hyperion.data.store.sources import SOURCES
 from hyperion.errors import HyperionError, not_none, require_seed
-from hyperion.experiments.llama.fine_tuning import FULL, LORA, state_bytes
 from hyperion.hardware import Device
 from hyperion.models import local_llama, random_llama_shape
 from hyperion.paths import expanded, results_folder
 from hyperion.results import Run, find_run
 from hyperion.training import choose_precision
-from hyperion.workloads.llama_setup import RANK, require_llama
+from hyperion.workloads.fine_tuning import FULL, LORA, RANK, require_llama, state_bytes
 from hyperion.workloads.recipes import Recipe, Strategy, Task
 
 COMMAND = "run_distributed"

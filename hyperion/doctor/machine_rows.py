@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from hyperion.chapter.rows import bandwidth_limit, gemm_limit, out_of_memory_reason, timed_columns
-from hyperion.experiments.interconnect.collective_limits import busbw_limit
+from hyperion.experiments.interconnect.collectives import busbw_limit
 from hyperion.hardware import Device
 from hyperion.measure import (
     COLLECTIVES,

@@ -119,17 +119,14 @@ def errors_of(rows: Sequence[Row], factor: float = 1.0) -> list[list[float]] | N
 def limit_line(axes: Axes, value: float, label: str, colour: str, size: float = 8) -> None:
     """A dashed line across the panel with its name on it, at the left end: curves that rise with size end at the right."""
     axes.axhline(value, color=colour, linestyle=(0, (5, 3)), linewidth=1.2, zorder=1.5)
-    axes.annotate(
-        label,
-        (0, value),
-        xycoords=("axes fraction", "data"),
-        xytext=(3, 3),
-        textcoords="offset points",
-        ha="left",
-        va="bottom",
-        fontsize=size,
-        color=colour,
+    write_at(
+        axes, label, (0, value), (3, 3), xycoords=("axes fraction", "data"), ha="left", va="bottom", fontsize=size, color=colour
     )
+
+
+def write_at(axes: Axes, text: str, place: tuple[Any, Any], offset: tuple[float, float], **style: Any) -> None:
+    """Write a text at a place of the panel, moved by an offset in points; `style` as in `Axes.annotate`."""
+    axes.annotate(text, place, xytext=offset, textcoords="offset points", **style)
 
 
 def png(figure: Figure) -> bytes:
@@ -169,12 +166,12 @@ def spread_labels(axes: Axes, labels: Iterable[tuple[float, str, str]], gap_poin
         wanted = axes.transData.transform((1, y))[1] * scale
         shifted = wanted if placed is None else max(wanted, placed + gap_points)
         placed = shifted
-        axes.annotate(
+        write_at(
+            axes,
             text,
             (1, y),
+            (4, shifted - wanted),
             xycoords=("axes fraction", "data"),
-            xytext=(4, shifted - wanted),
-            textcoords="offset points",
             va="center",
             fontsize=size,
             color=colour,

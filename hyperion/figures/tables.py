@@ -12,8 +12,7 @@ from typing import cast
 import pandas as pd
 
 from hyperion.errors import HyperionError
-from hyperion.figures.formats import interval, number, number_within, percent
-from hyperion.figures.material import made_from_rows
+from hyperion.figures.material import interval, made_from_rows, number, number_within, percent
 from hyperion.results import Row, metric_named
 from hyperion.untrusted import printable
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hyperion.chapter.registry import module_of
+from hyperion.chapter.subjects import module_of
 from hyperion.dependencies import files_hash, imported_modules, reached_files
 from hyperion.errors import HyperionError
 from hyperion.paths import reference_folder, results_folder
@@ -138,7 +138,7 @@ def reference_for(notebook: Notebook, machine: str | None) -> tuple[Reference | 
     Raises:
         HyperionError: there is no reference run of that name.
     """
-    from hyperion.chapter.replay import reference_runs  # its package imports PyTorch, which only replays need here
+    from hyperion.chapter.profiles import reference_runs  # its package imports PyTorch, which only replays need here
 
     machines = [run.folder.name for run in reference_runs()]
     if machine is not None and machine not in machines:

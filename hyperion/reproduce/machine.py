@@ -59,8 +59,7 @@ def _answer(profile: str, data_source: str, seed: int) -> dict:
     import torch
 
     from hyperion.chapter.chapter import run_information
-    from hyperion.chapter.profiles import default_profile, load_profile
-    from hyperion.chapter.registry import require_valid_sizes
+    from hyperion.chapter.profiles import default_profile, load_profile, require_valid_sizes
     from hyperion.data.store.sources import require_known_source
     from hyperion.hardware import detect
     from hyperion.hardware.facts import one_at_a_time

@@ -62,15 +62,14 @@ def proof_rows(context: Context, loaded: TextCorpus | ImageSet, prepared: Prepar
     for split, counts in prepared.manifest.facts["overlap"].items():
         overlap = SplitOverlap(**counts)
         rows.append(
-            context.row(
+            context.error_row(
                 loaded.name,
                 "share",
                 overlap.share,
+                "share of records that stand in another split",
+                TOLERANCE,
                 data_source=loaded.source,
                 params={"split": split, "what": "records that stand in another split", "records": overlap.records},
-                check="share of records that stand in another split",
-                check_error=overlap.share,
-                check_tolerance=TOLERANCE,
             )
         )
     return rows

@@ -30,7 +30,7 @@ from hyperion.training import (
     sgd_nesterov,
 )
 from hyperion.workloads import datasets
-from hyperion.workloads.llama_setup import base_model, fine_tuning_data, frozen_dtype, with_lora
+from hyperion.workloads.fine_tuning import base_model, fine_tuning_data, frozen_dtype, with_lora
 
 Task = Literal["language", "images", "llama"]
 Strategy = Literal["single", "ddp", "fsdp"]

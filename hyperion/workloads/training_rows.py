@@ -1,29 +1,35 @@
-"""Rows and curves that every training has: epochs, throughput of a steady step with its limit, memory, and forecasts."""
+"""Rows and curves that every training has: epochs, a steady step with its limit, forecasts, and comparisons of steps.
 
+The steps of several engines are timed in turn, A B C A B C …: speeds that were measured one after the other also differ by the
+device's clock and temperature.
+"""
+
+import gc
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Forecast
-from hyperion.chapter.rows import gemm_limit, sample_frame, stream_ceiling, timed_columns
+from hyperion.chapter.context import Context, Forecast, Result
+from hyperion.chapter.rows import gemm_limit, out_of_memory_reason, sample_frame, speedup_row, stream_ceiling, timed_row
 from hyperion.errors import not_none
 from hyperion.hardware import Device, gemm_path, peak
-from hyperion.measure import Ceilings, Timing, Verification, time_function
+from hyperion.measure import Timing, Verification, time_function, time_interleaved
 from hyperion.models import ModelFlops
 from hyperion.results import Estimate, Row, mean_estimate
 from hyperion.training import EpochRecord, History, TorchEngine
+from hyperion.workloads.workloads import Batch, Workload
 
 # `limit_source` of a speed-up.
 NO_SPEEDUP_LIMIT = "no limit: how far the slower of the two stays below its own limit is not bounded"
 _NO_LIMIT = "no limit: "
-# In float32. AdamW reads weight, gradient and two moments, and writes all but the gradient; SGD has one moment.
-ADAMW_BYTES_A_PARAMETER = 7 * 4
-SGD_BYTES_A_PARAMETER = 5 * 4
 
 
 def epoch_rows(context: Context, variant: str, dtype: str, engine: TorchEngine, history: History, source: str) -> list[Row]:
@@ -169,23 +175,16 @@ def speed_rows(
     work = flops.forward_backward * items
     rate = step.map(lambda seconds: items / seconds)
     return [
-        context.row(
-            variant,
-            "step_time_s",
-            step.value,
-            limit=floor,
-            limit_source=limit_source,
-            **shared,
-            **timed_columns(step, timing, step_check),
-        ),
-        context.row(
+        timed_row(context, variant, "step_time_s", step, timing, step_check, limit=(floor, limit_source), **shared),
+        timed_row(
+            context,
             variant,
             f"{item}s_per_s",
-            rate.value,
-            limit=None if floor is None else items / floor,
-            limit_source=limit_source,
+            rate,
+            timing,
+            rate_check,
+            limit=(None if floor is None else items / floor, limit_source),
             **shared,
-            **timed_columns(rate, timing, rate_check),
         ),
         _mfu_row(context, variant, device, dtype, step.map(lambda seconds: work / seconds / 1e12), shared, timing),
     ]
@@ -205,17 +204,17 @@ def _mfu_row(context: Context, variant: str, device: Device, dtype: str, tflops:
     peak_tflops = published.published_tflops
     if peak_tflops is None:
         reason = f"no peak to divide by: {published.reason or 'no published value'}"
-        return context.row(variant, "mfu", None, value_reason=reason, **shared)
+        return context.absent_row(variant, "mfu", reason, **shared)
     share = tflops.map(lambda rate: rate / peak_tflops)
     limit = published.limit_tflops / peak_tflops if published.limit_tflops else None
-    return context.row(
+    return timed_row(
+        context,
         variant,
         "mfu",
-        share.value,
-        limit=limit,
-        limit_source=f"the peak at the maximum clock; {published.limit_source}",
+        share,
+        timing,
+        limit=(limit, f"the peak at the maximum clock; {published.limit_source}"),
         **shared,
-        **timed_columns(share, timing),
     )
 
 
@@ -239,12 +238,90 @@ def step_forecasts(
     if gemm is None or stream is None:
         estimate, basis = None, "no estimate: this run has measured no ceilings (01_hardware_exploration)"
     else:
-        ceilings = Ceilings(not_none(gemm.value), not_none(stream.value), "measured")
-        arithmetic = ceilings.least_time_s(flops.forward_backward * items, 0)
-        moving = ceilings.least_time_s(0, sum(traffic.values()))
+        tflops, bandwidth_gb_s = not_none(gemm.value), not_none(stream.value)
+        arithmetic = flops.forward_backward * items / (tflops * 1e12)
+        moving = sum(traffic.values()) / (bandwidth_gb_s * 1e9)
         estimate = items / (arithmetic + moving)
         basis = (
-            f"{arithmetic * 1e3:.3g} ms of products at the measured {ceilings.tflops:.4g} TFLOPS, "
-            f"then {moving * 1e3:.3g} ms for {' and '.join(traffic)} at {ceilings.bandwidth_gb_s:.4g} GB/s"
+            f"{arithmetic * 1e3:.3g} ms of products at the measured {tflops:.4g} TFLOPS, "
+            f"then {moving * 1e3:.3g} ms for {' and '.join(traffic)} at {bandwidth_gb_s:.4g} GB/s"
         )
-    return [Forecast(variant=variant, metric=f"{item}s_per_s", estimate=estimate, basis=basis, dtype=dtype, params=params)]
+    return [Forecast(variant, f"{item}s_per_s", estimate, basis, dtype=dtype, params=params)]
+
+
+def rate_forecast(context: Context, work: Workload, dtype: str) -> Forecast:
+    """Return the forecast of a steady step's throughput from this run's ceilings and the model's shapes."""
+    return step_forecasts(context, work.name, dtype, work.item, work.items, work.flops, work.traffic(dtype))[0]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do the step.
+
+    Args:
+        name: label of this baseline in the speed-up rows.
+        dtype: number format, for its rows.
+        params: parameters of its rows in addition to the batch.
+        build: makes its engine.
+        least_flops: unavoidable FLOPs of one item, None for those of the workload.
+    """
+
+    name: str
+    dtype: str
+    params: dict
+    build: Callable[[], TorchEngine]
+    least_flops: float | None = None
+
+
+def compare_steps(
+    context: Context, work: Workload, batch: Batch, contenders: list[Contender], source: str, time_limit_s: float
+) -> Result:
+    """Return step time, throughput and MFU of each contender, and the speed-up of each over the first.
+
+    All engines are in memory at the same time, so peak memory is not measured here. If they do not fit, the rows have no
+    value and say why.
+
+    Args:
+        time_limit_s: time limit of the measurement of all together.
+    """
+    try:
+        with memory_released():
+            steps: list[Callable[[], object]] = [partial(contender.build().train_step, batch) for contender in contenders]
+            timings = time_interleaved(steps, context.device, cold=False, time_limit_s=time_limit_s)
+            del steps  # the last reference to the engines
+    except torch.OutOfMemoryError as error:
+        return Result([_absent(context, work, c, out_of_memory_reason(error), source) for c in contenders], pd.DataFrame())
+    rows: list[Row] = []
+    frames: list[pd.DataFrame] = []
+    for contender, timing in zip(contenders, timings, strict=True):
+        params = _params(work, contender)
+        shared = {"dtype": contender.dtype, "params": params, "data_source": source}
+        least = contender.least_flops or work.least_flops
+        rows += speed_rows(context, work.name, work.item, work.items, timing, work.flops, least, shared)
+        frames.append(sample_frame(timing, work.name, contender.dtype, params).assign(kind="steady step"))
+    for contender, timing in zip(contenders[1:], timings[1:], strict=True):
+        params = _params(work, contender) | {"over": contenders[0].name}
+        shared = {"dtype": contender.dtype, "params": params, "data_source": source}
+        rows.append(speedup_row(context, work.name, timing, timings[0], NO_SPEEDUP_LIMIT, **shared))
+    return Result(rows, pd.concat(frames, ignore_index=True), source)
+
+
+@contextmanager
+def memory_released() -> Iterator[None]:
+    """Context at whose end unreferenced tensors are collected and the accelerator's cached memory is freed."""
+    try:
+        yield
+    finally:
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _params(work: Workload, contender: Contender) -> dict:
+    return {"batch": work.items, "step": "steady"} | contender.params
+
+
+def _absent(context: Context, work: Workload, contender: Contender, reason: str, source: str) -> Row:
+    return context.absent_row(
+        work.name, "step_time_s", reason, dtype=contender.dtype, params=_params(work, contender), data_source=source
+    )

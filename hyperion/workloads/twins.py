@@ -8,12 +8,13 @@ the format itself is one such grid. A variant computes the same training in that
 prediction interval of its twins.
 
 Early steps, before the runs diverge, have a narrow interval: they show whether the variant computes the same. Late steps have
-a wide one: they show whether it still learns as well.
+a wide one: they show whether it still learns as well. `captured_parity` applies this to steps that are replayed as one graph.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -23,7 +24,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from hyperion.chapter.context import Context
 from hyperion.results import Row
+from hyperion.training import TorchEngine, seed_everything
 
 # False-alarm rate of one check if twins scatter normally. It is a tenth of the 1 in 10,000 that the book promises, because
 # their distribution may have heavier tails.
@@ -38,6 +41,10 @@ SCATTER_FP32 = "twins of a language model scatter by 1e-8, so a false alarm is r
 # fp32 in the first 25 steps of every run, while its twins scatter by 3e-5. The tolerance allows one unit of roundoff for it.
 # Results of fp8 products are stored in bf16.
 BIAS = {"fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8, "fp8": 2.0**-8}
+REPLAYED, ONE_BY_ONE = "replayed as one graph", "one by one"
+STEPS, WINDOWS = 200, 10
+# For trainings whose twins do not diverge: a hundred times their scatter.
+TOLERANCE = 0.01
 _LOSS_SPACING = 2.0**-23  # spacing of float32, the format of the stored losses
 _PRODUCTS = frozenset(
     (
@@ -260,3 +267,87 @@ def tolerance(twins: list[float], baseline: float) -> float:
     m = len(x)
     reach = stats.t.isf(FALSE_ALARM / 2, m - 1) * x.std(ddof=1) * math.sqrt(1 + 1 / m)
     return math.expm1(abs(x.mean()) + reach) + _LOSS_SPACING
+
+
+def captured_parity(
+    context: Context,
+    variant: str,
+    begin: Callable[[bool], tuple[TorchEngine, Callable]],
+    source: str,
+    chaotic: bool = False,
+    **params: Any,
+) -> tuple[list[Row], list[pd.DataFrame]]:
+    """Compare the losses of captured steps with those of the same steps done one by one.
+
+    Args:
+        begin: returns an engine that captures its steps (True) or not (False), and a function that returns its next batch,
+            the same batches at each call. The random generators are seeded before each call, so that weights and dropout
+            are the same.
+        chaotic: whether trainings of this kind diverge within these steps if they round differently. Then the tolerance
+            comes from twins of the training (`hyperion.workloads.twins`), otherwise it is TOLERANCE.
+        params: further parameters of the rows.
+
+    Returns:
+        Rows and loss curves; empty if the device captures no steps.
+    """
+
+    def train(capture: bool) -> tuple[TorchEngine, list[float]]:
+        seed_everything(context.seed)
+        engine, next_batch = begin(capture)
+        if capture and engine.uncaptured:
+            return engine, []
+        return engine, torch.stack([engine.train_step(next_batch()).loss for _ in range(STEPS)]).tolist()
+
+    curves, dtype = dict[str, np.ndarray](), ""
+    for how, capture in ((REPLAYED, True), (ONE_BY_ONE, False)):
+        engine, losses = train(capture)
+        if not losses:
+            return [], []
+        dtype = engine.precision.dtype
+        curves[how] = np.array(losses)
+        del engine  # frees the device's memory for the next
+    if not chaotic:
+        return [parity_row(context, variant, dtype, curves, source, **params)], [_samples(curves)]
+    twins = train_twins(twin_format(dtype), context.seed, lambda: train(False)[1])
+    rows = [
+        context.error_row(
+            variant,
+            "relative_difference",
+            agreement.difference,
+            agreement.check,
+            agreement.tolerance,
+            dtype=dtype,
+            data_source=source,
+            params=_params(curves) | params | agreement.params,
+        )
+        for agreement in agreements(curves[REPLAYED], curves[ONE_BY_ONE], twins)
+    ]
+    return rows, [_samples(curves), twins]
+
+
+def parity_row(context: Context, variant: str, dtype: str, curves: dict[str, np.ndarray], source: str, **params: Any) -> Row:
+    """Return the largest relative difference of mean losses in any of WINDOWS windows of the steps."""
+    means = {how: np.array([part.mean() for part in np.array_split(curve, WINDOWS)]) for how, curve in curves.items()}
+    difference = float(np.max(np.abs(means[REPLAYED] / means[ONE_BY_ONE] - 1)))
+    return context.error_row(
+        variant,
+        "relative_difference",
+        difference,
+        f"mean loss of each of {WINDOWS} windows of the steps, same weights, batches and random numbers; {SCATTER_BF16}",
+        TOLERANCE,
+        dtype=dtype,
+        params=_params(curves) | params,
+        data_source=source,
+    )
+
+
+def _params(curves: dict[str, np.ndarray]) -> dict:
+    return {"what": "training loss", "of": REPLAYED, "from": ONE_BY_ONE, "steps": len(curves[REPLAYED])}
+
+
+def _samples(curves: dict[str, np.ndarray]) -> pd.DataFrame:
+    frames = [
+        pd.DataFrame({"kind": "parity", "loop": how, "step": range(1, len(curve) + 1), "loss": curve})
+        for how, curve in curves.items()
+    ]
+    return pd.concat(frames, ignore_index=True)

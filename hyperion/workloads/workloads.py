@@ -1,8 +1,12 @@
-"""The two baselines as training steps: a model with its optimizer, and a few batches that are the same in every process."""
+"""The two baselines as training steps: a model with its optimizer, estimates of a step's memory, and stored batches.
 
+Stored batches are the same in every process.
+"""
+
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +14,7 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from hyperion.chapter.context import Context, Forecast
+from hyperion.chapter.context import Context
 from hyperion.data import channel_statistics
 from hyperion.data.batches import LanguageBatches
 from hyperion.data.images.device_images import ImageBatches
@@ -22,11 +26,15 @@ from hyperion.models import (
     TransformerLM,
     flops_per_image,
     flops_per_token,
+    layout_of,
     named_config,
     parameter_count,
     resnet18,
 )
 from hyperion.models.resnet import IMAGE_SIZE
+from hyperion.parallel import ParallelPlan, parallelize
+from hyperion.parallel.parallelize import BUDGET, EVERY_BLOCK
+from hyperion.processes import world
 from hyperion.training import (
     ActivationBytes,
     ImageEngine,
@@ -40,8 +48,8 @@ from hyperion.training import (
     seed_everything,
     sgd_nesterov,
 )
+from hyperion.training.memory_estimate import MemoryEstimate, estimate_memory, fewest_checkpointed
 from hyperion.workloads import datasets
-from hyperion.workloads.training_rows import ADAMW_BYTES_A_PARAMETER, SGD_BYTES_A_PARAMETER, step_forecasts
 
 KINDS = ("language", "image")
 CLASSES = 10
@@ -49,6 +57,10 @@ SIXTEEN_BIT = ("bf16", "fp16")
 NO_VOCABULARY = "no estimate: this run has not counted the vocabulary (01_dataset_preparation)"
 # Bytes that a step moves per logit: written in 16 or 32 bits, read for the softmax, its gradient written and read twice.
 LOGIT_BYTES = 20
+BASIS = "the estimator: this very step on tensors that have shapes and no memory"
+# In float32. AdamW reads weight, gradient and two moments, and writes all but the gradient; SGD has one moment.
+ADAMW_BYTES_A_PARAMETER = 7 * 4
+SGD_BYTES_A_PARAMETER = 5 * 4
 _FLOAT32 = 4
 Batch = tuple[Tensor, Tensor]
 
@@ -241,9 +253,46 @@ def expected_workload(context: Context, sizes: LanguageSizes | ImageSizes) -> Wo
     return None if counted is None else workload(_with_vocabulary(sizes, int(not_none(counted.value))))
 
 
-def rate_forecast(context: Context, work: Workload, dtype: str) -> Forecast:
-    """Return the forecast of a steady step's throughput from this run's ceilings and the model's shapes."""
-    return step_forecasts(context, work.name, dtype, work.item, work.items, work.flops, work.traffic(dtype))[0]
+def applied(plan: ParallelPlan, device: Device) -> Callable[[nn.Module], nn.Module]:
+    """Return a function that applies the plan to a model on this device alone."""
+    return lambda model: parallelize(model, plan, replace(world(), device=device))
+
+
+def build_step(work: Workload, dtype: str, plan: ParallelPlan, device: Device, seed: int = 0) -> tuple[TorchEngine, Batch]:
+    """Return an engine under the plan and a random batch, on the device."""
+    return work.engine(dtype, device, seed, applied(plan, device)), random_batch(work, device, seed)
+
+
+def estimate_step(work: Workload, dtype: str, plan: ParallelPlan, device: Device) -> MemoryEstimate:
+    """Return the estimate of a steady step's memory.
+
+    If the device is an accelerator, it is asked what its libraries need. Estimates are cached: the policies of a chapter ask
+    for the same ones again and again.
+    """
+    return _estimate(work.sizes, dtype, plan, device)
+
+
+@functools.lru_cache(maxsize=256)
+def _estimate(sizes: LanguageSizes | ImageSizes, dtype: str, plan: ParallelPlan, device: Device) -> MemoryEstimate:
+    work = workload(sizes)
+    return estimate_memory(lambda where: build_step(work, dtype, plan, where), device, ask=device.kind != "cpu")
+
+
+def plan_within_budget(work: Workload, dtype: str, device: Device, share: float) -> ParallelPlan:
+    """Return the plan that checkpoints the fewest blocks which still lower the peak as far as asked.
+
+    Args:
+        share: how far, as a share of what checkpointing every block saves.
+    """
+    blocks = len(layout_of(work.build()).blocks)
+    ends = {0: ParallelPlan(), blocks: ParallelPlan(checkpointing=EVERY_BLOCK)}
+
+    def peak(checkpointed: int) -> int:
+        plan = ends.get(checkpointed) or ParallelPlan(checkpointing=BUDGET, checkpointed_blocks=checkpointed)
+        return estimate_step(work, dtype, plan, device).peak_bytes
+
+    budget = peak(0) - share * (peak(0) - peak(blocks))
+    return ParallelPlan(checkpointing=BUDGET, checkpointed_blocks=fewest_checkpointed(peak, blocks, int(budget)))
 
 
 @dataclass(frozen=True)

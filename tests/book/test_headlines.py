@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from hyperion.book.headlines import headlines
+from hyperion.book.outline import headlines
 from hyperion.results import Row
 
 

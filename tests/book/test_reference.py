@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from hyperion.book.export import reference_readme
 from hyperion.book.outline import sections
-from hyperion.book.reference import reference_readme
 from hyperion.figures.material import Material
 from hyperion.results import Run
 

@@ -6,8 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from hyperion.book.headlines import headlines
-from hyperion.book.outline import banner, sections
+from hyperion.book.outline import banner, headlines, sections
 from hyperion.book.report import comparison_table, reference_machines, report_page, write_report
 from hyperion.figures.material import Material
 from hyperion.results import Run, StoreError

@@ -5,8 +5,7 @@ import io
 import pytest
 from PIL import Image
 
-from hyperion.book.plots import draw
-from hyperion.book.run_figures import predictions, scored, summary
+from hyperion.book.plots import draw, predictions, scored, summary
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
 from hyperion.results import Row, Run, metric_named

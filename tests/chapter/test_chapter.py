@@ -3,7 +3,7 @@
 import json
 import math
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import numpy as np
@@ -16,7 +16,7 @@ from hyperion.chapter.context import Context, Experiment, Forecast, Result
 from hyperion.chapter.variants import unpacked
 from hyperion.data import DataError
 from hyperion.errors import HyperionError
-from hyperion.results import Row, RowError, Run, StoreError, rows_to_csv
+from hyperion.results import Row, RowError, Run, StoreError
 from hyperion.results.execution import UNEXPECTED_CLAIM, UNEXPECTED_ROW, unexpected
 from hyperion.workloads import datasets
 
@@ -181,8 +181,8 @@ def test_a_row_that_fails_in_a_worker_comes_back_with_the_others(tmp_path):
         for number, error in enumerate((0.0, 0.5, math.nan))
     ]
     pd.DataFrame({"x": [1]}).to_parquet(tmp_path / "samples.parquet")
-    answer = {"rows": rows_to_csv(rows), "metrics": {}, "source": ""}
-    result = unpacked(answer, tmp_path / "samples.parquet", "e")
+    answer = json.loads(json.dumps({"rows": [asdict(row) for row in rows], "source": ""}))
+    result = unpacked(answer, tmp_path / "samples.parquet")
     assert [row.without_failed_value().value for row in result.rows] == [1.0, None, None]
 
 
@@ -248,7 +248,7 @@ def test_replay_takes_rows_from_the_reference_and_measures_nothing(run_folder, t
     reference = tmp_path / "reference"
     reference.mkdir()
     (reference / "machine").symlink_to(run_folder)
-    monkeypatch.setattr("hyperion.chapter.replay.reference_folder", lambda: reference)
+    monkeypatch.setattr("hyperion.chapter.profiles.reference_folder", lambda: reference)
     chapter = open_chapter(NOTEBOOK, profile="replay", output=str(tmp_path / "replayed"))
     assert "BANNER: replay" in capsys.readouterr().out
     result = chapter.run("leakage")
@@ -268,7 +268,7 @@ def test_replay_keeps_this_readers_guess_and_shows_no_estimate_of_another_config
     reference = tmp_path / "reference"
     reference.mkdir()
     (reference / "machine").symlink_to(run_folder)
-    monkeypatch.setattr("hyperion.chapter.replay.reference_folder", lambda: reference)
+    monkeypatch.setattr("hyperion.chapter.profiles.reference_folder", lambda: reference)
     stale = Run.open(run_folder).predictions(NOTEBOOK, "leakage")[0]
     Run.open(run_folder).predict([replace(stale, input_hash="another", guess=None, estimate=99.0)])
     chapter = open_chapter(NOTEBOOK, profile="replay", output=str(tmp_path / "replayed"))
@@ -415,7 +415,7 @@ def test_files_that_a_run_fetched_itself_leave_it_fresh_and_other_files_do_not(t
 
 
 def test_replay_without_a_reference_says_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setattr("hyperion.chapter.replay.reference_folder", lambda: tmp_path)
+    monkeypatch.setattr("hyperion.chapter.profiles.reference_folder", lambda: tmp_path)
     with pytest.raises(HyperionError, match="no reference run holds") as error:
         open_chapter(NOTEBOOK, profile="replay", output=str(tmp_path / "out"))
     assert "PROFILE=smoke" in error.value.next_step

@@ -9,12 +9,12 @@ import torch
 
 from hyperion.book import pick
 from hyperion.chapter import Context, experiment_named, load_profile
-from hyperion.experiments.baselines.captured_parity import ONE_BY_ONE, REPLAYED, captured_parity, parity_row
 from hyperion.experiments.baselines.image_classifier import compile_training
 from hyperion.models import resnet18
 from hyperion.results import RowError, Run
 from hyperion.training import seed_everything
 from hyperion.workloads import datasets
+from hyperion.workloads.twins import ONE_BY_ONE, REPLAYED, captured_parity, parity_row
 from tests.training.small import small_batches, small_engine
 
 SYNTHETIC = {"lines": {"train": 4000, "valid": 60, "test": 60}, "images": {"train": 600, "test": 200}}

@@ -65,7 +65,7 @@ FILES = {
         """The toy's figure."""
 
         from hyperion.figures.material import Material
-        from hyperion.figures.plot import Plot
+        from hyperion.figures.material import Plot
         from hyperion.figures.style import new_figure
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyperion.figures.formats import byte_size, interval, items, number, number_within, percent, quoted_value
+from hyperion.figures.material import byte_size, interval, items, number, number_within, percent, quoted_value
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyperion.book.export import tables
-from hyperion.book.reference import reference_readme
+from hyperion.book.export import reference_readme, tables
 from hyperion.book.report import report_page
 from hyperion.errors import HyperionError
 from hyperion.figures.material import Material

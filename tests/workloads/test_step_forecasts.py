@@ -9,8 +9,7 @@ from hyperion.chapter.context import Context
 from hyperion.hardware import detect
 from hyperion.paths import reference_folder
 from hyperion.results import Row, Run
-from hyperion.workloads.reference_steps import StepVariant
-from hyperion.workloads.step_forecasts import forecast_reference_step, operator_time, step_ceilings
+from hyperion.workloads.reference_steps import StepVariant, forecast_reference_step, operator_time, step_ceilings
 from tests.chapter.toy import toy_context
 from tests.experiments.hardware.test_model_products import streams, upstream
 from tests.hardware.machines import facts

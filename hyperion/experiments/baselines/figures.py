@@ -9,9 +9,7 @@ from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
 from hyperion.experiments.baselines import figures_speed
-from hyperion.figures.formats import items, number
-from hyperion.figures.material import Material, measured
-from hyperion.figures.plot import Plot
+from hyperion.figures.material import Material, Plot, items, measured, number
 from hyperion.figures.style import (
     COLOURS,
     INK,
@@ -23,6 +21,7 @@ from hyperion.figures.style import (
     new_figure,
     spread_labels,
     whole_numbers,
+    write_at,
 )
 from hyperion.results import Row
 
@@ -109,14 +108,8 @@ def time_to_accuracy(material: Material) -> Figure | None:
     for row in measured(rows)[:1]:
         time_s = not_none(row.value)
         axes.axvline(time_s, color=COLOURS[2], linewidth=1.4)
-        axes.annotate(
-            f"after {time_s:.3g} s",
-            (time_s, 0.5),
-            xycoords=("data", "axes fraction"),
-            xytext=(4, 0),
-            textcoords="offset points",
-            fontsize=9,
-            color=COLOURS[2],
+        write_at(
+            axes, f"after {time_s:.3g} s", (time_s, 0.5), (4, 0), xycoords=("data", "axes fraction"), fontsize=9, color=COLOURS[2]
         )
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}")
     axes.set(xlim=(0, None), ylim=(None, 1.0), xlabel="seconds of training", ylabel="% of held-out images correct")
@@ -138,18 +131,18 @@ def perplexity(material: Material) -> Figure | None:
     axes.barh(range(len(rows)), [not_none(row.value) for row in rows], color=colours, height=0.62)
     for y, row in enumerate(rows):
         value = not_none(row.value)
-        axes.annotate(number(value), (value, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
+        write_at(axes, number(value), (value, y), (4, 0), va="center", fontsize=9)
     axes.set_yticks(range(len(rows)), [_model_name(row) for row in rows])
     axes.grid(axis="y", visible=False)
     floors = {row.limit for row in rows if row.limit is not None}
     for floor in list(floors)[:1]:
         axes.axvline(floor, color=INK, linestyle=(0, (5, 3)), linewidth=1.2)
-        axes.annotate(
+        write_at(
+            axes,
             f"floor {number(floor)}",
             (floor, 1),
+            (0, 2),
             xycoords=("data", "axes fraction"),
-            xytext=(0, 2),
-            textcoords="offset points",
             ha="center",
             va="bottom",
             fontsize=8,
@@ -244,16 +237,7 @@ def _draw_steps(axes: Axes, material: Material, experiment: str) -> None:
     # The rows of the other panel have the floor, in the same unit.
     for floor, text, colour in _floors([r for r in epoch_rows(material, experiment) if r.metric.endswith("loss")]):
         axes.axhline(floor, color=colour, linestyle=(0, (5, 3)), linewidth=1.2)
-        axes.annotate(
-            text,
-            (0.99, floor),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="right",
-            fontsize=8,
-            color=colour,
-        )
+        write_at(axes, text, (0.99, floor), (0, 3), xycoords=("axes fraction", "data"), ha="right", fontsize=8, color=colour)
 
 
 def _draw_epochs(axes: Axes, rows: list[Row], metrics: tuple[str, ...]) -> None:
@@ -272,7 +256,7 @@ def _draw_memory(axes: Axes, rows: list[Row]) -> None:
         peaks[row.variant] = max(not_none(row.value), peaks.get(row.variant, 0.0))
     axes.barh(range(len(peaks)), list(peaks.values()), color=COLOURS[0], height=0.5)
     for y, peak in enumerate(peaks.values()):
-        axes.annotate(number(peak, 3), (peak, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
+        write_at(axes, number(peak, 3), (peak, y), (4, 0), va="center", fontsize=9)
     axes.set_yticks(range(len(peaks)), list(peaks))
     axes.set_ylim(-0.6, len(peaks) - 0.4)
     axes.margins(x=0.2)
@@ -366,9 +350,7 @@ def _draw_rungs(axes: Axes, rows: list[Row]) -> None:
             axes.plot([place - 0.35, place + 0.35], [row.check_tolerance] * 2, color=INK, linestyle=(0, (5, 3)), linewidth=1.2)
         if row.value:
             axes.scatter([place], [row.value], s=60, color=COLOURS[place], zorder=2)
-            axes.annotate(
-                number(row.value, 2), (place, row.value), xytext=(7, 0), textcoords="offset points", va="center", fontsize=8
-            )
+            write_at(axes, number(row.value, 2), (place, row.value), (7, 0), va="center", fontsize=8)
         else:
             axes.annotate("equal", (place, 0.02), xycoords=("data", "axes fraction"), ha="center", fontsize=8.5, color=MUTED)
     axes.set_xticks(range(len(rows)), [row.variant for row in rows], rotation=20, ha="right", fontsize=8.5)

@@ -5,9 +5,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
-from hyperion.figures.formats import items
-from hyperion.figures.material import Material, measured
-from hyperion.figures.style import COLOURS, INK, add_notes, errors_of, new_figure, whole_numbers
+from hyperion.figures.material import Material, items, measured
+from hyperion.figures.style import COLOURS, INK, add_notes, errors_of, new_figure, whole_numbers, write_at
 from hyperion.results import Row
 
 # Colour and label by loop.
@@ -64,12 +63,12 @@ def _draw_rates(axes: Axes, batches: list[int], rates: list[Row], ratios: list[R
         batch = ratio.params["batch"]
         x = batches.index(batch) + 0.18
         top = max(row.ci_high or not_none(row.value) for row in rates if row.params["batch"] == batch)
-        axes.annotate(
+        write_at(
+            axes,
             f"{ratio.value:.2f} ×\n[{ratio.ci_low:.2f}, {ratio.ci_high:.2f}]",
             (x, top),
-            xytext=(0, 4),
+            (0, 4),
             ha="center",
-            textcoords="offset points",
             fontsize=9,
             fontweight="bold",
         )
@@ -165,4 +164,4 @@ def _draw_steps(axes: Axes, times: dict[str, Row], shares: list[Row], ratio: Row
 
 
 def _annotate(axes: Axes, x: float, y: float, text: str) -> None:
-    axes.annotate(text, (x, y), xytext=(0, 4), ha="center", textcoords="offset points", fontsize=9, fontweight="bold")
+    write_at(axes, text, (x, y), (0, 4), ha="center", fontsize=9, fontweight="bold")

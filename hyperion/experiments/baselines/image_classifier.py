@@ -12,12 +12,9 @@ import pandas as pd
 import torch
 from torch import nn
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.variants import Report
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.data import ImageSet, PreparedImages, channel_statistics
 from hyperion.data.images.device_images import ImageBatches
-from hyperion.experiments.baselines.captured_parity import captured_parity
 from hyperion.measure import FORMATS
 from hyperion.measure.steps.compilation import missing_compiler
 from hyperion.models import flops_per_image, parameter_count, resnet18
@@ -35,15 +32,9 @@ from hyperion.training import (
     train,
 )
 from hyperion.workloads import datasets
-from hyperion.workloads.training_rows import (
-    SGD_BYTES_A_PARAMETER,
-    epoch_rows,
-    loss_curve,
-    seed_statistics,
-    steady_rows,
-    step_forecasts,
-)
-from hyperion.workloads.workloads import CLASSES
+from hyperion.workloads.training_rows import epoch_rows, loss_curve, seed_statistics, steady_rows, step_forecasts
+from hyperion.workloads.twins import captured_parity
+from hyperion.workloads.workloads import CLASSES, SGD_BYTES_A_PARAMETER
 
 # Activations per image and unit of width: ResNet-18's 20 convolutions (the stem, 16 in blocks, 3 shortcuts), five at each of
 # four sizes. Forward and backward, the output of a convolution passes through memory about twelve times: convolution, norm and
@@ -363,12 +354,10 @@ def _accuracy_row(
     return context.row(
         run.name,
         "accuracy",
-        share.value,
+        share,
         dtype=run.dtype,
         params=params,
         n=images,
-        ci_low=share.ci_low,
-        ci_high=share.ci_high,
         limit=best[0],
         limit_source=best[1],
         data_source=source,

@@ -10,23 +10,28 @@ import numpy as np
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.rows import out_of_memory_reason, timed_columns
-from hyperion.chapter.variants import Report
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.rows import out_of_memory_reason, timed_row
 from hyperion.data import ImageSet, PreparedImages, channel_statistics
 from hyperion.data.images.device_images import ImageBatches
-from hyperion.experiments.baselines.paired_loops import OURS, PLAIN, PairedLoops, wait_for
-from hyperion.experiments.baselines.plain_loops import PlainImageLoop, copy_weights, plain_model
+from hyperion.experiments.baselines.plain_loops import (
+    OURS,
+    PLAIN,
+    PairedLoops,
+    PlainImageLoop,
+    copy_weights,
+    plain_model,
+    wait_for,
+)
 from hyperion.experiments.baselines.products_alone import ProductsAlone, products_of, time_alone
 from hyperion.measure import FORMATS, Timing, time_interleaved
 from hyperion.models import resnet18
 from hyperion.results import Row
 from hyperion.training import ImageEngine, choose_precision, compile_options, seed_everything, sgd_nesterov
 from hyperion.workloads import datasets
-from hyperion.workloads.step_comparison import memory_released
+from hyperion.workloads.training_rows import memory_released, rate_forecast
 from hyperion.workloads.twins import agreements, train_twins, twin_format
-from hyperion.workloads.workloads import CLASSES, ImageSizes, Workload, rate_forecast, workload
+from hyperion.workloads.workloads import CLASSES, ImageSizes, Workload, workload
 
 OF_PRODUCTS = "of its products alone"
 UNCOMPILED = "plain, not compiled"
@@ -75,9 +80,7 @@ def forecast(context: Context) -> list[Forecast]:
         work = options.work(batch)
         rates.append(replace(rate_forecast(context, work, dtype), params=_params(batch, OURS)))
         params = _params(batch, OURS) | {"over": PLAIN}
-        ratios.append(
-            Forecast(variant=work.name, metric="speedup", estimate=None, basis=_HOST_UNKNOWN, dtype=dtype, params=params)
-        )
+        ratios.append(Forecast(work.name, "speedup", None, _HOST_UNKNOWN, dtype=dtype, params=params))
     return ratios + rates
 
 
@@ -97,7 +100,7 @@ def run(context: Context, report: Report) -> Result:
                 del pair
             except torch.OutOfMemoryError as error:
                 name, reason = options.work(batch).name, out_of_memory_reason(error)
-                rows.append(context.row(name, "step_time_s", None, params=_params(batch, OURS), value_reason=reason))
+                rows.append(context.absent_row(name, "step_time_s", reason, params=_params(batch, OURS)))
     return Result(rows, pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(), image_set.source)
 
 
@@ -264,10 +267,10 @@ def _products_row(loops: PairedLoops, name: str, timing: Timing, alone: Products
     columns = loops.of(name)
     columns["params"] |= {"what": OF_PRODUCTS}
     if isinstance(alone, str):
-        return loops.context.row(loops.work.name, "share", None, value_reason=alone, **columns)
+        return loops.context.absent_row(loops.work.name, "share", alone, **columns)
     columns["params"] |= {f"{part}_s": float(f"{seconds:.4g}") for part, seconds in alone.seconds.items()}
     share = alone.share(timing)
-    return loops.context.row(loops.work.name, "share", share.value, **columns, **timed_columns(share, timing))
+    return timed_row(loops.context, loops.work.name, "share", share, timing, **columns)
 
 
 def _params(batch: int, loop: str) -> dict:

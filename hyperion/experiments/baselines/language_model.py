@@ -8,14 +8,11 @@ from typing import Any, Literal
 import pandas as pd
 from pydantic import BaseModel
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.variants import Report
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.data import PreparedText, TextCorpus, Tokenizer
 from hyperion.data.batches import LanguageBatches, evaluation_windows
 from hyperion.errors import not_none
-from hyperion.experiments.baselines.captured_parity import captured_parity
-from hyperion.experiments.baselines.perplexity import MEASURES, Scored, perplexity_rows, text_floor
+from hyperion.experiments.baselines.ngram_baselines import MEASURES, Scored, perplexity_rows, text_floor
 from hyperion.models import TransformerConfig, TransformerLM, flops_per_token, named_config
 from hyperion.results import Row
 from hyperion.training import (
@@ -31,15 +28,9 @@ from hyperion.training import (
     train,
 )
 from hyperion.workloads import datasets
-from hyperion.workloads.training_rows import (
-    ADAMW_BYTES_A_PARAMETER,
-    epoch_rows,
-    loss_curve,
-    seed_statistics,
-    steady_rows,
-    step_forecasts,
-)
-from hyperion.workloads.workloads import LOGIT_BYTES, NO_VOCABULARY
+from hyperion.workloads.training_rows import epoch_rows, loss_curve, seed_statistics, steady_rows, step_forecasts
+from hyperion.workloads.twins import captured_parity
+from hyperion.workloads.workloads import ADAMW_BYTES_A_PARAMETER, LOGIT_BYTES, NO_VOCABULARY
 
 Split = Literal["valid", "test"]
 
@@ -136,7 +127,7 @@ def forecast(context: Context) -> list[Forecast]:
     """Return the throughput of a steady step."""
     options, counted = LanguageModelOptions.of(context), datasets.vocabulary_row(context)
     if counted is None:
-        return [Forecast(variant=options.model, metric="tokens_per_s", estimate=None, basis=NO_VOCABULARY)]
+        return [Forecast(options.model, "tokens_per_s", None, NO_VOCABULARY)]
     options, vocabulary = options.for_source(counted.data_source), int(not_none(counted.value))
     config, tokens = options.config(vocabulary), options.batch_size * options.sequence_length
     return step_forecasts(

@@ -29,14 +29,11 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.rows import out_of_memory_reason, sample_frame, stream_ceiling, timed_columns
-from hyperion.chapter.variants import Report
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.rows import out_of_memory_reason, sample_frame, stream_ceiling, timed_row
 from hyperion.data.batches import LanguageBatches
 from hyperion.errors import not_none
-from hyperion.experiments.baselines.paired_loops import OURS, PLAIN, PairedLoops, wait_for
-from hyperion.experiments.baselines.plain_loops import PlainLanguageLoop, with_weights_of
+from hyperion.experiments.baselines.plain_loops import OURS, PLAIN, PairedLoops, PlainLanguageLoop, wait_for, with_weights_of
 from hyperion.experiments.baselines.products_alone import one_pass, products_of
 from hyperion.hardware import Device
 from hyperion.kernels.token_loss import padded_classes
@@ -46,11 +43,18 @@ from hyperion.results import Estimate, Row, ratio_estimate
 from hyperion.training import LanguageEngine, choose_precision, compile_options
 from hyperion.units import GIB
 from hyperion.workloads import datasets
-from hyperion.workloads.step_comparison import memory_released
-from hyperion.workloads.step_forecasts import NO_CEILINGS
-from hyperion.workloads.training_rows import ADAMW_BYTES_A_PARAMETER
+from hyperion.workloads.reference_steps import NO_CEILINGS
+from hyperion.workloads.training_rows import memory_released
 from hyperion.workloads.twins import SCATTER_BF16
-from hyperion.workloads.workloads import NO_VOCABULARY, SIXTEEN_BIT, LanguageSizes, Workload, expected_workload, workload
+from hyperion.workloads.workloads import (
+    ADAMW_BYTES_A_PARAMETER,
+    NO_VOCABULARY,
+    SIXTEEN_BIT,
+    LanguageSizes,
+    Workload,
+    expected_workload,
+    workload,
+)
 
 # Losses are compared by windows, whose means hide the scatter of single steps but not a lasting difference. Over 200 steps of a
 # small model, bfloat16 alone changed a window by 0.2 %, a learning rate higher by a tenth by 1.4 %.
@@ -102,7 +106,7 @@ def forecast(context: Context) -> list[Forecast]:
     dtype = choose_precision(context.device, options.precision).dtype
     work = expected_workload(context, options.sizes)
     if work is None:
-        return [Forecast(variant=options.model, dtype=dtype, metric="speedup", estimate=None, basis=NO_VOCABULARY)]
+        return [Forecast(options.model, "speedup", None, NO_VOCABULARY, dtype=dtype)]
     ours = partial(Forecast, variant=work.name, dtype=dtype)
     params = _params(options, work) | {"loop": OURS}
     roof = step_roof(context, work, dtype)
@@ -130,7 +134,7 @@ def run(context: Context, report: Report) -> Result:
             rows, samples = _compared(options, loops, prepared.tokens["train"], report)
     except torch.OutOfMemoryError as error:
         reason = out_of_memory_reason(error)
-        rows = [context.row(work.name, "step_time_s", None, value_reason=reason, **loops.of(OURS))]
+        rows = [context.absent_row(work.name, "step_time_s", reason, **loops.of(OURS))]
         samples = pd.DataFrame()
     return Result(rows, samples, corpus.source)
 
@@ -293,10 +297,10 @@ def _share_row(loops: PairedLoops, name: str, timing: Timing, what: str, roof: "
     columns = loops.of(name)
     columns["params"] |= {"what": what}
     if isinstance(roof, str):
-        return loops.context.row(loops.work.name, "share", None, value_reason=roof, **columns)
+        return loops.context.absent_row(loops.work.name, "share", roof, **columns)
     columns["params"] |= roof.params
     share = roof.share_of(timing)
-    return loops.context.row(loops.work.name, "share", share.value, **columns, **timed_columns(share, timing))
+    return timed_row(loops.context, loops.work.name, "share", share, timing, **columns)
 
 
 def _memory_rows(loops: PairedLoops, started: dict[str, _Loop]) -> list[Row]:

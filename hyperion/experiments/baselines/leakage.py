@@ -5,9 +5,8 @@ import math
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.variants import Report
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.rows import checked
 from hyperion.hardware import Device
 from hyperion.models import TransformerConfig, TransformerLM
 from hyperion.training import LanguageEngine, Precision, WarmupCosine, adamw, evaluate_language, seed_everything
@@ -38,7 +37,7 @@ def forecast(context: Context) -> list[Forecast]:
     """Return ln V, the entropy of a uniform token."""
     size = LeakageOptions.of(context).vocabulary
     basis = f"entropy of a token drawn uniformly from {size}: ln {size} nats"
-    return [Forecast(variant=VARIANT, metric="validation_loss", estimate=math.log(size), basis=basis, dtype="fp32")]
+    return [Forecast(VARIANT, "validation_loss", math.log(size), basis, dtype="fp32")]
 
 
 def run(context: Context, report: Report) -> Result:
@@ -65,9 +64,11 @@ def run(context: Context, report: Report) -> Result:
         ci_low=scored.loss - 1.96 * scored.standard_error_nats,
         ci_high=scored.loss + 1.96 * scored.standard_error_nats,
         limit_source="no limit: ln V bounds the expectation; the check allows a sample 4 standard errors",
-        check="standard errors below ln V (false alarm 3 in 100,000)",
-        check_error=(math.log(options.vocabulary) - scored.loss) / scored.standard_error_nats,
-        check_tolerance=_STANDARD_ERRORS,
+        **checked(
+            "standard errors below ln V (false alarm 3 in 100,000)",
+            (math.log(options.vocabulary) - scored.loss) / scored.standard_error_nats,
+            _STANDARD_ERRORS,
+        ),
     )
     curve = {"kind": "step", "step": range(1, len(losses) + 1), "loss": torch.stack(losses).tolist()}
     return Result([row], pd.DataFrame(curve))

@@ -1,19 +1,24 @@
-"""Perplexities of unigram and bigram counts on the held-out text, which a neural model must beat."""
+"""Perplexities of unigram and bigram counts on the held-out text, which a neural model must beat; rows of any perplexity."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pandas as pd
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.variants import Report
-from hyperion.data import Baseline, bigram_baseline, unigram_baseline
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.data import Baseline, PreparedText, TextCorpus, bigram_baseline, unigram_baseline
 from hyperion.errors import not_none
-from hyperion.experiments.baselines.perplexity import Scored, perplexity_rows, text_floor
 from hyperion.results import Row
 from hyperion.workloads import datasets
 from hyperion.workloads.workloads import NO_VOCABULARY
 
+# By metric: the unit that the nats of a split are divided by, and the conversion of nats per unit.
+MEASURES: dict[str, tuple[str, Callable[[float], float]]] = {
+    "perplexity_token": ("tokens", math.exp),
+    "perplexity_word": ("words", math.exp),
+    "bits_per_byte": ("utf8_bytes", lambda nats: nats / math.log(2)),
+}
 _VARIANTS = {"unigram": "unigram", "interpolated bigram": "bigram_interpolated"}
 
 
@@ -31,7 +36,7 @@ def forecast(context: Context) -> list[Forecast]:
         total = math.fsum(weights)
         estimate = math.exp(-math.fsum(w / total * math.log(w / total) for w in weights))
         basis = f"entropy of Zipf's law with exponent 1 over {vocabulary} tokens"
-    return [Forecast(variant="unigram", metric="perplexity_token", estimate=estimate, basis=basis, params={"split": "valid"})]
+    return [Forecast("unigram", "perplexity_token", estimate, basis, params={"split": "valid"})]
 
 
 def run(context: Context, report: Report) -> Result:
@@ -55,3 +60,95 @@ def run(context: Context, report: Report) -> Result:
 
 
 EXPERIMENT = Experiment(forecast, run, options=NgramBaselinesOptions, forecast_reads=("text_pipeline",), data=datasets.TEXT)
+
+
+@dataclass(frozen=True)
+class TextFloor:
+    """The least total negative log-likelihood of a split.
+
+    Args:
+        total_nll_nats: that of the process that wrote the text, in nats; None for natural text.
+        source: where the floor comes from, or why there is none.
+    """
+
+    total_nll_nats: float | None
+    source: str
+
+    def per(self, count: int) -> float | None:
+        """Return nats per unit for `count` units."""
+        return None if self.total_nll_nats is None else self.total_nll_nats / count
+
+
+def text_floor(corpus: TextCorpus, split: str) -> TextFloor:
+    """Return the floor of a split: exact for synthetic text, unknown for natural text."""
+    if corpus.language is None:
+        return TextFloor(None, "no limit: the entropy of natural text is not known")
+    total = corpus.language.true_negative_log_likelihood(list(corpus.splits[split]))
+    return TextFloor(total, "negative log-likelihood of the split under the process that wrote it")
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A model's score on a split.
+
+    Attributes:
+        total_nll_nats: negative log-likelihood summed over all tokens, in nats.
+        tokens: number of tokens.
+        standard_error_nats: standard error of the mean negative log-likelihood per token.
+        words: number of words, with one <eos> per line.
+        utf8_bytes: size of the split's file in bytes.
+    """
+
+    total_nll_nats: float
+    tokens: int
+    standard_error_nats: float
+    words: int
+    utf8_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        corpus: TextCorpus,
+        prepared: PreparedText,
+        split: str,
+        total_nll_nats: float,
+        tokens: int,
+        standard_error_nats: float,
+    ) -> "Scored":
+        """Return the score with the words and bytes of a split."""
+        words = prepared.steps[split]["read"]["words_with_eos"]
+        utf8_bytes = sum(len(line.encode()) for line in corpus.splits[split])
+        return cls(total_nll_nats, tokens, standard_error_nats, words, utf8_bytes)
+
+    def measure(self, metric: str) -> float:
+        """Return one of MEASURES."""
+        unit, convert = MEASURES[metric]
+        return convert(self.total_nll_nats / getattr(self, unit))
+
+
+def perplexity_rows(
+    context: Context, variant: str, dtype: str, params: dict, scored: Scored, floor: TextFloor, data_source: str
+) -> list[Row]:
+    """Return perplexity per token, perplexity per word (with one <eos> per line) and bits per byte of a whole split."""
+    rows = []
+    for metric, (unit, convert) in MEASURES.items():
+        count = getattr(scored, unit)
+        mean = scored.total_nll_nats / count
+        half = 1.96 * scored.standard_error_nats * scored.tokens / count
+        least = floor.per(count)
+        rows.append(
+            context.row(
+                variant,
+                metric,
+                convert(mean),
+                dtype=dtype,
+                params=params | {"units": count},
+                n=scored.tokens,
+                ci_low=convert(mean - half),
+                ci_high=convert(mean + half),
+                limit=None if least is None else convert(least),
+                limit_source=floor.source,
+                data_source=data_source,
+            )
+        )
+    return rows

@@ -15,9 +15,7 @@ import pandas as pd
 import torch
 import torch._dynamo
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.variants import Report
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.data.batches import LanguageBatches
 from hyperion.measure.steps.compilation import missing_compiler
 from hyperion.models import TransformerConfig, TransformerLM, layout_of
@@ -61,7 +59,7 @@ class ParityLadderOptions(Options):
 
 
 @dataclass(frozen=True)
-class Rung:
+class ParityRung:
     """One way to do the training.
 
     Attributes:
@@ -82,9 +80,9 @@ class Rung:
     why: str = ""
 
 
-def rungs(micro_batches: int) -> list[Rung]:
+def rungs(micro_batches: int) -> list[ParityRung]:
     """Return the ladder from the bottom."""
-    plain = Rung(FIRST)
+    plain = ParityRung(FIRST)
     again = replace(plain, name="again", why="the same operations in the same order")
     parts = replace(
         plain,
@@ -126,16 +124,16 @@ def forecast(context: Context) -> list[Forecast]:
     options = ParityLadderOptions.of(context)
     tokens = options.batch_size * options.sequence_length
 
-    def difference(rung: Rung) -> float:
+    def difference(rung: ParityRung) -> float:
         return max(2.0**-24, rung.unit / tokens**0.5) if rung.unit else 0.0
 
     return [
         Forecast(
-            variant=rung.name,
-            metric="relative_difference",
-            estimate=difference(rung),
+            rung.name,
+            "relative_difference",
+            difference(rung),
+            f"{rung.why}: {f'{rung.unit:.2g} over the root of {tokens} tokens' if rung.unit else 'no difference'}",
             dtype=rung.dtype,
-            basis=f"{rung.why}: {f'{rung.unit:.2g} over the root of {tokens} tokens' if rung.unit else 'no difference'}",
             params=_params(options, rung),
         )
         for rung in rungs(options.micro_batches)[1:]
@@ -174,7 +172,7 @@ def _tokens(context: Context, options: ParityLadderOptions) -> tuple[np.ndarray,
     return np.unique(first, return_inverse=True)[1], corpus.source
 
 
-def _why_absent(context: Context, options: ParityLadderOptions, rung: Rung) -> str:
+def _why_absent(context: Context, options: ParityLadderOptions, rung: ParityRung) -> str:
     """Return why a rung cannot run here, "" if it can."""
     possible, how = context.device.supports(rung.dtype)
     if not possible:
@@ -182,7 +180,7 @@ def _why_absent(context: Context, options: ParityLadderOptions, rung: Rung) -> s
     return missing_compiler(context.device) if rung.compiled and options.compiler == "inductor" else ""
 
 
-def _losses(context: Context, options: ParityLadderOptions, rung: Rung, tokens: np.ndarray, report: Report) -> list[float]:
+def _losses(context: Context, options: ParityLadderOptions, rung: ParityRung, tokens: np.ndarray, report: Report) -> list[float]:
     def train_until(until: int, seed: int, folder: Path | None) -> list[float]:
         seed_everything(seed, deterministic=context.device.kind != "cpu")
         torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=True)
@@ -199,7 +197,7 @@ def _losses(context: Context, options: ParityLadderOptions, rung: Rung, tokens: 
     return train_until(options.steps, context.seed + 1, folder)  # other initial weights, which the checkpoint must replace
 
 
-def _engine(context: Context, options: ParityLadderOptions, rung: Rung, tokens: np.ndarray) -> LanguageEngine:
+def _engine(context: Context, options: ParityLadderOptions, rung: ParityRung, tokens: np.ndarray) -> LanguageEngine:
     vocabulary = int(tokens.max()) + 1
     config = TransformerConfig(vocabulary, options.sequence_length, options.width, options.heads, options.layers)
     model = parallelize(TransformerLM(config), ParallelPlan(checkpointing=rung.checkpointing), world())
@@ -218,12 +216,12 @@ def _batches(context: Context, options: ParityLadderOptions, tokens: np.ndarray)
 
 
 def _rows(
-    context: Context, options: ParityLadderOptions, rung: Rung, curves: dict[str, list[float]], reason: str, source: str
+    context: Context, options: ParityLadderOptions, rung: ParityRung, curves: dict[str, list[float]], reason: str, source: str
 ) -> list[Row]:
     """Return the differences of a rung's losses from those of the rung before and of the first."""
     params = _params(options, rung)
     if reason:
-        return [context.row(rung.name, "relative_difference", None, dtype=rung.dtype, params=params, value_reason=reason)]
+        return [context.absent_row(rung.name, "relative_difference", reason, dtype=rung.dtype, params=params)]
     before = list(curves)[-2]  # the last rung below that can run here
     exact = rung.tolerance == 0
     tolerance = _UNORDERED if exact and context.device.kind != "cpu" else rung.tolerance
@@ -234,22 +232,21 @@ def _rows(
     for beside in dict.fromkeys((before, FIRST)):
         difference = float(np.max(np.abs(np.array(curves[rung.name]) / np.array(curves[beside]) - 1)))
         rows.append(
-            context.row(
+            context.error_row(
                 rung.name,
                 "relative_difference",
                 difference,
+                f"losses of the rung {beside!r}, step by step; {SCATTER_BF16}",
+                allowed[beside],
                 dtype=rung.dtype,
                 params=params if beside == before else params | {"beside": beside},
                 n=options.steps,
-                check=f"losses of the rung {beside!r}, step by step; {SCATTER_BF16}",
-                check_error=difference,
-                check_tolerance=allowed[beside],
                 data_source=source,
             )
         )
     return rows
 
 
-def _params(options: ParityLadderOptions, rung: Rung) -> dict:
+def _params(options: ParityLadderOptions, rung: ParityRung) -> dict:
     params = {"what": "training loss", "beside": "the rung before", "steps": options.steps, "micro_batches": rung.micro_batches}
     return params | ({"compiler": options.compiler} if rung.compiled else {})

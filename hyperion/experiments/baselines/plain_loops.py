@@ -1,26 +1,34 @@
-"""Training loops as public scripts write them for a GPU, to compare this library with: a ResNet-18 and a GPT-2.
+"""Training loops as public scripts write them for a GPU, a ResNet-18 and a GPT-2, and rows that compare this library with them.
 
 Shape suffixes as in hyperion.models.transformer. P is the vocabulary V padded to a multiple of 64, for aligned rows. The classes
 above V are scored like all others and are never right.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hyperion import compat
+from hyperion.chapter.context import Context
+from hyperion.chapter.rows import sample_frame, speedup_row
 from hyperion.data import channel_statistics
 from hyperion.data.images.device_images import require_form
 from hyperion.hardware import Device
 from hyperion.kernels.token_loss import padded_classes
+from hyperion.measure import Timing
 from hyperion.models import TransformerConfig, TransformerLM, resnet18
+from hyperion.results import Row
 from hyperion.training import Precision, adamw
-from hyperion.workloads.workloads import CLASSES
+from hyperion.workloads.training_rows import NO_SPEEDUP_LIMIT, speed_rows
+from hyperion.workloads.workloads import CLASSES, Workload
 
+OURS, PLAIN = "hyperion", "plain"
 _MOMENTUM, _PADDING = 0.9, 4
 _PUBLISHED_WIDTH = 64  # torchvision has no other
 
@@ -223,3 +231,83 @@ class PlainLanguageLoop:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
+
+
+def wait_for(device: Device) -> None:
+    """Wait until the device has finished all queued work; on a CPU a call returns when it has finished."""
+    if device.kind != "cpu":
+        torch.cuda.synchronize(device.torch_device)
+
+
+@dataclass(frozen=True)
+class PairedLoops:
+    """What the rows of two compared loops share.
+
+    Attributes:
+        dtype: number format of both.
+        source: data source.
+        params: parameters of every row, "batch" included.
+    """
+
+    context: Context
+    work: Workload
+    dtype: str
+    source: str
+    params: dict
+
+    def of(self, loop: str) -> dict:
+        """Return the columns of a row of one loop."""
+        return {"dtype": self.dtype, "params": self.params | {"loop": loop}, "data_source": self.source}
+
+    def parity(self, steps: int, difference: float, how: str, tolerance: float, **params: Any) -> Row:
+        """Return the difference between the losses of two loops with the same weights and batches.
+
+        Args:
+            steps: steps that both have done.
+            difference: relative difference.
+            how: what is compared, and the reason for the tolerance.
+            params: further parameters; "of" and "from" name the loops, by default OURS and PLAIN.
+        """
+        shared = {"batch": self.params["batch"], "what": "training loss", "of": OURS, "from": PLAIN, "steps": steps}
+        return self.context.error_row(
+            self.work.name,
+            "relative_difference",
+            difference,
+            f"{how}, same weights and batches",
+            tolerance,
+            dtype=self.dtype,
+            params=shared | params,
+            data_source=self.source,
+        )
+
+    def curves_frame(self, curves: dict[str, np.ndarray]) -> pd.DataFrame:
+        """Return the losses of both by step as samples of kind "parity"."""
+        batch = self.params["batch"]
+        return pd.concat(
+            [
+                pd.DataFrame({"kind": "parity", "loop": name, "batch": batch, "step": range(1, len(curve) + 1), "loss": curve})
+                for name, curve in curves.items()
+            ],
+            ignore_index=True,
+        )
+
+    def first_steps(self, seconds: dict[str, float]) -> list[Row]:
+        """Return the time of each loop's first steps, in which it compiles and captures."""
+        return [self.context.row(self.work.name, "compile_time_s", time_s, **self.of(loop)) for loop, time_s in seconds.items()]
+
+    def speeds(self, timings: dict[str, Timing], how: dict) -> tuple[list[Row], pd.DataFrame]:
+        """Return time, throughput and MFU of both, the speed-up of ours over the plain one, and the samples of the steps.
+
+        Args:
+            timings: timings of both loops in turn.
+            how: further parameters of the speed-up's row.
+        """
+        rows, frames, work = [], [], self.work
+        for loop, timing in timings.items():
+            shared = self.of(loop)
+            rows += speed_rows(self.context, work.name, work.item, work.items, timing, work.flops, work.least_flops, shared)
+            frames.append(sample_frame(timing, work.name, self.dtype, shared["params"]))
+        shared = self.of(OURS)
+        shared["params"] |= {"over": PLAIN} | how
+        rows.append(speedup_row(self.context, work.name, timings[OURS], timings[PLAIN], NO_SPEEDUP_LIMIT, **shared))
+        return rows, pd.concat(frames, ignore_index=True).assign(kind="step, loader included")

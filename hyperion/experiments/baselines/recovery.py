@@ -20,13 +20,12 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.variants import Report
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.rows import checked
 from hyperion.checkpoints import CheckpointError
 from hyperion.data.batches import LanguageBatches, evaluation_windows
 from hyperion.data.images.device_images import ImageBatches
-from hyperion.experiments.baselines.recovery_faults import KINDS, PHASES, Fault, Phases, cut_off
+from hyperion.experiments.baselines.recovery_faults import KINDS, PHASES, Phases, TrainingFault, cut_off
 from hyperion.hardware import detect_cpu
 from hyperion.hardware.cpu import usable_cpus
 from hyperion.models import TransformerConfig, TransformerLM, resnet18
@@ -79,10 +78,10 @@ def forecast(context: Context) -> list[Forecast]:
     drawn = {fault.kind for fault in draw(context.seed, RecoveryOptions.of(context).trials)}
     return [
         Forecast(
-            variant=kind,
-            metric="steps_lost",
-            estimate=0 if kind == "SIGTERM" else MOST_LOST[kind],
-            basis=basis[kind],
+            kind,
+            "steps_lost",
+            0 if kind == "SIGTERM" else MOST_LOST[kind],
+            basis[kind],
             dtype="fp32",
             params=_params(context, kind),
         )
@@ -113,16 +112,16 @@ def run(context: Context, report: Report) -> Result:
 EXPERIMENT = Experiment(forecast, run, options=RecoveryOptions)
 
 
-def draw(seed: int, trials: int) -> list[Fault]:
+def draw(seed: int, trials: int) -> list[TrainingFault]:
     """Draw faults at random steps and moments; each kind strikes in every phase once before any phase repeats."""
     random = np.random.default_rng((seed, trials))
-    faults: list[Fault] = []
+    faults: list[TrainingFault] = []
     while len(faults) < trials:
         left = {kind: [str(phase) for phase in random.permutation(_phases(kind))] for kind in KINDS}
         turns = [(kind, left[kind][turn]) for turn in range(len(PHASES)) for kind in KINDS if turn < len(left[kind])]
         for kind, phase in turns[: trials - len(faults)]:
             steps = [step for step in range(1, STEPS + 1) if _possible(kind, phase, step)]
-            faults.append(Fault(kind, phase, int(random.choice(steps)), float(random.random())))
+            faults.append(TrainingFault(kind, phase, int(random.choice(steps)), float(random.random())))
     return faults
 
 
@@ -140,12 +139,12 @@ def _undisturbed(context: Context, task: str) -> dict:
     return _process({"folder": str(folder), "task": task, "seed": context.seed, "watch": True})
 
 
-def _task(number: int, fault: Fault) -> str:
+def _task(number: int, fault: TrainingFault) -> str:
     """The tasks in turn; a NaN in a loader needs images, because tokens are integers."""
     return "images" if (fault.kind, fault.phase) == ("NaN", "loader") else _TASKS[number % 2]
 
 
-def _trial(context: Context, whole: dict, number: int, fault: Fault) -> dict:
+def _trial(context: Context, whole: dict, number: int, fault: TrainingFault) -> dict:
     """Let one fault strike and resume; return the outcome."""
     task = _task(number, fault)
     folder = context.workspace / f"trial-{number:03d}"
@@ -186,16 +185,15 @@ def _rows(context: Context, kind: str, trials: pd.DataFrame) -> list[Row]:
         return []
     lost, failed = max(trials["lost"].tolist()), trials["recovered"].tolist().count(False)
     return [
-        context.row(
+        context.error_row(
             kind,
             "steps_lost",
             lost,
+            "the most that may be lost",
+            MOST_LOST[kind],
             dtype="fp32",
             params=_params(context, kind),
             n=len(trials),
-            check="the most that may be lost",
-            check_error=lost,
-            check_tolerance=MOST_LOST[kind],
         ),
         context.row(
             kind,
@@ -203,9 +201,9 @@ def _rows(context: Context, kind: str, trials: pd.DataFrame) -> list[Row]:
             len(trials) - failed,
             dtype="fp32",
             params=_params(context, kind) | {"what": "trials recovered", "trials": len(trials)},
-            check="losses, evaluations, weights, optimizer, sampler and generators of an undisturbed run, bit for bit",
-            check_error=failed,
-            check_tolerance=0,
+            **checked(
+                "losses, evaluations, weights, optimizer, sampler and generators of an undisturbed run, bit for bit", failed, 0
+            ),
         ),
     ]
 
@@ -227,7 +225,7 @@ def run_once(
 
     Args:
         task: 'language' or 'images'.
-        fault: fields of a Fault, None for no fault.
+        fault: fields of a TrainingFault, None for no fault.
         moments: number of moments by phase in an undisturbed run (see Phases).
         watch: count the moments.
 
@@ -238,7 +236,7 @@ def run_once(
     torch.set_num_threads(1)
     seed_everything(seed)
     engine, batches, validation = {"language": _language, "images": _images}[task](seed)
-    phases = Phases(engine, Fault(**fault) if fault else None, moments or {}, Path(folder) / "struck")
+    phases = Phases(engine, TrainingFault(**fault) if fault else None, moments or {}, Path(folder) / "struck")
     if fault or watch:
         phases.plant(batches)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

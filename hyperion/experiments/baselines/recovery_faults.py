@@ -30,7 +30,7 @@ _DISK_BYTES = 4096  # size of a file beyond which writes fail when the disk is f
 
 
 @dataclass(frozen=True)
-class Fault:
+class TrainingFault:
     """One fault of one run.
 
     Attributes:
@@ -57,7 +57,7 @@ class Phases:
     """
 
     engine: TorchEngine
-    fault: Fault | None
+    fault: TrainingFault | None
     moments: dict[str, list[int]]
     mark: Path
     counted: dict[str, list[int]] = field(default_factory=dict)

@@ -11,10 +11,17 @@ import pandas as pd
 import torch
 from pydantic import Field
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.rows import gemm_limit, out_of_memory_reason, sample_frame, stream_ceiling, timed_columns
-from hyperion.chapter.variants import Report, merged, run_variant
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.rows import (
+    check_columns,
+    checked,
+    gemm_limit,
+    out_of_memory_reason,
+    sample_frame,
+    stream_ceiling,
+    timed_columns,
+)
+from hyperion.chapter.variants import merged, run_variant
 from hyperion.experiments.compilation.compilation_models import (
     CompiledModel,
     ModelSpec,
@@ -89,8 +96,8 @@ def _model_forecasts(context: Context, spec: ModelSpec) -> tuple[Forecast, list[
     eager, last = seconds[EAGER], seconds[modes[-1]]
     speedup = None if eager is None or last is None else eager / last
     columns = {"dtype": dtype, "params": params, "basis": basis}
-    times = [Forecast(variant=m, metric="inference_time_s", estimate=seconds[m], **columns) for m in modes]
-    return Forecast(variant=modes[-1], metric="speedup", estimate=speedup, **columns), times
+    times = [Forecast(m, "inference_time_s", seconds[m], **columns) for m in modes]
+    return Forecast(modes[-1], "speedup", speedup, **columns), times
 
 
 def _fused_bytes(census: Census, weight_bytes: int) -> int:
@@ -252,7 +259,7 @@ class _Measurement:
         """Operations of an eager call, and the share of its FLOPs in the dtype of the rows."""
         census = count_operations(lambda: self.model.module(*self.model.inputs))
         share = census.share_in(self.dtype)
-        declared = {"check": "the declared dtype", "check_error": 1 - share, "check_tolerance": 0.0}
+        declared = checked("the declared dtype", 1 - share, 0.0)
         what = {"what": "product FLOPs in the declared dtype"}
         return [
             self._row("count", census.operations, more={"what": "operations dispatched by a call"}),
@@ -311,7 +318,7 @@ class _Measurement:
         return Verification(name, error, TOLERANCES[self.dtype])
 
     def _difference(self, origin: str, verification: Verification) -> Row:
-        columns = {"check": verification.name, "check_error": verification.error, "check_tolerance": verification.tolerance}
+        columns = check_columns(verification)
         return self._row("relative_difference", verification.error, more={"from": origin}, **columns)
 
     def _row(self, metric: str, value: float | None, more: dict | None = None, **columns) -> Row:
@@ -322,7 +329,7 @@ class _Measurement:
 def _compiler_rows(row: Callable[..., Row], compilation: Compilation) -> list[Row]:
     """Graph breaks, graphs, recompilations and kernel calls. The check fails if no graph was captured."""
     reasons = "; ".join(f"{reason} ({times} times)" for reason, times in compilation.break_reasons.items())
-    captured = {"check": "something was captured", "check_error": float(compilation.graphs < 1), "check_tolerance": 0.0}
+    captured = checked("something was captured", float(compilation.graphs < 1), 0.0)
     counts = {f"calls of {kind} kernels": number for kind, number in compilation.kernel_calls.items()}
     return [
         row("graph_breaks", compilation.graph_breaks, more={"reasons": reasons or "none"}),
@@ -334,7 +341,7 @@ def _compiler_rows(row: Callable[..., Row], compilation: Compilation) -> list[Ro
 
 def _absent(context: Context, options: CompilationOptions, spec: ModelSpec, mode: str, reason: str) -> Result:
     params = model_params(spec, context.seed) | {"clock": f"wall, {options.back_to_back} calls in a row"}
-    row = context.row(mode, "inference_time_s", None, dtype=spec.dtype, params=params, value_reason=reason)
+    row = context.absent_row(mode, "inference_time_s", reason, dtype=spec.dtype, params=params)
     return Result([row], pd.DataFrame())
 
 

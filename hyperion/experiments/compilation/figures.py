@@ -1,20 +1,48 @@
-"""Figures of compilation: time and memory of a call by mode, and the number of calls after which compiling pays."""
+"""Figures of compilation: time and memory of a call by mode, and the number of calls after which compiling pays.
 
+Also the rows as one flat table for spreadsheets, one line per model and mode.
+"""
+
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
-from hyperion.figures.formats import items, number
-from hyperion.figures.material import Material, measured
-from hyperion.figures.plot import Plot
-from hyperion.figures.style import COLOURS, INK, MUTED, add_notes, errors_of, log_ticks, new_figure
+from hyperion.figures.material import Material, Plot, items, measured, number
+from hyperion.figures.style import COLOURS, INK, MUTED, add_notes, errors_of, log_ticks, new_figure, write_at
 from hyperion.results import Row
+from hyperion.units import GIB
 
 EXPERIMENT = "compilation"
 _MEMORY = {"peak_memory_gib": "in tensors", "peak_rss_gib": "resident", "reserved_memory_gib": "held by the allocator"}
+COLUMNS = (
+    "model",
+    "variant",
+    "time_ms",
+    "mem_gb",
+    "speedup",
+    "speedup_ci_low",
+    "speedup_ci_high",
+    "dtype",
+    "reps",
+    "compile_s",
+    "graph_breaks",
+    "break_even_calls",
+    "error_from_eager",
+    "error_from_float64",
+    "mem_reserved_gb",
+    "mem_kind",
+    "batch",
+    "input",
+    "weights",
+    "reason",
+)
+_MEMORY_KINDS = {"peak_memory_gib": "device tensors", "peak_rss_gib": "resident host memory"}
 _MODES = ("eager", "default", "max-autotune", "reduce-overhead")
 
 
@@ -115,7 +143,7 @@ def _draw_memory(axes: Axes, rows: list[Row]) -> None:
 
 
 def _name_bar(axes: Axes, y: float, x: float, label: str) -> None:
-    axes.annotate(label, (x, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5)
+    write_at(axes, label, (x, y), (5, 0), va="center", fontsize=8.5)
 
 
 def _finish(axes: Axes, names: list[str], label: str) -> None:
@@ -164,6 +192,60 @@ def _draw_totals(axes: Axes, title: str, costs: dict[str, _Cost]) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: items(value))
     log_ticks(axes.yaxis)
     axes.legend(loc="upper right", fontsize=8.5)
+
+
+def compilation_table(rows: Iterable[Row]) -> pd.DataFrame:
+    """Return one line per model and mode with the columns COLUMNS: times in ms, memory in GB (10^9 bytes).
+
+    Cells without value are None; `reason` says why there is no time.
+    """
+    lines: dict[tuple, list[Row]] = {}
+    for row in rows:
+        lines.setdefault((row.params["model"], row.dtype, row.params["batch"], row.variant), []).append(row)
+    return pd.DataFrame([_line(group) for group in lines.values()], columns=list(COLUMNS), dtype=object)
+
+
+def compilation_csv(rows: Iterable[Row]) -> str:
+    """Return the table as CSV. Numbers round-trip exactly."""
+    return compilation_table(rows).to_csv(index=False, lineterminator="\n")
+
+
+def compilation_json(rows: Iterable[Row]) -> str:
+    """Return the table as a JSON list of objects."""
+    lines = compilation_table(rows).to_dict("records")
+    return json.dumps(lines, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _line(rows: list[Row]) -> dict:
+    first = rows[0]
+    time, speedup = _row(rows, "inference_time_s"), _row(rows, "speedup")
+    memory = next((row for metric in _MEMORY_KINDS if (row := _row(rows, metric)) and row.value is not None), None)
+    reserved = _value(rows, "reserved_memory_gib", first.variant)
+    differences = {row.params["from"]: row.value for row in rows if row.metric == "relative_difference"}
+    return {
+        "model": first.params["model"],
+        "variant": first.variant,
+        "time_ms": None if time is None or time.value is None else 1e3 * time.value,
+        "mem_gb": None if memory is None or memory.value is None else memory.value * GIB / 1e9,
+        "speedup": speedup and speedup.value,
+        "speedup_ci_low": speedup and speedup.ci_low,
+        "speedup_ci_high": speedup and speedup.ci_high,
+        "dtype": first.dtype,
+        "reps": time and time.n,
+        "compile_s": _value(rows, "compile_time_s", first.variant),
+        "graph_breaks": _value(rows, "graph_breaks", first.variant),
+        "break_even_calls": _value(rows, "break_even_calls", first.variant),
+        "error_from_eager": differences.get("eager"),
+        "error_from_float64": differences.get("float64"),
+        "mem_reserved_gb": None if reserved is None else reserved * GIB / 1e9,
+        "mem_kind": None if memory is None else _MEMORY_KINDS[memory.metric],
+        **{name: first.params[name] for name in ("batch", "input", "weights")},
+        "reason": (time and time.value_reason) or None,
+    }
+
+
+def _row(rows: list[Row], metric: str) -> Row | None:
+    return next((row for row in rows if row.metric == metric), None)
 
 
 TITLES = {"compilation": "Compilation"}

@@ -4,10 +4,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
-from hyperion.figures.formats import interval, items, number
-from hyperion.figures.material import Material, measured, select, values
-from hyperion.figures.plot import Plot
-from hyperion.figures.style import COLOURS, MUTED, add_notes, errors_of, new_figure
+from hyperion.figures.material import Material, Plot, interval, items, measured, number, select, values
+from hyperion.figures.style import COLOURS, MUTED, add_notes, errors_of, new_figure, write_at
 from hyperion.results import Row
 
 _COMMONEST = 20
@@ -93,9 +91,7 @@ def tokenizer_speed(material: Material) -> Figure | None:
         axes.bar(x, rates, 0.92 * width, yerr=errors, color=COLOURS[place], label=variant, error_kw={"linewidth": 1})
         for at, row in zip(x, mine, strict=True):
             text = number(not_none(row.value) / 1e6, 3) + " M/s"
-            axes.annotate(
-                text, (at, not_none(row.ci_high) / 1e6), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=8
-            )
+            write_at(axes, text, (at, not_none(row.ci_high) / 1e6), (0, 3), ha="center", fontsize=8)
     axes.set_xticks(range(len(counts)), [f"{count} process{'es' if count > 1 else ''}" for count in counts])
     axes.set(ylabel="million tokens/s, median with 95 % interval", ylim=(0, 1.18 * axes.get_ylim()[1]))
     axes.grid(axis="x", visible=False)
@@ -130,9 +126,7 @@ def loader_speed(material: Material) -> Figure | None:
     right.set_yticks(range(len(shares)), [_loader_name(row) for row in shares], fontsize=8)
     for place, row in enumerate(shares):
         percent = 100 * not_none(row.value)
-        right.annotate(
-            f"{number(percent, 2)} %", (percent, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
-        )
+        write_at(right, f"{number(percent, 2)} %", (percent, place), (4, 0), va="center", fontsize=8)
     right.set(xlabel="% of training time spent waiting", title="In a training step")
     right.set_xlim(0, max(1.0, 1.3 * right.get_xlim()[1]))
     for axes in (left, right):

@@ -4,9 +4,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.rows import timed_columns
-from hyperion.chapter.variants import Report
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.rows import checked, timed_row
 from hyperion.data import ImageSet
 from hyperion.data.images.device_images import ImageBatches
 from hyperion.experiments.data.loader_speed import LoaderTimingOptions, loader_limit, time_in_a_row
@@ -36,7 +35,7 @@ def forecast(context: Context) -> list[Forecast]:
     """Estimate the mean of the red channel: 0.5 on average over a grey world."""
     params = {"split": "train", "channel": "red"}
     basis = "photographs expose for middle grey"
-    return [Forecast(variant="all images", metric="channel_mean", estimate=0.5, basis=basis, params=params)]
+    return [Forecast("all images", "channel_mean", 0.5, basis, params=params)]
 
 
 def run(context: Context, report: Report) -> Result:
@@ -70,10 +69,8 @@ def _split_rows(context: Context, image_set: ImageSet, steps: dict, split: str) 
                 "channel_mean",
                 mean,
                 params={"split": split, "channel": _CHANNELS[channel]},
-                check="sum over all pixels",
-                check_error=abs(mean - summed),
-                check_tolerance=_MEAN_TOLERANCE,
                 data_source=source,
+                **checked("sum over all pixels", abs(mean - summed), _MEAN_TOLERANCE),
             )
         )
     return rows
@@ -96,14 +93,16 @@ def _loader_row(context: Context, options: ImagePipelineOptions, image_set: Imag
     wrong = float(np.mean(labels != image_set.train_labels[places]))
     timing = time_in_a_row(context, options, batches.next_batch)
     rate = timing.estimate.map(lambda seconds: size / seconds)
-    return context.row(
+    return timed_row(
+        context,
         "images, on the device",
         "loader_samples_per_s",
-        rate.value,
+        rate,
+        timing,
+        Verification("share of labels that are another image's", wrong, 0.0),
+        loader_limit(context, _SAMPLE_BYTES, size),
         params={"batch": size, "workers": 0},
         data_source=image_set.source,
-        **loader_limit(context, _SAMPLE_BYTES, size),
-        **timed_columns(rate, timing, Verification("share of labels that are another image's", wrong, 0.0)),
     )
 
 

@@ -9,10 +9,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.rows import bandwidth_limit, sample_frame, stream_ceiling, timed_columns
-from hyperion.chapter.variants import Report
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.rows import bandwidth_limit, sample_frame, stream_ceiling, timed_row
 from hyperion.data import IGNORE_INDEX, PreparedText, Tokenizer
 from hyperion.data.batches import LanguageBatches, PaddedBatches, Prefetched, ResumableBatches
 from hyperion.errors import not_none
@@ -96,14 +94,14 @@ def forecast(context: Context) -> list[Forecast]:
     gemm, stream = context.best_upstream("gemm_tflops", dtype), stream_ceiling(context.upstream)
     if vocabulary is None or gemm is None or stream is None:
         basis = "no estimate: this run has measured no ceilings (01_hardware_exploration)"
-        return [Forecast(variant=_PACKED, metric="share", estimate=None, basis=basis, params=params, dtype=dtype)]
+        return [Forecast(_PACKED, "share", None, basis, params=params, dtype=dtype)]
     config = named_config(options.model, vocab_size=int(not_none(vocabulary.value)), context=options.sequence_length)
     tokens = options.batch_size * options.sequence_length
     loading = options.batch_size * options.window_bytes / (not_none(stream.value) * 1e9)
     step = flops_per_token(config).forward_backward * tokens / (not_none(gemm.value) * 1e12)
     basis = f"{loading * 1e6:.3g} us to move a batch at the measured bandwidth, {step * 1e3:.3g} ms of products"
     estimate = loading / (loading + step)
-    return [Forecast(variant=_PACKED, metric="share", estimate=estimate, basis=basis, params=params, dtype=dtype)]
+    return [Forecast(_PACKED, "share", estimate, basis, params=params, dtype=dtype)]
 
 
 def run(context: Context, report: Report) -> Result:
@@ -189,25 +187,19 @@ def _rate_row(
 ) -> Row:
     params = options.params(loader.workers)
     if loader.sample_bytes is None:
-        limit = {"limit_source": loader.why_unbounded}
+        limit = None, loader.why_unbounded
     else:
         limit = loader_limit(context, loader.sample_bytes, params["batch"])
     rate = timing.estimate.map(lambda seconds: params["batch"] / seconds)
-    return context.row(
-        loader.variant,
-        "loader_samples_per_s",
-        rate.value,
-        params=params,
-        data_source=source,
-        **limit,
-        **timed_columns(rate, timing, check),
+    return timed_row(
+        context, loader.variant, "loader_samples_per_s", rate, timing, check, limit, params=params, data_source=source
     )
 
 
-def loader_limit(context: Context, sample_bytes: int, batch_size: int) -> dict:
-    """Return the limit in samples/s that device memory sets for a loader, or the reason why there is none, as row columns."""
+def loader_limit(context: Context, sample_bytes: int, batch_size: int) -> tuple[float | None, str]:
+    """Return (limit in samples/s that device memory sets for a loader, its source), or (None, why there is none)."""
     gb_s, source = bandwidth_limit(context.device, sample_bytes * batch_size)
-    return {"limit": None if gb_s is None else gb_s * 1e9 / sample_bytes, "limit_source": source}
+    return None if gb_s is None else gb_s * 1e9 / sample_bytes, source
 
 
 def _text_share_row(context: Context, options: LoaderSpeedOptions, loader: _Loader, source: str) -> Row:

@@ -6,9 +6,8 @@ from itertools import islice
 import numpy as np
 import pandas as pd
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.variants import Report
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.rows import checked
 from hyperion.data import PreparedText, TextCorpus, Tokenizer
 from hyperion.results import Row
 from hyperion.workloads import datasets
@@ -27,7 +26,7 @@ def forecast(context: Context) -> list[Forecast]:
         f"WikiText-2's published {_WORDS_A_LINE:.0f} words a line, a token a word, lengths spread exponentially and cut "
         f"at {_WINDOW}"
     )
-    return [Forecast(variant="padded lines", metric="share", estimate=1 - filled, basis=basis, params=params)]
+    return [Forecast("padded lines", "share", 1 - filled, basis, params=params)]
 
 
 def run(context: Context, report: Report) -> Result:
@@ -64,7 +63,7 @@ def _split_rows(context: Context, prepared: PreparedText, split: str) -> list[Ro
     source = prepared.manifest.source
     # The round trip was checked when the stream was written; a stored stream is identical by its sha256.
     failed = 0.0 if steps["tokenize"]["round_trip"] else 1.0
-    round_trip = {"check": "decode(encode(text)) == text", "check_error": failed, "check_tolerance": 0.0}
+    round_trip = checked("decode(encode(text)) == text", failed, 0.0)
     rows = [
         context.row(
             name,

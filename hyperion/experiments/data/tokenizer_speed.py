@@ -12,15 +12,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.rows import sample_frame, timed_columns
-from hyperion.chapter.variants import Report
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.rows import sample_frame, speedup_row, timed_row
 from hyperion.data import Tokenizer
 from hyperion.data.prepare.prepare import write_split
 from hyperion.hardware import detect_cpu
 from hyperion.measure import Timing, Verification, time_interleaved
-from hyperion.results import Row, ratio_estimate
+from hyperion.results import Row
 from hyperion.workloads import datasets
 
 _OURS, _THEIRS = "each distinct word once", "datasets.map"
@@ -58,7 +56,7 @@ def forecast(context: Context) -> list[Forecast]:
         "left where each distinct word goes through it once, and arrays take the place of the lists"
     )
     params = options.params(options.processes[0]) | {"over": _THEIRS}
-    return [Forecast(variant=_OURS, metric="speedup", estimate=2.0, basis=basis, params=params)]
+    return [Forecast(_OURS, "speedup", 2.0, basis, params=params)]
 
 
 def run(context: Context, report: Report) -> Result:
@@ -104,26 +102,25 @@ def _rate_row(
     rate = timing.estimate.map(lambda seconds: len(expected) / seconds)
     differing = 1.0 if len(tokens) != len(expected) else float(np.mean(tokens != expected))
     check = Verification("share of tokens that differ", differing, 0.0)
-    return context.row(
+    return timed_row(
+        context,
         variant,
         "tokenizer_tokens_per_s",
-        rate.value,
+        rate,
+        timing,
+        check,
+        limit=(None, _NO_LIMIT),
         params=options.params(processes),
-        limit_source=_NO_LIMIT,
         data_source=source,
-        **timed_columns(rate, timing, check),
     )
 
 
 def _speedup_row(
     context: Context, options: TokenizerSpeedOptions, processes: int, timing_of: dict[tuple[str, int], Timing], source: str
 ) -> Row:
-    ours = timing_of[_OURS, processes]
-    ratio = ratio_estimate(ours.samples_s, timing_of[_THEIRS, processes].samples_s)
+    ours, theirs = timing_of[_OURS, processes], timing_of[_THEIRS, processes]
     params = options.params(processes) | {"over": _THEIRS}
-    return context.row(
-        _OURS, "speedup", ratio.value, params=params, limit_source=_NO_LIMIT, data_source=source, **timed_columns(ratio, ours)
-    )
+    return speedup_row(context, _OURS, ours, theirs, _NO_LIMIT, params=params, data_source=source)
 
 
 def _ours(lines: list[str], tokenizer: Tokenizer, processes: int, folder: Path) -> Callable[[], np.ndarray]:

@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 import torch.distributed as dist
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.ranks import RankOptions, devices_here
-from hyperion.chapter.variants import Report, merged, run_on_ranks
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.rows import checked
+from hyperion.chapter.variants import RankOptions, merged, run_on_ranks
 from hyperion.errors import not_none
 from hyperion.models import flops_per_token, named_config
 from hyperion.parallel import assert_ranks_agree
@@ -17,7 +17,8 @@ from hyperion.results import Row, proportion_estimate
 from hyperion.training import EpochRecord, History, choose_precision, mean_over_ranks, train
 from hyperion.workloads import datasets
 from hyperion.workloads.recipes import Recipe, Training, set_up
-from hyperion.workloads.training_rows import ADAMW_BYTES_A_PARAMETER, loss_curve, step_forecasts
+from hyperion.workloads.training_rows import loss_curve, step_forecasts
+from hyperion.workloads.workloads import ADAMW_BYTES_A_PARAMETER
 
 _NO_LIMIT = "no limit: loading is part of it; the steady step of chapter 2.8 has one"
 GPT2_VOCABULARY = 50257
@@ -37,7 +38,7 @@ class DistributedTrainingOptions(RankOptions):
 def forecast(context: Context) -> list[Forecast]:
     """Estimate the tokens per second of all ranks together, without communication."""
     options = DistributedTrainingOptions.of(context)
-    counted, ranks = datasets.vocabulary_row(context), devices_here(context, options.cpu_ranks)
+    counted, ranks = datasets.vocabulary_row(context), options.device_count(context)
     vocabulary = int(not_none(counted.value)) if counted else GPT2_VOCABULARY
     forecasts = []
     for recipe in (r for r in options.trainings if r.task == "language"):
@@ -49,14 +50,7 @@ def forecast(context: Context) -> list[Forecast]:
         estimate = None if alone.estimate is None else alone.estimate * ranks
         basis = alone.basis if estimate is None else f"{ranks} times one device: {alone.basis}"
         forecasts.append(
-            Forecast(
-                variant=recipe.name,
-                metric="tokens_per_s",
-                estimate=estimate,
-                basis=basis,
-                dtype=dtype,
-                params=_params(recipe, ranks) | {"epoch": 1},
-            )
+            Forecast(recipe.name, "tokens_per_s", estimate, basis, dtype=dtype, params=_params(recipe, ranks) | {"epoch": 1})
         )
     return forecasts
 
@@ -64,7 +58,7 @@ def forecast(context: Context) -> list[Forecast]:
 def run(context: Context, report: Report) -> Result:
     """Run all trainings in one launch."""
     options = DistributedTrainingOptions.of(context)
-    ranks = devices_here(context, options.cpu_ranks)
+    ranks = options.device_count(context)
     results = run_on_ranks(context, report, train_on_rank, ranks=ranks)
     curves = results[0].samples
     curves = curves.query("kind not in ('example', 'of one device')").drop(columns=["example", "source"])
@@ -175,10 +169,8 @@ def mean_rows(context: Context, recipe: Recipe, training: Training, history: His
             dtype=training.engine.precision.dtype,
             params=_params(recipe, len(parts)) | {"what": "mean of the ranks' losses"},
             limit_source=_FITS,
-            check="loss of all ranks together",
-            check_error=abs(mean / last.loss - 1),
-            check_tolerance=1e-5,
             data_source=training.source,
+            **checked("loss of all ranks together", abs(mean / last.loss - 1), 1e-5),
         )
     ]
 
@@ -196,11 +188,9 @@ def test_rows(context: Context, recipe: Recipe, training: Training) -> list[Row]
         context.row(
             recipe.name,
             "accuracy",
-            share.value,
+            share,
             dtype=training.engine.precision.dtype,
             n=images,
-            ci_low=share.ci_low,
-            ci_high=share.ci_high,
             params=_params(recipe, world().size) | {"split": "test", "step": training.engine.steps},
             limit=1.0,
             limit_source="every image classified correctly",
@@ -224,16 +214,7 @@ def _overlap_rows(context: Context, options: DistributedTrainingOptions, results
         }
         params = _params(recipe, len(parts)) | {"examples": len(whole)}
         rows += [
-            context.row(
-                recipe.name,
-                "count",
-                number,
-                params=params | {"what": what},
-                check="none",
-                check_error=number,
-                check_tolerance=0,
-                data_source=source,
-            )
+            context.error_row(recipe.name, "count", number, "none", 0, params=params | {"what": what}, data_source=source)
             for what, number in counts.items()
         ]
     return rows

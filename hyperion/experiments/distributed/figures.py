@@ -6,10 +6,8 @@ from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
 from hyperion.errors import not_none
-from hyperion.figures.formats import number
-from hyperion.figures.material import Material, measured, values
-from hyperion.figures.plot import Plot
-from hyperion.figures.style import COLOURS, GRID, INK, MUTED, add_notes, limit_line, look, new_figure, whole_numbers
+from hyperion.figures.material import Material, Plot, measured, number, values
+from hyperion.figures.style import COLOURS, GRID, INK, MUTED, add_notes, limit_line, look, new_figure, whole_numbers, write_at
 from hyperion.results import Row
 
 _SMALLEST = 1e-9  # a difference of zero is drawn here on a logarithmic axis
@@ -70,11 +68,11 @@ def _draw_ranks(axes: Axes, losses: list[Row]) -> None:
         percent = [100 * (value / mean - 1) for value in values(chosen)]
         axes.bar(x, percent, width=0.6 / len(chosen), **_line(place))
         for at, high, row in zip(x, percent, chosen, strict=True):
-            axes.annotate(
+            write_at(
+                axes,
                 f"{row.rank}",
                 (at, high),
-                xytext=(0, 3 if high >= 0 else -3),
-                textcoords="offset points",
+                (0, 3 if high >= 0 else -3),
                 ha="center",
                 va="bottom" if high >= 0 else "top",
                 fontsize=8,
@@ -127,15 +125,8 @@ def resharding(material: Material) -> Figure | None:
     figure, (left, right) = new_figure(f"A checkpoint of {saved} ranks", material.machine("resharding"), 2)
     left.plot(curves.index, curves[saved], color=INK, linewidth=3, label=f"{saved} ranks, uninterrupted")
     left.axvline(before + 0.5, color=MUTED, linestyle=(0, (5, 3)), linewidth=1.2)
-    left.annotate(
-        "checkpoint",
-        (before + 0.5, 0.98),
-        xycoords=("data", "axes fraction"),
-        xytext=(4, 0),
-        textcoords="offset points",
-        va="top",
-        color=MUTED,
-        fontsize=8.5,
+    write_at(
+        left, "checkpoint", (before + 0.5, 0.98), (4, 0), xycoords=("data", "axes fraction"), va="top", color=MUTED, fontsize=8.5
     )
     after = curves[curves.index > before]
     for place, row in enumerate(rows):
@@ -199,12 +190,12 @@ def _mark_kill(axes: Axes, sizes: dict) -> None:
     marks = [(saved, f"last checkpoint: step {saved}", "right"), (killed, f"killed after step {killed}", "left")]
     for step, text, side in marks if saved else marks[1:]:
         axes.axvline(step + 0.5, color=MUTED, linestyle=(0, (5, 3)), linewidth=1.2)
-        axes.annotate(
+        write_at(
+            axes,
             text,
             (step + 0.5, 0.99),
+            (-5 if side == "right" else 5, 0),
             xycoords=("data", "axes fraction"),
-            xytext=(-5 if side == "right" else 5, 0),
-            textcoords="offset points",
             ha=side,
             va="top",
             color=MUTED,

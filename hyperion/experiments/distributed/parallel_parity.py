@@ -1,19 +1,52 @@
 """Parity: the same optimizer steps on one device, under DDP and under FSDP2 give the same losses."""
 
+import numpy as np
 import pandas as pd
 from torch import nn
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.variants import Report, merged, run_on_ranks
-from hyperion.experiments.distributed.short_training import ShortTrainingOptions, largest_relative_difference
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.rows import checked
+from hyperion.chapter.variants import RankOptions, merged, run_on_ranks
 from hyperion.parallel import differing_parameters, full_parameter_bytes, is_replicated, local_parameter_bytes
 from hyperion.processes import world
 from hyperion.results import Row
 from hyperion.workloads import datasets
-from hyperion.workloads.recipes import Strategy, Training, set_up
+from hyperion.workloads.recipes import Recipe, Strategy, Training, set_up
 from hyperion.workloads.twins import SCATTER_FP32
 
 TOLERANCE = 1e-4
+
+
+class ShortTrainingOptions(RankOptions):
+    """Options of a short training of a language model, which the experiments on parity, resharding and failures repeat.
+
+    Args:
+        model: configuration of a TransformerLM by name.
+        sequence_length: tokens of one example.
+        batch_size: examples of one step, over all ranks together.
+        learning_rate: largest learning rate.
+    """
+
+    model: str
+    sequence_length: int
+    batch_size: int
+    learning_rate: float
+
+    def recipe(self, strategy: Strategy, steps: int, checkpoint_every: int | None = None) -> Recipe:
+        """Return a recipe in float32, in which a parity check is strict, without evaluation."""
+        return Recipe(
+            task="language",
+            model=self.model,
+            strategy=strategy,
+            precision="fp32",
+            batch_size=self.batch_size,
+            sequence_length=self.sequence_length,
+            steps=steps,
+            learning_rate=self.learning_rate,
+            weight_decay=0.1,
+            evaluation_batches=0,
+            checkpoint_every=checkpoint_every,
+        )
 
 
 class ParallelParityOptions(ShortTrainingOptions):
@@ -34,14 +67,7 @@ def forecast(context: Context) -> list[Forecast]:
     steps = options.steps
     basis = f"{steps} steps, each of which rounds sums of another order once: {steps} x 2^-24, the unit of float32"
     return [
-        Forecast(
-            variant=strategy,
-            metric="relative_difference",
-            estimate=steps * 2.0**-24,
-            basis=basis,
-            dtype="fp32",
-            params=_params(context, options),
-        )
+        Forecast(strategy, "relative_difference", steps * 2.0**-24, basis, dtype="fp32", params=_params(context, options))
         for strategy in options.strategies
     ]
 
@@ -49,7 +75,7 @@ def forecast(context: Context) -> list[Forecast]:
 def run(context: Context, report: Report) -> Result:
     """Train in one launch: every rank alone on whole batches first, then all ranks together under each strategy."""
     options = ParallelParityOptions.of(context)
-    ranks = run_on_ranks(context, report, steps_on_rank, ranks=options.rank_count(context))
+    ranks = run_on_ranks(context, report, steps_on_rank, ranks=options.rank_count(context, options.batch_size))
     curves, source = ranks[0].samples, ranks[0].source
     rows = [_parity_row(context, options, curves, strategy, source) for strategy in options.strategies]
     return Result(rows + merged(ranks).rows, curves, source)
@@ -92,25 +118,22 @@ def _bytes_row(context: Context, strategy: str, training: Training) -> Row:
         dtype="fp32",
         rank=here.rank,
         params={"what": "parameter bytes held", "ranks": strategy_ranks, "bytes": whole},
-        check="share that the strategy promises",
-        check_error=abs(share / promised - 1),
-        check_tolerance=0.1,
         data_source=training.source,
+        **checked("share that the strategy promises", abs(share / promised - 1), 0.1),
     )
 
 
 def replicas_row(context: Context, strategy: str, model: nn.Module, source: str) -> Row:
     """Count the parameters that differ between ranks in any bit, for a model that every rank holds whole. All ranks call it."""
     unequal, known = len(differing_parameters(model)), len(list(model.parameters()))
-    return context.row(
+    return context.error_row(
         strategy,
         "count",
         unequal,
+        "bits of rank 0's parameters, on all ranks",
+        0,
         dtype="fp32",
         params={"what": "parameters that differ between ranks", "parameters": known, "ranks": world().size},
-        check="bits of rank 0's parameters, on all ranks",
-        check_error=unequal,
-        check_tolerance=0,
         data_source=source,
     )
 
@@ -118,24 +141,28 @@ def replicas_row(context: Context, strategy: str, model: nn.Module, source: str)
 def _parity_row(context: Context, options: ParallelParityOptions, curves: pd.DataFrame, strategy: str, source: str) -> Row:
     losses = {name: curve.sort_values("step")["loss"].to_numpy() for name, curve in curves.groupby("strategy")}
     difference = largest_relative_difference(losses[strategy], losses["single"])
-    return context.row(
+    return context.error_row(
         strategy,
         "relative_difference",
         difference,
+        f"losses of one device, step by step; {SCATTER_FP32}",
+        TOLERANCE,
         dtype="fp32",
         params=_params(context, options),
-        check=f"losses of one device, step by step; {SCATTER_FP32}",
-        check_error=difference,
-        check_tolerance=TOLERANCE,
         data_source=source,
     )
+
+
+def largest_relative_difference(losses: np.ndarray, expected: np.ndarray) -> float:
+    """Return the largest relative difference between two loss curves, step by step."""
+    return float(np.max(np.abs(losses / expected - 1)))
 
 
 def _params(context: Context, options: ParallelParityOptions) -> dict:
     return {
         "what": "training loss",
         "model": options.model,
-        "ranks": options.rank_count(context),
+        "ranks": options.rank_count(context, options.batch_size),
         "steps": options.steps,
         "batch_size": options.batch_size,
         "sequence_length": options.sequence_length,

@@ -11,11 +11,12 @@ from typing import Any
 import pandas as pd
 import psutil
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.variants import Report, run_on_ranks
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.rows import checked
+from hyperion.chapter.variants import run_on_ranks
 from hyperion.data.batches import ResumableBatches
 from hyperion.errors import HyperionError
-from hyperion.experiments.distributed.short_training import ShortTrainingOptions, largest_relative_difference
+from hyperion.experiments.distributed.parallel_parity import ShortTrainingOptions, largest_relative_difference
 from hyperion.processes import RankError, world
 from hyperion.processes.child_process import has_ended
 from hyperion.training import train
@@ -44,17 +45,18 @@ class RankFailureOptions(ShortTrainingOptions):
 
 def forecast(context: Context) -> list[Forecast]:
     """Estimate the seconds from the kill to the launcher's report."""
-    ranks = RankFailureOptions.of(context).rank_count(context)
+    options = RankFailureOptions.of(context)
+    ranks = options.rank_count(context, options.batch_size)
     basis = "torchrun polls its workers ten times a second and stops the others at once; they exit within a second or two"
     params = _killing(ranks, ranks - 1, "SIGKILL")
-    return [Forecast(variant="ddp", metric="detection_time_s", estimate=3.0, basis=basis, dtype="fp32", params=params)]
+    return [Forecast("ddp", "detection_time_s", 3.0, basis, dtype="fp32", params=params)]
 
 
 def run(context: Context, report: Report) -> Result:
     """Train and kill the last rank; resume; train again without a kill, and compare all losses."""
     shutil.rmtree(context.workspace, ignore_errors=True)
     options = RankFailureOptions.of(context)
-    ranks = options.rank_count(context)
+    ranks = options.rank_count(context, options.batch_size)
     error, seconds, remaining = _killed(context, options, report, ranks)
     print(f"after {seconds:.1f} s: {error.what.splitlines()[0]}")
     again = run_on_ranks(context, report, resume_and_repeat, ranks=ranks)[0]
@@ -69,28 +71,21 @@ def run(context: Context, report: Report) -> Result:
             dtype="fp32",
             limit_source="no limit: it should be short",
             params=_killing(ranks, error.rank, error.signal),
-            check="rank and signal named, within a minute",
-            check_error=seconds if (error.rank, error.signal) == (ranks - 1, "SIGKILL") else 10 * SOON_S,
-            check_tolerance=SOON_S,
+            **checked(
+                "rank and signal named, within a minute",
+                seconds if (error.rank, error.signal) == (ranks - 1, "SIGKILL") else 10 * SOON_S,
+                SOON_S,
+            ),
         ),
-        context.row(
-            "ddp",
-            "count",
-            remaining,
-            params={"what": "processes left behind", "ranks": ranks},
-            check="none",
-            check_error=remaining,
-            check_tolerance=0,
-        ),
-        context.row(
+        context.error_row("ddp", "count", remaining, "none", 0, params={"what": "processes left behind", "ranks": ranks}),
+        context.error_row(
             "ddp",
             "relative_difference",
             difference,
+            f"losses of the undisturbed run; {SCATTER_FP32}",
+            1e-5,
             dtype="fp32",
             params={"what": "losses after the kill", "ranks": ranks, "steps": len(resumed)},
-            check=f"losses of the undisturbed run; {SCATTER_FP32}",
-            check_error=difference,
-            check_tolerance=1e-5,
             data_source=source,
         ),
     ]

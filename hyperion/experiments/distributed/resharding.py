@@ -6,10 +6,10 @@ from pathlib import Path
 import pandas as pd
 import torch.distributed as dist
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.variants import Report, merged, run_on_ranks
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.variants import merged, run_on_ranks
 from hyperion.checkpoints.folders import checkpoint_path
-from hyperion.experiments.distributed.short_training import ShortTrainingOptions, largest_relative_difference
+from hyperion.experiments.distributed.parallel_parity import ShortTrainingOptions, largest_relative_difference
 from hyperion.processes import world
 from hyperion.results import Row
 from hyperion.training import TrainingPlan, train
@@ -39,7 +39,7 @@ class ReshardingOptions(ShortTrainingOptions):
 
     def resuming(self, context: Context) -> list[int]:
         """Numbers of ranks to resume with: half of those that saved, a quarter, and so on down to one."""
-        ranks = self.rank_count(context)
+        ranks = self.rank_count(context, self.batch_size)
         return [ranks >> halvings for halvings in range(1, ranks.bit_length())]
 
 
@@ -49,14 +49,7 @@ def forecast(context: Context) -> list[Forecast]:
     after = options.steps_after
     basis = f"{after} steps in another order of summation: {after} x 2^-24; the state itself is copied, not computed"
     return [
-        Forecast(
-            variant="fsdp",
-            metric="relative_difference",
-            estimate=after * 2.0**-24,
-            basis=basis,
-            dtype="fp32",
-            params=_params(context, options, ranks),
-        )
+        Forecast("fsdp", "relative_difference", after * 2.0**-24, basis, dtype="fp32", params=_params(context, options, ranks))
         for ranks in options.resuming(context)
     ]
 
@@ -65,7 +58,7 @@ def run(context: Context, report: Report) -> Result:
     """Train on all ranks past a checkpoint; then resume copies of the checkpoint on smaller numbers of ranks."""
     options = ReshardingOptions.of(context)
     shutil.rmtree(context.workspace, ignore_errors=True)
-    first = run_on_ranks(context, report, save_and_go_on, ranks=options.rank_count(context))
+    first = run_on_ranks(context, report, save_and_go_on, ranks=options.rank_count(context, options.batch_size))
     curves, rows = [first[0].samples], []
     for ranks in options.resuming(context):
         resumed = run_on_ranks(context, report, resume, ranks=ranks)
@@ -115,19 +108,18 @@ def _row(context: Context, options: ReshardingOptions, ranks: int, first: Result
         result.samples.sort_values(by="step")["loss"].to_numpy()[options.steps_before :] for result in (first, resumed)
     )
     difference = largest_relative_difference(losses, expected)
-    return context.row(
+    return context.error_row(
         "fsdp",
         "relative_difference",
         difference,
+        f"next losses of the ranks that saved; {SCATTER_FP32}",
+        TOLERANCE,
         dtype="fp32",
         params=_params(context, options, ranks),
-        check=f"next losses of the ranks that saved; {SCATTER_FP32}",
-        check_error=difference,
-        check_tolerance=TOLERANCE,
         data_source=resumed.source,
     )
 
 
 def _params(context: Context, options: ReshardingOptions, ranks: int) -> dict:
-    saved_by = options.rank_count(context)
+    saved_by = options.rank_count(context, options.batch_size)
     return {"what": "next losses", "saved_by": saved_by, "resumed_by": ranks, "steps": options.steps_after}

@@ -3,9 +3,8 @@
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.rows import all_samples, bandwidth_limit, out_of_memory_reason, sample_frame, timed_columns
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.rows import all_samples, bandwidth_limit, out_of_memory_reason, sample_frame, timed_row
 from hyperion.measure import FORMATS, OPERATIONS, REDUCTIONS, BandwidthMeasurement, Timing, Verification, measure_bandwidth
 from hyperion.results import Row
 
@@ -67,9 +66,7 @@ def stream_bytes(operation: str, dtype: str, elements: int) -> int:
 def stream_forecast(context: Context, operation: str, dtype: str, elements: int) -> Forecast:
     """Predict the data sheet's bandwidth, or None with the reason where a cache may hold the arrays."""
     limit, source = bandwidth_limit(context.device, stream_bytes(operation, dtype, elements))
-    return Forecast(
-        variant=operation, metric="bandwidth_gb_s", estimate=limit, basis=source, dtype=dtype, params=stream_params(elements)
-    )
+    return Forecast(operation, "bandwidth_gb_s", limit, source, dtype=dtype, params=stream_params(elements))
 
 
 def measure_stream(
@@ -85,7 +82,7 @@ def measure_stream(
         measured = measure_bandwidth(operation, elements, dtype, context.device, seed=context.seed, time_limit_s=time_limit_s)
     except torch.OutOfMemoryError as error:
         reason = out_of_memory_reason(error)
-        return None, context.row(operation, "bandwidth_gb_s", None, dtype=dtype, params=params, value_reason=reason), []
+        return None, context.absent_row(operation, "bandwidth_gb_s", reason, dtype=dtype, params=params), []
     row = stream_row(context, operation, dtype, params, measured.bytes, measured.timing, measured.verification)
     return measured, row, [sample_frame(measured.timing, operation, dtype, params)]
 
@@ -96,13 +93,6 @@ def stream_row(
     """Return the row of a stream's rate, limited by the memory where its traffic cannot come from a cache."""
     rate = timing.estimate.map(lambda seconds: traffic_bytes / seconds / 1e9)
     limit, source = bandwidth_limit(context.device, traffic_bytes)
-    return context.row(
-        variant,
-        "bandwidth_gb_s",
-        rate.value,
-        dtype=dtype,
-        params=params,
-        limit=limit,
-        limit_source=source,
-        **timed_columns(rate, timing, verification),
+    return timed_row(
+        context, variant, "bandwidth_gb_s", rate, timing, verification, limit=(limit, source), dtype=dtype, params=params
     )

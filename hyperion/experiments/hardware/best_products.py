@@ -7,8 +7,7 @@ sheet's peak when only the shape is chosen well. Given shapes, such as those of 
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options, Table
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result, Table
 from hyperion.chapter.rows import (
     absent_product,
     all_samples,
@@ -16,12 +15,12 @@ from hyperion.chapter.rows import (
     product_row,
     roofline_tflops,
     sample_frame,
-    timed_columns,
+    speedup_row,
 )
 from hyperion.measure import Finalist, Gemm, GemmSearch, RefusedProduct, format_of, search_gemm
 from hyperion.measure.clock.timing import compare_with_plain_loop
 from hyperion.measure.clock.verify import matmul_precision
-from hyperion.results import Row, ratio_estimate
+from hyperion.results import Row
 
 FINALIST, FASTEST, GIVEN, PLAIN_LOOP = "finalist", "fastest found", "given shape", "fastest over a plain loop"
 _TAKEN = {"cache": "cold", "data": "normal"}  # how the products of the search and the given shapes are timed
@@ -102,7 +101,7 @@ def _forecast(context: Context, variant: str, dtype: str, shape: tuple[int, int,
     if variant == FASTEST and estimate is not None:
         basis += f", of a square of {shape[0]}: the search may take any shape up to it"
     name = format_of(dtype, context.device).name
-    return Forecast(variant=variant, metric="gemm_tflops", estimate=estimate, basis=basis, dtype=name, params=params)
+    return Forecast(variant, "gemm_tflops", estimate, basis, dtype=name, params=params)
 
 
 def _measure_format(context: Context, options: BestProductsOptions, dtype: str) -> tuple[list[Row], list[pd.DataFrame]]:
@@ -164,17 +163,9 @@ def _compared_with_plain_loop(
     calls = options.plain_loop_calls
     with matmul_precision(ours.format):
         own, plain = compare_with_plain_loop(ours, context.device, calls, plain=theirs.plain_call())
-    ratio = ratio_estimate(own.samples_s, plain.samples_s)
     name, params = ours.format.name, _shape_params(shape) | {"cache": "hot", "calls": calls, "plain_loop": ours.function}
-    row = context.row(
-        PLAIN_LOOP,
-        "speedup",
-        ratio.value,
-        dtype=name,
-        params=params,
-        **timed_columns(ratio, own, ours.verify()),
-        limit_source="no limit: the same product, by the device's events and by the host's clock",
-    )
+    why = "no limit: the same product, by the device's events and by the host's clock"
+    row = speedup_row(context, PLAIN_LOOP, own, plain, why, ours.verify(), dtype=name, params=params)
     return row, sample_frame(own, PLAIN_LOOP, name, params)
 
 

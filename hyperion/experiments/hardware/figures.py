@@ -9,9 +9,7 @@ from matplotlib.figure import Figure
 from hyperion.errors import not_none
 from hyperion.experiments.hardware import figures_memory, figures_models, figures_products
 from hyperion.experiments.hardware.figures_memory import add_share_axis, element_bytes
-from hyperion.figures.formats import items, number
-from hyperion.figures.material import Material, measured, values
-from hyperion.figures.plot import Plot
+from hyperion.figures.material import Material, Plot, items, measured, number, values
 from hyperion.figures.published import published_bandwidth, published_gemm
 from hyperion.figures.style import (
     INK,
@@ -24,6 +22,7 @@ from hyperion.figures.style import (
     look,
     new_figure,
     spread_labels,
+    write_at,
 )
 from hyperion.results import Row
 
@@ -306,14 +305,7 @@ def _draw_roofs(axes: Axes, products: list[Row], slope_gb_s: float, ends: tuple[
         labels.append((top, f"{dtype} {number(top)}", colour))
     ridge = highest * 1e3 / slope_gb_s
     axes.plot([ends[0], ridge], [ends[0] * slope_gb_s / 1e3, highest], color=INK, linewidth=1.6)
-    axes.annotate(
-        f"{number(slope_gb_s)} GB/s measured",
-        (1.2, 1.2 * slope_gb_s / 1e3),
-        xytext=(-6, 4),
-        ha="right",
-        textcoords="offset points",
-        fontsize=8.5,
-    )
+    write_at(axes, f"{number(slope_gb_s)} GB/s measured", (1.2, 1.2 * slope_gb_s / 1e3), (-6, 4), ha="right", fontsize=8.5)
     return labels
 
 

@@ -8,8 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
-from hyperion.figures.formats import byte_size, interval, number, number_within, percent
-from hyperion.figures.material import Material, measured, select, values
+from hyperion.figures.material import Material, byte_size, interval, measured, number, number_within, percent, select, values
 from hyperion.figures.style import (
     COLOURS,
     INK,
@@ -21,6 +20,7 @@ from hyperion.figures.style import (
     look,
     new_figure,
     spread_labels,
+    write_at,
 )
 from hyperion.results import Row
 
@@ -127,7 +127,7 @@ def launch_cost(material: Material) -> Figure | None:
     for place, row in enumerate(launches):
         value, low, high = (1e6 * not_none(seconds) for seconds in (row.value, row.ci_low, row.ci_high))
         text = f"{number_within(value, low, high)} µs"
-        panels[0].annotate(text, (place, high), xytext=(0, 3), textcoords="offset points", ha="center")
+        write_at(panels[0], text, (place, high), (0, 3), ha="center")
     panels[0].set_xticks(range(len(launches)), [row.variant for row in launches])
     panels[0].set(ylabel="microseconds a kernel", title="An almost empty kernel", xlim=(-0.8, len(launches) - 0.2))
     panels[0].set_ylim(0, 1.18 * panels[0].get_ylim()[1])
@@ -180,12 +180,12 @@ def _mark_capacities(axes: Axes, capacities: list[Row]) -> None:
             continue
         several = f" × {row.params['caches']}" if row.params.get("caches", 1) > 1 else ""
         axes.axvline(capacity, color=MUTED, linestyle=":", linewidth=1.1, zorder=1.5)
-        axes.annotate(
+        write_at(
+            axes,
             f"{row.variant} {byte_size(capacity)}{several}",
             (capacity, 1),
+            (0, 3),
             xycoords=("data", "axes fraction"),
-            xytext=(0, 3),
-            textcoords="offset points",
             ha="center",
             va="bottom",
             fontsize=8,
@@ -197,11 +197,11 @@ def _write_in_bars(axes: Axes, x: list[float], heights: list[float], most: float
     """Write each value into its bar, or above a bar that is too low for it."""
     for place, height in zip(x, heights, strict=True):
         inside = height > 0.25 * most
-        axes.annotate(
+        write_at(
+            axes,
             number(height, 3),
             (place, 0 if inside else height),
-            xytext=(0, 4 if inside else 6),
-            textcoords="offset points",
+            (0, 4 if inside else 6),
             rotation=90,
             ha="center",
             va="bottom",
@@ -294,15 +294,7 @@ def _draw_tensor(axes: Axes, tensors: list[Row]) -> None:
     axes.barh([row.variant for row in tensors], values(tensors), 0.4, color=COLOURS[0])
     for row in tensors:
         axes.axvline(not_none(row.limit), color=MUTED, linestyle=(0, (5, 3)), linewidth=1.2)
-        axes.annotate(
-            f"{number(row.value, 3)} GiB",
-            (not_none(row.value), 0),
-            xytext=(-6, 0),
-            textcoords="offset points",
-            ha="right",
-            va="center",
-            color="white",
-        )
+        write_at(axes, f"{number(row.value, 3)} GiB", (not_none(row.value), 0), (-6, 0), ha="right", va="center", color="white")
     axes.set(xlabel="GiB, dashed: most that it may have", title="The largest tensor that is granted", ylim=(-0.6, 0.6))
     axes.grid(False, axis="y")
 

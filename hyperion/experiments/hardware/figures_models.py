@@ -8,9 +8,20 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
-from hyperion.figures.formats import number, percent
-from hyperion.figures.material import Material, measured, values
-from hyperion.figures.style import COLOURS, INK, MARKERS, MUTED, add_notes, errors_of, log_ticks, look, new_figure, spread_labels
+from hyperion.figures.material import Material, measured, number, percent, values
+from hyperion.figures.style import (
+    COLOURS,
+    INK,
+    MARKERS,
+    MUTED,
+    add_notes,
+    errors_of,
+    log_ticks,
+    look,
+    new_figure,
+    spread_labels,
+    write_at,
+)
 from hyperion.results import Row
 
 _MODELS = (0, 2, 4, 3, 5, 1)  # colours of models, in the order of the rows
@@ -107,11 +118,11 @@ def draw_kernels(axes: Axes, kernels: Sequence[Kernel], tflops: Mapping[str, flo
     for kind in dict.fromkeys(kernel.kind for kernel in kernels):
         _draw_kind(axes, kind, [kernel for kernel in kernels if kernel.kind == kind], several=len(used) > 1)
     for letter, kernel in zip("abc", _largest(kernels), strict=False):
-        axes.annotate(
+        write_at(
+            axes,
             letter,
             (kernel.intensity, kernel.tflops),
-            xytext=(4 + (_area(kernel) / pi) ** 0.5, 0),
-            textcoords="offset points",
+            (4 + (_area(kernel) / pi) ** 0.5, 0),
             va="center",
             fontsize=9,
             fontweight="bold",
@@ -151,11 +162,11 @@ def _draw_ceilings(axes: Axes, tflops: dict[str, float], bandwidth_gb_s: float, 
         labels.append((ceiling, f"{dtype} {number(ceiling)}", colour))
     ridge = max([ceiling * 1e3 / bandwidth_gb_s for ceiling in tflops.values()], default=ends[1])
     axes.plot([ends[0], ridge], [ends[0] * bandwidth_gb_s / 1e3, ridge * bandwidth_gb_s / 1e3], color=INK, linewidth=1.6)
-    axes.annotate(
+    write_at(
+        axes,
         f"{number(bandwidth_gb_s)} GB/s",
         (ends[0] * 1.5, ends[0] * 1.5 * bandwidth_gb_s / 1e3),
-        xytext=(8, -2),
-        textcoords="offset points",
+        (8, -2),
         va="top",
         fontsize=8.5,
     )
@@ -204,7 +215,7 @@ def _draw_bars(axes: Axes, dtype: str, rows: list[Row], shares: list[Row], model
 
 
 def _label(axes: Axes, place: int, end: float, text: str) -> None:
-    axes.annotate(text, (end, place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5, color=INK)
+    write_at(axes, text, (end, place), (5, 0), va="center", fontsize=8.5, color=INK)
 
 
 def _share(rate: float, whole: float, name: str) -> str:

@@ -7,9 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
-from hyperion.figures.formats import number
-from hyperion.figures.material import Material, measured
-from hyperion.figures.style import COLOURS, INK, MARKERS, MUTED, absences, add_notes, errors_of, look, new_figure
+from hyperion.figures.material import Material, measured, number
+from hyperion.figures.style import COLOURS, INK, MARKERS, MUTED, absences, add_notes, errors_of, look, new_figure, write_at
 from hyperion.results import Row
 
 _BEST, _DATA = "best_products", "operand_data"
@@ -228,7 +227,7 @@ def _draw_state(axes: Axes, alone: list[Row], places: dict[str, int], column: st
 
 
 def _write(axes: Axes, x: float, y: float, text: str) -> None:
-    axes.annotate(text, (x, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8, color=INK)
+    write_at(axes, text, (x, y), (5, 0), va="center", fontsize=8, color=INK)
 
 
 def _end(row: Row) -> float:
@@ -332,7 +331,7 @@ def _draw_waterfall(axes: Axes, gap: GapRows, plain: bool = False) -> None:
 
 def _bar(axes: Axes, place: int, low: float, high: float, colour: str, text: str) -> None:
     axes.barh(place, high - low, left=low, height=0.58, color=colour)
-    axes.annotate(text, (high, place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8.5, color=INK)
+    write_at(axes, text, (high, place), (5, 0), va="center", fontsize=8.5, color=INK)
 
 
 def _step(axes: Axes, place: int, before: float, step: _Factor, last: bool, unchanged: str) -> None:

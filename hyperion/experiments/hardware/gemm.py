@@ -3,19 +3,18 @@
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import (
     absent_product,
     all_samples,
-    gemm_limit,
     out_of_memory_reason,
+    rate_row,
     roofline_tflops,
     sample_frame,
-    timed_columns,
+    speedup_row,
 )
 from hyperion.measure import FORMATS, Gemm, Timing, Verification, format_of
-from hyperion.results import Row, ratio_estimate
+from hyperion.results import Row
 
 VARIANT = "torch.mm"
 
@@ -67,7 +66,7 @@ EXPERIMENT = Experiment(forecast, run, options=GemmOptions)
 def _forecast(context: Context, dtype: str, size: int) -> Forecast:
     estimate, basis = roofline_tflops(context.device, dtype, size, size, size)
     name = format_of(dtype, context.device).name
-    return Forecast(variant=VARIANT, metric="gemm_tflops", estimate=estimate, basis=basis, dtype=name, params=_params(size))
+    return Forecast(VARIANT, "gemm_tflops", estimate, basis, dtype=name, params=_params(size))
 
 
 def _params(size: int, cache: str = "cold") -> dict:
@@ -97,17 +96,7 @@ def _measure_cell(context: Context, dtype: str, size: int, time_limit_s: float) 
 
 def _rate_row(context: Context, variant: str, product: Gemm, params: dict, timing: Timing, verification: Verification) -> Row:
     rate = timing.estimate.map(lambda seconds: product.flops / seconds / 1e12)
-    limit, limit_source = gemm_limit(context.device, product.format.name)
-    return context.row(
-        variant,
-        "gemm_tflops",
-        rate.value,
-        dtype=product.format.name,
-        params=params,
-        limit=limit,
-        limit_source=f"{limit_source}; by {product.backend}",
-        **timed_columns(rate, timing, verification),
-    )
+    return rate_row(context, variant, product.format.name, params, rate, timing, verification, product.backend)
 
 
 def _absent(context: Context, dtype: str, size: int, reason: str) -> Row:
@@ -122,19 +111,9 @@ def _cross_check(context: Context, options: GemmOptions, report: Report) -> tupl
         report(done, len(options.sizes), f"cross-check {dtype} {size}")
         product = Gemm(size, size, size, dtype, context.device, seed=context.seed + 1)
         harness, plain = product.compare_with_plain_loop(calls)
-        ratio = ratio_estimate(harness.samples_s, plain.samples_s)
         params = _params(size, "hot") | {"plain_loop_calls": calls}
-        rows.append(
-            context.row(
-                "harness over plain loop",
-                "speedup",
-                ratio.value,
-                dtype=dtype,
-                params=params,
-                limit_source="no limit: the device's events and the host's clock on the same product",
-                **timed_columns(ratio, harness),
-            )
-        )
+        why = "no limit: the device's events and the host's clock on the same product"
+        rows.append(speedup_row(context, "harness over plain loop", harness, plain, why, dtype=dtype, params=params))
         verification = product.verify()
         for name, timing in (("harness", harness), ("plain loop", plain)):
             rows.append(_rate_row(context, name, product, params, timing, verification))

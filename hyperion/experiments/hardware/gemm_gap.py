@@ -8,8 +8,7 @@ from math import prod
 
 import pandas as pd
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import maf_row, product_bytes, stream_ceiling
 from hyperion.errors import not_none
 from hyperion.measure import Gap, Product, explain_gap, nominal_peak
@@ -52,12 +51,12 @@ def _rows_of(context: Context, dtype: str, experiment: str) -> list[Row]:
     best = maf_row(rows, dtype)
     if best is None:
         reason = next((row.value_reason for row in rows if row.value_reason), "no product with a cold cache was measured")
-        return [context.row(WHOLE, "share", None, dtype=dtype, params={"of": experiment}, value_reason=reason)]
+        return [context.absent_row(WHOLE, "share", reason, dtype=dtype, params={"of": experiment})]
     m, n, k = (best.params[side] for side in "mnk")
     shape = {"of": experiment, "m": m, "n": n, "k": k}
     peak, reason = nominal_peak(context.device, dtype)
     if peak is None:
-        return [context.row(WHOLE, "share", None, dtype=dtype, params=shape, value_reason=f"no peak: {reason}")]
+        return [context.absent_row(WHOLE, "share", f"no peak: {reason}", dtype=dtype, params=shape)]
     stream = stream_ceiling(context.upstream)
     gap = explain_gap(
         Product("matmul", 1, m, n, k, dtype, "NT", product_bytes(context.device, dtype, m, n, k)),

@@ -1,8 +1,7 @@
 """What does a launch cost, eagerly and in a graph, and how small may a kernel be before launching it takes longer?"""
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.rows import all_samples, sample_frame, timed_columns
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.rows import all_samples, sample_frame, timed_row
 from hyperion.experiments.hardware.memory_levels import point_row
 from hyperion.measure import CachePoint, LaunchCost, Timing, measure_cache_sweep, measure_launch, worthwhile_size
 from hyperion.results import Row
@@ -27,7 +26,7 @@ class LaunchCostOptions(Options):
 def forecast(context: Context) -> list[Forecast]:
     """Return no estimates: no data sheet states the time of a launch."""
     metrics = ((EAGER, "launch_time_s"), (GRAPH, "launch_time_s"), (COPY, "worthwhile_bytes"))
-    return [Forecast(variant=variant, metric=metric, estimate=None, basis=_NO_ESTIMATE) for variant, metric in metrics]
+    return [Forecast(variant, metric, None, _NO_ESTIMATE) for variant, metric in metrics]
 
 
 def run(context: Context, report: Report) -> Result:
@@ -64,15 +63,17 @@ def _launch_row(context: Context, name: str, cost: LaunchCost, timing: Timing | 
     clock = "host" if name == EAGER else "device"
     params = {"clock": clock, "kernels": cost.eager_calls if name == EAGER else cost.graph_kernels, "cache": "hot"}
     if timing is None:
-        return context.row(name, "launch_time_s", None, params=params, value_reason=cost.graph_reason)
+        return context.absent_row(name, "launch_time_s", cost.graph_reason, params=params)
     seconds = timing.estimate
-    return context.row(
+    return timed_row(
+        context,
         name,
         "launch_time_s",
-        seconds.value,
+        seconds,
+        timing,
+        cost.verification,
+        limit=(None, "no limit: no datasheet value"),
         params=params,
-        limit_source="no limit: no datasheet value",
-        **timed_columns(seconds, timing, cost.verification),
     )
 
 
@@ -81,7 +82,7 @@ def _worthwhile_row(context: Context, cost: LaunchCost, points: list[CachePoint]
     # On a CPU a call's time is launch plus work, so the two are equal where a call takes twice a launch.
     params = {"set_equal": found.basis, "launches": 1 if cost.asynchronous else 2}
     if found.bytes is None:
-        return context.row(COPY, "worthwhile_bytes", None, params=params, value_reason=found.reason)
+        return context.absent_row(COPY, "worthwhile_bytes", found.reason, params=params)
     size = found.bytes
     columns = {"n": size.n, "ci_low": size.ci_low, "ci_high": size.ci_high}
     return context.row(COPY, "worthwhile_bytes", size.value, params=params, **columns)

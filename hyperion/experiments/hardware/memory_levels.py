@@ -3,9 +3,8 @@
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.rows import all_samples, bandwidth_limit, out_of_memory_reason, sample_frame, timed_columns
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.rows import all_samples, bandwidth_limit, out_of_memory_reason, sample_frame, timed_row
 from hyperion.hardware import Device
 from hyperion.measure import SWEEPS, CacheCapacity, CachePoint, cache_capacities, measure_cache_sweep, sweep_sizes
 from hyperion.results import Row
@@ -75,15 +74,16 @@ def point_row(context: Context, variant: str, point: CachePoint, *, limit: float
     """Return the row of the rate over one working set."""
     rate = point.bandwidth_gb_s
     params = copy_params(point.working_set_bytes) | {"level": point.level, "timed": _how_timed(point, context.device)}
-    return context.row(
+    return timed_row(
+        context,
         variant,
         "bandwidth_gb_s",
-        rate.value,
+        rate,
+        point.timing,
+        point.verification,
+        limit=(limit, limit_source),
         dtype=point.dtype,
         params=params,
-        limit=limit,
-        limit_source=limit_source,
-        **timed_columns(rate, point.timing, point.verification),
     )
 
 
@@ -106,9 +106,7 @@ def _sizes(options: MemoryLevelsOptions, device: Device) -> list[int]:
 
 def _forecast(context: Context, operation: str, dtype: str, size: int) -> Forecast:
     limit, source = _limit(context.device, size)
-    return Forecast(
-        variant=operation, metric="bandwidth_gb_s", estimate=limit, basis=source, dtype=dtype, params=copy_params(size)
-    )
+    return Forecast(operation, "bandwidth_gb_s", limit, source, dtype=dtype, params=copy_params(size))
 
 
 def _limit(device: Device, working_set: int) -> tuple[float | None, str]:

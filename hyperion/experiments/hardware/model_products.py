@@ -10,15 +10,14 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.rows import all_samples, gemm_limit, maf_row, product_row, sample_frame, timed_columns
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.rows import all_samples, gemm_limit, maf_row, product_row, sample_frame, timed_row
 from hyperion.errors import not_none
 from hyperion.measure import CapturedGemms, Product, TimedProduct, measure_products, nominal_peak, predict_step, taf
 from hyperion.measure.products.taf import gemms_of
 from hyperion.models import REFERENCE_MODELS
 from hyperion.results import Estimate, Row
-from hyperion.workloads.step_forecasts import captured_step, step_ceilings
+from hyperion.workloads.reference_steps import captured_step, step_ceilings
 
 TAF_OF_MAF, MAF_OF_PEAK = "TAF / MAF", "MAF / peak"
 COVERAGE = "FLOPs timed"  # share of the step's FLOPs that its timed products have
@@ -89,7 +88,7 @@ def _forecast(context: Context, name: str, batch: int, dtype: str) -> Forecast:
             "each product at the rate of this run's square ones, scaled by the length of K and by the share of the units "
             f"that its tiles fill, or at the {ceilings.memory.bandwidth_gb_s:.4g} GB/s of memory"
         )
-    return Forecast(variant=name, metric="taf_tflops", estimate=estimate, basis=basis, dtype=dtype, params={"batch": batch})
+    return Forecast(name, "taf_tflops", estimate, basis, dtype=dtype, params={"batch": batch})
 
 
 def _measure_step(
@@ -158,20 +157,11 @@ def _taf_row(context: Context, name: str, dtype: str, params: dict, rate: Estima
     limit, source = gemm_limit(context.device, dtype)
     longest = max(timed, key=lambda result: result.timing.estimate.value).timing
     worst = max((result.verification for result in timed), key=lambda check: check.error / (check.tolerance or 1.0))
-    return context.row(
-        name,
-        "taf_tflops",
-        rate.value,
-        dtype=dtype,
-        params=params,
-        limit=limit,
-        limit_source=source,
-        **timed_columns(rate, longest, worst),
-    )
+    return timed_row(context, name, "taf_tflops", rate, longest, worst, limit=(limit, source), dtype=dtype, params=params)
 
 
 def _absent(context: Context, name: str, batch: int, dtype: str, reason: str) -> Row:
-    return context.row(name, "taf_tflops", None, dtype=dtype, params={"batch": batch}, value_reason=reason)
+    return context.absent_row(name, "taf_tflops", reason, dtype=dtype, params={"batch": batch})
 
 
 def _taf_of_maf(context: Context, name: str, batch: int, dtype: str, rate: Estimate) -> Row:
@@ -192,7 +182,7 @@ def _maf_of_peak(context: Context, dtype: str) -> Row:
     params |= {"maf": maf.experiment}
     peak, reason = nominal_peak(context.device, dtype)
     if peak is None:
-        return context.row("MAF", "share", None, dtype=dtype, params=params, value_reason=f"no peak: {reason}")
+        return context.absent_row("MAF", "share", f"no peak: {reason}", dtype=dtype, params=params)
     return context.row(
         "MAF",
         "share",
@@ -208,4 +198,4 @@ def _maf_of_peak(context: Context, dtype: str) -> Row:
 
 def _no_maf(context: Context, variant: str, dtype: str, params: dict) -> Row:
     reason = "this run has measured no product of the format (chapter 1.1)"
-    return context.row(variant, "share", None, dtype=dtype, params=params, value_reason=reason)
+    return context.absent_row(variant, "share", reason, dtype=dtype, params=params)

@@ -13,8 +13,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import (
     absent_product,
     all_samples,
@@ -23,6 +22,7 @@ from hyperion.chapter.rows import (
     roofline_tflops,
     sample_frame,
     timed_columns,
+    timed_row,
 )
 from hyperion.measure import DISTRIBUTIONS, Gemm, Timing, energy_of, format_of, matmul_precision, time_function, time_interleaved
 from hyperion.measure.clock.timing import MINIMUM_SAMPLES, device_clock
@@ -85,13 +85,13 @@ def forecast(context: Context) -> list[Forecast]:
     estimate, basis = roofline_tflops(context.device, dtype, size, size, size)
     same = "roofline: as many FLOPs and bytes, whatever the numbers are"
     ratios = [
-        Forecast(variant=data, metric=_RATIO[timed], estimate=1.0, basis=same, dtype=name, params=options.ratio_params(timed))
+        Forecast(data, _RATIO[timed], 1.0, same, dtype=name, params=options.ratio_params(timed))
         for timed in (ALONE, IN_TURN)
         for data in DATA
         if data != USUAL
     ]
     rates = [
-        Forecast(variant=data, metric="gemm_tflops", estimate=estimate, basis=basis, dtype=name, params=options.params(timed))
+        Forecast(data, "gemm_tflops", estimate, basis, dtype=name, params=options.params(timed))
         for timed in (ALONE, IN_TURN)
         for data in DATA
     ]
@@ -194,14 +194,15 @@ def _ratio_rows(context: Context, options: OperandDataOptions, dtype: str, timin
         estimate = ratio_estimate if timed == IN_TURN else independent_ratio_estimate
         for data in (data for data in series if data != USUAL):
             ratio = estimate(series[data].samples_s, series[USUAL].samples_s)
-            yield context.row(
+            yield timed_row(
+                context,
                 data,
                 _RATIO[timed],
-                ratio.value,
+                ratio,
+                series[data],
+                limit=(None, _NO_LIMIT[timed]),
                 dtype=dtype,
                 params=options.ratio_params(timed),
-                limit_source=_NO_LIMIT[timed],
-                **timed_columns(ratio, series[data]),
             )
 
 

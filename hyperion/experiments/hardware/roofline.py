@@ -2,8 +2,7 @@
 
 import pandas as pd
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import datasheet_ceilings, stream_ceiling
 from hyperion.errors import HyperionError, not_none
 from hyperion.results import Row
@@ -17,7 +16,7 @@ def forecast(context: Context) -> list[Forecast]:
     for dtype in reversed(_fastest_products(context)):
         ceilings, basis = datasheet_ceilings(context.device, dtype)
         ridge = ceilings.ridge_flop_per_byte if ceilings else None
-        forecasts.append(Forecast(variant=VARIANT, metric=METRIC, estimate=ridge, basis=basis, dtype=dtype))
+        forecasts.append(Forecast(VARIANT, METRIC, ridge, basis, dtype=dtype))
     return forecasts
 
 

@@ -8,9 +8,8 @@ import math
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.rows import all_samples, out_of_memory_reason, sample_frame, timed_columns
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.rows import all_samples, out_of_memory_reason, sample_frame, speedup_row, timed_columns
 from hyperion.experiments.hardware.bandwidth import measure_stream, stream_bytes, stream_forecast, stream_params, stream_row
 from hyperion.hardware import read
 from hyperion.measure import (
@@ -23,7 +22,7 @@ from hyperion.measure import (
     verify_elementwise,
 )
 from hyperion.measure.clock.timing import compare_with_plain_loop
-from hyperion.results import Row, ratio_estimate
+from hyperion.results import Row
 from hyperion.units import MIB
 
 OPERATION_NAMES = (*OPERATIONS, *REDUCTIONS)
@@ -134,19 +133,9 @@ def _cross_check(context: Context, options: StreamFormatsOptions) -> tuple[list[
         )
     except torch.OutOfMemoryError as error:
         reason = out_of_memory_reason(error)
-        return [context.row(RATIO, "speedup", None, dtype=dtype, params=params, value_reason=reason)], []
-    ratio = ratio_estimate(copy.samples_s, plain.samples_s)
-    rows = [
-        context.row(
-            RATIO,
-            "speedup",
-            ratio.value,
-            dtype=dtype,
-            params=params,
-            limit_source="no limit: the device's events and the host's clock on the same copy",
-            **timed_columns(ratio, copy),
-        )
-    ]
+        return [context.absent_row(RATIO, "speedup", reason, dtype=dtype, params=params)], []
+    why = "no limit: the device's events and the host's clock on the same copy"
+    rows = [speedup_row(context, RATIO, copy, plain, why, dtype=dtype, params=params)]
     frames = []
     traffic = stream_bytes("copy", dtype, elements)
     for name, timing, output in (("copy", copy, ours), ("plain copy_", plain, theirs)):

@@ -7,9 +7,8 @@ from functools import partial
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.rows import all_samples, check_columns, out_of_memory_reason, sample_frame, timed_columns
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.rows import all_samples, check_columns, out_of_memory_reason, sample_frame, timed_row
 from hyperion.errors import HyperionError
 from hyperion.hardware import Device, detect, lookup
 from hyperion.measure import (
@@ -61,14 +60,14 @@ def forecast(context: Context) -> list[Forecast]:
     """Predict the whole memory for one tensor and the link's rate for each pair of GPUs; None for the link to the host."""
     options, devices = TransfersOptions.of(context), visible_devices(context)
     limit, basis = _allocation_limit(options, context.device)
-    forecasts = [Forecast(variant=ALLOCATION, metric="largest_allocation_gib", estimate=limit, basis=basis)]
+    forecasts = [Forecast(ALLOCATION, "largest_allocation_gib", limit, basis)]
     for source, destination in [] if peer_refusal(devices) else peer_pairs(devices):
         limit, basis = _peer_limit(source, destination, len(devices))
         params = _peer_params(source, destination, options)
-        forecasts.append(Forecast(variant=PEERS, metric="bandwidth_gb_s", estimate=limit, basis=basis, params=params))
+        forecasts.append(Forecast(PEERS, "bandwidth_gb_s", limit, basis, params=params))
     for direction, pinned, size in [] if transfer_refusal(context.device) else _cells(options):
         params = _host_params(pinned, size)
-        forecasts.append(Forecast(variant=direction, metric="bandwidth_gb_s", estimate=None, basis=_NO_HOST_LINK, params=params))
+        forecasts.append(Forecast(direction, "bandwidth_gb_s", None, _NO_HOST_LINK, params=params))
     return forecasts
 
 
@@ -157,20 +156,14 @@ def _measured(
     context: Context, variant: str, params: dict, copied: CopyMeasurement, limit: float | None, limit_source: str
 ) -> Measured:
     rate = copied.bandwidth_gb_s
-    row = context.row(
-        variant,
-        "bandwidth_gb_s",
-        rate.value,
-        params=params,
-        limit=limit,
-        limit_source=limit_source,
-        **timed_columns(rate, copied.timing, copied.verification),
+    row = timed_row(
+        context, variant, "bandwidth_gb_s", rate, copied.timing, copied.verification, limit=(limit, limit_source), params=params
     )
     return [row], [sample_frame(copied.timing, variant, "", params).assign(clock=copied.clock)]
 
 
 def _absent(context: Context, variant: str, params: dict, reason: str) -> Measured:
-    return [context.row(variant, "bandwidth_gb_s", None, params=params, value_reason=reason)], []
+    return [context.absent_row(variant, "bandwidth_gb_s", reason, params=params)], []
 
 
 def _allocation_limit(options: TransfersOptions, device: Device) -> tuple[float, str]:
@@ -188,7 +181,7 @@ def _allocation_row(context: Context, options: TransfersOptions) -> Row:
     try:
         found = largest_allocation(context.device, step_bytes=options.step_mib * MIB, cap_gib=options.cap_gib(context.device))
     except HyperionError as error:
-        return context.row(ALLOCATION, "largest_allocation_gib", None, value_reason=f"unavailable: {error}")
+        return context.absent_row(ALLOCATION, "largest_allocation_gib", f"unavailable: {error}")
     return context.row(
         ALLOCATION,
         "largest_allocation_gib",

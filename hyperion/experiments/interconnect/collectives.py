@@ -5,21 +5,20 @@ launches.
 """
 
 import itertools
+import os
 import re
 from dataclasses import replace
 
 import pandas as pd
+import psutil
 import torch
 import torch.distributed as dist
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.ranks import least_free_bytes
-from hyperion.chapter.rows import all_samples, check_columns, sample_frame, stream_ceiling, timed_columns
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.rows import all_samples, check_columns, sample_frame, stream_ceiling, timed_columns, timed_row
 from hyperion.chapter.variants import run_on_ranks
 from hyperion.errors import not_none
-from hyperion.experiments.interconnect.collective_limits import busbw_limit, link_limit, switch_can_add, switch_is_off
-from hyperion.hardware import Device, detect
+from hyperion.hardware import Device, detect, lookup
 from hyperion.hardware.topology import topology_of
 from hyperion.measure import (
     ALL_COLLECTIVES,
@@ -92,7 +91,7 @@ def forecast(context: Context) -> list[Forecast]:
     options = CollectivesOptions.of(context)
     dtype, ranks = options.dtype, options.ranks_on(context.device)
     if ranks < 2:
-        return [Forecast(variant="all_reduce", metric="busbw_gb_s", estimate=None, basis=_ONE_DEVICE, dtype=dtype)]
+        return [Forecast("all_reduce", "busbw_gb_s", None, _ONE_DEVICE, dtype=dtype)]
     largest = collective_bytes(max(options.bytes), dtype, ranks)
     cells = [(collective, largest) for collective in ALL_COLLECTIVES.values()]
     cells += [(ALL_COLLECTIVES["all_reduce"], collective_bytes(size, dtype, ranks)) for size in options.all_reduce_bytes]
@@ -100,20 +99,14 @@ def forecast(context: Context) -> list[Forecast]:
     for collective, size in cells:
         estimate, basis = _predicted_busbw(context, collective, ranks)
         params = {"bytes": size, "ranks": ranks}
-        forecasts.append(
-            Forecast(variant=collective.name, metric="busbw_gb_s", estimate=estimate, basis=basis, dtype=dtype, params=params)
-        )
+        forecasts.append(Forecast(collective.name, "busbw_gb_s", estimate, basis, dtype=dtype, params=params))
     estimate, basis = (0.0, _IN_TURNS) if context.device.kind == "cpu" else (1.0, _TOGETHER)
     for size in options.overlap_bytes:
         params = {"bytes": collective_bytes(size, dtype, ranks), "ranks": ranks}
-        forecasts.append(
-            Forecast(variant="overlap", metric="overlap_share", estimate=estimate, basis=basis, dtype=dtype, params=params)
-        )
+        forecasts.append(Forecast("overlap", "overlap_share", estimate, basis, dtype=dtype, params=params))
     unknown = "no estimate: nothing measured so far tells what a message costs without its bytes"
     for metric in ("latency_s", "recommended_bytes"):
-        forecasts.append(
-            Forecast(variant="all_reduce", metric=metric, estimate=None, basis=unknown, dtype=dtype, params={"ranks": ranks})
-        )
+        forecasts.append(Forecast("all_reduce", metric, None, unknown, dtype=dtype, params={"ranks": ranks}))
     return forecasts
 
 
@@ -211,7 +204,7 @@ def _check_alone(context: Context, report: Report) -> Result:
         row = _absent(context, (collective, dtype, size), 1, _ONE_DEVICE, backend=here.backend)
         rows.append(replace(row, **check_columns(verified)))
     for variant, metric in (("overlap", "overlap_share"), ("all_reduce", "recommended_bytes"), ("topology", "count")):
-        rows.append(context.row(variant, metric, None, params={"ranks": 1}, value_reason=_ONE_DEVICE))
+        rows.append(context.absent_row(variant, metric, _ONE_DEVICE, params={"ranks": 1}))
     return Result(rows, pd.DataFrame())
 
 
@@ -223,29 +216,31 @@ def _too_large(size: int, free: int) -> str:
 def _absent(context: Context, cell: Cell, ranks: int, reason: str, **params) -> Row:
     collective, dtype, size = cell
     params = {"bytes": size, "ranks": ranks} | params
-    return context.row(collective.name, "busbw_gb_s", None, dtype=dtype, params=params, value_reason=reason)
+    return context.absent_row(collective.name, "busbw_gb_s", reason, dtype=dtype, params=params)
 
 
 def _timed_rows(context: Context, measured: CollectiveMeasurement, backend: str) -> list[Row]:
     """Return time, algorithm bandwidth and bus bandwidth of one cell."""
     seconds = measured.timing.estimate
-    limit, source = busbw_limit(context.device, measured.collective, measured.ranks)
-    rows: list[tuple[str, Estimate, dict]] = [
-        ("collective_time_s", seconds, {}),
-        ("algbw_gb_s", seconds.map(measured.algbw_gb_s), {}),
-        ("busbw_gb_s", seconds.map(measured.busbw_gb_s), {"limit": limit, "limit_source": source}),
+    no_limit = None, ""
+    rows: list[tuple[str, Estimate, tuple[float | None, str]]] = [
+        ("collective_time_s", seconds, no_limit),
+        ("algbw_gb_s", seconds.map(measured.algbw_gb_s), no_limit),
+        ("busbw_gb_s", seconds.map(measured.busbw_gb_s), busbw_limit(context.device, measured.collective, measured.ranks)),
     ]
     return [
-        context.row(
+        timed_row(
+            context,
             measured.collective.name,
             metric,
-            estimate.value,
+            estimate,
+            measured.timing,
+            measured.verification,
+            limit,
             dtype=measured.dtype,
             params={"bytes": measured.bytes, "ranks": measured.ranks, "backend": backend},
-            **columns,
-            **timed_columns(estimate, measured.timing, measured.verification),
         )
-        for metric, estimate, columns in rows
+        for metric, estimate, limit in rows
     ]
 
 
@@ -293,14 +288,15 @@ def _overlap_rows(context: Context, measured: CollectiveOverlap, backend: str) -
     rows, frames = [], []
     for what, timing in timings.items():
         rows.append(
-            context.row(
+            timed_row(
+                context,
                 "overlap",
                 "call_time_s",
-                timing.estimate.value,
+                timing.estimate,
+                timing,
+                limit=(None, "no limit: the three are held against each other"),
                 dtype=measured.dtype,
                 params=params | {"what": what},
-                limit_source="no limit: the three are held against each other",
-                **timed_columns(timing.estimate, timing),
             )
         )
         frames.append(sample_frame(timing, "overlap", measured.dtype, params | {"what": what}))
@@ -346,7 +342,7 @@ def _link_rows(context: Context, here: World) -> list[Row]:
     params: dict = {"what": "pairs of devices with direct access", "pairs": here.size * (here.size - 1), "ranks": here.size}
     if here.device.kind == "cpu":
         reason = "no GPUs: the ranks are processes of one host"
-        return [context.row("topology", "count", None, params=params, value_reason=reason)]
+        return [context.absent_row("topology", "count", reason, params=params)]
     pairs = list(itertools.permutations(range(here.size), 2))
     direct = sum(torch.cuda.can_device_access_peer(one, other) for one, other in pairs)
     rows = [context.row("topology", "count", float(direct), params=params)]
@@ -373,3 +369,66 @@ def devices_of(here: World) -> list[Device]:
     if here.device.kind == "cpu":
         return [here.device]
     return [detect(index=index) for index in range(min(here.size, torch.cuda.device_count()))]
+
+
+def least_free_bytes(here: World) -> int:
+    """Return the least memory in bytes that any rank has free: of its GPU, or its share of the host's.
+
+    A collective, so that all ranks get the same answer and skip the same work. A rank that ran out of memory alone would
+    leave the others waiting.
+    """
+    if here.device.kind == "cpu":
+        free = psutil.virtual_memory().available // here.size
+    else:
+        free = torch.cuda.mem_get_info(here.device.torch_device)[0]
+    least = torch.tensor([free], dtype=torch.int64, device=here.device.torch_device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return int(least)
+
+
+LOOPBACK = "no limit: gloo's ranks share a host, and their messages are memory copies over loopback"
+# NCCL's switch for reductions within NVSwitch (NVLink SHARP).
+_NVLS = "NCCL_NVLS_ENABLE"
+_PATHS = {
+    "send_recv": "link, from each device to one other, one direction",
+    "all_to_all": "link, from each device to all others at once, one direction",
+}
+
+
+def busbw_limit(device: Device, collective: Collective, ranks: int) -> tuple[float | None, str]:
+    """Return (GB/s that the links allow, its source), or (None, why there is no limit).
+
+    Bus bandwidth counts the bytes that must cross a device's link in one direction. An all-reduce within the switch is the
+    exception: the switch adds, and a device sends each byte once instead of almost twice.
+    """
+    if device.kind == "cpu":
+        return None, LOOPBACK
+    link, source = link_limit(device, collective, ranks)
+    if link is None:
+        return None, f"no limit: {source}"
+    if collective.name != "all_reduce" or not switch_can_add(device):
+        return link, f"{_PATHS.get(collective.name, 'link')}: {source}"
+    if switch_is_off():
+        return link, f"link: {source}; NVLS off ({_NVLS}=0)"
+    factor = max(1.0, collective.bus_factor(ranks))
+    return link * factor, f"link, each byte sent once because the switch may add (NVLS): {factor:g} x {link:g} GB/s, {source}"
+
+
+def link_limit(device: Device, collective: Collective, ranks: int) -> tuple[float | None, str]:
+    """Return (GB/s in one direction of all links that a device's bytes can use at once, its source), or (None, why not)."""
+    found, reason = lookup(device)
+    if found is None:
+        return None, reason
+    link, source = found.link_limit_gb_s(ranks)
+    # In a ring of messages a device sends to one peer only, however many ranks there are.
+    return found.link_limit_gb_s(2) if link is not None and collective.name == "send_recv" else (link, source)
+
+
+def switch_can_add(device: Device) -> bool:
+    """Return whether the switch can reduce: NVSwitch from Hopper on. AMD's links have no switch."""
+    return device.kind == "cuda" and int(device.arch.removeprefix("sm_")) >= 90
+
+
+def switch_is_off() -> bool:
+    """Return whether the environment forbids NCCL to reduce in the switch."""
+    return os.environ.get(_NVLS) == "0"

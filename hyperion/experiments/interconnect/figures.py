@@ -8,10 +8,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
-from hyperion.figures.formats import byte_size, number
-from hyperion.figures.material import Material, measured, select, values
-from hyperion.figures.plot import Plot
-from hyperion.figures.style import INK, MUTED, add_notes, errors_of, limit_line, log_ticks, look, new_figure
+from hyperion.figures.material import Material, Plot, byte_size, measured, number, select, values
+from hyperion.figures.style import INK, MUTED, add_notes, errors_of, limit_line, log_ticks, look, new_figure, write_at
 from hyperion.results import Row
 from hyperion.units import MIB
 
@@ -63,12 +61,12 @@ def bucket_size(material: Material) -> Figure | None:
             axes.axvline(not_none(row.value), color=style["color"], linestyle=":", linewidth=1.4)
             axes.axvspan(not_none(row.ci_low), not_none(row.ci_high), color=style["color"], alpha=0.12, linewidth=0)
     axes.axvline(_DDP_BUCKET, color=MUTED, linestyle=(0, (5, 3)), linewidth=1.2)
-    axes.annotate(
+    write_at(
+        axes,
         "DDP's 25 MiB",
         (_DDP_BUCKET, 0.5),
+        (-3, 0),
         xycoords=("data", "axes fraction"),
-        xytext=(-3, 0),
-        textcoords="offset points",
         ha="right",
         va="center",
         rotation=90,

@@ -5,9 +5,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
-from hyperion.figures.formats import number
-from hyperion.figures.material import Material, measured, select, values
-from hyperion.figures.plot import Plot
+from hyperion.figures.material import Material, Plot, measured, number, select, values
 from hyperion.figures.style import (
     COLOURS,
     INK,

@@ -2,49 +2,55 @@
 
 import gc
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, cast
 
 import pandas as pd
 import torch
+from torch import nn
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_columns
-from hyperion.chapter.variants import Report, merged, run_variant
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.rows import checked, out_of_memory_reason, sample_frame, timed_row
+from hyperion.chapter.variants import merged, run_variant
 from hyperion.data import Completions
 from hyperion.data.batches import InstructionBatches
 from hyperion.data.packing import IGNORE_INDEX
-from hyperion.experiments.llama.fine_tuning import (
-    FULL,
-    LOADED_TOLERANCE,
-    LORA,
-    MERGED_TOLERANCE,
-    METHODS,
-    FineTuningOptions,
-    TokenCounts,
-    count_tokens,
-    equality_row,
-    fine_tuning_engine,
-    largest_difference,
-    least_flops,
-    load_base_and_adapter,
-    logits_bytes,
-    probe_logits,
-    restored_adapters,
-    shape_of,
-    state_bytes,
-    step_bytes,
-    step_flops,
-)
 from hyperion.measure import PeakMemoryRegion, TensorMemory, Timing, state_of, time_function
 from hyperion.models import LlamaLM, LlamaShape, llama_lora_parameter_count, llama_parameter_count, random_llama_shape
 from hyperion.results import Row
 from hyperion.training import LanguageEngine, TrainingPlan, choose_precision, frozen_sha256, save_adapter, train
 from hyperion.training.lora import ATTENTION
 from hyperion.units import GIB
-from hyperion.workloads.llama_setup import DATA, RANK, FineTuningData, base_model, frozen_dtype, with_lora
+from hyperion.workloads.fine_tuning import (
+    DATA,
+    FULL,
+    LOADED_TOLERANCE,
+    LORA,
+    RANK,
+    FineTuningData,
+    FineTuningOptions,
+    TokenCounts,
+    base_model,
+    count_tokens,
+    equality_row,
+    fine_tuning_engine,
+    frozen_dtype,
+    largest_difference,
+    least_flops,
+    load_base_and_adapter,
+    probe_logits,
+    shape_of,
+    state_bytes,
+    step_flops,
+    trained_parameters,
+    with_lora,
+)
 from hyperion.workloads.training_rows import epoch_rows, loss_curve, speed_rows, step_forecasts
 
+METHODS = (LORA, FULL)
+MERGED_TOLERANCE = 1e-4  # merging rounds B A into W, and sums in another order
 _STANDARD_ERRORS = 4.0
 
 
@@ -64,7 +70,7 @@ def forecast(context: Context) -> list[Forecast]:
     data = options.data(context, quiet=True)
     if data.weights != options.model:
         basis = "no estimate: the shapes of real weights are read when they are loaded"
-        return [Forecast(variant=LORA, metric="tokens_per_s", estimate=None, basis=basis)]
+        return [Forecast(LORA, "tokens_per_s", None, basis)]
     shape = random_llama_shape(data.model, data.tokenizer.vocab_size)
     dtype = choose_precision(context.device, options.precision).dtype
     counts = count_tokens(_batches(context, options, data).next_batch())
@@ -76,10 +82,10 @@ def forecast(context: Context) -> list[Forecast]:
             context, LORA, dtype, "token", counts.tokens, step_flops(shape, LORA, counts.length), _traffic(shape, dtype, counts)
         ),
         Forecast(
-            variant=LORA,
-            metric="validation_loss",
-            estimate=math.log(shape.vocab_size) + 0.5,
-            basis="random weights give logits of variance 1: ln V + 1/2 nats, for any text",
+            LORA,
+            "validation_loss",
+            math.log(shape.vocab_size) + 0.5,
+            "random weights give logits of variance 1: ln V + 1/2 nats, for any text",
             dtype=dtype,
             params={"step": 0},
         ),
@@ -132,7 +138,7 @@ def full_memory(context: Context, report: Report) -> Result:
         engine = fine_tuning_engine(context, options, LlamaLM(base), precision)
         rows = _memory_rows(context, engine, _batches(context, options, data).next_batch(), shape_of(base), FULL, shared)
     except torch.OutOfMemoryError as error:
-        rows = [context.row(FULL, "peak_memory_gib", None, value_reason=out_of_memory_reason(error), **shared)]
+        rows = [context.absent_row(FULL, "peak_memory_gib", out_of_memory_reason(error), **shared)]
     return Result(rows, pd.DataFrame(), data.rows.source)
 
 
@@ -180,6 +186,17 @@ def _step_rows(
     return rows + speed, samples
 
 
+@contextmanager
+def restored_adapters(model: nn.Module) -> Iterator[None]:
+    """Context that restores the trainable parameters at its end, so that timed steps do not change the trained model."""
+    trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    yield
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in trained:
+                parameter.copy_(trained[name])
+
+
 def _memory_rows(
     context: Context, engine: LanguageEngine, batch: tuple, shape: LlamaShape, method: str, shared: dict
 ) -> list[Row]:
@@ -218,14 +235,14 @@ def _speed_rows(
     share = counts.completion_tokens / counts.tokens
     rate = timing.estimate.map(lambda seconds: counts.completion_tokens / seconds)
     rows.append(
-        context.row(
+        timed_row(
+            context,
             LORA,
             "tokens_per_s",
-            rate.value,
-            limit=None if limit.limit is None else limit.limit * share,
-            limit_source=limit.limit_source,
+            rate,
+            timing,
+            limit=(None if limit.limit is None else limit.limit * share, limit.limit_source),
             **learned,
-            **timed_columns(rate, timing),
         )
     )
     return rows, sample_frame(timing, LORA, shared["dtype"], read["params"]).assign(kind="steady step")
@@ -238,11 +255,11 @@ def _loss_rows(
     floor = data.rows.least_loss_nats
     source = "each completion follows from its prompt" if floor is not None else "no limit: what rows say is not certain"
     error = math.hypot(before["standard_error_nats"], after["standard_error_nats"])
-    decrease = {
-        "check": "below the loss before training by 4 standard errors (passes by chance 3 times in 100,000)",
-        "check_error": after["loss"] - before["loss"],
-        "check_tolerance": -_STANDARD_ERRORS * error,
-    }
+    decrease = checked(
+        "below the loss before training by 4 standard errors (passes by chance 3 times in 100,000)",
+        after["loss"] - before["loss"],
+        -_STANDARD_ERRORS * error,
+    )
     return [
         context.row(
             LORA,
@@ -269,15 +286,7 @@ def _count_rows(context: Context, data: FineTuningData, model: LlamaLM, shape: L
     everything = sum(p.numel() for p in model.parameters())
     params = {"model": data.model, "rank": RANK, "targets": list(ATTENTION), "what": "trainable parameters"}
     rows = [
-        context.row(
-            LORA,
-            "count",
-            trained,
-            params=params,
-            check="sum of r (d_in + d_out)",
-            check_error=abs(trained - expected),
-            check_tolerance=0,
-        ),
+        context.row(LORA, "count", trained, params=params, **checked("sum of r (d_in + d_out)", abs(trained - expected), 0)),
         context.row(LORA, "share", trained / everything, params=params),
     ]
     counts = {
@@ -308,13 +317,32 @@ def _memory_forecast(
     basis = f"{method}: " + " + ".join(f"{amount / GIB:.3g} GiB of {name}" for name, amount in parts.items())
     # The model's name in params selects the rows of one step; rows of an epoch's peak, evaluation included, lack it.
     params = {"model": data.model}
-    return Forecast(variant=method, metric=metric, estimate=sum(parts.values()) / GIB, basis=basis, dtype=dtype, params=params)
+    return Forecast(method, metric, sum(parts.values()) / GIB, basis, dtype=dtype, params=params)
+
+
+def step_bytes(shape: LlamaShape, method: str, dtype: str, positions: int) -> dict[str, int]:
+    """Return the parts of a step's peak memory in bytes, by name: the larger of two moments.
+
+    At the start of the backward pass there are logits and no gradients; at its end gradients and no logits. Activations of the
+    decoder layers are ignored: they are small for short rows.
+    """
+    whole, trained = state_bytes(shape, method, dtype), trained_parameters(shape, method)
+    start = {"weights and moments": whole - 4 * trained, "logits": logits_bytes(shape, dtype, positions)}
+    if dtype == "bf16" and method == FULL:
+        start["16-bit copies of the weights"] = 2 * trained
+    end = {"weights, gradients and moments": whole}
+    return max(start, end, key=lambda parts: sum(parts.values()))
+
+
+def logits_bytes(shape: LlamaShape, dtype: str, positions: int) -> int:
+    """Return the bytes of logits, log-probabilities and one gradient in float32; in bf16 also of 16-bit logits and gradients."""
+    return positions * shape.vocab_size * (16 if dtype == "bf16" else 12)
 
 
 def _share_forecast(shape: LlamaShape) -> Forecast:
     adapters, base = llama_lora_parameter_count(shape, RANK, ATTENTION), llama_parameter_count(shape)
     basis = f"rank {RANK} on {', '.join(ATTENTION)}: {adapters:,} trained, {base:,} frozen"
-    return Forecast(variant=LORA, metric="share", estimate=adapters / (adapters + base), basis=basis)
+    return Forecast(LORA, "share", adapters / (adapters + base), basis)
 
 
 def _traffic(shape: LlamaShape, dtype: str, counts: TokenCounts) -> dict[str, float]:

@@ -7,27 +7,11 @@ import numpy as np
 import pandas as pd
 from safetensors.torch import load_file, save_file
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.ranks import RankOptions, ranks_of
-from hyperion.chapter.rows import sample_frame, timed_columns
-from hyperion.chapter.variants import Report, merged, run_on_ranks
+from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
+from hyperion.chapter.rows import checked, sample_frame, timed_row
+from hyperion.chapter.variants import RankOptions, merged, run_on_ranks
 from hyperion.checkpoints import checkpoint_path
 from hyperion.data.batches import InstructionBatches
-from hyperion.experiments.llama.fine_tuning import (
-    LOADED_TOLERANCE,
-    LORA,
-    FineTuningOptions,
-    TokenCounts,
-    count_tokens,
-    equality_row,
-    fine_tuning_engine,
-    largest_difference,
-    least_flops,
-    load_base_and_adapter,
-    probe_logits,
-    shape_of,
-    state_bytes,
-)
 from hyperion.measure import PeakMemoryRegion, RanksClock, Timing, time_function
 from hyperion.models import LlamaShape, layout_of, random_llama_shape
 from hyperion.parallel import (
@@ -42,7 +26,26 @@ from hyperion.processes import World, world
 from hyperion.results import Row
 from hyperion.training import LanguageEngine, Precision, choose_precision, frozen_sha256, save_adapter
 from hyperion.units import GIB
-from hyperion.workloads.llama_setup import DATA, FineTuningData, base_model, frozen_dtype, with_lora
+from hyperion.workloads.fine_tuning import (
+    DATA,
+    LOADED_TOLERANCE,
+    LORA,
+    FineTuningData,
+    FineTuningOptions,
+    TokenCounts,
+    base_model,
+    count_tokens,
+    equality_row,
+    fine_tuning_engine,
+    frozen_dtype,
+    largest_difference,
+    least_flops,
+    load_base_and_adapter,
+    probe_logits,
+    shape_of,
+    state_bytes,
+    with_lora,
+)
 from hyperion.workloads.recipes import rank_zero_first
 from hyperion.workloads.training_rows import flops_floor
 from hyperion.workloads.twins import SCATTER_FP32
@@ -71,30 +74,26 @@ class LoraShardedOptions(FineTuningOptions, RankOptions):
 def forecast(context: Context) -> list[Forecast]:
     """Estimate the number of FSDP units, how far the losses drift apart, and the share of parameters a rank holds."""
     options = LoraShardedOptions.of(context)
-    ranks, steps = ranks_of(context, options, options.batch_size), options.steps
+    ranks, steps = options.rank_count(context, options.batch_size), options.steps
     layers = random_llama_shape(options.parity_model, 1).num_hidden_layers
     drift = f"{steps} steps, each of which rounds sums of another order once: {steps} x 2^-24, the unit of float32"
     return [
         Forecast(
-            variant=VARIANT,
-            metric="count",
-            estimate=layers + 1,
-            basis=f"{layers} decoder layers and the root",
-            params={"what": "FSDP units", "ranks": ranks},
+            VARIANT, "count", layers + 1, f"{layers} decoder layers and the root", params={"what": "FSDP units", "ranks": ranks}
         ),
         Forecast(
-            variant=VARIANT,
-            metric="relative_difference",
-            estimate=steps * 2.0**-24,
-            basis=drift,
+            VARIANT,
+            "relative_difference",
+            steps * 2.0**-24,
+            drift,
             dtype="fp32",
             params={"what": "training loss", "ranks": ranks},
         ),
         Forecast(
-            variant=VARIANT,
-            metric="share",
-            estimate=1 / ranks,
-            basis=f"each of {ranks} ranks holds its part",
+            VARIANT,
+            "share",
+            1 / ranks,
+            f"each of {ranks} ranks holds its part",
             dtype="fp32",
             params={"what": "parameter bytes held", "ranks": ranks},
             each_rank=True,
@@ -105,7 +104,7 @@ def forecast(context: Context) -> list[Forecast]:
 def run(context: Context, report: Report) -> Result:
     """Train on all ranks in one launch; then load the saved adapters in this process, which is in no process group."""
     options = LoraShardedOptions.of(context)
-    ranks = ranks_of(context, options, options.batch_size)
+    ranks = options.rank_count(context, options.batch_size)
     results = run_on_ranks(context, report, on_rank, ranks=ranks)
     shared = merged(results)
     return Result([*shared.rows, _loaded_row(context, options, ranks)], results[0].samples, shared.source)
@@ -181,9 +180,7 @@ def _layout_rows(context: Context, data: FineTuningData, engine: LanguageEngine)
             dtype="fp32",
             rank=here.rank,
             params=params | {"what": "parameter bytes held"},
-            check="1 / ranks",
-            check_error=abs(share * here.size - 1),
-            check_tolerance=SHARE_TOLERANCE,
+            **checked("1 / ranks", abs(share * here.size - 1), SHARE_TOLERANCE),
         )
     ]
     if here.rank == 0:
@@ -194,9 +191,7 @@ def _layout_rows(context: Context, data: FineTuningData, engine: LanguageEngine)
                 "count",
                 len(units),
                 params=params | {"what": "FSDP units"},
-                check="decoder layers and the root",
-                check_error=abs(len(units) - expected),
-                check_tolerance=0,
+                **checked("decoder layers and the root", abs(len(units) - expected), 0),
             )
         )
     return rows
@@ -241,10 +236,12 @@ def _parity_row(
     context: Context, options: LoraShardedOptions, data: FineTuningData, alone: list[float], losses: list[float]
 ) -> Row:
     difference = float(np.max(np.abs(np.array(losses) / np.array(alone) - 1)))
-    return context.row(
+    return context.error_row(
         VARIANT,
         "relative_difference",
         difference,
+        f"losses of one device, step by step; {SCATTER_FP32}",
+        TOLERANCE,
         dtype="fp32",
         params={
             "model": data.model,
@@ -253,9 +250,6 @@ def _parity_row(
             "steps": options.steps,
             "batch_size": options.batch_size,
         },
-        check=f"losses of one device, step by step; {SCATTER_FP32}",
-        check_error=difference,
-        check_tolerance=TOLERANCE,
         data_source=data.rows.source,
     )
 
@@ -301,30 +295,19 @@ def _rate_rows(context: Context, timing: Timing, counts: TokenCounts, shape: Lla
     flops_of_rank = least_flops(shape, LORA, counts) * counts.tokens / params["ranks"]
     floor, source = flops_floor(context.device, shared["dtype"], flops_of_rank)
     step = timing.estimate
-    rows = [
-        context.row(
-            VARIANT,
-            "step_time_s",
-            step.value,
-            limit=floor,
-            limit_source=source,
-            params=params,
-            **shared,
-            **timed_columns(step, timing),
-        )
-    ]
+    rows = [timed_row(context, VARIANT, "step_time_s", step, timing, limit=(floor, source), params=params, **shared)]
     for what, count in (("prompt and completion", counts.tokens), ("completion", counts.completion_tokens)):
         rate = step.map(lambda seconds, count=count: count / seconds)
         rows.append(
-            context.row(
+            timed_row(
+                context,
                 VARIANT,
                 "tokens_per_s",
-                rate.value,
-                limit=None if floor is None else count / floor,
-                limit_source=source,
+                rate,
+                timing,
+                limit=(None if floor is None else count / floor, source),
                 params=params | {"tokens": what, "batch": count},
                 **shared,
-                **timed_columns(rate, timing),
             )
         )
     return rows

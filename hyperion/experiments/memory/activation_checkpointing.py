@@ -10,10 +10,9 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import out_of_memory_reason
-from hyperion.chapter.variants import Report, merged, run_counted
+from hyperion.chapter.variants import merged, run_counted
 from hyperion.errors import not_none
 from hyperion.measure import PeakMemoryRegion, SavedForBackward, TensorMemory, state_of
 from hyperion.models import layout_of
@@ -22,9 +21,21 @@ from hyperion.parallel.parallelize import BUDGET, EVERY_BLOCK, NONE, SELECTIVE
 from hyperion.results import Row
 from hyperion.training import TorchEngine, choose_precision
 from hyperion.units import GIB
-from hyperion.workloads.memory_forecasts import BASIS, applied, build_step, estimate_step, plan_within_budget
-from hyperion.workloads.step_comparison import Contender, compare_steps, memory_released
-from hyperion.workloads.workloads import KINDS, Batch, ImageSizes, LanguageSizes, Workload, random_batch, workload
+from hyperion.workloads.training_rows import Contender, compare_steps, memory_released
+from hyperion.workloads.workloads import (
+    BASIS,
+    KINDS,
+    Batch,
+    ImageSizes,
+    LanguageSizes,
+    Workload,
+    applied,
+    build_step,
+    estimate_step,
+    plan_within_budget,
+    random_batch,
+    workload,
+)
 
 GRADIENT_TOLERANCE = 1e-5
 _WHEN = {"phase": "forward and backward"}
@@ -199,15 +210,14 @@ def _gradient_rows(context: Context, work: Workload, plans: list[ParallelPlan]) 
                 continue
             difference = largest_difference(tensors, reference)
             rows.append(
-                context.row(
+                context.error_row(
                     work.name,
                     "relative_difference",
                     difference,
+                    f"{what} as without checkpointing",
+                    GRADIENT_TOLERANCE,
                     dtype="fp32",
                     params=_params(work, plan) | {"of": what},
-                    check=f"{what} as without checkpointing",
-                    check_error=difference,
-                    check_tolerance=GRADIENT_TOLERANCE,
                 )
             )
     return rows
@@ -277,12 +287,12 @@ def _depth_params(work: Workload, policy: str) -> dict:
 def _depth_forecast(setup: _Setup, work: Workload, policy: str) -> Forecast:
     estimate = estimate_step(work, setup.dtype, ParallelPlan(checkpointing=policy), setup.context.device)
     return Forecast(
-        variant=work.name,
-        metric="allocated_memory_gib",
-        estimate=estimate.history.kept_bytes / GIB,
+        work.name,
+        "allocated_memory_gib",
+        estimate.history.kept_bytes / GIB,
+        BASIS,
         dtype=setup.dtype,
         params=_depth_params(work, policy),
-        basis=BASIS,
     )
 
 

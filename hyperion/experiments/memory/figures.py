@@ -6,10 +6,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from hyperion.errors import not_none
-from hyperion.figures.formats import memory_unit
-from hyperion.figures.material import Material, measured
-from hyperion.figures.plot import Plot
-from hyperion.figures.style import COLOURS, GRID, INK, MARKERS, MUTED, add_notes, log_ticks, look, new_figure
+from hyperion.figures.material import Material, Plot, measured, memory_unit
+from hyperion.figures.style import COLOURS, GRID, INK, MARKERS, MUTED, add_notes, log_ticks, look, new_figure, write_at
 from hyperion.results import Row
 
 # Parts of the bars from the bottom, with the place of their colour: first what is always there, then what comes and goes.
@@ -127,7 +125,7 @@ def _draw_trade(axes: Axes, rows: list[Row]) -> None:
                 hollow = {"color": colour, "markerfacecolor": "none", "markersize": 13, "linestyle": "none"}
                 axes.plot([longer], [predicted / predicted_without], marker=marker, **hollow)
             label = f"{100 * (share - 1):+.0f} %"
-            axes.annotate(label, (longer, share), xytext=(0, -15), textcoords="offset points", ha="center", fontsize=8)
+            write_at(axes, label, (longer, share), (0, -15), ha="center", fontsize=8)
             axes.plot([], [], "s", color=colour, label=how if marker == MARKERS[0] else None)
         axes.plot([], [], marker, color=MUTED, label=model)
     handles, names = axes.get_legend_handles_labels()
@@ -186,9 +184,7 @@ def memory_estimate(material: Material) -> Figure | None:
     right.set(xlabel="predicted over measured [%]; grey: within 10 %", xlim=(-reach, reach), yticks=places)
     right.set_yticklabels([])
     for place, error in zip(places, errors, strict=True):
-        right.annotate(
-            f"{error:+.2f}", (max(error, 0), place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
-        )
+        write_at(right, f"{error:+.2f}", (max(error, 0), place), (4, 0), va="center", fontsize=8)
     for axes in (left, right):
         axes.grid(axis="y", visible=False)
         axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -237,14 +233,7 @@ def _draw_history(axes: Axes, samples: pd.DataFrame, unit: tuple[float, str]) ->
     for place, phase in enumerate(dict.fromkeys(samples["phase"])):
         first = samples.loc[samples["phase"] == phase, "event"].min()
         axes.axvline(first, color=MUTED, linewidth=0.8, linestyle=(0, (2, 2)))
-        axes.annotate(
-            phase,
-            (first, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(3, -9 - 10 * place),
-            textcoords="offset points",
-            fontsize=8,
-        )
+        write_at(axes, phase, (first, 1), (3, -9 - 10 * place), xycoords=("data", "axes fraction"), fontsize=8)
     axes.set(xlabel="allocations and releases of tensors", ylabel=unit[1], xlim=(wide.index.min(), wide.index.max()))
 
 
@@ -253,7 +242,7 @@ def _draw_kernels(axes: Axes, rows: list[Row]) -> None:
     axes.barh(range(len(shares)), [100 * share for share, _ in shares], height=0.6, color=COLOURS[0])
     for place, (share, name) in enumerate(shares):
         shortened = name if len(name) <= 80 else f"{name[:79]}…"
-        axes.annotate(shortened, (100 * share, place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8)
+        write_at(axes, shortened, (100 * share, place), (5, 0), va="center", fontsize=8)
     axes.set_yticks([])
     axes.grid(axis="y", visible=False)
     axes.set(xlabel="share of the time of all kernels [%]", title="The longest kernels", xlim=(0, 160 * shares[-1][0]))

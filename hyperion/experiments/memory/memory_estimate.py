@@ -10,9 +10,9 @@ import torch
 from pydantic import BaseModel, Field
 from torch import Tensor
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Options, Result
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import out_of_memory_reason
-from hyperion.chapter.variants import Report, merged, run_counted
+from hyperion.chapter.variants import merged, run_counted
 from hyperion.hardware import Device
 from hyperion.measure import bytes_of, memory_cap, state_of
 from hyperion.measure.memory_use.tensor_memory import ACTIVATIONS, GRADIENTS, MemoryTimeline, allocated_peak
@@ -20,8 +20,7 @@ from hyperion.parallel.parallelize import NONE, ParallelPlan
 from hyperion.results import Row
 from hyperion.training.memory_estimate import largest_batch
 from hyperion.units import GIB
-from hyperion.workloads.memory_forecasts import BASIS, build_step, estimate_step
-from hyperion.workloads.workloads import ImageSizes, LanguageSizes, Workload, workload
+from hyperion.workloads.workloads import BASIS, ImageSizes, LanguageSizes, Workload, build_step, estimate_step, workload
 
 PARTS = ("parameters", "optimizer state", GRADIENTS, ACTIVATIONS)
 LARGEST_BATCH = "largest batch that fits"
@@ -116,10 +115,10 @@ def forecast(context: Context) -> list[Forecast]:
     batch = question.largest(device)
     lines += _cell_forecasts(device, question.cell(batch), {"memory_gib": question.memory_gib})[:1]
     answer = Forecast(
-        variant=workload(question.cell(1)).name,
-        metric="count",
-        estimate=batch,
-        basis=f"the estimator: the largest batch whose peak is at most {question.memory_gib:g} GiB less a margin",
+        workload(question.cell(1)).name,
+        "count",
+        batch,
+        f"the estimator: the largest batch whose peak is at most {question.memory_gib:g} GiB less a margin",
         dtype=question.dtype,
         params=question.params,
     )

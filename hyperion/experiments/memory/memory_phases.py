@@ -7,18 +7,26 @@ from typing import Any
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.rows import out_of_memory_reason
-from hyperion.chapter.variants import Report, merged, run_counted
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.rows import checked, out_of_memory_reason
+from hyperion.chapter.variants import merged, run_counted
 from hyperion.hardware import Device
 from hyperion.measure import SavedForBackward, TensorMemory, bytes_of, state_of
 from hyperion.parallel import ParallelPlan
 from hyperion.results import Row
 from hyperion.training import TorchEngine
 from hyperion.units import GIB
-from hyperion.workloads.memory_forecasts import BASIS, estimate_step
-from hyperion.workloads.workloads import KINDS, Batch, ImageSizes, LanguageSizes, Workload, random_batch, workload
+from hyperion.workloads.workloads import (
+    BASIS,
+    KINDS,
+    Batch,
+    ImageSizes,
+    LanguageSizes,
+    Workload,
+    estimate_step,
+    random_batch,
+    workload,
+)
 
 PHASES = ("before forward", "after forward", "after backward", "after step")
 WARM_UP_STEPS = 2  # the first step allocates the optimizer's state
@@ -55,10 +63,10 @@ def forecast(context: Context) -> list[Forecast]:
             kept_bytes = estimate_step(work, dtype, ParallelPlan(), context.device).history.kept_bytes
             lines.append(
                 Forecast(
-                    variant=work.name,
-                    metric="allocated_memory_gib",
-                    estimate=kept_bytes / GIB,
-                    basis=BASIS,
+                    work.name,
+                    "allocated_memory_gib",
+                    kept_bytes / GIB,
+                    BASIS,
                     dtype=dtype,
                     params={"batch": work.items, "phase": "after forward", "part": "activations"},
                 )
@@ -85,7 +93,7 @@ def profile_step(context: Context, report: Report, kind: str, dtype: str) -> Res
     except torch.OutOfMemoryError as error:
         params = {"batch": work.items, "phase": PHASES[1], "part": "all tensors"}
         reason = out_of_memory_reason(error)
-        absent = context.row(work.name, "allocated_memory_gib", None, value_reason=reason, params=params, **shared)
+        absent = context.absent_row(work.name, "allocated_memory_gib", reason, params=params, **shared)
         return Result([absent], pd.DataFrame())
     rows = [row for moment in moments for row in _rows(context, options, work, moment, moments[0], shared)]
     return Result(rows, pd.DataFrame())
@@ -170,9 +178,7 @@ def _rows(
             "allocated_memory_gib",
             moment.tensors / GIB,
             params=params | {"part": "all tensors"},
-            check="the parts add up to all tensors",
-            check_error=error,
-            check_tolerance=options.parts_tolerance,
+            **checked("the parts add up to all tensors", error, options.parts_tolerance),
         )
     )
     if moment is not first:
@@ -187,9 +193,7 @@ def _rows(
             "allocated_memory_gib",
             moment.allocator["allocated"] / GIB,
             params=params | {"part": "allocator"},
-            check="the allocator grew as the tensors did",
-            check_error=abs(grown - counted) / requested,
-            check_tolerance=options.allocator_tolerance,
+            **checked("the allocator grew as the tensors did", abs(grown - counted) / requested, options.allocator_tolerance),
         )
     )
     rows.append(row("reserved_memory_gib", moment.allocator["reserved"] / GIB, params=params))

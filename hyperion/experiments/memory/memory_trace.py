@@ -10,9 +10,8 @@ import pandas as pd
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.variants import Report, merged, run_counted
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.variants import merged, run_counted
 from hyperion.hardware import Device
 from hyperion.measure import state_of
 from hyperion.measure.memory_use.tensor_memory import MemoryHistory, MemoryTimeline
@@ -21,8 +20,7 @@ from hyperion.parallel import ParallelPlan
 from hyperion.results import Row
 from hyperion.training import TorchEngine, choose_precision
 from hyperion.units import GIB
-from hyperion.workloads.memory_forecasts import BASIS, build_step, estimate_step
-from hyperion.workloads.workloads import Batch, LanguageSizes, Workload, workload
+from hyperion.workloads.workloads import BASIS, Batch, LanguageSizes, Workload, build_step, estimate_step, workload
 
 TRACE, SNAPSHOT, TIMELINE = "step_trace.json.gz", "memory_snapshot.pickle", "memory_timeline.json"
 WARM_UP_STEPS = 2  # the first step allocates the optimizer's state
@@ -53,13 +51,12 @@ def forecast(context: Context) -> list[Forecast]:
     work, dtype = options.step(context)
     return [
         Forecast(
-            variant=work.name,
-            metric="tensor_memory_gib",
+            work.name,
+            "tensor_memory_gib",
+            estimate_step(work, dtype, ParallelPlan(checkpointing=policy), context.device).history.tensor_peak_bytes / GIB,
+            BASIS,
             dtype=dtype,
-            basis=BASIS,
             params={"checkpointing": policy},
-            estimate=estimate_step(work, dtype, ParallelPlan(checkpointing=policy), context.device).history.tensor_peak_bytes
-            / GIB,
         )
         for policy in options.policies
     ]

@@ -9,10 +9,20 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from hyperion.errors import not_none
-from hyperion.figures.formats import memory_unit, number
-from hyperion.figures.material import Material, measured
-from hyperion.figures.plot import Plot
-from hyperion.figures.style import COLOURS, GRID, INK, MUTED, add_notes, errors_of, look, new_figure, spread_labels, whole_numbers
+from hyperion.figures.material import Material, Plot, measured, memory_unit, number
+from hyperion.figures.style import (
+    COLOURS,
+    GRID,
+    INK,
+    MUTED,
+    add_notes,
+    errors_of,
+    look,
+    new_figure,
+    spread_labels,
+    whole_numbers,
+    write_at,
+)
 from hyperion.results import Row
 
 _VARIANTS, _LADDER, _REFERENCE = "precision_variants", "training_ladder", "fp32"
@@ -108,7 +118,7 @@ def _draw_memory(axes: Axes, rows: list[Row]) -> None:
 
 
 def _label_bar(axes: Axes, y: float, x: float, label: str) -> None:
-    axes.annotate(label, (x, y), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8.5)
+    write_at(axes, label, (x, y), (6, 0), va="center", fontsize=8.5)
 
 
 def _finish_bars(axes: Axes, names: list[str], label: str) -> None:
@@ -278,14 +288,7 @@ def _draw_steps(axes: Axes, steps: list[Step], values: list[float | None], label
         axes.barh(place, value - start, left=start, height=0.62, color=colour)
         axes.plot([value, value], [place - 0.31, place + 0.31], color=INK, linewidth=1.6)
         change = "" if before is None else f"  {100 * (value / before - 1):+.0f} %"
-        axes.annotate(
-            f"{number(value, 3)}{change}",
-            (max(value, start), place),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-        )
+        write_at(axes, f"{number(value, 3)}{change}", (max(value, start), place), (5, 0), va="center", fontsize=8)
         before = value
     _finish_steps(axes, steps, label)
     axes.set_xlim(0, axes.get_xlim()[1] * 1.45)

@@ -12,10 +12,9 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import out_of_memory_reason
-from hyperion.chapter.variants import Report, merged, run_side_by_side
+from hyperion.chapter.variants import merged, run_side_by_side
 from hyperion.hardware import Device
 from hyperion.measure import FORMATS, Gemm, PeakMemoryRegion, TensorMemory, state_of
 from hyperion.parallel import ParallelPlan
@@ -23,8 +22,7 @@ from hyperion.results import Row
 from hyperion.training import TorchEngine
 from hyperion.units import GIB
 from hyperion.workloads import datasets
-from hyperion.workloads.memory_forecasts import estimate_step
-from hyperion.workloads.step_comparison import Contender, compare_steps
+from hyperion.workloads.training_rows import Contender, compare_steps, rate_forecast
 from hyperion.workloads.twins import BIAS, agreements, difference_rows, train_twins
 from hyperion.workloads.workloads import (
     KINDS,
@@ -35,9 +33,9 @@ from hyperion.workloads.workloads import (
     StoredBatches,
     Workload,
     common_source,
+    estimate_step,
     expected_workload,
     load_batches,
-    rate_forecast,
     stored_batches,
 )
 
@@ -76,7 +74,7 @@ def forecast(context: Context) -> list[Forecast]:
     for kind in KINDS:
         work = expected_workload(context, options.sizes(kind))
         if work is None:
-            lines.append(Forecast(variant=options.language.model, metric="speedup", estimate=None, basis=NO_VOCABULARY))
+            lines.append(Forecast(options.language.model, "speedup", None, NO_VOCABULARY))
             continue
         dtypes = [dtype for dtype in options.dtypes if device.supports(dtype)[0]]
         rates = {dtype: rate_forecast(context, work, dtype) for dtype in dtypes if not _why_emulated(device, dtype)}
@@ -272,10 +270,10 @@ def _difference_rows(result: Result) -> list[Row]:
 def _memory_forecast(device: Device, work: Workload, dtype: str) -> Forecast:
     peak, standing = estimate_step(work, dtype, ParallelPlan(), device).history.tensor_peak_bytes, work.standing_bytes
     return Forecast(
-        variant=work.name,
-        metric="tensor_memory_gib",
-        estimate=peak / GIB,
-        basis=f"the step itself on tensors without memory: {standing / GIB:.3g} GiB of weights and moments in float32, and "
+        work.name,
+        "tensor_memory_gib",
+        peak / GIB,
+        f"the step itself on tensors without memory: {standing / GIB:.3g} GiB of weights and moments in float32, and "
         f"{(peak - standing) / GIB:.3g} GiB of activations and gradients at the fullest moment",
         dtype=dtype,
         params={"batch": work.items, "phase": "whole step"},

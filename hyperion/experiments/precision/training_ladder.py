@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from pydantic import BaseModel
 from torch import Tensor, nn
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import out_of_memory_reason, sample_frame, timed_columns
-from hyperion.chapter.variants import Report, merged, run_counted
+from hyperion.chapter.variants import merged, run_counted
 from hyperion.data.packing import IGNORE_INDEX
 from hyperion.experiments.precision.precision_variants import (
     speedup_forecast,
@@ -39,9 +38,7 @@ from hyperion.training import TorchEngine
 from hyperion.training.float8 import float8_formats, to_float8
 from hyperion.units import GIB
 from hyperion.workloads import datasets
-from hyperion.workloads.memory_forecasts import applied
-from hyperion.workloads.step_comparison import memory_released
-from hyperion.workloads.training_rows import NO_SPEEDUP_LIMIT, speed_rows
+from hyperion.workloads.training_rows import NO_SPEEDUP_LIMIT, memory_released, rate_forecast, speed_rows
 from hyperion.workloads.twins import BIAS, agreements, difference_rows, train_twins, twin_format
 from hyperion.workloads.workloads import (
     NO_VOCABULARY,
@@ -50,16 +47,16 @@ from hyperion.workloads.workloads import (
     LanguageSizes,
     StoredBatches,
     Workload,
+    applied,
     common_source,
     expected_workload,
     load_batches,
-    rate_forecast,
     stored_batches,
     workload,
 )
 
 BASELINE = "baseline"
-# What each rung adds to the one below it, as fields of a Rung.
+# What each rung adds to the one below it, as fields of a StepRung.
 _ADDITIONS: dict[str, dict] = {
     BASELINE: {},
     "tf32": {"dtype": "tf32"},
@@ -139,7 +136,7 @@ def forecast(context: Context) -> list[Forecast]:
         work = expected_workload(context, sizes)
         if work is None:
             variant = sizes.model if isinstance(sizes, LanguageLadder) else ""
-            lines.append(Forecast(variant=variant, metric="speedup", estimate=None, basis=NO_VOCABULARY))
+            lines.append(Forecast(variant, "speedup", None, NO_VOCABULARY))
             continue
         rungs = [rung for rung in build_ladder(context.device, sizes.rungs) if not rung.absent and rung.name in _PREDICTABLE]
         rates = [rate_forecast(context, work, rung.dtype) for rung in rungs]
@@ -179,7 +176,7 @@ EXPERIMENT = Experiment(
 
 
 @dataclass(frozen=True)
-class Rung:
+class StepRung:
     """One way to do a training step.
 
     Attributes:
@@ -242,9 +239,9 @@ class AllLogits(nn.Module):
         return nll_M.view_as(targets_BT)
 
 
-def build_ladder(device: Device, names: tuple[str, ...]) -> list[Rung]:
+def build_ladder(device: Device, names: tuple[str, ...]) -> list[StepRung]:
     """Return the rungs of these names from the bottom, including those that cannot run on the device."""
-    rungs, below = [], Rung(BASELINE)
+    rungs, below = [], StepRung(BASELINE)
     for name in names:
         rung = replace(below, name=name, **_ADDITIONS[name])
         rung = replace(rung, absent=_why_absent(device, name))
@@ -300,7 +297,7 @@ def measure_twins(context: Context, report: Report, kind: str, file: str, source
 
 
 def _parity_losses(
-    context: Context, options: TrainingLadderOptions, kind: str, rung: Rung, work: Workload, batches: list[Batch]
+    context: Context, options: TrainingLadderOptions, kind: str, rung: StepRung, work: Workload, batches: list[Batch]
 ) -> list[float]:
     """Losses of the smaller step that `Parity` describes."""
     changes = options.ladders[kind].parity.model_dump(exclude_none=True)
@@ -343,7 +340,7 @@ def _timed(context: Context, options: TrainingLadderOptions, stored: StoredBatch
     return Result(rows + absent, pd.concat(frames, ignore_index=True), source)
 
 
-def _speedup_rows(row: partial[Row], rungs: list[Rung], timings: list[Timing]) -> list[Row]:
+def _speedup_rows(row: partial[Row], rungs: list[StepRung], timings: list[Timing]) -> list[Row]:
     """Speed-up of each rung over the one before it, and over the first."""
     rows = []
     for number, (rung, timing) in enumerate(zip(rungs, timings, strict=True)):
@@ -369,14 +366,14 @@ def _difference_rows(result: Result) -> list[Row]:
     return rows
 
 
-def _params(work: Workload, rung: Rung) -> dict:
+def _params(work: Workload, rung: StepRung) -> dict:
     return {"batch": work.items, "rung": rung.name}
 
 
 def _row(
     context: Context,
     work: Workload,
-    rung: Rung,
+    rung: StepRung,
     source: str,
     metric: str,
     value: float | None,

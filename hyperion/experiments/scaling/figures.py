@@ -3,8 +3,7 @@
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from hyperion.figures.material import Material, measured, select, values
-from hyperion.figures.plot import Plot
+from hyperion.figures.material import Material, Plot, measured, select, values
 from hyperion.figures.style import INK, MUTED, add_notes, errors_of, look, new_figure
 from hyperion.results import Row
 

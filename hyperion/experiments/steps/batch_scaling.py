@@ -7,9 +7,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options
-from hyperion.chapter.rows import all_samples, stream_ceiling
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
+from hyperion.chapter.rows import all_samples, checked, stream_ceiling
 from hyperion.chapter.variants import merged, run_variant
 from hyperion.errors import not_none
 from hyperion.measure import FORMATS, NoMemoryCap, PeakMemory, PeakMemoryRegion, allocator_refusal, memory_cap
@@ -20,13 +19,13 @@ from hyperion.units import GIB, MIB
 from hyperion.workloads.reference_steps import (
     LEAST_MEMORY,
     TrainingStep,
+    host_time,
     least_memory_gib,
     step_params,
     step_rows,
     timed,
     update_of,
 )
-from hyperion.workloads.step_forecasts import host_time
 from hyperion.workloads.training_rows import step_forecasts
 
 # The predicted largest batch must be right within a quarter: 0.75 of it fits, 1.25 of it is refused.
@@ -136,12 +135,7 @@ def _forecast_largest(model: ReferenceModel, dtype: str, cap_gib: float) -> Fore
         "the input, and the output of each product kept twice"
     )
     return Forecast(
-        variant=model.name,
-        metric="count",
-        estimate=_largest_by_shapes(model, dtype, cap_gib),
-        basis=basis,
-        dtype=dtype,
-        params={"what": "largest batch"},
+        model.name, "count", _largest_by_shapes(model, dtype, cap_gib), basis, dtype=dtype, params={"what": "largest batch"}
     )
 
 
@@ -263,9 +257,7 @@ class _Sweep:
             "count",
             float(largest),
             {"what": "largest batch"},
-            check_error=float(wrong),
-            check_tolerance=0.0,
-            check=f"wrong verdicts: {_FITS} of it fits, {_DOES_NOT_FIT} does not",
+            **checked(f"wrong verdicts: {_FITS} of it fits, {_DOES_NOT_FIT} does not", float(wrong), 0.0),
         )
 
     def _no_largest(self, reason: str) -> None:

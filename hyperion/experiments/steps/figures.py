@@ -10,10 +10,8 @@ from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox
 
 from hyperion.errors import not_none
-from hyperion.figures.formats import items, number, number_within, percent
-from hyperion.figures.material import Material, measured, select, values
-from hyperion.figures.plot import Plot
-from hyperion.figures.style import COLOURS, INK, add_notes, errors_of, log_ticks, look, new_figure
+from hyperion.figures.material import Material, Plot, items, measured, number, number_within, percent, select, values
+from hyperion.figures.style import COLOURS, INK, add_notes, errors_of, log_ticks, look, new_figure, write_at
 from hyperion.results import Row
 
 PHASES = ("forward", "backward", "optimizer")
@@ -60,7 +58,7 @@ def _draw_costs(axes: Axes, bars: list[tuple[str, Row, float]], title: str) -> N
     for place, (_, row, times) in enumerate(bars):
         value, low, high = _interval_us(row, times)
         axes.bar(place, value, 0.5, yerr=[[value - low], [high - value]], color=COLOURS[place])
-        axes.annotate(_microseconds(row, times), (place, high), xytext=(0, 3), textcoords="offset points", ha="center")
+        write_at(axes, _microseconds(row, times), (place, high), (0, 3), ha="center")
     axes.set_xticks(range(len(bars)), [name for name, _, _ in bars])
     axes.set(ylabel="microseconds of the host", title=title, xlim=(-0.8, len(bars) - 0.2))
     axes.set_ylim(0, 1.18 * axes.get_ylim()[1])
@@ -137,11 +135,11 @@ def _draw_steps(axes: Axes, rows: list[Row]) -> None:
             axes.plot(ends, [1e3 * step.predicted] * 2, color=INK, linewidth=1.6, zorder=4)
             tallest = max(tallest, 1e3 * step.predicted)
         share = "" if step.fraction_of_limit is None else f"\n{percent(step.fraction_of_limit)} %"
-        axes.annotate(
+        write_at(
+            axes,
             f"{number(1e3 * not_none(step.value), 3)}{share}",
             (place, max(top, 1e3 * (step.predicted or 0))),
-            xytext=(0, 4),
-            textcoords="offset points",
+            (0, 4),
             ha="center",
             va="bottom",
             fontsize=8,
@@ -157,15 +155,7 @@ def _draw_shares(axes: Axes, rows: list[Row]) -> None:
         for side, metric in zip((-0.5, 0.5) if len(there) > 1 else (0,), there, strict=True):
             for share in values(select(mine, metric=metric)):
                 axes.bar([x + side * _BAR], [100 * share], _BAR, color=_SHARES[metric][1])
-                axes.annotate(
-                    percent(share),
-                    (x + side * _BAR, 100 * share),
-                    xytext=(0, 2),
-                    textcoords="offset points",
-                    ha="center",
-                    va="bottom",
-                    fontsize=8,
-                )
+                write_at(axes, percent(share), (x + side * _BAR, 100 * share), (0, 2), ha="center", va="bottom", fontsize=8)
     _name_variants(axes, list(variants))
     axes.set_ylim(0, axes.get_ylim()[1] * 1.15)
 
@@ -274,16 +264,7 @@ def _draw_memory(axes: Axes, rows: list[Row], style: dict) -> None:
             continue
         cross = _batch(row), line(_batch(row))
         axes.plot(*[[at] for at in cross], "x", color=style["color"], markersize=9, markeredgewidth=2.2)
-        axes.annotate(
-            f"{_batch(row):,}",
-            cross,
-            xytext=(0, 7),
-            textcoords="offset points",
-            ha="center",
-            va="bottom",
-            fontsize=8,
-            color=style["color"],
-        )
+        write_at(axes, f"{_batch(row):,}", cross, (0, 7), ha="center", va="bottom", fontsize=8, color=style["color"])
 
 
 def spread_above(axes: Axes) -> None:

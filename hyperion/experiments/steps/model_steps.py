@@ -12,9 +12,8 @@ import numpy as np
 import pandas as pd
 import torch
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options, Table
-from hyperion.chapter.rows import all_samples, gemm_limit, maf_row, timed_columns
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result, Table
+from hyperion.chapter.rows import all_samples, checked, gemm_limit, maf_row, timed_columns
 from hyperion.chapter.variants import merged, run_variant
 from hyperion.errors import not_none
 from hyperion.hardware import Device
@@ -28,13 +27,13 @@ from hyperion.workloads.reference_steps import (
     LEAST_MEMORY,
     StepVariant,
     TrainingStep,
+    forecast_reference_step,
     has_layout,
     least_memory_gib,
     step_params,
     step_rows,
     timed,
 )
-from hyperion.workloads.step_forecasts import forecast_reference_step
 from hyperion.workloads.twins import agreements, train_twins, twin_format
 
 # Workspaces of the BLAS libraries stay for the life of a process; a model that is still there would be larger.
@@ -84,7 +83,7 @@ class ModelStepsOptions(Options):
 
 
 @dataclass(frozen=True)
-class Cell:
+class StepCell:
     """A variant of a model, and why it is not measured here ("" where it is)."""
 
     model: ReferenceModel
@@ -119,7 +118,7 @@ EXPERIMENT = Experiment(
 )
 
 
-def cells_of(options: ModelStepsOptions, device: Device) -> list[Cell]:
+def cells_of(options: ModelStepsOptions, device: Device) -> list[StepCell]:
     """Return every variant of every model, in the order of the options."""
     cells = []
     for name in options.models:
@@ -128,7 +127,7 @@ def cells_of(options: ModelStepsOptions, device: Device) -> list[Cell]:
             last = asked.channels_last and (has_layout(model) or not asked.compiled)
             variant = StepVariant(asked.dtype, last, asked.compiled)
             left_out = asked.models is not None and name not in asked.models
-            cells.append(Cell(model, variant, _LEFT_OUT if left_out else _why_not(model, variant, device)))
+            cells.append(StepCell(model, variant, _LEFT_OUT if left_out else _why_not(model, variant, device)))
     return cells
 
 
@@ -144,7 +143,7 @@ def _why_not(model: ReferenceModel, variant: StepVariant, device: Device) -> str
     return _TWO_SWITCHES if variant.compiled and device.kind != "cpu" and variant.dtype in ("fp32", "tf32") else ""
 
 
-def _measured(options: ModelStepsOptions, device: Device) -> list[Cell]:
+def _measured(options: ModelStepsOptions, device: Device) -> list[StepCell]:
     return [cell for cell in cells_of(options, device) if not cell.absent]
 
 
@@ -174,7 +173,7 @@ class _Bench:
         self.frames: list[pd.DataFrame] = []
         self._losses: dict[tuple[str, StepVariant], np.ndarray] = {}
 
-    def measure(self, cell: Cell) -> None:
+    def measure(self, cell: StepCell) -> None:
         """Add the rows of one variant, or one row with the reason why there are none."""
         if cell.variant.compiled and (missing := missing_compiler(self.device)):
             self.rows.append(_absent(self.context, self.options, cell, f"unavailable: {missing}"))
@@ -187,7 +186,7 @@ class _Bench:
                 raise
             self.rows.append(_absent(self.context, self.options, cell, f"out of memory: {refusal}"))
 
-    def _measure(self, cell: Cell) -> None:
+    def _measure(self, cell: StepCell) -> None:
         context, options, model, variant = self.context, self.options, cell.model, cell.variant
         left_gib = None if self.device.kind == "cpu" else torch.cuda.memory_allocated(self.device.torch_device) / GIB
         # Before the compiled step exists, so that its memory is measured without the eager one's.
@@ -216,7 +215,7 @@ class _Bench:
         elif (model.name, StepVariant(variant.dtype, variant.channels_last, compiled=True)) in self.here:
             self._losses[model.name, variant] = self._losses_after(step)
 
-    def _step(self, cell: Cell, variant: StepVariant) -> TrainingStep:
+    def _step(self, cell: StepCell, variant: StepVariant) -> TrainingStep:
         return TrainingStep(cell.model.name, self.options.batch_size, variant, self.device, self.context.seed)
 
     def _compile(self, step: TrainingStep) -> float:
@@ -225,7 +224,7 @@ class _Bench:
         probe_vector_instructions(self.device, self.context.workspace)
         return measure_first_calls(step.once, self.device)
 
-    def _eager_losses(self, cell: Cell) -> np.ndarray:
+    def _eager_losses(self, cell: StepCell) -> np.ndarray:
         """Return the losses of the same steps without compilation: those of the timed steps, or of steps done now."""
         eager = _eager(cell.variant)
         known = self._losses.pop((cell.model.name, eager), None)
@@ -246,7 +245,7 @@ def _eager(variant: StepVariant) -> StepVariant:
 def _row(
     context: Context,
     options: ModelStepsOptions,
-    cell: Cell,
+    cell: StepCell,
     metric: str,
     value: float | None,
     params: dict | None = None,
@@ -256,18 +255,18 @@ def _row(
     return context.row(cell.model.name, metric, value, dtype=cell.variant.dtype, params=params, **columns)
 
 
-def _absent(context: Context, options: ModelStepsOptions, cell: Cell, reason: str = "") -> Row:
+def _absent(context: Context, options: ModelStepsOptions, cell: StepCell, reason: str = "") -> Row:
     return _row(context, options, cell, "step_time_s", None, value_reason=reason or cell.absent)
 
 
-def _count_row(context: Context, options: ModelStepsOptions, cell: Cell, counted: int) -> Row:
+def _count_row(context: Context, options: ModelStepsOptions, cell: StepCell, counted: int) -> Row:
     """Return the parameter count of the module that was trained, checked against the published number."""
     error = float(abs(counted - cell.model.parameter_count))
-    check: dict = {"check": "expected count", "check_error": error, "check_tolerance": 0.0}
+    check: dict = checked("expected count", error, 0.0)
     return _row(context, options, cell, "count", float(counted), {"what": "parameters"}, **check)
 
 
-def _mfu_of_maf(context: Context, options: ModelStepsOptions, cell: Cell, timing: StepTiming) -> Row:
+def _mfu_of_maf(context: Context, options: ModelStepsOptions, cell: StepCell, timing: StepTiming) -> Row:
     """Return the model FLOPs over time, as a share of the fastest square product that this run measured in the format.
 
     It shows what software can still gain, where MFU compares with the data sheet.
@@ -291,16 +290,16 @@ def _mfu_of_maf(context: Context, options: ModelStepsOptions, cell: Cell, timing
     return _row(context, options, cell, "mfu_maf", rate.value / maf_tflops, {"maf": maf.experiment}, **columns)
 
 
-def _memory_row(context: Context, options: ModelStepsOptions, cell: Cell, peak: PeakMemory, left_gib: float | None) -> Row:
+def _memory_row(context: Context, options: ModelStepsOptions, cell: StepCell, peak: PeakMemory, left_gib: float | None) -> Row:
     """Return the peak memory of the steps; its limit is what weights, gradients, moments and the batch take."""
     columns: dict = {"limit": least_memory_gib(cell.model, options.batch_size), "limit_source": LEAST_MEMORY}
     if left_gib is not None:
-        columns |= {"check": "GiB left by the variant before", "check_error": left_gib, "check_tolerance": _LEFT_GIB}
+        columns |= checked("GiB left by the variant before", left_gib, _LEFT_GIB)
     return _row(context, options, cell, peak.metric, peak.gib, value_reason=peak.reason, **columns)
 
 
 def parity_rows(
-    context: Context, options: ModelStepsOptions, cell: Cell, losses: np.ndarray, eager: np.ndarray, twins: pd.DataFrame
+    context: Context, options: ModelStepsOptions, cell: StepCell, losses: np.ndarray, eager: np.ndarray, twins: pd.DataFrame
 ) -> list[Row]:
     """Return how far the losses of compiled steps are from those of eager steps, early and late.
 
@@ -317,9 +316,7 @@ def parity_rows(
             "relative_difference",
             agreement.difference,
             compared | agreement.params,
-            check=agreement.check,
-            check_error=agreement.difference,
-            check_tolerance=agreement.tolerance,
+            **checked(agreement.check, agreement.difference, agreement.tolerance),
         )
         for agreement in agreements(losses, eager, twins)
     ]

@@ -5,8 +5,7 @@ Hosts of the same GPU differ by a factor of two in this. Where kernels are short
 
 import pandas as pd
 
-from hyperion.chapter.context import Context, Experiment, Forecast, Report, Result
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Experiment, Forecast, Options, Report, Result
 from hyperion.chapter.rows import all_samples, sample_frame, timed_columns
 from hyperion.chapter.variants import merged, run_variant
 from hyperion.hardware import Device
@@ -14,7 +13,7 @@ from hyperion.measure import measure_block_cost, measure_operator_cost
 from hyperion.measure.steps.compilation import missing_compiler, probe_vector_instructions
 from hyperion.results import Row
 
-# Names of the rows, which hyperion/workloads/step_forecasts.py reads.
+# Names of the rows, which hyperion/workloads/reference_steps.py reads.
 PLAIN, CONVOLUTION, ONCE, BLOCK = "operator", "convolution", "once a step", "compiled block"
 _NO_LIMIT = "no limit: no data sheet tells of Python, autograd and dispatch"
 _NO_ESTIMATE = "no data sheet value: it is the work of Python, autograd, dispatcher and driver on this host"
@@ -35,7 +34,7 @@ class OperatorCostOptions(Options):
 def forecast(context: Context) -> list[Forecast]:
     """Return no estimates: no data sheet states the costs of a host."""
     metrics = {PLAIN: "operator_time_s", CONVOLUTION: "operator_time_s", ONCE: "step_overhead_s", BLOCK: "block_time_s"}
-    return [Forecast(variant=v, metric=metric, estimate=None, basis=_NO_ESTIMATE) for v, metric in metrics.items()]
+    return [Forecast(v, metric, None, _NO_ESTIMATE) for v, metric in metrics.items()]
 
 
 def run(context: Context, report: Report) -> Result:
@@ -45,7 +44,7 @@ def run(context: Context, report: Report) -> Result:
     eager = _measure_operators(context, options)
     report(1, 2, "compiled blocks")
     if reason := _why_not(context.device, options.compiled):
-        row = context.row(BLOCK, "block_time_s", None, dtype=options.compiled, params=_clock(), value_reason=reason)
+        row = context.absent_row(BLOCK, "block_time_s", reason, dtype=options.compiled, params=_clock())
         block = Result([row], pd.DataFrame())
     else:
         block = run_variant(context, lambda done, total, note: None, measure_block)

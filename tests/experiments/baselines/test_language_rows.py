@@ -10,7 +10,7 @@ from hyperion.chapter import Context, experiment_named
 from hyperion.data import TextCorpus, prepare_text
 from hyperion.data.text.tokenizer import train_tokenizer
 from hyperion.experiments.baselines.language_model import seed_rows
-from hyperion.experiments.baselines.perplexity import Scored, text_floor
+from hyperion.experiments.baselines.ngram_baselines import Scored, text_floor
 from hyperion.training.evaluate import LanguageEvaluation
 from hyperion.workloads import datasets
 

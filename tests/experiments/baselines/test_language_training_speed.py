@@ -17,8 +17,7 @@ from hyperion.experiments.baselines.language_training_speed import (
     least_traffic,
     run,
 )
-from hyperion.experiments.baselines.paired_loops import OURS, PLAIN, PairedLoops
-from hyperion.experiments.baselines.plain_loops import with_weights_of
+from hyperion.experiments.baselines.plain_loops import OURS, PLAIN, PairedLoops, with_weights_of
 from hyperion.models import TransformerConfig, TransformerLM
 from hyperion.results import Row
 from hyperion.workloads import datasets

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from hyperion.experiments.baselines.recovery import MOST_LOST, STEPS, draw, run_once
-from hyperion.experiments.baselines.recovery_faults import KINDS, PHASES, Fault
+from hyperion.experiments.baselines.recovery_faults import KINDS, PHASES, TrainingFault
 from hyperion.training import Interrupted, loop
 from tests.chapter.toy import perform, toy_context
 
@@ -43,7 +43,7 @@ def test_an_undisturbed_run_counts_the_moments_of_every_phase(whole):
 def test_sigterm_in_the_backward_pass_costs_nothing_unless_the_loop_forgets_its_generators(
     tmp_path, whole, monkeypatch, forgotten
 ):
-    fault = asdict(Fault("SIGTERM", "backward", 8, 0.5))
+    fault = asdict(TrainingFault("SIGTERM", "backward", 8, 0.5))
     with pytest.raises(Interrupted, match="after step 8"):
         run_once(str(tmp_path), "language", 0, fault, whole["moments"])
     assert (tmp_path / "struck").read_text() == "7"  # steps done when it came
@@ -56,17 +56,17 @@ def test_sigterm_in_the_backward_pass_costs_nothing_unless_the_loop_forgets_its_
 
 
 def test_a_nan_strikes_and_is_told_and_a_full_disk_leaves_the_checkpoint_before(tmp_path, whole):
-    told = run_once(str(tmp_path / "nan"), "language", 0, asdict(Fault("NaN", "forward", 4, 0.3)), whole["moments"])
+    told = run_once(str(tmp_path / "nan"), "language", 0, asdict(TrainingFault("NaN", "forward", 4, 0.3)), whole["moments"])
     assert told["ended"].startswith("NonFiniteError: step 4")
     full = tmp_path / "full"
-    told = run_once(str(full), "language", 0, asdict(Fault("full disk", "save", 6, 0.2)), whole["moments"])
+    told = run_once(str(full), "language", 0, asdict(TrainingFault("full disk", "save", 6, 0.2)), whole["moments"])
     assert told["ended"].startswith("CheckpointError")
     assert [path.name for path in full.glob("*step*")] == ["step-00000003"]
 
 
 @pytest.mark.process
 def test_trials_are_real_processes(tmp_path, monkeypatch):
-    chosen = [Fault("power cut", "save", 9, 0.6)]
+    chosen = [TrainingFault("power cut", "save", 9, 0.6)]
     monkeypatch.setattr("hyperion.experiments.baselines.recovery.draw", lambda seed, trials: chosen)
     result = perform(toy_context("recovery", {"trials": 1}, tmp_path), tmp_path)
     (trial,) = result.samples.to_dict("records")

@@ -7,8 +7,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from hyperion.experiments.compilation.compilation_table import COLUMNS, compilation_csv, compilation_json, compilation_table
-from hyperion.experiments.compilation.figures import break_even, compilation
+from hyperion.experiments.compilation.figures import (
+    COLUMNS,
+    break_even,
+    compilation,
+    compilation_csv,
+    compilation_json,
+    compilation_table,
+)
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled
 from hyperion.results import Run

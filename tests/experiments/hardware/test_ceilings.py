@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from hyperion.book.headlines import headlines
+from hyperion.book.outline import headlines
 from hyperion.chapter import Context, experiment_named
 from hyperion.experiments.hardware.figures import roofline as picture
 from hyperion.figures.material import Material

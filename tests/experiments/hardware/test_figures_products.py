@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from hyperion.book.headlines import headlines
+from hyperion.book.outline import headlines
 from hyperion.experiments.hardware.figures_products import best_products, operand_data
 from hyperion.figures.material import Material
 from hyperion.figures.style import styled

@@ -10,7 +10,7 @@ from hyperion.errors import HyperionError
 from hyperion.measure.products.dispatch import products_of
 from hyperion.models import flops_per_token, named_config
 from hyperion.results import Row
-from hyperion.workloads.step_forecasts import captured_step
+from hyperion.workloads.reference_steps import captured_step
 from tests.chapter.toy import perform, toy_context
 
 MODEL, LANGUAGE = "encoder_d128_h2_l2", "lm_d64_h4_l2"

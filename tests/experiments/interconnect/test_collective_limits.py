@@ -2,7 +2,7 @@
 
 import pytest
 
-from hyperion.experiments.interconnect.collective_limits import LOOPBACK, busbw_limit
+from hyperion.experiments.interconnect.collectives import LOOPBACK, busbw_limit
 from hyperion.hardware import detect, detect_cpu
 from hyperion.measure import ALL_COLLECTIVES
 from tests.hardware.machines import facts

@@ -15,8 +15,7 @@ from hyperion.experiments.interconnect.figures import (
     overlap,
     rates_by_size,
 )
-from hyperion.figures.formats import number
-from hyperion.figures.material import Material
+from hyperion.figures.material import Material, number
 from hyperion.figures.style import styled
 from hyperion.results import Run
 from tests.book.made_up import GPU

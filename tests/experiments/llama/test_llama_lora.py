@@ -12,23 +12,30 @@ from hyperion.data.store.folders import cache_root
 from hyperion.data.text.tokenizer import train_tokenizer
 from hyperion.errors import HyperionError
 from hyperion.experiments.llama import llama_lora
-from hyperion.experiments.llama.fine_tuning import (
-    FULL,
-    LORA,
-    count_tokens,
-    fine_tuning_engine,
-    least_flops,
+from hyperion.experiments.llama.llama_lora import (
+    LlamaLoraOptions,
+    adapter_rows,
+    fine_tune,
+    forecast,
+    full_memory,
     restored_adapters,
-    shape_of,
-    state_bytes,
-    step_flops,
 )
-from hyperion.experiments.llama.llama_lora import LlamaLoraOptions, adapter_rows, fine_tune, forecast, full_memory
 from hyperion.measure import bytes_of, state_of
 from hyperion.models import LlamaLM, load_llama
 from hyperion.results import RowError
 from hyperion.training import Precision, frozen_sha256
-from hyperion.workloads.llama_setup import base_model, with_lora
+from hyperion.workloads.fine_tuning import (
+    FULL,
+    LORA,
+    base_model,
+    count_tokens,
+    fine_tuning_engine,
+    least_flops,
+    shape_of,
+    state_bytes,
+    step_flops,
+    with_lora,
+)
 
 FP32 = Precision("fp32", "test")
 SIZES = {

@@ -6,12 +6,11 @@ from torch.distributed.fsdp import fully_shard
 
 from hyperion.chapter.context import Context
 from hyperion.checkpoints import CheckpointError, checkpoint_path
-from hyperion.experiments.llama.fine_tuning import fine_tuning_engine
 from hyperion.experiments.llama.lora_sharded import VARIANT, LoraShardedOptions, _layout_rows, forecast, run
 from hyperion.processes import process_group
 from hyperion.results import RowError
 from hyperion.training import Precision, frozen_sha256, load_adapter
-from hyperion.workloads.llama_setup import base_model, with_lora
+from hyperion.workloads.fine_tuning import base_model, fine_tuning_engine, with_lora
 
 # Two ranks on the CPU; on GPUs, of which there may be one, the chapter itself shows it.
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these two ranks compute on the CPU")

@@ -4,8 +4,7 @@ import pytest
 
 from hyperion.book.plots import draw
 from hyperion.experiments.precision.figures import precision, precision_loss
-from hyperion.figures.formats import memory_unit
-from hyperion.figures.material import Material
+from hyperion.figures.material import Material, memory_unit
 from hyperion.figures.style import styled
 from hyperion.results import Run
 from tests.book.made_up import GPU

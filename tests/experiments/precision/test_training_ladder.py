@@ -13,7 +13,7 @@ from hyperion.experiments.precision.training_ladder import (
     BASELINE,
     EXPERIMENT,
     AllLogits,
-    Rung,
+    StepRung,
     TrainingLadderOptions,
     _difference_rows,
     build_ladder,
@@ -44,7 +44,7 @@ SIZES = {
 OPTIONS = TrainingLadderOptions.parse(SIZES, "training_ladder")
 
 
-def ladder(kind: str) -> list[Rung]:
+def ladder(kind: str) -> list[StepRung]:
     return build_ladder(detect_cpu(), OPTIONS.ladders[kind].rungs)
 
 
@@ -77,22 +77,22 @@ def test_each_rung_adds_one_thing_and_what_is_missing_is_passed_by():
     for below, rung in pairwise(kept):
         changed = [name for name in vars(rung) if getattr(rung, name) != getattr(below, name)]
         assert len(changed) == 2 and "name" in changed
-    assert kept[0] == Rung(BASELINE) and kept[-1].checkpointing == EVERY_BLOCK and kept[-1].fused and kept[-1].chunked
+    assert kept[0] == StepRung(BASELINE) and kept[-1].checkpointing == EVERY_BLOCK and kept[-1].fused and kept[-1].chunked
 
 
 def test_engines_are_what_their_rungs_say():
     device = detect_cpu()
     language = workload(OPTIONS.language.model_copy(update={"vocabulary": 64}))
-    plain, chunked = (replace(Rung(BASELINE), chunked=value).engine(language, device, 0) for value in (False, True))
+    plain, chunked = (replace(StepRung(BASELINE), chunked=value).engine(language, device, 0) for value in (False, True))
     assert isinstance(plain.model, AllLogits) and chunked.model.loss_chunk_tokens == language.items // 4
     batch = random_batch(language, device, 0)
     with torch.no_grad():
         torch.testing.assert_close(plain.summed_loss(batch), chunked.summed_loss(batch), rtol=1e-6, atol=0)
     assert not plain.optimizer.param_groups[0]["fused"]
-    assert Rung("x", fused=True).engine(language, device, 0).optimizer.param_groups[0]["fused"]
+    assert StepRung("x", fused=True).engine(language, device, 0).optimizer.param_groups[0]["fused"]
     image = workload(OPTIONS.image)
     for last in (False, True):
-        kernel = Rung("x", channels_last=last).engine(image, device, 0).model.conv1.weight
+        kernel = StepRung("x", channels_last=last).engine(image, device, 0).model.conv1.weight
         assert kernel.is_contiguous(memory_format=torch.channels_last) is last
 
 

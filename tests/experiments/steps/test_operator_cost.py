@@ -5,8 +5,7 @@ import pytest
 from hyperion.chapter import experiment_named
 from hyperion.experiments.steps.operator_cost import BLOCK, CONVOLUTION, ONCE, PLAIN
 from hyperion.results import Row
-from hyperion.workloads.reference_steps import StepVariant
-from hyperion.workloads.step_forecasts import compiled_host, forecast_reference_step, operator_time, step_ceilings
+from hyperion.workloads.reference_steps import StepVariant, compiled_host, forecast_reference_step, operator_time, step_ceilings
 from tests.chapter.toy import by_params, perform, toy_context
 from tests.experiments.hardware.test_model_products import streams, upstream
 from tests.workloads.test_step_forecasts import NAME, SIZES, launch, on

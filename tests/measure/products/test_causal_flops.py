@@ -7,12 +7,12 @@ import torch
 
 from hyperion import measure
 from hyperion.experiments.baselines import language_model
-from hyperion.experiments.scaling import scaling_workloads
+from hyperion.experiments.scaling import scaling
+from hyperion.experiments.scaling.scaling import lora_model
 from hyperion.hardware import detect_cpu
 from hyperion.models import TransformerLM, named_config
 from hyperion.processes import world
 from hyperion.training import choose_precision
-from hyperion.workloads.llama_setup import lora_model
 from hyperion.workloads.workloads import LanguageSizes, workload
 
 CPU = detect_cpu()
@@ -54,9 +54,9 @@ def test_the_limit_of_the_language_baseline_counts_half_of_attention(whole_and_a
 def test_the_limit_of_what_is_scaled_counts_half_of_attention(monkeypatch, model, whole_and_attention):
     context, options = SimpleNamespace(seed=0, device=CPU), SimpleNamespace(learning_rate=1e-3)
     # The plan of ranks needs a process group; FLOPs do not depend on it.
-    monkeypatch.setattr(scaling_workloads, "parallelize", lambda model, plan, here: model)
-    scaled = scaling_workloads.ScaledTraining("w", model, "ddp", BATCH, LENGTH, VOCABULARY)
-    _, least = scaling_workloads._engine(context, options, scaled, world(), "ddp", choose_precision(CPU, "fp32"))
+    monkeypatch.setattr(scaling, "parallelize", lambda model, plan, here: model)
+    scaled = scaling.ScaledTraining("w", model, "ddp", BATCH, LENGTH, VOCABULARY)
+    _, least = scaling._engine(context, options, scaled, world(), "ddp", choose_precision(CPU, "fp32"))
     if model == MODEL:
         whole, attention = whole_and_attention
         whole *= 3

@@ -1,8 +1,9 @@
-"""What both experiments on fine-tuning share: bytes and FLOPs of a step from shapes, the engine, and checks of the adapters."""
+"""Fine-tuning of a Llama: instruction rows, base and adapters, bytes and FLOPs of a step from shapes, and checks of adapters."""
 
+import contextlib
+import io
+import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -10,33 +11,59 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hyperion.chapter.context import Context
-from hyperion.chapter.options import Options
+from hyperion.chapter.context import Context, Options
+from hyperion.data import (
+    Completions,
+    InstructionSet,
+    Tokenizer,
+    load_instructions,
+    load_tokenizer,
+    read_tokenizer,
+    tokenize_completions,
+)
 from hyperion.data.packing import IGNORE_INDEX
+from hyperion.errors import HyperionError
 from hyperion.models import (
     LlamaLM,
     LlamaShape,
     ModelFlops,
     llama_flops_per_token,
+    llama_folder,
     llama_lora_parameter_count,
     llama_parameter_count,
+    load_llama,
+    local_llama,
+    random_llama_shape,
+    require_vocabulary,
+    verify_llama_folder,
 )
+from hyperion.paths import expanded
 from hyperion.results import Row
-from hyperion.training import LanguageEngine, Precision, WarmupCosine, adamw, frozen_sha256, load_adapter
+from hyperion.training import (
+    LanguageEngine,
+    Precision,
+    WarmupCosine,
+    adamw,
+    add_lora,
+    frozen_sha256,
+    load_adapter,
+    seed_everything,
+)
 from hyperion.training.lora import ATTENTION
-from hyperion.workloads.llama_setup import RANK, FineTuningData, base_model, fine_tuning_data, with_lora
+from hyperion.training.lora import CONFIG as ADAPTER
 
+# Data sets that fine-tuning loads, by the names of `hyperion.data.prepare.catalog`.
+DATA = ("instructions", "gpt2", "llama")
+RANK, ALPHA = 16, 32  # of the LoRA adapters
 LORA, FULL = "LoRA", "full fine-tuning"
-METHODS = (LORA, FULL)
-# Loading copies float32 values; merging rounds B A into W, and sums in another order.
-LOADED_TOLERANCE, MERGED_TOLERANCE = 1e-5, 1e-4
+LOADED_TOLERANCE = 1e-5  # loading copies float32 values
 _TRAINED_BYTES = 16  # per parameter that AdamW trains: weight, gradient and two moments in float32
 _WARMUP_SHARE = 0.1
 _PROBE_ROWS = 4
 
 
 class FineTuningOptions(Options):
-    """Options of both experiments.
+    """Options of the experiments on fine-tuning.
 
     Args:
         model: a random configuration by name, "random_llama_1b".
@@ -60,7 +87,7 @@ class FineTuningOptions(Options):
     precision: str
     steady_time_limit_s: float
 
-    def data(self, context: Context, quiet: bool = False) -> FineTuningData:
+    def data(self, context: Context, quiet: bool = False) -> "FineTuningData":
         """Return the tokenized rows, see `fine_tuning_data`."""
         return fine_tuning_data(
             context,
@@ -70,6 +97,82 @@ class FineTuningOptions(Options):
             held_out_rows=self.held_out_rows,
             quiet=quiet,
         )
+
+
+@dataclass(frozen=True)
+class FineTuningData:
+    """Tokenized instruction rows and the name of the model they are for.
+
+    Attributes:
+        model: name for rows: that of a random configuration or of a folder.
+        weights: argument of `load_llama`: the name of a random configuration, or a folder.
+    """
+
+    rows: InstructionSet
+    tokenizer: Tokenizer
+    train: Completions
+    held_out: Completions
+    model: str
+    weights: str | Path
+
+
+def fine_tuning_data(
+    context: Context,
+    model: str,
+    sequence_length: int,
+    *,
+    real_weights: bool = False,
+    held_out_rows: int | None = None,
+    quiet: bool = False,
+) -> FineTuningData:
+    """Load the instruction rows of the context's data source and tokenize them for a model.
+
+    A folder or a model of the hub brings its own tokenizer.
+
+    Args:
+        model: a random configuration, a folder, or a model of the hub.
+        sequence_length: tokens of a row, at most.
+        real_weights: prefer the folder llama/ of the mirror or the cache to `model`, if there is one.
+        held_out_rows: number of held-out rows, None for all.
+        quiet: do not print the data source, for a second call.
+    """
+    with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():
+        rows = load_instructions(context.data_source, allow_synthetic=context.allow_synthetic, seed=context.seed)
+        folder = (local_llama(context.data_source) if real_weights else None) or llama_folder(model)
+        if folder is not None:
+            tokenizer = read_tokenizer(folder)
+        else:
+            source = "auto" if rows.source == "synthetic" else context.data_source
+            tokenizer = load_tokenizer(source, rows.as_corpus())
+        train, held_out = (
+            tokenize_completions(part, tokenizer, sequence_length) for part in (rows.train, rows.held_out[:held_out_rows])
+        )
+    name = folder.resolve().name if folder is not None else model
+    return FineTuningData(rows, tokenizer, train, held_out, name, folder or model)
+
+
+def base_model(context: Context, data: FineTuningData, dtype: torch.dtype) -> nn.Module:
+    """Return the model before training, on the context's device. Each call returns the same weights.
+
+    Raises:
+        HyperionError: incomplete weights, or a tokenizer that does not fit the model.
+    """
+    seed_everything(context.seed)
+    vocabulary, device = data.tokenizer.vocab_size, context.device.torch_device
+    model = load_llama(data.weights, vocab_size=vocabulary, dtype=dtype, device=device)
+    require_vocabulary(vocabulary, model, where=data.weights)
+    return model
+
+
+def with_lora(base: nn.Module, seed: int, rank: int = RANK, alpha: float = ALPHA) -> LlamaLM:
+    """Return the base with new adapters on the attention projections, initialised from the seed."""
+    seed_everything(seed)
+    return LlamaLM(add_lora(base, rank, alpha))
+
+
+def frozen_dtype(precision: Precision) -> torch.dtype:
+    """Return the dtype of a frozen base: no update needs more precision than the computation."""
+    return torch.bfloat16 if precision.dtype == "bf16" else torch.float32
 
 
 def fine_tuning_engine(
@@ -123,25 +226,6 @@ def state_bytes(shape: LlamaShape, method: str, dtype: str) -> int:
     return frozen + _TRAINED_BYTES * trained_parameters(shape, method)
 
 
-def step_bytes(shape: LlamaShape, method: str, dtype: str, positions: int) -> dict[str, int]:
-    """Return the parts of a step's peak memory in bytes, by name: the larger of two moments.
-
-    At the start of the backward pass there are logits and no gradients; at its end gradients and no logits. Activations of the
-    decoder layers are ignored: they are small for short rows.
-    """
-    whole, trained = state_bytes(shape, method, dtype), trained_parameters(shape, method)
-    start = {"weights and moments": whole - 4 * trained, "logits": logits_bytes(shape, dtype, positions)}
-    if dtype == "bf16" and method == FULL:
-        start["16-bit copies of the weights"] = 2 * trained
-    end = {"weights, gradients and moments": whole}
-    return max(start, end, key=lambda parts: sum(parts.values()))
-
-
-def logits_bytes(shape: LlamaShape, dtype: str, positions: int) -> int:
-    """Return the bytes of logits, log-probabilities and one gradient in float32; in bf16 also of 16-bit logits and gradients."""
-    return positions * shape.vocab_size * (16 if dtype == "bf16" else 12)
-
-
 def trained_parameters(shape: LlamaShape, method: str) -> int:
     """Return the number of parameters that the method trains."""
     return llama_parameter_count(shape) if method == FULL else llama_lora_parameter_count(shape, RANK, ATTENTION)
@@ -176,15 +260,14 @@ def equality_row(
     context: Context, data: FineTuningData, variant: str, what: str, difference: float, check: str, tolerance: float, **params
 ) -> Row:
     """Return the row of a relative difference that must not exceed the tolerance."""
-    return context.row(
+    return context.error_row(
         variant,
         "relative_difference",
         difference,
+        check,
+        tolerance,
         dtype="fp32",
         params={"model": data.model, "what": what, **params},
-        check=check,
-        check_error=difference,
-        check_tolerance=tolerance,
         data_source=data.rows.source,
     )
 
@@ -202,12 +285,31 @@ def largest_difference(values: Tensor, expected: Tensor) -> float:
     return float((values - expected).abs().max() / expected.abs().max())
 
 
-@contextmanager
-def restored_adapters(model: nn.Module) -> Iterator[None]:
-    """Context that restores the trainable parameters at its end, so that timed steps do not change the trained model."""
-    trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
-    yield
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in trained:
-                parameter.copy_(trained[name])
+def require_llama(model: str) -> None:
+    """Check that training can start from a model, before it is loaded. A model of the hub is checked after its download.
+
+    Raises:
+        HyperionError: no such random configuration, an adapter instead of a model, an incomplete folder, or a tokenizer that
+            does not fit the model.
+    """
+    folder = expanded(model)
+    if model.startswith("random_"):
+        random_llama_shape(model, 1)
+    elif folder.is_dir():
+        _require_no_adapter(folder)
+        require_vocabulary(read_tokenizer(folder).vocab_size, verify_llama_folder(folder), where=folder)
+
+
+def _require_no_adapter(folder: Path) -> None:
+    if not (folder / ADAPTER).is_file():
+        return
+    try:
+        adapter = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+        rank, base = adapter["r"], adapter.get("base_model_name_or_path")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise HyperionError(f"{ADAPTER} cannot be read: {error!r}", where=folder, next_step="copy it again") from error
+    raise HyperionError(
+        f"an adapter of rank {rank}, not a model: training starts from full weights with new adapters of rank {RANK}",
+        where=folder,
+        next_step=f"name the weights that it was trained on{f' ({base})' if base else ''}",
+    )

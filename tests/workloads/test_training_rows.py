@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hyperion.hardware import detect_cpu
-from hyperion.workloads.step_comparison import Contender, compare_steps
+from hyperion.workloads.training_rows import Contender, compare_steps
 from hyperion.workloads.workloads import ImageSizes, random_batch, workload
 from tests.chapter.toy import toy_context
 

@@ -1,0 +1,30 @@
+"""Rows of a context: with an estimate's interval, without a value, with an error as value; and contexts for other processes."""
+
+import json
+from dataclasses import replace
+
+from hyperion.chapter.variants import packed, restored
+from hyperion.results import Estimate, Metric
+from tests.chapter.toy import toy_context
+
+
+def test_an_estimate_gives_its_interval_and_an_absent_value_its_reason(tmp_path):
+    context = toy_context("toy", {}, tmp_path)
+    row = context.row("model", "accuracy", Estimate(0.5, 0.4, 0.6, 30), dtype="fp32")
+    assert (row.value, row.n, row.ci_low, row.ci_high, row.dtype) == (0.5, 30, 0.4, 0.6, "fp32")
+    absent = context.absent_row("model", "accuracy", "no images")
+    assert (absent.value, absent.value_reason, absent.experiment) == (None, "no images", "toy")
+
+
+def test_the_value_of_an_error_is_what_its_check_judges(tmp_path):
+    row = toy_context("toy", {}, tmp_path).error_row("model", "relative_difference", 0.2, "losses of one device", 0.1)
+    assert (row.value, row.check, row.check_error, row.check_tolerance) == (0.2, "losses of one device", 0.2, 0.1)
+    assert row.without_failed_value().value is None
+
+
+def test_a_context_travels_with_its_upstream_rows_and_the_definitions_of_their_metrics(tmp_path):
+    own = Metric("marks", "points", "higher", "marks of an exam")
+    row = toy_context("exam", {}, tmp_path).row("pupil", "count", 3.0, params={"subjects": ["art"]})
+    context = toy_context("toy", {"sizes": [1, 2.5]}, tmp_path, upstream=[replace(row, metric="marks", own_metric=own)])
+    again = restored(json.loads(json.dumps(packed(context))))
+    assert again == context and again.upstream[0].definition == own
