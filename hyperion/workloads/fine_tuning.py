@@ -21,7 +21,6 @@ from hyperion.data import (
     read_tokenizer,
     tokenize_completions,
 )
-from hyperion.data.packing import IGNORE_INDEX
 from hyperion.errors import HyperionError
 from hyperion.models import (
     LlamaLM,
@@ -205,8 +204,9 @@ class TokenCounts:
 def count_tokens(batch: tuple[Tensor, Tensor]) -> TokenCounts:
     """Count the tokens of a batch (inputs, targets). Each row's inputs end one token before its last target."""
     inputs, targets = (side.cpu() for side in batch)
-    last = torch.where(targets != IGNORE_INDEX, torch.arange(targets.shape[1]), 0).max(dim=1).values
-    tokens, completion = int((last + 1).sum()), int((targets != IGNORE_INDEX).sum())
+    scored = targets >= 0  # a target without a loss is IGNORE_INDEX, which is negative
+    last = torch.where(scored, torch.arange(targets.shape[1]), 0).max(dim=1).values
+    tokens, completion = int((last + 1).sum()), int(scored.sum())
     return TokenCounts(inputs.numel(), tokens, completion, round(tokens / len(inputs)))
 
 

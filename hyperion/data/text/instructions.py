@@ -235,9 +235,14 @@ class Completions:
         return int(self.sizes.sum())
 
     @property
+    def scored(self) -> np.ndarray:
+        """True where a target carries a loss, bool [rows, length]."""
+        return self.targets != IGNORE_INDEX
+
+    @property
     def completion_tokens(self) -> int:
         """Number of tokens that carry a loss."""
-        return int((self.targets != IGNORE_INDEX).sum())
+        return int(self.scored.sum())
 
 
 def tokenize_completions(rows: Sequence[Instruction], tokenizer: Tokenizer, length: int) -> Completions:

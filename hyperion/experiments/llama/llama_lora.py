@@ -16,7 +16,6 @@ from hyperion.chapter.rows import checked, out_of_memory_reason, sample_frame, t
 from hyperion.chapter.variants import merged, run_variant
 from hyperion.data import Completions
 from hyperion.data.batches import InstructionBatches
-from hyperion.data.packing import IGNORE_INDEX
 from hyperion.measure import PeakMemoryRegion, TensorMemory, Timing, state_of, time_function
 from hyperion.models import LlamaLM, LlamaShape, llama_lora_parameter_count, llama_parameter_count, random_llama_shape
 from hyperion.results import Row
@@ -305,7 +304,7 @@ def _one_row(data: FineTuningData) -> pd.DataFrame:
     """Return the first held-out row token by token, for the reader: which tokens are given and which are learned."""
     size, targets = int(data.held_out.sizes[0]), data.held_out.targets[0]
     ids = [*data.held_out.inputs[0, :size], targets[size - 1]]
-    learned = [False, *(targets[:size] != IGNORE_INDEX)]
+    learned = [False, *data.held_out.scored[0, :size]]
     kinds = ["learned token" if is_learned else "given token" for is_learned in learned]
     return pd.DataFrame({"kind": kinds, "text": [data.tokenizer.decode([token]) for token in ids]})
 
