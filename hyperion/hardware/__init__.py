@@ -1,4 +1,4 @@
-"""Devices: detection, data sheets, floors, telemetry, and the fingerprint of the machine."""
+"""Devices: detection, data sheets, telemetry, the fingerprint of the machine, and the values that a healthy device reaches."""
 
 from hyperion.hardware.device import DTYPES, PATHS, Device, HardwareError, canonical_dtype, fp8_format, gemm_path
 from hyperion.hardware.facts import (

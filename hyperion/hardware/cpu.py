@@ -1,6 +1,7 @@
-"""Facts about the CPU from the operating system: usable cores, caches, instruction sets, clocks.
+"""Facts about the CPU from the operating system: usable cores, caches, instruction sets and clocks.
 
-/proc and /sys of Linux are read below `root`, so that tests can use the files of another machine.
+Most functions read files in /proc and /sys. The argument `root` is the folder that contains /proc and /sys, so that tests can use
+copies of the files of another machine.
 """
 
 import os
@@ -33,10 +34,19 @@ RELEVANT_FLAGS = (
 
 @dataclass(frozen=True)
 class CpuFacts:
-    """The CPU as far as this process may use it. Clocks in MHz, sizes in bytes; None if unknown.
+    """The part of the CPU that this process may use. Clocks are in MHz and sizes in bytes. Unknown values are None.
 
-    `cores` counts physical cores in the affinity mask, limited by the CPU quota of the cgroup. In a virtual machine, the cores
-    that the hypervisor reports count. `nominal_clock_mhz` is the base clock; `max_clock_mhz` is cpufreq's maximum.
+    Args:
+        name, vendor, family, model: fields of /proc/cpuinfo.
+        machine: architecture, such as "x86_64".
+        cores: number of physical cores in the affinity mask, limited by the CPU quota of the cgroup. In a virtual machine, these
+            are the cores that the hypervisor reports.
+        threads: number of logical CPUs in the affinity mask, limited by the same quota.
+        memory_bytes: physical memory, or the memory limit of the cgroup if it is smaller.
+        last_level_cache_bytes: sum of all last-level caches of the usable CPUs.
+        flags: the flags in `RELEVANT_FLAGS` that the CPU has.
+        nominal_clock_mhz: base clock.
+        max_clock_mhz: maximum clock that cpufreq reports.
     """
 
     name: str
@@ -58,8 +68,8 @@ class CacheLevel:
     """One level of data caches.
 
     Args:
-        level: 1, 2, 3.
-        sizes_bytes: size of each cache of this level; there may be one per core, core complex or socket.
+        level: 1, 2 or 3.
+        sizes_bytes: size of each cache of this level. There may be one cache per core, per core complex or per socket.
     """
 
     level: int
@@ -67,10 +77,11 @@ class CacheLevel:
 
 
 def data_caches(root: Path = Path("/"), usable: set[int] | None = None) -> tuple[CacheLevel, ...]:
-    """Return the data caches of the usable CPUs, innermost level first; empty if unknown.
+    """Return the data caches of the usable CPUs, with level 1 first. Return an empty tuple if they are unknown.
 
     Args:
-        usable: overrides the affinity mask of this process (for tests).
+        root: folder that contains /sys.
+        usable: numbers of the usable CPUs; default: the affinity mask of this process.
     """
     sizes: dict[int, dict[str, int]] = {}
     for cpu in usable_cpus() if usable is None else usable:
@@ -87,7 +98,12 @@ def usable_cpus() -> set[int]:
 
 
 def read_cpu(root: Path = Path("/"), usable: set[int] | None = None) -> CpuFacts:
-    """Read the CPU. `usable` overrides the affinity mask of this process (for tests)."""
+    """Return the facts about the CPU of this machine.
+
+    Args:
+        root: folder that contains /proc and /sys.
+        usable: numbers of the usable CPUs; default: the affinity mask of this process.
+    """
     import psutil
 
     if usable is None:
@@ -113,10 +129,10 @@ def read_cpu(root: Path = Path("/"), usable: set[int] | None = None) -> CpuFacts
 
 
 def system_text(path: Path) -> str | None:
-    """Return the text of a file of /proc or /sys without white space around it, or None if it cannot be read."""
+    """Return the text of a file without white space at its ends, or None if the file cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
-    except OSError:  # for example EINVAL of amdgpu for a sensor that a die lacks
+    except OSError:  # for example, amdgpu returns EINVAL for a sensor that a die does not have
         return None
 
 
@@ -137,7 +153,10 @@ def _cpuinfo(root: Path) -> dict[str, str]:
 
 
 def _nominal_clock(root: Path, info: dict[str, str]) -> float | None:
-    """Return the base clock in MHz: from cpufreq, else from the model name, else of the time-stamp counter (bogomips / 2)."""
+    """Return the base clock in MHz, or None if it is unknown.
+
+    It is read from cpufreq, else from the model name. Else it is the clock of the time-stamp counter, bogomips / 2.
+    """
     base = _khz(root / "sys/devices/system/cpu/cpu0/cpufreq/base_frequency")
     if base:
         return base
@@ -159,7 +178,7 @@ def _physical_cores(root: Path, usable: set[int]) -> int:
 
 
 def _cgroup_quota(root: Path) -> float | None:
-    """Return the number of CPUs whose time this cgroup may use (v2, else v1), or None if it is unlimited."""
+    """Return the CPU quota of this cgroup as a number of CPUs, or None without a quota. cgroup v2 is read first, then v1."""
     text = system_text(root / "sys/fs/cgroup/cpu.max")
     if text:
         quota, period = text.split()
@@ -170,7 +189,7 @@ def _cgroup_quota(root: Path) -> float | None:
 
 
 def _within_quota(count: int, quota: float | None) -> int:
-    # Rounded up, so that a limit derived from it is never below what the machine can do.
+    # Round up, so that a limit derived from this number is never below what the machine can do.
     return count if quota is None else max(1, min(count, -int(-quota // 1)))
 
 
@@ -180,7 +199,7 @@ def _memory_limit(root: Path, physical_bytes: int) -> int:
 
 
 def _last_level_cache(root: Path, usable: set[int]) -> int | None:
-    """Return the bytes of all last-level caches of the usable CPUs (one per socket or core complex), or None."""
+    """Return the sum of the sizes of all last-level caches of the usable CPUs in bytes, or None if it is unknown."""
     levels = data_caches(root, usable)
     return sum(levels[-1].sizes_bytes) if levels else None
 

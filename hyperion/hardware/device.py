@@ -1,4 +1,4 @@
-"""Devices, the number formats whose matrix products they support, and the peak that limits each format.
+"""Devices, the number formats that their matrix products support, and the peak that limits each format.
 
 Sources: the vendors' instruction set references; AMD, "Data types and precision support" (rocm.docs.amd.com, 2025-10).
 """
@@ -26,17 +26,17 @@ _ALIASES = {
     "float8_e5m2fnuz": "fp8_e5m2fnuz",
 }
 
-# GPUs whose matrix units support fp64 and fp32 operands; other GPUs compute these products on vector units.
+# GPUs whose matrix units support fp64 or fp32 operands. Other GPUs compute matrix products of these formats on vector units.
 _FP64_MATRIX = {"sm_80", "sm_90", "sm_100", "sm_103", "gfx90a", "gfx940", "gfx941", "gfx942", "gfx950"}
 _FP32_MATRIX = {"gfx908", "gfx90a", "gfx940", "gfx941", "gfx942", "gfx950"}
 _CDNA3 = {"gfx940", "gfx941", "gfx942"}
 
-# All processors that PyTorch supports have a clock in this range; a clock in kHz or GHz is outside.
+# All processors that PyTorch supports have a clock in this range. A clock in kHz or GHz is outside the range.
 _CLOCKS_MHZ = (50, 20_000)
 
 
 class HardwareError(HyperionError):
-    """A device that cannot be used or described."""
+    """Raised if a device cannot be used or described."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,20 @@ class Device:
 
     Args:
         kind: 'cuda' (NVIDIA), 'rocm' (AMD) or 'cpu'.
-        arch: 'sm_90', 'gfx90a', 'x86_64'.
-        compute_units: SMs, CUs or cores as PyTorch or the operating system count them (pairs of CUs on Radeon cards).
+        index: number of the device in PyTorch.
+        name: name of the device.
+        arch: architecture, such as 'sm_90', 'gfx90a' or 'x86_64'.
+        memory_bytes: size of the memory.
+        compute_units: number of SMs, CUs or cores that PyTorch or the operating system reports. On Radeon cards PyTorch reports
+            pairs of CUs.
+        last_level_cache_bytes: size of the last-level cache, or None.
+        torch_device: name for `torch.device`, such as 'cuda:0'.
         max_clock_mhz: maximum clock that the driver reports, or None.
+        nominal_clock_mhz: base clock of a CPU, or None.
+        uuid, pci_address: identification of a GPU, or None.
         isa: relevant instruction sets of a CPU.
+        vendor: vendor of the device.
+        family: CPU family, or None.
     """
 
     kind: str
@@ -68,10 +78,10 @@ class Device:
     family: int | None = None
 
     def __post_init__(self):
-        """Refuse a clock in another unit, because a limit derived from it would accept every value.
+        """Raise an error for a clock in another unit, because a limit derived from such a clock would accept every value.
 
         Raises:
-            HardwareError: a clock cannot be in MHz.
+            HardwareError: the value of a clock is too small or too large to be in MHz.
         """
         for name in ("max_clock_mhz", "nominal_clock_mhz"):
             clock_mhz = getattr(self, name)
@@ -83,13 +93,17 @@ class Device:
                 )
 
     def supports(self, dtype_name: str) -> tuple[bool, str]:
-        """Return whether this device supports matrix products of this type, and the reason. 'fp8' stands for any fp8 format."""
+        """Return whether this device supports matrix products of this data type, and an explanation.
+
+        Args:
+            dtype_name: name of the data type. 'fp8' means any fp8 format.
+        """
         rules = {"cuda": _cuda_supports, "rocm": _rocm_supports, "cpu": _cpu_supports}
         return rules[self.kind](self, canonical_dtype(dtype_name))
 
 
 def canonical_dtype(name: str) -> str:
-    """Return the short name of a data type: 'bf16' for 'torch.bfloat16' and 'bfloat16'.
+    """Return the short name of a data type, such as 'bf16' for 'torch.bfloat16' and 'bfloat16'.
 
     Raises:
         HyperionError: the data type is unknown.
@@ -102,7 +116,10 @@ def canonical_dtype(name: str) -> str:
 
 
 def fp8_format(device: Device) -> str | None:
-    """Return the fp8 type with 4 exponent bits that the device supports: 'fp8_e4m3fn' (OCP), 'fp8_e4m3fnuz' (CDNA 3), or None."""
+    """Return the fp8 format with 4 exponent bits that the device supports.
+
+    It is 'fp8_e4m3fn' (OCP), 'fp8_e4m3fnuz' (CDNA 3), or None if the device supports neither.
+    """
     for dtype in ("fp8_e4m3fn", "fp8_e4m3fnuz"):
         if device.supports(dtype)[0]:
             return dtype
@@ -110,9 +127,9 @@ def fp8_format(device: Device) -> str | None:
 
 
 def gemm_path(dtype_name: str, device: Device) -> str:
-    """Return the peak (one of PATHS) that limits a matrix product of this type on this device.
+    """Return the name of the peak (one of PATHS) that limits a matrix product (GEMM) of this data type on this device.
 
-    For example, fp32 products run on the matrix units of CDNA, but on the vector units of NVIDIA GPUs, Radeon cards and CPUs.
+    For example, fp32 GEMMs run on the matrix units of CDNA GPUs, but on the vector units of NVIDIA GPUs, Radeon cards and CPUs.
     """
     dtype = canonical_dtype(dtype_name)
     if dtype == "fp64":

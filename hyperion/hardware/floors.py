@@ -1,7 +1,8 @@
-"""Floors: the least that a healthy device reaches, from vendors' acceptance tests, or else sanity bounds of ours.
+"""Floors: the smallest values that a healthy device must reach.
 
-The numbers are in floors.toml, which is validated when it is loaded. A vendor's floor is cited, with our reading of the page if
-that has a misprint. A bound of ours is labelled as ours.
+Most floors come from the acceptance tests of vendors. For other quantities we choose a sanity bound ourselves, as a share of the
+value in the data sheet. The numbers are in floors.toml, which is validated when it is loaded. Each vendor's floor cites its
+source. If the source has a misprint, the citation explains how we read it. Our own bounds are labelled "sanity bound, ours".
 """
 
 import functools
@@ -16,7 +17,7 @@ from hyperion.hardware.specs import Count, Quantity, Source, Specification, Text
 
 FLOORS_FILE = Path(__file__).with_name("floors.toml")
 STREAMS = ("copy", "scale", "add", "triad", "dot")
-# The metric of result rows that belongs to each quantity, and its unit.
+# The metric of result rows for each quantity, and the unit of each metric.
 METRICS = dict.fromkeys(STREAMS, "bandwidth_gb_s") | {"gemm": "gemm_tflops", "all_reduce": "busbw_gb_s"}
 _UNITS = {"bandwidth_gb_s": "GB/s", "gemm_tflops": "TFLOPS", "busbw_gb_s": "GB/s"}
 OURS = "sanity bound, ours"
@@ -24,7 +25,7 @@ OURS = "sanity bound, ours"
 
 @dataclass(frozen=True)
 class FloorEntry:
-    """A [[floor]] of floors.toml, a vendor's number. The header of the file explains the fields."""
+    """A [[floor]] table of floors.toml with a vendor's number. The header of the file explains the fields."""
 
     devices: Annotated[list[Text], Field(min_length=1)]
     arch: Text
@@ -47,7 +48,7 @@ class FloorEntry:
 
 @dataclass(frozen=True)
 class SanityEntry:
-    """A [[sanity]] of floors.toml: the share of a data sheet's value that a healthy device should reach, in our judgement."""
+    """A [[sanity]] table of floors.toml: the share of a data sheet value that, in our judgement, a healthy device reaches."""
 
     quantity: Text
     dtype: Text
@@ -62,7 +63,7 @@ class SanityEntry:
 
 @dataclass(frozen=True)
 class FloorFile:
-    """floors.toml."""
+    """The content of floors.toml."""
 
     sources: dict[str, Source]
     floor: list[FloorEntry]
@@ -83,14 +84,15 @@ class FloorFile:
 
 @dataclass(frozen=True)
 class Floor:
-    """One floor of one device, resolved.
+    """One floor of one device.
 
     Args:
-        quantity, dtype, size, ranks: what to measure (see the header of floors.toml); ranks is None except for all_reduce.
-        value, unit: the least that a healthy device reaches.
-        conditions: the conditions under which the source measures it.
+        quantity, dtype, size: what to measure; the header of floors.toml explains the words.
+        value, unit: the smallest value that a healthy device must reach.
+        conditions: the conditions under which the source measures the value.
         source: the vendor's document, or "sanity bound, ours: <share> of <data sheet value>".
-        date: date of the document, "" for a bound of ours.
+        date: date of the document, or "" for our own bound.
+        ranks: number of ranks of an all-reduce; None for other quantities.
     """
 
     quantity: str
@@ -105,20 +107,24 @@ class Floor:
 
     @property
     def metric(self) -> str:
-        """The metric of the result rows to compare with."""
+        """The metric of the result rows that are compared with this floor."""
         return METRICS[self.quantity]
 
     @property
     def ours(self) -> bool:
-        """True for a sanity bound of ours, False for a vendor's floor."""
+        """True for our own sanity bound, False for a vendor's floor."""
         return self.source.startswith(OURS)
 
 
 def floors_for(device: Device, devices: int = 1) -> tuple[list[Floor], str]:
-    """Return (floors of this device in the order of the file, ''), or ([], reason why none is known).
+    """Return the floors of a device and a reason.
 
     Args:
-        devices: number of devices of this kind in the host; with one there is no floor for an all-reduce.
+        device: the device.
+        devices: number of devices of this kind in the host. With one device there is no floor for an all-reduce.
+
+    Returns:
+        (floors in the order of floors.toml, ''), or ([], reason why no floor is known).
     """
     if device.kind == "cpu":
         return (
@@ -130,7 +136,7 @@ def floors_for(device: Device, devices: int = 1) -> tuple[list[Floor], str]:
         return [], f"no floor is known for {device.name}: {reason}"
     file = load_floors()
     floors = [_published(entry, file) for entry in file.floor if sheet.name in entry.devices]
-    # A vendor's floor replaces a bound of ours for the same quantity, in any format and size.
+    # A vendor's floor replaces our own bound for the same quantity, in any format and size. For GEMMs the format must be equal.
     covered = {floor.quantity if floor.quantity != "gemm" else (floor.quantity, floor.dtype) for floor in floors}
     for entry in file.sanity:
         name = entry.quantity if entry.quantity != "gemm" else (entry.quantity, entry.dtype)
@@ -144,7 +150,7 @@ def load_floors(path: Path = FLOORS_FILE) -> FloorFile:
     """Read and validate the file.
 
     Raises:
-        SpecificationError: names file, entry and field.
+        SpecificationError: the file is invalid. The message names the file, the entry and the field.
     """
     return load_file(path, FloorFile)
 
@@ -157,7 +163,7 @@ def _published(entry: FloorEntry, file: FloorFile) -> Floor:
 
 
 def _sanity(entry: SanityEntry, device: Device, sheet: Specification, devices: int) -> Floor | None:
-    """Return a bound of ours, or None if the data sheet lacks the value."""
+    """Return our own bound as a floor, or None if the data sheet does not contain the value."""
     ranks = None
     if entry.of == "memory bandwidth":
         whole = sheet.memory_bandwidth_gb_s

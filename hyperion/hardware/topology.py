@@ -1,7 +1,8 @@
-"""Topology of a machine as lines of text: NVLink, xGMI and PCIe between GPUs, sockets and NUMA nodes.
+"""Topology of a machine: links between GPUs (NVLink, xGMI, PCIe), CPU sockets and NUMA nodes.
 
-The links of NVIDIA GPUs are read with NVML, those of AMD GPUs from files of the amdgpu driver. Without either, torch reports
-which GPUs can copy to each other directly. Files of Linux are read below `root`, so that tests can use those of another machine.
+The links of NVIDIA GPUs are read with NVML. The links of AMD GPUs are read from files of the amdgpu driver. If neither is
+available, torch reports which GPUs can copy to each other directly. The argument `root` is the folder that contains /sys, so that
+tests can use copies of the files of another machine.
 """
 
 import re
@@ -14,7 +15,7 @@ from hyperion.hardware.cpu import system_text
 from hyperion.hardware.device import Device
 from hyperion.hardware.telemetry import _nvml_handle
 
-# NVML's levels of the nearest common ancestor, under the names that nvidia-smi gives them.
+# NVML's levels of the nearest common ancestor of two GPUs: the name in nvidia-smi, and the meaning.
 _ANCESTORS = {
     0: ("PSB", "same board"),
     10: ("PIX", "one PCIe switch"),
@@ -33,10 +34,10 @@ class Topology:
     """The links between the devices of a machine.
 
     Args:
-        links: short name of the link by (from, to), indices of devices.
-        meanings: the meaning of each short name.
-        numa_nodes: NUMA node of each device, None if unknown.
-        source: where the links were read.
+        links: short name of each link, by (index of the sending device, index of the receiving device).
+        meanings: meaning of each short name.
+        numa_nodes: NUMA node of each device. None if the node is unknown.
+        source: the library or the files that the links were read from.
     """
 
     links: dict[tuple[int, int], str]
@@ -46,7 +47,7 @@ class Topology:
 
     @property
     def lines(self) -> list[str]:
-        """The matrix of links, a legend, and the source."""
+        """Lines of text: the matrix of links, a legend, and the source."""
         count = len(self.numa_nodes)
         names = [f"GPU{index}" for index in range(count)]
         table = [["", *names, "NUMA node"]]
@@ -63,12 +64,13 @@ class Topology:
 def topology_lines(
     devices: Sequence[Device], root: Path = Path("/"), nvml=None, can_access: Callable[[int, int], bool] | None = None
 ) -> list[str]:
-    """Return the topology of these devices as lines of text; of a CPU its sockets and NUMA nodes.
+    """Return the topology of the devices as lines of text. For a CPU, the lines list its sockets and NUMA nodes.
 
     Args:
         devices: GPUs in torch's order, or one CPU.
-        nvml: the pynvml module; None imports it if it is installed.
-        can_access: returns whether GPU i can read the memory of GPU j directly; None uses torch.
+        root: folder that contains /sys.
+        nvml: the pynvml module. None imports the module if it is installed.
+        can_access: returns True if GPU i can directly read the memory of GPU j. None uses torch.
     """
     if devices[0].kind == "cpu":
         return cpu_lines(root)
@@ -84,7 +86,7 @@ def topology_of(
 
 
 def cpu_lines(root: Path = Path("/")) -> list[str]:
-    """Return lines on the sockets and on each NUMA node: CPUs, memory, and the distances that the firmware reports."""
+    """Return one line about the sockets and one about each NUMA node: its CPUs, its memory, and its distances to other nodes."""
     cpus = sorted((root / "sys/devices/system/cpu").glob("cpu[0-9]*/topology/physical_package_id"))
     sockets = {file.read_text().strip() for file in cpus}
     lines = [f"{len(sockets)} socket{'s' * (len(sockets) != 1)}" if sockets else "sockets: unknown"]
@@ -98,7 +100,7 @@ def cpu_lines(root: Path = Path("/")) -> list[str]:
 
 
 def _nvidia(devices: Sequence[Device], root: Path, nvml) -> Topology | None:
-    """Return what `nvidia-smi topo -m` shows, or None without NVML."""
+    """Return the topology that `nvidia-smi topo -m` shows, or None if NVML is not available."""
     if nvml is None:
         try:
             import pynvml as nvml
@@ -136,7 +138,7 @@ def _link_ends(nvml, handle) -> list[str]:
 
 
 def _nvlink(ends: list[list[str]], places: list[str], i: int, j: int) -> str:
-    """Return "NV" and the number of NVLinks between two GPUs, direct or through the switch; "" without any."""
+    """Return "NV" and the number of NVLinks between two GPUs, direct or through a switch, or "" if there are none."""
     count = ends[i].count(places[j]) or min(ends[i].count("switch"), ends[j].count("switch"))
     return f"NV{count}" if count else ""
 
@@ -147,7 +149,7 @@ def _ancestor(nvml, one, other) -> str:
 
 
 def _place(bus_id: bytes | str) -> str:
-    """Return a PCI address in the spelling of sysfs; NVML writes the domain with eight digits, in capitals."""
+    """Return a PCI address as sysfs writes it: lower case, with a domain of four digits. NVML writes eight digits in capitals."""
     text = bus_id.decode() if isinstance(bus_id, bytes) else bus_id
     domain, _, rest = text.rstrip("\0").lower().partition(":")
     return f"{int(domain, 16):04x}:{rest}"
@@ -181,7 +183,7 @@ def _amd(devices: Sequence[Device], root: Path) -> Topology | None:
 
 
 def _kfd_place(node: dict[str, int]) -> str:
-    """Return the PCI address of a node, from bus, device and function in its location_id (higher bits name a partition)."""
+    """Return the PCI address of a node. Its location_id contains bus, device and function; higher bits name a partition."""
     location = node.get("location_id", 0) & 0xFFFF
     return f"{node.get('domain', 0):04x}:{location >> 8:02x}:{location >> 3 & 31:02x}.{location & 7}"
 
@@ -192,7 +194,7 @@ def _properties(file: Path) -> dict[str, int]:
 
 
 def _peers(devices: Sequence[Device], root: Path, can_access: Callable[[int, int], bool] | None) -> Topology:
-    """Return which GPUs torch copies between directly, which is all that is known without a library that lists links."""
+    """Return which pairs of GPUs torch can copy between directly. Without a library that lists links, nothing else is known."""
     if can_access is None:
         import torch
 

@@ -1,4 +1,4 @@
-"""Results: rows and their rules, runs on disk, statistics, comparison. Does not import torch."""
+"""Results: rows and their rules, run folders on disk, statistics, and comparison of runs. Does not import torch."""
 
 from hyperion.results.circumstances import Circumstance, circumstances
 from hyperion.results.compare import VERDICTS, Comparison, compare, relaunches, sensitivity, why_indicative

@@ -1,4 +1,7 @@
-"""Circumstances of two sets of runs: list every difference, and refuse launches that are given twice."""
+"""Circumstances of two sets of runs: device, versions, settings and data. List every difference between the two sets.
+
+This module also refuses a launch that is given twice.
+"""
 
 import hashlib
 import json
@@ -13,9 +16,9 @@ import numpy as np
 from hyperion.errors import HyperionError
 from hyperion.results.store import Run
 
-# Smallest relative difference of the clocks of a value that is listed.
+# A difference between two clocks is listed only if it is larger than this share.
 CLOCK_DIFFERENCE = 0.03
-# Circumstances that are listed first, in this order; all others follow by name.
+# These circumstances are listed first, in this order. All others follow in alphabetical order.
 _FIRST = (
     "device",
     "profile",
@@ -30,15 +33,21 @@ _FIRST = (
     "source.hash",
     "source.modified",
 )
-# Fields of a launch of `hyperion relaunch` that are no circumstances: its identity, and a list of files whose digest is listed.
+# Fields that `hyperion relaunch` records for a launch and that are not circumstances. The first three identify the launch. The
+# list of files is not needed, because its digest is listed.
 _IDENTITY = ("call", "side", "launch", "files")
-_DIGEST = re.compile("[0-9a-f]{32,}")  # only its first characters are shown
+_DIGEST = re.compile("[0-9a-f]{32,}")  # only the first characters of a digest are shown
 _NOT_RECORDED = "not recorded"
 
 
 @dataclass(frozen=True)
 class Circumstance:
-    """One circumstance that is not the same in all runs, with its values on side A and on side B as texts."""
+    """One circumstance that is not the same in all runs.
+
+    Args:
+        name: name of the circumstance.
+        a, b: its values in the runs of set A and in the runs of set B, as texts.
+    """
 
     name: str
     a: str
@@ -46,11 +55,11 @@ class Circumstance:
 
 
 def circumstances(runs_a: list[Run], runs_b: list[Run]) -> list[Circumstance]:
-    """Return every circumstance that is not the same in all runs of both sides, the most important first.
+    """Return every circumstance that is not the same in all runs of both sets, the most important first.
 
-    Compared are device, profile, data source, seed, versions, source, sizes and data of each experiment that both sides have,
-    and everything else in the environment. Throttled rows are always listed. Clocks are listed if the median clocks of a value
-    differ by more than 3 %.
+    The function compares the device, the profile, the data source, the seed, the versions of software, the source code and
+    everything else in the recorded environment. It also compares the sizes and the data of each experiment that both sets have.
+    Throttled rows are always listed. Clocks are listed if the median clocks of a value differ by more than 3 %.
     """
     sides = [_recorded(runs) for runs in (runs_a, runs_b)]
     differences = [_throttled(runs_a, runs_b), _clocks(runs_a, runs_b)]
@@ -65,10 +74,13 @@ def circumstances(runs_a: list[Run], runs_b: list[Run]) -> list[Circumstance]:
 
 
 def require_distinct(runs_a: list[Run], runs_b: list[Run]) -> None:
-    """Refuse a launch that is given twice, on one side or on both: the same folder, a copy, or the same launch of a call.
+    """Raise an error if the same launch is given twice, in one set or in both sets.
+
+    Two runs are the same launch if they have the same folder, if one is a copy of the other, or if `hyperion relaunch` gave both
+    the same launch number in the same call.
 
     Raises:
-        HyperionError: names both folders.
+        HyperionError: a launch is given twice. The message names both folders.
     """
     seen: dict[object, str] = {}
     for side, runs in (("A", runs_a), ("B", runs_b)):
@@ -90,14 +102,14 @@ def _identities(run: Run) -> Iterator[tuple[str, object]]:
     if launched:
         place = tuple(launched.get(part) for part in ("call", "side", "launch"))
         yield f"launch {place[2]} of side {place[1]} of one call", place
-    # The measured values without predictions, which may be added later. Times of two runs are never equal to the last bit.
+    # Compare measured values only, because predictions may be added later. The times of two runs are never equal in every bit.
     measured = sorted(repr((row.key, row.value, row.value_reason, row.n, row.ci_low, row.ci_high)) for row in run.rows())
     if measured:
         yield "all values are equal to the last bit", hashlib.sha256("\n".join(measured).encode()).hexdigest()
 
 
 def _recorded(runs: list[Run]) -> dict[str, set[str]]:
-    """Return the recorded values of all runs of a side, by name."""
+    """Return the recorded values of all runs of a set, by name of the circumstance."""
     recorded = defaultdict(set)
     for run in runs:
         for name, value in _statements(run):
@@ -122,11 +134,11 @@ def _statements(run: Run) -> Iterator[tuple[str, object]]:
     for notebook, experiment in sorted({(row.notebook, row.experiment) for row in rows}):
         finished = run.finished(notebook, experiment) or {}
         provenance = finished.get("provenance", {})
-        # A run may be continued with other settings, so each experiment has its own.
+        # A run may be continued with other settings, so each experiment records its own settings.
         for name in ("profile", "data_source", "seed"):
             if name in provenance:
                 yield name.replace("_", " "), provenance[name]
-        if not launched:  # launches of `hyperion relaunch` state only the launch number here
+        if not launched:  # for launches of `hyperion relaunch`, the sizes repeat what was listed above
             yield from _flat(provenance.get("sizes", {}), f"sizes of {notebook}/{experiment}: ")
         yield from _flat(finished.get("data", {}), f"data of {notebook}/{experiment}: ")
 
@@ -139,7 +151,7 @@ def _device(environment: dict) -> str:
 
 def _flat(content: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
     for name, value in content.items():
-        # A list of devices by field. The number of devices is listed under "device".
+        # A list of devices becomes one text per field. The number of devices is listed under "device".
         if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
             value = {field: ", ".join(sorted({_text(entry.get(field)) for entry in value})) for field in value[0]}
         if isinstance(value, dict):
@@ -149,7 +161,7 @@ def _flat(content: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 
 def _of_one_side(name: str, sides: list[dict[str, set[str]]]) -> bool:
-    """Return True if it belongs to an experiment that one side lacks, whose values are listed as missing anyway."""
+    """Return True if the circumstance belongs to an experiment that one set lacks. Its values are listed as missing anyway."""
     experiment = name.partition(": ")[0] + ": "
     return _of_experiment(name) and not all(any(other.startswith(experiment) for other in side) for side in sides)
 

@@ -1,4 +1,4 @@
-"""Compare two sets of launches: what became slower, whether it is more than chance, and which values are missing."""
+"""Compare two sets of launches, A and B: which values became worse, whether chance explains it, and which values are missing."""
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
@@ -16,30 +16,34 @@ RELAUNCHES = 5
 SMALLEST_CHANGE = 0.03
 SIGNIFICANCE = 0.05
 VERDICTS = ("regression", "improvement", "indicative", "same", "missing")
-# A row of a search has the number of candidates in its params, and also the result of the search.
+# The params of a row of a search contain the number of candidates ("seen") and the result of the search.
 _SEARCHED, _SEARCH_RESULT = "seen", ("seen", "stopped", "m", "n", "k")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One metric of one variant in the two sets.
+    """Comparison of one metric of one variant between the sets A and B.
 
     Args:
-        value_a, value_b: typical value of each side: geometric mean over its launches after clipping outliers (`fenced`), or
-            the mean if values are not all positive. None if the value is missing.
-        change: relative change from A to B, positive if B is better. If values are not all positive, the difference over the
-            larger of the two. None if the value is missing.
-        spread: relative standard deviation between launches of one side, pooled over the sides; None with one launch per side,
-            or if values are not all positive.
-        p_value: p-value of the randomization test, corrected over all metrics; None if nothing can be confirmed.
-        verdict: "regression" or "improvement" (confirmed), "indicative" (a change of more than 3 % that cannot be confirmed),
-            "same", or "missing" (not in all runs of both sides).
-        power: probability that a worsening of 3 % would be confirmed, given the spread and the number of launches; None if
-            nothing can be confirmed. It is at most one half, because 3 % is the threshold itself.
-        detectable: the smallest worsening that would be confirmed with a probability of 80 %; None if there is none, or if
-            nothing can be confirmed.
-        reason: where a missing value is missing, and why.
-        launches_a, launches_b: the values of the launches of each side that have one.
+        name: experiment, variant, number format, params and rank of the compared rows, as one text.
+        metric: name of the metric.
+        value_a, value_b: typical value of each set. It is the geometric mean over the launches of the set, after outliers are
+            clipped (see `fenced`). If not all values are positive, it is the arithmetic mean. None if the value is missing.
+        change: relative change from A to B, positive if B is better. If not all values are positive, the difference is divided
+            by the larger of the two absolute means. None if the value is missing.
+        spread: relative standard deviation between launches of the same set, pooled over both sets. None if each set has one
+            launch, or if not all values are positive.
+        p_value: p-value of the randomization test, corrected for the number of metrics. None if these runs cannot confirm a
+            change.
+        verdict: one of five words. "regression" and "improvement" are confirmed changes. "indicative" is a change of more than
+            3 % that these runs cannot confirm. "same" means that no change was found. "missing" means that not all runs have
+            the value.
+        power: probability that a worsening of 3 % would be confirmed, given the spread and the number of launches. It is at
+            most one half, because 3 % is also the threshold. None if these runs cannot confirm a change.
+        detectable: the smallest worsening that would be confirmed with a probability of 80 %. None if there is no such
+            worsening, or if these runs cannot confirm a change.
+        reason: which runs lack a missing value, and why.
+        launches_a, launches_b: values of the launches of each set. Launches without a value are left out.
     """
 
     name: str
@@ -58,10 +62,12 @@ class Comparison:
 
 
 def relaunches(name: str) -> list[Run]:
-    """Return the runs behind a command-line name: one run, or all runs in a folder. Links to the same run count once.
+    """Return the runs that a name on the command line stands for.
+
+    The name is either the name of one run, or a folder that contains several runs. Links to the same run count once.
 
     Raises:
-        HyperionError: there is no such run.
+        HyperionError: there is no run of this name, or the folder contains no run.
     """
     folder = Path(name)
     if folder.is_dir() and not (folder / RUN).is_file():
@@ -73,20 +79,24 @@ def relaunches(name: str) -> list[Run]:
 
 
 def compare(runs_a: list[Run], runs_b: list[Run]) -> list[Comparison]:
-    """Compare all metrics that have a better direction, the worst change first; missing values follow.
+    """Compare all metrics for which a higher or a lower value is better.
 
-    A change is confirmed (regression or improvement) if its estimate exceeds 3 % and the randomization test over whole launches
-    is significant at 5 %, corrected over all metrics. So at most one in twenty comparisons of the same code confirms anything,
-    whatever the distribution of the launches. The estimate must exceed 3 %, not the lower end of its interval: the latter
-    would need a change of 6 % or more.
+    A change is confirmed, as a regression or an improvement, under two conditions. Its estimate exceeds 3 %, and the
+    randomization test over whole launches is significant at 5 % after the correction for the number of metrics. If A and B are
+    the same code, at most one comparison in twenty confirms any change. This holds for every distribution of the launches.
+    The first condition uses the estimate and not the lower end of its interval, which would require a change of 6 % or more.
 
-    Only launches of one call of `hyperion relaunch`, at least five per side, can confirm a change: they alternate between the
-    sides, so changes of the machine affect both (`why_indicative`). Otherwise a change above 3 % is indicative.
+    A change can be confirmed only if all launches come from one call of `hyperion relaunch` and each set has at least five of
+    them. Such launches alternate between A and B, so that a change of the machine affects both. In all other cases a change
+    above 3 % is indicative (see `why_indicative`).
 
     A value is missing if some runs have it and others do not. A value that no run has is not compared.
 
+    Returns:
+        The comparisons, the worst change first. Missing values come last.
+
     Raises:
-        HyperionError: a launch is given twice, the sides share no value, or launches of different calls of `hyperion relaunch`
+        HyperionError: a launch is given twice, the sets share no value, or launches of different calls of `hyperion relaunch`
             are compared.
     """
     require_distinct(runs_a, runs_b)
@@ -105,7 +115,7 @@ def compare(runs_a: list[Run], runs_b: list[Run]) -> list[Comparison]:
             shared[key] = 1.0 if forms[0][1] == "higher" else -1.0
     if not shared:
         raise HyperionError(
-            "the two sides share no comparable value",
+            "the two sets of runs have no value in common that can be compared",
             where=f"{runs_a[0].folder} and {runs_b[0].folder}",
             next_step="compare runs of the same profile and data source",
         )
@@ -121,7 +131,7 @@ def compare(runs_a: list[Run], runs_b: list[Run]) -> list[Comparison]:
 
 
 def why_indicative(runs_a: list[Run], runs_b: list[Run]) -> str:
-    """Return why no change between these runs can be confirmed, or ""."""
+    """Return the reason why these runs cannot confirm a change, or "" if they can."""
     if any("relaunch" not in run.information() for run in (*runs_a, *runs_b)):
         return "the runs did not alternate, so a change of the machine looks like a change of the code"
     if min(len(runs_a), len(runs_b)) < RELAUNCHES:
@@ -130,7 +140,7 @@ def why_indicative(runs_a: list[Run], runs_b: list[Run]) -> str:
 
 
 def sensitivity(compared: list[Comparison]) -> str:
-    """Return a sentence on the changes that a comparison could detect, or "" if nothing can be confirmed."""
+    """Return a sentence about the changes that a comparison can detect, or "" if these runs cannot confirm a change."""
     testable = [c for c in compared if c.power is not None]
     if not testable:
         return ""
@@ -145,10 +155,10 @@ def sensitivity(compared: list[Comparison]) -> str:
 
 
 def _require_turns(runs_a: list[Run], runs_b: list[Run]) -> None:
-    """Refuse launches of different calls of `hyperion relaunch`, or of both versions on one side.
+    """Refuse launches of different calls of `hyperion relaunch`, and a set that mixes launches of both versions.
 
-    The launches of one call show the machine at one time. Their spread does not include changes of the machine between calls,
-    which the test would confirm as changes of the code.
+    All launches of one call are measured within a short time. Their spread does not include changes of the machine between two
+    calls. The test would confirm such a change of the machine as a change of the code.
     """
     sides = [[run.information().get("relaunch", {}) for run in side] for side in (runs_a, runs_b)]
     calls = {launched.get("call") for side in sides for launched in side}
@@ -157,16 +167,18 @@ def _require_turns(runs_a: list[Run], runs_b: list[Run]) -> None:
         raise HyperionError(
             "launches of different calls of `hyperion relaunch` did not take turns with each other",
             where=where,
-            next_step="have both versions take turns: hyperion relaunch WORK A B",
+            next_step="measure both versions in one call, so that they take turns: hyperion relaunch WORK A B",
         )
     if any(len({launched.get("side") for launched in side}) > 1 for side in sides):
         raise HyperionError(
-            "launches of both versions are on one side", where=where, next_step="name the folders A and B of the call"
+            "launches of both versions are on one side",
+            where=where,
+            next_step="name the two folders A and B that one call of `hyperion relaunch` wrote",
         )
 
 
 def _values(rows: list[dict[tuple, Row]]) -> dict[tuple, list[float]]:
-    """Return the values of each quantity from the runs that have one."""
+    """Return the values of each row key, from the runs that have a value."""
     values = defaultdict(list)
     for of_run in rows:
         for key, row in of_run.items():
@@ -176,7 +188,10 @@ def _values(rows: list[dict[tuple, Row]]) -> dict[tuple, list[float]]:
 
 
 def _by_identity(run: Run) -> dict[tuple, Row]:
-    """Return rows by key; the key of a search omits its result, because the winner may have another shape in each run."""
+    """Return the rows of a run by key.
+
+    The key of a row of a search omits the result of the search, because the fastest shape may differ between runs.
+    """
     by_key, searches = {}, defaultdict(list)
     for row in run.rows():
         if _SEARCHED in row.params:
@@ -185,7 +200,7 @@ def _by_identity(run: Run) -> dict[tuple, Row]:
         else:
             by_key[row.key] = row
     for key, rows in searches.items():
-        # Several searches that differ only in their shape keep it in their keys.
+        # If several searches differ only in their shape, their keys keep the shape.
         by_key |= {key: rows[0]} if len(rows) == 1 else {row.key: row for row in rows}
     return by_key
 
@@ -203,7 +218,7 @@ def _missing(key: tuple, *sides: list[dict[tuple, Row]]) -> Comparison:
 
 
 def _incomparable(key: tuple, values: list[float], launches_a: int, forms: list[tuple[str, str]]) -> Comparison:
-    """Return a missing value: a metric of a package that the runs define differently."""
+    """Return a comparison without a verdict, for a metric that the runs define differently."""
     stated = ", ".join(f"[{unit}] {'no direction' if better == 'none' else f'{better} is better'}" for unit, better in forms)
     reason = f"the runs define the metric differently: {stated}"
     return _without_verdict(key, reason, tuple(values[:launches_a]), tuple(values[launches_a:]))
@@ -217,8 +232,10 @@ def _by_ratio(keys: dict[tuple, float], table: np.ndarray, launches_a: int, conf
     """Compare positive values by their ratio.
 
     Args:
-        keys: 1 if higher is better, -1 if lower is better, by key.
-        table: values of shape (launches, keys), the launches of A first.
+        keys: for each row key, 1 if a higher value is better and -1 if a lower value is better.
+        table: values; shape (launches, keys), the launches of A first.
+        launches_a: number of launches of A.
+        confirming: True if these runs can confirm a change.
     """
     if not keys:
         return []
@@ -262,7 +279,7 @@ def _by_ratio(keys: dict[tuple, float], table: np.ndarray, launches_a: int, conf
 
 
 def _by_difference(key: tuple, better: float, values: np.ndarray, launches_a: int) -> Comparison:
-    """Compare values that are not all positive (number of graph breaks, loss below its floor) by difference; never confirmed."""
+    """Compare values that are not all positive, such as numbers of graph breaks, by their difference. It is never confirmed."""
     a, b = values[:launches_a], values[launches_a:]
     mean_a, mean_b = float(a.mean()), float(b.mean())
     largest = max(abs(mean_a), abs(mean_b))

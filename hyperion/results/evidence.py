@@ -1,4 +1,4 @@
-"""Verify a run: unchanged files, valid rows, consistent counts, and rows that follow from their samples."""
+"""Verify a run: its files are unchanged, its rows are valid, its counts agree, and its rows agree with their samples."""
 
 import json
 from collections import Counter
@@ -15,9 +15,10 @@ from hyperion.results.store import Run
 from hyperion.untrusted import parse_json
 
 _NEXT = "restore the run from where it was copied, or measure the experiment again"
-_SAME = 1e-9  # relative tolerance: samples are stored exactly, so only the order of operations may differ
+_SAME = 1e-9  # relative tolerance for the order of floating-point operations; samples are stored exactly
 _PHASES = ("forward", "backward", "optimizer")
-# Metrics that are work over the median time. If the row does not state the work, it is inferred from the value.
+# Metrics that are an amount of work divided by the median time. If the row does not state the work, it is computed from the
+# value.
 _RATES = (
     "gemm_tflops",
     "bandwidth_gb_s",
@@ -34,13 +35,13 @@ _TIMES = ("step_time_s", "call_time_s", "inference_time_s", "collective_time_s",
 
 
 def verify_run(run: Run) -> list[str]:
-    """Verify everything that the files of a run allow to verify.
+    """Verify the files, rows, counts and samples of a run.
 
     Returns:
-        One line per verified statement, and lines on what is not verified.
+        One line for each verified statement, and lines that state what cannot be verified.
 
     Raises:
-        HyperionError: the first file, row or count that is wrong.
+        HyperionError: a file, a row or a count is wrong. The message describes the first fault.
     """
     names, rows, experiments = run.verify(), run.rows(), run.experiments()
     statements = [
@@ -70,7 +71,7 @@ def verify_run(run: Run) -> list[str]:
 
 
 def _sample_groups(samples: pd.DataFrame, experiment: str) -> dict[tuple, np.ndarray]:
-    """Return seconds by (variant, dtype, params as JSON, phase) of all samples that have these columns."""
+    """Return the sampled times in seconds, grouped by (variant, dtype, params as JSON, phase)."""
     if not {"variant", "dtype", "params", "time_s"} <= set(samples.columns):
         return {}
     timed = samples.loc[samples["params"].notna() & samples["time_s"].notna()]
@@ -87,12 +88,15 @@ def _sample_groups(samples: pd.DataFrame, experiment: str) -> dict[tuple, np.nda
 def _numbers(column: pd.Series, experiment: str) -> np.ndarray:
     numbers = np.asarray(pd.to_numeric(column, errors="coerce"), dtype=np.float64)
     if not np.isfinite(numbers).all() or (numbers <= 0).any():
-        raise StoreError("time samples that are not positive numbers of seconds", where=experiment, next_step=_NEXT)
+        raise StoreError("the samples contain times that are not positive numbers of seconds", where=experiment, next_step=_NEXT)
     return numbers
 
 
 def _recomputed(row: Row, groups: dict[tuple, np.ndarray], where: str) -> str:
-    """Recompute a row from its samples and return what they confirm, or "" if they do not determine the row.
+    """Recompute a row from its samples.
+
+    Returns:
+        The fields of the row that the samples confirm, or "" if the row cannot be computed from the samples.
 
     Raises:
         StoreError: the samples do not agree with the row.
@@ -116,7 +120,7 @@ def _recomputed(row: Row, groups: dict[tuple, np.ndarray], where: str) -> str:
         for form in (estimate, _drifting(estimate, matching[0]))
     ]
     if not any(_agree(row, form) for form in forms):
-        fault = f"{named} is {row.value:.9g} [{row.ci_low:.9g}, {row.ci_high:.9g}], its samples give {forms[0]}"
+        fault = f"{named} is {row.value:.9g} [{row.ci_low:.9g}, {row.ci_high:.9g}], but its samples give {forms[0]}"
         raise StoreError(fault, where=where, next_step=_NEXT)
     return "value, interval and n" if exact else "interval and n relative to the value (the row does not state the work)"
 
@@ -129,12 +133,12 @@ def _function_of(row: Row) -> Callable[[float], float] | None:
 
 
 def _work(row: Row) -> float | None:
-    """Return operations, bytes or items of one call in the unit of the rate; None if the params do not state them."""
+    """Return the work of one call in the unit of the rate (operations, bytes or items); None if the params do not state it."""
     params = {name: value for name, value in row.params.items() if type(value) in (int, float) and value > 0}
     if row.metric == "gemm_tflops" and {"m", "n", "k"} <= params.keys() and "kind" not in row.params:
         return 2 * params["m"] * params["n"] * params["k"] * params.get("products", 1) / 1e12
     if row.metric in ("algbw_gb_s", "bandwidth_gb_s"):
-        # Only "bytes" is the traffic of a call. A call may pass over a working set several times.
+        # Only the param "bytes" states the traffic of a call. Other sizes do not, because a call may read memory repeatedly.
         return params["bytes"] / 1e9 if "bytes" in params else None
     if row.metric in ("samples_per_s", "images_per_s", "tokens_per_s", "loader_samples_per_s"):
         return params.get("batch")
@@ -142,7 +146,10 @@ def _work(row: Row) -> float | None:
 
 
 def _drifting(estimate: Estimate, samples: np.ndarray) -> Estimate:
-    """Return the interval of samples with drift: it includes the medians of their first and their last third."""
+    """Return the estimate with a wider interval, for samples with drift.
+
+    The interval then includes the median of the first third of the samples and the median of the last third.
+    """
     third = len(samples) // 3
     if third == 0:
         return estimate

@@ -1,7 +1,7 @@
-"""The log by which the kernel that executes a notebook reports to the driver (`hyperion reproduce`).
+"""The log in which the kernel that executes a notebook reports to the driver (`hyperion reproduce`).
 
-The driver sets the path of the log. The kernel appends a line for each experiment that it measures or takes from the run, and for
-each unexpected result. So the driver can distinguish this execution from rows that the run already had.
+The driver sets the path of the log in an environment variable. The kernel appends one line for each experiment and one line for
+each unexpected result. The line of an experiment says whether its rows were measured now or were already stored in the run.
 """
 
 import json
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 LOG = "HYPERION_EXECUTION_LOG"
 REMEASURE = "HYPERION_REMEASURE"
 MEASURED, KEPT = "measured", "kept"
-# A row whose value was refused, and a claim of the notebook that is false.
+# An unexpected row is a row whose value was refused. An unexpected claim is a claim of the notebook that turned out to be false.
 UNEXPECTED_ROW, UNEXPECTED_CLAIM = "unexpected row", "unexpected claim"
-# File of a run with the driver's state of each notebook.
+# File of a run in which the driver stores the state of each notebook.
 LEDGER = "reproduce.json"
 
 
@@ -32,7 +32,7 @@ def note_unexpected(notebook: str, sentence: str, what: str) -> None:
 
 
 def executed(log: Path, notebook: str) -> dict[str, str]:
-    """Return {experiment: MEASURED or KEPT} of a notebook from a log. MEASURED prevails if both occur."""
+    """Return {experiment: MEASURED or KEPT} of a notebook from a log. If both words occur for an experiment, return MEASURED."""
     outcomes: dict[str, str] = {}
     for experiment, what in _noted(log, notebook):
         if what in (MEASURED, KEPT) and outcomes.get(experiment) != MEASURED:
@@ -41,17 +41,17 @@ def executed(log: Path, notebook: str) -> dict[str, str]:
 
 
 def unexpected(log: Path, notebook: str, *kinds: str) -> list[str]:
-    """Return the distinct sentences on unexpected results of a notebook from a log.
+    """Return the sentences that a log contains about unexpected results of a notebook. Each sentence is returned once.
 
     Args:
-        kinds: UNEXPECTED_ROW, UNEXPECTED_CLAIM or both; default: both.
+        kinds: UNEXPECTED_ROW, UNEXPECTED_CLAIM or both. Without this argument both kinds are returned.
     """
     wanted = kinds or (UNEXPECTED_ROW, UNEXPECTED_CLAIM)
     return list(dict.fromkeys(sentence for sentence, what in _noted(log, notebook) if what in wanted))
 
 
 def unexpected_in(run: "Run") -> dict[str, list[str]]:
-    """Return {notebook: sentences on unexpected results in its latest execution} for the notebooks of a run that have any."""
+    """Return {notebook: sentences about unexpected results in its latest execution}. Notebooks without any are left out."""
     if not (run.folder / LEDGER).is_file():
         return {}
     notebooks = json.loads(run.read(LEDGER))["notebooks"]
@@ -59,7 +59,7 @@ def unexpected_in(run: "Run") -> dict[str, list[str]]:
 
 
 def must_remeasure() -> bool:
-    """Return True if the driver asks for new measurements because the stored ones have unexpected results."""
+    """Return True if the driver asks for new measurements because the stored measurements have unexpected results."""
     return os.environ.get(REMEASURE) == "1"
 
 

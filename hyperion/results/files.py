@@ -1,7 +1,8 @@
 """Files of a run: atomic writes, a manifest of all files of a folder, and safe reads of samples.
 
-A run folder may come from another person. So names in its files must stay inside the folder, and readers never write. If a writer
-was killed during a commit, readers follow its list of renames, and the next writer executes it.
+A run folder may come from another person. Therefore all names in its files must stay inside the folder, and readers never write.
+A writer lists the renames of a commit in a file before it executes them. If the writer is killed in between, readers use that
+list to find the files, and the next writer executes the renames.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ MANIFEST = "MANIFEST"
 PENDING = "MANIFEST.pending"
 LOCK, WRITER_LOCK = ".lock", ".writer.lock"
 LARGEST_FILE_BYTES = 2**30  # largest file of a run; samples usually take a few MiB
-# Largest samples that are decoded. Generous: the largest experiment of Hyperion records 50,000 rows.
+# Larger samples are not decoded. These limits are generous: the largest experiment of Hyperion records 50,000 rows.
 LARGEST_ROWS, LARGEST_CELLS, LARGEST_DECODED_BYTES = 20_000_000, 100_000_000, 2**30
 _OWN = (MANIFEST, PENDING, LOCK, WRITER_LOCK)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -38,7 +39,7 @@ _DISTRUST = "do not use this folder: its files contain names that Hyperion never
 
 
 class StoreError(HyperionError):
-    """A results folder that cannot be written or is damaged."""
+    """Raised if a results folder cannot be written or is damaged."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class Manifest:
 
     Args:
         folder: the folder.
-        entries: {name: {"sha256": …, "size": bytes}} of every file.
-        moved: {name: name of the temporary file} of files that an unfinished commit has written but not renamed.
+        entries: {name: {"sha256": …, "size": bytes}} for every file.
+        moved: {name: name of the temporary file} for files that an unfinished commit has written but not yet renamed.
     """
 
     folder: Path
@@ -59,7 +60,8 @@ class Manifest:
         """Return the verified content of a file.
 
         Raises:
-            StoreError: the file is missing, is no regular file, is not in the manifest, or has another size or hash.
+            StoreError: the file is missing, is not a regular file, is not in the manifest, or has another size or hash than the
+                manifest states.
         """
         with self._opened(name) as file:
             content = file.read(self.entries[name]["size"] + 1)
@@ -67,10 +69,10 @@ class Manifest:
         return content
 
     def verify(self, name: str) -> None:
-        """Verify a file without reading it into memory at once.
+        """Verify the size and the hash of a file without loading the whole file into memory.
 
         Raises:
-            StoreError: as `read`.
+            StoreError: for the same reasons as in `read`.
         """
         with self._opened(name) as file:
             self._check(
@@ -85,7 +87,7 @@ class Manifest:
         place = inner_path(self.folder, self.moved.get(name, name), StoreError, _DISTRUST)
         try:
             with open_regular(place, StoreError, _RESTORE) as file:
-                # Before reading, so that an enormous file is not hashed.
+                # Check the size before reading, so that an enormous file is not hashed.
                 self._check(name, os.fstat(file.fileno()).st_size)
                 yield file
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -103,7 +105,7 @@ class Manifest:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to `path` atomically: readers see the old file or the new one, also after a power cut.
+    """Write `content` to `path` atomically. Readers see either the old file or the new file, also after a power cut.
 
     Raises:
         StoreError: the folder is not writable or the disk is full; the old file is unchanged.
@@ -123,16 +125,17 @@ def write_atomically(path: Path, content: bytes) -> None:
 def commit(folder: Path, contents: dict[str, bytes]) -> None:
     """Add or replace several files of a folder and its manifest as one transaction.
 
-    First the new files and the new manifest are written under temporary names, then the list of renames, then the files are
-    renamed. If the process is killed after the list was written, readers follow the list and the next writer executes it. The
-    steps after the list need no disk space.
+    A commit has three steps. First it writes the new files and the new manifest under temporary names. Then it writes the list
+    of renames. Last it renames the files, which needs no disk space. If the process is killed after the second step, readers
+    use the list to find the files, and the next writer executes the renames.
 
     Args:
-        contents: bytes by path relative to `folder`, each at most `LARGEST_FILE_BYTES`.
+        folder: the folder; it is created if it does not exist.
+        contents: content of each file, by path relative to `folder`. A file has at most `LARGEST_FILE_BYTES`.
 
     Raises:
-        StoreError: the folder is not writable, the disk is full, or a name leaves the folder, is a link or one of the
-            store's own files; the old files are unchanged.
+        StoreError: the folder is not writable, or the disk is full. Or a name points outside the folder, is a link, or is the
+            name of one of the store's own files. The old files are unchanged.
     """
     make_folder(folder)
     with locked(folder, create=True):
@@ -149,7 +152,7 @@ def commit(folder: Path, contents: dict[str, bytes]) -> None:
                 moves[str(_write_temporary(folder / name, content).relative_to(folder))] = name
             write_atomically(folder / PENDING, json.dumps(moves, indent=1).encode())
         except BaseException:
-            # Once the list of renames is written, the commit counts as done, so its files must not be removed.
+            # Once the list of renames is written, the commit is complete, so its temporary files must not be removed.
             if not (folder / PENDING).exists():
                 for temporary in moves:
                     (folder / temporary).unlink(missing_ok=True)
@@ -177,7 +180,7 @@ def verify_folder(folder: Path) -> list[str]:
     """Verify every file in the manifest and return the names.
 
     Raises:
-        StoreError: names the first file that is missing, truncated or edited.
+        StoreError: a file is missing, truncated or edited. The message names the first such file.
     """
     with locked(folder):
         manifest = read_manifest(folder)
@@ -187,10 +190,10 @@ def verify_folder(folder: Path) -> list[str]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of a folder, without entries if the folder is new. The caller must hold the folder's lock.
+    """Return the manifest of a folder. A new folder has a manifest without entries. The caller must hold the folder's lock.
 
     Raises:
-        StoreError: the manifest or the list of renames is damaged, or names a file outside the folder.
+        StoreError: the manifest or the list of renames is damaged, or contains the name of a file outside the folder.
     """
     moved = {name: temporary for temporary, name in _pending(folder).items() if os.path.lexists(folder / temporary)}
     path = inner_path(folder, moved.get(MANIFEST, MANIFEST), StoreError, _DISTRUST)
@@ -211,10 +214,15 @@ def read_manifest(folder: Path) -> Manifest:
 
 @contextlib.contextmanager
 def locked(folder: Path, name: str = LOCK, create: bool = False) -> Iterator[None]:
-    """Hold a lock of the folder, so that one process at a time uses it.
+    """Hold a lock of the folder while the `with` block runs, so that only one process at a time uses the folder.
 
-    Writers create the lock file. Readers use it if it exists and is writable: a fresh checkout of the reference results has none
-    and needs none.
+    Writers create the lock file. Readers use the lock file only if it exists and is writable. A fresh checkout of the reference
+    results has no lock file, and readers do not need one there.
+
+    Args:
+        folder: the folder.
+        name: name of the lock file.
+        create: True for writers, which create the lock file if it does not exist.
 
     Raises:
         StoreError: the lock file is a link, a named pipe or a folder, or it cannot be created.
@@ -232,23 +240,24 @@ def locked(folder: Path, name: str = LOCK, create: bool = False) -> Iterator[Non
 
 
 def read_samples(content: bytes, where: object) -> pd.DataFrame:
-    """Return the table of a Parquet file. Its size is checked before it is decoded, and nothing in it is executed.
+    """Return the table of a Parquet file. The size is checked before the file is decoded, and nothing in the file is executed.
 
-    Types come from the Parquet schema. The pandas metadata is ignored, because it can name Python types.
+    The types of the columns come from the Parquet schema. The pandas metadata in the file is ignored, because it can name
+    arbitrary Python types.
 
     Args:
-        content: the file's bytes.
-        where: the file, for the error.
+        content: the bytes of the file.
+        where: name of the file for error messages.
 
     Raises:
-        StoreError: it is not Parquet, has other types than numbers, dates, texts and lists of numbers, has two columns of the
-            same name, or is larger than anything that Hyperion records.
+        StoreError: the content is not Parquet, or the table is larger than anything that Hyperion records. Or two columns have
+            the same name, or a column has another type than numbers, dates, texts and lists of numbers.
     """
     import pyarrow as pa
 
     try:
         table = _samples_table(content, where)
-        table.validate(full=True)  # texts that are no UTF-8 would fail later, in pandas
+        table.validate(full=True)  # without this check, texts that are not UTF-8 would fail later in pandas
         return table.to_pandas(ignore_metadata=True)
     except (pa.ArrowException, ValueError, OSError, OverflowError) as error:
         raise StoreError(f"unreadable samples: {str(error)[:200]}", where=where, next_step=_RESTORE) from error
@@ -277,7 +286,7 @@ def _pending(folder: Path) -> dict[str, str]:
 
 
 def _finish(folder: Path) -> None:
-    """Execute the renames of this or an unfinished commit. Only for writers that hold the folder's lock."""
+    """Execute the renames of this commit or of an unfinished earlier one. The caller must be a writer that holds the lock."""
     for temporary, name in _pending(folder).items():
         if os.path.lexists(folder / temporary):
             try:
@@ -289,7 +298,7 @@ def _finish(folder: Path) -> None:
 
 
 def _require_file_name(folder: Path, name: object) -> None:
-    """Refuse a name that leaves the folder, passes through a link, or is one of the store's own files."""
+    """Raise an error if a name points outside the folder, passes through a link, or is one of the store's own files."""
     inner_path(folder, name, StoreError, _DISTRUST)
     if name in _OWN:
         raise StoreError(f"{name!r} is a file of the store itself", where=folder, next_step=_DISTRUST)
@@ -313,13 +322,14 @@ def _document(path: Path) -> object:
 
 
 def _remove_strays(path: Path) -> None:
-    # Left by a writer that was killed before it wrote its list of renames. The caller holds the lock, so they are not in use.
+    # A writer that was killed before it wrote its list of renames leaves temporary files. The caller holds the lock, so no other
+    # process uses these files.
     for stray in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         stray.unlink(missing_ok=True)
 
 
 def _write_temporary(path: Path, content: bytes) -> Path:
-    # An unpredictable name, created exclusively, so that a link planted in advance is not followed.
+    # The name is unpredictable and the file must not exist yet. So an attacker cannot place a link there in advance.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -335,10 +345,10 @@ def _write_temporary(path: Path, content: bytes) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Make `folder` if it does not exist.
+    """Create `folder` if it does not exist.
 
     Raises:
-        StoreError: it cannot be made or is not writable.
+        StoreError: the folder cannot be created, or it is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -394,8 +404,8 @@ def _samples_table(content: bytes, where: object):
         if not _is_plain(field.type):
             fault = f"samples with a column of type {field.type} ({field.name!r:.40})"
             raise StoreError(fault, where=where, next_step="record numbers, dates, texts and lists of numbers")
-    # A text that is stored once and repeated a million times is small until it is decoded, so its decoded size is computed
-    # first.
+    # Parquet can store a text once and repeat it a million times. Such a column is small in the file and large after decoding, so
+    # the decoded size is computed first.
     texts = [field.name for field in schema if _is_text(field.type)]
     table = parquet.ParquetFile(pa.BufferReader(content), read_dictionary=texts).read(use_threads=False)
     for name in texts:
@@ -410,7 +420,7 @@ def _samples_table(content: bytes, where: object):
 def _text_bytes(chunk) -> int:
     import pyarrow.compute as compute
 
-    # By name, because pyarrow creates these functions at import and type checkers do not see them.
+    # The functions are called by their names, because pyarrow creates them at import and type checkers do not see them.
     lengths = compute.call_function("binary_length", [chunk.dictionary])
     return compute.call_function("sum", [lengths.take(chunk.indices).cast("int64")]).as_py() or 0
 

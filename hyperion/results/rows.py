@@ -1,4 +1,4 @@
-"""One tidy row per value: its columns, its rules, and its form as CSV."""
+"""Rows of results. A row holds one value with its statistics, its limit and its check. Rows are stored as CSV."""
 
 import csv
 import functools
@@ -22,18 +22,18 @@ UNEXPECTED = "unexpected: "
 
 
 class RowError(HyperionError):
-    """A row that breaks the rules of its metric."""
+    """Raised if a row breaks the rules of its metric."""
 
 
 Value = TypeVar("Value")
 
 
 def require_file_names(notebook: str, experiment: str) -> None:
-    """Refuse names of notebooks and experiments that cannot be parts of the file name "notebook.experiment.parquet".
+    """Raise an error if a name of a notebook or an experiment cannot be part of the file name "notebook.experiment.parquet".
 
     Raises:
-        RowError: a name has a character such as "/", begins with a dot, or is longer than 80 characters; or the experiment has
-            a dot, so that two pairs could give the same name.
+        RowError: a name contains a character such as "/", begins with a dot, or is longer than 80 characters. Or the name of
+            the experiment contains a dot, so that two different pairs of names could give the same file name.
     """
     for name, text in (("notebook", notebook), ("experiment", experiment)):
         if not _FILE_NAMES[name].fullmatch(text):
@@ -46,21 +46,27 @@ def require_file_names(notebook: str, experiment: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One measured, counted or computed value with its limit, statistics, check and circumstances.
+    """One measured, counted or computed value with its limit, its statistics, its check and the state of the device.
 
     Args:
-        notebook, experiment, variant: origin of the value; the notebook by the stem of its file.
+        notebook: file name of the notebook that the value comes from, without ".ipynb".
+        experiment, variant: the experiment and its variant that the value comes from.
+        metric: name of a built-in or registered metric.
+        value: the value in the unit of the metric. None if there is no value; then `value_reason` must state the reason.
         dtype: number format of the arithmetic, or "".
-        params: shapes, batch, world size, epoch and other values that distinguish this row from others (JSON values).
-        rank: the rank that measured it; None for a value of the whole run.
-        metric, value: a registered metric and its value; None needs a `value_reason` (unsupported, unavailable, no peak …).
-        n, ci_low, ci_high: number of samples of the value and its 95 % confidence interval.
-        predicted: the library's estimate, stored before the first sample.
-        limit, limit_source: physical or information-theoretic bound of the value, and its source or the reason why there is none.
-        check, check_error, check_tolerance: what was verified, the error, and the largest error allowed.
+        params: shapes, batch size, world size, epoch and other values that distinguish this row from other rows (JSON values).
+        rank: the rank that measured the value. None for a value of the whole run.
+        value_reason: why there is no value, for example because the device does not support the operation. "" if there is one.
+        n: number of samples of the value.
+        ci_low, ci_high: ends of the 95 % confidence interval of the value.
+        predicted: the estimate of the library, which was stored before the first sample.
+        limit: physical or information-theoretic bound of the value.
+        limit_source: source of the limit, or the reason why there is no limit.
+        check: name of the check, which says what was verified.
+        check_error, check_tolerance: error that the check found, and the largest error that it allows.
         data_source: mirror, cache, download, synthetic, or "" if no data set is used.
-        clock_mhz, power_w, throttle: state of the device during the samples; None if unreadable.
-        own_metric: the metric's definition in the run that the row was read from; None for a metric that is built in or
+        clock_mhz, power_w, throttle: state of the device while the samples were taken. None if it cannot be read.
+        own_metric: definition of the metric in the run that the row was read from. None for a metric that is built in or
             registered in this process. It is not a column and not part of the identity of a row.
     """
 
@@ -90,7 +96,9 @@ class Row:
 
     @property
     def definition(self) -> Metric:
-        """The metric's definition: built in, else the one of the row's run, else the one registered in this process.
+        """The definition of the metric.
+
+        A built-in definition is used first, then the definition in the run of the row, then the one registered in this process.
 
         Raises:
             HyperionError: the metric is unknown.
@@ -112,12 +120,15 @@ class Row:
 
     @property
     def hot(self) -> bool:
-        """True if caches were warm; such a value is shown, but is not used as a ceiling."""
+        """True if the caches were warm. A value with warm caches is shown, but it is not used as a ceiling."""
         return self.params.get("cache") == "hot"
 
     @property
     def fraction_of_limit(self) -> float | None:
-        """The value relative to its limit, at most 1: value/limit if higher is better, limit/value if lower is better."""
+        """The value as a fraction of its limit, at most 1.
+
+        It is value / limit if higher is better, and limit / value if lower is better. None without a value or a limit.
+        """
         direction = self.definition.direction
         if self.value is None or self.limit is None or direction == "none":
             return None
@@ -126,16 +137,16 @@ class Row:
 
     @property
     def is_unexpected(self) -> bool:
-        """True if the value was refused: it failed its check, was beyond its limit, or was not finite."""
+        """True if the value was refused because it failed its check, was beyond its limit or was not finite."""
         return self.value is None and self.value_reason.startswith(UNEXPECTED)
 
     def without_failed_value(self) -> "Row":
-        """Return this row, without its value if that failed its check, is beyond its limit or is not finite.
+        """Return this row. If its value failed its check, is beyond its limit or is not finite, the returned row has no value.
 
-        A wrong number is never stored as a number: `value_reason` then states it with the error and the tolerance.
+        A wrong number is never stored as a value. Instead, `value_reason` states the number with the error and the tolerance.
 
         Raises:
-            RowError: the row breaks another rule of its metric, which is an error of the code and not of the measurement.
+            RowError: the row breaks another rule of its metric. This is an error in the code and not in the measurement.
         """
         failure = self._failure()
         if not failure or self.value is None:
@@ -157,7 +168,7 @@ class Row:
         """Check the rules of the row's metric.
 
         Raises:
-            RowError: names the row, the broken rule and the remedy.
+            RowError: a rule is broken. The message names the row, the rule and the next step.
         """
         self._validate_form()
         failure = self._failure()
@@ -165,23 +176,23 @@ class Row:
         self._demand(not failure, text, "the output or the clock is wrong: find the cause before measuring again")
 
     def _validate_form(self) -> None:
-        """Check all rules except those that a measured number can break."""
+        """Check all rules except the rules that depend on the measured number."""
         metric = self.definition
         for name in ("notebook", "experiment", "variant"):
             self._demand(bool(getattr(self, name)), f"{name} is empty", "state the origin of the value")
         self._demand(isinstance(self.params, dict), f"has params that are not a JSON object: {self.params!r:.60}", "use a dict")
         for name in _TEXTS:
             text = getattr(self, name)
-            self._demand(isinstance(text, str), f"{name} is {text!r}, which is not a text", 'use "" if there is none')
+            self._demand(isinstance(text, str), f"{name} is {text!r}, which is not a text", 'use "" if there is no text')
         require_file_names(self.notebook, self.experiment)
         for column in _FLOATS:
             number = getattr(self, column)
             finite = number is None or abs(number) <= sys.float_info.max
-            self._demand(finite, f"{column} is {number!r:.40}", "store null and its reason")
+            self._demand(finite, f"{column} is {number!r:.40}", "store null and the reason why there is no number")
         for column in _INTEGERS:
             number = getattr(self, column)
             known = number is None or 0 <= number < _MOST_COUNTED
-            self._demand(known, f"{column} is {number!r:.40}", "store a count, or null if there is none")
+            self._demand(known, f"{column} is {number!r:.40}", "store a count, or null if there is no count")
         for column in ("clock_mhz", "power_w"):
             reading = getattr(self, column)
             text = f"{column} is {reading:g}" if reading is not None else ""
@@ -209,7 +220,7 @@ class Row:
             self._demand(known, f"check {self.check!r} lacks its error or tolerance", "record both")
 
     def _failure(self) -> str:
-        """Return why the measured value must be refused, as the end of a sentence, or ""."""
+        """Return the reason why the measured value must be refused, as the end of a sentence, or "" for a valid value."""
         if self.value is None:
             return ""
         if not math.isfinite(self.value):
@@ -234,9 +245,9 @@ _FLOATS = ("value", "ci_low", "ci_high", "predicted", "limit", "check_error", "c
 _INTEGERS = ("rank", "n")
 _FILE_NAMES = {"notebook": re.compile(r"\w[\w .+-]{0,79}"), "experiment": re.compile(r"\w[\w +-]{0,79}")}
 _MOST_COUNTED = 2**63
-# Above any clock in MHz and any device's power in W, below any clock in kHz and any power in mW.
+# This bound is above every clock in MHz and every device's power in W, and below every clock in kHz and every power in mW.
 _MOST_READING = 20_000
-# The order in the file: origin, value, statistics, limit and check, circumstances.
+# Order of the columns in the file: origin, value, statistics, limit and check, circumstances.
 COLUMNS = (
     "notebook",
     "experiment",
@@ -266,12 +277,13 @@ _METRIC_CELLS = tuple(map(COLUMNS.index, ("notebook", "experiment", "metric")))
 
 
 def rows_to_csv(rows: Iterable[Row]) -> str:
-    """Return the rows as CSV. Floats are written with repr, so they are read back exactly."""
+    """Return the rows as CSV. Floats are written with `repr`, so that reading returns exactly the same numbers."""
     return "".join([_line(COLUMNS), *(_line([_cell(getattr(row, column)) for column in COLUMNS]) for row in rows)])
 
 
 def _line(cells: Iterable[str]) -> str:
-    # With its default line end "\r\n" the writer quotes a lone "\r" inside a cell. On disk lines end with "\n".
+    # The writer must use its default line end "\r\n", because it then quotes a single "\r" inside a cell. On disk, lines end
+    # with "\n".
     text = io.StringIO()
     csv.writer(text).writerow(cells)
     return text.getvalue().removesuffix("\r\n") + "\n"
@@ -281,7 +293,7 @@ OwnMetrics = Mapping[str, Iterable[Metric]]
 
 
 def own_metrics(rows: Iterable[Row]) -> dict[str, list[Metric]]:
-    """Return the definitions of the metrics of the rows that are not built in, by "notebook/experiment".
+    """Return the definitions of the metrics that the rows use and that are not built in, by "notebook/experiment".
 
     Raises:
         HyperionError: two rows of an experiment have a metric of the same name with different definitions.
@@ -295,7 +307,7 @@ def own_metrics(rows: Iterable[Row]) -> dict[str, list[Metric]]:
 
 
 def own_metrics_to_json(metrics: OwnMetrics) -> dict[str, list[dict]]:
-    """Return definitions as JSON values; `own_metrics_from_json` reads them."""
+    """Return definitions of metrics as JSON values, which `own_metrics_from_json` reads."""
     return {name: [asdict(metric) for metric in of_experiment] for name, of_experiment in metrics.items()}
 
 
@@ -303,10 +315,11 @@ def own_metrics_from_json(document: object, where: object) -> dict[str, list[Met
     """Return the definitions that `own_metrics_to_json` wrote, by "notebook/experiment".
 
     Args:
-        where: the file, for the error.
+        document: the parsed JSON document.
+        where: name of the file for error messages.
 
     Raises:
-        HyperionError: the document has another form, defines a metric of an experiment twice, or redefines a built-in one.
+        HyperionError: the document has another form, defines a metric of an experiment twice, or redefines a built-in metric.
     """
     try:
         metrics = read_form(dict[str, list[Metric]], document, "metrics")
@@ -325,13 +338,16 @@ def rows_from_csv(
     """Return the rows in a CSV text.
 
     Args:
-        validated: check the rules of each row's metric. False for rows from a worker: one failed check must not lose the other
-            rows, and `Run.record` validates what it stores.
-        metrics: the definitions of all metrics of the rows that are not built in, by "notebook/experiment", as
-            `own_metrics` returns them. None: those that this process registered.
+        text: the CSV text.
+        where: name of the file for error messages.
+        validated: if True, check the rules of each row's metric. Use False for rows from a worker, because one failed check must
+            not discard the other rows. `Run.record` validates the rows that it stores.
+        metrics: definitions of all metrics that the rows use and that are not built in, by "notebook/experiment", as
+            `own_metrics` returns them. None uses the metrics that this process registered.
 
     Raises:
-        RowError: an unexpected header, a missing cell, an invalid number, an unknown metric, a wrong unit, or a broken rule.
+        RowError: the header is not the expected one, a cell is missing, a number is invalid, a metric is unknown, a unit is
+            wrong, or a row breaks a rule.
     """
     known = None if metrics is None else frozenset((name, metric) for name in metrics for metric in metrics[name])
     return list(_parsed(text, str(where), validated, known))
@@ -339,7 +355,7 @@ def rows_from_csv(
 
 @functools.lru_cache(maxsize=4)
 def _parsed(text: str, where: str, validated: bool, metrics: frozenset[tuple[str, Metric]] | None) -> tuple[Row, ...]:
-    # Cached by text, because one command reads the same rows a hundred times, and rows are immutable.
+    # The result is cached by the text, because one command may read the same rows a hundred times. Rows are immutable.
     reader = csv.reader(io.StringIO(text), strict=True)
     own = None if metrics is None else {(name, metric.name): metric for name, metric in metrics}
     rows: list[Row] = []
@@ -382,7 +398,7 @@ def _parse(cells: list[str], where: str, validated: bool, own: dict[tuple[str, s
 
 @functools.lru_cache(maxsize=8192)
 def _row_and_unit(cells: tuple[str, ...], validated: bool, definition: Metric | None) -> tuple[Row, str]:
-    # Cached by line, because recording an experiment changes the file but not most of its lines.
+    # The result is cached for each line. Recording an experiment changes the file, but most of its lines stay the same.
     named = dict(zip(COLUMNS, cells, strict=True))
     unit = named.pop("unit")
     columns: dict[str, Any] = {name: _typed(name, text) for name, text in named.items()}

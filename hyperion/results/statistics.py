@@ -1,4 +1,7 @@
-"""Medians, bootstrap confidence intervals, interleaved A/B ratios, a randomization test for sets of launches and its power."""
+"""Statistics: medians with bootstrap confidence intervals, A/B ratios, and a randomization test for sets of launches.
+
+The module also computes the power of that test.
+"""
 
 import functools
 import itertools
@@ -16,12 +19,18 @@ WANTED_POWER = 0.8
 _POWER_DIVISIONS = 400
 _LARGEST = 0.99
 _STEP = math.log(1.1)
-_CELLS = 4_000_000  # numbers of a test held in memory at once, in each of a few arrays
+_CELLS = 4_000_000  # largest number of elements in each of the few arrays that a test holds in memory at once
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A point estimate with its 95 % confidence interval and the number of samples behind it."""
+    """A point estimate with its 95 % confidence interval.
+
+    Args:
+        value: the point estimate.
+        ci_low, ci_high: ends of the interval.
+        n: number of samples from which the value was computed.
+    """
 
     value: float
     ci_low: float
@@ -32,18 +41,22 @@ class Estimate:
         return f"{self.value:.5g} [{self.ci_low:.5g}, {self.ci_high:.5g}] n={self.n}"
 
     def map(self, function) -> "Estimate":
-        """Return the estimate of a monotone function of the value, such as rate = work / time."""
+        """Return the estimate of `function(value)` for a monotone function, such as rate = work / time."""
         low, high = sorted((function(self.ci_low), function(self.ci_high)))
         return Estimate(function(self.value), low, high, self.n)
 
     def magnitude(self) -> "Estimate":
-        """Return the estimate of the absolute value; an interval that contains zero starts at zero."""
+        """Return the estimate of the absolute value. If the interval contains zero, the new interval starts at zero."""
         low, high = sorted((abs(self.ci_low), abs(self.ci_high)))
         return Estimate(abs(self.value), 0.0 if self.ci_low < 0 < self.ci_high else low, high, self.n)
 
 
 def median_estimate(samples, seed: int = 0) -> Estimate:
-    """Return the median and its percentile-bootstrap interval of `samples` (any unit; 1-D, not empty, all finite).
+    """Return the median of `samples` and its percentile-bootstrap interval.
+
+    Args:
+        samples: 1-D sequence of finite numbers in any unit, not empty.
+        seed: seed of the resampling.
 
     Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, section 13.3.
     """
@@ -53,26 +66,27 @@ def median_estimate(samples, seed: int = 0) -> Estimate:
 
 
 def ratio_estimate(times_a, times_b, seed: int = 0) -> Estimate:
-    """Return the speed of A over B, median(times_b) / median(times_a), of an interleaved run.
+    """Return the speed-up of A over B, median(times_b) / median(times_a), of an interleaved run.
 
-    Samples i of A and B are a pair, measured one after the other. Pairs are resampled together, so that drift cancels.
+    Sample i of A and sample i of B are a pair, because they were measured one after the other. The bootstrap resamples whole
+    pairs, so that drift cancels.
 
     Raises:
-        ValueError: the series differ in length, so they were not interleaved.
+        ValueError: the two series have different lengths, so they were not interleaved.
     """
     a, b = _finite(times_a), _finite(times_b)
     if len(a) != len(b):
-        raise ValueError(f"{len(a)} samples of A and {len(b)} of B: an interleaved run has as many of each")
+        raise ValueError(f"{len(a)} samples of A and {len(b)} of B: an interleaved run has the same number of both")
     picks = _resampled(len(a), seed)
     ratios = np.median(b[picks], axis=1) / np.median(a[picks], axis=1)
     return _estimate(float(np.median(b) / np.median(a)), ratios, len(a))
 
 
 def independent_ratio_estimate(times_a, times_b, seed: int = 0) -> Estimate:
-    """Return the speed of A over B, median(times_b) / median(times_a), of two series that were not interleaved.
+    """Return the speed-up of A over B, median(times_b) / median(times_a), of two series that were not interleaved.
 
-    Each series is resampled separately, so the interval does not include drift between them. A claim of "faster" needs
-    `ratio_estimate`.
+    The bootstrap resamples each series separately, so the interval does not include drift between the two series. To claim that
+    one variant is faster, use an interleaved run and `ratio_estimate`.
     """
     a, b = _finite(times_a), _finite(times_b)
     medians_a = np.median(a[_resampled(len(a), seed)], axis=1)
@@ -81,11 +95,14 @@ def independent_ratio_estimate(times_a, times_b, seed: int = 0) -> Estimate:
 
 
 def estimates_of_medians(series: Sequence, function: Callable[[np.ndarray], Sequence[float]], seed: int = 0) -> list[Estimate]:
-    """Return estimates of a function of the medians of several series, such as a fit. Series are resampled separately.
+    """Return estimates of values that a function computes from the medians of several series, such as a fit.
+
+    The bootstrap resamples each series separately.
 
     Args:
-        series: one sequence of samples per point; lengths may differ.
+        series: one sequence of samples per series. The lengths may differ.
         function: takes one median per series and returns the values to estimate.
+        seed: seed of the resampling.
     """
     series = [_finite(samples) for samples in series]
     values = function(np.array([np.median(samples) for samples in series]))
@@ -96,11 +113,11 @@ def estimates_of_medians(series: Sequence, function: Callable[[np.ndarray], Sequ
 
 
 def proportion_estimate(successes: int, n: int) -> Estimate:
-    """Return the share of successes with its Wilson score interval (for example, accuracy on n images).
+    """Return the share of successes with its Wilson score interval, for example the accuracy on n images.
 
     Source: Wilson, JASA 22 (1927) 209-212.
     """
-    # Imported here because the import takes almost a second, which every worker process would pay.
+    # scipy is imported here because the import takes almost a second. At the top, it would slow down every worker process.
     from scipy import stats
 
     interval = stats.binomtest(successes, n).proportion_ci(CONFIDENCE, method="wilson")
@@ -109,10 +126,10 @@ def proportion_estimate(successes: int, n: int) -> Estimate:
 
 
 def mean_estimate(samples) -> Estimate:
-    """Return the mean of independent repetitions (seeds) with Student's 95 % interval.
+    """Return the mean of independent repetitions, such as trainings with several seeds, with Student's 95 % interval.
 
     Raises:
-        ValueError: fewer than two samples, whose spread is unknown.
+        ValueError: there are fewer than two samples, so that their spread is unknown.
     """
     from scipy import stats
 
@@ -129,10 +146,11 @@ class RandomizationTest:
     """The outcome of `randomization_test`.
 
     Args:
-        differences: mean of B minus mean of A, by value; shape (values,).
-        p_values: corrected over all values, so that the probability of any false alarm is bounded; shape (values,).
-        largest: the largest statistic among all values in each division of the launches, the observed one first; shape
-            (divisions,).
+        differences: mean of B minus mean of A for each value; shape (values,).
+        p_values: p-values corrected for the number of values, so that the probability of any false alarm is bounded; shape
+            (values,).
+        largest: for each division of the launches, the largest statistic among all values; shape (divisions,). The observed
+            division comes first.
     """
 
     differences: np.ndarray
@@ -143,19 +161,23 @@ class RandomizationTest:
 def randomization_test(values: np.ndarray, launches_a: int, smallest: float, divisions: int = DIVISIONS) -> RandomizationTest:
     """Test which of many values differ between two sets of launches, whatever their distribution and correlation.
 
-    If the code is the same, every division of the launches into an A and a B of these sizes is equally likely. The statistic
-    of a value is its correlation with the side, and 0 where the sides differ by `smallest` or less. The p-value is the share
-    of divisions in which the largest statistic is at least the observed one, by Westfall and Young's step-down over the
-    values. Whole launches are divided, because values within a launch are correlated.
+    If A and B are the same code, every division of the launches into two sets of these sizes is equally likely. The statistic
+    of a value is the absolute correlation between the value and the membership in B. It is 0 if the means of the two sets differ
+    by `smallest` or less. The p-value is the share of divisions in which the largest statistic is at least as large as the
+    observed statistic. It is corrected with the step-down procedure of Westfall and Young. The test divides whole launches,
+    because values within a launch are correlated.
 
-    The probability of any false alarm at p <= 0.05 is at most 5 %, exactly, also for heavy-tailed, skewed or bimodal launches.
-    `smallest` makes the test more powerful for values with a small spread: it excludes changes that are too small to count.
+    The probability of any false alarm at p <= 0.05 is at most 5 %. This bound is exact, also for heavy-tailed, skewed or bimodal
+    launches. `smallest` makes the test more powerful for values with a small spread, because it excludes changes that are too
+    small to be relevant.
 
     Args:
-        values: logarithms, larger is better; shape (launches, values), the launches of A first. At least one value.
+        values: logarithms of the values, where larger is better; shape (launches, values). The launches of A come first. There
+            must be at least one value.
         launches_a: number of launches of A.
-        smallest: relative change (0.03 for 3 %) that a difference must exceed to count.
-        divisions: number of divisions: all if there are no more (252 of five and five), else this many at random.
+        smallest: relative change (0.03 for 3 %) that a difference must exceed.
+        divisions: largest number of divisions. If there are not more possible divisions (there are 252 for five and five
+            launches), all are used. Otherwise this number of divisions is drawn at random.
 
     Source: Westfall and Young, Resampling-Based Multiple Testing, 1993, algorithm 2.8; Phipson and Smyth, Statistical
     Applications in Genetics and Molecular Biology 9 (2010) article 39, for counting the observed division.
@@ -169,9 +191,9 @@ def randomization_test(values: np.ndarray, launches_a: int, smallest: float, div
     order = np.argsort(observed)
     reached, largest = np.zeros(len(order)), []
     for some in np.array_split(contrasts, math.ceil(contrasts.shape[0] * len(order) / _CELLS)):
-        # By column: the largest statistic of this value and all less significant ones.
+        # Each column contains the largest statistic among this value and all less significant values.
         maxima = np.maximum.accumulate(_correlations(some @ values, lengths, smallest)[:, order], axis=1)
-        # The factor counts divisions that are equal except for rounding.
+        # The factor also counts divisions whose statistic equals the observed one except for rounding.
         reached += (maxima >= observed[order] * (1 - 1e-9)).sum(axis=0)
         largest.append(maxima[:, -1])
     p_values = np.empty(len(order))
@@ -181,10 +203,11 @@ def randomization_test(values: np.ndarray, launches_a: int, smallest: float, div
 
 @functools.lru_cache(maxsize=16)
 def side_contrasts(launches_a: int, launches_b: int, divisions: int) -> np.ndarray:
-    """Return divisions of launches into two sides, as weights that give the mean of B minus the mean of A.
+    """Return divisions of the launches into two sets A and B, as weights that give the mean of B minus the mean of A.
 
     Returns:
-        Shape (divisions, launches); the first one is the observed division (A first), the others are in random order.
+        Array of shape (divisions, launches). The first division is the observed one, with the launches of A first. The other
+        divisions are in random order.
     """
     launches, random = launches_a + launches_b, np.random.default_rng(0)
     if math.comb(launches, launches_a) <= divisions:
@@ -200,14 +223,15 @@ def side_contrasts(launches_a: int, launches_b: int, divisions: int) -> np.ndarr
 
 
 def fenced(values: np.ndarray, launches_a: int) -> np.ndarray:
-    """Return values with outliers clipped to fences, so that one stalled launch does not hide a change.
+    """Return the values with outliers clipped to two bounds, so that one stalled launch does not hide a change.
 
-    The fences are common to both sides. Their distance from the bulk is the width of the bulk. The bulk is all launches except a
-    tenth at each end, or fewer, so that the smaller side is never wholly outside. (For ten launches per side with normal values,
-    the fences are about four standard deviations from the middle.)
+    The bounds are the same for both sets. They are computed from the central range of all launches, which leaves out about a
+    tenth of the launches at each end. It leaves out fewer launches if the smaller set could otherwise lie completely outside.
+    The distance of each bound from the central range is the width of that range. For ten launches per set with normal values,
+    the bounds are about four standard deviations from the middle.
 
     Args:
-        values: shape (launches, values), the launches of A first.
+        values: the values; shape (launches, values). The launches of A come first.
         launches_a: number of launches of A.
     """
     ends = min(launches_a, len(values) - launches_a) // 5
@@ -217,26 +241,27 @@ def fenced(values: np.ndarray, launches_a: int) -> np.ndarray:
 
 
 class Power:
-    """The power of a comparison of launches: the probability that its rule confirms a change of a given size.
+    """The power of a comparison of launches: the probability that the comparison confirms a change of a given size.
 
-    It is simulated with the rule itself. The logarithms of a changed value are normal, with the measured spread; the other values
-    are as measured. The random draws are the same for every spread and change, so the power increases smoothly with the change
-    and the result is reproducible.
+    The power is simulated with the same rule that the comparison uses. The simulation draws the logarithms of the changed value
+    from a normal distribution with the measured spread, and takes all other values as measured. The random draws are the same
+    for every spread and every change. Therefore the power increases smoothly with the change, and the result is reproducible.
 
     Args:
-        launches_a, launches_b: number of launches of each side.
-        largest: the largest statistic among all values in each division of the launches, as `randomization_test` returns it
-            for as many `divisions`.
-        smallest: relative change that a difference must exceed to count.
-        significance: largest p-value that confirms.
+        launches_a, launches_b: number of launches of each set.
+        largest: for each division of the launches, the largest statistic among all values, as `randomization_test` returns it
+            for the same `divisions`.
+        divisions: largest number of divisions of the test.
+        smallest: relative change that a difference must exceed.
+        significance: a change is confirmed if its p-value is at most this number.
     """
 
     def __init__(
         self, launches_a: int, launches_b: int, largest: np.ndarray, *, divisions: int, smallest: float, significance: float
     ):
         self._draws = _draws(launches_a, launches_b, divisions)
-        # In the observed division and its mirror image, a new change is compared only with itself: the step-down has removed all
-        # more significant values, and less significant ones do not matter.
+        # In the observed division and in its mirror image, a new change is compared only with itself. The step-down procedure has
+        # removed all more significant values, and less significant values do not matter.
         self._others = np.where(np.abs(self._draws[1]) > 1 - 1e-9, 0.0, largest[: len(self._draws[1])])
         self._smallest, self._significance = smallest, significance
         self._chances: dict[tuple[float, float], float] = {}
@@ -244,10 +269,12 @@ class Power:
     def chance(self, deviation: float, change: float) -> float:
         """Return the probability that a worsening by `change` (0.03 for 3 %) is confirmed.
 
-        It is at most one half for a change equal to the threshold, because half of the time the estimate is below it.
+        For a change equal to the threshold the probability is at most one half, because half of the estimates are below the
+        threshold.
 
         Args:
-            deviation: standard deviation of the logarithms between launches; rounded to steps of 10 %.
+            deviation: standard deviation of the logarithms between launches. It is rounded to steps of 10 %.
+            change: relative worsening.
         """
         deviation = math.exp(round(math.log(max(deviation, 1e-6)) / _STEP) * _STEP)
         if (deviation, change) not in self._chances:
@@ -255,7 +282,7 @@ class Power:
         return self._chances[deviation, change]
 
     def detectable(self, deviation: float) -> float | None:
-        """Return the smallest worsening that is confirmed with a probability of 80 %; None if not even one of 99 % is."""
+        """Return the smallest worsening that is confirmed with a probability of 80 %. Return None if even 99 % is too small."""
         low, high = self._smallest, _LARGEST
         if self.chance(deviation, high) < WANTED_POWER:
             return None
@@ -271,17 +298,17 @@ class Power:
         observed = deviation * noise[:, 0] + shift * side[0]
         worse = np.flatnonzero(-np.expm1(observed) > self._smallest)
         reach = np.abs(observed[worse, None]) * (1 - 1e-9)
-        # Lengths are the same in all divisions, so the value reaches its own statistic if its difference does.
+        # The length of a value is the same in all divisions, so comparing differences is the same as comparing statistics.
         itself = np.abs(deviation * noise[worse] + shift * side) >= reach
         p_values = np.mean(itself | (self._others >= reach / lengths[worse, None]), axis=1)
         return float(np.count_nonzero(p_values <= self._significance) / len(noise))
 
 
 def log_deviations(values: np.ndarray, launches_a: int) -> np.ndarray:
-    """Return the standard deviation between launches of one side, pooled over the sides; 0 with one launch per side.
+    """Return the standard deviation between launches of the same set, pooled over both sets. It is 0 with one launch per set.
 
     Args:
-        values: logarithms, shape (launches, values), the launches of A first.
+        values: logarithms of the values; shape (launches, values). The launches of A come first.
         launches_a: number of launches of A.
     """
     squares = sum(((side - side.mean(axis=0)) ** 2).sum(axis=0) for side in (values[:launches_a], values[launches_a:]))
@@ -289,14 +316,14 @@ def log_deviations(values: np.ndarray, launches_a: int) -> np.ndarray:
 
 
 def _correlations(differences: np.ndarray, lengths: np.ndarray, smallest: float) -> np.ndarray:
-    """Return, up to a factor, the absolute correlation with the side; 0 for changes that are too small to count."""
+    """Return the absolute correlation with the membership in B, up to a factor. It is 0 for changes of `smallest` or less."""
     counts = (np.abs(np.expm1(differences)) > smallest) & (lengths > 0)
     return np.divide(np.abs(differences), lengths, out=np.zeros_like(differences), where=counts)
 
 
 def _estimate(value: float, resampled: np.ndarray, n: int) -> Estimate:
     low, high = np.quantile(resampled, [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2])
-    # With few samples, rounding can put the median just outside its percentile interval.
+    # With few samples, rounding can place the median just outside its percentile interval.
     return Estimate(value, min(float(low), value), max(float(high), value), n)
 
 
@@ -307,16 +334,19 @@ def _resampled(n: int, seed: int) -> np.ndarray:
 def _finite(samples) -> np.ndarray:
     values = np.asarray(samples, dtype=np.float64).ravel()
     if len(values) == 0 or not np.isfinite(values).all():
-        raise ValueError(f"{len(values)} samples, {int(np.isfinite(values).sum())} of them finite: nothing to estimate from")
+        raise ValueError(f"an estimate needs finite samples: {int(np.isfinite(values).sum())} of {len(values)} are finite")
     return values
 
 
 @functools.lru_cache(maxsize=16)
 def _draws(launches_a: int, launches_b: int, divisions: int) -> tuple:
-    """Return statistics of standard normal launches.
+    """Return statistics of simulated launches with standard normal values.
 
-    The differences of means in each division, shape (trials, divisions); the same for a value that is 0 in A and 1 in B, shape
-    (divisions,); and sums over the launches: squares and products with the side, both of shape (trials,), and the squared side.
+    Returns:
+        A tuple of five statistics. The first two are differences of means in each division: those of the simulated values, of
+        shape (trials, divisions), and those of the membership in B, of shape (divisions,). The other three are sums over the
+        launches: the squares of the values, and the products of value and membership, both of shape (trials,), and the squared
+        membership, a float.
     """
     launches = launches_a + launches_b
     noise = np.random.default_rng(0).standard_normal((POWER_TRIALS, launches))

@@ -1,4 +1,7 @@
-"""Run folders: their names, and their rows, samples, predictions and finished experiments. Each change is one transaction."""
+"""Run folders: their names, their rows, samples and predictions, and their finished experiments.
+
+Each change of a run folder is one transaction.
+"""
 
 import hashlib
 import io
@@ -45,7 +48,7 @@ from hyperion.untrusted import DOCUMENT_BYTES, parse_json
 
 ROWS, RUN, EXPERIMENTS, PREDICTIONS = "rows.csv", "run.json", "experiments.json", "predictions.json"
 ENVIRONMENTS, METRICS = "environments.json", "metrics.json"
-# Names in results/ that are not runs: a link to the newest finished run, and the folder of passports.
+# Names in results/ that are not runs. `latest` is a link to the newest finished run. `passports` is the folder of passports.
 LATEST, PASSPORTS = "latest", "passports"
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _ANEW = "restore the file from where it was copied, or delete the run and measure again"
@@ -53,15 +56,17 @@ _ANEW = "restore the file from where it was copied, or delete the run and measur
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A prediction made before the first sample: the reader's guess and the library's estimate, each of which may be None.
-
-    The fields `notebook` to `metric` are those of the predicted row.
+    """A prediction that was made before the first sample: the reader's guess and the library's estimate.
 
     Args:
-        basis: what the estimate was computed from (ceilings and shapes), or why there is none.
-        input_hash: hash of the inputs of the experiment; another configuration has its own prediction.
+        notebook, experiment, variant, dtype, params, metric: the columns of the predicted row.
+        guess: the reader's guess, or None.
+        estimate: the library's estimate, or None.
+        basis: the ceilings and shapes from which the estimate was computed, or the reason why there is no estimate.
+        input_hash: hash of the inputs of the experiment. Each configuration of an experiment has its own predictions.
         upstream_hash: digest of the earlier rows from which the estimate was computed.
-        each_rank: it predicts the rows of single ranks, not the row of all ranks together.
+        each_rank: if True, this is a prediction for the row of each single rank. If False, it is a prediction for the row of all
+            ranks together.
     """
 
     notebook: str
@@ -98,7 +103,7 @@ class _RecordedSource:
 
 @dataclass(frozen=True)
 class _Environment:
-    """The fields of a fingerprint that pages and comparisons read; other fields are ignored."""
+    """The fields of a fingerprint that the report and comparisons read. Other fields are ignored."""
 
     gpus: list[_Gpu] | None = None
     cpu: _Cpu | None = None
@@ -109,7 +114,7 @@ class _Environment:
 
 @dataclass(frozen=True)
 class _Information:
-    """The fields of run.json that are read; other fields are ignored."""
+    """The fields of run.json that Hyperion reads. Other fields are ignored."""
 
     schema: int
     profile: str | None = None
@@ -138,17 +143,27 @@ class _Finished:
 
 
 class Run:
-    """One folder of results. Methods read verified files and write atomically; several processes may share the folder."""
+    """One folder of results.
+
+    Its methods verify each file that they read, and they write atomically. Several processes may use the same folder.
+
+    Args:
+        folder: the folder. `Run.create` and `Run.open` also create or check it.
+    """
 
     def __init__(self, folder: Path):
         self.folder = Path(folder)
 
     @classmethod
     def create(cls, folder: Path, information: dict) -> "Run":
-        """Make a run folder with a run.json of `information` (environment, versions, hashes).
+        """Create a run folder.
+
+        Args:
+            folder: the folder; it is created if it does not exist.
+            information: content of run.json, such as the environment, versions and hashes.
 
         Raises:
-            StoreError: the folder is not writable, or already holds a run.
+            StoreError: the folder is not writable, or it already contains a run.
         """
         folder = Path(folder)
         if (folder / RUN).exists():
@@ -162,33 +177,41 @@ class Run:
         """Open an existing run.
 
         Raises:
-            StoreError: there is no run in the folder, it has another schema, or it was edited.
+            StoreError: the folder contains no run, or the run has another schema or was edited.
         """
         folder = Path(folder)
         if not (folder / RUN).is_file():
-            raise StoreError("no run here: run.json is missing", where=folder, next_step="name a folder made by `make reproduce`")
+            raise StoreError(
+                "no run here: run.json is missing", where=folder, next_step="name a folder that `make reproduce` created"
+            )
         run = cls(folder)
         schema = run.information().get("schema")
         if schema != SCHEMA_VERSION:
             remedy = "read it with the version of Hyperion that wrote it"
-            raise StoreError(f"run has schema {schema}, this is {SCHEMA_VERSION}", where=folder / RUN, next_step=remedy)
+            raise StoreError(
+                f"run has schema {schema}, but this version reads schema {SCHEMA_VERSION}", where=folder / RUN, next_step=remedy
+            )
         return run
 
     def information(self) -> dict:
         """Return the contents of run.json.
 
         Raises:
-            HyperionError: it is damaged, or a field that pages read has another type.
+            HyperionError: the file is damaged, or a field that Hyperion reads has another type.
         """
         content = self.document(RUN)
         read_form(_Information, content, RUN, extra=True)
         return content
 
     def rows(self, notebook: str | None = None, experiment: str | None = None) -> list[Row]:
-        """Return the validated rows, of one notebook or experiment if named.
+        """Return the validated rows of the run, or only the rows of a notebook or an experiment.
+
+        Args:
+            notebook: if given, return only rows of this notebook.
+            experiment: if given, return only rows of this experiment.
 
         Raises:
-            RowError: a row breaks its metric's rules, or two rows have the same key.
+            RowError: a row breaks the rules of its metric, or two rows have the same key.
         """
         text = _text(read_verified(self.folder, ROWS), self.folder / ROWS)
         rows = rows_from_csv(text, where=self.folder / ROWS, metrics=self.own_metrics())
@@ -201,7 +224,8 @@ class Run:
     def own_metrics(self) -> dict[str, list[Metric]]:
         """Return the definitions of the metrics in this run that are not built in, by "notebook/experiment".
 
-        Only rows of this run use them: this process's registered metrics stay as they are, and do not count here.
+        Only rows of this run use these definitions. The definitions do not change the metrics that this process registered, and
+        registered metrics are not used for the rows of this run.
 
         Raises:
             HyperionError: the file is damaged, has another form, or redefines a built-in metric.
@@ -209,10 +233,10 @@ class Run:
         return own_metrics_from_json(self._json_of(METRICS), self.folder / METRICS)
 
     def samples(self, notebook: str, experiment: str) -> pd.DataFrame:
-        """Return the raw samples and curves of an experiment, as it recorded them.
+        """Return the raw samples and curves that an experiment recorded.
 
         Raises:
-            StoreError: the file is damaged, or is no table of numbers, texts and lists of numbers of a bounded size.
+            StoreError: the file is damaged, is too large, or contains other types than numbers, texts and lists of numbers.
         """
         name = samples_name(notebook, experiment)
         return read_samples(read_verified(self.folder, name), self.folder / name)
@@ -230,17 +254,22 @@ class Run:
         provenance: dict | None = None,
         environment: dict | None = None,
     ) -> None:
-        """Store a finished experiment: its rows replace those of an earlier go at it, its samples lie beside.
+        """Store the rows and the samples of a finished experiment. They replace earlier rows and samples of this experiment.
 
         Args:
-            input_hash: hash of everything the result depends on; `finished` answers by it.
-            source: the data source the experiment took, if any.
-            data: identity of the data sets it took, as `data_identity` tells it.
-            provenance: what it was measured under: profile, seed, sizes, versions, source (JSON-able).
-            environment: the machine and software in full; kept once, provenance["environment"] is its digest.
+            notebook, experiment: names of the notebook and the experiment.
+            rows: the rows.
+            samples: the raw samples and curves.
+            input_hash: hash of everything that the result depends on. `finished` returns it.
+            source: the data source that the experiment used, or "".
+            data: identity of the data sets that the experiment used, as `data_identity` returns it.
+            provenance: conditions of the measurement: profile, seed, sizes, versions and source, as JSON values.
+            environment: full description of the machine and the software. Each environment is stored once, and
+                provenance["environment"] is its digest.
 
         Raises:
-            RowError: a row breaks its metric's rules, names another experiment, or occurs twice. Nothing is stored then.
+            RowError: a row breaks the rules of its metric, belongs to another experiment, or occurs twice. Then nothing is
+                stored.
         """
         require_file_names(notebook, experiment)
         rows = _checked(notebook, experiment, rows)
@@ -252,7 +281,7 @@ class Run:
                 files[ENVIRONMENTS] = _json(self.environments() | {digest: environment})
             buffer = io.BytesIO()
             samples.to_parquet(buffer, index=False)
-            read_samples(buffer.getvalue(), samples_name(notebook, experiment))  # what cannot be read is not stored
+            read_samples(buffer.getvalue(), samples_name(notebook, experiment))  # raises an error for samples that cannot be read
             self.write(
                 files
                 | self._rows_files(notebook, experiment, rows)
@@ -264,7 +293,7 @@ class Run:
         note_experiment(notebook, experiment, MEASURED)
 
     def confirm(self, notebook: str, experiment: str, rows: Iterable[Row]) -> None:
-        """Keep a stored experiment and report it as kept. Its rows may have new predictions; all else stays unchanged."""
+        """Keep a stored experiment and report to the driver that it was kept. Only the predictions in its rows may change."""
         rows = _checked(notebook, experiment, rows)
         with locked(self.folder, WRITER_LOCK, create=True):
             if rows != self.rows(notebook, experiment):
@@ -274,12 +303,14 @@ class Run:
     def finished(self, notebook: str, experiment: str) -> dict | None:
         """Return {input_hash, rows, source, data, provenance} of a stored experiment, or None if it is not finished.
 
-        The provenance states profile, seed and environment of the experiment, which may differ from those in run.json.
+        The provenance states the profile, the seed and the environment of the experiment. They may differ from those in run.json.
         """
         return self.experiments().get(f"{notebook}/{experiment}")
 
     def environments(self) -> dict[str, dict]:
-        """Return the environments that experiments of this run were measured in, by the digest in their provenance.
+        """Return the environments in which the experiments of this run were measured, by digest.
+
+        The provenance of an experiment contains the digest of its environment.
 
         Raises:
             HyperionError: the file is damaged, or an environment does not match its digest.
@@ -293,22 +324,22 @@ class Run:
         return environments
 
     def predict(self, predictions: Iterable[Prediction]) -> None:
-        """Store predictions before the first sample. A stored prediction is not changed, with two exceptions.
+        """Store predictions before the first sample. A stored prediction does not change, with two exceptions.
 
-        A missing guess is added if the experiment is not finished. If the rows from which the estimates of a configuration were
-        computed have changed, all its estimates are replaced; the reader's guess is kept.
+        First, a missing guess is added if the experiment is not finished. Second, the estimates of a configuration are replaced
+        if the rows from which they were computed have changed. The reader's guess is kept.
         """
         with locked(self.folder, WRITER_LOCK, create=True):
             written, experiments = self.predictions(), self.experiments()
             for prediction in predictions:
                 finished = experiments.get(f"{prediction.notebook}/{prediction.experiment}")
                 if finished is not None and finished["input_hash"] == prediction.input_hash:
-                    prediction = replace(prediction, guess=None)  # too late
+                    prediction = replace(prediction, guess=None)  # the experiment is already measured, so a guess is too late
                 written = _with_prediction(written, prediction)
             self.write({PREDICTIONS: _json([asdict(p) for p in written])})
 
     def predictions(self, notebook: str | None = None, experiment: str | None = None) -> list[Prediction]:
-        """Return the stored predictions, of one notebook or experiment if named."""
+        """Return the stored predictions of the run, or only those of a notebook or an experiment if it is given."""
         if PREDICTIONS not in manifest_names(self.folder):
             return []
         predictions = read_form(list[Prediction], self.document(PREDICTIONS), PREDICTIONS)
@@ -324,7 +355,7 @@ class Run:
             return {name: entry["sha256"] for name, entry in read_manifest(self.folder).entries.items()}
 
     def write(self, contents: dict[str, bytes]) -> None:
-        """Add or replace files of the run (paths relative to it) as one transaction."""
+        """Add or replace files of the run as one transaction. The paths are relative to the folder of the run."""
         commit(self.folder, contents)
 
     def read(self, name: str) -> bytes:
@@ -332,10 +363,10 @@ class Run:
         return read_verified(self.folder, name)
 
     def document(self, name: str):
-        """Return a verified JSON file of the run, parsed.
+        """Return the parsed content of a JSON file of the run, after verifying the file.
 
         Raises:
-            StoreError: it is damaged, is not JSON, or is larger than 64 MiB.
+            StoreError: the file is damaged, is not JSON, or is larger than 64 MiB.
         """
         content = read_verified(self.folder, name)
         if len(content) > DOCUMENT_BYTES:
@@ -345,7 +376,7 @@ class Run:
         return parse_json(content, StoreError, _ANEW, where=self.folder / name)
 
     def verify(self) -> list[str]:
-        """Verify every file with the manifest, every row with its rules, and the documents with each other.
+        """Verify that files match the manifest, that rows follow their rules, and that the JSON files agree with each other.
 
         `hyperion.results.evidence.verify_run` also recomputes rows from their samples.
 
@@ -353,16 +384,16 @@ class Run:
             The names of the verified files.
 
         Raises:
-            HyperionError: the first damaged file or broken rule.
+            HyperionError: a file is damaged or a rule is broken. The message describes the first fault.
         """
         names = verify_folder(self.folder)
         rows, experiments, environments = self.rows(), self.experiments(), self.environments()
         used = {(f"{row.notebook}/{row.experiment}", row.metric) for row in rows}
         for name, metrics in self.own_metrics().items():
             if unused := [metric.name for metric in metrics if (name, metric.name) not in used]:
-                fault = f"{METRICS} defines {unused[0]} for {name!r:.200}, which has no row of it in {ROWS}"
+                fault = f"{METRICS} defines {unused[0]} for {name!r:.200}, which has no row of this metric in {ROWS}"
                 raise StoreError(fault, where=self.folder / METRICS, next_step=_ANEW)
-        # Reading validates them.
+        # Reading these files validates them.
         _ = self.information(), self.predictions()
         counted = Counter(f"{row.notebook}/{row.experiment}" for row in rows)
         for name, entry in experiments.items():
@@ -379,7 +410,7 @@ class Run:
         return names
 
     def _rows_files(self, notebook: str, experiment: str, rows: list[Row]) -> dict[str, bytes]:
-        """Return rows.csv with these rows of an experiment in place of its earlier ones, and the metrics that they define."""
+        """Return the new content of rows.csv and metrics.json. The given rows replace earlier rows of the experiment."""
         rows = [row for row in self.rows() if (row.notebook, row.experiment) != (notebook, experiment)] + rows
         metrics, files = own_metrics(rows), {ROWS: rows_to_csv(rows).encode()}
         if metrics or METRICS in manifest_names(self.folder):
@@ -387,10 +418,10 @@ class Run:
         return files
 
     def experiments(self) -> dict[str, dict]:
-        """Return the entries of all stored experiments (see `finished`), by "notebook/experiment".
+        """Return the entries of all stored experiments by "notebook/experiment". `finished` describes the fields of an entry.
 
         Raises:
-            HyperionError: the file is damaged, or an entry has another form.
+            HyperionError: the file is damaged, or an entry does not have the expected fields.
         """
         found = self._json_of(EXPERIMENTS)
         read_form(dict[str, _Finished], found, EXPERIMENTS, extra=True)
@@ -403,11 +434,11 @@ class Run:
 
 
 def new_run_folder(name: str, results: Path | None = None) -> Path:
-    """Make a new folder for a run; simultaneous callers get different folders.
+    """Create a new folder for a run. Processes that call this function at the same time get different folders.
 
     Args:
-        name: name of the run, such as a profile, in letters, digits, '.', '_' and '-'.
-        results: folder of all runs, default `results_folder()`.
+        name: name of the run, such as a profile. It consists of letters, digits, '.', '_' and '-'.
+        results: folder of all runs; default: `results_folder()`.
     """
     results = results or results_folder()
     make_folder(results)
@@ -426,18 +457,19 @@ def checked_name(name: str) -> str:
     """Return `name` if it is a valid name of a run.
 
     Raises:
-        HyperionError: it has other characters, or is `latest`, `reference` or `passports`.
+        HyperionError: the name has other characters than letters, digits, '.', '_' and '-', or it is `latest`, `reference` or
+            `passports`.
     """
     if not _RUN_NAME.fullmatch(name) or name in (LATEST, PASSPORTS, reference_folder().name):
         raise HyperionError(
-            f"{name!r} cannot name a run",
+            f"{name!r} cannot be the name of a run",
             next_step="use letters, digits, '.', '_' and '-', and not latest, passports or reference",
         )
     return name
 
 
 def set_latest(run: Path) -> None:
-    """Set the link results/latest to a finished run, atomically."""
+    """Make the link results/latest point to a finished run. The change is atomic."""
     temporary = run.parent / f".{LATEST}.{os.getpid()}"
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(run.name)
@@ -445,10 +477,13 @@ def set_latest(run: Path) -> None:
 
 
 def find_run(name: str) -> Path:
-    """Return the folder of a run by its path, its name, `latest`, or the name of a reference machine.
+    """Return the folder of a run.
+
+    Args:
+        name: path of the run, its name, `latest`, or the name of a reference machine.
 
     Raises:
-        HyperionError: there is no such run; the message lists all runs.
+        HyperionError: there is no such run. The message lists all runs.
     """
     places = [Path(name), results_folder() / name, reference_folder() / name]
     for place in places:
@@ -461,12 +496,12 @@ def find_run(name: str) -> Path:
 
 
 def environment_digest(environment: dict) -> str:
-    """Return the name of an environment in environments.json and in provenances: 16 hexadecimal digits."""
+    """Return the digest of an environment: 16 hexadecimal digits. It is used in environments.json and in provenances."""
     return hashlib.sha256(_json(environment)).hexdigest()[:16]
 
 
 def samples_name(notebook: str, experiment: str) -> str:
-    """Return the name of an experiment's samples in its run."""
+    """Return the path of an experiment's file of samples, relative to the folder of the run."""
     return f"samples/{notebook}.{experiment}.parquet"
 
 
@@ -482,7 +517,7 @@ def _checked(notebook: str, experiment: str, rows: Iterable[Row]) -> list[Row]:
 
 
 def _with_prediction(written: list[Prediction], new: Prediction) -> list[Prediction]:
-    """Return the predictions with a new one; the first prediction of a configuration has the reader's guess."""
+    """Return the stored predictions with a new prediction added. The first prediction of a configuration has the guess."""
 
     def configuration(p: Prediction) -> tuple:
         return p.notebook, p.experiment, p.input_hash

@@ -215,7 +215,7 @@ def test_many_at_once_get_a_folder_each(tmp_path):
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "latest", "reference", "a b"])
 def test_a_name_that_cannot_be_a_folder_is_refused(tmp_path, name):
-    with pytest.raises(HyperionError, match="cannot name a run"):
+    with pytest.raises(HyperionError, match="cannot be the name of a run"):
         new_run_folder(name, tmp_path)
 
 
