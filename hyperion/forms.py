@@ -1,4 +1,7 @@
-"""Read parsed JSON and TOML as dataclasses, strictly: what does not fit is refused with its place, the fault and the value."""
+"""Convert parsed JSON and TOML to dataclasses, with strict checks of all fields.
+
+If a value does not fit its field, the error states the field, what is wrong, and the value.
+"""
 
 import functools
 import json
@@ -14,28 +17,30 @@ Form = TypeVar("Form")
 
 
 class FieldError(HyperionError):
-    """A field that is unknown, missing or has a value that does not fit."""
+    """Raised if a field is unknown, is missing, or has a value that does not fit."""
 
 
 def read_form(form: type[Form], value: object, place: str, extra: bool = False) -> Form:
-    """Return `value`, as `json.loads`, `tomllib.loads` or `dataclasses.asdict` returned it, as `form`.
+    """Return `value` as an instance of the type `form`.
 
-    Neither "8", 8.0 nor True is a whole number, and numbers must be finite. The fields of dataclasses may have constraints of
-    pydantic, such as Annotated[float, Field(gt=0)]. A ValueError of `__post_init__` is reported with the place of the dataclass.
+    The check is strict. For an integer field, "8", 8.0 and True are errors, and numbers must be finite. Fields of dataclasses may
+    have constraints of pydantic, such as Annotated[float, Field(gt=0)]. If `__post_init__` raises a ValueError, the error message
+    contains the place of the dataclass.
 
     Args:
-        form: a dataclass, or another type that pydantic knows, such as dict[str, X].
-        place: the name of the value, for the error; the field follows it.
-        extra: ignore fields that a dataclass does not have instead of refusing them.
+        form: a dataclass, or another type that pydantic supports, such as dict[str, X].
+        value: the result of `json.loads`, `tomllib.loads` or `dataclasses.asdict`.
+        place: name of the value for error messages. The name of the field is appended to it.
+        extra: if True, fields that a dataclass does not have are ignored. If False, they are errors.
 
     Raises:
-        FieldError: names the first field that does not fit, what is wrong, and its value.
+        FieldError: a field does not fit. The message names the first such field, what is wrong, and the value.
     """
     from pydantic import ValidationError
 
     document = {place: value}
     try:
-        # By way of JSON: there a strict form takes lists for tuples and tables for nested dataclasses.
+        # Pass the document as JSON: only then does pydantic's strict mode accept lists for tuples and dicts for dataclasses.
         return _adapter(form, extra).validate_json(json.dumps(document, default=_refuse))[place]
     except ValidationError as error:
         first = error.errors()[0]
@@ -52,10 +57,11 @@ def read_form(form: type[Form], value: object, place: str, extra: bool = False) 
 
 @functools.cache
 def _adapter(form: Any, extra: bool) -> "TypeAdapter":
-    # Imported here: importing `hyperion.results` should not take the time of importing pydantic.
+    # pydantic is imported here, so that `import hyperion.results` stays fast.
     from pydantic import ConfigDict, TypeAdapter
 
-    # Inside a dict, because pydantic allows no settings for a dataclass at the top; so the place is a part of its errors, too.
+    # The form is wrapped in a dict, because pydantic does not accept settings for a dataclass at the top level. The key of the
+    # dict is the place, so that pydantic's errors contain the place.
     settings = ConfigDict(strict=True, extra="ignore" if extra else "forbid", allow_inf_nan=False)
     inside = dict[str, form]  # pyright: ignore[reportInvalidTypeForm]  # known only when this runs
     return TypeAdapter(inside, config=settings)
@@ -72,13 +78,13 @@ def _place(location: Sequence[int | str], document: Any) -> str:
             document = document[part]
             name = document.get("name") if isinstance(document, dict) else None
             place += f"[{part}: {name!r:.60}]" if isinstance(name, str) else f"[{part}]"
-        # Any other part names a member of a union of types.
+        # Any other part of the location is the name of a type in a union.
     return place.removeprefix(".")
 
 
 def _refuse(value: object) -> None:
-    raise _field_error(f"{value!r:.60} is no text, number, list or table")
+    raise _field_error(f"{value!r:.60} is not a text, number, list or table")
 
 
 def _field_error(what: str) -> FieldError:
-    return FieldError(what, next_step="write it with the version of Hyperion that reads it")
+    return FieldError(what, next_step="write the file with the same version of Hyperion that reads it")

@@ -65,7 +65,7 @@ def test_what_was_written_is_read_back(whole):
         ({"parts": [{"name": "a", "size": "8"}]}, "whole.parts[0: 'a'].size must be a valid integer, not '8'"),
         ({"parts": [{"name": "a", "size": 8.0}]}, "whole.parts[0: 'a'].size must be a valid integer, not 8.0"),
         ({"parts": [{"name": "a", "size": -1}]}, "whole.parts[0: 'a']: size is negative"),
-        ({"free": {"day": date(2026, 11, 23)}}, "datetime.date(2026, 11, 23) is no text, number, list or table"),
+        ({"free": {"day": date(2026, 11, 23)}}, "datetime.date(2026, 11, 23) is not a text, number, list or table"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(change, said):

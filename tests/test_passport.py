@@ -85,7 +85,7 @@ def changed(path: str, value) -> dict:
 TAMPERED = [
     ("ceilings/1/value", 1355.0, "ceilings", "ceilings[1].value: is"),
     ("fingerprint/driver", "amdgpu 9", "fingerprint", ""),
-    ("floors/verdicts/0/outcome", "not met", "floors", "floors.verdicts[0].outcome: is 'not met', the rows say 'met'"),
+    ("floors/verdicts/0/outcome", "not met", "floors", "floors.verdicts[0].outcome: is 'not met', but the rows say 'met'"),
     ("created", "2030-01-01", "whole", ""),
 ]
 
@@ -101,32 +101,32 @@ def test_a_change_shows_in_the_hash_of_its_section(tmp_path, path, value, sectio
     [
         ("ceilings/1/value", 1700.0, "ceilings[1]: row of bandwidth_gb_s lies outside its own interval"),
         ("ceilings/1/ci_low", 1400.0, "ceilings[1]: row of bandwidth_gb_s lies outside its own interval"),
-        ("ceilings/1/n", 7, "ceilings[1].n: is 7, at least 30"),
+        ("ceilings/1/n", 7, "ceilings[1].n: is 7, but at least 30"),
         ("ceilings/1/n", None, "ceilings[1]: row of bandwidth_gb_s lacks n"),
-        ("ceilings/1/unit", "GiB/s", "ceilings[1].unit: is 'GiB/s', bandwidth_gb_s is in 'GB/s'"),
+        ("ceilings/1/unit", "GiB/s", "ceilings[1].unit: is 'GiB/s', but the unit of bandwidth_gb_s is 'GB/s'"),
         ("ceilings/1/check_error", 0.5, "ceilings[1]: row of bandwidth_gb_s failed its check"),
         ("ceilings/1/metric", "speedup", "ceilings[1].metric: is 'speedup'"),
         ("ceilings/1/metric", "luck", "ceilings[1].metric: is 'luck'"),
-        ("ceilings/1/limit", None, "ceilings[1].limit: is None, the data sheet has 1638.4"),
-        ("ceilings/1/limit", 9999.0, "ceilings[1].limit: is 9999.0, the data sheet has 1638.4"),
+        ("ceilings/1/limit", None, "ceilings[1].limit: is None, but the data sheet has 1638.4"),
+        ("ceilings/1/limit", 9999.0, "ceilings[1].limit: is 9999.0, but the data sheet has 1638.4"),
         ("ceilings/1/colour", "red", "ceilings[1].colour: is an unknown field"),
         ("ceilings/1/params", {"elements": 2**28, "cache": "cold", "luck": 1}, "ceilings[1].params.luck: is an unknown field"),
         ("ceilings/1/params/elements", -1, "ceilings[1].params.elements: is -1"),
         ("ceilings/1/params", {"cache": "cold"}, "ceilings[1].params.elements must be a valid integer, not None"),
         ("ceilings/1/value", "fast", "ceilings[1].value must be a valid number, not 'fast'"),
         ("ceilings/2", None, "ceilings[2] must be an object"),
-        ("floors/verdicts/0/value", 1000, "floors.verdicts[0].value: is 1000, its source says 1200"),
-        ("floors/verdicts/0/measured", 1.0, "floors.verdicts[0].measured: is 1.0, the rows say 1350"),
+        ("floors/verdicts/0/value", 1000, "floors.verdicts[0].value: is 1000, but its source says 1200"),
+        ("floors/verdicts/0/measured", 1.0, "floors.verdicts[0].measured: is 1.0, but the rows say 1350"),
         ("floors/verdicts/0/quantity", "luck", "floors.verdicts: has 'luck'"),
         ("floors/unknown", "no idea", "floors: must have either verdicts or a reason"),
         ("fingerprint/color", "red", "unknown field fingerprint.color"),
         ("fingerprint/gpus/0/name", 3, "fingerprint.gpus[0].name must be a valid string, not 3"),
         ("fingerprint/packages", {"torch": "/home/me/torch"}, "fingerprint.packages.torch: contains a path"),
         ("fingerprint/source", {"hash": "x"}, "missing field fingerprint.source.commit"),
-        ("device", "NVIDIA H200", "device: is 'NVIDIA H200', the fingerprint says 'AMD Instinct MI250X/MI250'"),
-        ("devices", 4, "devices: is 4, the fingerprint has 8"),
+        ("device", "NVIDIA H200", "device: is 'NVIDIA H200', but the fingerprint says 'AMD Instinct MI250X/MI250'"),
+        ("devices", 4, "devices: is 4, but the fingerprint has 8"),
         ("created", "yesterday", "created: is not a date"),
-        ("schema", 2, "schema: is 2, this version reads 1"),
+        ("schema", 2, "schema: is 2, but this version of Hyperion reads schema 1"),
         ("ceilings", [], "ceilings: contains no value"),
         ("extra", 1, "unknown field extra"),
     ],
@@ -138,7 +138,7 @@ def test_a_change_with_the_hashes_made_anew_is_still_refused_by_its_field(tmp_pa
 def test_a_value_beyond_the_data_sheet_is_refused_though_its_own_limit_allows_it(tmp_path):
     content = of_node()
     content["ceilings"][1] |= {"value": 3000.0, "ci_low": 2990.0, "ci_high": 3010.0, "limit": 3276.8}  # the module's
-    assert "ceilings[1].limit: is 3276.8, the data sheet has 1638.4" in refusal(tmp_path, content)
+    assert "ceilings[1].limit: is 3276.8, but the data sheet has 1638.4" in refusal(tmp_path, content)
     content["ceilings"][1] |= {"limit": 1638.4}
     assert "beyond its limit" in refusal(tmp_path, content)
 

@@ -1,6 +1,6 @@
-"""Facts about a machine from torch and the operating system, its devices, and the fingerprint that a run stores of it.
+"""Facts about a machine from torch and the operating system, the devices of the machine, and its fingerprint for a run.
 
-All vendor-specific code works on `MachineFacts`, so tests can run it with the facts of any machine.
+All vendor-specific code takes `MachineFacts` as its input, so that tests can run it with the facts of any machine.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ VISIBLE_DEVICE_VARIABLES = (
     "GPU_DEVICE_ORDINAL",
     "CUDA_DEVICE_ORDER",
 )
-# Variables that select the visible devices, by precedence: ROCm obeys CUDA's variable if its own is not set.
+# Variables that select the visible devices. The first one that is set is used: without its own variable, ROCm uses CUDA's.
 _VARIABLES = {"cuda": ("CUDA_VISIBLE_DEVICES",), "rocm": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")}
 PACKAGES = (
     "torchvision",
@@ -53,14 +53,15 @@ _PREFIXES = ("NCCL_", "RCCL_", "TORCH_NCCL_")
 # Variables of other libraries that disable the same in-switch reductions.
 _OTHER_SETTINGS = ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
 _HOST_SETTINGS = ("NCCL_COMM_ID", "NCCL_HOSTID")
-# Switches, numbers, sizes, names of algorithms, links and adapters. Paths contain other characters.
+# Values that contain only these characters are switches, numbers, sizes, or names of algorithms, links and adapters. Paths
+# contain other characters.
 _PLAIN = re.compile(r"[\w.,:;^=+ -]*", re.ASCII)
 _ADDRESS = re.compile(r"\d+(\.\d+){3}|[0-9a-fA-F]*::")
 
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """One GPU as PyTorch enumerates it. Sizes in bytes, clocks in MHz; None if torch does not report it."""
+    """One GPU as PyTorch reports it. Sizes are in bytes and clocks in MHz. A value that torch does not report is None."""
 
     name: str
     total_memory_bytes: int
@@ -78,7 +79,10 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """Facts about a machine: software versions, visible GPUs, CPU, operating system. No paths, user names or host names."""
+    """Facts about a machine: software versions, visible GPUs, CPU and operating system.
+
+    They contain no paths, user names or host names.
+    """
 
     python: str
     torch: str | None
@@ -99,9 +103,9 @@ class MachineFacts:
 
 
 def collect_facts() -> MachineFacts:
-    """Read this machine. Imports torch; what cannot be read is None.
+    """Return the facts about this machine. This function imports torch. Facts that cannot be read are None.
 
-    If torch sees a GPU but cannot open it, `gpu_error` holds torch's message.
+    If torch sees a GPU but cannot open it, `gpu_error` contains torch's message.
     """
     import torch
 
@@ -127,14 +131,14 @@ def collect_facts() -> MachineFacts:
 
 
 def detect(facts: MachineFacts | None = None, index: int = 0) -> Device:
-    """Return GPU number `index` if torch sees GPUs, else the CPU.
+    """Return the GPU with the number `index` if torch sees GPUs, else the CPU.
 
     Args:
-        facts: facts about the machine; None reads this machine.
-        index: PyTorch's device number (only visible devices are counted).
+        facts: facts about the machine. None reads the facts of this machine.
+        index: PyTorch's device number, which counts visible devices only.
 
     Raises:
-        HardwareError: there is no GPU of this index, or a GPU cannot be opened.
+        HardwareError: there is no GPU with this index, or a GPU cannot be opened.
     """
     facts = facts or collect_facts()
     if facts.gpu_error:
@@ -175,15 +179,15 @@ def detect_cpu(facts: MachineFacts | None = None) -> Device:
 
 
 def one_at_a_time(device: Device, count: int, environment: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return, for each accelerator that can be used independently, the variables that make only it visible; [] for a CPU.
+    """Return environment variables for each accelerator that can be used independently of the others.
 
-    The two dies of an MI250X share the power of the module, so work on one slows down the other. Only one die of each pair is
-    returned.
+    Each entry of the list makes only one accelerator visible. For a CPU the list is empty. The two dies of an MI250X module share
+    the power of the module, so work on one die slows down the other die. Therefore the list contains only one die of each module.
 
     Args:
         device: the first visible device.
         count: number of visible devices.
-        environment: environment variables, which may select visible devices by number or UUID.
+        environment: current environment variables, which may select visible devices by number or by UUID.
     """
     variables = _VARIABLES.get(device.kind)
     if variables is None:
@@ -193,15 +197,15 @@ def one_at_a_time(device: Device, count: int, environment: Mapping[str, str]) ->
     sheet, _ = lookup(device)
     if sheet is not None and "(one GCD)" in sheet.name:
         names = list({_module(place, name): name for place, name in reversed(list(enumerate(names)))}.values())[::-1]
-    # All variables get the same value, because it depends on the build of torch which one is read.
+    # All variables get the same value, because the build of torch determines which variable is read.
     return [dict.fromkeys(variables, name) for name in names]
 
 
 def parse_gcn_arch(name: str) -> str:
-    """Return the architecture of a gcnArchName: 'gfx90a' of 'gfx90a:sramecc+:xnack-'.
+    """Return the architecture in a gcnArchName, such as 'gfx90a' for 'gfx90a:sramecc+:xnack-'.
 
     Raises:
-        HardwareError: it is not a gfx name.
+        HardwareError: the name does not begin with the name of a gfx architecture.
     """
     base = name.split(":", 1)[0]
     if not re.fullmatch(r"gfx[0-9a-f]{3,5}", base):
@@ -214,10 +218,12 @@ def parse_gcn_arch(name: str) -> str:
 
 
 def fingerprint(facts: MachineFacts | None = None) -> dict:
-    """Return the environment of a measurement as JSON. Host name and GPU UUIDs are hashed; there are no paths or user names.
+    """Return the environment of a measurement as JSON values.
 
-    Keys: python, torch, cuda, hip, driver, collectives (nccl or rccl), collective_settings (its environment variables),
-    packages, os, kernel, machine, cpu, gpus, visible_devices, host_hash, source (hash, commit, modified).
+    The host name and the UUIDs of GPUs are hashed. The fingerprint contains no paths and no user names.
+
+    Keys: python, torch, cuda, hip, driver, collectives (version of NCCL or RCCL), collective_settings (environment variables of
+    that library), packages, os, kernel, machine, cpu, gpus, visible_devices, host_hash, source (hash, commit, modified).
     """
     content = asdict(facts or collect_facts())
     for gpu in content["gpus"]:
@@ -227,14 +233,14 @@ def fingerprint(facts: MachineFacts | None = None) -> dict:
 
 
 def facts_of(content: dict, place: str = "fingerprint") -> MachineFacts:
-    """Return the facts in a fingerprint, of this or another machine; UUIDs stay hashed.
+    """Return the facts in a fingerprint of this machine or of another machine. UUIDs stay hashed.
 
     Args:
-        content: the JSON that `fingerprint` returned.
-        place: name of the fingerprint in errors.
+        content: the JSON values that `fingerprint` returned.
+        place: name of the fingerprint for error messages.
 
     Raises:
-        HyperionError: names a field that is unknown, missing or of another type.
+        HyperionError: a field is unknown, missing or of another type. The message names the field.
     """
     return read_form(MachineFacts, {name: value for name, value in content.items() if name != "source"}, place)
 
@@ -257,9 +263,13 @@ def source_hash(folder: Path | None = None) -> str:
 
 
 def git_state(root: Path | None = None, within: str = "hyperion") -> dict[str, str | bool | None]:
-    """Return the commit of the checkout, and whether files below `within` differ from it.
+    """Return the commit of the checkout, and whether files in the folder `within` differ from this commit.
 
-    Without git, the commit is read from a file SOURCE_COMMIT in `root`. What is unknown is None; no error is raised.
+    Without git, the commit is read from the file SOURCE_COMMIT in `root`. Unknown values are None. No error is raised.
+
+    Args:
+        root: folder of the checkout; default: the checkout of this package.
+        within: folder relative to `root`.
     """
     root = root or package_folder().parent
     if (root / ".git").exists():
@@ -277,7 +287,7 @@ def git_state(root: Path | None = None, within: str = "hyperion") -> dict[str, s
 def _detect_gpu(facts: MachineFacts, gpu: GpuFacts, index: int) -> Device:
     rocm = bool(facts.hip)
     arch = parse_gcn_arch(gpu.gcn_arch_name or "") if rocm else f"sm_{gpu.major}{gpu.minor}"
-    # torch reports the L2 only. An Infinity Cache behind it (256 MiB on MI300X) must be flushed, too.
+    # torch reports only the size of the L2 cache. An Infinity Cache (256 MiB on MI300X) is larger and must also be flushed.
     caches = [size for size in (gpu.l2_cache_bytes, data_sheet_cache_bytes(gpu.name, arch)) if size]
     return Device(
         kind="rocm" if rocm else "cuda",
@@ -296,7 +306,7 @@ def _detect_gpu(facts: MachineFacts, gpu: GpuFacts, index: int) -> Device:
 
 
 def _module(place: int, name: str) -> int:
-    """Return the number of a die's module, from the die's number or, without one, from its place in the list."""
+    """Return the number of the module of a die. If the die is not named by a number, its place in the list is used."""
     return (int(name) if name.isdecimal() else place) // 2
 
 
@@ -330,7 +340,7 @@ def _read_gpu(properties) -> GpuFacts:
 
 
 def _pci_address(properties) -> str | None:
-    """Return the PCI address as sysfs writes it, `domain:bus:device.function`; GPUs are function 0."""
+    """Return the PCI address as sysfs writes it: `domain:bus:device.function`. The function of a GPU is 0."""
     parts = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     if any(part is None for part in parts):
         return None
@@ -338,7 +348,10 @@ def _pci_address(properties) -> str | None:
 
 
 def _driver_version() -> str | None:
-    """Return the version of the GPU driver: NVIDIA's from its proc file, AMD's from its module (out-of-tree builds only)."""
+    """Return the version of the GPU driver, or None if it is unknown.
+
+    NVIDIA's driver reports its version in /proc. AMD's driver reports it in /sys, but only if it was built out of tree.
+    """
     nvidia = Path("/proc/driver/nvidia/version")
     if nvidia.is_file():
         found = re.search(r"(\d+\.\d+(?:\.\d+)?)\s", nvidia.read_text(errors="replace"))
@@ -374,9 +387,10 @@ def _os_name() -> str:
 
 
 def collective_settings(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that configure collectives, by name.
+    """Return the environment variables that configure collectives, by name.
 
-    A value that may contain a path, a host or an address is hashed: rows can be published, and different values still differ.
+    A value that may contain a path, a host name or an address is replaced by its hash, because the result may be published.
+    Different values have different hashes.
     """
     names = sorted(name for name in variables if name.startswith(_PREFIXES) or name in _OTHER_SETTINGS)
     return {name: _hashed(variables[name]) if _private(name, variables[name]) else variables[name] for name in names}
@@ -394,7 +408,10 @@ def _hashed(value: str) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    """Return git's output, or None if git is missing, times out or fails (no commit yet, a checkout of another owner)."""
+    """Return the output of git, or None if git is not installed, times out or fails.
+
+    For example, git fails if there is no commit yet, or if the checkout belongs to another user.
+    """
     try:
         done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

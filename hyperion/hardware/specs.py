@@ -1,7 +1,8 @@
-"""Data sheets: peaks (units x operations per clock x clock), memory and link bandwidth, with their sources.
+"""Data sheets: peak rates, memory bandwidth and link bandwidth of devices, with their sources.
 
-The numbers are in specs.toml (GPUs) and cpu_specs.toml (CPUs), which are validated when they are loaded. A device has a data
-sheet only if its name, architecture, compute units and memory all agree with an entry; else its peaks are None, with a reason.
+A peak rate is units x operations per clock x clock. The numbers are in specs.toml (GPUs) and cpu_specs.toml (CPUs), which are
+validated when they are loaded. A GPU has a data sheet only if its name, architecture, compute units and memory all agree with an
+entry. Otherwise its peaks are None, with a reason.
 """
 
 import functools
@@ -18,7 +19,7 @@ from hyperion.hardware.device import PATHS, Device
 
 SPECS_FILE = Path(__file__).with_name("specs.toml")
 CPU_SPECS_FILE = Path(__file__).with_name("cpu_specs.toml")
-AGREEMENT = 0.01  # largest relative difference of published and derived value without a note
+AGREEMENT = 0.01  # if published and derived value differ by more than this share, the entry needs a note
 MEMORY_TOLERANCE = 0.06  # drivers and ECC reserve a few percent of the memory
 Form = TypeVar("Form")
 # Types of the fields in the files.
@@ -28,18 +29,22 @@ Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 
 
 class SpecificationError(HyperionError):
-    """An invalid specification file."""
+    """Raised if a specification file is invalid."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """One peak in TFLOPS (TOPS for int8), dense.
+    """One peak rate in TFLOPS (TOPS for int8), without sparsity.
 
     Args:
-        derived_tflops: units x operations x clock, at the clock of the published value (of a CPU at the nominal clock).
-        limit_tflops: the same at the maximum clock.
+        path: name of the peak, one of `device.PATHS`.
+        published_tflops: the value that the vendor publishes.
+        derived_tflops: units x operations per clock x clock. The clock is that of the published value, or a CPU's nominal clock.
+        limit_tflops: units x operations per clock x maximum clock.
+        formula: the factors of `limit_tflops` as text.
+        source, date: the vendor's document and its date.
         reason: why `limit_tflops` is None.
-        note: a remark on the number.
+        note: a remark about the numbers.
     """
 
     path: str
@@ -54,7 +59,7 @@ class Peak:
 
     @property
     def nominal_tflops(self) -> float | None:
-        """The estimate for predictions: the published value, else the derived one. It is not a limit."""
+        """The rate for predictions: the published value, or the derived value if none is published. It is not a limit."""
         return self.published_tflops if self.published_tflops is not None else self.derived_tflops
 
     @property
@@ -65,15 +70,19 @@ class Peak:
 
 @dataclass(frozen=True)
 class Specification:
-    """The data sheet of one device. Bandwidths in GB/s (1e9 bytes); link_gb_s is one direction.
+    """The data sheet of one device. Bandwidths are in GB/s (1e9 bytes per second).
 
     Args:
-        memory_bandwidth_gb_s: the published value.
-        memory_bandwidth_limit_gb_s: the larger of the published value and bus width x rate.
+        name: name of the device.
+        peaks: peak rates by the names in `device.PATHS`.
+        memory_bandwidth_gb_s: the published bandwidth of the memory.
+        memory_bandwidth_limit_gb_s: the larger of the published bandwidth and bus width x rate.
         memory_bandwidth_source: source of the bandwidth, or the reason why it is unknown.
-        link: the links and their other ends, or the reason why `link_gb_s` is unknown.
-        link_per_peer_gb_s: the share of one peer; None if one peer can use all of it.
-        link_to_one_peer: `link_gb_s` is the bandwidth to one peer.
+        link_gb_s: bandwidth of the links to other devices in one direction.
+        link: the links and the devices that they connect to, or the reason why `link_gb_s` is unknown.
+        link_per_peer_gb_s: the part of `link_gb_s` that one peer can use. None if one peer can use all of it.
+        link_to_one_peer: if True, `link_gb_s` is the bandwidth to a single peer.
+        link_source: the vendor's document.
     """
 
     name: str
@@ -88,7 +97,11 @@ class Specification:
     link_source: str = ""
 
     def link_limit_gb_s(self, ranks: int) -> tuple[float | None, str]:
-        """Return (most GB/s that one of `ranks` devices of a host can send to the others, source), or (None, reason)."""
+        """Return the bandwidth in GB/s with which one device can send data to the other `ranks` - 1 devices of a host.
+
+        Returns:
+            (bandwidth, source), or (None, reason why the bandwidth is unknown).
+        """
         if self.link_gb_s is None:
             return None, self.link
         if self.link_to_one_peer and ranks > 2:
@@ -97,10 +110,13 @@ class Specification:
         return limit_gb_s, f"{self.link}; {self.link_source}"
 
     def peak(self, path: str) -> Peak:
-        """Return the peak of one of `device.PATHS`; if its limit is None, it has a reason.
+        """Return one peak. If its limit is None, its `reason` says why.
+
+        Args:
+            path: one of `device.PATHS`.
 
         Raises:
-            HyperionError: the path is unknown.
+            HyperionError: `path` is unknown.
         """
         if path not in self.peaks:
             raise HyperionError(f"Unknown peak {path!r}.", next_step=f"Use one of {', '.join(PATHS)}.")
@@ -109,7 +125,7 @@ class Specification:
 
 @dataclass(frozen=True)
 class Source:
-    """A vendor's document. date: YYYY, YYYY-MM or YYYY-MM-DD."""
+    """A vendor's document. Its date is YYYY, YYYY-MM or YYYY-MM-DD."""
 
     publisher: Literal["AMD", "NVIDIA", "Intel"]
     title: Text
@@ -124,7 +140,7 @@ class Source:
 
 @dataclass(frozen=True)
 class PeakEntry:
-    """One peak of one device, or the reason why it has none. The header of specs.toml explains the fields."""
+    """One peak of one device, or the reason why the device has no such peak. The header of specs.toml explains the fields."""
 
     ops: Count | None = None
     limit_ops: Count | None = None
@@ -147,7 +163,7 @@ class PeakEntry:
 
 @dataclass(frozen=True)
 class MemoryEntry:
-    """Device memory: published bandwidth, bus width, and rate per pin in Gbit/s."""
+    """Device memory: published bandwidth, bus width in bits, and rate per pin in Gbit/s."""
 
     bandwidth_gb_s: Quantity
     bus_bits: Count
@@ -172,10 +188,10 @@ class LinkEntry:
 
     Args:
         gb_s: bandwidth in GB/s.
-        to: the links and their other ends.
+        to: the links and the devices that they connect to.
         reason: why the bandwidth is unknown.
-        per_peer_gb_s: the share of a single peer; None if one peer can use all of it (a switch).
-        one_peer: `gb_s` is the bandwidth to one peer; other peers have other links.
+        per_peer_gb_s: the part of the bandwidth that a single peer can use. None if one peer can use all of it, as with a switch.
+        one_peer: if True, `gb_s` is the bandwidth to a single peer, and other peers may have another number of links.
     """
 
     gb_s: Quantity | None = None
@@ -199,7 +215,7 @@ class DeviceEntry:
 
     Args:
         matches: the names that PyTorch gives the device.
-        enumerated_units: the numbers of units that PyTorch may report, if they differ from compute_units.
+        enumerated_units: the numbers of units that PyTorch may report, if these numbers differ from compute_units.
     """
 
     name: Text
@@ -232,7 +248,7 @@ class DeviceEntry:
 
 @dataclass(frozen=True)
 class SpecificationFile:
-    """specs.toml."""
+    """The content of specs.toml."""
 
     sources: dict[str, Source]
     device: Annotated[list[DeviceEntry], Field(min_length=1)]
@@ -247,7 +263,7 @@ class SpecificationFile:
 
 @dataclass(frozen=True)
 class CpuRule:
-    """Operations per cycle of a core with all these flags, for one CPU family of a vendor or for any CPU."""
+    """Operations per cycle of a core that has all these flags. The rule applies to one CPU family of a vendor, or to any CPU."""
 
     flags: Annotated[list[Text], Field(min_length=1)]
     source: Text
@@ -267,7 +283,7 @@ class CpuRule:
 
 @dataclass(frozen=True)
 class CpuRules:
-    """cpu_specs.toml."""
+    """The content of cpu_specs.toml."""
 
     sources: dict[str, Source]
     rule: list[CpuRule]
@@ -277,7 +293,11 @@ class CpuRules:
         require(not unknown, f"unknown source {', '.join(unknown)}")
 
     def best(self, path: str, flags: tuple[str, ...], vendor: str, family: int | None) -> CpuRule | None:
-        """Return the rule for a path: rules of the CPU's family replace general ones, more operations win."""
+        """Return the rule for a peak, or None.
+
+        A rule for the family of the CPU replaces the general rule with the same flags. Of the remaining rules, the rule with the
+        most operations per cycle is returned.
+        """
         fitting = [rule for rule in self.rule if path in rule.ops and rule.applies(set(flags), vendor, family)]
         own = {frozenset(rule.flags) for rule in fitting if rule.vendor}
         fitting = [rule for rule in fitting if rule.vendor or frozenset(rule.flags) not in own]
@@ -285,12 +305,12 @@ class CpuRules:
 
 
 def specification(device: Device) -> Specification | None:
-    """Return the device's data sheet, or None for an unknown or altered device; `lookup` also returns the reason."""
+    """Return the data sheet of a device, or None if no data sheet agrees with the device. `lookup` also returns the reason."""
     return lookup(device)[0]
 
 
 def peak(device: Device, path: str) -> Peak:
-    """Return the device's peak on this path; for an unknown device, an empty one with the reason."""
+    """Return one peak of a device. For an unknown device, the peak has no values, and its `reason` says why."""
     sheet, reason = lookup(device)
     return Peak(path, reason=reason) if sheet is None else sheet.peak(path)
 
@@ -313,7 +333,10 @@ def lookup(device: Device) -> tuple[Specification | None, str]:
 
 
 def data_sheet_cache_bytes(name: str, arch: str) -> int | None:
-    """Return the last-level cache of the data sheet (Infinity Cache included) in bytes, or None for an unknown name."""
+    """Return the size of the last-level cache in the data sheet in bytes, or None for an unknown name.
+
+    An Infinity Cache counts as the last-level cache.
+    """
     for entry in load_specifications().device:
         if entry.arch == arch and any(_plain(name) == _plain(match) for match in entry.matches):
             return int(entry.last_level_cache_mib * 2**20)
@@ -322,29 +345,29 @@ def data_sheet_cache_bytes(name: str, arch: str) -> int | None:
 
 @functools.cache
 def load_specifications(path: Path = SPECS_FILE) -> SpecificationFile:
-    """Read and validate the GPU file.
+    """Read and validate specs.toml.
 
     Raises:
-        SpecificationError: names file, device and field.
+        SpecificationError: the file is invalid. The message names the file, the device and the field.
     """
     return load_file(path, SpecificationFile)
 
 
 @functools.cache
 def load_cpu_rules(path: Path = CPU_SPECS_FILE) -> CpuRules:
-    """Read and validate the CPU file.
+    """Read and validate cpu_specs.toml.
 
     Raises:
-        SpecificationError: names file and field.
+        SpecificationError: the file is invalid. The message names the file and the field.
     """
     return load_file(path, CpuRules)
 
 
 def load_file(path: Path, form: type[Form]) -> Form:
-    """Read a TOML file of this package as the dataclass `form`.
+    """Read a TOML file of this package and return it as an instance of the dataclass `form`.
 
     Raises:
-        SpecificationError: names file, entry and field.
+        SpecificationError: the file is invalid. The message names the file, the entry and the field.
     """
     try:
         return read_form(form, tomllib.loads(path.read_text(encoding="utf-8")), path.name)
@@ -399,7 +422,7 @@ def _gpu_peak(device: Device, entry: DeviceEntry, path: str, entries: Specificat
     if stated.ops is None:
         return Peak(path, reason=stated.reason)
     source = entries.sources[stated.source or entry.source]
-    # The driver may allow a higher clock than the data sheet (factory overclocks), and a limit must use the true maximum.
+    # The driver may allow a higher clock than the data sheet, for example on overclocked cards. A limit needs the true maximum.
     clock_mhz = max((clock for clock in (entry.max_clock_mhz, device.max_clock_mhz) if clock), default=None)
     ops = stated.limit_ops or stated.ops
     return Peak(
@@ -416,7 +439,7 @@ def _gpu_peak(device: Device, entry: DeviceEntry, path: str, entries: Specificat
 
 
 def _cpu_specification(device: Device, rules: CpuRules) -> Specification:
-    """Return a CPU's peaks: cores x operations per cycle of its instruction set x clock. The memory bandwidth is unknown."""
+    """Return the data sheet of a CPU. A peak is cores x operations per cycle x clock. The memory bandwidth is unknown."""
     return Specification(
         name=device.name,
         peaks={path: _cpu_peak(device, rules, path) for path in PATHS},
@@ -448,7 +471,7 @@ def _cpu_peak(device: Device, rules: CpuRules, path: str) -> Peak:
 
 
 def require(holds: object, what: str) -> None:
-    """Raise a ValueError unless it holds; `read_form` adds the place of the entry."""
+    """Raise a ValueError with the message `what` if `holds` is false. `read_form` adds the place of the entry to the message."""
     if not holds:
         raise ValueError(what)
 
@@ -460,12 +483,12 @@ def tera(units: int | None, ops_per_clock: int, clock_mhz: float | None) -> floa
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The roofline of a device: its arithmetic and memory ceilings, from a data sheet or measured.
+    """The roofline of a device: its arithmetic ceiling and its memory ceiling, from a data sheet or from measurements.
 
     Args:
         tflops: arithmetic ceiling in 10¹² FLOP/s.
-        bandwidth_gb_s: memory ceiling in 10⁹ bytes/s; None if unknown.
-        source: source of both.
+        bandwidth_gb_s: memory ceiling in 10⁹ bytes/s. None if it is unknown.
+        source: source of both ceilings.
 
     Source: Williams, Waterman, Patterson, Roofline: an insightful visual performance model, CACM 52 (2009) 65-76.
     """
@@ -476,11 +499,11 @@ class Ceilings:
 
     @property
     def ridge_flop_per_byte(self) -> float | None:
-        """Arithmetic intensity in FLOP per byte above which work is bound by arithmetic; None without a bandwidth."""
+        """Arithmetic intensity in FLOP per byte above which an operation is compute-bound. None without a bandwidth."""
         return self.tflops * 1e3 / self.bandwidth_gb_s if self.bandwidth_gb_s else None
 
     def least_time_s(self, flops: float, traffic_bytes: float) -> float:
-        """Return the larger of arithmetic time and memory time in seconds; arithmetic time alone without a bandwidth."""
+        """Return the larger of arithmetic time and memory time in seconds. Without a bandwidth, return the arithmetic time."""
         arithmetic = flops / (self.tflops * 1e12)
         traffic = traffic_bytes / (self.bandwidth_gb_s * 1e9) if self.bandwidth_gb_s else 0.0
         return max(arithmetic, traffic)

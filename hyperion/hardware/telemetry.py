@@ -1,8 +1,9 @@
 """Clock, power, temperature and throttling of a device, read once or sampled while a block of code runs.
 
-NVIDIA GPUs are read with NVML, AMD GPUs with amdsmi (where ROCm installed it) and sysfs, CPUs with cpufreq. What cannot be read
-is None with a reason, never 0. A reader is a function without arguments. It finds its device by UUID or PCI address, because
-torch's index counts visible devices and the libraries' index counts all of them.
+NVIDIA GPUs are read with NVML. AMD GPUs are read with sysfs, and also with amdsmi if ROCm has installed it. CPUs are read with
+cpufreq. A quantity that cannot be read is None with a reason, and never 0. A reader is a function without arguments that returns
+a `Telemetry`. It finds its device by UUID or PCI address and not by index, because torch's index counts only visible devices,
+while the index of NVML and amdsmi counts all devices.
 """
 
 import functools
@@ -20,7 +21,7 @@ from hyperion.hardware.cpu import system_text, usable_cpus
 from hyperion.hardware.device import Device
 
 QUANTITIES = ("clock_mhz", "memory_clock_mhz", "power_w", "temperature_c", "throttle")
-# NVML's clock event bits that mean a slow-down. The bits for idling and for clocks set by an application do not.
+# NVML's clock event bits that mean a slow-down. NVML has other bits for an idle GPU and for clocks that an application has set.
 NVML_SLOWDOWNS = {
     0x04: "sw_power_cap",
     0x08: "hw_slowdown",
@@ -38,12 +39,17 @@ class Telemetry:
     """One reading, or the medians of `samples` readings.
 
     Args:
+        clock_mhz, memory_clock_mhz: clocks of the device and of its memory.
+        power_w: power.
+        temperature_c: temperature in degrees Celsius.
         throttle: 'none', or the slow-down reasons joined by '+'.
-        power_scope: 'device', or 'module' if the power is that of both dies of an MI250X.
-        unreadable: the reason for each quantity that is None.
-        energy_j: energy counter of the device: in one reading its value; in medians the energy between the first and the last
-            reading. None without a counter.
-        window_s, interval_s: time from the first to the last reading, and between two readings; 0 in a single reading.
+        power_scope: 'device', or 'module' if the power is the sum of both dies of an MI250X.
+        unreadable: for each quantity that is None, the reason.
+        samples: number of readings.
+        energy_j: in a single reading, the value of the device's energy counter. In medians, the energy between the first and the
+            last reading. None without a counter.
+        window_s: time from the first to the last reading. 0 in a single reading.
+        interval_s: time between two readings. 0 in a single reading.
     """
 
     clock_mhz: float | None = None
@@ -63,24 +69,29 @@ Reader = Callable[[], Telemetry]
 
 
 def read(device: Device) -> Telemetry:
-    """Return the state of the device now. An unreadable quantity is None, with its reason in `unreadable`."""
+    """Return the current state of the device. A quantity that cannot be read is None, and `unreadable` contains the reason."""
     return reader_for(device)()
 
 
 @functools.cache
 def reader_for(device: Device) -> Reader:
-    """Return the reader (NVML, amdsmi, sysfs, cpufreq) of this device."""
+    """Return the reader for this device. It uses NVML, amdsmi, sysfs or cpufreq."""
     return {"cuda": nvml_reader, "rocm": amd_reader, "cpu": cpu_reader}[device.kind](device)
 
 
 class Sampler:
-    """Read a device in a thread about every `interval_s` seconds while the code in a `with` block runs.
+    """Read a device about every `interval_s` seconds in a separate thread while the code in a `with` block runs.
 
         with Sampler(device) as sampler:
             work()
         sampler.telemetry            # medians over the block
 
-    At least one reading is taken. An error of the reader is raised when the block ends.
+    The sampler takes at least one reading. If the reader raises an error, this error is raised at the end of the block.
+
+    Args:
+        device: the device.
+        interval_s: seconds between two readings.
+        reader: function that reads the device; default: `reader_for(device)`.
     """
 
     def __init__(self, device: Device, interval_s: float = 0.1, reader: Reader | None = None):
@@ -115,7 +126,7 @@ class Sampler:
 
     @property
     def telemetry(self) -> Telemetry:
-        """Medians of the readings so far, with all throttling reasons."""
+        """Medians of all readings that were taken so far, with all throttling reasons."""
         readings = list(self._readings)
         moments_s = self._moments_s[: len(readings)]
         window_s = moments_s[-1] - moments_s[0] if readings else 0.0
@@ -123,12 +134,12 @@ class Sampler:
 
 
 def unreadable(reason: str, samples: int = 1) -> Telemetry:
-    """Return a reading without values, with this reason for each."""
+    """Return a reading in which every quantity is None for this reason."""
     return Telemetry(unreadable=dict.fromkeys(QUANTITIES, reason), samples=samples)
 
 
 def from_raw(raw: dict[str, float | str | None], reason: str, power_scope: str = "device") -> Telemetry:
-    """Return a reading of the values of a library; zeros and missing values become None with `reason`."""
+    """Return a reading with the values that a library returned. Zeros and missing values become None with `reason`."""
     values: dict[str, Any] = {name: raw.get(name) or None for name in QUANTITIES}
     missing = {name: reason for name, value in values.items() if value is None}
     scope = power_scope if values["power_w"] else None
@@ -137,7 +148,7 @@ def from_raw(raw: dict[str, float | str | None], reason: str, power_scope: str =
 
 
 def median_of(readings: list[Telemetry]) -> Telemetry:
-    """Return the medians of the values of several readings; a quantity that no reading has keeps its reason."""
+    """Return the medians of several readings. A quantity that no reading contains is None and keeps its reason."""
     if not readings:
         return unreadable("no reading was taken", samples=0)
     medians = {}
@@ -159,12 +170,12 @@ def median_of(readings: list[Telemetry]) -> Telemetry:
 
 
 def _counted_between(first: float | None, last: float | None) -> float | None:
-    """Return the increase of a counter between two readings; None without a counter, or if it was reset in between."""
+    """Return the increase of a counter between two readings. Return None without a counter, or if the counter was reset."""
     return last - first if first is not None and last is not None and last > first else None
 
 
 def nvml_reader(device: Device) -> Reader:
-    """Return the reader of an NVIDIA GPU, which is found by its UUID or else by its PCI address."""
+    """Return the reader for an NVIDIA GPU. NVML finds the GPU by its UUID, or else by its PCI address."""
     try:
         import pynvml
     except ImportError:
@@ -211,7 +222,7 @@ def nvml_throttle(bits: int) -> str:
 
 
 def amd_reader(device: Device, root: Path = Path("/")) -> Reader:
-    """Return the reader of an AMD GPU: amdsmi if ROCm's library is installed, and sysfs for other quantities."""
+    """Return the reader for an AMD GPU. It uses amdsmi if it is installed, and sysfs for all other quantities."""
     address = device.pci_address
     if not address:
         return lambda: unreadable("torch reports no PCI address to find the GPU by")
@@ -231,8 +242,9 @@ def interpret_amd(raw: dict[str, float | str | None], position: str) -> Telemetr
     """Return a reading of an AMD GPU.
 
     Args:
-        position: 'device', or for a die of an MI250X 'first' or 'second'. Only the first die reports power, that of the whole
-            module; the power of a second die is None whatever the driver returns.
+        raw: the values that the driver returned.
+        position: 'first' or 'second' for a die of an MI250X, 'device' for any other GPU. Only the first die reports power, which
+            is the power of the whole module. The power of the second die is None, whatever the driver returns.
     """
     if position == "second":
         reading = from_raw({**raw, "power_w": None, "energy_j": None}, "the driver does not report it for this GPU")
@@ -243,13 +255,13 @@ def interpret_amd(raw: dict[str, float | str | None], position: str) -> Telemetr
 
 
 def gcd_position(device: Device, root: Path = Path("/")) -> str:
-    """Return whether a die of an MI250(X) module is 'first' or 'second' by PCI address; 'device' for any other GPU."""
+    """Return 'first' or 'second' for a die of an MI250(X) module, by its PCI address, and 'device' for any other GPU."""
     if device.arch != "gfx90a" or "MI250" not in device.name:
         return "device"
     dies = sorted(
         folder.name for folder in (root / "sys/bus/pci/devices").glob("*") if system_text(folder / "device") in MI250_PCI_IDS
     )
-    # A die that is not listed counts as first: any power that it reports is then the module's.
+    # A die that is not listed counts as the first die. If it reports power, this is then the power of the module.
     return "second" if device.pci_address in dies and dies.index(device.pci_address) % 2 else "first"
 
 
@@ -274,9 +286,9 @@ def read_amd_sysfs(pci_address: str, root: Path = Path("/")) -> dict[str, float 
 
 
 def _amdsmi_metrics(pci_address: str):
-    """Return a function that reads this GPU with amdsmi, or None without ROCm's library.
+    """Return a function that reads this GPU with amdsmi, or None if ROCm's library libamd_smi.so is not installed.
 
-    The library is looked for first, because without it an amdsmi from a package index fails on import.
+    The existence of the library is checked first. Without it, an amdsmi package from PyPI fails during the import.
     """
     library = Path(os.environ.get("ROCM_PATH", "/opt/rocm")) / "lib" / "libamd_smi.so"
     if not library.is_file() or importlib.util.find_spec("amdsmi") is None:
@@ -289,7 +301,7 @@ def _amdsmi_metrics(pci_address: str):
             if amdsmi.amdsmi_get_gpu_device_bdf(handle).casefold() == pci_address.casefold():
                 return lambda: _read_amdsmi(amdsmi, handle)
     except amdsmi.AmdSmiException:
-        return None  # sysfs still has everything but throttling
+        return None  # sysfs still provides all quantities except throttling
     return None
 
 
@@ -297,7 +309,7 @@ def _read_amdsmi(amdsmi, handle) -> dict[str, float | str | None]:
     try:
         readings = interpret_amdsmi(amdsmi.amdsmi_get_gpu_metrics_info(handle))
     except amdsmi.AmdSmiException:
-        readings = {}  # this firmware has no metrics table; sysfs still has everything but throttling
+        readings = {}  # this firmware has no metrics table; sysfs still provides all quantities except throttling
     try:
         readings["energy_j"] = interpret_amdsmi_energy(amdsmi.amdsmi_get_energy_count(handle))
     except amdsmi.AmdSmiException:
@@ -306,7 +318,7 @@ def _read_amdsmi(amdsmi, handle) -> dict[str, float | str | None]:
 
 
 def interpret_amdsmi_energy(count: dict) -> float | None:
-    """Return the joules of amdsmi's energy counter: ticks times microjoules per tick. ROCm 5 names the ticks 'power'."""
+    """Return the energy in joules from amdsmi's counter: ticks times microjoules per tick. ROCm 5 calls the ticks 'power'."""
     ticks = count.get("energy_accumulator", count.get("power"))
     resolution_uj = count.get("counter_resolution")
     if not isinstance(ticks, int | float) or not isinstance(resolution_uj, int | float):
@@ -315,7 +327,10 @@ def interpret_amdsmi_energy(count: dict) -> float | None:
 
 
 def interpret_amdsmi(metrics: dict) -> dict[str, float | str | None]:
-    """Return amdsmi's gpu_metrics under our names; 'N/A', 65535 and 0 mean that the device does not report the field."""
+    """Return amdsmi's gpu_metrics with the names of `QUANTITIES`.
+
+    The values 'N/A', 65535 and 0 mean that the device does not report the field.
+    """
 
     def value(*names: str) -> float | None:
         for name in names:
@@ -336,9 +351,12 @@ def interpret_amdsmi(metrics: dict) -> dict[str, float | str | None]:
 
 
 def cpu_reader(device: Device, root: Path = Path("/")) -> Reader:
-    """Return the reader of the CPU's clock: cpufreq, else /proc/cpuinfo (except in virtual machines, where it is a constant)."""
+    """Return the reader for the clock of the CPU.
+
+    It uses cpufreq, or else /proc/cpuinfo. In virtual machines it does not use /proc/cpuinfo, where the clock is a constant.
+    """
     files = [root / f"sys/devices/system/cpu/cpu{cpu}/cpufreq/scaling_cur_freq" for cpu in usable_cpus()]
-    files = [file for file in files if file.is_file()][:8]  # a few are enough for the median; reading hundreds takes long
+    files = [file for file in files if file.is_file()][:8]  # a few files are enough for the median; reading hundreds takes long
     power = "CPU power counters need rights that an ordinary user has not"
 
     def read() -> Telemetry:

@@ -1,4 +1,7 @@
-"""Passports: one JSON file per machine with its fingerprint, measured ceilings and floors; to write and to verify."""
+"""Write and verify passports.
+
+A passport is one JSON file with the fingerprint, the measured ceilings and the floors of a machine.
+"""
 
 from hyperion.passport.measure import measure_passport, passport_name, write_passport
 from hyperion.passport.verify import PassportError, verify_passport

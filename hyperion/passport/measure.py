@@ -1,4 +1,4 @@
-"""Measure a passport: the ceilings of this machine within a few minutes, the most important ones first."""
+"""Measure a passport: the ceilings of this machine within a few minutes, with the most important ceilings first."""
 
 import json
 import time
@@ -24,29 +24,30 @@ from hyperion.results import Row, write_atomically
 from hyperion.results.rows import COLUMNS
 
 _LONGEST_MEASUREMENT_S = 5.0
-# A measurement also warms up (half of its time limit), makes its operands and verifies its output.
+# A measurement takes longer than its time limit, because it also warms up, creates its operands and verifies its output. The
+# warm-up alone takes half of the time limit.
 _OVERHEAD = 3.0
 _TRANSFER_BYTES = 256 << 20
 _ALL_REDUCE_BYTES = 1 << 30
 _HANG_S = 120.0
 _LARGEST_GEMM, _SMALLEST_GEMM = 8192, 256
-# Calls per measurement: warm-up and thirty samples, each with a cache flush that takes about as long.
+# Duration of one measurement in calls: the warm-up, thirty samples, and cache flushes that take about as long as a call.
 _CALLS = 45
 _PROBES = 3
 _LARGEST_STREAM, _SMALLEST_STREAM = 1 << 30, 8 << 20
-# At most a tenth of a copy's traffic may stay in the last-level cache, or the copy would not measure memory.
+# At most a tenth of a copy's traffic may stay in the last-level cache. Otherwise the copy would measure the cache.
 _CACHE_MULTIPLE = 10
 _STREAM_DTYPES = ("fp32", "fp64", "fp16", "bf16")
 
 
 @dataclass(frozen=True)
 class PlannedMeasurement:
-    """One measurement that the passport plans, within a share of the time.
+    """One planned measurement of a passport, which gets a share of the remaining time.
 
     Args:
-        name: name for progress lines.
-        measure: measures within the given seconds and returns rows.
-        absent: the row to store, with a reason, if there is no time left.
+        name: name of the measurement in progress lines.
+        measure: function that takes a time limit in seconds and returns rows.
+        absent: the row that is stored with a reason if no time is left.
     """
 
     name: str
@@ -58,8 +59,8 @@ def measure_passport(time_limit_s: float = 300.0, on_line: Callable[[str], objec
     """Measure this machine and return its passport as JSON for `write_passport`.
 
     Args:
-        time_limit_s: approximate duration; measurements that do not fit become rows without a value, with the reason.
-        on_line: called with a line about each measurement.
+        time_limit_s: approximate duration. If no time is left for a measurement, its row has no value and states the reason.
+        on_line: function that is called with one line of text about each measurement.
     """
     deadline = time.monotonic() + time_limit_s
     facts = collect_facts()
@@ -83,13 +84,13 @@ def measure_passport(time_limit_s: float = 300.0, on_line: Callable[[str], objec
 
 
 def write_passport(content: dict, path: Path) -> None:
-    """Write a passport atomically; missing folders are made."""
+    """Write a passport atomically. Folders in `path` that do not exist are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, (json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
 def passport_name(content: dict) -> str:
-    """Return the file name for a passport, from its device: cpu-2-cores.json, nvidia-h200-x4.json."""
+    """Return the file name for a passport. It names the device, such as cpu-2-cores.json or nvidia-h200-x4.json."""
     fingerprint_of, devices = content["fingerprint"], content["devices"]
     if not fingerprint_of["gpus"]:
         return f"cpu-{fingerprint_of['cpu']['cores']}-cores.json"
@@ -98,7 +99,15 @@ def passport_name(content: dict) -> str:
 
 
 def passport_of(facts: MachineFacts, device: Device, devices: int, rows: list[Row], report: FloorReport) -> dict:
-    """Return the passport of a machine, from its facts, the rows measured on it, and the verdicts on its floors."""
+    """Return the passport of a machine as JSON values.
+
+    Args:
+        facts: facts about the machine.
+        device: its first device.
+        devices: number of devices.
+        rows: rows that were measured on the machine.
+        report: the verdicts on the floors of the device.
+    """
     verdicts = tuple(
         FloorVerdict(**asdict(v.floor), outcome=v.outcome, measured=None if v.row is None else v.row.value, note=v.note)
         for v in report.verdicts
@@ -113,14 +122,14 @@ def passport_of(facts: MachineFacts, device: Device, devices: int, rows: list[Ro
         "ceilings": [{column: getattr(row, column) for column in COLUMNS} for row in rows],
         "floors": asdict(FloorSection(report.unknown, verdicts)),
     }
-    content = json.loads(json.dumps(content, allow_nan=False))  # tuples become lists, as after reading the file
+    content = json.loads(json.dumps(content, allow_nan=False))  # tuples become lists, as in a passport that is read from a file
     if place := private_text(content, "passport"):
         raise HyperionError(f"{place} contains a path of this machine", next_step="report this: a passport must not contain any")
     return content | {"hashes": hashes_of(content)}
 
 
 def shareable_fingerprint(facts: MachineFacts) -> dict:
-    """Return the fingerprint without the visible-device variables that contain anything but numbers, such as UUIDs."""
+    """Return the fingerprint without visible-device variables that contain anything other than numbers, such as UUIDs."""
     content = fingerprint(facts)
     plain = {name: value for name, value in content["visible_devices"].items() if value.replace(",", "").isdigit()}
     return content | {"visible_devices": plain}
@@ -130,7 +139,7 @@ def _planned(device: Device, floors: list[Floor]) -> list[PlannedMeasurement]:
     """Return the measurements, the most important ones first."""
     formats = sorted(FORMATS, key=lambda name: name != "fp32")
     streams = [(operation, dtype) for dtype in _STREAM_DTYPES for operation in STREAMS]
-    # An all-reduce uses all devices: see _all_reduces.
+    # All-reduces use all devices. They are measured separately, by `_all_reduces`.
     own = [floor for floor in floors if floor.quantity != "all_reduce"]
     plan = [_planned_gemm(device, formats[0]), *(_planned_stream(device, *stream) for stream in streams[: len(STREAMS)])]
     plan += [_planned_floor(device, floor) for floor in own]
@@ -148,7 +157,7 @@ def _planned_gemm(device: Device, dtype: str) -> PlannedMeasurement:
             return [replace(absent, value_reason=f"unsupported: {how}")]
         return gemm_rows(device, dtype, gemm_size(device, dtype, limit_s), cold=True, time_limit_s=limit_s)
 
-    return PlannedMeasurement(f"product in {dtype}", measure, absent)
+    return PlannedMeasurement(f"matrix product in {dtype}", measure, absent)
 
 
 def _planned_stream(device: Device, operation: str, dtype: str) -> PlannedMeasurement:
@@ -163,7 +172,7 @@ def _planned_floor(device: Device, floor: Floor) -> PlannedMeasurement:
     variant, experiment = ("torch.mm", "gemm") if floor.quantity == "gemm" else (floor.quantity, "bandwidth")
     absent = replace(_absent(experiment, variant, floor.metric, floor.dtype), params={"floor": floor.size})
     return PlannedMeasurement(
-        f"{floor.quantity} in {floor.dtype} as its floor asks for", lambda limit_s: measure_floor(floor, device, limit_s), absent
+        f"{floor.quantity} in {floor.dtype} for its floor", lambda limit_s: measure_floor(floor, device, limit_s), absent
     )
 
 
@@ -189,7 +198,7 @@ def _absent(experiment: str, variant: str, metric: str, dtype: str) -> Row:
 
 
 def _all_reduces(floors: list[Floor], devices: int, device: Device, on_line: Callable[[str], object]) -> list[Row]:
-    """Measure all-reduces over all GPUs in separate processes; with one device, return a row with the reason for no value."""
+    """Measure all-reduces over all GPUs in separate processes. With one device, return a row without a value, with the reason."""
     row = _absent("collectives", "all_reduce", "busbw_gb_s", "fp32")
     if devices < 2 or device.kind == "cpu":
         return [replace(row, params={"ranks": 1}, value_reason="one device: a collective takes at least two ranks")]
@@ -204,7 +213,7 @@ def _all_reduces(floors: list[Floor], devices: int, device: Device, on_line: Cal
 
 
 def all_reduces_on_rank(sizes: list[int]) -> dict:
-    """Run on each rank. The samples are those of the slowest rank, so all ranks return the same rows."""
+    """Measure all-reduces; called on each rank. A sample is the time of the slowest rank, so all ranks return the same rows."""
     here = world()
     with roll_call(_HANG_S) as roll:
         rows = [all_reduce_row(here, roll, "fp32", size, time_limit_s=2.0) for size in sizes]
@@ -214,8 +223,10 @@ def all_reduces_on_rank(sizes: list[int]) -> dict:
 
 
 def gemm_size(device: Device, dtype: str, limit_s: float) -> int:
-    """Return the largest M = N = K, a power of two from 256 to 8192, whose samples take at most `limit_s` and whose matrices
-    take at most an eighth of the memory."""
+    """Return the size M = N = K of a matrix product: the largest power of two from 256 to 8192 that satisfies two limits.
+
+    The samples take at most `limit_s` seconds, and the matrices occupy at most an eighth of the memory.
+    """
     size = _SMALLEST_GEMM
     while size < _LARGEST_GEMM:
         doubled = 2 * size
@@ -228,7 +239,10 @@ def gemm_size(device: Device, dtype: str, limit_s: float) -> int:
 
 
 def stream_bytes(device: Device, operation: str, dtype: str, limit_s: float) -> int:
-    """Return the bytes of one array: larger than the caches, unless its samples would take longer than `limit_s`."""
+    """Return the size of one array in bytes.
+
+    The array is larger than the caches, unless the samples would then take longer than `limit_s` seconds.
+    """
     cache = device.last_level_cache_bytes or 0
     array_bytes = max(_CACHE_MULTIPLE * cache // 2, _LARGEST_STREAM if device.kind != "cpu" else 64 << 20)
     array_bytes = min(array_bytes, device.memory_bytes // 16)
@@ -243,11 +257,11 @@ def _gemm_s(device: Device, dtype: str, size: int) -> float:
         with matmul_precision(FORMATS[dtype]):
             return _call_s(product, device)
     except (HyperionError, RuntimeError):
-        return float("inf")  # no size fits; the measurement itself will report the reason
+        return float("inf")  # so that no larger size is tried; the measurement itself will report the reason
 
 
 def _stream_s(device: Device, operation: str, dtype: str, count: int) -> float:
-    # An eighth of the array is enough: beyond the caches, time is proportional to bytes.
+    # Time an eighth of the array, because for arrays larger than the caches the time is proportional to the size.
     chosen, storage = (OPERATIONS | REDUCTIONS)[operation], FORMATS[dtype].storage
     options = {"dtype": storage, "device": device.torch_device}
     inputs = [torch.zeros(count // 8 // storage.itemsize, **options) for _ in range(chosen.inputs)]
@@ -256,9 +270,10 @@ def _stream_s(device: Device, operation: str, dtype: str, count: int) -> float:
 
 
 def _call_s(function: Callable[[], object], device: Device) -> float:
-    """Return the seconds of the fastest of a few calls, because other processes may slow some down.
+    """Return the time of the fastest of a few calls in seconds.
 
-    The first call is not timed: it loads libraries and allocates memory.
+    The fastest call is used, because other processes may slow down some of the calls.
+    The first call is not timed, because it loads libraries and allocates memory.
     """
     synchronize = (lambda: None) if device.kind == "cpu" else lambda: torch.cuda.synchronize(device.torch_device)
     function()

@@ -1,4 +1,6 @@
-"""The form of a passport, and its verification: hashes, units, intervals, checks, limits of the data sheet, and floors.
+"""The format of a passport, and the verification of passports.
+
+The verification covers hashes, units, intervals, checks, limits from the data sheet, and floors.
 
 A passport is one JSON file with the fingerprint, the measured ceilings and the floors of a machine:
 
@@ -6,9 +8,9 @@ A passport is one JSON file with the fingerprint, the measured ceilings and the 
      "fingerprint": {…}, "ceilings": [{row}, …], "floors": {"unknown": "", "verdicts": […]},
      "hashes": {"fingerprint": …, "ceilings": …, "floors": …, "whole": …}}
 
-`ceilings` are result rows with all their columns. The hashes show which part was changed after it was written. They do not
-show who wrote it or that it was measured, because anyone who changes a value can recompute them. Therefore `verify_passport`
-also compares the values with the data sheets, their intervals, their checks and the floors.
+`ceilings` contains result rows with all their columns. The hashes show which part of the file was changed after it was written.
+They do not prove who wrote the file or that its values were measured, because anyone who changes a value can also recompute the
+hashes. Therefore `verify_passport` also compares the values with the data sheets, their intervals, their checks and the floors.
 """
 
 import hashlib
@@ -37,21 +39,21 @@ _METRICS = ("gemm_tflops", "bandwidth_gb_s", "busbw_gb_s", "launch_time_s", "ene
 # The params that a row may have, with their types.
 _PARAMS = dict.fromkeys(("m", "n", "k", "elements", "bytes", "ranks", "calls", "floor"), int)
 _PARAMS |= dict.fromkeys(("cache", "backend", "power_scope"), str) | {"pinned": bool, "counter_difference": float}
-_LARGEST_BYTES = 16 * 2**20  # thousands of values take about one MiB
+_LARGEST_BYTES = 16 * 2**20  # far more than needed: thousands of values take about one MiB
 _ROUNDING = 1 + 1e-9
-# Paths of a machine. The lookbehind excludes paths in web addresses.
+# Matches file paths. The lookbehind excludes paths in web addresses.
 _PATH = re.compile(r"(?<![\w.:/~-])(/(home|root|Users|tmp|mnt|scratch|lustre|gpfs|work|var|opt|data|nfs|usr)/|~/|[A-Z]:\\)")
 
 
 class PassportError(HyperionError):
-    """A passport that breaks a rule; the message names the field and the rule."""
+    """Raised if a passport breaks a rule. The message names the field and the rule."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
 class FloorVerdict:
-    """The outcome of one floor: the fields of `hyperion.hardware.Floor`, outcome, measured value and note."""
+    """The outcome of one floor: the fields of `hyperion.hardware.Floor`, the outcome, the measured value and a note."""
 
     quantity: str
     dtype: str
@@ -69,7 +71,7 @@ class FloorVerdict:
 
 @dataclass(frozen=True)
 class FloorSection:
-    """The verdicts on all floors, or in `unknown` the reason why no floor is known for the device."""
+    """The verdicts on all floors. If no floor is known for the device, `unknown` contains the reason."""
 
     unknown: str
     verdicts: tuple[FloorVerdict, ...]
@@ -84,7 +86,7 @@ class _SourceState:
 
 @dataclass(frozen=True)
 class _Passport:
-    """The outer form of a passport; the entries of `fingerprint` and `ceilings` are verified one by one."""
+    """The top level of a passport. The entries of `fingerprint` and `ceilings` are verified separately."""
 
     schema: int
     hyperion: str
@@ -100,12 +102,21 @@ class _Passport:
 def verify_passport(path: Path) -> int:
     """Verify a passport file and return the number of its values.
 
-    Refused are: a field that is unknown, missing or of another type; a hash that does not match its content; a text that
-    contains a path; a unit that is not the metric's; a value outside its interval or beyond the limit of the data sheet; a value
-    from fewer than 30 samples; a failed check; a verdict on a floor that does not follow from the rows.
+    The verification fails in each of these cases:
+
+    - A field is unknown, missing or of another type.
+    - A hash does not match the content.
+    - A text contains a path of a machine.
+    - The unit of a row is not the unit of its metric.
+    - A value is outside its interval or beyond the limit of the data sheet.
+    - A value has fewer than 30 samples.
+    - A check failed.
+    - A verdict on a floor does not follow from the rows.
+
+    The docstring of this module explains what the hashes cannot prove.
 
     Raises:
-        PassportError: names the field and the reason. the head of this module explains what hashes cannot show.
+        PassportError: the verification failed. The message names the field and the reason.
     """
     content = _read(path)
     try:
@@ -117,13 +128,13 @@ def verify_passport(path: Path) -> int:
 
 
 def hashes_of(content: dict) -> dict[str, str]:
-    """Return the sha256 of each section, and of everything but the hashes under "whole"."""
+    """Return the sha256 of each section by name, and under "whole" the sha256 of everything except the hashes."""
     whole = {name: value for name, value in content.items() if name != "hashes"}
     return {name: _hash(content[name]) for name in SECTIONS} | {"whole": _hash(whole)}
 
 
 def private_text(value, place: str) -> str:
-    """Return the place of the first text that contains a path of a machine, or ""."""
+    """Return the name of the first field that contains a path of a machine, or "" if there is none."""
     if isinstance(value, str):
         return place if _PATH.search(value) else ""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -136,7 +147,7 @@ def private_text(value, place: str) -> str:
 
 def _verify(content: dict) -> int:
     if isinstance(content, dict) and content.get("schema") != SCHEMA:
-        raise _refusal("schema", f"is {content.get('schema')!r}, this version reads {SCHEMA}")
+        raise _refusal("schema", f"is {content.get('schema')!r}, but this version of Hyperion reads schema {SCHEMA}")
     document = read_form(_Passport, content, "passport")
     _require(re.fullmatch(r"\d{4}-\d{2}-\d{2}", document.created), "created", "is not a date like 2026-11-21")
     _verify_hashes(content)
@@ -145,9 +156,9 @@ def _verify(content: dict) -> int:
     read_form(_SourceState, document.fingerprint.get("source"), "fingerprint.source")
     facts = facts_of(document.fingerprint)
     device = detect(facts)
-    _require(device.name == document.device, "device", f"is {document.device!r}, the fingerprint says {device.name!r}")
+    _require(device.name == document.device, "device", f"is {document.device!r}, but the fingerprint says {device.name!r}")
     devices = max(1, len(facts.gpus))
-    _require(devices == document.devices, "devices", f"is {document.devices}, the fingerprint has {devices}")
+    _require(devices == document.devices, "devices", f"is {document.devices}, but the fingerprint has {devices}")
     rows = [_row(entry, f"ceilings[{index}]", device) for index, entry in enumerate(document.ceilings)]
     values = sum(row.value is not None for row in rows)
     _require(values, "ceilings", "contains no value")
@@ -168,21 +179,21 @@ def _read(path: Path) -> dict:
 
 def _verify_hashes(content: dict) -> None:
     computed, stated = hashes_of(content), content["hashes"]
-    _require(stated.keys() == computed.keys(), "hashes", f"must be those of {', '.join(computed)}")
+    _require(stated.keys() == computed.keys(), "hashes", f"must contain exactly the fields {', '.join(computed)}")
     for name, digest in computed.items():
         what = "a field outside the sections" if name == "whole" else "this section"
         _require(stated[name] == digest, f"hashes.{name}", f"does not match the content: {what} was changed after it was written")
 
 
 def _row(entry: dict, place: str, device: Device) -> Row:
-    """Return the row after checking the rules of its metric, its interval, and the limit that this version knows."""
+    """Return the row, after checking the rules of its metric, its interval, and its limit in the data sheet of this version."""
     unknown = sorted(entry.keys() - set(COLUMNS))
     _require(not unknown, f"{place}.{unknown[0] if unknown else ''}", "is an unknown field")
     missing = sorted(set(COLUMNS) - entry.keys())
     _require(not missing, f"{place}.{missing[0] if missing else ''}", "is missing")
     row = read_form(Row, {name: value for name, value in entry.items() if name != "unit"}, place)
-    _require(row.metric in _METRICS, f"{place}.metric", f"is {row.metric!r}, must be one of {', '.join(_METRICS)}")
-    _require(entry["unit"] == row.unit, f"{place}.unit", f"is {entry['unit']!r}, {row.metric} is in {row.unit!r}")
+    _require(row.metric in _METRICS, f"{place}.metric", f"is {row.metric!r}, but must be one of {', '.join(_METRICS)}")
+    _require(entry["unit"] == row.unit, f"{place}.unit", f"is {entry['unit']!r}, but the unit of {row.metric} is {row.unit!r}")
     _verify_params(row, f"{place}.params")
     try:
         row.validate()
@@ -190,14 +201,14 @@ def _row(entry: dict, place: str, device: Device) -> Row:
         raise _refusal(place, error.what) from error
     if row.value is None:
         return row
-    _require(row.value > 0, f"{place}.value", f"is {row.value:g}")
+    _require(row.value > 0, f"{place}.value", f"is {row.value:g}, but must be positive")
     if row.definition.needs_interval:
-        _require((row.n or 0) >= MINIMUM_SAMPLES, f"{place}.n", f"is {row.n}, at least {MINIMUM_SAMPLES} samples are needed")
+        _require((row.n or 0) >= MINIMUM_SAMPLES, f"{place}.n", f"is {row.n}, but at least {MINIMUM_SAMPLES} samples are needed")
     known = _known_limit(row, place, device)
     if known is not None:
         bound = known * _ROUNDING
         stated = row.limit is not None and row.limit <= bound
-        _require(stated, f"{place}.limit", f"is {row.limit}, the data sheet has {known:.6g}")
+        _require(stated, f"{place}.limit", f"is {row.limit}, but the data sheet has {known:.6g}")
         _require(row.value <= bound, f"{place}.value", f"is {row.value:.6g} {row.unit}, beyond the data sheet's {known:.6g}")
     return row
 
@@ -206,20 +217,20 @@ def _verify_params(row: Row, place: str) -> None:
     for name, value in row.params.items():
         _require(name in _PARAMS, f"{place}.{name}", "is an unknown field")
         checked: Any = read_form(_PARAMS[name], value, f"{place}.{name}")
-        _require(_PARAMS[name] is not int or checked >= 0, f"{place}.{name}", f"is {value}")
+        _require(_PARAMS[name] is not int or checked >= 0, f"{place}.{name}", f"is {value}, but must not be negative")
 
 
 def _known_limit(row: Row, place: str, device: Device) -> float | None:
-    """Return the limit that this version derives from the data sheet for a row, or None."""
+    """Return the limit of a row that this version computes from the data sheet, or None if the data sheet gives no limit."""
     if row.metric == "gemm_tflops":
         _require(row.dtype in FORMATS, f"{place}.dtype", f"is {row.dtype!r}, an unknown number format")
         return gemm_limit(device, row.dtype)[0]
     if row.metric == "busbw_gb_s":
         sheet, ranks = lookup(device)[0], read_form(int, row.params.get("ranks"), f"{place}.params.ranks")
-        _require(ranks >= 2, f"{place}.params.ranks", f"is {ranks}, a collective needs at least two")
+        _require(ranks >= 2, f"{place}.params.ranks", f"is {ranks}, but a collective needs at least two ranks")
         link = sheet.link_limit_gb_s(ranks)[0] if sheet else None
-        # With an in-switch reduction each byte is sent once instead of almost twice. The fingerprint does not tell whether it was
-        # used, so the limit allows for it.
+        # If the switch reduces, each byte is sent once instead of almost twice. The fingerprint does not say whether the switch
+        # reduced, so the limit assumes that it did.
         return None if link is None else link * max(1.0, 2 * (ranks - 1) / ranks)
     operation = (OPERATIONS | REDUCTIONS).get(row.variant)
     if row.metric != "bandwidth_gb_s" or operation is None:
@@ -230,7 +241,7 @@ def _known_limit(row: Row, place: str, device: Device) -> float | None:
 
 
 def _verify_floors(section: FloorSection, rows: list[Row], device: Device, devices: int) -> None:
-    """Check that verdicts follow from the rows and that floors under a vendor's name have the vendor's values."""
+    """Check that the verdicts follow from the rows, and that floors with a vendor as their source have the vendor's values."""
     expected, unknown = floors_for(device, devices)
     _require(
         bool(section.unknown) != bool(section.verdicts), "floors", "must have either verdicts or a reason why no floor is known"
@@ -242,21 +253,21 @@ def _verify_floors(section: FloorSection, rows: list[Row], device: Device, devic
         floor = _floor(verdict)
         key = (floor.source, floor.quantity, floor.dtype, floor.size, floor.ranks)
         value = published.get(key, floor.value)
-        _require(floor.value == value, f"{place}.value", f"is {floor.value:g}, its source says {value:g}")
+        _require(floor.value == value, f"{place}.value", f"is {floor.value:g}, but its source says {value:g}")
         [recomputed] = judge([floor], rows)
         _require(
             recomputed.outcome == verdict.outcome,
             f"{place}.outcome",
-            f"is {verdict.outcome!r}, the rows say {recomputed.outcome!r}",
+            f"is {verdict.outcome!r}, but the rows say {recomputed.outcome!r}",
         )
         measured = None if recomputed.row is None else recomputed.row.value
-        _require(measured == verdict.measured, f"{place}.measured", f"is {verdict.measured}, the rows say {measured}")
+        _require(measured == verdict.measured, f"{place}.measured", f"is {verdict.measured}, but the rows say {measured}")
 
 
 def _floor(verdict: FloorVerdict) -> Floor:
     floor = Floor(**{field.name: getattr(verdict, field.name) for field in fields(Floor)})
     if floor.quantity not in METRICS:
-        raise _refusal("floors.verdicts", f"has {floor.quantity!r}, must be one of {', '.join(METRICS)}")
+        raise _refusal("floors.verdicts", f"has {floor.quantity!r}, but the quantity must be one of {', '.join(METRICS)}")
     return floor
 
 
