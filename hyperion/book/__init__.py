@@ -1,4 +1,7 @@
-"""The book: tables, figures, report and reference pages, built from stored rows and samples. Imports no torch."""
+"""The book: tables, figures, the report and the reference pages. All are built from stored rows and samples.
+
+This package does not import torch.
+"""
 
 from hyperion.book.display import (
     announce,

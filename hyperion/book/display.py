@@ -1,4 +1,4 @@
-"""Display functions for notebooks: results, tables, predictions, banners, and text whose numbers come from rows."""
+"""Functions that display results, tables, predictions, warnings and text in notebooks. All numbers in a text come from rows."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -20,7 +20,7 @@ _BANNER = (
 
 
 class HasRows(Protocol):
-    """A result as `show` needs it: rows, data source, and the machine it was replayed from."""
+    """The attributes of a result that `show` needs: rows, data source, and the machine from which the rows are replayed."""
 
     rows: list[Row]
     source: str
@@ -28,12 +28,13 @@ class HasRows(Protocol):
 
 
 def show(result: HasRows, run: Run, published: bool = False, figures: Iterable[str] | None = None) -> None:
-    """Show a result: its banners, the figures of its experiment, and one table for each metric.
+    """Show a result: its warnings, the figures of its experiment, and one table for each metric.
 
     Args:
-        run: the run that stores the result; some figures (a roofline) also read rows of other experiments from it.
-        published: draw the published MI250X numbers into the matrix product and bandwidth figures.
-        figures: names of the figures to show; None shows all of the experiment.
+        result: the result.
+        run: the run that stores the result. Some figures, such as a roofline, also read rows of other experiments of the run.
+        published: if True, also draw the published MI250X numbers into the figures of matrix products and bandwidth.
+        figures: names of the figures to show. None shows all figures of the experiment.
 
     Raises:
         HyperionError: the result has no rows.
@@ -53,7 +54,7 @@ def show(result: HasRows, run: Run, published: bool = False, figures: Iterable[s
 
 
 def announce(result: HasRows) -> None:
-    """Show the banners of a result: replayed from another machine, synthetic data."""
+    """Show a warning if the result was replayed from another machine, and a warning if its data are synthetic."""
     if result.replayed_from:
         banner(f"REPLAY: measured on {result.replayed_from}, not on this machine.")
     if result.source == "synthetic":
@@ -61,13 +62,13 @@ def announce(result: HasRows) -> None:
 
 
 def banner(text: str) -> None:
-    """Show a warning that stands out, as HTML or plain text."""
+    """Show a warning with a coloured background in a notebook, or between two lines of `=` in plain text."""
     rule = "=" * min(100, len(text))
     _display({"text/html": f'<div style="{_BANNER}">{escaped(text)}</div>', "text/plain": f"{rule}\n{text}\n{rule}"})
 
 
 def show_table(table: pd.DataFrame, caption: str = "") -> None:
-    """Show a table under its caption. Columns of numbers are right-aligned."""
+    """Show a table with its caption above it. Columns of numbers are right-aligned."""
     title = f"<p><b>{escaped(caption)}</b></p>" if caption else ""
     # Jupyter right-aligns every cell, including text.
     style = (
@@ -79,10 +80,10 @@ def show_table(table: pd.DataFrame, caption: str = "") -> None:
 
 
 def show_predictions(predictions: pd.DataFrame) -> None:
-    """Show the predictions of `Chapter.predict`: guess and estimate of each, then the basis of the estimates.
+    """Show the guess and the estimate of each prediction in a table, then how the estimates were computed.
 
     Args:
-        predictions: columns variant, dtype, params, metric, guess, estimate, basis.
+        predictions: the result of `Chapter.predict`, with columns variant, dtype, params, metric, guess, estimate and basis.
     """
     show_table(prediction_table(predictions), "Predictions, stored before the first measurement")
     for sentence in prediction_basis(predictions):
@@ -90,10 +91,10 @@ def show_predictions(predictions: pd.DataFrame) -> None:
 
 
 def show_published(*names: str) -> None:
-    """Show the published MI250X tables with their known defects, under a banner that this run did not measure them.
+    """Show the published MI250X tables with their known defects. A warning says that this run did not measure the numbers.
 
     Args:
-        names: names of tables (see `published_tables`); all of them if empty.
+        names: names of tables (see `published_tables`). Without names, all tables are shown.
     """
     banner("PUBLISHED ELSEWHERE: this run measured none of these numbers.")
     for caption, table, defects in published_tables(*names):
@@ -102,17 +103,21 @@ def show_published(*names: str) -> None:
 
 
 def teach(template: str, **named: Row | float) -> None:
-    """Show Markdown text whose numbers come from rows; see `fill` for the fields and `pick` for the rows.
+    """Show Markdown text whose numbers come from rows.
+
+    Args:
+        template: the text; `fill` describes the fields that it may contain.
+        named: a row or a number for each name in the template. `pick` selects a row.
 
     Raises:
-        HyperionError: a row, or a value of it that the text quotes, is missing.
+        HyperionError: the text quotes a row that was not passed, or a value that the row does not have.
     """
     text = fill(template, **named)
     _display({"text/markdown": text, "text/plain": text})
 
 
 def _display(bundle: dict) -> None:
-    """Display representations by MIME type in a notebook; elsewhere print the plain text."""
+    """Display an object in a notebook, given its representations by MIME type. Outside a notebook, print its plain text."""
     from IPython import get_ipython
     from IPython.display import display
 
@@ -123,14 +128,16 @@ def _display(bundle: dict) -> None:
 
 
 def pick(rows: Iterable[Row], metric: str, best: bool = False, **wanted) -> Row:
-    """Return the one measured row of a metric whose columns or parameters have the wanted values.
+    """Return the only measured row of a metric whose columns and parameters have the given values.
 
     Args:
-        best: of several rows, return the best by the metric's direction.
-        wanted: `variant="copy"`, `dtype="bf16"`, or a parameter such as `m=8192` or `split="valid"`.
+        rows: the rows to select from.
+        metric: name of the metric.
+        best: if several rows match, return the row with the best value instead of raising an error.
+        wanted: values of columns, such as `variant="copy"` or `dtype="bf16"`, and of parameters, such as `m=8192`.
 
     Raises:
-        HyperionError: there is no such row, or there are several and `best` is False.
+        HyperionError: no measured row matches, or several rows match and `best` is False.
     """
     matching = [row for row in rows if row.metric == metric and _matches(row, wanted)]
     chosen = [row for row in matching if row.value is not None]
@@ -139,23 +146,29 @@ def pick(rows: Iterable[Row], metric: str, best: bool = False, **wanted) -> Row:
         reasons = "; ".join(dict.fromkeys(row.value_reason for row in matching))
         raise HyperionError(
             f"no measured row of {request}" + (f" ({reasons})" if reasons else ""),
-            next_step="run its experiment, or pick another row",
+            next_step="run the experiment that measures this row, or pick another row",
         )
     if len(chosen) > 1 and not best:
-        raise HyperionError(f"{len(chosen)} rows of {request}", next_step="select one by column or parameter, or pass best=True")
+        raise HyperionError(
+            f"{len(chosen)} rows of {request}", next_step="give more columns or parameters to select one row, or pass best=True"
+        )
     lowest = chosen[0].definition.direction == "lower"
     return (min if lowest else max)(chosen, key=lambda row: not_none(row.value))
 
 
 def fill(template: str, **named: Row | float) -> str:
-    """Return the template with its fields filled from rows, so that no number in it is typed.
+    """Return the template with its fields filled from rows, so that the author types no number by hand.
 
-    Fields of a row `best`: `{best.value}` and `{best.limit}` with unit, `{best.share}` of the limit in percent,
-    `{best.predicted}`, `{best.error}` of the prediction with its sign, `{best.interval}`, `{best.variant}`,
-    `{best.dtype}`, and any of its parameters. A plain number, computed from rows, gets four digits.
+    A row that is passed as `best` has these fields: `{best.value}`, `{best.limit}` and `{best.predicted}` with their unit,
+    `{best.share}` (value in percent of the limit), `{best.error}` (signed error of the prediction in percent), `{best.interval}`,
+    `{best.variant}`, `{best.dtype}`, and the name of each parameter. A number is shown with four significant digits.
+
+    Args:
+        template: text with fields in braces, as for `str.format`.
+        named: a row or a number for each name in the template.
 
     Raises:
-        HyperionError: a field has no argument, or the row lacks the value.
+        HyperionError: a field of the template has no argument, or the row does not have the value.
     """
     values = {name: _Quoted(name, row) if isinstance(row, Row) else number(row) for name, row in named.items()}
     try:
@@ -166,21 +179,21 @@ def fill(template: str, **named: Row | float) -> str:
 
 
 def verdict(speedup: Row) -> str:
-    """Return the conclusion from a ratio of speeds: "faster than", "slower than", or "as fast, within noise, as"."""
+    """Return the conclusion from the row of a speed-up: "faster than", "slower than", or "as fast, within noise, as"."""
     if not_none(speedup.ci_low) > 1:
         return "faster than"
     return "slower than" if not_none(speedup.ci_high) < 1 else "as fast, within noise, as"
 
 
 def compared_steps(row: Row) -> str:
-    """Return the steps that a comparison of losses covers: "steps 1 to 25", or "200 steps" for all of them."""
+    """Return the steps that a comparison of losses covers, such as "steps 1 to 25", or "200 steps" if it covers all steps."""
     if "first" not in row.params:
         return f"{row.params['steps']} steps"
     return f"steps {row.params['first']} to {row.params['last']}"
 
 
 class _Quoted:
-    """The fields of a row for a template. A field that the row lacks raises HyperionError."""
+    """A row whose fields a template can quote as texts. A field that the row does not have raises a HyperionError."""
 
     def __init__(self, name: str, row: Row):
         self._name, self._row = name, row
@@ -206,7 +219,7 @@ class _Quoted:
             raise HyperionError(
                 f"the text quotes {self._name}.{field}, which the row of {row.metric} does not have"
                 + (f" ({reason})" if reason else ""),
-                next_step="quote it only if the row has it",
+                next_step="quote this field only if the row has it",
             )
         if field in ("share", "error"):
             return f"{percent(value, signed=field == 'error')} %"

@@ -1,4 +1,4 @@
-"""Export a run: benchmarks/<subject>/ with CSV, JSON and PNG of each experiment, and README.md for a code host."""
+"""Export a run: CSV, JSON and PNG files of each experiment in benchmarks/<subject>/, and a README.md for sites such as GitHub."""
 
 import json
 
@@ -27,15 +27,17 @@ README = "README.md"
 
 
 def export_run(run: Run, material: Material | None = None) -> list[str]:
-    """Write benchmarks/<subject>/<experiment>.csv and .json with the same rows, and the figures, as one transaction.
+    """Write the tables and the figures of a run into its folder `benchmarks`, as one transaction.
 
-    The same rows and samples give the same bytes.
+    The tables are benchmarks/<subject>/<experiment>.csv and .json, which contain the same rows. If the rows and samples are the
+    same, the files are the same in every byte.
 
     Args:
-        material: material of the run, whose figures are not drawn again; None reads the run.
+        run: the run.
+        material: material of the run. Figures that it has already drawn are reused. None reads the run.
 
     Returns:
-        The paths written, relative to the run.
+        The paths of the written files, relative to the folder of the run.
     """
     material = material or Material(run)
     contents = tables(material) | pictures(material)
@@ -44,7 +46,7 @@ def export_run(run: Run, material: Material | None = None) -> list[str]:
 
 
 def tables(material: Material) -> dict[str, bytes]:
-    """Return CSV and JSON of every experiment by path."""
+    """Return the CSV file and the JSON file of every experiment, by path."""
     contents = {}
     for experiment in dict.fromkeys(name for _, name in material.experiments):
         rows = material.of(experiment)
@@ -55,7 +57,7 @@ def tables(material: Material) -> dict[str, bytes]:
 
 
 def pictures(material: Material) -> dict[str, bytes]:
-    """Return the PNG of every figure that the run has rows for, by path."""
+    """Return the PNG file of every figure for which the run has rows, by path."""
     present = {name for _, name in material.experiments} | {ALL}
     drawn = {plot: picture(plot, material) for plot in all_plots() if plot.experiment in present}
     return {picture_path(plot.experiment, plot.name): content for plot, content in drawn.items() if content}
@@ -68,10 +70,11 @@ def rows_to_json(rows: list[Row]) -> str:
 
 
 def reference_readme(run: Run, material: Material | None = None) -> dict[str, bytes]:
-    """Return README.md of a run and its pictures, by path relative to the run.
+    """Return the README.md of a run and the pictures that it shows, by path relative to the folder of the run.
 
     Args:
-        material: material of the run, whose figures are not drawn again; None reads the run.
+        run: the run.
+        material: material of the run. Figures that it has already drawn are reused. None reads the run.
     """
     material = material or Material(run)
     parts = sections(material)
@@ -86,7 +89,7 @@ def _page(material: Material, first: DrawnFigure | None, found: list[Section]) -
         f"# {markdown_text(device_name(information))}",
         f"Every number and picture below is made from the rows of [`rows.csv`](rows.csv) "
         f"(profile {markdown_code(information.get('profile'))}"
-        f"{_sources(material)}); raw samples lie in `samples/`, hashes in `MANIFEST`.",
+        f"{_sources(material)}). The raw samples are in `samples/`. The hashes of all files are in `MANIFEST`.",
     ]
     if banner(material):
         parts.append(f"> **{markdown_text(banner(material))}**")
@@ -99,13 +102,13 @@ def _page(material: Material, first: DrawnFigure | None, found: list[Section]) -
         parts += [f"## {markdown_text(section.title)}", *_body(section)]
     absent = missing(material)
     if len(absent):
-        parts += ["## Not measured, or without a limit", _folded(f"{len(absent)} entries and why", markdown(absent))]
+        parts += ["## Not measured, or without a limit", _folded(f"{len(absent)} entries with their reasons", markdown(absent))]
     parts += ["## Environment", markdown(environment(material))]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
 def headline_markdown(run: Run) -> str:
-    """Return the headlines of a run as a Markdown table."""
+    """Return the table of the most important values of a run as Markdown."""
     return markdown(_headline_table(Material(run)))
 
 

@@ -1,4 +1,4 @@
-"""The outline of a run, shared by the report and the reference page: sections, headlines, missing values, environment."""
+"""The content that the report and the reference page of a run share: sections, headlines, missing values and environment."""
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
@@ -12,11 +12,11 @@ from hyperion.figures.tables import is_floor, tables_of
 from hyperion.results import Row, StoreError
 
 SUMMARY = "benchmarks/summary.png"
-# Longer tables are folded, so that the pictures are near each other.
+# Tables with more lines are folded, so that the pictures stay close to each other on the page.
 UNFOLDED_LINES = 12
 _REFERENCE_STEPS = ("model_steps", "batch_scaling")
 _BASELINES, _RATES = ("language_model", "image_classifier"), ("tokens_per_s", "images_per_s")
-# What a baseline reaches, and on which split: by experiment and metric.
+# Name of the quality of a baseline and the split on which it is measured, by (experiment, metric).
 _REACHED = {
     ("language_model", "perplexity_token"): ("perplexity per token", "valid"),
     ("language_model", "perplexity_word"): ("perplexity per word", "valid"),
@@ -27,7 +27,7 @@ _LOOPS = ("image_training_speed", "language_training_speed")
 
 @dataclass(frozen=True)
 class DrawnFigure:
-    """A figure of a section: its path in the run, its caption, its PNG bytes."""
+    """A drawn figure: its path relative to the folder of the run, its caption, and its content as PNG."""
 
     path: str
     caption: str
@@ -36,7 +36,7 @@ class DrawnFigure:
 
 @dataclass(frozen=True)
 class Section:
-    """One experiment: its pictures, and (caption, table) pairs."""
+    """The section of one experiment: its pictures and its tables as pairs (caption, table)."""
 
     experiment: str
     title: str
@@ -45,31 +45,36 @@ class Section:
 
 
 def banner(material: Material) -> str:
-    """Return the warnings about a run: replayed from another machine, synthetic data. "" without any."""
+    """Return the warnings that a run was replayed from another machine or used synthetic data, or "" without warnings."""
     parts = []
     if material.replayed:
-        parts.append(f"Replay: measured on {', '.join(material.replayed)} and shown again, not measured on this machine.")
+        parts.append(f"Replay: measured on {', '.join(material.replayed)}, not on this machine.")
     if "synthetic" in material.data_sources:
-        parts.append("Synthetic data: made by code, not WikiText-2 or CIFAR-10; losses and accuracies say nothing about them.")
+        parts.append(
+            "Synthetic data: made by code. Losses and accuracies say nothing about the real data sets WikiText-2 and CIFAR-10."
+        )
     return " ".join(parts)
 
 
 @made_from_rows("the sections")
 def sections(material: Material) -> list[Section]:
-    """Return one section for each experiment in the order of the rows, then the scored predictions."""
+    """Return one section for each experiment in the order of the rows, then a section with the comparison of predictions."""
     found = [_section(material, experiment) for experiment in dict.fromkeys(e for _, e in material.experiments)]
     scored = [picture for picture in _pictures(material, ALL) if picture.path != SUMMARY]
     return found + ([Section("predictions", "Predictions scored", scored, [])] if scored else [])
 
 
 def summary(material: Material) -> DrawnFigure | None:
-    """Return the summary figure, None when the run has too few results for one."""
+    """Return the summary figure, or None if the run has too few results for it."""
     return next((picture for picture in _pictures(material, ALL) if picture.path == SUMMARY), None)
 
 
 @made_from_rows("the table of what is missing")
 def missing(material: Material) -> pd.DataFrame:
-    """Return values and limits that are missing, one line for each reason: columns experiment, what, missing, reason."""
+    """Return a table of missing values and limits with one line for each reason.
+
+    Its columns are experiment, what, missing and reason.
+    """
     lines: dict[tuple[str, str, str], dict[str, None]] = {}
     for row in material.rows:
         name = " ".join(part for part in (row.variant, row.dtype, row.metric) if part)
@@ -89,7 +94,7 @@ def missing(material: Material) -> pd.DataFrame:
 
 @made_from_rows("the table of environments")
 def environment(material: Material) -> pd.DataFrame:
-    """Return device, versions and source of the measurements, one column for each environment."""
+    """Return a table of the device, the versions and the source code of the measurements, with one column per environment."""
     columns = {}
     for experiments in _measured_alike(material):
         machine = replayed_from(material.run, *experiments[0])
@@ -122,7 +127,7 @@ def _provenance(material: Material, pair: tuple[str, str]) -> dict:
 
 
 def _lines(material: Material, experiments: list[tuple[str, str]]) -> dict:
-    """Return the properties of an environment by name. Without provenance of the experiment they come from run.json."""
+    """Return the properties of an environment by name. They come from the provenance of the experiment, or else from run.json."""
     here = not any(replayed_from(material.run, *pair) for pair in experiments)
     provenance = material.information if here else {}
     provenance = provenance | (_provenance(material, experiments[0]) if experiments else {})
@@ -130,14 +135,14 @@ def _lines(material: Material, experiments: list[tuple[str, str]]) -> dict:
     if isinstance(stored, str):
         if stored not in material.environments:
             raise StoreError(
-                f"the environment {stored!r:.40} of {'/'.join(experiments[0])} is not stored",
+                f"the environment {stored!r:.40} of {'/'.join(experiments[0])} is not stored in the run",
                 where=material.run.folder,
                 next_step="check the run: hyperion verify",
             )
         stored = material.environments[stored]
     source = stored.get("source") or {}
     packages = ", ".join(f"{name} {version}" for name, version in sorted((stored.get("packages") or {}).items()))
-    changed = {True: ", with local changes", False: "", None: ", unknown whether changed"}[source.get("modified")]
+    changed = {True: ", with local changes", False: "", None: ", local changes unknown"}[source.get("modified")]
     sources = sorted({row.data_source for row in material.rows if (row.notebook, row.experiment) in experiments} - {""})
     return {
         "device": device_name({"environment": stored}),
@@ -161,14 +166,14 @@ def _lines(material: Material, experiments: list[tuple[str, str]]) -> dict:
 
 
 def picture_path(experiment: str, name: str) -> str:
-    """Return the path of a figure in its run: in its subject's folder, the summary above all of them."""
+    """Return the path of a figure relative to the folder of the run. Only the summary is directly in `benchmarks`."""
     if experiment == ALL:
         return SUMMARY if name == "summary" else f"benchmarks/{name}/{name}.png"
     return f"benchmarks/{results_folder(experiment)}/{name}.png"
 
 
 def picture(plot: Plot, material: Material) -> bytes | None:
-    """Return the PNG bytes of a figure, drawn once for a material; None when there is nothing to draw."""
+    """Return a figure as PNG, or None if there is nothing to draw. Each figure of a material is drawn only once."""
     if plot.name not in material.drawn:
         material.drawn[plot.name] = draw(plot.name, material)
     return material.drawn[plot.name]
@@ -193,9 +198,9 @@ class Headline:
     Args:
         label: name of the quantity.
         value: value with its unit.
-        fraction: share of the limit, None without a limit.
-        limit: the limit with its unit, or why there is none.
-        row: the row of the value.
+        fraction: value as a share of its limit. None without a limit.
+        limit: the limit with its unit, or the reason why there is no limit.
+        row: the row that contains the value.
     """
 
     label: str
@@ -207,7 +212,10 @@ class Headline:
 
 @made_from_rows("the headlines")
 def headlines(material: Material) -> list[Headline]:
-    """Return the best value of each kind in the run, in the order of the chapters."""
+    """Return the most important values of a run, in the order of the chapters.
+
+    Examples are the fastest matrix product in each format and the quality of each baseline.
+    """
     rows = [row for row in measured(material.rows) if not row.hot]
     found = [*_hardware(rows), *_steps(rows), *_links(rows), *_baselines(rows)]
     found += [*_precise(rows), *_compiled(rows), *_parity(rows), *_scaled(rows)]
@@ -219,12 +227,12 @@ def _hardware(rows: list[Row]) -> Iterator[tuple[str, Row]]:
     copies = [r for r in rows if (r.experiment, r.metric, r.variant) == ("bandwidth", "bandwidth_gb_s", "copy")]
     largest = max((r.params["elements"] for r in copies), default=0)
     yield from ((f"matrix product, {r.dtype}, cold caches", r) for r in _best(products, lambda r: r.dtype))
-    # A cache may serve smaller arrays.
+    # Only the largest arrays count, because smaller arrays may come from a cache.
     yield from ((f"memory copy, {r.dtype}, largest arrays", r) for r in copies if r.params["elements"] == largest)
 
 
 def _steps(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    """The fastest step of each reference model of chapter 1.2, over all formats and batches."""
+    """Yield the fastest step of each reference model of chapter 1.2, over all formats and batch sizes."""
     chosen = [r for r in rows if r.experiment in _REFERENCE_STEPS and r.metric == "samples_per_s"]
     for row in _best(chosen, lambda r: r.variant):
         compiled = ", compiled" if row.params.get("mode") == "compiled" else ""
@@ -237,7 +245,7 @@ def _links(rows: list[Row]) -> Iterator[tuple[str, Row]]:
 
 
 def _baselines(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    """The quality of the baselines (the mean if several seeds were trained) and the rate of their steps."""
+    """Yield the quality of each baseline and the rate of its steps. If several seeds were trained, the quality is their mean."""
     averaged = {(row.variant, row.metric) for row in rows if "seeds" in row.params}
     for row in rows:
         what, split = _REACHED.get((row.experiment, row.metric), ("", ""))
@@ -255,16 +263,16 @@ def _baselines(rows: list[Row]) -> Iterator[tuple[str, Row]]:
 
 
 def _precise(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    """The fastest format of each training of chapter 2.3."""
+    """Yield the fastest number format of each training of chapter 2.3."""
     ratios = [r for r in rows if (r.experiment, r.metric) == ("precision_variants", "speedup")]
     for row in _best(ratios, lambda r: r.variant):
         yield f"{row.variant}, training: {row.dtype} over {row.params['over']}", row
 
 
 def _compiled(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    """The fastest compiled mode of each model of chapter 2.7.
+    """Yield the fastest compiled mode of each model of chapter 2.7.
 
-    The mode with the shortest time, not with the largest ratio: every mode has its own eager baseline.
+    This is the mode with the shortest time. It may not have the largest speed-up, because every mode has its own eager baseline.
     """
 
     def subject(row: Row) -> str:
@@ -293,7 +301,13 @@ def _scaled(rows: list[Row]) -> Iterator[tuple[str, Row]]:
 def _best(
     rows: list[Row], kind: Callable[[Row], Hashable], score: Callable[[Row], float] = lambda row: not_none(row.value)
 ) -> list[Row]:
-    """Return the row with the highest score of each kind, in the order of the kinds. The score is the value by default."""
+    """Return the row with the highest score of each kind, in the order in which the kinds occur.
+
+    Args:
+        rows: the rows.
+        kind: function that returns the kind of a row.
+        score: function that returns the score of a row; default: its value.
+    """
     kinds = dict.fromkeys(kind(row) for row in rows)
     return [max((row for row in rows if kind(row) == one), key=score) for one in kinds]
 

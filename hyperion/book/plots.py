@@ -1,4 +1,4 @@
-"""Every figure of the book by name: those of the subjects, and those that span a run."""
+"""All figures of the book by name: the figures of the subjects, and two figures about a whole run (summary and predictions)."""
 
 import math
 
@@ -26,19 +26,19 @@ from hyperion.figures.style import (
 )
 from hyperion.results import Prediction, Row
 
-# Font size. Most pages show the summary at half its size, where this is still 10 pixels high.
+# Font size. Most pages show the summary at half its size, so that these letters are then 10 pixels high.
 _LETTERING = 11
 _STEPS_DRAWN = 400
 _ARROWS = {"higher": " ↑", "lower": " ↓", "none": ""}
 _NOTE = (
-    "Predictions are stored before the first measurement and use ceilings and shapes only. ↑ higher is better: predicted / "
-    "measured. ↓ lower is better: measured / predicted. For both, above 1 the prediction was too optimistic. No arrow: "
-    "predicted / measured. Grey: within a factor of 1.25."
+    "Predictions are stored before the first measurement and use only ceilings and shapes. If higher is better (↑), optimism is "
+    "predicted / measured. If lower is better (↓), it is measured / predicted. With a value above 1 the prediction was too "
+    "optimistic. For metrics without an arrow, the figure shows predicted / measured. The grey band is a factor of 1.25."
 )
 
 
 def all_plots() -> list[Plot]:
-    """Return every figure, those of each subject together; `predictions` comes last.
+    """Return all figures. The summary comes first, then the figures of each subject, and `predictions` comes last.
 
     Raises:
         HyperionError: two figures have the same name.
@@ -61,26 +61,34 @@ def plots_of(experiment: str) -> list[Plot]:
 
 
 def title_of(experiment: str) -> str:
-    """Return the title of an experiment: its subject's, else its name."""
+    """Return the title of an experiment. If its subject defines no title, return the name of the experiment as words."""
     subject = subject_of(experiment)
     titles = getattr(subject.figures, "TITLES", {}) if subject else {}
     return titles.get(experiment, experiment.replace("_", " ").capitalize())
 
 
 def results_folder(experiment: str) -> str:
-    """Return the folder under `benchmarks/` of an experiment's tables and figures; its own name if no subject has it."""
+    """Return the name of the folder in `benchmarks/` for the tables and figures of an experiment.
+
+    If the experiment belongs to no subject, this is the name of the experiment.
+    """
     subject = subject_of(experiment)
     return subject.results_folder if subject else experiment
 
 
 def draw(name: str, material: Material, **options) -> bytes | None:
-    """Draw a figure. Return its PNG, or None when the run has nothing to draw or refused a value it needs (with a warning).
+    """Draw a figure and return it as PNG.
+
+    The function returns None if the run has no rows for the figure. It also returns None, and prints a warning, if the figure
+    needs a value that was refused.
 
     Args:
-        options: passed to the figure: `published=True` where `Plot.published`.
+        name: name of the figure.
+        material: material of the run.
+        options: options of the figure. Figures with `Plot.published` accept `published=True`.
 
     Raises:
-        HyperionError: there is no such figure, or the rows lack what it shows.
+        HyperionError: there is no figure of this name, or the rows do not contain the values that it shows.
     """
     plots = all_plots()
     chosen = next((plot for plot in plots if plot.name == name), None)
@@ -93,7 +101,7 @@ def draw(name: str, material: Material, **options) -> bytes | None:
             figure = chosen.draw(material, **options)
             return None if figure is None else png(figure)
 
-    # One refused value must not prevent the page, and a missing figure needs a warning.
+    # A refused value must not prevent the creation of the page. The missing figure is announced with a warning.
     refused = any(row.is_unexpected and chosen.experiment in (ALL, row.experiment) for row in material.rows)
     try:
         content, why = drawn(), "nothing is left to draw"
@@ -102,14 +110,15 @@ def draw(name: str, material: Material, **options) -> bytes | None:
             raise
         content, why = None, error.what
     if content is None and refused:
-        print(f"WARNING: no figure {name!r}, which needs a value that was refused ({why})")
+        print(f"WARNING: no figure {name!r}, because it needs a value that was refused ({why})")
     return content
 
 
 def summary(material: Material) -> Figure | None:
-    """Draw up to four panels: products by size, bandwidth by size, roofline, language model. Return None with fewer than two.
+    """Draw a figure with up to four panels: matrix products by size, bandwidth by size, roofline, and language model.
 
-    Each curve is labelled with its last value. Dashed lines are data sheet limits, or the losses of n-gram models.
+    Each curve is labelled with its last value. Dashed lines are limits from data sheets, or losses of n-gram models. The function
+    returns None if the run has rows for fewer than two panels.
     """
     squares = [row for row in measured(gemm_rows(material)) if row.params["m"] == row.params["n"] == row.params["k"]]
     products = [row for row in squares if row.params.get("cache") != "hot"]
@@ -232,7 +241,7 @@ def _shares(rows: list[Row]) -> str:
 
 
 def _note_of_images(material: Material) -> list[str]:
-    """Return the results without a panel as a sentence; no sentence if the run has none of them."""
+    """Return a sentence about the image classifier, which has no panel. Return an empty list if the run has no such results."""
     rows = measured(material.of("image_classifier"))
     tested = next((r for r in rows if r.metric == "accuracy" and r.params.get("split") == "test"), None)
     steady = next((r for r in rows if r.metric == "images_per_s" and r.params.get("step") == "steady"), None)
@@ -243,7 +252,10 @@ def _note_of_images(material: Material) -> list[str]:
 
 
 def predictions(material: Material) -> Figure | None:
-    """Draw the optimism of every prediction by measured value; 1 is exact. Return None without predictions."""
+    """Draw the optimism of every prediction over the measured value. An exact prediction has an optimism of 1.
+
+    The function returns None if the run has no predictions.
+    """
     rows = scored(material.rows)
     if not rows:
         return None
@@ -269,12 +281,15 @@ def predictions(material: Material) -> Figure | None:
 
 
 def scored(rows: list[Row]) -> list[Row]:
-    """Return the rows whose ratio to their prediction can be drawn."""
+    """Return the rows that have a positive value and a positive prediction, so that their ratio can be drawn."""
     return [row for row in rows if row.predicted and row.value and row.predicted > 0 and row.value > 0]
 
 
 def _optimism(row: Row, predicted: float) -> float:
-    """Return the optimism of a prediction, above 1 if too optimistic; predicted / measured for a metric without direction."""
+    """Return the optimism of a prediction. It is above 1 if the prediction was too optimistic.
+
+    For a metric without a direction, return predicted / measured.
+    """
     value = not_none(row.value)
     return value / predicted if row.definition.direction == "lower" else predicted / value
 
@@ -300,9 +315,9 @@ _OF_THE_RUN = (
     Plot(
         "summary",
         ALL,
-        "The run at a glance: rates and their limits, the measured roofline, and how much better the language model predicts "
-        "than counting does.",
+        "Summary of the run: rates and their limits, the measured roofline, and the loss of the language model compared with "
+        "n-gram models.",
         summary,
     ),
-    Plot("predictions", ALL, "Predicted values over measured ones.", predictions),
+    Plot("predictions", ALL, "Optimism of each prediction. An exact prediction has the value 1.", predictions),
 )

@@ -1,4 +1,4 @@
-"""The report: one self-contained HTML page, which works offline."""
+"""The report: one HTML page without external files, so that it works offline."""
 
 import base64
 from collections.abc import Iterable
@@ -29,17 +29,18 @@ _PNG_WIDTH = slice(16, 20)
 
 
 def write_report(run: Run, material: Material | None = None) -> Path:
-    """Write report.html into the run and return its path.
+    """Write report.html into the folder of the run and return its path.
 
     Args:
-        material: material of the run, whose figures are not drawn again; None reads the run.
+        run: the run.
+        material: material of the run. Figures that it has already drawn are reused. None reads the run.
     """
     run.write({REPORT: report_page(material or Material(run)).encode()})
     return run.folder / REPORT
 
 
 def report_page(material: Material) -> str:
-    """Return the page as HTML. The same rows give the same page."""
+    """Return the report as HTML. If the rows are the same, the page is the same."""
     found = sections(material)
     title = f"Hyperion on {escaped(_machine(material))}"
     body = [
@@ -74,7 +75,10 @@ def _header(material: Material, title: str) -> str:
 
 
 def _unexpected(material: Material) -> str:
-    """Return the section of the run's failed checks, "" without any. It comes first: they put the other results in doubt."""
+    """Return the section about the failed checks of the run, or "" if no check failed.
+
+    This section comes first on the page, because a failed check puts the other results in doubt.
+    """
     found = unexpected_in(material.run)
     lines = [f"<li>{escaped(stem)}: {escaped(sentence)}</li>" for stem, sentences in found.items() for sentence in sentences]
     if not lines:
@@ -108,7 +112,7 @@ def _contents(found: list[Section]) -> str:
 def _section(section: Section) -> str:
     parts = [_figure(picture) for picture in section.pictures]
     for caption, table in section.tables:
-        # In a section with pictures the tables are folded, so that the pictures are near each other.
+        # In a section with pictures the tables are folded, so that the pictures stay close to each other on the page.
         opened = "" if section.pictures or len(table) > UNFOLDED_LINES else " open"
         parts.append(f"<details{opened}><summary>{escaped(caption)}</summary>{html(table)}</details>")
     return f'<section id="{escaped(section.experiment)}"><h2>{escaped(section.title)}</h2>{"".join(parts)}</section>'
@@ -116,7 +120,8 @@ def _section(section: Section) -> str:
 
 def _figure(picture: DrawnFigure) -> str:
     content = base64.b64encode(picture.content).decode()
-    # Shown smaller than their pixels: sharp on high-resolution screens, with text of the same size in all figures.
+    # The picture is shown with a width smaller than its number of pixels. So it is sharp on high-resolution screens. The
+    # factor is the same for all figures, so that their texts have the same size.
     width = round(int.from_bytes(picture.content[_PNG_WIDTH], "big") / 1.2)
     return (
         f'<figure><img alt="{escaped(picture.caption)}" width="{width}" src="data:image/png;base64,{content}">'
@@ -126,7 +131,7 @@ def _figure(picture: DrawnFigure) -> str:
 
 def _missing(material: Material) -> str:
     absent = missing(material)
-    content = html(absent) if len(absent) else "<p>Nothing: every value was measured and every limit is known.</p>"
+    content = html(absent) if len(absent) else "<p>Nothing is missing: every value was measured and every limit is known.</p>"
     return f'<section id="missing"><h2>Not measured, or without a limit</h2>{content}</section>'
 
 
@@ -136,7 +141,7 @@ def _comparison(material: Material) -> str:
     return (
         '<section id="comparison"><h2>Comparison with other machines</h2>'
         f"<p>Reference runs in this repository: {escaped(names)}. A cell is empty if the machine has no value for the same "
-        "model, format and data source. The published values come from another method, with the defects listed below."
+        "model, format and data source. The published values come from another method, which has the defects listed below."
         f"</p>{html(comparison_table(material, references))}</section>"
     )
 
@@ -168,7 +173,7 @@ _PUBLISHED_MODELS = {"resnet50": "ResNet-50", "encoder": "Transformer encoder"}
 
 
 def reference_machines(material: Material) -> list[Material]:
-    """Return the stored reference runs on real data, without this run and the ones that it replays."""
+    """Return the reference runs on real data. This run and the reference runs that it replays are left out."""
     found = [Material(Run.open(path.parent)) for path in sorted(reference_folder().glob("*/run.json"))]
     own = {material.run.folder.resolve().name, *material.replayed}
     return [m for m in found if "synthetic" not in m.data_sources and m.run.folder.name not in own]
@@ -176,10 +181,15 @@ def reference_machines(material: Material) -> list[Material]:
 
 @made_from_rows("the comparison")
 def comparison_table(material: Material, references: Iterable[Material]) -> pd.DataFrame:
-    """Return one line for each headline of the run: its value and share of the limit, the same of every reference machine,
-    the ratio of the two values, and the published MI250X value of the same quantity.
+    """Return a table that compares the headlines of a run with reference machines. It has one line for each headline.
 
-    A cell is empty if the model, format or data source differs.
+    The columns are the value and its share of the limit in this run, the same two numbers for every reference machine, the ratio
+    of the two values, and the published MI250X value of the same quantity. A cell is empty if the reference machine has no value
+    for the same model, format and data source.
+
+    Args:
+        material: material of the run.
+        references: material of the reference runs.
     """
     others = [(m.run.folder.name, {_identity(h): h for h in headlines(m)}) for m in references]
     return pd.DataFrame([_line(headline, others) for headline in headlines(material)])
@@ -203,7 +213,7 @@ def _identity(headline: Headline) -> tuple:
 
 
 def _published_value(headline: Headline) -> str:
-    """Return the published value of the same quantity, "" if there is none."""
+    """Return the published value of the same quantity, or "" if no value is published."""
     row = headline.row
     value = None
     if row.metric == "gemm_tflops":
@@ -217,7 +227,7 @@ def _published_value(headline: Headline) -> str:
     return "" if value is None or value != value else f"{value:,g} {row.unit}"
 
 
-# System fonts, light or dark by the reader's setting; nothing is fetched.
+# The page uses system fonts and loads no files. It is light or dark, depending on the setting of the reader's browser.
 _STYLE = """
 :root{--ink:#1b1f24;--soft:#5d6670;--line:#e1e4e8;--page:#f6f7f9;--card:#fff;--accent:#0072B2;--warn:#fff4ec;--edge:#D55E00}
 @media(prefers-color-scheme:dark){:root{--ink:#e6e8ea;--soft:#9aa4ae;--line:#30363d;--page:#0f1317;--card:#171c22;

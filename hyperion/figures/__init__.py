@@ -1,1 +1,1 @@
-"""Style, number formats and tables of all figures. Imports no torch."""
+"""Style, number formats and tables of all figures. This package does not import torch."""

@@ -1,6 +1,6 @@
-"""What figures and pages are made from: the rows, samples and predictions of a run, the list of figures, numbers as text.
+"""The material of figures and pages: rows, samples and predictions of a run, and functions that format numbers as text.
 
-Imports neither torch nor matplotlib: terminal output uses it, too.
+This module imports neither torch nor matplotlib, because functions that print to the terminal also use it.
 """
 
 import functools
@@ -24,10 +24,10 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Material:
-    """Verified rows, samples and predictions of a run, read once.
+    """Verified rows, samples and predictions of a run. Rows and predictions are read only once.
 
     Args:
-        run: the run; a damaged file in it raises StoreError on first use.
+        run: the run. If one of its files is damaged, a StoreError is raised when the file is first used.
     """
 
     run: Run
@@ -50,17 +50,17 @@ class Material:
 
     @cached_property
     def experiments(self) -> list[tuple[str, str]]:
-        """(notebook, experiment) pairs in the order of the rows."""
+        """Pairs (notebook, experiment) in the order of the rows."""
         return list(dict.fromkeys((row.notebook, row.experiment) for row in self.rows))
 
     @cached_property
     def drawn(self) -> dict[str, bytes | None]:
-        """PNG of the figures drawn so far by name, a cache of hyperion.book.outline.picture."""
+        """Figures that were already drawn, as PNG by name. It is the cache of hyperion.book.outline.picture."""
         return {}
 
     @property
     def replayed(self) -> list[str]:
-        """Names of the reference machines that experiments of this run were replayed from."""
+        """Names of the reference machines from which experiments of this run were replayed."""
         return sorted({replayed_from(self.run, *pair) for pair in self.experiments} - {""})
 
     @property
@@ -68,21 +68,26 @@ class Material:
         return sorted({row.data_source for row in self.rows} - {""})
 
     def of(self, experiment: str, **wanted) -> list[Row]:
-        """Return the rows of an experiment, of any notebook."""
+        """Return the rows of an experiment in all notebooks.
+
+        Args:
+            experiment: name of the experiment.
+            wanted: values of further columns, as for `select`.
+        """
         return select(self.rows, experiment=experiment, **wanted)
 
     def samples(self, experiment: str) -> pd.DataFrame:
-        """Return the raw samples of an experiment, empty when it has not run."""
+        """Return the raw samples of an experiment. The table is empty if the experiment has not run."""
         frames = [self.run.samples(*pair) for pair in self.experiments if pair[1] == experiment]
         return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
     def machine(self, experiment: str) -> str:
-        """Return the name, for titles, of the machine that an experiment of this run was measured on."""
+        """Return the name of the machine on which an experiment of this run was measured, for titles."""
         return next(machine_name(self.run, *pair) for pair in self.experiments if pair[1] == experiment)
 
 
 def device_name(information: dict) -> str:
-    """Return the name of the first GPU in run.json, else of the CPU.
+    """Return the name of the first GPU in run.json, or the name of the CPU if there is no GPU.
 
     Args:
         information: contents of run.json, with the hardware fingerprint under "environment".
@@ -96,25 +101,25 @@ def device_name(information: dict) -> str:
 
 
 def replayed_from(run: Run, notebook: str, experiment: str) -> str:
-    """Return the reference machine that an experiment of this run was replayed from, "" when it was measured here."""
+    """Return the reference machine from which an experiment of this run was replayed, or "" if it was measured here."""
     finished = run.finished(notebook, experiment)
     digest = finished["input_hash"] if finished else ""
     return digest.removeprefix("replay:").partition(":")[0] if digest.startswith("replay:") else ""
 
 
 def machine_name(run: Run, notebook: str, experiment: str) -> str:
-    """Return the device that the experiment ran on, or the reference machine followed by "(replay)", for titles."""
+    """Return the device on which the experiment ran, for titles. For a replay, return the reference machine and "(replay)"."""
     reference = replayed_from(run, notebook, experiment)
     return f"{reference} (replay)" if reference else device_name(run.information())
 
 
 def select(rows: Iterable[Row], **wanted) -> list[Row]:
-    """Return the rows whose columns have the wanted values: `select(rows, metric="accuracy", dtype="bf16")`."""
+    """Return the rows whose columns have the wanted values, for example `select(rows, metric="accuracy", dtype="bf16")`."""
     return [row for row in rows if all(getattr(row, column) == value for column, value in wanted.items())]
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows that have a value; `values` returns the values."""
+    """Return the rows that have a value. `values` returns their values."""
     return [row for row in rows if row.value is not None]
 
 
@@ -127,7 +132,7 @@ def values(rows: Iterable[Row]) -> list[float]:
     return [not_none(row.value) for row in rows]
 
 
-# The experiment of a figure that spans the run.
+# In `Plot.experiment`: the figure belongs to the whole run and not to one experiment.
 ALL = "all"
 
 
@@ -136,11 +141,11 @@ class Plot:
     """One figure.
 
     Args:
-        name: stem of its file.
-        experiment: the experiment it belongs to; `ALL` for one that spans the run.
-        caption: what the reader should see in it.
-        draw: draw it from a run's rows; return None when the run has nothing for it.
-        published: whether `draw` accepts `published=True`, to add another machine's published numbers.
+        name: name of the figure and of its file, without the file's ending.
+        experiment: the experiment that the figure belongs to, or `ALL` for a figure about the whole run.
+        caption: what the reader should see in the figure.
+        draw: function that draws the figure from a `Material`. It returns None if the run has no rows for the figure.
+        published: if True, `draw` accepts `published=True`, which adds published numbers of another machine.
     """
 
     name: str
@@ -153,14 +158,14 @@ class Plot:
 def made_from_rows(what: str) -> Callable[[Callable[Parameters, Made]], Callable[Parameters, Made]]:
     """Decorate a function that makes a table or a figure, so that unusable rows raise a HyperionError.
 
-    Stored rows obey the rules of their metrics. Nothing checks their parameters: in a run from elsewhere one may be missing or
-    of another type.
+    Stored rows follow the rules of their metrics, but their parameters are not checked. In a run from another person, a parameter
+    may be missing or may have another type.
 
     Args:
-        what: what the function makes, the subject of the error message.
+        what: name of the table or the figure. It is the subject of the error message.
 
     Raises:
-        HyperionError: instead of any other exception of the decorated function, which is its cause.
+        HyperionError: the decorated function raised any exception. This exception is the cause of the HyperionError.
     """
 
     def decorated(function: Callable[Parameters, Made]) -> Callable[Parameters, Made]:
@@ -173,7 +178,7 @@ def made_from_rows(what: str) -> Callable[[Callable[Parameters, Made]], Callable
             except Exception as error:
                 raise HyperionError(
                     f"{what} cannot be made from these rows: {type(error).__name__}: {str(error)[:200]}",
-                    next_step="check the run with `hyperion verify`; if it finds nothing wrong, report this with the run",
+                    next_step="check the run with `hyperion verify`; if the run is valid, report this error with the run",
                 ) from error
 
         return make
@@ -182,7 +187,7 @@ def made_from_rows(what: str) -> Callable[[Callable[Parameters, Made]], Callable
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Return `value` with `digits` significant digits and thousands separators, "" for None."""
+    """Return `value` as text with `digits` significant digits and thousands separators, or "" for None."""
     if value is None:
         return ""
     if value == 0 or not math.isfinite(value):
@@ -196,13 +201,13 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def number_within(value: float | None, low: float | None, high: float | None) -> str:
-    """Return `value` to the second digit of its interval's width; further digits are noise."""
+    """Return `value` as text, rounded to the second significant digit of the width of its interval. Further digits are noise."""
     decimals = _decimals(value, low, high)
     return number(value) if value is None or decimals is None else f"{value:,.{decimals}f}"
 
 
 def interval(value: float | None, low: float | None, high: float | None) -> str:
-    """Return a confidence interval as "low – high", with the decimals of `number_within`."""
+    """Return a confidence interval as the text "low – high", with as many decimals as `number_within`."""
     if low is None or high is None:
         return ""
     decimals = _decimals(value, low, high)
@@ -212,23 +217,23 @@ def interval(value: float | None, low: float | None, high: float | None) -> str:
 
 
 def percent(fraction: float | None, signed: bool = False) -> str:
-    """Return a fraction in percent with one decimal, "" for None."""
+    """Return a fraction in percent with one decimal, or "" for None. If `signed`, positive numbers begin with "+"."""
     if fraction is None:
         return ""
     return f"{100 * fraction:{'+' if signed else ''}.1f}"
 
 
 def quoted_value(value: float, unit: str) -> str:
-    """Return a value with its unit for a sentence; fractions in percent."""
+    """Return a value with its unit, for use in a sentence. Fractions are shown in percent."""
     if unit == "fraction":
-        # Below this 0.0 % would be left.
+        # A smaller fraction would be rounded to 0.0 %.
         return f"{percent(value)} %" if value == 0 or abs(value) >= 5e-4 else f"{value:.1e}"
     shown = f"{number(value / 1e6)} M" if abs(value) >= 1e6 else number(value)
     return shown + {"1": "", "perplexity": "", "ratio": " ×"}.get(unit, f" {unit}")
 
 
 def items(count: float) -> str:
-    """Return a count for an axis: "20 M", "1.5 k", "512"."""
+    """Return a count as text for an axis, such as "20 M", "1.5 k" or "512"."""
     for size, mark in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if count >= size:
             return f"{count / size:g}{mark}"
@@ -236,7 +241,7 @@ def items(count: float) -> str:
 
 
 def byte_size(count: float) -> str:
-    """Return bytes in the largest binary unit that gives at least 1: "64 B", "4 KiB", "1.5 GiB"."""
+    """Return a number of bytes as text in the largest binary unit that gives at least 1, such as "64 B", "4 KiB" or "1.5 GiB"."""
     for size, mark in ((2**30, " GiB"), (2**20, " MiB"), (2**10, " KiB")):
         if count >= size:
             return f"{count / size:.3g}{mark}"
@@ -244,14 +249,17 @@ def byte_size(count: float) -> str:
 
 
 def memory_unit(gib: list[float]) -> tuple[float, str]:
-    """Return (units in a GiB, the unit's name): MiB where all values are below half a GiB."""
+    """Return the unit for an axis with these values, as (number of units in a GiB, name of the unit).
+
+    The unit is MiB if all values are below half a GiB, else GiB.
+    """
     return (1.0, "GiB") if max(gib, default=1.0) >= 0.5 else (1024.0, "MiB")
 
 
 def _decimals(value: float | None, low: float | None, high: float | None) -> int | None:
-    """Return the decimals for a value and its interval, None without an interval or for a tiny value."""
+    """Return the number of decimals for a value and its interval. Return None without an interval or for a tiny value."""
     if value is None or low is None or high is None or high <= low or abs(value) < 1e-4:
         return None
-    # Between three and six significant digits: a narrow interval needs no more, a wide one no fewer.
+    # Show at least three and at most six significant digits, even if the interval is very wide or very narrow.
     magnitude = math.floor(math.log10(abs(value)))
     return max(0, 2 - magnitude, min(1 - math.floor(math.log10(high - low)), 5 - magnitude))

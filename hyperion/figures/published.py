@@ -1,4 +1,4 @@
-"""Tables that others published, as published, with their source and known defects. None of them is stored as our result."""
+"""Tables that others published, with their source and their known defects. No number of these tables is stored as our result."""
 
 import functools
 import tomllib
@@ -12,7 +12,10 @@ _FILE = Path(__file__).with_name("published_mi250x.toml")
 
 
 def published_gemm() -> pd.DataFrame:
-    """Return the MI250X matrix product table: dtype, n, tflops, percent_of_peak (NaN without a peak), source, defects."""
+    """Return the MI250X table of matrix products.
+
+    Its columns are dtype, n, tflops, percent_of_peak (NaN without a peak), source and defects.
+    """
     section = _content()["gemm"]
     peaks = section["peak_tflops"]
     lines = [
@@ -24,7 +27,7 @@ def published_gemm() -> pd.DataFrame:
 
 
 def published_bandwidth() -> pd.DataFrame:
-    """Return the MI250X bandwidth table: elements, gb_s, percent_of_peak, source, defects."""
+    """Return the MI250X table of bandwidths. Its columns are elements, gb_s, percent_of_peak, source and defects."""
     section = _content()["bandwidth"]
     lines = [
         {"elements": elements, "gb_s": rate, "percent_of_peak": 100 * rate / section["peak_gb_s"]}
@@ -34,7 +37,10 @@ def published_bandwidth() -> pd.DataFrame:
 
 
 def published_baseline() -> pd.DataFrame:
-    """Return the MI250X training step table: model, input, *_ms, memory_mib, samples_per_s, source, defects."""
+    """Return the MI250X table of training steps.
+
+    Its columns are model, input, times that end with _ms, memory_mib, samples_per_s, source and defects.
+    """
     section = _content()["baseline"]
     lines = [{column: model[column] for column in section["columns"]} for model in section["models"]]
     table = _marked(lines, section)
@@ -43,13 +49,14 @@ def published_baseline() -> pd.DataFrame:
 
 
 def published_tables(*names: str) -> list[tuple[str, pd.DataFrame, str]]:
-    """Return (caption, table as text, known defects) of each table. Numbers keep the digits they were published with.
+    """Return (caption, table with texts as cells, known defects) for each table. Numbers have the digits of the publication.
 
     Args:
-        names: some of gemm, bandwidth, baseline, batch_scaling, scaling, llama_lora and compilation; all without any.
+        names: any of gemm, bandwidth, baseline, batch_scaling, scaling, llama_lora and compilation. Without names, all tables
+            are returned.
 
     Raises:
-        HyperionError: no table has that name.
+        HyperionError: there is no table of that name.
     """
     tables: dict[str, tuple[str, pd.DataFrame, str]] = dict(zip(("gemm", "bandwidth", "baseline"), _first_tables(), strict=True))
     for further in _content()["further"]:
@@ -94,7 +101,7 @@ def _as_published(value: str | float) -> str:
 
 
 def published_source() -> dict[str, str]:
-    """Return title, machine and place of the published tables."""
+    """Return the source of the published tables: title, machine, and where they were found."""
     return dict(_content()["source"])
 
 

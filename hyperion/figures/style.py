@@ -1,4 +1,4 @@
-"""The style of all figures: colour-blind safe colours, each with a marker, and reproducible PNG bytes."""
+"""The style of all figures: colours for colour-blind readers, each with its own marker, and reproducible PNG files."""
 
 import io
 import textwrap
@@ -19,7 +19,7 @@ from hyperion.results import Row
 
 DPI = 120
 INK, MUTED, GRID = "#1b1f24", "#6a737d", "#e3e6ea"
-# Okabe and Ito, Color Universal Design, 2008; yellow is left out because it vanishes on white.
+# Source: Okabe and Ito, Color Universal Design, 2008. Yellow is left out because it is hard to see on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5b5b5b")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _FIXED = {"fp64": 6, "fp32": 0, "tf32": 5, "fp16": 4, "bf16": 1, "fp8": 3, "int8": 2, "copy": 0, "scale": 4, "add": 2, "triad": 1}
@@ -52,21 +52,36 @@ _STYLE: dict[Any, Any] = {
 
 
 def look(name: str, position: int = 0) -> dict[str, Any]:
-    """Colour and marker of a named series; dtypes and memory operations look the same in every figure."""
+    """Return the colour and the marker of a series as keyword arguments for `Axes.plot`.
+
+    A number format or a memory operation has the same colour and marker in every figure.
+
+    Args:
+        name: name of the series.
+        position: number of the series in the figure. It selects the style of all other names.
+    """
     index = _FIXED.get(name.split("_")[0], position)
-    # Past the last colour the pairing shifts, so that an eighth series does not look like the first.
+    # After the last colour, the colours are paired with other markers, so that the eighth series does not look like the first.
     return {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[(index + index // len(COLOURS)) % len(MARKERS)]}
 
 
 def styled():
-    """Context in which a figure is built and drawn with the book's style."""
+    """Return a context manager. Figures that are created and drawn inside its `with` block have the style of the book."""
     return mpl.rc_context(_STYLE)
 
 
 def new_figure(
     title: str, machine: str, panels: int = 1, *, lines: int = 1, width: float = 0, height: float = 4.2
 ) -> tuple[Figure, list[Axes]]:
-    """A figure that says what it shows and on which machine, with `lines` rows of `panels` panels. Sizes in inches."""
+    """Return a new figure with a title, and the list of its panels.
+
+    Args:
+        title: what the figure shows.
+        machine: the machine on which it was measured. It is a part of the title.
+        panels: number of panels in each row.
+        lines: number of rows.
+        width, height: size in inches. A width of 0 selects a default width.
+    """
     figure = Figure(
         figsize=(width or (7.6 if panels == 1 else 10.4), height),
         dpi=DPI,
@@ -77,7 +92,7 @@ def new_figure(
 
 
 def add_notes(figure: Figure, notes: Iterable[str], size: float = 8) -> None:
-    """Small print under the panels: what is not drawn, and why."""
+    """Write notes in small letters below the panels, for example about values that are not drawn."""
     width = int(figure.get_figwidth() * 140 / size)
     lines = [line for note in dict.fromkeys(notes) for line in textwrap.wrap(note, width)]
     if lines:
@@ -85,11 +100,12 @@ def add_notes(figure: Figure, notes: Iterable[str], size: float = 8) -> None:
 
 
 def absences(rows: Iterable[Row], name: Callable[[Row], str], limit_name: Callable[[Row], str] | None = None) -> list[str]:
-    """Return one note a reason: values that were not measured, and limits that do not exist.
+    """Return notes about values that were not measured and limits that do not exist. There is one note for each reason.
 
     Args:
-        name: name of a row without a value.
-        limit_name: name of a row without a limit, `name` unless given.
+        rows: the rows.
+        name: function that returns the name of a row without a value.
+        limit_name: function that returns the name of a row without a limit; default: `name`.
     """
     missing: dict[str, dict[str, None]] = {}
     for row in rows:
@@ -102,10 +118,11 @@ def absences(rows: Iterable[Row], name: Callable[[Row], str], limit_name: Callab
 
 
 def errors_of(rows: Sequence[Row], factor: float = 1.0) -> list[list[float]] | None:
-    """Return the distances below and above the values for error bars, None when a row has no interval.
+    """Return the lengths of the error bars below and above the values, or None if a row has no interval.
 
     Args:
-        factor: converts the rows' unit to that of the axis.
+        rows: the rows.
+        factor: factor that converts the unit of the rows to the unit of the axis.
     """
     low, high = [], []
     for row in rows:
@@ -117,7 +134,10 @@ def errors_of(rows: Sequence[Row], factor: float = 1.0) -> list[list[float]] | N
 
 
 def limit_line(axes: Axes, value: float, label: str, colour: str, size: float = 8) -> None:
-    """A dashed line across the panel with its name on it, at the left end: curves that rise with size end at the right."""
+    """Draw a dashed horizontal line across the panel, with a label.
+
+    The label is at the left end, because curves that rise with the size reach the limit at the right end.
+    """
     axes.axhline(value, color=colour, linestyle=(0, (5, 3)), linewidth=1.2, zorder=1.5)
     write_at(
         axes, label, (0, value), (3, 3), xycoords=("axes fraction", "data"), ha="left", va="bottom", fontsize=size, color=colour
@@ -125,14 +145,14 @@ def limit_line(axes: Axes, value: float, label: str, colour: str, size: float = 
 
 
 def write_at(axes: Axes, text: str, place: tuple[Any, Any], offset: tuple[float, float], **style: Any) -> None:
-    """Write a text at a place of the panel, moved by an offset in points; `style` as in `Axes.annotate`."""
+    """Write a text into the panel. `offset` moves it by points, and `style` contains options of `Axes.annotate`."""
     axes.annotate(text, place, xytext=offset, textcoords="offset points", **style)
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as PNG bytes, the same for the same figure: no date, no version inside.
+    """Return the figure as PNG. The file contains no date and no version, so that the same figure gives the same bytes.
 
-    Line drawings need few colours: a palette of 256 makes the file a third as large, for pages that embed it and for git.
+    The PNG has a palette of 256 colours, which is enough for line drawings. It makes the file three times smaller.
     """
     canvas, reduced = FigureCanvasAgg(figure), io.BytesIO()
     with styled():
@@ -143,7 +163,10 @@ def png(figure: Figure) -> bytes:
 
 
 def log_ticks(axis: Axis) -> None:
-    """Ticks of a logarithmic axis at 1, 2 and 5 where it spans little, else at the decades, as plain numbers."""
+    """Set the ticks of a logarithmic axis and label them with plain numbers.
+
+    The ticks are at 1, 2 and 5 in each decade if the axis spans less than a factor of 200, else at the decades.
+    """
     low, high = sorted(axis.get_view_interval())
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
     axis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
@@ -151,12 +174,19 @@ def log_ticks(axis: Axis) -> None:
 
 
 def whole_numbers(axis: Axis) -> None:
-    """Ticks at whole numbers only, for epochs."""
+    """Set the ticks of an axis to whole numbers only, for example for epochs."""
     axis.set_major_locator(MaxNLocator(nbins=10, integer=True, min_n_ticks=1))
 
 
 def spread_labels(axes: Axes, labels: Iterable[tuple[float, str, str]], gap_points: float = 11, size: float = 8.5) -> None:
-    """Labels (y, text, colour) at the panel's right edge, moved apart where their lines lie too close to each other."""
+    """Write labels at the right edge of the panel. Labels that would overlap are moved apart.
+
+    Args:
+        axes: the panel.
+        labels: (y, text, colour) of each label.
+        gap_points: smallest distance between two labels in points.
+        size: font size.
+    """
     figure = axes.get_figure(root=True)
     assert figure is not None
     figure.draw_without_rendering()

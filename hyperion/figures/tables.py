@@ -1,7 +1,7 @@
-"""Rows as tables: a numeric frame to compute with, a readable one to look at, Markdown for pages.
+"""Convert rows to tables: a table of numbers for computations, a table of texts for readers, and Markdown or HTML for pages.
 
-A table holds one metric, so that its header can carry the unit. What tells its rows apart (variant, dtype, parameters)
-becomes columns; what they share is left to the caption.
+A table for readers contains one metric, so that its header can contain the unit. Properties in which its rows differ (variant,
+dtype, parameters) become columns. Properties that all its rows share go into the caption.
 """
 
 import json
@@ -18,20 +18,26 @@ from hyperion.untrusted import printable
 
 
 def metrics_of(rows: Iterable[Row]) -> list[str]:
-    """Metric names in the order of the rows."""
+    """Return the names of the metrics in the order of the rows."""
     return list(dict.fromkeys(row.metric for row in rows))
 
 
 def prediction_error(row: Row) -> float | None:
-    """Signed error of the prediction relative to the value, above 0 where too much was predicted; None without either."""
+    """Return the relative error of the prediction. It is positive if the prediction is larger than the value.
+
+    Return None without a value or a prediction.
+    """
     if row.value in (None, 0) or row.predicted is None:
         return None
     return row.predicted / row.value - 1
 
 
 def tidy(rows: Iterable[Row]) -> pd.DataFrame:
-    """All rows as numbers, one line a row: its columns, each parameter as `params.<name>`, and the derived columns
-    `fraction_of_limit` and `prediction_error` (signed, relative)."""
+    """Return all rows as a table for computations, with one line per row.
+
+    The table has the columns of a row, one column `params.<name>` for each parameter, and the computed columns
+    `fraction_of_limit` and `prediction_error` (relative error with its sign).
+    """
     return pd.DataFrame(
         [
             {
@@ -50,8 +56,10 @@ def tidy(rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def metric_table(rows: Iterable[Row], metric: str) -> pd.DataFrame:
-    """One metric's rows as text: what tells them apart, value with 95 % interval, share of the limit, prediction and its
-    signed error, check. A missing value shows its reason; a column that nothing fills is left out.
+    """Return the rows of one metric as a table of texts.
+
+    The columns are the properties in which the rows differ, the value with its 95 % interval, the limit and the share of the
+    limit, the prediction with its error, and the check. A row without a value shows the reason. Empty columns are left out.
 
     Raises:
         HyperionError: no row has this metric.
@@ -68,27 +76,32 @@ def metric_table(rows: Iterable[Row], metric: str) -> pd.DataFrame:
 
 
 def shared_identity(rows: Iterable[Row]) -> str:
-    """What all rows have in common of variant, dtype and parameters, for captions: "cache cold · dtype fp32"."""
+    """Return the dtype and the parameters that all rows share, as text for a caption, such as "cache cold · dtype fp32"."""
     identity = pd.DataFrame([_identity(row) for row in rows], dtype=object)
     shared = [c for c in identity if len(set(identity[c].map(text_of))) == 1 and text_of(identity[c].iloc[0])]
-    # A hash is unreadable in a caption; rows.csv has it.
+    # A caption does not show hashes, because they are not readable. They are in rows.csv.
     shown = [column for column in shared if column != "variant" and not column.endswith("sha256")]
     return " · ".join(f"{column} {text_of(identity[column].iloc[0])}" for column in shown)
 
 
 def unit_mark(unit: str) -> str:
-    """A unit for the header of a column, "" where the metric's name says it all."""
+    """Return the unit for the header of a column, such as " [s]". Return "" for a number without unit and for a perplexity."""
     return "" if unit in ("1", "perplexity") else f" [{unit}]"
 
 
 def epoch_table(rows: Iterable[Row]) -> pd.DataFrame:
-    """Rows with an `epoch` parameter, one line a variant, epoch and rank, one column a metric with its unit."""
+    """Return the rows with a parameter `epoch` as a table.
+
+    It has one line for each variant, epoch and rank, and one column for each metric with its unit.
+    """
     lines: dict[tuple, dict[str, str]] = {}
     for row in rows:
         if "epoch" not in row.params:
             continue
         named = {"model": row.variant, "epoch": row.params["epoch"]}
-        named |= {} if row.rank is None else {"rank": str(row.rank)}  # a column with gaps would make floats of numbers
+        named |= (
+            {} if row.rank is None else {"rank": str(row.rank)}
+        )  # as text, because pandas converts integers to floats in a column with gaps
         line = lines.setdefault((row.variant, row.params["epoch"], row.rank), named)
         unit = row.unit
         header = row.metric + ("" if unit == "fraction" else unit_mark(unit))
@@ -97,7 +110,10 @@ def epoch_table(rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def phase_table(rows: Iterable[Row]) -> pd.DataFrame:
-    """Rows with parameters `phase` and `part`, one line a variant, dtype and phase, one column a part with its unit."""
+    """Return the rows with the parameters `phase` and `part` as a table.
+
+    It has one line for each variant, dtype and phase, and one column for each part with its unit.
+    """
     lines: dict[tuple, dict[str, str]] = {}
     for row in rows:
         if not {"phase", "part"} <= row.params.keys():
@@ -109,12 +125,12 @@ def phase_table(rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def is_floor(row: Row) -> bool:
-    """Whether the row's limit bounds a loss or a perplexity from below: no share of it says anything."""
+    """Return True if the limit of the row is the lowest possible loss or perplexity. A share of such a limit has no meaning."""
     return row.unit in ("nats", "perplexity", "bits")
 
 
 def markdown(table: pd.DataFrame) -> str:
-    """A table as GitHub-flavoured Markdown, numbers to the right."""
+    """Return a table as GitHub-flavoured Markdown. Columns of numbers are right-aligned."""
     header = [_markdown_cell(column) for column in table.columns]
     body = [[_markdown_cell(cell) for cell in line] for line in table.itertuples(index=False)]
     aligned = ["---:" if _numeric(cast(pd.Series, table[column])) else "---" for column in table.columns]
@@ -126,18 +142,18 @@ def _markdown_cell(cell) -> str:
 
 
 def markdown_text(value) -> str:
-    """Return a value as Markdown that shows it on one line: no HTML, link or picture of it takes effect."""
+    """Return a value as Markdown that shows the value on one line. HTML, links and pictures in the value are shown as text."""
     text = escape(" ".join(printable(str(value)).split("\n")), quote=False)
     return text.replace("\\", "&#92;").replace("](", "]&#40;").replace("`", "&#96;")
 
 
 def markdown_code(value) -> str:
-    """Return a value as inline code of Markdown."""
+    """Return a value as inline code in Markdown."""
     return "`" + " ".join(printable(str(value)).split()).replace("`", "'") + "`"
 
 
 def html(table: pd.DataFrame) -> str:
-    """A table as HTML, numbers to the right."""
+    """Return a table as HTML. Columns of numbers are right-aligned."""
     numeric = [_numeric(cast(pd.Series, table[column])) for column in table.columns]
     styled = table.map(escaped)
     head = "".join(f"<th{_right(n)}>{escaped(column)}</th>" for column, n in zip(table.columns, numeric, strict=True))
@@ -150,14 +166,17 @@ def html(table: pd.DataFrame) -> str:
 
 
 def escaped(value) -> str:
-    """Return a value as text of HTML, for elements and attributes; control characters are shown, not obeyed."""
+    """Return a value as text for elements and attributes of HTML. Control characters are shown as visible text."""
     return escape(printable(str(value)))
 
 
 @made_from_rows("the tables")
 def tables_of(rows: list[Row]) -> list[tuple[str, pd.DataFrame]]:
-    """(caption, table) of an experiment: its epochs in one table, its phases in another, then each metric of the other rows
-    in one of its own, or in several where its rows do not have the same parameters."""
+    """Return the tables of an experiment as pairs (caption, table).
+
+    Rows of epochs are in the first table, and rows of phases in the second. Each metric of the other rows has its own table. A
+    metric has several tables if its rows do not all have the same parameters.
+    """
     tables = [
         (caption, table)
         for caption, table in (("By epoch", epoch_table(rows)), ("By phase and part", phase_table(rows)))
@@ -180,7 +199,7 @@ def _identity(row: Row) -> dict:
 
 
 def identity_of(variant: str, dtype: str, rank: int | None, params: dict) -> dict:
-    """What tells a row or a prediction from others, by column; M, N and K in one."""
+    """Return the properties that distinguish a row or a prediction from others, by column. M, N and K share one column."""
     named = {"variant": variant, "dtype": dtype, "rank": rank}
     params = dict(params)
     if {"m", "n", "k"} <= params.keys():
@@ -213,7 +232,7 @@ def _check(row: Row) -> str:
 
 
 def text_of(value) -> str:
-    """A parameter as a cell has it."""
+    """Return a parameter as the text of a cell."""
     if value is None or value != value:
         return ""
     if isinstance(value, bool):
@@ -224,7 +243,7 @@ def text_of(value) -> str:
 
 
 def _numeric(column: pd.Series) -> bool:
-    """Whether a column is to be read downwards as numbers."""
+    """Return True if all cells of a column begin like numbers. Empty cells and the text "none" do not count."""
     cells = [str(cell) for cell in column if str(cell) not in ("", "none")]
     return bool(cells) and all(cell[0] in "+-0123456789" for cell in cells)
 
@@ -234,9 +253,10 @@ def _right(numeric: bool) -> str:
 
 
 def prediction_table(predictions: pd.DataFrame) -> pd.DataFrame:
-    """Return one line for each prediction: variant and parameters, the reader's guess, the library's estimate, both with unit.
+    """Return a table with one line for each prediction: variant and parameters, the reader's guess, and the library's estimate.
 
-    Predictions with neither are omitted, except for the first, which the reader is asked to guess.
+    A prediction with neither guess nor estimate is omitted. The first prediction is always shown, because the reader is asked to
+    guess it.
 
     Args:
         predictions: columns variant, dtype, params (dict), metric, guess, estimate, basis.
@@ -257,7 +277,10 @@ def prediction_table(predictions: pd.DataFrame) -> pd.DataFrame:
 
 
 def prediction_basis(predictions: pd.DataFrame) -> list[str]:
-    """Return one sentence for each basis of estimates, or reason for none, with the formats if there are several."""
+    """Return sentences that say how the estimates were computed, or why there is no estimate.
+
+    There is one sentence for each explanation. If there are several, each sentence names its number formats or variants.
+    """
     groups: dict[tuple[str, bool], dict[str, None]] = {}
     for line in predictions.to_dict("records"):
         known = _known(line["estimate"]) is not None
@@ -271,5 +294,5 @@ def prediction_basis(predictions: pd.DataFrame) -> list[str]:
 
 
 def _known(value) -> float | None:
-    """Return a number, or None for pandas' NaN."""
+    """Return the number, or None for NaN, which pandas uses for missing numbers."""
     return None if value is None or value != value else value
