@@ -1,4 +1,7 @@
-"""A chapter: how a notebook predicts, runs and stores experiments. Finds subjects, experiments and profiles."""
+"""Chapters of the book. A notebook opens a `Chapter` to predict, run and store experiments.
+
+This package also finds subjects, experiments and profiles.
+"""
 
 from hyperion.chapter.chapter import Chapter, open_chapter, run_information
 from hyperion.chapter.context import Context, Experiment, Forecast, Options, Result

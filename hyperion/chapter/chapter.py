@@ -1,4 +1,4 @@
-"""A chapter: predict and run experiments from a notebook and store their rows, or reuse the rows that the run has."""
+"""A chapter predicts and runs the experiments of a notebook and stores their rows. It reuses rows that the run already has."""
 
 import functools
 import hashlib
@@ -26,7 +26,7 @@ from hyperion.results.rows import UNEXPECTED
 
 
 class Chapter:
-    """One notebook's experiments in one run folder. Made by `open_chapter`."""
+    """The experiments of one notebook in one run folder. Use `open_chapter` to create a chapter."""
 
     def __init__(self, notebook: str, profile: str, data_source: str, run: Run, seed: int, reference: Run | None):
         self.notebook, self.profile, self.data_source = notebook, load_profile(profile), data_source
@@ -35,33 +35,35 @@ class Chapter:
 
     @functools.cached_property
     def environment(self) -> dict:
-        """The environment of the rows: this machine's, or the reference machine's in replay."""
+        """The environment in which the rows are measured. In replay, it is the environment of the reference machine."""
         return fingerprint() if self.reference is None else self.reference.information()["environment"]
 
     @property
     def on_accelerator(self) -> bool:
-        """Whether the rows come from a GPU: this machine's, or the reference machine's in replay."""
+        """True if the rows come from a machine with a GPU. In replay, this is the reference machine."""
         return bool(self.environment["gpus"])
 
     def expect(self, holds: object, otherwise: str) -> None:
-        """Check a claim. One that does not hold is printed as UNEXPECTED and reported to the driver; the chapter goes on.
+        """Check a claim of the notebook.
 
-        Unlike `assert` it does not depend on PYTHONOPTIMIZE.
+        If the claim is false, print it as UNEXPECTED and report it to the driver. The notebook continues. Unlike `assert`, this
+        check does not depend on PYTHONOPTIMIZE.
 
         Args:
-            holds: one truth value: a bool, or an array or tensor of one element that is a bool.
-            otherwise: what is wrong if it does not hold, with the numbers.
+            holds: True if the claim is true. It is a bool, or an array or tensor with one bool.
+            otherwise: a sentence that says what is wrong if the claim is false, with the numbers.
 
         Raises:
-            HyperionError: `holds` is no truth value: None, a number, a list, an array of several elements.
+            HyperionError: `holds` is not a truth value, but for example None, a number, a list or an array of several elements.
         """
         if not _truth(holds, otherwise):
             self._unexpected(otherwise, UNEXPECTED_CLAIM)
 
     def expect_timing(self, holds: object, otherwise: str) -> None:
-        """Check a claim about measured times: as `expect` on a GPU, with a warning instead of UNEXPECTED on a CPU.
+        """Check a claim about measured times. On a GPU, this is the same as `expect`. On a CPU, a false claim is only a warning.
 
-        A job has its GPU to itself. Other processes share the CPU, and one second of their work can reverse such a claim.
+        Usually no other process uses the GPU. The CPU is shared with other processes, and one second of their work can make such
+        a claim false.
         """
         if self.on_accelerator:
             self.expect(holds, otherwise)
@@ -69,14 +71,15 @@ class Chapter:
             print(f"WARNING: {otherwise}. On a CPU other processes can cause this: run this notebook alone to check.")
 
     def expect_within(self, row: Row, low: float, high: float, what: str) -> None:
-        """Check that a measured value lies within bounds, with its whole 95 % confidence interval.
+        """Check that the 95 % confidence interval of a measured value lies within bounds.
 
-        An interval that lies outside is UNEXPECTED. One that reaches over a bound is too wide to decide: a warning.
+        If the whole interval lies outside the bounds, the result is UNEXPECTED. If the interval contains a bound, it is too wide
+        for a decision, and a warning is printed.
 
         Args:
-            row: with its interval.
-            low, high: bounds, in the unit of the row.
-            what: the quantity, which begins the sentence: "our clock over the plain loop's".
+            row: the row of the value, with its interval.
+            low, high: bounds in the unit of the row.
+            what: name of the quantity. It begins the sentence that is printed.
         """
         ci_low, ci_high = not_none(row.ci_low), not_none(row.ci_high)
         value = f"{what}: {row.value:.4g} ({ci_low:.4g} to {ci_high:.4g})"
@@ -88,31 +91,33 @@ class Chapter:
             print(f"WARNING: undecided: {value} may be outside {low:g} to {high:g}. More samples would decide.")
 
     def options(self, experiment: str) -> Any:
-        """Return an experiment's options, an instance of its own class of `Options`; see `sizes`.
+        """Return the options of an experiment, as an instance of its subclass of `Options`. They are made from `sizes`.
 
         Raises:
-            HyperionError: an unknown, missing or invalid option, by name.
+            HyperionError: an option is unknown, missing or invalid. The message names the option.
         """
         return not_none(experiment_named(experiment).options).parse(self.sizes(experiment), experiment)
 
     def sizes(self, experiment: str) -> dict:
-        """Return what the profile states for an experiment; in replay, what it was measured with."""
+        """Return the sizes of an experiment in the profile. In replay, return the sizes with which the rows were measured."""
         if self.reference is not None:
             provenance, _ = measured_under(self.reference, self.notebook, experiment)
             return provenance["sizes"]
         return self.profile.sizes(experiment)
 
     def predict(self, experiment: str, guess: float | None = None) -> pd.DataFrame:
-        """Store the reader's guess (of the first line) and the library's estimates. A stored prediction does not change.
+        """Store the reader's guess and the library's estimates before the measurement.
 
-        If the rows that the estimates use have changed, there are new estimates. In replay the estimates are the reference
-        machine's, the guess is this reader's.
+        The guess belongs to the first prediction. A stored prediction does not change. Only if the rows from which the estimates
+        were computed have changed, the estimates are computed again. In replay, the estimates come from the reference machine,
+        and the guess comes from this reader.
 
         Args:
-            guess: the reader's guess, in the unit of the first forecast's metric.
+            experiment: name of the experiment.
+            guess: the reader's guess, in the unit of the first prediction. None without a guess.
 
         Returns:
-            The predictions as a table.
+            The predictions as a table with the columns variant, dtype, params, metric, guess, estimate and basis.
         """
         if self.reference is None:
             digest, predictions = self._input_hash(experiment), self._forecasts(experiment)
@@ -125,15 +130,15 @@ class Chapter:
             stored = "The prediction is stored without a guess" if first is None else f"The guess {first:g} is already stored"
             print(
                 f"{stored} and stays; the new guess {guess:g} is ignored. "
-                "To guess again, restart the kernel and run all cells: that makes a new run."
+                "To guess again, restart the kernel and run all cells. This creates a new run."
             )
         columns = ["variant", "dtype", "params", "metric", "guess", "estimate", "basis"]
         return pd.DataFrame([{column: getattr(p, column) for column in columns} for p in predictions], columns=columns)
 
     def run(self, experiment: str) -> Result:
-        """Run an experiment and store its rows, or return the stored rows if this run has them for the same inputs.
+        """Run an experiment and store its rows. If the run already has rows for the same inputs, return these rows.
 
-        In replay nothing is measured: rows and samples are those of the reference machine.
+        In replay nothing is measured. The rows and samples then come from the reference machine.
         """
         self.predict(experiment)
         if self.reference is not None:
@@ -145,7 +150,7 @@ class Chapter:
         result = self._measure(experiment, digest, data)
         rows = [row.without_failed_value() for row in result.rows]
         result = replace(result, rows=_with_predictions(rows, self._predictions(experiment, digest)))
-        # Data that this experiment downloaded had no identity before it ran.
+        # Data that this experiment downloaded have an identity only after the experiment has run.
         taken = self._data(experiment)
         self.results.record(
             self.notebook,
@@ -168,9 +173,10 @@ class Chapter:
         return kept is not None and (kept["input_hash"], kept.get("data")) == (digest, self._data(experiment))
 
     def _asked_anew(self, experiment: str) -> bool:
-        """Return True if a stored experiment must be measured again, because a value of it or a claim about it is unexpected.
+        """Return True if a stored experiment must be measured again because one of its values or a claim about it is unexpected.
 
-        A failed claim alone does not repeat an isolated experiment (a training): the same seed gives the same result.
+        If only a claim is unexpected, an isolated experiment (a training) is not repeated, because the same seed gives the same
+        result.
         """
         if experiment in self._measured_here:
             return False
@@ -179,12 +185,12 @@ class Chapter:
             return False
         why = "a value of it" if lacking else "a claim of this notebook on what was measured before"
         print(f"{experiment}: measured again, because {why} was unexpected")
-        if lacking and self._workspace(experiment).exists():  # its checkpoints would restore the refused value
+        if lacking and self._workspace(experiment).exists():  # the checkpoints would restore the refused value
             shutil.rmtree(self._workspace(experiment))
         return True
 
     def _unexpected(self, sentence: str, what: str) -> None:
-        sentence = " ".join(sentence.split())  # the driver passes on single lines
+        sentence = " ".join(sentence.split())  # the driver prints each sentence on a single line
         print(f"UNEXPECTED: {sentence}")
         note_unexpected(self.notebook, sentence, what)
 
@@ -196,7 +202,7 @@ class Chapter:
             self._unexpected(f"{', '.join(filter(None, parts))}: {row.metric} {reason}", UNEXPECTED_ROW)
 
     def _keep(self, experiment: str, digest: str) -> Result:
-        print(f"{experiment}: kept from an earlier call of this run, nothing measured again")
+        print(f"{experiment}: this run already has its rows, nothing measured again")
         stored = self.results.rows(self.notebook, experiment)
         rows = _with_predictions(stored, self._predictions(experiment, digest))
         self.results.confirm(self.notebook, experiment, rows)
@@ -205,7 +211,7 @@ class Chapter:
 
     def _measure(self, experiment: str, digest: str, data: dict) -> Result:
         chosen = experiment_named(experiment)
-        # The hash in the folder's name prevents a resume from checkpoints of another configuration or other data.
+        # The hash in the name of the folder prevents a resume from checkpoints of another configuration or of other data.
         folder = self._workspace(experiment) / _digest([digest, data])
         context = self._context(experiment, chosen.reads, folder)
         with tqdm(desc=experiment, leave=False) as bar:
@@ -215,7 +221,7 @@ class Chapter:
                 bar.set_postfix_str(note)
 
             result = run_isolated(context, report) if chosen.isolated else chosen.run(context, report)
-            # tqdm shows a bar that closes before its end in red, like a failure.
+            # A bar that closes before it is full is shown in red by tqdm, as if the experiment had failed.
             bar.n = bar.total = bar.total or 1
             return result
 
@@ -236,7 +242,7 @@ class Chapter:
         )
 
     def _input_hash(self, experiment: str) -> str:
-        """Return a hash of the experiment's inputs. `_data` identifies the data files."""
+        """Return a hash of all inputs of the experiment except the data files, which `_data` identifies."""
         chosen = experiment_named(experiment)
         context = self._context(experiment, chosen.reads)
         asked = {"source": self.data_source, "synthetic": context.synthetic, "allowed": context.allow_synthetic}
@@ -257,7 +263,7 @@ class Chapter:
         return data_identity(experiment_named(experiment).data, self.data_source)
 
     def _provenance(self, experiment: str) -> dict:
-        """Return the provenance of an experiment: how it was called, the device, and the source of the code."""
+        """Return the provenance of an experiment: its settings, the device, and the version of the source code."""
         return {
             "profile": self.profile.name,
             "data_source": self.data_source,
@@ -272,10 +278,10 @@ class Chapter:
         return [p for p in self.results.predictions(self.notebook, experiment) if p.input_hash == digest]
 
     def _forecasts(self, experiment: str) -> list[Prediction]:
-        """Return the library's estimates from the ceilings in the run."""
+        """Return the library's estimates, which are computed from ceilings in the run."""
         chosen, digest = experiment_named(experiment), self._input_hash(experiment)
         context = self._context(experiment, (*chosen.reads, *chosen.forecast_reads))
-        # Such an estimate uses none of the measured values, but the reader must know.
+        # Such an estimate does not use the measured values, but the reader must know that it was made late.
         late = "; made after the measurement" if self._holds(experiment, digest) else ""
         return [
             Prediction(
@@ -296,7 +302,7 @@ class Chapter:
         ]
 
     def _replayed_forecasts(self, experiment: str) -> tuple[str, list[Prediction]]:
-        """Return the digest of the replay, and the estimates that the reference run stored before it measured."""
+        """Return the input hash of the replay, and the estimates that the reference run stored before its measurement."""
         measured = finished_in(not_none(self.reference), self.notebook, experiment)["input_hash"]
         digest = f"replay:{not_none(self.reference).folder.name}:{measured}"
         written = not_none(self.reference).predictions(self.notebook, experiment)
@@ -324,22 +330,22 @@ class Chapter:
 
 def _truth(holds: Any, otherwise: str) -> bool:
     kind = type(holds)
-    # An array has `size`, a tensor `numel`.
+    # NumPy arrays have an attribute `size`, and tensors have a method `numel`.
     if hasattr(holds, "item") and (holds.numel() if hasattr(holds, "numel") else getattr(holds, "size", None)) == 1:
         holds = holds.item()
     if not isinstance(holds, bool):
         raise HyperionError(
-            f"the check of {otherwise!r} got {kind.__name__} {str(holds)[:80]!r}, which is no truth value",
-            next_step="give it one bool: compare with a number, or reduce an array with .all() or .any()",
+            f"the check of {otherwise!r} got {kind.__name__} {str(holds)[:80]!r}, which is not a truth value",
+            next_step="pass one bool: compare with a number, or reduce an array with .all() or .any()",
         )
     return holds
 
 
 def _with_predictions(rows: list[Row], predictions: list[Prediction]) -> list[Row]:
-    """Return the rows with their stored estimates."""
+    """Return the rows with the stored estimates in their column `predicted`."""
 
     def estimate(row: Row) -> float | None:
-        # A forecast names the parameters that it depends on; a row may have more of them. A forecast of all ranks together
+        # A prediction has the parameters that it depends on. A row may have more parameters. A prediction for all ranks together
         # does not apply to the row of one rank.
         for p in predictions:
             same = (p.variant, p.dtype, p.metric) == (row.variant, row.dtype, row.metric)
@@ -351,12 +357,12 @@ def _with_predictions(rows: list[Row], predictions: list[Prediction]) -> list[Ro
 
 
 def _values_of(rows: list[Row]) -> str:
-    """Return a digest of measured rows without their predictions, "" for no rows."""
+    """Return a digest of measured rows without their predictions, or "" if there are no rows."""
     return _digest(rows_to_csv([replace(row, predicted=None) for row in rows])) if rows else ""
 
 
 def torch_version() -> str:
-    """Return PyTorch's version. Imported here, because pages of results are made without torch."""
+    """Return PyTorch's version. The function imports torch itself, because pages of results are made without torch."""
     import torch
 
     return torch.__version__
@@ -369,17 +375,18 @@ def _digest(content) -> str:
 def open_chapter(
     notebook: str, *, profile: str = "auto", data_source: str = "auto", output: str | None = None, seed: int = 0
 ) -> Chapter:
-    """Open a notebook's chapter in a run folder.
+    """Open the chapter of a notebook in a run folder.
 
     Args:
-        notebook: the notebook's file name without its ending.
-        profile: smoke, full, study, replay (or replay:<machine>), or auto: smoke on a CPU, full on an accelerator.
+        notebook: file name of the notebook without its ending.
+        profile: smoke, full, study, replay, replay:<machine> or auto. auto means smoke on a CPU and full on an accelerator.
         data_source: auto, mirror, cache, download or synthetic.
-        output: folder of the run, made if it holds none; None makes a new one under results/.
-        seed: seeds everything the chapter's experiments draw.
+        output: folder of the run. A run is created in it if it contains none. None creates a new folder in results/.
+        seed: seed of all random numbers that the experiments of the chapter draw.
 
     Raises:
-        HyperionError: unknown profile, a seed out of range, no reference to replay, or a folder that cannot be written.
+        HyperionError: the profile is unknown, the seed is out of range, there is no reference run to replay, or the folder
+            cannot be written.
     """
     require_seed(seed)
     device = detect()
@@ -394,10 +401,10 @@ def open_chapter(
     if reference is not None:
         print(f"BANNER: replay. Every number below was measured on {reference.folder.name}, none on this machine.")
     else:
-        print(f"{device.name}: profile {name}, rows go to {folder.name}")
+        print(f"{device.name}: profile {name}, rows are stored in {folder.name}")
     return Chapter(notebook, name, data_source, run, seed, reference)
 
 
 def run_information(profile: str, data_source: str, seed: int) -> dict:
-    """Return the content of run.json: how the run was called, and its environment."""
+    """Return the content of run.json: the settings of the run, and its environment."""
     return {"profile": profile, "data_source": data_source, "seed": seed, "environment": fingerprint()}

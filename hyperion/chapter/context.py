@@ -1,4 +1,4 @@
-"""What an experiment gets, a context and typed options, and what it gives back: forecasts, rows and samples."""
+"""The interface of experiments. An experiment receives a context and typed options. It returns forecasts, rows and samples."""
 
 import json
 from collections.abc import Callable
@@ -13,23 +13,23 @@ from hyperion.errors import HyperionError, not_none
 from hyperion.hardware import Device
 from hyperion.results import Estimate, Row
 
-# Called with (done, total, note) to show an experiment's progress.
+# A function that an experiment calls with (done, total, note) to show its progress.
 Report = Callable[[int, int, str], object]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """Everything an experiment may depend on, JSON-able so that it can travel to a worker process.
+    """All inputs that an experiment may depend on. They can be converted to JSON, so that they can be sent to a worker process.
 
     Args:
-        notebook, experiment: where its rows belong.
-        sizes: what the profile says of it.
-        seed: seeds inputs, initialisation and shuffling.
-        data_source: the source asked for; `auto` takes the first that there is.
-        allow_synthetic: whether `auto` may fall back to synthetic data.
-        synthetic: sizes of the synthetic sets: {"lines": {split: n}, "images": {split: n}}.
-        workspace: folder for checkpoints, so that a killed experiment goes on.
-        upstream: rows of this run that the experiment says it reads, for ceilings measured earlier.
+        notebook, experiment: names of the notebook and the experiment. They are part of every row.
+        sizes: the sizes of the experiment in the profile.
+        seed: seed for inputs, initialisation and shuffling.
+        data_source: the requested data source. `auto` takes the first source that is available.
+        allow_synthetic: if True, `auto` may use synthetic data if no real data are available.
+        synthetic: sizes of the synthetic data sets: {"lines": {split: n}, "images": {split: n}}.
+        workspace: folder for checkpoints, so that a killed experiment can resume.
+        upstream: earlier rows of this run that the experiment uses, such as measured ceilings.
     """
 
     notebook: str
@@ -44,49 +44,59 @@ class Context:
 
     @property
     def device(self) -> Device:
-        """This process's device: on a rank that rank's, else the first one."""
-        from hyperion.processes.group import world  # imports torch, which pages made from contexts' rows do not need
+        """The device of this process. On a rank of a process group it is the device of the rank, otherwise the first device."""
+        from hyperion.processes.group import world  # imports torch, which this module must not need for pages
 
         return world().device
 
     def row(self, variant: str, metric: str, value: float | Estimate | None, **columns) -> Row:
-        """Return a row of this experiment. An estimate also gives the number of samples and the interval."""
+        """Return a row of this experiment.
+
+        Args:
+            variant, metric: variant of the experiment, and name of the metric.
+            value: the value. If it is an `Estimate`, the row also gets the number of samples and the interval.
+            columns: further columns of the row.
+        """
         if isinstance(value, Estimate):
             columns = {"n": value.n, "ci_low": value.ci_low, "ci_high": value.ci_high} | columns
             value = value.value
         return Row(notebook=self.notebook, experiment=self.experiment, variant=variant, metric=metric, value=value, **columns)
 
     def absent_row(self, variant: str, metric: str, reason: str, **columns) -> Row:
-        """Return a row without value: nothing was measured, for this reason."""
+        """Return a row without a value. `reason` says why nothing was measured."""
         return self.row(variant, metric, None, value_reason=reason, **columns)
 
     def error_row(self, variant: str, metric: str, error: float, check: str, tolerance: float, **columns) -> Row:
-        """Return a row whose value is an error that must not exceed a tolerance; `check` says what was compared."""
+        """Return a row whose value is an error that must not exceed a tolerance. `check` says what was compared."""
         columns |= {"check": check, "check_error": error, "check_tolerance": tolerance}
         return self.row(variant, metric, error, **columns)
 
     def best_upstream(self, metric: str, dtype: str) -> Row | None:
-        """The largest value of a metric measured earlier in this run, warm caches left out; None when none was."""
+        """Return the upstream row with the largest value of a metric and a dtype, or None if there is none.
+
+        Values that were measured with warm caches are left out.
+        """
         rows = [row for row in self.upstream if (row.metric, row.dtype, row.hot) == (metric, dtype, False)]
         return max((row for row in rows if row.value is not None), key=lambda row: not_none(row.value), default=None)
 
 
-# Strict: neither "8" nor 8.0 stands for the count 8.
+# In strict mode, "8" and 8.0 are not accepted for the integer 8.
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class Table(BaseModel):
-    """Base of a table inside options, such as one of several shapes. A subclass documents each field under "Args"."""
+    """Base class of a table inside options, such as one of several shapes. A subclass documents each field under "Args"."""
 
     model_config = _STRICT
 
 
 class Options(BaseModel):
-    """Base of an experiment's options. A subclass documents each field under "Args" and gives a default only where most
-    profiles agree.
+    """Base class of the options of an experiment.
+
+    A subclass documents each field under "Args". A field has a default only if most profiles use the same value.
 
     Args:
-        timeout_s: seconds after which a process that the experiment starts is killed.
+        timeout_s: if a process that the experiment starts runs longer than this number of seconds, it is killed.
     """
 
     model_config = _STRICT
@@ -95,22 +105,26 @@ class Options(BaseModel):
 
     @classmethod
     def of(cls, context: Context) -> Self:
-        """Return the options that an experiment was given.
+        """Return the options that an experiment receives in its context.
 
         Raises:
-            HyperionError: an unknown, missing or invalid option, by name.
+            HyperionError: an option is unknown, missing or invalid. The message names the option.
         """
         return cls.parse(context.sizes, context.experiment)
 
     @classmethod
     def parse(cls, sizes: dict, experiment: str) -> Self:
-        """Return the options in a table of a profile.
+        """Return the options that a table of a profile states.
+
+        Args:
+            sizes: the table.
+            experiment: name of the experiment for error messages.
 
         Raises:
-            HyperionError: an unknown, missing or invalid option, by name.
+            HyperionError: an option is unknown, missing or invalid. The message names the option.
         """
         try:
-            # By way of JSON: there a strict model takes lists for tuples and tables for nested models.
+            # Pass the sizes as JSON: only then does a strict model accept lists for tuples and dicts for nested models.
             return cls.model_validate_json(json.dumps(sizes))
         except ValidationError as error:
             first = error.errors()[0]
@@ -119,16 +133,20 @@ class Options(BaseModel):
             raise HyperionError(
                 f"option {name!r} of the experiment {experiment!r}: {first['msg']}",
                 where="sizes of the experiment: sizes.toml of its subject, or the call that gave them",
-                next_step=f"correct it; the options are {known}",
+                next_step=f"correct this option; the experiment has the options {known}",
             ) from error
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """An estimate of one row's value from ceilings and shapes, or None with the reason in `basis`.
+    """An estimate of the value of one row from ceilings and shapes.
 
     Args:
-        each_rank: it foretells what every rank has in a row of its own, not what all have together.
+        variant, metric, dtype, params: columns of the predicted row.
+        estimate: the estimate in the unit of the metric. None if there is no estimate.
+        basis: how the estimate was computed, or the reason why there is no estimate.
+        each_rank: if True, the forecast applies to the row of each single rank. If False, it applies to the row of all ranks
+            together.
     """
 
     variant: str
@@ -145,10 +163,10 @@ class Result:
     """What an experiment measured.
 
     Args:
-        rows: tidy rows, validated when stored.
-        samples: raw samples and curves behind them.
-        source: the data source it took, "" where no data set is involved.
-        replayed_from: the reference machine it was rebuilt from, "" when it was measured here.
+        rows: the rows. They are validated when they are stored.
+        samples: the raw samples and curves from which the rows were computed.
+        source: the data source that the experiment used, or "" if it used no data set.
+        replayed_from: the reference machine that measured the rows, or "" if this machine measured them.
     """
 
     rows: list[Row]
@@ -159,16 +177,16 @@ class Result:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One experiment: how it is predicted and how it is run.
+    """One experiment: the functions that predict it and run it, and what they depend on.
 
     Args:
-        forecast: returns the predictions; the reader is asked to guess the first one.
-        run: measures, and reports progress to a callable (done, total, note).
-        isolated: run it in a separate process, so that its peak memory can be measured.
-        reads: experiments of the same run whose rows it uses; when those rows change, it runs again.
-        forecast_reads: experiments whose rows only its forecast uses; when those change, only the forecast is repeated.
-        options: class of its options, which profiles give; None for an experiment without any.
-        data: data sets it loads, by the names of `hyperion.data.prepare.catalog`.
+        forecast: function that returns the predictions. The reader is asked to guess the first one.
+        run: function that measures and returns a `Result`. It reports progress by calling report(done, total, note).
+        options: class of the options, whose values come from profiles. None for an experiment without options.
+        isolated: if True, the experiment runs in a separate process, so that its peak memory can be measured.
+        reads: experiments of the same run whose rows this experiment uses. If those rows change, this experiment runs again.
+        forecast_reads: experiments whose rows only the forecast uses. If those rows change, only the forecast is repeated.
+        data: names of the data sets that the experiment loads, as in `hyperion.data.prepare.catalog`.
     """
 
     forecast: Callable[[Context], list[Forecast]]
