@@ -1,4 +1,8 @@
-"""Exercises that mark themselves: the reader writes a check or a timer, and mutants broken on purpose try to get past it."""
+"""Exercises with automatic marking.
+
+The reader writes a check or a timer. The exercise applies it to objects that are correct and to objects that are broken on
+purpose, and reports whether it judges them correctly.
+"""
 
 import queue
 import threading
@@ -15,15 +19,15 @@ Subject = TypeVar("Subject")
 
 
 def mutation_score(check: Callable[[Subject], bool], clean: Subject, mutants: Mapping[str, Subject]) -> pd.DataFrame:
-    """Let `check` judge one sound subject and several broken ones.
+    """Apply a check to one correct object and to several broken objects.
 
     Args:
-        check: returns True for a subject it finds sound. An exception counts as False: it did object.
-        clean: the sound subject, which must pass.
-        mutants: broken subjects by what is wrong with them, each of which must be caught.
+        check: function that returns True for an object that it considers correct. An exception counts as False.
+        clean: the correct object. The check must return True for it.
+        mutants: the broken objects by a description of the fault. The check must return False for each of them.
 
     Returns:
-        One line a subject: what it is, what the check said, and whether that was right.
+        A table with one line for each object: its description, the answer of the check, and whether the answer was right.
     """
     lines = [("sound", clean, True), *((name, mutant, False) for name, mutant in mutants.items())]
     verdicts = [(name, _verdict(check, subject), wanted) for name, subject, wanted in lines]
@@ -33,18 +37,21 @@ def mutation_score(check: Callable[[Subject], bool], clean: Subject, mutants: Ma
 
 
 def solved(score: pd.DataFrame) -> bool:
-    """Whether every subject was judged rightly."""
+    """Return True if the check gave the right answer for every object."""
     return bool(score["right"].all())
 
 
 def judge_number(answer: float | None, expected: float, hint: str, tolerance: float = 0.01) -> str:
-    """Mark a number.
+    """Mark a number that the reader gives as the answer to a question.
 
     Args:
-        answer: the reader's, None while there is none.
-        expected: the right one.
-        hint: shown when the answer is wrong.
-        tolerance: relative difference that still counts as right.
+        answer: the reader's answer, or None if the reader has not answered yet.
+        expected: the right answer.
+        hint: a hint that is shown if the answer is wrong.
+        tolerance: largest relative difference from the right answer that counts as right.
+
+    Returns:
+        A sentence about the answer.
     """
     if answer is None:
         return "not answered yet: set `answer` and run the cell again"
@@ -54,9 +61,9 @@ def judge_number(answer: float | None, expected: float, hint: str, tolerance: fl
 
 
 class ToyDevice:
-    """A device that, like a GPU, returns from a call before the work is done. Its first call is slow, like a compile.
+    """A simulated device whose calls return before the work is done, as on a GPU. Its first call is slow, as with a compiler.
 
-    `launch()` queues 5 ms of work, `synchronize()` waits until the queue is empty.
+    `launch()` queues 5 ms of work, and `synchronize()` waits until the queue is empty.
     """
 
     work_s = 5e-3
@@ -75,7 +82,7 @@ class ToyDevice:
         self._warm = True
 
     def synchronize(self) -> None:
-        """Wait for all that was launched."""
+        """Wait until all launched work is done."""
         self._queue.join()
 
     def _serve(self) -> None:
@@ -85,13 +92,13 @@ class ToyDevice:
 
 
 def judge_timer(my_timer: Callable[[ToyDevice], float]) -> pd.DataFrame:
-    """Judge a timer on a toy device: does it wait, does it warm up, does it repeat?
+    """Judge a timer on a simulated device: does it wait for the device, does it warm up, and does it repeat the measurement?
 
     Args:
-        my_timer: takes a ToyDevice, returns the seconds that one `launch()` takes once warm.
+        my_timer: function that takes a ToyDevice and returns the time of one `launch()` after the warm-up, in seconds.
 
     Returns:
-        One line a fault: whether the timer is free of it, and what was seen.
+        A table with one line for each fault: whether the timer avoids the fault, and what was observed.
     """
     device = ToyDevice()
     seconds = float(my_timer(device))
@@ -104,7 +111,7 @@ def judge_timer(my_timer: Callable[[ToyDevice], float]) -> pd.DataFrame:
 
 
 class _UnmaskedLM(torch.nn.Module):
-    """A TransformerLM whose attention sees the future: each output position reads the whole sequence's mean."""
+    """A TransformerLM that sees the future: each output position also depends on the mean over the whole sequence."""
 
     def __init__(self, model: TransformerLM):
         super().__init__()
@@ -116,18 +123,21 @@ class _UnmaskedLM(torch.nn.Module):
 
 
 class _ShiftedLM(_UnmaskedLM):
-    """A model fed one token too many: the logits at t were computed with token t + 1 in sight."""
+    """A model whose logits are shifted by one position: the logits at position t depend on the token at t + 1."""
 
     def forward(self, inputs_BT: torch.Tensor) -> torch.Tensor:
         return torch.roll(self.model(inputs_BT), shifts=-1, dims=1)
 
 
 def judge_leak_check(my_check: Callable[[torch.nn.Module], bool]) -> pd.DataFrame:
-    """Judge a check that says whether a language model keeps the future hidden.
+    """Judge a check that tests whether a language model can see future tokens.
 
     Args:
-        my_check: takes a model (int64 ids [B, 16] of a vocabulary of 32 to logits [B, 16, 32]), returns True when the
-            logits at t do not depend on any token after t.
+        my_check: function that takes a model and returns True if the logits at position t do not depend on any token after t.
+            The model maps int64 ids of shape (B, 16), with a vocabulary of 32, to logits of shape (B, 16, 32).
+
+    Returns:
+        The table of `mutation_score`.
     """
     torch.manual_seed(0)
     model = TransformerLM(TransformerConfig(vocab_size=32, context=16, width=32, heads=2, layers=1)).eval()
@@ -139,6 +149,6 @@ def judge_leak_check(my_check: Callable[[torch.nn.Module], bool]) -> pd.DataFram
 def _verdict(check: Callable[[Subject], bool], subject: Subject) -> bool:
     try:
         return bool(check(subject))
-    except Exception as objection:  # the reader's own code may raise anything; that is a "no" with a reason
+    except Exception as objection:  # the reader's code may raise any exception, which counts as False
         print(f"your check raised {type(objection).__name__}: {objection}")
         return False

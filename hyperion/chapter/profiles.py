@@ -1,8 +1,8 @@
-"""Profiles: the sizes of every experiment, so that the same cells run on a laptop and on a GPU.
+"""Profiles: the sizes of every experiment, so that the same notebook cells run on a laptop and on a GPU.
 
-`profiles.toml` lists the profiles; each subject's `sizes.toml` holds the sizes of its experiments, one table a profile and
-experiment: `[full.gemm]`. A profile inherits from its parent, experiment by experiment and option by option. The profile
-`replay` has no sizes: it shows a reference run, a stored run of another machine.
+`profiles.toml` lists the profiles. The file `sizes.toml` of each subject contains the sizes of its experiments. It has one table
+for each profile and experiment, such as `[full.gemm]`. A profile inherits every option that it does not state from its parent.
+The profile `replay` has no sizes, because it shows a reference run. A reference run is a stored run of another machine.
 """
 
 import functools
@@ -25,9 +25,10 @@ class Profile:
 
     Args:
         name: smoke, full, study or replay.
-        allow_synthetic: whether `data_source=auto` may fall back to synthetic data.
+        allow_synthetic: if True, `data_source=auto` may use synthetic data if no real data are available.
         synthetic: sizes of the synthetic data sets.
-        experiments: {experiment: sizes} of every registered subject, empty for replay: there the reference run states them.
+        experiments: {experiment: sizes} for all experiments of all subjects. It is empty for `replay`, whose sizes are stored in
+            the reference run.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Profile:
     experiments: dict[str, dict]
 
     def settings(self, experiments: tuple[str, ...]) -> dict:
-        """Return all of the profile that the rows of these experiments depend on: sizes, and how synthetic data are made."""
+        """Return the settings on which the rows of these experiments depend: their sizes and the settings of synthetic data."""
         return {
             "sizes": {name: self.experiments[name] for name in experiments if name in self.experiments},
             "synthetic": self.synthetic,
@@ -44,10 +45,10 @@ class Profile:
         }
 
     def sizes(self, experiment: str) -> dict:
-        """Return an experiment's sizes.
+        """Return the sizes of an experiment.
 
         Raises:
-            HyperionError: the profile has none for it.
+            HyperionError: the profile has no sizes for the experiment.
         """
         if experiment not in self.experiments:
             raise HyperionError(
@@ -59,7 +60,7 @@ class Profile:
 
 
 def profile_names() -> list[str]:
-    """Return the names of all profiles, `replay` last."""
+    """Return the names of all profiles. `replay` is the last one."""
     return [*sorted(_declared()), REPLAY]
 
 
@@ -67,7 +68,8 @@ def load_profile(name: str) -> Profile:
     """Return a profile by name.
 
     Raises:
-        HyperionError: no such profile (the message lists them), or a subject's sizes.toml is malformed.
+        HyperionError: there is no such profile, or the file sizes.toml of a subject is invalid. In the first case the message
+            lists all profiles.
     """
     if name not in profile_names():
         raise HyperionError(f"unknown profile {name!r}", next_step=f"use PROFILE={' or PROFILE='.join(profile_names())}")
@@ -84,12 +86,12 @@ def load_profile(name: str) -> Profile:
 
 
 def default_profile(device_kind: str) -> str:
-    """Return `smoke` for a CPU, `full` for an accelerator."""
+    """Return `smoke` for a CPU and `full` for an accelerator."""
     return "smoke" if device_kind == "cpu" else "full"
 
 
 def lineage(name: str) -> list[str]:
-    """Return the names of the profile's ancestors, the oldest first, and of the profile itself."""
+    """Return the names of the ancestors of a profile, the oldest ancestor first, and then its own name."""
     parent = _declared()[name].get("parent")
     return [*(lineage(parent) if parent else ()), name]
 
@@ -100,10 +102,10 @@ def _declared() -> dict[str, dict]:
 
 
 def _sizes_of(subject: Subject) -> dict[str, dict[str, dict]]:
-    """{profile: {experiment: sizes}} of a subject.
+    """Return {profile: {experiment: sizes}} of a subject.
 
     Raises:
-        HyperionError: its sizes.toml cannot be parsed, or names a profile or an experiment that does not exist.
+        HyperionError: the file sizes.toml cannot be parsed, or it contains a profile or an experiment that does not exist.
     """
     path = subject.folder / "sizes.toml"
     if not path.is_file():
@@ -128,10 +130,10 @@ def _sizes_of(subject: Subject) -> dict[str, dict[str, dict]]:
 
 
 def require_valid_sizes(profile: Profile) -> None:
-    """Check the sizes of every experiment in a profile against the experiment's options.
+    """Check that the sizes of every experiment in a profile are valid options of the experiment.
 
     Raises:
-        HyperionError: an unknown, missing or invalid option, by name.
+        HyperionError: an option is unknown, missing or invalid. The message names the option.
     """
     for name, sizes in profile.experiments.items():
         options = experiment_named(name).options
@@ -140,7 +142,7 @@ def require_valid_sizes(profile: Profile) -> None:
 
 
 def reference_runs() -> list[Run]:
-    """Return the stored reference runs: real data before synthetic data, then more GPUs before fewer."""
+    """Return the reference runs. Runs on real data come before runs on synthetic data, and runs with more GPUs come first."""
     runs = [Run.open(path.parent) for path in sorted(reference_folder().glob("*/run.json"))]
 
     def place(run: Run) -> tuple:
@@ -152,10 +154,14 @@ def reference_runs() -> list[Run]:
 
 
 def reference_run(machine: str, notebook: str) -> Run:
-    """Return the named reference run, or the first with rows of the notebook.
+    """Return the reference run of a machine.
+
+    Args:
+        machine: name of the machine. If it is "", the first reference run with rows of the notebook is returned.
+        notebook: name of the notebook.
 
     Raises:
-        HyperionError: there is no such run.
+        HyperionError: there is no such reference run.
     """
     if machine:
         return Run.open(find_run(str(reference_folder() / machine)))
@@ -166,23 +172,26 @@ def reference_run(machine: str, notebook: str) -> Run:
 
 
 def finished_in(reference: Run, notebook: str, experiment: str) -> dict:
-    """Return the record of a finished experiment of the reference run.
+    """Return the entry of a finished experiment of a reference run, as `Run.finished` returns it.
 
     Raises:
-        HyperionError: the reference run has no such experiment.
+        HyperionError: the reference run does not contain the experiment.
     """
     kept = reference.finished(notebook, experiment)
     if kept is None:
         raise HyperionError(
             f"the reference run of {reference.folder.name} holds no experiment {experiment}",
             where=reference.folder,
-            next_step="run it on a machine with PROFILE=smoke or full, or choose another reference",
+            next_step="run the experiment with PROFILE=smoke or PROFILE=full, or choose another reference run",
         )
     return kept
 
 
 def measured_under(reference: Run, notebook: str, experiment: str) -> tuple[dict, dict]:
-    """Return provenance and environment of an experiment of the reference run; without provenance, those of run.json."""
+    """Return the provenance and the environment of an experiment of a reference run.
+
+    If the experiment has no provenance, both are taken from run.json.
+    """
     asked = reference.information()
     provenance = finished_in(reference, notebook, experiment).get("provenance")
     if not provenance:

@@ -1,4 +1,4 @@
-"""Launches of a reader's code as runs: one folder of relaunches a side, as `hyperion compare` takes them."""
+"""Store the launches of `hyperion relaunch` as runs. Each of the two versions gets one folder, as `hyperion compare` needs it."""
 
 import hashlib
 import uuid
@@ -10,20 +10,22 @@ from hyperion.measure import SIDES, Launched, Relaunched
 from hyperion.results import Run
 
 NOTEBOOK = "relaunch"
-# In every row: its value and interval are without what the rounds did to all launches of both sides, the raw samples are not.
+# A param of every row. In each round, effects that are common to all launches of both versions are removed from the value and the
+# interval. The raw samples are stored without this correction.
 _LEVELLED = {"turns": "levelled by round"}
 
 
 def record_launches(relaunched: Relaunched, work: Path, folders: tuple[Path, Path], place: Path) -> tuple[Path, Path]:
-    """Write every launch as a run: place/A/1 … and place/B/1 ….
+    """Write every launch as a run: place/A/1, place/A/2, …, place/B/1, place/B/2, ….
 
     Args:
-        work: the file whose functions were timed; its name stands for the experiment.
-        folders: the two sides' folders.
-        place: an existing folder for both sides.
+        relaunched: the launches of both versions.
+        work: the file whose functions were timed. Its name without the ending is the name of the experiment.
+        folders: the folders with the source code of version A and version B.
+        place: an existing folder in which the runs are written.
 
     Returns:
-        The folders of the two sides.
+        The folders place/A and place/B.
     """
     information, plan = run_information(NOTEBOOK, "", 0), relaunched.plan
     asked = {

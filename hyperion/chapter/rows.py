@@ -1,4 +1,4 @@
-"""Columns of timed rows: statistics, check, device state and limit; rows of matrix products; ceilings found in a run's rows."""
+"""Functions that create rows from timings, rows of matrix products, and functions that find ceilings in the rows of a run."""
 
 import json
 from collections.abc import Iterable
@@ -13,12 +13,18 @@ from hyperion.measure.clock.timing import require_cache_label
 from hyperion.results import Estimate, Row, ratio_estimate
 from hyperion.units import MIB
 
-# A call that moves this many times the last-level cache leaves at most a tenth of its traffic in it.
+# If a call moves this many times the size of the last-level cache, at most a tenth of its traffic stays in the cache.
 _CACHE_MULTIPLE = 10
 
 
 def timed_columns(estimate: Estimate, timing: Timing, verification: Verification | None = None) -> dict:
-    """Return interval, check and device state of a row whose value is `estimate`, derived from `timing`."""
+    """Return the columns with the interval, the check and the state of the device, for a row whose value is `estimate`.
+
+    Args:
+        estimate: the value of the row, which was computed from `timing`.
+        timing: the timing.
+        verification: verification of the timed output. None for a value that needs no check.
+    """
     state = timing.telemetry
     columns = {
         "n": estimate.n,
@@ -41,12 +47,15 @@ def timed_row(
     limit: tuple[float | None, str] = (None, ""),
     **columns,
 ) -> Row:
-    """Return the row of a value derived from a timing: its interval, limit, check and the device's state.
+    """Return the row of a value that was computed from a timing, with its interval, limit, check and the state of the device.
 
     Args:
-        estimate: the value, in the unit of the metric.
-        verification: of the timed output; None for a value that needs no check.
-        limit: (limit of the value, its source), or (None, why there is none).
+        context: context of the experiment.
+        variant, metric: variant of the experiment, and name of the metric.
+        estimate: the value in the unit of the metric.
+        timing: the timing from which the value was computed.
+        verification: verification of the timed output. None for a value that needs no check.
+        limit: (limit of the value, source of the limit), or (None, reason why there is no limit).
         columns: further columns, such as dtype and params.
     """
     columns |= timed_columns(estimate, timing, verification)
@@ -62,7 +71,7 @@ def speedup_row(
     verification: Verification | None = None,
     **columns,
 ) -> Row:
-    """Return the row of the speed-up of one timing over another. The two were timed in turn, so a drift cancels."""
+    """Return the row of the speed-up of `timing` over `baseline`. Both must have been timed in turn, so that drift cancels."""
     ratio = ratio_estimate(timing.samples_s, baseline.samples_s)
     return timed_row(context, variant, "speedup", ratio, timing, verification, (None, why_no_limit), **columns)
 
@@ -73,15 +82,15 @@ def checked(name: str, error: float, tolerance: float) -> dict:
 
 
 def check_columns(verification: Verification) -> dict:
-    """Return the columns that store a verification."""
+    """Return the columns of a check that store a verification."""
     return checked(verification.name, verification.error, verification.tolerance)
 
 
 def sample_frame(timing: Timing, variant: str, dtype: str, params: dict) -> pd.DataFrame:
-    """Return the raw samples in seconds, one a line, and how they were taken.
+    """Return a table with one line for each raw sample: its time in seconds, and how it was taken.
 
     Raises:
-        HarnessError: `params` says "cold" or "hot" of the caches, and the samples were taken otherwise.
+        HarnessError: `params` states that the caches were "cold" or "hot", but the samples were taken in the other way.
     """
     require_cache_label(params.get("cache"), timing.cold)
     return pd.DataFrame(
@@ -100,7 +109,7 @@ def sample_frame(timing: Timing, variant: str, dtype: str, params: dict) -> pd.D
 
 
 def all_samples(frames: list[pd.DataFrame]) -> pd.DataFrame:
-    """Return the samples of an experiment's variants as one table, empty without any."""
+    """Return the samples of several variants as one table. It is empty if there are no samples."""
     return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
 
 
@@ -110,7 +119,7 @@ def out_of_memory_reason(error: Exception) -> str:
 
 
 def gemm_limit(device: Device, dtype: str) -> tuple[float | None, str]:
-    """Return (TFLOPS at the maximum clock, its source), or (None, why there is none)."""
+    """Return the limit of a matrix product: (TFLOPS at the maximum clock, source), or (None, reason why there is no limit)."""
     found = peak(device, gemm_path(dtype, device))
     if found.limit_tflops is None:
         return None, f"no limit: {found.reason}"
@@ -118,11 +127,12 @@ def gemm_limit(device: Device, dtype: str) -> tuple[float | None, str]:
 
 
 def bandwidth_limit(device: Device, traffic_bytes: int) -> tuple[float | None, str]:
-    """Return (GB/s of device memory, its source), or (None, why there is none).
+    """Return the limit of a bandwidth: (GB/s of the device memory, source), or (None, reason why there is no limit).
 
     Args:
-        traffic_bytes: bytes read and written by one call. A small amount may stay in the last-level cache, whose bandwidth
-            has another limit.
+        device: the device.
+        traffic_bytes: bytes that one call reads and writes. If this number is small, a part may stay in the last-level cache, to
+            which this limit does not apply.
     """
     found, reason = lookup(device)
     if found is None:
@@ -137,7 +147,7 @@ def bandwidth_limit(device: Device, traffic_bytes: int) -> tuple[float | None, s
 
 
 def datasheet_ceilings(device: Device, dtype: str) -> tuple[Ceilings | None, str]:
-    """Return (the data sheet's ceilings for predictions, what they are), or (None, why there are none)."""
+    """Return (ceilings from the data sheet for predictions, description of them), or (None, reason why there are none)."""
     found, reason = lookup(device)
     if found is None:
         return None, reason
@@ -152,7 +162,11 @@ def datasheet_ceilings(device: Device, dtype: str) -> tuple[Ceilings | None, str
 
 
 def roofline_tflops(device: Device, dtype: str, m: int, n: int, k: int) -> tuple[float | None, str]:
-    """Return (TFLOPS that data sheet peak and bandwidth allow for a product, what they are), or (None, why not)."""
+    """Return the rate of a matrix product according to the roofline of the data sheet.
+
+    Returns:
+        (rate in TFLOPS, description of the roofline), or (None, reason why there is no roofline).
+    """
     ceilings, basis = datasheet_ceilings(device, dtype)
     if ceilings is None:
         return None, basis
@@ -161,7 +175,7 @@ def roofline_tflops(device: Device, dtype: str, m: int, n: int, k: int) -> tuple
 
 
 def product_bytes(device: Device, dtype: str, m: int, n: int, k: int) -> int:
-    """Return the bytes of both operands and the output of a product, each counted once: the least memory traffic."""
+    """Return the smallest possible memory traffic of a matrix product: the bytes of both operands and of the output."""
     number_format = format_of(dtype, device)
     return (m + n) * k * number_format.bytes + m * n * number_format.output.itemsize
 
@@ -176,7 +190,7 @@ def rate_row(
     verification: Verification,
     backend: str,
 ) -> Row:
-    """Return the row of a product's rate in TFLOPS, limited by the peak of its format."""
+    """Return the row of the rate of a matrix product in TFLOPS. Its limit is the peak of the number format."""
     limit, source = gemm_limit(context.device, dtype)
     bound = limit, f"{source}; by {backend}"
     return timed_row(context, variant, "gemm_tflops", rate, timing, verification, bound, dtype=dtype, params=params)
@@ -192,19 +206,19 @@ def product_row(
     verification: Verification,
     backend: str,
 ) -> Row:
-    """Return `rate_row`; for a product with a wrong output, which has no rate, the row with the reason."""
+    """Return the row of the rate of a matrix product. If its output is wrong, return a row without a value, with the reason."""
     if wrong := wrong_product(dtype, verification):
         return absent_product(context, variant, dtype, params, wrong)
     return rate_row(context, variant, dtype, params, rate, timing, verification, backend)
 
 
 def absent_product(context: Context, variant: str, dtype: str, params: dict, reason: str) -> Row:
-    """Return the row of a product that has no rate."""
+    """Return the row of a matrix product that has no rate, with the reason."""
     return context.absent_row(variant, "gemm_tflops", reason, dtype=dtype, params=params)
 
 
 def wrong_product(dtype: str, verification: Verification) -> str:
-    """Return why a product's output contradicts its format, "" if it does not."""
+    """Return the reason why the output of a matrix product is not valid for its number format, or "" if it is valid."""
     if not verification.passed:
         return f"wrong output: relative error {verification.error:.3g} above {verification.tolerance:.3g}"
     if dtype == "tf32" and verification.error < FORMATS["fp32"].gemm_tolerance:
@@ -213,9 +227,9 @@ def wrong_product(dtype: str, verification: Verification) -> str:
 
 
 def maf_row(rows: Iterable[Row], dtype: str) -> Row | None:
-    """Return the row of the maximum achievable rate (MAF) of a dtype, None if the run has measured no product in it.
+    """Return the row of the maximum achievable FLOPS (MAF) of a dtype, or None if the run has no matrix product in this dtype.
 
-    It is the fastest product found by the search over shapes, or the fastest square product if there was no search.
+    This is the fastest matrix product that the search over shapes found. Without a search, it is the fastest square product.
     """
     measured = [r for r in rows if (r.metric, r.dtype, r.hot) == ("gemm_tflops", dtype, False) and r.value is not None]
     found = [r for r in measured if r.experiment == "best_products" and r.variant == "fastest found"]
@@ -224,9 +238,9 @@ def maf_row(rows: Iterable[Row], dtype: str) -> Row | None:
 
 
 def stream_ceiling(rows: Iterable[Row]) -> Row | None:
-    """Return the row of the fastest stream among the largest arrays, None without streams.
+    """Return the row of the fastest memory stream with the largest arrays, or None if the rows contain no streams.
 
-    Smaller arrays do not count: a cache may serve them.
+    Streams with smaller arrays do not count, because their data may come from a cache.
     """
     streams = [row for row in rows if row.metric == "bandwidth_gb_s" and row.value is not None and not row.hot]
     largest = max((row.params["elements"] for row in streams), default=None)

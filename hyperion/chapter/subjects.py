@@ -1,15 +1,16 @@
-"""Subjects: folders of experiments with their figures, sizes, metrics and notebooks; find an experiment by its name.
+"""Subjects: folders of experiments with their figures, sizes, metrics and notebooks. This module also finds experiments by name.
 
-A subject is a Python package. What it contains decides what it registers:
+A subject is a Python package. It may contain these files:
 
     <experiment>.py   a module with an `EXPERIMENT`; the module's name is the experiment's name
     figures.py        TITLES {experiment: title} and PLOTS, a tuple of `hyperion.figures.material.Plot`; imports no torch
     sizes.toml        the sizes of its experiments in each profile
-    metrics.py        METRICS, a tuple of `hyperion.results.Metric` that the library lacks
-    NN_<name>.ipynb   notebooks, executed after the library's own
+    metrics.py        METRICS, a tuple of additional `hyperion.results.Metric`
+    NN_<name>.ipynb   notebooks, which are executed after the notebooks of the library
 
-The library's subjects are the folders of `hyperion/experiments/`. An installed package adds one with an entry point in the
-group `hyperion.subjects` whose value is the package's name. `HYPERION_SUBJECTS` adds folders, separated by `os.pathsep`.
+The subjects of the library are the folders in `hyperion/experiments/`. An installed package adds a subject with an entry point in
+the group `hyperion.subjects`, whose value is the name of the package. The environment variable `HYPERION_SUBJECTS` adds folders,
+which are separated by `os.pathsep`.
 """
 
 import functools
@@ -40,9 +41,9 @@ class Subject:
     """One subject.
 
     Args:
-        name: name of its folder.
-        package: its dotted name, "hyperion.experiments.scaling.scaling".
-        folder: where its files are.
+        name: name of the folder.
+        package: name of the Python package, such as "hyperion.experiments.hardware".
+        folder: the folder that contains the files of the subject.
     """
 
     name: str
@@ -51,29 +52,32 @@ class Subject:
 
     @property
     def modules(self) -> list[str]:
-        """Names of its modules; those with an `EXPERIMENT` are experiments."""
+        """Names of all modules of the subject. A module with an `EXPERIMENT` is an experiment."""
         return sorted(module.name for module in pkgutil.iter_modules([str(self.folder)]))
 
     @property
     def figures(self) -> ModuleType | None:
-        """Its `figures` module, None if it has none."""
+        """The module `figures` of the subject, or None if there is no such module."""
         return self.module("figures") if "figures" in self.modules else None
 
     @property
     def results_folder(self) -> str:
-        """Folder of its tables and figures under a run's `benchmarks/`: `RESULTS_FOLDER` of its figures, else its name."""
+        """Name of the folder in `benchmarks/` of a run for the tables and figures of the subject.
+
+        It is `RESULTS_FOLDER` in the module `figures`, or else the name of the subject.
+        """
         return getattr(self.figures, "RESULTS_FOLDER", self.name)
 
     @property
     def notebooks(self) -> list[Path]:
-        """Its notebooks in the order of their names."""
+        """Paths of the notebooks of the subject in the order of their names."""
         return sorted(self.folder.glob("[0-9][0-9]_*.ipynb"))
 
     def module(self, name: str) -> ModuleType:
-        """Import one of its modules.
+        """Import a module of the subject and return it.
 
         Raises:
-            HyperionError: its code raises an exception, which is named with its line.
+            HyperionError: the code of the module raised an exception. The message contains the exception and its line.
         """
         try:
             return importlib.import_module(f"{self.package}.{name}")
@@ -89,12 +93,12 @@ class Subject:
 
 @functools.cache
 def subjects() -> tuple[Subject, ...]:
-    """Return every subject: the library's own by name, then those of installed packages, then those of HYPERION_SUBJECTS.
+    """Return all subjects and register their metrics.
 
-    The metrics of each are registered.
+    The subjects of the library come first, then the subjects of installed packages, then the folders in HYPERION_SUBJECTS.
 
     Raises:
-        HyperionError: a package or a folder that does not exist or is no package, or two subjects of one name.
+        HyperionError: a subject does not exist or is not a Python package, or two subjects have the same name.
     """
     own = Path(__file__).resolve().parents[1] / "experiments"
     found = [Subject(path.name, f"{_BUILT_IN}.{path.name}", path) for path in sorted(own.iterdir()) if _is_package(path)]
@@ -115,10 +119,10 @@ def subjects() -> tuple[Subject, ...]:
 
 
 def subject_of(experiment: str) -> Subject | None:
-    """Return the subject whose package has a module of this name, None if there is none.
+    """Return the subject of an experiment, or None if no subject has a module of this name.
 
     Raises:
-        HyperionError: two subjects have one.
+        HyperionError: two subjects have a module of this name.
     """
     owners = [subject for subject in subjects() if experiment in subject.modules and experiment not in _NOT_EXPERIMENTS]
     if len(owners) > 1:
@@ -131,7 +135,7 @@ def subject_of(experiment: str) -> Subject | None:
 
 
 def experiment_names() -> list[str]:
-    """Return the names of all experiments. Imports every module of every subject."""
+    """Return the names of all experiments. This function imports all modules of all subjects."""
     return [
         name
         for subject in subjects()
@@ -141,16 +145,16 @@ def experiment_names() -> list[str]:
 
 
 def module_of(name: str) -> str:
-    """Return the dotted name of an experiment's module; of an unknown experiment the name itself."""
+    """Return the full name of the module of an experiment. For an unknown experiment, return `name`."""
     subject = subject_of(name)
     return f"{subject.package}.{name}" if subject else name
 
 
 def experiment_named(name: str) -> Experiment:
-    """Return the experiment of a name; no other experiment is imported.
+    """Return the experiment with this name. Other experiments are not imported.
 
     Raises:
-        HyperionError: there is none; the message lists them.
+        HyperionError: there is no experiment of this name. The message lists all experiments.
     """
     subject = subject_of(name)
     experiment = getattr(subject.module(name), "EXPERIMENT", None) if subject else None
@@ -160,7 +164,7 @@ def experiment_named(name: str) -> Experiment:
 
 
 def _line_of(error: Exception, module: Path) -> str:
-    """Where an import failed: file and line, of the module itself if its code is on the stack."""
+    """Return the file and the line where an import failed. If the module's own code is on the stack, this is its line."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     lines = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == module]
@@ -172,7 +176,7 @@ def _is_package(folder: Path) -> bool:
 
 
 def _installed(package: str) -> Subject:
-    """The subject of an entry point. The package is located, not executed."""
+    """Return the subject of an entry point. This function finds the package without importing it."""
     places = sys.path
     for depth, part in enumerate(package.split(".")):
         spec = PathFinder.find_spec(".".join(package.split(".")[: depth + 1]), places) if part else None
@@ -186,7 +190,7 @@ def _installed(package: str) -> Subject:
 
 
 def _at_path(folder: Path) -> Subject:
-    """The subject in a folder. Its parent joins the import path, after everything that is there."""
+    """Return the subject in a folder. The parent of the folder is appended to `sys.path`."""
     folder = folder.expanduser().resolve()
     if not _is_package(folder) or not re.fullmatch(r"[A-Za-z_]\w*", folder.name):
         raise HyperionError(

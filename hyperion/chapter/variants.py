@@ -1,4 +1,4 @@
-"""Run an experiment or its variants in processes of their own, so that none sees the memory or the settings of another."""
+"""Run an experiment or its variants in separate processes, so that they do not share memory or settings."""
 
 import json
 import os
@@ -18,34 +18,36 @@ from hyperion.processes import Job, report_progress, run_job, run_ranks
 from hyperion.processes.job import entry_of, load_entry
 from hyperion.results import Row
 
-# A new process spends longer on starting Python and torch than on its work, and keeps a core busy while it starts.
+# A new process spends more time on starting Python and torch than on its work, and it uses a whole core during the start.
 _CORES_EACH, _FEWEST, _MOST = 2, 2, 8
 _CONTEXT, _ROWS = TypeAdapter(Context), TypeAdapter(list[Row])
 
 
 def run_isolated(context: Context, report: Report) -> Result:
-    """Run the context's experiment in a fresh process, within its `timeout_s`.
+    """Run the experiment of a context in a new process. The process is killed after the experiment's `timeout_s` seconds.
 
     Raises:
-        JobError: the experiment raised, was killed, or ran past `timeout_s`.
+        JobError: the experiment raised an exception, was killed, or took longer than `timeout_s`.
     """
     return run_variant(context, report, run_experiment)
 
 
 def run_experiment(context: Context, report: Report) -> Result:
-    """Run the context's experiment; the entry point of `run_isolated`'s process."""
+    """Run the experiment of a context. `run_isolated` calls this function in the new process."""
     return experiment_named(context.experiment).run(context, report)
 
 
 def run_variant(context: Context, report: Report, function: Callable[..., Result], params: dict | None = None) -> Result:
-    """Call `function(context, report, **params) -> Result` in a fresh process.
+    """Call `function(context, report, **params) -> Result` in a new process.
 
     Args:
-        function: defined at the top level of a module, from which the worker imports it.
-        params: JSON-able keyword arguments.
+        context: context of the experiment.
+        report: function that is called with the progress.
+        function: the function. It must be defined at the top level of a module, so that the worker can import it.
+        params: keyword arguments that can be converted to JSON.
 
     Raises:
-        JobError: the variant raised, was killed, or ran past the experiment's `timeout_s`.
+        JobError: the function raised an exception, the process was killed, or it took longer than the experiment's `timeout_s`.
     """
     answer = run_job(_job(run_in_worker, context, function, params), on_progress=report)
     return unpacked(answer, _samples_file(context))
@@ -57,15 +59,15 @@ def run_on_ranks(
     """Call `function(context, report, **params) -> Result` on every rank of a process group.
 
     Args:
-        function, params: as in `run_variant`. `hyperion.processes.world()` returns the rank's number, and `context.device` is
-            its device.
+        context, report, function, params: as in `run_variant`. On a rank, `hyperion.processes.world().rank` is the number of the
+            rank, and `context.device` is its device.
         ranks: number of ranks, at least 1.
 
     Returns:
         The results in rank order.
 
     Raises:
-        RankError: a rank failed; the error names it. The workspace keeps the log of every rank.
+        RankError: a rank failed. The message names the rank. The logs of all ranks are kept in the workspace.
     """
     job = _job(run_on_rank, context, function, params, ranks)
     answers = run_ranks(job, on_progress=report, log_folder=context.workspace / "logs" / function.__name__)
@@ -76,8 +78,8 @@ class RankOptions(Options):
     """Options of an experiment on several ranks.
 
     Args:
-        ranks: largest number of ranks; fewer where the machine has fewer devices.
-        cpu_ranks: ranks that share the CPU of a machine without accelerators.
+        ranks: largest number of ranks. If the machine has fewer devices, the number of devices is used.
+        cpu_ranks: number of ranks that share the CPU on a machine without accelerators.
     """
 
     ranks: int = 8
@@ -90,10 +92,11 @@ class RankOptions(Options):
         return self.cpu_ranks if context.device.kind == "cpu" else torch.cuda.device_count()
 
     def rank_count(self, context: Context, batch_size: int) -> int:
-        """Return the number of ranks of the experiment: all devices, at most `ranks`.
+        """Return the number of ranks of the experiment: the number of devices, but at most `ranks`.
 
         Args:
-            batch_size: examples of one step over all ranks together.
+            context: context of the experiment.
+            batch_size: number of examples in one step, summed over all ranks.
 
         Raises:
             HyperionError: `batch_size` is not divisible by the number of ranks.
@@ -109,20 +112,20 @@ class RankOptions(Options):
 
 
 def run_side_by_side(context: Context, report: Report, function: Callable[..., Result], variants: list[dict]) -> list[Result]:
-    """Call `function(context, report, **params) -> Result` for each of `variants`, each in a fresh process.
+    """Call `function(context, report, **params) -> Result` for each variant, each in a new process.
 
-    Several run at the same time, each on its share of the CPU cores. Use this for memory and losses, which other processes do
-    not change, never for speed.
+    Several processes run at the same time, each on its share of the CPU cores. Use this function only to measure memory and
+    losses, which do not depend on other processes. Do not use it to measure speed.
 
     Args:
-        function: as in `run_variant`.
-        variants: JSON-able keyword arguments.
+        context, report, function: as in `run_variant`.
+        variants: keyword arguments of each variant, which can be converted to JSON.
 
     Returns:
         The results in the order of `variants`.
 
     Raises:
-        JobError: a variant failed. Running variants are waited for, the others are not started.
+        JobError: a variant failed. Variants that are already running are finished, and no other variant is started.
     """
     cores = len(os.sched_getaffinity(0))
     at_once = min(_MOST, max(_FEWEST, cores // _CORES_EACH))
@@ -141,7 +144,7 @@ def run_side_by_side(context: Context, report: Report, function: Callable[..., R
         try:
             for done, job in enumerate(as_completed(jobs), 1):
                 job.result()
-                report(done, len(jobs), "variants, each in a process of its own")
+                report(done, len(jobs), "variants, each in its own process")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -149,10 +152,11 @@ def run_side_by_side(context: Context, report: Report, function: Callable[..., R
 
 
 def run_counted(context: Context, report: Report, function: Callable[..., Result], variants: list[dict]) -> list[Result]:
-    """Run variants that count the bytes of their own tensors; arguments and result as in `run_side_by_side`.
+    """Run variants that count the bytes of their own tensors. The arguments and the result are as in `run_side_by_side`.
 
-    On an accelerator each variant has a process of its own, because its allocator's statistics are read as well. On a CPU
-    only the tensors are counted. Other variants do not change that count, so they run one after another in this process.
+    On an accelerator each variant runs in its own process, because the statistics of the memory allocator are also read. On a CPU
+    only the tensors of a variant are counted. Other variants do not change this number, so the variants run one after another in
+    this process.
     """
     if context.device.kind != "cpu":
         return run_side_by_side(context, report, function, variants)
@@ -164,7 +168,7 @@ def run_counted(context: Context, report: Report, function: Callable[..., Result
 
 
 def merged(results: list[Result]) -> Result:
-    """Return the rows and samples of several results as one result. All of them use the same data source."""
+    """Return one result with the rows and samples of several results. All results must have the same data source."""
     rows = [row for result in results for row in result.rows]
     frames = [result.samples for result in results if not result.samples.empty]
     samples = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame()
@@ -184,28 +188,32 @@ def _samples_file(context: Context, rank: int | None = None) -> Path:
 
 
 def packed(context: Context) -> dict:
-    """Return a context as JSON-able values, with the definitions of the upstream rows' metrics."""
+    """Return a context as values that can be converted to JSON, with the definitions of the metrics of its upstream rows."""
     upstream = [replace(row, own_metric=row.definition) for row in context.upstream]
     return _CONTEXT.dump_python(replace(context, upstream=upstream), mode="json")
 
 
 def restored(values: dict) -> Context:
-    """Return the context from the values of `packed`."""
+    """Return the context that `packed` converted to values."""
     return _CONTEXT.validate_python(values)
 
 
 def unpacked(answer: dict, samples_file: Path) -> Result:
-    """Return the Result in a worker's answer. Deletes its samples file."""
+    """Return the result from the answer of a worker and from its file of samples. The file is then deleted."""
     samples = pd.read_parquet(samples_file)
     samples_file.unlink()
     return Result(_ROWS.validate_python(answer["rows"]), samples, answer["source"])
 
 
 def run_in_worker(context: dict, function: str, params: dict, import_path: list[str], rank: int | None = None) -> dict:
-    """Run a variant; the worker's entry point. Return its rows as JSON values; its samples go to a file in the workspace.
+    """Run a variant in a worker process. Return its rows as JSON values, and write its samples into a file in the workspace.
 
     Args:
-        import_path: `sys.path` of the caller, on which the function may be in a folder of HYPERION_SUBJECTS.
+        context: the context as `packed` returns it.
+        function: name of the function.
+        params: keyword arguments of the function.
+        import_path: `sys.path` of the caller. It may contain folders of HYPERION_SUBJECTS, in which the function is defined.
+        rank: number of the rank, or None without a process group.
     """
     sys.path += [folder for folder in import_path if folder not in sys.path]
     here = restored(context)
@@ -216,14 +224,14 @@ def run_in_worker(context: dict, function: str, params: dict, import_path: list[
 
 
 def run_on_rank(context: dict, function: str, params: dict, import_path: list[str]) -> dict:
-    """Run a variant on a rank; its entry point. As `run_in_worker`, with a samples file for each rank."""
+    """Run a variant on a rank, as `run_in_worker` does. Each rank writes its own file of samples."""
     from hyperion.processes import world  # imports torch
 
     return run_in_worker(context, function, params, import_path, world().rank)
 
 
 def on_few_threads(context: Context, report: Report, function: str, params: dict, threads: int) -> Result:
-    """Call a function with PyTorch limited to `threads` CPU threads; the entry point of `run_side_by_side`'s processes."""
+    """Limit PyTorch to `threads` CPU threads and call a function. `run_side_by_side` calls this in each new process."""
     import torch
 
     torch.set_num_threads(threads)
