@@ -91,21 +91,24 @@ def require_distinct(runs_a: list[Run], runs_b: list[Run]) -> None:
                     raise HyperionError(
                         f"the same launch is given twice: {why}",
                         where=f"{seen[identity]} and {here}",
-                        next_step="name each launch once; a copy of a run is not another measurement",
+                        next_step="name each launch only once; a copy of a run is not a new measurement",
                     )
                 seen[identity] = here
 
 
 def _identities(run: Run) -> Iterator[tuple[str, object]]:
-    yield "one folder", Path(run.folder).resolve()
+    yield "both names stand for the same folder", Path(run.folder).resolve()
     launched = run.information().get("relaunch")
     if launched:
         place = tuple(launched.get(part) for part in ("call", "side", "launch"))
-        yield f"launch {place[2]} of side {place[1]} of one call", place
+        yield f"both are launch {place[2]} of version {place[1]} in the same call of `hyperion relaunch`", place
     # Compare measured values only, because predictions may be added later. The times of two runs are never equal in every bit.
     measured = sorted(repr((row.key, row.value, row.value_reason, row.n, row.ci_low, row.ci_high)) for row in run.rows())
     if measured:
-        yield "all values are equal to the last bit", hashlib.sha256("\n".join(measured).encode()).hexdigest()
+        yield (
+            "all values are equal in every bit, so one run is a copy of the other",
+            hashlib.sha256("\n".join(measured).encode()).hexdigest(),
+        )
 
 
 def _recorded(runs: list[Run]) -> dict[str, set[str]]:

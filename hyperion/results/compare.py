@@ -135,7 +135,7 @@ def why_indicative(runs_a: list[Run], runs_b: list[Run]) -> str:
     if any("relaunch" not in run.information() for run in (*runs_a, *runs_b)):
         return "the runs did not alternate, so a change of the machine looks like a change of the code"
     if min(len(runs_a), len(runs_b)) < RELAUNCHES:
-        return f"fewer than {RELAUNCHES} launches per side cannot confirm a change"
+        return f"fewer than {RELAUNCHES} launches of each version cannot confirm a change"
     return ""
 
 
@@ -171,7 +171,7 @@ def _require_turns(runs_a: list[Run], runs_b: list[Run]) -> None:
         )
     if any(len({launched.get("side") for launched in side}) > 1 for side in sides):
         raise HyperionError(
-            "launches of both versions are on one side",
+            "one of the two sets contains launches of both versions A and B",
             where=where,
             next_step="name the two folders A and B that one call of `hyperion relaunch` wrote",
         )

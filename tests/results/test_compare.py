@@ -87,7 +87,7 @@ def test_launches_that_did_not_take_turns_are_refused(launched):
     with pytest.raises(HyperionError, match="did not take turns with each other"):
         compare(monday, launched("d", 5, call=None))
     both = [*launched("e", 3), *launched("f", 2)]
-    with pytest.raises(HyperionError, match="both versions are on one side"):
+    with pytest.raises(HyperionError, match="contains launches of both versions"):
         compare(both, launched("g", 5))
 
 
@@ -186,7 +186,7 @@ def test_one_launch_given_several_times_is_refused(tmp_path, launched):
 
     five = launched("a", 5)
     again = recorded(tmp_path / "again", [timed("v0", 0.5)], five[2].information() | {"schema": 1})
-    with pytest.raises(HyperionError, match="launch 2 of side a of one call"):
+    with pytest.raises(HyperionError, match="launch 2 of version a in the same call"):
         compare([*five, again], launched("b", 5))
 
 
