@@ -154,5 +154,5 @@ def test_a_path_of_the_machine_or_an_edited_file_is_refused_and_the_old_referenc
 
 
 def test_a_name_that_is_no_folder_name_is_refused(run, tmp_path):
-    with pytest.raises(HyperionError, match="cannot name"):
+    with pytest.raises(HyperionError, match="cannot be the name"):
         publish(run, "../h100", tmp_path / "reference")

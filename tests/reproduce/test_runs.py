@@ -48,7 +48,7 @@ def test_new_and_named_runs(tmp_path):
     other = SETTING | {"seed": 7}
     with pytest.raises(HyperionError, match="another setting: seed 0 there, 7 now"), claim(tmp_path, "mine", other):
         pass
-    with pytest.raises(HyperionError, match="cannot name"), claim(tmp_path, "latest"):
+    with pytest.raises(HyperionError, match="cannot be the name"), claim(tmp_path, "latest"):
         pass
 
 

@@ -92,7 +92,7 @@ def test_launches_that_did_not_take_turns_are_refused(launched):
 
 
 def test_runs_that_share_nothing_and_folders_without_runs_are_refused(launched, tmp_path):
-    with pytest.raises(HyperionError, match="share no comparable value"):
+    with pytest.raises(HyperionError, match="no value in common"):
         compare(launched("a", 1, call=None), [Run.create(tmp_path / "empty", {})])
     (tmp_path / "none").mkdir()
     with pytest.raises(HyperionError, match="no run in this folder"):

@@ -144,7 +144,7 @@ def test_runs_that_define_a_name_differently_do_not_meet(new_run):
     fourth = record(
         new_run("fourth"), score(limit=2.0, own_metric=golf), score("step_time_s", n=1, ci_low=3.0, ci_high=3.0, limit=1)
     )
-    with pytest.raises(HyperionError, match="share no comparable value"):
+    with pytest.raises(HyperionError, match="no value in common"):
         compare([third], [fourth])
     for run, share in ((one, 0.5), (other, 0.51)):
         record(run, *run.rows(), score("batch_efficiency", value=share, n=1, ci_low=share, ci_high=share))
