@@ -31,8 +31,8 @@ _MEMORY = ("peak_memory_gib", "peak_rss_gib")
 _PHASES = ("loader", "forward", "backward", "optimizer", "evaluation", "save")
 _STEADY = (
     "The dotted line with its 95 % interval is a training step on a batch that is already on the device. It is timed after the "
-    "training. The epochs include the loader. An epoch can be faster than the dotted line: if a step waits for the host to launch "
-    "kernels, its speed depends on the speed of the host at that time."
+    "training. The epochs include the loader. An epoch can be faster than the dotted line. If a step waits for the host to launch"
+    " kernels, its speed depends on the speed of the host at that time."
 )
 
 

@@ -32,4 +32,4 @@ def test_without_ceilings_there_are_two_bars_and_a_reason(cpu_material):
     with styled():
         figure = language_speed(cpu_material)
     assert len(figure.axes[0].patches) == 2
-    assert "no ceilings" in figure.get_supxlabel() and "neither is compiled" in figure.get_supxlabel()
+    assert "no ceilings" in figure.get_supxlabel() and "Neither loop is compiled" in figure.get_supxlabel()
