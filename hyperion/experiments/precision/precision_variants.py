@@ -146,7 +146,7 @@ def train_variant(context: Context, report: Report, kind: str, file: str, source
 
 
 def twins_of_variant(context: Context, report: Report, kind: str, file: str, source: str) -> Result:
-    """Train the twins: fp32 trainings in which the results of matrix products are rounded as coarsely as in bf16."""
+    """Train the twins: fp32 trainings whose matrix products round operands and results as coarsely as bf16."""
     options = PrecisionVariantsOptions.of(context)
     work, batches = load_batches(options.sizes(kind), Path(file), context.device)
 

@@ -293,7 +293,7 @@ def measure_alone(context: Context, report: Report, kind: str, file: str, source
 
 
 def measure_twins(context: Context, report: Report, kind: str, file: str, source: str, dtype: str) -> Result:
-    """Train the twins: the first rung with results of matrix products rounded as coarsely as in the format."""
+    """Train the twins: the first rung, with operands and results of matrix products rounded as coarsely as the format."""
     options = TrainingLadderOptions.of(context)
     sizes = options.ladders[kind]
     work, batches = load_batches(sizes, Path(file), context.device)
