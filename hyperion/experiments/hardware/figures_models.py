@@ -74,8 +74,8 @@ def products_roofline(material: Material) -> Figure | None:
     )
     ceilings = _ceilings(material)
     notes = [
-        "Lines: ceilings measured on this machine. Each mark is a matrix product, timed alone with a cold cache. The area of a mark "
-        "is the product's share of the model's FLOPs. For marks above the slope, a cache serves part of the traffic."
+        "Lines: ceilings measured on this machine. Each mark is a matrix product, timed alone with a cold cache. Its area "
+        "is its share of the model's FLOPs. For marks above the slope, a cache serves part of the traffic."
     ]
     for axes, (name, (precision, kernels)) in zip(panels, panels_of.items(), strict=False):
         draw_kernels(axes, kernels, {k.dtype: ceilings.get(k.dtype, k.tflops) for k in kernels}, slope)
@@ -248,7 +248,7 @@ def _peak(dtype: str, shares: list[Row]) -> float | None:
 
 def _notes(tafs: list[Row], shares: list[Row]) -> list[str]:
     """Return notes on the timed share of each model, the source of the MAF, and the reasons for missing values."""
-    notes = ["TAF: rate of all matrix products of one training step. Each is timed alone and weighted by its FLOPs."]
+    notes = ["TAF: rate of all products of one training step. Each is timed alone and weighted by its FLOPs."]
     for dtype in dict.fromkeys(row.dtype for row in measured(tafs)):
         rows = [row for row in measured(tafs) if row.dtype == dtype]
         timed = {

@@ -100,7 +100,7 @@ def forecast(context: Context) -> list[Forecast]:
 
 
 def run(context: Context, report: Report) -> Result:
-    """Time and verify the product with each kind of data, interleaved and alone, and compare the rates with those of normal data."""
+    """Time and verify the product with each kind of data, interleaved and alone, and compare it with normal data."""
     options = OperandDataOptions.of(context)
     supported, how = context.device.supports(options.dtype)
     if not supported:

@@ -25,7 +25,7 @@ def test_a_hosts_costs_are_bars_and_a_block_that_was_left_out_is_a_note(material
     eager, compiled = bars(figure.axes[1], hatched=False)
     assert bars(figure.axes[0], hatched=False)[0] == pytest.approx(31, rel=0.02) and "µs" in shown
     assert eager == pytest.approx(44 * 31, rel=0.02) and compiled == pytest.approx(2100, rel=0.02)
-    assert "Once a step, besides its operators: 43" in shown
+    assert "Besides its operators, a step takes 43" in shown
     figure, shown = drawn(operator_cost, cpu_material)
     assert len(figure.axes) == 1 and "left out by this profile" in shown
 
