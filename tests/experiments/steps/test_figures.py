@@ -52,7 +52,7 @@ def test_each_variant_has_its_name_its_prediction_and_its_two_utilisations(mater
 def test_without_limits_there_are_no_hatched_bars_and_the_note_says_why(cpu_material):
     figure, shown = drawn(model_steps, cpu_material)
     assert not any(bars(axes, hatched=True) for axes in figure.axes)
-    assert "No least time: no data sheet entry" in shown and "percent: of that" not in shown
+    assert "No least time: no data sheet entry" in shown and "Percentages: least time" not in shown
     assert len(bars(figure.axes[3], hatched=False)) == 5, "without a peak the fastest product is all there is"
 
 
